@@ -1,0 +1,38 @@
+"""Plots as PNG files. matplotlib is optional (`pip install baton-serve[bench]`), imported late."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError where plots cannot be made: ask before a run, not after it."""
+    try:
+        import matplotlib  # noqa: F401 (looked for, not used)
+    except ImportError as error:
+        message = "--plot needs matplotlib: pip install 'baton-serve[bench]'"
+        raise ConfigError(message) from error
+
+
+def plot_cdfs(series_ms: Mapping[str, Sequence[float]], path: Path, *, title: str) -> None:
+    """One panel for each named sample: the share of values at or below each latency."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(series_ms), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(series_ms), squeeze=False)[0]
+    for panel, (name, values_ms) in zip(panels, series_ms.items(), strict=True):
+        latencies_ms, shares = cdf(values_ms)
+        panel.step(latencies_ms, shares, where="post")
+        panel.set(xlabel=f"{name} (ms)", ylabel="share of values", ylim=(0, 1), xlim=(0, None))
+        panel.set_title(f"n = {len(values_ms)}", fontsize="small")
+        panel.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def cdf(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The empirical distribution: sorted values, and the share of values up to each of them."""
+    ordered = sorted(values)
+    return ordered, [rank / len(ordered) for rank in range(1, len(ordered) + 1)]

@@ -1,0 +1,103 @@
+"""The one shape in which every benchmark reports, as JSON and in memory. Pure but for `write_json`.
+
+    {"bench", "commit", "hardware", "seed", "config", "results": [{"name", "value", "unit", "runs",
+     "limit", "of_limit", "peers": {"vllm": {"value", "ratio"}}}]}
+
+`runs` are the single figures, one for each repetition in which the figure is defined, and `value`
+is their median. `limit` is what this machine was measured to allow in the same run, `of_limit` the
+share of it that was reached. Names are `thing/statistic`: `ttft/p50`, `throughput/output_tokens`.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of one run."""
+
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another system's figure on the same inputs; `ratio` is ours over theirs."""
+
+    value: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One named figure over all runs."""
+
+    name: str
+    value: float
+    unit: str
+    runs: tuple[float, ...]
+    limit: float | None = None
+    of_limit: float | None = None
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The machine that ran the benchmark (a server under test may be elsewhere)."""
+
+    cpu: str | None
+    num_cores: int
+    memory_bytes: int | None
+    gpus: tuple[str, ...]
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that one benchmark has to say."""
+
+    bench: str
+    commit: str | None  # None outside a repository
+    hardware: Hardware
+    seed: int
+    config: Mapping[str, Scalar]
+    results: tuple[Result, ...]
+
+    def value(self, name: str) -> float | None:
+        """The median of one result, or None where no run defined it."""
+        return next((result.value for result in self.results if result.name == name), None)
+
+
+def results_of(runs: Sequence[Mapping[str, Figure]]) -> tuple[Result, ...]:
+    """One result for each name that any run has, in the order in which the names first appear."""
+    units = {name: figure.unit for run in runs for name, figure in run.items()}
+    return tuple(
+        _result(name, unit, tuple(run[name].value for run in runs if name in run))
+        for name, unit in units.items()
+    )
+
+
+def to_json(report: Report) -> bytes:
+    """The report as indented JSON with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def from_json(data: bytes) -> Report:
+    """The inverse of `to_json`."""
+    return msgspec.json.decode(data, type=Report)
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Writes the report to `path`, making its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(to_json(report))
+
+
+def _result(name: str, unit: str, values: tuple[float, ...]) -> Result:
+    return Result(name=name, value=statistics.median(values), unit=unit, runs=values)

@@ -1,0 +1,172 @@
+"""The `baton` command."""
+
+import importlib.metadata
+import os
+import signal
+import sys
+import threading
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from bench.cli import app as bench_app
+from deploy.chat import ChatClient, converse, first_model
+from deploy.cluster import BUNDLED_MODEL, Deployment, Pools
+from deploy.launcher import Launcher, ProcessLauncher
+from deploy.processes import GatewayReady
+from engine.config import load_config
+from engine.errors import BatonError
+from engine.layout import KVFormat
+from kvtransfer.readers import Transport
+
+app = typer.Typer(
+    help="Baton serves large language models with prefill and decode on separate pools.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench_app, name="bench")
+
+WATCH_EVERY_S = 1.0
+
+
+class LauncherKind(StrEnum):
+    """Where services run."""
+
+    RAY = "ray"
+    PROCESS = "process"
+
+
+@app.command()
+def serve(  # noqa: PLR0913 - a command's options
+    model: Annotated[Path, typer.Argument(help="Hugging Face model directory")] = BUNDLED_MODEL,
+    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
+    port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
+    prefill: Annotated[int | None, typer.Option(help="prefill workers [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(help="decode workers [default: 1]")] = None,
+    mixed: Annotated[int, typer.Option(help="workers that do both")] = 0,
+    launcher: Annotated[LauncherKind, typer.Option(help="how to run them")] = LauncherKind.RAY,
+    model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
+    kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached K and V")] = None,
+    kv_mib: Annotated[int | None, typer.Option(help="KV memory of each worker, MiB")] = None,
+    kv_transport: Annotated[Transport | None, typer.Option(help="how KV moves")] = None,
+    block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
+    threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
+) -> None:
+    """Serves a model until Ctrl-C; without MODEL, the bundled one."""
+    flags: dict[str, Any] = {
+        "gateway.host": host,
+        "gateway.port": port,
+        "gateway.model_name": model_name or (None if model != BUNDLED_MODEL else "baton-bundled"),
+        "worker.kv_dtype": kv_dtype,
+        "worker.kv_mib": kv_mib,
+        "worker.kv_transport": kv_transport,
+        "worker.block_size": block_size,
+        "worker.threads": threads,
+    }
+    default = 0 if mixed else 1
+    pools = Pools(
+        default if prefill is None else prefill, default if decode is None else decode, mixed
+    )
+    tree = load_config(config, os.environ, flags)
+    deployment = Deployment(_launcher(launcher), model=model, pools=pools, config=tree)
+    deployment.log_level = log_level
+    _run(deployment, Console(stderr=True))
+
+
+def _launcher(kind: LauncherKind) -> Launcher:
+    if kind is LauncherKind.PROCESS:
+        return ProcessLauncher()
+    from deploy.ray_launcher import RayLauncher
+
+    return RayLauncher()
+
+
+def _run(deployment: Deployment, console: Console) -> None:
+    """Opens the deployment, watches it until a signal, and closes it."""
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    with console.status("starting") as status:
+        ready = deployment.open(status.update)
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        _say_ready(console, deployment, ready)
+        while not stop.wait(WATCH_EVERY_S):
+            for line in deployment.dead():
+                console.print(f"[red]{line}[/red]; requests go on where they can")
+    finally:
+        with console.status("stopping"):
+            deployment.close()
+        console.print("stopped")
+
+
+def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) -> None:
+    for worker_id, worker in deployment.workers.items():
+        mib = worker.num_blocks * worker.block_bytes / 2**20
+        console.print(
+            f"[green]✓[/green] {worker_id}: {worker.num_blocks} KV blocks, {mib:.0f} MiB, "
+            f"warm after {worker.warm_up_s:.1f} s"
+        )
+    console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")
+    body = (
+        f'{{"model": "{ready.model_name}", "stream": true, "max_tokens": 64, "temperature": 0,'
+        ' "messages": [{"role": "user", "content": '
+        '"Write a Python function `add`: Return the sum of a and b."}]}'
+    )
+    command = f"curl -N {ready.url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+    console.print("Try it:", highlight=False)
+    console.print(f"  {command}'{body}'\n", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"  baton chat --url {ready.url}\n\nCtrl-C stops everything.", highlight=False)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="server")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="default: the server's first")] = None,
+    temperature: Annotated[float, typer.Option()] = 0.7,
+    max_tokens: Annotated[int, typer.Option()] = 256,
+    api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY")] = "",
+) -> None:
+    """Talks to a server in the terminal."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = httpx.Timeout(10.0, read=120.0)
+    with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
+        name = model or first_model(client)
+        options = {"temperature": temperature, "max_tokens": max_tokens}
+        console = Console()
+        console.print(f"{name} at {url}; Ctrl-D ends\n", highlight=False)
+        converse(ChatClient(client, name, options), console)
+
+
+@app.command()
+def version() -> None:
+    """Prints the version."""
+    typer.echo(f"baton {importlib.metadata.version('baton-serve')}")
+
+
+def main() -> None:
+    """Runs the command; an error that Baton raises on purpose is one line and exit status 1."""
+    try:
+        app()
+    except BatonError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A worker or a gateway as a plain process: `python -m deploy.process_main worker|gateway`.
+
+The spec comes as one line of JSON on standard input, so that no secret shows in a process list; the
+answer goes as one line of JSON to standard output. Standard input stays open as a life line: when
+it ends the parent is gone or wants this process to stop, and the process stops.
+"""
+
+import signal
+import sys
+
+import msgspec
+
+from deploy.processes import ServiceThread, configure_logging, service_of
+from engine.errors import BatonError
+
+
+class StartFailed(msgspec.Struct, frozen=True):
+    """Instead of an answer: why the service did not start."""
+
+    error: str
+
+
+def main() -> int:
+    """Runs until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    service, log_level = service_of(sys.argv[1], sys.stdin.buffer.readline())
+    configure_logging(log_level)
+    thread = ServiceThread(service, sys.argv[1])
+    try:
+        ready = thread.open()
+    except BatonError as error:
+        _answer(StartFailed(str(error)))
+        return 1
+    _answer(ready)
+    try:
+        while sys.stdin.buffer.read(4096):
+            pass
+    finally:
+        thread.close()
+    return 0
+
+
+def _answer(message: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Wiring: builds a worker or a gateway from its spec. The one place that names every real part.
+
+A *service* is opened and closed on an event loop of its own, in a thread of its own, so that the
+same code runs in a plain process, in a Ray actor and in a test.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import threading
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import uvicorn
+import uvloop
+
+from deploy.worker_host import WorkerHost, WorkerIdentity
+from engine.clock import MonotonicClock
+from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.errors import ConfigError
+from engine.messages import Role, WorkerId
+from kvtransfer.memory import SharedPool
+from router.gateway import GatewaySettings, create_app
+from router.service import Router
+from router.tokenizer import load_text_model
+
+log = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 300.0
+CLOSE_TIMEOUT_S = 30.0
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """All that a worker is started with."""
+
+    worker_id: WorkerId
+    role: Role
+    model: str  # directory
+    config: WorkerConfig
+    token: str
+    threads: int
+    host: str = "127.0.0.1"
+    log_level: str = "warning"
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    """What a started worker says of itself."""
+
+    address: str
+    pid: int
+    context_len: int
+    num_blocks: int
+    block_bytes: int
+    warm_up_s: float
+
+
+class GatewaySpec(msgspec.Struct, frozen=True):
+    """All that a gateway is started with."""
+
+    workers: tuple[str, ...]  # addresses
+    model: str
+    context_len: int
+    gateway: GatewayConfig
+    router: RouterConfig
+    token: str
+    log_level: str = "warning"
+
+
+class GatewayReady(msgspec.Struct, frozen=True):
+    """What a started gateway says of itself."""
+
+    url: str
+    model_name: str
+    pid: int
+
+
+T = TypeVar("T", covariant=True)
+
+
+class Service(Protocol[T]):
+    """Something that runs on an event loop between open and close."""
+
+    async def open(self) -> T:
+        """Starts; returns what others need to know."""
+        ...
+
+    async def close(self) -> None:
+        """Stops."""
+        ...
+
+
+class WorkerService:
+    """A worker with the torch runner."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+
+    async def open(self) -> WorkerReady:
+        """Loads the model and starts to listen. Raises CheckpointError, ConfigError."""
+        import torch  # seconds to import, and a gateway does without
+
+        from engine.model.runner import TorchRunner
+
+        spec = self._spec
+        torch.set_num_threads(spec.threads)
+        runner = TorchRunner(
+            Path(spec.model),
+            block_size=spec.config.block_size,
+            kv_format=spec.config.kv_dtype,
+            kv_bytes=spec.config.kv_mib * 2**20,
+        )
+        pools: list[SharedPool] = []
+
+        def allocate(num_bytes: int) -> memoryview:
+            pool = SharedPool(runner.num_blocks, num_bytes // runner.num_blocks)
+            pool.open()
+            pools.append(pool)
+            return pool.blocks.reshape(-1).data
+
+        await asyncio.to_thread(runner.open, allocate)
+        warm_up_s = await asyncio.to_thread(runner.warm_up)
+        identity = WorkerIdentity(
+            spec.worker_id, spec.role, runner.fingerprint, spec.token, spec.host
+        )
+        self._runner = runner
+        self._host = WorkerHost(
+            identity,
+            config=spec.config,
+            runner=runner,
+            memory=pools[0],
+            clock=MonotonicClock(),
+            on_crash=die,
+        )
+        address = await self._host.open()
+        return WorkerReady(
+            address=address,
+            pid=os.getpid(),
+            context_len=runner.context_len,
+            num_blocks=runner.num_blocks,
+            block_bytes=runner.layout.block_bytes,
+            warm_up_s=warm_up_s,
+        )
+
+    async def close(self) -> None:
+        """Ends sessions and threads; asserts that the pool's books are in order."""
+        await self._host.close()
+
+
+class GatewayService:
+    """A gateway on uvicorn."""
+
+    def __init__(self, spec: GatewaySpec) -> None:
+        self._spec = spec
+
+    async def open(self) -> GatewayReady:
+        """Binds the port and begins to connect to the workers. Raises ConfigError."""
+        spec = self._spec
+        config = spec.gateway
+        clock = MonotonicClock()
+        sock = _bind(config.host, config.port)
+        self._router = Router(list(spec.workers), config=spec.router, token=spec.token, clock=clock)
+        text = load_text_model(Path(spec.model))
+        model_name = config.model_name or Path(spec.model).name
+        settings = GatewaySettings(
+            model_names=(model_name,),
+            context_len=spec.context_len,
+            eos_token_ids=text.eos_token_ids,
+            max_body_bytes=config.max_body_bytes,
+            api_keys=config.api_keys,
+        )
+        rng = random.Random(os.urandom(16))
+        app = create_app(self._router, text, settings=settings, clock=clock, rng=rng)
+        await self._router.open()
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        host, port = sock.getsockname()[:2]
+        return GatewayReady(f"http://{host}:{port}", model_name, os.getpid())
+
+    async def close(self) -> None:
+        """Finishes what can be finished in a few seconds, then ends all sessions."""
+        self._server.should_exit = True
+        await asyncio.wait([self._serving], timeout=CLOSE_TIMEOUT_S / 2)
+        await self._router.close()
+
+
+def service_of(kind: str, spec: bytes) -> tuple[Service[object], str]:
+    """The service that an encoded spec describes, and its log level."""
+    if kind == "worker":
+        worker = msgspec.json.decode(spec, type=WorkerSpec)
+        return WorkerService(worker), worker.log_level
+    gateway = msgspec.json.decode(spec, type=GatewaySpec)
+    return GatewayService(gateway), gateway.log_level
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def die(error: BaseException) -> None:
+    """Ends the process at once: a worker without one of its threads must not look alive."""
+    log.critical("worker thread died: %r", error, exc_info=error)
+    os._exit(70)
+
+
+class ServiceThread(Generic[T]):
+    """Runs a service on an event loop in a thread of its own."""
+
+    def __init__(self, service: Service[T], name: str) -> None:
+        self._service = service
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+
+    def open(self) -> T:
+        """Opens the service; raises what it raises."""
+        self._thread.start()
+        opening = asyncio.run_coroutine_threadsafe(_open(self._service), self._loop)
+        return opening.result(READY_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Closes the service and ends the thread."""
+        closing = asyncio.run_coroutine_threadsafe(self._service.close(), self._loop)
+        closing.result(CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+
+async def _open(service: Service[T]) -> T:
+    return await service.open()
+
+
+def configure_logging(level: str) -> None:
+    """One line a record, to standard error."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
+    )

@@ -1,0 +1,126 @@
+"""Starts workers and gateways as Ray actors. Ray places and watches them, and carries no request.
+
+The only file that imports ray.
+"""
+
+import logging
+import os
+import sys
+from typing import Any
+
+import msgspec
+import ray
+
+from deploy.processes import (
+    READY_TIMEOUT_S,
+    GatewayReady,
+    GatewaySpec,
+    ServiceThread,
+    WorkerReady,
+    WorkerSpec,
+    configure_logging,
+    service_of,
+)
+from engine.errors import BatonError, ConfigError
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 30.0
+
+
+class _Actor:
+    """Hosts one service. Specs and answers travel as JSON bytes: Ray pickles nothing of ours."""
+
+    def __init__(self, kind: str, spec: bytes) -> None:
+        service, log_level = service_of(kind, spec)
+        configure_logging(log_level)
+        self._thread: ServiceThread[Any] = ServiceThread(service, kind)
+
+    def start(self) -> tuple[bytes, str]:
+        """The service's answer, or what is wrong."""
+        try:
+            return msgspec.json.encode(self._thread.open()), ""
+        except BatonError as error:
+            return b"", str(error)
+
+    def stop(self) -> None:
+        """Closes the service."""
+        self._thread.close()
+
+    def ping(self) -> None:
+        """Answers: the actor lives."""
+
+
+class RayLauncher:
+    """Runs every service as an actor of the Ray cluster at `address`, or of one started here."""
+
+    def __init__(self, address: str | None = None) -> None:
+        self._address = address
+        self._actors: dict[str, Any] = {}
+        self._pings: dict[str, Any] = {}
+
+    def open(self) -> None:
+        """Connects to Ray, or starts it on this machine, on the loopback address only."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        local: dict[str, Any] = {
+            "_node_ip_address": "127.0.0.1",
+            "include_dashboard": False,
+            "object_store_memory": 80 * 2**20,  # no KV and no token ever goes there
+        }
+        ray.init(
+            address=self._address or "local",
+            namespace="baton",
+            logging_level=logging.ERROR,
+            log_to_driver=True,
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}},
+            **({} if self._address else local),
+        )
+
+    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
+        """Starts a worker actor."""
+        return msgspec.json.decode(self._start(spec.worker_id, "worker", spec), type=WorkerReady)
+
+    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
+        """Starts a gateway actor."""
+        return msgspec.json.decode(self._start("gateway", "gateway", spec), type=GatewayReady)
+
+    def dead(self) -> list[str]:
+        """Actors whose standing ping failed, each named once."""
+        dead = []
+        for name, ping in list(self._pings.items()):
+            ready, _ = ray.wait([ping], timeout=0)
+            if not ready:
+                continue
+            try:
+                ray.get(ping)
+                self._pings[name] = self._actors[name].ping.remote()
+            except ray.exceptions.RayActorError as error:
+                del self._pings[name], self._actors[name]
+                dead.append(f"{name} ended: {str(error).splitlines()[0]}")
+        return dead
+
+    def close(self) -> None:
+        """Stops the actors in reverse order, then Ray if it was started here."""
+        for name, actor in reversed(self._actors.items()):
+            try:
+                ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                log.warning("%s did not stop by itself: %s", name, error)
+            ray.kill(actor)
+        self._actors, self._pings = {}, {}
+        ray.shutdown()
+
+    def _start(self, name: str, kind: str, spec: WorkerSpec | GatewaySpec) -> bytes:
+        actor_class = ray.remote(num_cpus=0, max_restarts=0)(_Actor)
+        actor = actor_class.options(name=name).remote(kind, msgspec.json.encode(spec))
+        self._actors[name] = actor
+        try:
+            answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as failure:
+            first_line = str(failure).splitlines()[0]
+            raise ConfigError(f"{name} ended while starting: {first_line}") from failure
+        if error:
+            raise ConfigError(f"{name}: {error}")
+        self._pings[name] = actor.ping.remote()
+        return bytes(answer)

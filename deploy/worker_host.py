@@ -1,0 +1,290 @@
+"""One worker: the threads around a `WorkerCore`.
+
+    asyncio thread   gRPC sessions of gateways
+    step thread      owns core, pool and runner: takes events, runs plans, performs effects
+    transfer thread  the endpoint: leases and pulls
+
+Everything reaches the step thread through one inbox. A thread that dies takes the worker with it,
+so that others see it gone instead of silent.
+"""
+
+import asyncio
+import hmac
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from decode.scheduler import DecodeScheduler
+from engine.batch import Runner
+from engine.blocks import BlockPool
+from engine.clock import Clock
+from engine.config import WorkerConfig
+from engine.errors import ProtocolError
+from engine.events import Effect, Emit, Event, FromGateway, GatewayLost
+from engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Decode,
+    FirstToken,
+    GatewayId,
+    Generate,
+    Hello,
+    Incarnation,
+    Prefill,
+    Refused,
+    Role,
+    ToGateway,
+    Welcome,
+    WorkerId,
+    decode_to_worker,
+    encode_frame,
+)
+from engine.rpc import Send, SessionServer
+from engine.worker import Scheduler, WorkerCore
+from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.memory import SharedPool
+from kvtransfer.messages import Identity
+from kvtransfer.readers import Transport
+from prefill.scheduler import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 1.0
+MAX_UNSENT_FRAMES = 4096  # of one gateway; one that reads more slowly is cut off
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who a worker is to others."""
+
+    worker_id: WorkerId
+    role: Role
+    fingerprint: str
+    token: str
+    host: str = "127.0.0.1"
+
+
+class WorkerHost:
+    """A worker from open to close. `on_crash` ends the process."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        config: WorkerConfig,
+        runner: Runner,
+        memory: SharedPool,
+        clock: Clock,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._identity = identity
+        self._config = config
+        self._runner = runner
+        self._memory = memory
+        self._clock = clock
+        self._on_crash = on_crash
+        self._incarnation = Incarnation(secrets.token_hex(8))
+        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._gateways: dict[GatewayId, asyncio.Queue[bytes | None]] = {}
+        self._stopping = False
+
+    async def open(self) -> str:
+        """Starts the threads; returns the address of the gRPC server."""
+        self._loop = asyncio.get_running_loop()
+        self._endpoint = TransferEndpoint(
+            EndpointConfig(
+                worker_id=self._identity.worker_id,
+                incarnation=self._incarnation,
+                identity=Identity(self._identity.fingerprint, self._runner.layout),
+                token=self._identity.token,
+                transport=Transport(self._config.kv_transport),
+                host=self._identity.host,
+            ),
+            pool=self._memory,
+            clock=self._clock,
+            on_event=self._inbox.put,
+            on_crash=self._on_crash,
+        )
+        address = self._endpoint.open()
+        pool = BlockPool(self._runner.num_blocks)
+        block_size = self._runner.layout.block_size
+        schedulers: list[Scheduler] = []
+        if self._identity.role.decodes:
+            schedulers.append(
+                DecodeScheduler(pool, block_size=block_size, max_running=self._config.max_running)
+            )
+        if self._identity.role.prefills:
+            schedulers.append(
+                PrefillScheduler(
+                    pool,
+                    block_size=block_size,
+                    chunk_tokens=self._config.chunk_tokens,
+                    address=address,
+                )
+            )
+        self._core = WorkerCore(schedulers, pool, self._config.max_batch_tokens)
+        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+        self._thread.start()
+        self._server = SessionServer(self._session, self._identity.host)
+        return await self._server.open()
+
+    async def close(self) -> None:
+        """Ends sessions and threads."""
+        await self._server.close()
+        self._stopping = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, 30)
+        await asyncio.to_thread(self._endpoint.close)
+        self._core.validate()
+
+    # ------------------------------------------------------------ gateways (asyncio thread)
+
+    async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
+        gateway_id = await self._shake_hands(frames, send)
+        if gateway_id is None:
+            return
+        outbox: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNSENT_FRAMES)
+        self._gateways[gateway_id] = outbox
+        sender = asyncio.create_task(_send_all(outbox, send))
+        reader = asyncio.create_task(self._read_all(gateway_id, frames))
+        try:
+            await asyncio.wait([sender, reader], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sender.cancel()
+            reader.cancel()
+            await asyncio.gather(sender, reader, return_exceptions=True)
+            if self._gateways.get(gateway_id) is outbox:
+                del self._gateways[gateway_id]
+            self._inbox.put(GatewayLost(gateway_id))
+            log.info("gateway %s is gone", gateway_id)
+
+    async def _shake_hands(self, frames: AsyncIterator[bytes], send: Send) -> GatewayId | None:
+        try:
+            messages = decode_to_worker(await anext(frames))
+        except (ProtocolError, StopAsyncIteration) as error:
+            log.warning("refused a gateway: %s", error)
+            return None
+        match messages:
+            case [Hello(version=version)] if version != PROTOCOL_VERSION:
+                reason = f"protocol version differs: ours {PROTOCOL_VERSION}, yours {version}"
+            case [Hello(token=token)] if not hmac.compare_digest(token, self._identity.token):
+                reason = "wrong internal token"
+            case [Hello(gateway_id=gateway_id)] if gateway_id in self._gateways:
+                reason = "a session of this gateway is open"
+            case [Hello(gateway_id=gateway_id)]:
+                await send(encode_frame([self._welcome()]))
+                return gateway_id
+            case _:
+                reason = "the first frame must be one Hello"
+        log.warning("refused a gateway: %s", reason)
+        await send(encode_frame([Refused(reason)]))
+        return None
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            worker_id=self._identity.worker_id,
+            incarnation=self._incarnation,
+            role=self._identity.role,
+            fingerprint=self._identity.fingerprint,
+            layout=self._runner.layout,
+            num_blocks=self._runner.num_blocks,
+            max_running=self._config.max_running,
+        )
+
+    async def _read_all(self, gateway_id: GatewayId, frames: AsyncIterator[bytes]) -> None:
+        async for frame in frames:
+            try:
+                messages = decode_to_worker(frame)
+            except ProtocolError as error:
+                log.warning("cut off gateway %s: %s", gateway_id, error)
+                return
+            for message in messages:
+                if isinstance(message, Prefill | Generate | Decode | FirstToken | Cancel):
+                    self._inbox.put(FromGateway(gateway_id, message))
+
+    # ------------------------------------------------------------ steps (step thread)
+
+    def _run(self) -> None:
+        try:
+            next_report_s = 0.0
+            busy = False
+            while not self._stopping:
+                self._take_events(None if busy else REPORT_EVERY_S)
+                now_s = self._clock.now_s()
+                if now_s >= next_report_s:
+                    next_report_s = now_s + REPORT_EVERY_S
+                    self._report()
+                busy = self._step()
+        except BaseException as error:
+            self._on_crash(error)
+            raise
+
+    def _take_events(self, wait_s: float | None) -> None:
+        """Handles all events that are there; waits for one if there is nothing to compute."""
+        effects: list[Effect] = []
+        try:
+            event = self._inbox.get(block=wait_s is not None, timeout=wait_s)
+        except queue.Empty:
+            if wait_s is not None:
+                self._core.validate()  # idle: time to look for leaks
+            return
+        try:
+            while True:
+                if event is not None:
+                    effects += self._core.handle(event, self._clock.now_s())
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        self._perform(effects)
+
+    def _step(self) -> bool:
+        """Runs one plan; False if there was nothing to run."""
+        plan, effects = self._core.plan(self._clock.now_s())
+        self._perform(effects)
+        if plan is None:
+            return False
+        result = self._runner.run(plan)
+        self._perform(self._core.finish(result, self._clock.now_s()))
+        return True
+
+    def _perform(self, effects: list[Effect]) -> None:
+        frames: dict[GatewayId, list[ToGateway]] = {}
+        for effect in effects:
+            if isinstance(effect, Emit):
+                frames.setdefault(effect.gateway_id, []).append(effect.message)
+            else:
+                self._endpoint.perform(effect)
+        for gateway_id, messages in frames.items():
+            frame = encode_frame(messages)
+            self._loop.call_soon_threadsafe(self._post, gateway_id, frame)
+
+    def _report(self) -> None:
+        load = self._core.load(self._endpoint.source.num_leases, self._endpoint.counters())
+        frame = encode_frame([load])
+        self._loop.call_soon_threadsafe(self._post_all, frame)
+
+    def _post_all(self, frame: bytes) -> None:
+        for gateway_id in list(self._gateways):
+            self._post(gateway_id, frame)
+
+    def _post(self, gateway_id: GatewayId, frame: bytes) -> None:
+        outbox = self._gateways.get(gateway_id)
+        if outbox is None:
+            return  # it left; its sequences are being cancelled
+        try:
+            outbox.put_nowait(frame)
+        except asyncio.QueueFull:
+            log.warning("gateway %s reads too slowly and is cut off", gateway_id)
+            del self._gateways[gateway_id]
+            while not outbox.empty():
+                outbox.get_nowait()
+            outbox.put_nowait(None)
+
+
+async def _send_all(outbox: "asyncio.Queue[bytes | None]", send: Send) -> None:
+    while (frame := await outbox.get()) is not None:
+        await send(frame)

@@ -1,0 +1,1 @@
+"""What every Baton process shares: types, messages, KV layout, blocks, sequences, the step loop."""

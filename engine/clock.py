@@ -1,0 +1,25 @@
+"""The one place that reads the machine's clock; cores take `now_s` as an argument."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds that never go back; only differences mean anything."""
+
+    def now_s(self) -> float:
+        """Seconds since an arbitrary origin."""
+        ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock. On Linux all processes of one host share its origin."""
+
+    def now_s(self) -> float:
+        """Seconds since the host booted."""
+        return time.monotonic()
+
+
+def unix_time_s() -> int:
+    """Wall-clock seconds since 1970, for `created` fields; never used to measure."""
+    return int(time.time())

@@ -1,0 +1,115 @@
+"""Configuration: one frozen tree, from a file, the environment and flags, in this order.
+
+Unknown keys and values of the wrong type are errors that name them. Environment variables are
+`BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512.
+Defaults run on a laptop. A part of the tree is passed to whom it concerns; nobody writes to it.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+ENVIRONMENT_PREFIX = "BATON_"
+
+
+def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
+    if not holds:
+        raise ValueError(message)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What every worker is started with."""
+
+    block_size: int = 16  # tokens
+    kv_dtype: KVFormat = KVFormat.FP32
+    kv_mib: int = 512  # memory of the KV pool
+    max_batch_tokens: int = 512  # tokens of one step
+    chunk_tokens: int = 256  # tokens of one prompt in one step
+    max_running: int = 64  # sequences that decode at once
+    kv_transport: str = "auto"  # auto, shm or zmq
+    threads: int | None = None  # torch threads; None shares the cores among the workers
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "kv_mib", "max_batch_tokens", "chunk_tokens", "max_running"):
+            _require(getattr(self, name) > 0, f"worker.{name} must be positive")
+        _require(
+            self.max_running <= self.max_batch_tokens,
+            "worker.max_running must not exceed worker.max_batch_tokens",
+        )
+        _require(
+            self.kv_transport in ("auto", "shm", "zmq"),
+            "worker.kv_transport must be auto, shm or zmq",
+        )
+        _require(self.threads is None or self.threads > 0, "worker.threads must be positive")
+
+
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How requests are admitted and placed."""
+
+    max_queue: int = 1024  # requests waiting for a worker
+    queue_timeout_s: float = 60.0
+    progress_timeout_s: float = 60.0  # a worker that sends no news of a request for so long
+    slowest_prefill_tokens_per_s: float = 100.0  # a prompt is given so much longer
+    max_attempts: int = 5  # placements of one request
+    prefill_backlog_tokens: int = 1024  # a prefill worker with more is given no other prompt
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None  # None: the name of the model's directory
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 2**20
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole tree."""
+
+    worker: WorkerConfig = WorkerConfig()
+    router: RouterConfig = RouterConfig()
+    gateway: GatewayConfig = GatewayConfig()
+
+
+def load_config(
+    path: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
+) -> Config:
+    """The tree from a TOML file, the environment and flags ("worker.kv_mib": 64); None is unset.
+
+    Raises ConfigError.
+    """
+    tree: dict[str, Any] = _read_file(path) if path is not None else {}
+    for key, value in environment.items():
+        if key.startswith(ENVIRONMENT_PREFIX) and "__" in key:
+            _set(tree, key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value)
+    for key, value in flags.items():
+        if value is not None:
+            _set(tree, key.split("."), value)
+    try:
+        return msgspec.convert(tree, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"configuration: {'.'.join(path)} is set twice")
+    tree[path[-1]] = value

@@ -1,0 +1,272 @@
+"""Every message that crosses a process boundary between gateway and workers: one schema.
+
+A gateway opens one stream to each worker. Both directions carry *frames*, a frame being a list of
+messages, so that one decode step sends one frame whatever the number of its sequences. The first
+frame each way is the handshake, `Hello` and `Welcome`, whose version is compared before anything
+else is believed. (KV bytes and leases travel between workers: `kvtransfer.messages`.)
+
+A `SeqId` names one attempt of one request: when a request is placed again it gets a new one, so a
+late message of a lost attempt matches nothing.
+
+Token lengths are absolute (prompt included): `max_len` and `min_len` mean the same on whatever
+worker a request continues.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+from engine.errors import ProtocolError
+from engine.layout import KVLayout
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 2**20
+
+RequestId = NewType("RequestId", str)
+SeqId = NewType("SeqId", str)
+WorkerId = NewType("WorkerId", str)
+GatewayId = NewType("GatewayId", str)
+LeaseId = NewType("LeaseId", str)
+Incarnation = NewType("Incarnation", str)  # random, new at every start of a process
+
+
+class Role(StrEnum):
+    """Which schedulers a worker runs."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prompts can be computed here."""
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens can be generated here."""
+        return self is not Role.PREFILL
+
+
+class FinishReason(StrEnum):
+    """Why an answer is complete."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How one token is chosen from logits. Zero temperature is argmax; `top_k` 0 means all."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+class Limits(msgspec.Struct, frozen=True, array_like=True):
+    """When a sequence ends. Lengths in tokens, prompt included."""
+
+    max_len: int
+    min_len: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def finish_reason(self, length: int, last_token: int) -> FinishReason | None:
+        """Whether a sequence of this length that ends in `last_token` is complete."""
+        if last_token in self.stop_token_ids and length > self.min_len:
+            return FinishReason.STOP
+        if length >= self.max_len:
+            return FinishReason.LENGTH
+        return None
+
+
+class TransferAddress(msgspec.Struct, frozen=True):
+    """Where a worker's blocks can be pulled from."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    address: str  # ZeroMQ endpoint of its transfer socket
+
+
+class LeaseRef(msgspec.Struct, frozen=True):
+    """A lease as its sink knows it. It covers `num_blocks` blocks, in the order of the prompt."""
+
+    lease_id: LeaseId
+    source: TransferAddress
+    num_blocks: int
+
+
+# ---------------------------------------------------------------- gateway to worker
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message of a gateway."""
+
+    version: int
+    gateway_id: GatewayId
+    token: str
+
+
+class Prefill(msgspec.Struct, frozen=True, tag=True):
+    """Compute the KV of `token_ids`, sample one token, and lease the blocks."""
+
+    seq_id: SeqId
+    token_ids: list[int]
+    sampling: Sampling
+    limits: Limits
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Compute the KV of `token_ids` and go on generating in the same worker."""
+
+    seq_id: SeqId
+    token_ids: list[int]
+    sampling: Sampling
+    limits: Limits
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """Pull the KV of `token_ids` under `lease`; generate when `FirstToken` has come too."""
+
+    seq_id: SeqId
+    token_ids: list[int]
+    sampling: Sampling
+    limits: Limits
+    lease: LeaseRef
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag=True):
+    """The token that prefill sampled. The gateway has it, so decode may go on from it."""
+
+    seq_id: SeqId
+    token: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody wants this sequence any more: free what it holds."""
+
+    seq_id: SeqId
+
+
+# ---------------------------------------------------------------- worker to gateway
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """A worker's answer to `Hello`: who it is and what it can hold."""
+
+    version: int
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    fingerprint: str
+    layout: KVLayout
+    num_blocks: int
+    max_running: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A worker's other answer to `Hello`."""
+
+    reason: str
+
+
+class PrefillStarted(msgspec.Struct, frozen=True, tag=True):
+    """The first chunk is about to run. `lease` is None where generation stays in this worker."""
+
+    seq_id: SeqId
+    num_cached_tokens: int
+    lease: LeaseRef | None
+
+
+class PrefillDone(msgspec.Struct, frozen=True, tag=True):
+    """The prompt is computed; `token` is the first of the answer."""
+
+    seq_id: SeqId
+    token: int
+    finish: FinishReason | None
+
+
+class KvReady(msgspec.Struct, frozen=True, tag=True):
+    """All KV of a handed-over sequence is in the decode worker."""
+
+    seq_id: SeqId
+    num_pulled_blocks: int
+    num_cached_blocks: int
+    transport: str
+
+
+class DecodeStarted(msgspec.Struct, frozen=True, tag=True):
+    """The first decode step of a sequence is about to run."""
+
+    seq_id: SeqId
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """The next tokens of a sequence."""
+
+    seq_id: SeqId
+    token_ids: list[int]
+    finish: FinishReason | None = None
+
+
+class GivenBack(msgspec.Struct, frozen=True, tag=True):
+    """The worker holds this sequence no longer; the gateway places it again."""
+
+    seq_id: SeqId
+    reason: str
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag=True):
+    """What a worker holds now. Blocks are counted once each and sum to the pool."""
+
+    free_blocks: int
+    cached_blocks: int
+    owned_blocks: int
+    leased_blocks: int
+    in_flight_blocks: int
+    waiting_seqs: int
+    running_seqs: int
+    open_leases: int
+    counters: dict[str, float] = {}
+
+
+ToWorker = Hello | Prefill | Generate | Decode | FirstToken | Cancel
+ToGateway = (
+    Welcome
+    | Refused
+    | PrefillStarted
+    | PrefillDone
+    | KvReady
+    | DecodeStarted
+    | Tokens
+    | GivenBack
+    | LoadReport
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(list[ToWorker])
+_to_gateway = msgspec.msgpack.Decoder(list[ToGateway])
+
+
+def encode_frame(messages: Sequence[ToWorker] | Sequence[ToGateway]) -> bytes:
+    """One frame of either direction."""
+    return _encoder.encode(messages)
+
+
+def decode_to_worker(frame: bytes) -> list[ToWorker]:
+    """Messages of a gateway's frame. Raises ProtocolError."""
+    try:
+        return _to_worker.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"bad frame from a gateway: {error}") from error
+
+
+def decode_to_gateway(frame: bytes) -> list[ToGateway]:
+    """Messages of a worker's frame. Raises ProtocolError."""
+    try:
+        return _to_gateway.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"bad frame from a worker: {error}") from error

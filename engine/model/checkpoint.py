@@ -1,0 +1,214 @@
+"""Loading a model so that its attention runs over paged KV, and refusing models for which it cannot.
+
+transformers knows hundreds of decoders. Baton does not keep a list of those that it can serve; it
+tries the model when it is opened:
+
+1. One token, with an attention that only records. Every layer must call it once, all with the same
+   KV heads and head size: from these calls, not from names in the config, comes the `KVSection`.
+2. A few tokens with the model's own attention, and the same tokens in two chunks over paged KV. The
+   logits must agree. They do not if anything besides K and V passes from token to token (states of a
+   recurrence or a convolution), if the attention has terms that ours does not (biases, sinks, no
+   causality), or if positions are not taken from `position_ids`.
+
+What a few tokens cannot show is checked by name: attention in fixed chunks, and rotary embeddings
+that change with the length of the batch. The latter are constant up to a length, which is then
+the context length served.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from engine.batch import Row
+from engine.blocks import BlockId
+from engine.errors import CheckpointError
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import SeqId
+from engine.model.attention import build_batch
+from engine.model.files import check_files, fingerprint
+from engine.model.hook import IMPLEMENTATION, Call, ForwardContext, attach, forward
+from engine.model.kvcache import KVCache, allocate_buffer
+
+PROBE_CHUNKS = ((5, 3, 8, 7), (2, 9, 4))  # token ids; the cut is inside a block of the probe
+PROBE_BLOCK_SIZE = 3
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the spread of the logits
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose attention reads the cache and batch in `context`."""
+
+    model: PreTrainedModel
+    context: ForwardContext
+    layout: KVLayout
+    device: torch.device
+    context_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+
+
+def load(
+    path: Path,
+    *,
+    kv_format: KVFormat,
+    block_size: int,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> LoadedModel:
+    """Loads the checkpoint in `path`; `dtype` is fp32 on a CPU and bf16 elsewhere unless given.
+
+    Raises CheckpointError, in one line that names the file or the property.
+    """
+    check_files(path)
+    if dtype is None:
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    config = _load_config(path)
+    _check_config(config)
+    model = _load_weights(path, config, dtype).to(device)
+    context = ForwardContext()
+    attach(model, context)
+    try:
+        section, vocab_size = _probe(model, context)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a model's code raises: it cannot be served
+        raise CheckpointError(f"{_model_type(config)} fails: {_first_line(error)}") from error
+    return LoadedModel(
+        model=model,
+        context=context,
+        layout=KVLayout(block_size=block_size, kv_format=kv_format, sections=(section,)),
+        device=torch.device(device),
+        context_len=_context_len(config.get_text_config(decoder=True)),
+        vocab_size=vocab_size,
+        eos_token_ids=_eos_token_ids(model),
+        fingerprint=fingerprint(path, dtype=str(dtype), kv_format=kv_format),
+    )
+
+
+def _load_config(path: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: {_first_line(error)}") from error
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    """Raises CheckpointError for what can be told from the config alone."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        raise CheckpointError(f"{_model_type(config)} is not a decoder of text")
+    text = config.get_text_config(decoder=True)
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
+    if unknown:
+        raise CheckpointError(f"config.json: layer_types has {unknown[0]!r}, which has no paged form")
+    if getattr(text, "attention_chunk_size", None):
+        raise CheckpointError("config.json: attention_chunk_size is not supported")
+    _context_len(text)
+
+
+def _load_weights(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever a model's code or a quantiser raises: it cannot be served
+        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+    if info["missing_keys"]:
+        raise CheckpointError(f"{path}: weights lack {min(info['missing_keys'])}")
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def _probe(model: PreTrainedModel, context: ForwardContext) -> tuple[KVSection, int]:
+    """Tries the model, as told above, and leaves it with paged attention: KV shape, vocabulary."""
+    device = model.device
+    ids = torch.tensor([sum(PROBE_CHUNKS, ())], device=device)
+    positions = torch.arange(ids.shape[1], device=device)[None]
+    expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+    model.set_attn_implementation(IMPLEMENTATION)
+    model(input_ids=ids[:, :1], position_ids=positions[:, :1], use_cache=False)
+    calls, context.calls = context.calls, []
+    section = _section(calls, model.config.get_text_config(decoder=True).num_hidden_layers)
+    found = _chunk_logits(model, context, section)
+    if not (found - expected).abs().max() <= PROBE_TOLERANCE[model.dtype] * expected.std():
+        raise CheckpointError(
+            f"{_model_type(model.config)}: over paged KV its logits are not its own"
+        )
+    return section, expected.shape[1]
+
+
+def _section(calls: list[Call], num_layers: int) -> KVSection:
+    """The KV shape, from what each layer asked of its attention."""
+    if sorted(call.layer for call in calls) != list(range(num_layers)):
+        raise CheckpointError(
+            f"config.json: {num_layers} layers made {len(calls)} calls to attention that can be paged"
+        )
+    if any(call.has_mask for call in calls):
+        raise CheckpointError("config.json: the model's attention makes a mask of its own")
+    shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
+    if len(shapes) > 1:
+        raise CheckpointError(f"config.json: K or V differ in (heads, head_dim): {sorted(shapes)}")
+    num_kv_heads, head_dim = shapes.pop()
+    return KVSection(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+
+def _chunk_logits(
+    model: PreTrainedModel, context: ForwardContext, section: KVSection
+) -> torch.Tensor:
+    """Logits [num_tokens, vocab] of the probe's tokens, chunk by chunk over paged KV."""
+    kv_format = KVFormat.FP32 if model.dtype == torch.float32 else KVFormat.BF16
+    layout = KVLayout(block_size=PROBE_BLOCK_SIZE, kv_format=kv_format, sections=(section,))
+    context.cache = KVCache(layout, allocate_buffer(layout, 3, str(model.device)))
+    found = []
+    start = 0
+    for ids in PROBE_CHUNKS:
+        row = Row(SeqId("probe"), ids, start, [BlockId(2), BlockId(0), BlockId(1)], None)
+        context.batch = build_batch([row], context.cache)
+        found.append(forward(model, ids, range(start, row.end), range(len(ids))))
+        start = row.end
+    context.cache = context.batch = None
+    return torch.cat(found).float()
+
+
+def _model_type(config: PreTrainedConfig) -> str:
+    return f"config.json: model_type {config.model_type!r}"
+
+
+def _context_len(text: PreTrainedConfig) -> int:
+    """The longest context in which every token's position is embedded the same way."""
+    length = getattr(text, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise CheckpointError("config.json: max_position_embeddings is missing")
+    rope = getattr(text, "rope_parameters", None) or {}
+    per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in per_layer_type or [rope]:
+        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            length = min(length, parameters.get("original_max_position_embeddings") or length)
+    return length
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

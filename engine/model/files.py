@@ -1,0 +1,110 @@
+"""The files of a checkpoint: are they all there, and which model are they? No torch.
+
+A checkpoint is a directory as transformers saves it:
+
+    config.json, tokenizer.json
+    model.safetensors, or model.safetensors.index.json and the shards that it names
+
+Two workers may exchange KV only if they serve the same model in the same way. The fingerprint says
+so: a hash of the config, the tokenizer, the safetensors headers (names, types, shapes) and a few bytes
+of every tensor, since fine-tunes of one model share all the rest. Weights are not read in full.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+
+from engine.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+SAMPLE_BYTES = 64
+VOLATILE = frozenset({"transformers_version", "_name_or_path"})  # say nothing about the model
+
+
+def check_files(path: Path) -> None:
+    """Raises CheckpointError, naming the file, if the directory cannot hold a model to serve."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory")
+    read_json(path, "config.json")
+    read_json(path, "tokenizer.json")
+    for file in weight_files(path):
+        read_header(file)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files, in order of name. Raises CheckpointError if one is missing."""
+    if (path / INDEX).is_file():
+        index = read_json(path, INDEX)
+        shards = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(shards, dict) or not shards:
+            raise CheckpointError(f"{path / INDEX}: weight_map is missing")
+        files = [path / name for name in sorted(set(shards.values()))]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path}: no *.safetensors file")
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing, though {INDEX} names it")
+    return files
+
+
+def read_json(path: Path, name: str) -> object:
+    """A JSON file of the checkpoint. Raises CheckpointError."""
+    try:
+        return json.loads((path / name).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path / name}: missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path / name}: not JSON: {error}") from None
+
+
+def read_header(file: Path) -> dict[str, dict]:
+    """Tensors of a safetensors file: dtype, shape, data_offsets, by name. Raises CheckpointError."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{file}: corrupted: not a safetensors file")
+        try:
+            header = json.loads(stream.read(header_bytes))
+            header.pop("__metadata__", None)
+            data_bytes = max((t["data_offsets"][1] for t in header.values()), default=0)
+        except (ValueError, AttributeError, KeyError, IndexError, TypeError):
+            raise CheckpointError(f"{file}: corrupted: bad safetensors header") from None
+    if size != 8 + header_bytes + data_bytes:
+        raise CheckpointError(
+            f"{file}: corrupted: {size} bytes, its header says {8 + header_bytes + data_bytes}"
+        )
+    return header
+
+
+def fingerprint(path: Path, *, dtype: str, kv_format: str) -> str:
+    """16 hex digits that are equal where model, tokenizer, weight type and KV format are."""
+    digest = blake2b(digest_size=8)
+    for part in chain((dtype, kv_format), _described(path)):
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _described(path: Path) -> Iterator[str | bytes]:
+    config = read_json(path, "config.json")
+    stable = {k: v for k, v in config.items() if k not in VOLATILE}
+    yield json.dumps(stable, sort_keys=True)
+    yield (path / "tokenizer.json").read_bytes()
+    for file in weight_files(path):
+        header = read_header(file)
+        yield json.dumps(header, sort_keys=True)
+        with file.open("rb") as stream:
+            data_start = 8 + struct.unpack("<Q", stream.read(8))[0]
+            for tensor in header.values():
+                begin, end = tensor["data_offsets"]
+                stream.seek(data_start + (begin + end) // 2)
+                yield stream.read(min(SAMPLE_BYTES, end - (begin + end) // 2))

@@ -1,0 +1,152 @@
+"""Carries out batch plans with a transformers model on torch.
+
+A step is: lists to tensors, the metadata of the batch, one forward pass over all rows as one flat
+sequence [1, num_tokens], logits of the rows that sample, one token each, one copy back to the host.
+
+The KV buffer may be memory that other processes read and write: `open` asks for it when the layout,
+and so its size, is known. Not thread-safe: one thread runs steps.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from engine.batch import BatchPlan, BatchResult, Row
+from engine.blocks import BlockId
+from engine.clock import Clock, MonotonicClock
+from engine.errors import ConfigError
+from engine.layout import KVFormat, KVLayout
+from engine.messages import Sampling, SeqId
+from engine.model.attention import build_batch
+from engine.model.checkpoint import LoadedModel, load
+from engine.model.hook import forward
+from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
+from engine.model.sampling import sample
+
+WARM_UP_TOKENS = 32
+
+Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
+
+
+class TorchRunner:
+    """A `Runner`. `open` sets every attribute but those that the constructor is given."""
+
+    layout: KVLayout
+    num_blocks: int
+    context_len: int  # tokens; no row may end beyond
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    buffer: memoryview | None  # num_blocks * block_bytes; None where it is not host memory
+
+    def __init__(  # noqa: PLR0913
+        self,
+        path: Path,
+        *,
+        block_size: int = 16,
+        kv_format: KVFormat = KVFormat.FP32,
+        num_blocks: int | None = None,
+        kv_bytes: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Give `num_blocks`, or `kv_bytes` for as many blocks as fit."""
+        self.path = path
+        self.block_size = block_size
+        self.kv_format = kv_format
+        self.device = device
+        self._num_blocks = num_blocks
+        self._kv_bytes = kv_bytes
+
+    def open(self, allocate: Allocate | None = None) -> None:
+        """Loads the model and takes memory for KV, from `allocate` if given.
+
+        Raises CheckpointError, and ConfigError where memory is too small or unfit.
+        """
+        loaded = load(
+            self.path, kv_format=self.kv_format, block_size=self.block_size, device=self.device
+        )
+        self._loaded: LoadedModel = loaded
+        self.layout = loaded.layout
+        self.context_len = loaded.context_len
+        self.vocab_size = loaded.vocab_size
+        self.eos_token_ids = loaded.eos_token_ids
+        self.fingerprint = loaded.fingerprint
+        self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, self._kv_bytes)
+        if allocate is None:
+            buffer = allocate_buffer(self.layout, self.num_blocks, self.device)
+        elif loaded.device.type != "cpu":
+            raise ConfigError(f"a KV buffer of host memory cannot serve device {self.device}")
+        else:
+            memory = allocate(self.num_blocks * self.layout.block_bytes)
+            buffer = wrap_buffer(memory, self.layout, self.num_blocks)
+        self.buffer = memoryview(buffer.view(-1).numpy()) if buffer.is_cpu else None
+        loaded.context.cache = KVCache(self.layout, buffer)
+
+    def close(self) -> None:
+        """Lets go of the model and of the KV buffer, so that its memory can be unmapped."""
+        self.buffer = None
+        self._loaded.context.cache = self._loaded.context.batch = None
+        del self._loaded
+
+    def run(self, plan: BatchPlan) -> BatchResult:
+        """Runs one forward pass; afterwards K and V of all its tokens are in the buffer."""
+        rows = plan.rows
+        if not rows:
+            return BatchResult(())
+        token_ids = list(chain.from_iterable(row.token_ids for row in rows))
+        positions = list(chain.from_iterable(range(row.start, row.end) for row in rows))
+        sampling = [row for row in rows if row.sampling is not None]
+        with torch.inference_mode():
+            context = self._loaded.context
+            context.batch = build_batch(rows, context.cache)
+            logits = forward(self._loaded.model, token_ids, positions, _last_tokens(rows))
+            chosen = iter(_choose(logits, sampling))
+        return BatchResult([None if row.sampling is None else next(chosen) for row in rows])
+
+    def warm_up(self, clock: Clock | None = None) -> float:
+        """Runs a chunk and a step on blocks that nobody owns yet; the seconds that they took."""
+        clock = clock or MonotonicClock()
+        begin_s = clock.now_s()
+        capacity = self.num_blocks * self.block_size
+        num_tokens = min(WARM_UP_TOKENS, self.context_len - 1, capacity - 1)
+        table = [BlockId(i) for i in range(self.layout.num_blocks_for(num_tokens + 1))]
+        for token_ids, start in (([0] * num_tokens, 0), ([0], num_tokens)):
+            row = Row(SeqId("warm-up"), token_ids, start, table, Sampling())
+            self.run(BatchPlan([row]))
+        return clock.now_s() - begin_s
+
+
+def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int | None) -> int:
+    if num_blocks is None:
+        if kv_bytes is None:
+            raise ConfigError("neither num_blocks nor kv_bytes is given")
+        num_blocks = kv_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(f"memory for KV holds no block: one has {layout.block_bytes} bytes")
+    return num_blocks
+
+
+def _last_tokens(rows: list[Row]) -> list[int]:
+    """Index in the flat batch of the last token of each row that samples."""
+    last = []
+    end = 0
+    for row in rows:
+        end += len(row.token_ids)
+        if row.sampling is not None:
+            last.append(end - 1)
+    return last
+
+
+def _choose(logits: torch.Tensor, rows: list[Row]) -> list[int]:
+    """Tokens of rows that sample, from their logits [num_rows, vocab]."""
+    if not rows:
+        return []
+    tokens = sample(
+        logits,
+        [row.sampling for row in rows],
+        [row.end for row in rows],
+        [row.banned for row in rows],
+    )
+    return tokens.tolist()

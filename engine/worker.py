@@ -1,0 +1,140 @@
+"""The core of a worker: its schedulers around one block pool, without I/O.
+
+A role is nothing but which schedulers are there. Per step the core asks them in order for rows
+under one token budget (decode first: its rows are short and somebody is waiting for each token),
+and hands the results back. Everything else that happens is an event.
+
+The host around it owns the threads: it feeds events, runs the plans, and performs the effects.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.batch import BatchPlan, BatchResult, Row
+from engine.blocks import BlockPool
+from engine.events import Adopted, Effect, Emit, Event, FromGateway
+from engine.messages import Decode, Generate, GivenBack, LoadReport, Prefill
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """What a scheduler wants of this step."""
+
+    rows: list[Row] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+
+
+class Scheduler(Protocol):
+    """One phase of a worker: prefill or decode."""
+
+    def accepts(self, event: Event) -> bool:
+        """Whether `event` opens a sequence here. Other events concern every scheduler."""
+        ...
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Takes note of an event."""
+        ...
+
+    def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
+        """Chooses rows of at most `budget_tokens` tokens in all."""
+        ...
+
+    def advance(self, row: Row, token: int | None, now_s: float) -> list[Effect | Adopted]:
+        """A row of this scheduler ran; `token` is what it sampled."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not run yet."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are being computed."""
+        ...
+
+    def validate(self) -> None:
+        """Asserts the scheduler's invariants."""
+        ...
+
+
+class WorkerCore:
+    """Schedulers, pool and the plan that is running. Owned by one thread."""
+
+    def __init__(
+        self, schedulers: Sequence[Scheduler], pool: BlockPool, max_batch_tokens: int
+    ) -> None:
+        self._schedulers = schedulers
+        self._pool = pool
+        self._max_batch_tokens = max_batch_tokens
+        self._running: list[tuple[Scheduler, Row]] = []
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Feeds an event to whom it concerns. A sequence that nobody accepts is given back.
+
+        Not while a step runs: an event may free blocks that the step is writing to.
+        """
+        assert not self._running, "a step is running"
+        return self._dispatch(event, now_s)
+
+    def _dispatch(self, event: Event, now_s: float) -> list[Effect]:
+        if isinstance(event, Adopted) or (isinstance(event, FromGateway) and _opens(event)):
+            for scheduler in self._schedulers:
+                if scheduler.accepts(event):
+                    return scheduler.handle(event, now_s)
+            assert isinstance(event, FromGateway), "a sequence was adopted where nobody decodes"
+            given_back = GivenBack(event.message.seq_id, "wrong role")
+            return [Emit(event.gateway_id, given_back)]
+        return [e for scheduler in self._schedulers for e in scheduler.handle(event, now_s)]
+
+    def plan(self, now_s: float) -> tuple[BatchPlan | None, list[Effect]]:
+        """The next forward pass, or None if there is nothing to compute; `finish` ends it."""
+        assert not self._running, "the last plan has not been finished"
+        budget = self._max_batch_tokens
+        effects: list[Effect] = []
+        for scheduler in self._schedulers:
+            scheduled = scheduler.schedule(budget, now_s)
+            budget -= sum(len(row.token_ids) for row in scheduled.rows)
+            effects += scheduled.effects
+            self._running += [(scheduler, row) for row in scheduled.rows]
+        assert budget >= 0
+        rows = [row for _, row in self._running]
+        return (BatchPlan(rows) if rows else None), effects
+
+    def finish(self, result: BatchResult, now_s: float) -> list[Effect]:
+        """Takes the results of the plan in."""
+        effects: list[Effect] = []
+        for (scheduler, row), token in zip(self._running, result.tokens, strict=True):
+            for effect in scheduler.advance(row, token, now_s):
+                if isinstance(effect, Adopted):
+                    effects += self._dispatch(effect, now_s)
+                else:
+                    effects.append(effect)
+        self._running = []
+        return effects
+
+    def load(self, open_leases: int, counters: dict[str, float]) -> LoadReport:
+        """What this worker holds now."""
+        counts = self._pool.counts()
+        return LoadReport(
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            owned_blocks=counts.owned,
+            leased_blocks=counts.leased,
+            in_flight_blocks=counts.in_flight,
+            waiting_seqs=sum(s.num_waiting for s in self._schedulers),
+            running_seqs=sum(s.num_running for s in self._schedulers),
+            open_leases=open_leases,
+            counters=counters,
+        )
+
+    def validate(self) -> None:
+        """Asserts the invariants of pool and schedulers."""
+        self._pool.validate()
+        for scheduler in self._schedulers:
+            scheduler.validate()
+
+
+def _opens(event: FromGateway) -> bool:
+    return isinstance(event.message, Prefill | Generate | Decode)

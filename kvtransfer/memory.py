@@ -1,0 +1,83 @@
+"""The bytes of a worker's KV pool, and other workers' pools mapped from the same host.
+
+A pool lives in a memfd: anonymous shared memory with no name in any file system, so that a process
+killed at any moment leaves nothing behind. A process of the same host opens it through
+/proc/PID/fd/FD, and checks the inode and the size, so that a recycled process id is not believed.
+"""
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.layout import ALIGNMENT_BYTES
+from kvtransfer.messages import ShmOffer
+
+Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
+
+
+class ShmUnavailable(Exception):
+    """A pool cannot be mapped here; the message says why."""
+
+
+def boot_id() -> str:
+    """Identifies this host until it restarts."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class SharedPool:
+    """A pool's memory, made by `open` and readable by other processes of this host."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        assert block_bytes % ALIGNMENT_BYTES == 0
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self._fd: int | None = None
+        self._map: mmap.mmap | None = None
+
+    def open(self) -> None:
+        """Takes the memory; pages are zero until written."""
+        num_bytes = self.num_blocks * self.block_bytes
+        self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, num_bytes)
+        self._map = mmap.mmap(self._fd, num_bytes)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The pool as [num_blocks, block_bytes] bytes."""
+        assert self._map is not None, "open() first"
+        return np.frombuffer(self._map, np.uint8).reshape(self.num_blocks, self.block_bytes)
+
+    def offer(self) -> ShmOffer:
+        """What another process needs to map this pool."""
+        assert self._fd is not None, "open() first"
+        stat = os.fstat(self._fd)
+        return ShmOffer(boot_id(), os.getpid(), self._fd, stat.st_ino, stat.st_size)
+
+    def close(self) -> None:
+        """Gives the descriptor back; the memory goes when the last view of it does."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
+    """Another worker's pool, read-only. Raises ShmUnavailable."""
+    if offer.boot_id != boot_id():
+        raise ShmUnavailable("source is on another host")
+    if offer.num_bytes != num_blocks * block_bytes:
+        raise ShmUnavailable("offered size does not match the layout")
+    try:
+        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ShmUnavailable(f"cannot open the source's memory: {error.strerror}") from error
+    try:
+        stat = os.fstat(fd)
+        if (stat.st_ino, stat.st_size) != (offer.inode, offer.num_bytes):
+            raise ShmUnavailable("the source's memory is gone")
+        mapped = mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return np.frombuffer(mapped, np.uint8).reshape(num_blocks, block_bytes)

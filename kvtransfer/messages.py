@@ -1,0 +1,162 @@
+"""What a sink and a source of KV say to each other.
+
+A sink opens a connection to a source's transfer socket. Its first message is `Attach`, which the
+source answers with `Attached` or `AttachRefused`; the version is compared before the rest of
+`Attach` is decoded, so that a later version may change it. A message is one frame; `Data` is
+followed by one payload frame per block.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from engine.errors import ProtocolError
+from engine.layout import KVLayout
+from engine.messages import Incarnation, LeaseId
+
+T = TypeVar("T")
+
+TRANSFER_VERSION = 1
+MAX_BLOCKS_PER_READ = 64
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What two workers must agree on before a block moves between them."""
+
+    fingerprint: str  # of model, weights and configuration
+    layout: KVLayout
+
+    def difference(self, other: "Identity") -> str | None:
+        """Name of the first field in which the two differ, or None."""
+        if self.fingerprint != other.fingerprint:
+            return "fingerprint"
+        field = self.layout.difference(other.layout)
+        return f"layout.{field}" if field else None
+
+
+class ShmOffer(msgspec.Struct, frozen=True):
+    """A source's pool as shared memory: a memfd that processes of the same host can open.
+
+    `boot_id` tells the host; `inode` and `num_bytes` tell that the descriptor is still that memory.
+    """
+
+    boot_id: str
+    pid: int
+    fd: int
+    inode: int
+    num_bytes: int
+
+
+# ---------------------------------------------------------------- sink to source
+
+
+class AttachBody(msgspec.Struct, frozen=True):
+    """Who the sink is, and whom it means to talk to."""
+
+    token: str
+    sink: Incarnation
+    source: Incarnation
+    identity: Identity
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """First message of a sink. `body` is an encoded AttachBody of that version."""
+
+    version: int
+    body: msgspec.Raw
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Renew a lease; `num_known` of its ready blocks are known. Answered by Ready or Ended."""
+
+    lease_id: LeaseId
+    num_known: int
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Send these blocks of a lease, by index. Answered by Data or Ended."""
+
+    lease_id: LeaseId
+    indices: list[int]
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """The sink needs the lease no longer. Answered by Ended."""
+
+    lease_id: LeaseId
+
+
+# ---------------------------------------------------------------- source to sink
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """The source's answer to Attach."""
+
+    incarnation: Incarnation
+    num_blocks: int
+    shm: ShmOffer | None
+
+
+class AttachRefused(msgspec.Struct, frozen=True, tag=True):
+    """The source's other answer to Attach: `field` is what does not agree."""
+
+    field: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Blocks `first`, `first + 1`, … of a lease are computed; these are their ids at the source."""
+
+    lease_id: LeaseId
+    first: int
+    block_ids: list[int]
+
+
+class Data(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of blocks follow, one payload frame each, with the xxh3-64 of each."""
+
+    lease_id: LeaseId
+    indices: list[int]
+    checksums: list[int]
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A lease is over. `released` confirms that it held until the sink's Release arrived."""
+
+    lease_id: LeaseId
+    reason: str
+
+
+ToSource = Attach | Hold | Read | Release
+ToSink = Attached | AttachRefused | Ready | Data | Ended
+
+encode = msgspec.msgpack.Encoder().encode
+_to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
+_to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
+_attach_body = msgspec.msgpack.Decoder(AttachBody)
+
+
+def attach(body: AttachBody) -> Attach:
+    """An Attach of this version."""
+    return Attach(version=TRANSFER_VERSION, body=msgspec.Raw(encode(body)))
+
+
+def decode_attach_body(raw: msgspec.Raw) -> AttachBody:
+    """The body of an Attach of this version. Raises ProtocolError."""
+    return _decode(_attach_body, bytes(raw))
+
+
+def decode_to_source(frame: bytes) -> ToSource:
+    """A sink's message. Raises ProtocolError."""
+    return _decode(_to_source, frame)
+
+
+def decode_to_sink(frame: bytes) -> ToSink:
+    """A source's message. Raises ProtocolError."""
+    return _decode(_to_sink, frame)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"bad transfer message: {error}") from error

@@ -1,0 +1,1 @@
+"""The prefill role: turns prompts into KV blocks and leases them out."""

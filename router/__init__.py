@@ -1,0 +1,1 @@
+"""The router: HTTP gateway, request machine, cluster view, placement. It never sees KV bytes."""

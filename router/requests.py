@@ -1,0 +1,122 @@
+"""A request as the gateway knows it, and what becomes of it.
+
+The HTTP side (`gateway.py`) makes a `Request` and follows its `Update`s; the `RouterMachine` decides
+everything in between. `RouterPort` is the seam, so that each side is tested without the other.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import FinishReason, Limits, LoadReport, RequestId, Role, Sampling, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the client asked, validated and tokenised. Lengths in `limits` include the prompt."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    limits: Limits
+    received_s: float  # when the HTTP request came in
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The answer is complete."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Refused before any work was done for it: try again later."""
+
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Accepted, and could not be completed."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client is gone, or has what it wanted."""
+
+
+Outcome = Finished | Rejected | Failed | Cancelled
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """Where a request's time went, seconds on the gateway's clock. Stages do not overlap.
+
+    The first four sum to the time from the HTTP request to its first token (TTFT). The last three sum
+    to the gap between the first and the second token; they are None where there was no second token,
+    and `kv_wait_s` is zero where prefill and decode ran in one worker.
+    """
+
+    route_s: float  # validate, apply the chat template, tokenise
+    queue_s: float  # wait in the router for a worker
+    prefill_queue_s: float  # wait in the prefill worker
+    prefill_compute_s: float  # first chunk to first token
+    kv_wait_s: float | None = None  # first token to all KV in the decode worker
+    decode_queue_s: float | None = None  # KV there to the first decode step
+    first_step_s: float | None = None  # first decode step to the second token
+    num_cached_tokens: int = 0
+    attempts: int = 1
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one request. With an `outcome` it is the last one, and carries the timeline."""
+
+    token_ids: tuple[int, ...] = ()
+    outcome: Outcome | None = None
+    timeline: Timeline | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as the router sees it."""
+
+    role: Role
+    load: LoadReport | None
+    reserved_blocks: int
+    reserved_tokens: int
+
+
+class RouterPort(Protocol):
+    """What the HTTP side needs of the router."""
+
+    def submit(self, request: Request) -> AsyncIterator[Update]:
+        """Starts a request. Closing the iterator before its last update cancels the request."""
+        ...
+
+    def readiness(self) -> str | None:
+        """None when requests can be served, else what is missing."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Identifies model and configuration in answers; empty until a worker is known."""
+        ...
+
+    def workers(self) -> Mapping[WorkerId, WorkerStatus]:
+        """All live workers."""
+        ...
+
+    def queue_len(self) -> int:
+        """Requests that wait in the router for a worker."""
+        ...
+
+    def counters(self) -> Mapping[tuple[str, str], int]:
+        """Router-side events since start by (name, reason): retries, refusals, fallbacks."""
+        ...

@@ -1,0 +1,117 @@
+"""The text side of a checkpoint: tokenizer, chat template, tokens that end an answer.
+
+Reads `tokenizer.json` and `tokenizer_config.json` (both needed), `chat_template.jinja`,
+`generation_config.json` and `config.json` (where present) with the `tokenizers` library alone, so
+the gateway needs neither torch nor transformers. It does not know requests, and does not choose a
+thread: `tokenizers` lets go of the interpreter lock while it encodes, and callers with long texts
+use that.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from engine.errors import CheckpointError, InvalidRequest
+from router.detokenizer import Detokenizer
+from router.templates import ChatTemplate
+
+Config = dict[str, Any]
+
+
+class TextModel:
+    """Text to token ids and back. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: ChatTemplate | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        self.eos_token_ids = eos_token_ids
+        self._tokenizer = tokenizer
+        self._template = template
+        self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
+
+    def encode_text(self, text: str) -> list[int]:
+        """A plain prompt, with the special tokens that the tokenizer adds to every text."""
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation; the template writes the special tokens. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template", param="messages")
+        text = self._template.render(messages)
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """Decodes one answer to this prompt."""
+        return Detokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=self._hidden_ids)
+
+
+def load_text_model(directory: Path) -> TextModel:
+    """Reads a checkpoint's directory. Raises CheckpointError, naming the file."""
+    tokenizer = _load_tokenizer(directory / "tokenizer.json")
+    config = _load_json(directory / "tokenizer_config.json")
+    source = _template_source(directory, config)
+    specials = dict(_special_tokens(config))
+    return TextModel(
+        tokenizer,
+        template=None if source is None else ChatTemplate(source, specials),
+        eos_token_ids=_eos_token_ids(directory, tokenizer, specials.get("eos_token")),
+    )
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare exceptions
+        raise CheckpointError(f"{path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _load_json(path: Path) -> Config:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Config)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _template_source(directory: Path, config: Config) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # named templates
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:
+    """`bos_token` and the like, which are strings or objects with a `content`."""
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            yield name, content
+
+
+def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
+    """All ids that any of the checkpoint's files calls the end, in the order found."""
+    ids: list[int | None] = []
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        value = _load_json(path).get("eos_token_id") if path.is_file() else None
+        ids += value if isinstance(value, list) else [value]
+    ids.append(None if eos is None else tokenizer.token_to_id(eos))
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))

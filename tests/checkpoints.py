@@ -1,0 +1,118 @@
+"""Tiny checkpoints with random weights, one for each kind of model that the tests serve.
+
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+
+Weights come from a fixed seed and are large enough that greedy answers do not settle on one token.
+The tokenizer has one token per byte, and a chat template, so every checkpoint can serve any text.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SPECIAL_TOKENS = ("<bos>", "<eos>", "<turn>")
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS) + 1  # one id that no text uses; a multiple of 4 is not needed
+CONTEXT_LEN = 512
+SLIDING_WINDOW = 12
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_LEN,
+    "initializer_range": 0.3,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# The architectures that continuous integration serves token for token like transformers.
+KINDS = {
+    "llama": {"model_type": "llama", "head_dim": 8},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "mistral": {"model_type": "mistral", "head_dim": 8, "sliding_window": SLIDING_WINDOW},
+    "gemma": {"model_type": "gemma", "head_dim": 16, "num_key_value_heads": 1},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": LAYER_TYPES,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 10.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": LAYER_TYPES,
+    },
+    "phi3": {"model_type": "phi3"},
+    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
+}
+
+
+def tiny_checkpoint(tmp_path_factory, kind: str) -> Path:
+    """Directory of the checkpoint of that kind, made once per test session. Do not write to it."""
+    return _saved(tmp_path_factory.getbasetemp(), kind)
+
+
+@cache
+def _saved(base: Path, kind: str) -> Path:
+    path = base / "checkpoints" / kind
+    save_checkpoint(path, COMMON | KINDS[kind])
+    return path
+
+
+def save_checkpoint(path: Path, properties: dict, *, seed: int = 0) -> None:
+    """Saves a model with this config and random weights, and a tokenizer."""
+    properties = dict(properties)
+    config = AutoConfig.for_model(properties.pop("model_type"), **properties)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.pad_token_id = 257
+    model.save_pretrained(path)
+    save_tokenizer(path)
+
+
+def save_tokenizer(path: Path) -> None:
+    """Saves tokenizer.json and tokenizer_config.json: byte b is token b."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_byte = {text: i for i, text in enumerate(_byte_texts())}
+    assert sorted(by_byte) == alphabet
+    tokenizer = Tokenizer(models.BPE(vocab=by_byte, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = (
+        "{% for message in messages %}<turn>{{ message.role }}: {{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant: {% endif %}"
+    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "chat_template": template,
+        "model_max_length": CONTEXT_LEN,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def _byte_texts() -> list[str]:
+    """How byte-level tokenizers write each byte: printable ones as they are, others from U+0100."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (b for b in range(256) if b not in printable)
+    texts = {b: chr(256 + i) for i, b in enumerate(others)} | {b: chr(b) for b in printable}
+    return [texts[b] for b in range(256)]

@@ -1,0 +1,148 @@
+"""Health, readiness, models, version and metrics."""
+
+from prometheus_client.parser import text_string_to_metric_families
+from test_gateway_kit import (
+    CONTEXT_LEN,
+    EOS,
+    LENGTH,
+    STOP,
+    TIMELINE,
+    FakeRouter,
+    get,
+    make_app,
+    post,
+    tokens,
+)
+
+from engine.messages import LoadReport, Role, WorkerId
+from router.requests import Rejected, Update, WorkerStatus
+
+
+def samples(app):
+    """All samples of /metrics: by name, then by labels."""
+    text = get(app, "/metrics").body.decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            series = found.setdefault(sample.name, {})
+            key = tuple(sorted(sample.labels.items()))
+            assert key not in series, f"{sample.name} {key} comes twice"
+            series[key] = sample.value
+    return found
+
+
+def ask(app, **fields):
+    return post(app, "/v1/completions", {"prompt": "yo", **fields})
+
+
+def test_health_is_about_the_process_and_readiness_about_the_workers():
+    router = FakeRouter()
+    app = make_app(router)
+    assert get(app, "/ready").status == 200
+    router.not_ready = "no decode worker"
+    assert get(app, "/health").status == 200
+    assert get(app, "/ready").status == 503
+    assert get(app, "/ready").json()["reason"] == "no decode worker"
+
+
+def test_models_are_listed_and_found():
+    app = make_app(FakeRouter(), model_names=("tiny", "org/tiny"))
+    listed = get(app, "/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["tiny", "org/tiny"]
+    model = get(app, "/v1/models/org/tiny").json()
+    assert (model["object"], model["max_model_len"]) == ("model", CONTEXT_LEN)
+    missing = get(app, "/v1/models/gpt-9")
+    assert (missing.status, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_the_version_is_told():
+    assert set(get(make_app(FakeRouter()), "/version").json()) == {"version"}
+
+
+def test_an_answer_is_measured():
+    script = [tokens("ab"), tokens("c"), Update(token_ids=(EOS,), outcome=STOP, timeline=TIMELINE)]
+    app = make_app(FakeRouter(script))
+    ask(app)
+    found = samples(app)
+    # The clock ticks once a look: body read, three updates.
+    assert found["baton_ttft_seconds_sum"] == {(): 1.0}
+    assert found["baton_itl_seconds_count"] == {(): 2.0}
+    assert found["baton_e2e_seconds_sum"] == {(): 3.0}
+    assert found["baton_tpot_seconds_sum"] == {(): 2 / 3}
+    assert found["baton_prompt_tokens_total"] == {(): 2.0}
+    assert found["baton_generation_tokens_total"] == {(): 4.0}
+    assert found["baton_requests_in_flight"] == {(): 0.0}
+    stages = found["baton_stage_seconds_sum"]
+    assert stages[(("stage", "prefill_compute"),)] == TIMELINE.prefill_compute_s
+    assert (("stage", "decode_queue"),) not in stages  # there was no such stage
+
+
+def test_requests_are_counted_by_their_outcome():
+    router = FakeRouter([tokens("a", outcome=LENGTH)])
+    app = make_app(router)
+    ask(app)
+    ask(app, temperature=7)
+    router.script = [Update(outcome=Rejected("full", 1.0))]
+    ask(app)
+    counts = samples(app)["baton_requests_total"]
+    assert {key[0][1]: value for key, value in counts.items() if value} == {
+        "finished": 1.0,
+        "invalid": 1.0,
+        "rejected": 1.0,
+    }
+
+
+def test_workers_and_router_are_shown_as_they_are():
+    router = FakeRouter()
+    load = LoadReport(
+        free_blocks=1,
+        cached_blocks=2,
+        owned_blocks=3,
+        leased_blocks=4,
+        in_flight_blocks=5,
+        waiting_seqs=6,
+        running_seqs=8,
+        open_leases=9,
+        counters={"preempted": 2.0, "pulled.bytes_total": 3.0},
+    )
+    quiet = WorkerStatus(role=Role.PREFILL, load=None, reserved_blocks=0, reserved_tokens=0)
+    busy = WorkerStatus(role=Role.DECODE, load=load, reserved_blocks=0, reserved_tokens=0)
+    router.statuses = {WorkerId("p0"): quiet, WorkerId("d0"): busy}
+    router.events = {("retry", "worker lost"): 3}
+    found = samples(make_app(router))
+    worker = (("role", "decode"), ("worker", "d0"))
+    blocks = {dict(key)["state"]: value for key, value in found["baton_worker_blocks"].items()}
+    assert blocks == {"free": 1, "cached": 2, "owned": 3, "leased": 4, "in_flight": 5}
+    assert found["baton_worker_running_seqs"] == {worker: 8.0}
+    assert found["baton_worker_preempted_total"] == {worker: 2.0}
+    assert found["baton_worker_pulled_bytes_total"] == {worker: 3.0}
+    assert found["baton_queue_requests"] == {(): 7.0}
+    events = found["baton_router_events_total"]
+    assert events == {(("event", "retry"), ("reason", "worker lost")): 3.0}
+    assert dict(next(iter(found["baton_build_info"])))["fingerprint"] == "fp-1"
+    model = (("model_name", "tiny"),)
+    assert found["vllm:num_requests_running"] == {model: 8.0}
+    assert found["vllm:num_requests_waiting"] == {model: 13.0}
+
+
+def test_series_that_mean_what_vllms_mean_also_have_its_names():
+    app = make_app(FakeRouter())
+    ask(app)
+    found = samples(app)
+    model = (("model_name", "tiny"),)
+    assert found["vllm:prompt_tokens_total"] == {model: 2.0}
+    assert found["vllm:generation_tokens_total"] == {model: 3.0}
+    for ours, theirs in (
+        ("baton_ttft_seconds", "vllm:time_to_first_token_seconds"),
+        ("baton_itl_seconds", "vllm:inter_token_latency_seconds"),
+        ("baton_e2e_seconds", "vllm:e2e_request_latency_seconds"),
+    ):
+        assert found[f"{theirs}_sum"] == {model: found[f"{ours}_sum"][()]}
+        assert len(found[f"{theirs}_bucket"]) == len(found[f"{ours}_bucket"])
+
+
+def test_two_apps_share_no_metrics():
+    first, second = make_app(FakeRouter()), make_app(FakeRouter())
+    ask(first)
+    assert samples(first)["baton_prompt_tokens_total"] == {(): 2.0}
+    assert samples(second)["baton_prompt_tokens_total"] == {(): 0.0}
