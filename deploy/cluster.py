@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +50,7 @@ class Deployment:
         self.workers: dict[WorkerId, WorkerReady] = {}
 
     def open(self, report: Report) -> GatewayReady:
-        """Starts everything, saying what it does; on failure nothing is left. Raises ConfigError.
-        """
+        """Starts everything and reports on it; on failure nothing is left. Raises ConfigError."""
         try:
             return self._open(report)
         except BaseException:
@@ -71,9 +71,8 @@ class Deployment:
         roles = self._pools.workers()
         token = secrets.token_hex(16)
         self._launcher.open()
-        for worker_id, role in roles:
-            report(f"starting {worker_id}")
-            spec = WorkerSpec(
+        specs = [
+            WorkerSpec(
                 worker_id=worker_id,
                 role=role,
                 model=str(self._model.resolve()),
@@ -82,7 +81,12 @@ class Deployment:
                 threads=self._config.worker.threads or _threads_each(len(roles)),
                 log_level=self.log_level,
             )
-            self.workers[worker_id] = self._launcher.start_worker(spec)
+            for worker_id, role in roles
+        ]
+        report(f"starting {', '.join(worker_id for worker_id, _ in roles)}")
+        with ThreadPoolExecutor(len(specs)) as threads:
+            started = list(threads.map(self._launcher.start_worker, specs))
+        self.workers = {spec.worker_id: ready for spec, ready in zip(specs, started, strict=True)}
         report("starting the gateway")
         return self._launcher.start_gateway(
             GatewaySpec(

@@ -70,7 +70,9 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
     if offer.num_bytes != num_blocks * block_bytes:
         raise ShmUnavailable("offered size does not match the layout")
     try:
-        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        # Where processes are numbered anew (in a container), this may be a pipe of a stranger.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", flags)
     except OSError as error:
         raise ShmUnavailable(f"cannot open the source's memory: {error.strerror}") from error
     try:
@@ -78,6 +80,8 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
         if (stat.st_ino, stat.st_size) != (offer.inode, offer.num_bytes):
             raise ShmUnavailable("the source's memory is gone")
         mapped = mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise ShmUnavailable(f"cannot map the source's memory: {error.strerror}") from error
     finally:
         os.close(fd)
     return np.frombuffer(mapped, np.uint8).reshape(num_blocks, block_bytes)

@@ -81,9 +81,10 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """The sink needs the lease no longer. Answered by Ended."""
+    """The sink needs the lease no longer. Answered by Ended, with the same `pull_id`."""
 
     lease_id: LeaseId
+    pull_id: int
 
 
 # ---------------------------------------------------------------- source to sink
@@ -120,10 +121,11 @@ class Data(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A lease is over. `released` confirms that it held until the sink's Release arrived."""
+    """A lease is over. `released` confirms that it held until the Release of `pull_id` arrived."""
 
     lease_id: LeaseId
     reason: str
+    pull_id: int | None = None
 
 
 ToSource = Attach | Hold | Read | Release
@@ -158,5 +160,5 @@ def decode_to_sink(frame: bytes) -> ToSink:
 def _decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"bad transfer message: {error}") from error

@@ -18,10 +18,10 @@ import asyncio
 import hmac
 import importlib.metadata
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -268,7 +268,7 @@ async def _follow(
     So the iterator is closed, and a request that a stop string ended is cancelled, before anything
     waits for the client to take the end of the answer.
     """
-    updates = cast("AsyncGenerator[Update, None]", service.port.submit(request))
+    updates = service.port.submit(request)
     async with aclosing(updates):
         async for update in updates:
             piece = progress.take(update, service.clock.now_s())

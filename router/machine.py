@@ -109,10 +109,11 @@ class SendTo:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give tokens to the client."""
+    """Give tokens to the client; with the first two, when stages end, the timeline."""
 
     request_id: RequestId
     token_ids: tuple[int, ...]
+    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,8 +369,9 @@ class RouterMachine:
             flight.stamps.first_token_s = now_s
         elif len(flight.tokens) == 1:
             flight.stamps.second_token_s = now_s
+        timeline = _timeline(flight, now_s) if len(flight.tokens) < 2 else None
         flight.tokens += tokens
-        return [Deliver(flight.request.request_id, tuple(tokens))]
+        return [Deliver(flight.request.request_id, tuple(tokens), timeline)]
 
     # ------------------------------------------------------------ ends and new beginnings
 

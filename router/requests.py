@@ -1,10 +1,11 @@
 """A request as the gateway knows it, and what becomes of it.
 
-The HTTP side (`gateway.py`) makes a `Request` and follows its `Update`s; the `RouterMachine` decides
-everything in between. `RouterPort` is the seam, so that each side is tested without the other.
+The HTTP side (`gateway.py`) makes a `Request` and follows its `Update`s; the `RouterMachine`
+decides everything in between. `RouterPort` is the seam, so that each side is tested without the
+other.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,9 +58,9 @@ Outcome = Finished | Rejected | Failed | Cancelled
 class Timeline(msgspec.Struct, frozen=True):
     """Where a request's time went, seconds on the gateway's clock. Stages do not overlap.
 
-    The first four sum to the time from the HTTP request to its first token (TTFT). The last three sum
-    to the gap between the first and the second token; they are None where there was no second token,
-    and `kv_wait_s` is zero where prefill and decode ran in one worker.
+    The first four sum to the time from the HTTP request to its first token (TTFT). The last three
+    sum to the gap between the first and the second token; they are None where there was no second
+    token, and `kv_wait_s` is zero where prefill and decode ran in one worker.
     """
 
     route_s: float  # validate, apply the chat template, tokenise
@@ -77,7 +78,10 @@ class Timeline(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """News of one request. With an `outcome` it is the last one, and carries the timeline."""
+    """News of one request. With an `outcome` it is the last one.
+
+    The timeline comes with the first two tokens and with the outcome; the latest is the truest.
+    """
 
     token_ids: tuple[int, ...] = ()
     outcome: Outcome | None = None
@@ -97,7 +101,7 @@ class WorkerStatus:
 class RouterPort(Protocol):
     """What the HTTP side needs of the router."""
 
-    def submit(self, request: Request) -> AsyncIterator[Update]:
+    def submit(self, request: Request) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request."""
         ...
 

@@ -8,7 +8,7 @@ counts as lost, and the link goes on trying, so that a worker that was only cut 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
 from engine.clock import Clock
@@ -89,7 +89,7 @@ class Router:
 
     # ------------------------------------------------------------ RouterPort
 
-    async def submit(self, request: Request) -> AsyncIterator[Update]:
+    async def submit(self, request: Request) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request."""
         updates: asyncio.Queue[Update] = asyncio.Queue()
         self._clients[request.request_id] = updates
@@ -97,6 +97,8 @@ class Router:
         try:
             while True:
                 update = await updates.get()
+                while not updates.empty():  # a client that reads slowly gets larger pieces
+                    update = _merged(update, updates.get_nowait())
                 yield update
                 if update.outcome is not None:
                     return
@@ -152,8 +154,8 @@ class Router:
         match effect:
             case SendTo(worker_id, message):
                 frames.setdefault(worker_id, []).append(message)
-            case Deliver(request_id, token_ids):
-                self._update(request_id, Update(token_ids=token_ids))
+            case Deliver(request_id, token_ids, timeline):
+                self._update(request_id, Update(token_ids=token_ids, timeline=timeline))
             case End(request_id, outcome, timeline):
                 self._update(request_id, Update(outcome=outcome, timeline=timeline))
 
@@ -225,6 +227,14 @@ class Router:
                     getattr(worker.info.layout, field),
                     getattr(info.layout, field),
                 )
+
+
+def _merged(first: Update, second: Update) -> Update:
+    return Update(
+        token_ids=first.token_ids + second.token_ids,
+        outcome=second.outcome,
+        timeline=second.timeline or first.timeline,
+    )
 
 
 def _welcome(frame: bytes | None) -> Welcome:

@@ -15,7 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<turn>")
-VOCAB_SIZE = 256 + len(SPECIAL_TOKENS) + 1  # one id that no text uses; a multiple of 4 is not needed
+VOCAB_SIZE = (
+    256 + len(SPECIAL_TOKENS) + 1
+)  # one id that no text uses; a multiple of 4 is not needed
 CONTEXT_LEN = 512
 SLIDING_WINDOW = 12
 

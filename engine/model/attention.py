@@ -2,20 +2,21 @@
 
 Each row of a batch extends one sequence by `q` tokens; its queries see the sequence's context up to
 themselves, the present tokens included. K and V are read only from the cache record, never from the
-projections just computed: what a token sees then does not depend on where a chunk ended, on a prefix
-hit, or on which worker computed it, even where the record holds fewer bits than the projections.
+projections just computed: then what a token sees does not depend on where a chunk ended, on a
+prefix hit, or on which worker computed it, even where the record holds fewer bits than they do.
 
     AttentionBatch       what the layers of one forward pass share: built once, on the host
     paged_attention      the fast path in plain torch; kernels take its place behind its signature
     reference_attention  the same, one row and one head at a time: slow, and kept to check the other
 
 Shapes: query and result [num_tokens, num_heads, head_dim], rows of the batch one after another.
-Query head h reads KV head h // (num_heads // num_kv_heads). A window of w lets a token see itself and
-the w - 1 tokens before it. A softcap c turns a score s into c * tanh(s / c).
+Query head h reads KV head h // (num_heads // num_kv_heads). A window of w lets a token see itself
+and the w - 1 tokens before it. A softcap c turns a score s into c * tanh(s / c).
 
-Rows with q = 1 are computed together, padded to the longest of a group; to bound the padding, a group
-holds rows whose KV lengths need the same number of bits. Padding repeats a row's own last token and
-is masked out, so a row never touches memory of another sequence: not even a NaN there can reach it.
+Rows with q = 1 are computed together, padded to the longest of a group; to bound the padding, a
+group holds rows whose KV lengths need the same number of bits. Padding repeats a row's own last
+token and is masked out, so a row never touches memory of another sequence: not even a NaN there can
+reach it.
 """
 
 from collections import defaultdict
@@ -52,8 +53,8 @@ class Span:
     """KV that queries of equal length read together, n rows padded to `num_tokens` of KV.
 
     `mask` is added to the scores: [n, 1, 1, num_tokens] where rows have one query each, else
-    [query_len, num_tokens]. None: every token is seen or, where `is_causal`, those up to the query's
-    own (then KV and queries have the same length).
+    [query_len, num_tokens]. None: every token is seen or, where `is_causal`, those up to the
+    query's own (then KV and queries have the same length).
     """
 
     queries: slice | torch.Tensor  # where the rows' queries lie in the flat batch
@@ -146,7 +147,9 @@ def _attend_many(
 ) -> torch.Tensor:
     """One row of several queries: KV heads stand where the batch would, so that the heads which
     share one read the same memory."""
-    grouped = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3)  # [kv heads, group, q, dim]
+    grouped = query.unflatten(1, (key.shape[1], -1)).permute(
+        1, 2, 0, 3
+    )  # [kv heads, group, q, dim]
     shared = (grouped.shape[0], grouped.shape[1], span.num_tokens, grouped.shape[3])
     key, value = key[0][:, None].expand(shared), value[0][:, None].expand(shared)
     result = _attend(grouped, key, value, span, scoring)

@@ -1,14 +1,14 @@
-"""Loading a model so that its attention runs over paged KV, and refusing models for which it cannot.
+"""Loading a model so that its attention runs over paged KV, and refusing one whose cannot.
 
 transformers knows hundreds of decoders. Baton does not keep a list of those that it can serve; it
 tries the model when it is opened:
 
 1. One token, with an attention that only records. Every layer must call it once, all with the same
    KV heads and head size: from these calls, not from names in the config, comes the `KVSection`.
-2. A few tokens with the model's own attention, and the same tokens in two chunks over paged KV. The
-   logits must agree. They do not if anything besides K and V passes from token to token (states of a
-   recurrence or a convolution), if the attention has terms that ours does not (biases, sinks, no
-   causality), or if positions are not taken from `position_ids`.
+2. A few tokens with the model's own attention, and the same tokens in two chunks over paged KV.
+   The logits must agree. They do not if anything besides K and V passes from token to token (states
+   of a recurrence or a convolution), if the attention has terms that ours does not (biases, sinks,
+   no causality), or if positions are not taken from `position_ids`.
 
 What a few tokens cannot show is checked by name: attention in fixed chunks, and rotary embeddings
 that change with the length of the batch. The latter are constant up to a length, which is then
@@ -97,7 +97,7 @@ def load(
 def _load_config(path: Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # a config class may raise anything
         raise CheckpointError(f"{path / 'config.json'}: {_first_line(error)}") from error
 
 
@@ -108,7 +108,9 @@ def _check_config(config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
-        raise CheckpointError(f"config.json: layer_types has {unknown[0]!r}, which has no paged form")
+        raise CheckpointError(
+            f"config.json: layer_types has {unknown[0]!r}, which has no paged form"
+        )
     if getattr(text, "attention_chunk_size", None):
         raise CheckpointError("config.json: attention_chunk_size is not supported")
     _context_len(text)
@@ -129,7 +131,7 @@ def _load_weights(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> P
         raise CheckpointError(f"{path}: {_first_line(error)}") from error
     if info["missing_keys"]:
         raise CheckpointError(f"{path}: weights lack {min(info['missing_keys'])}")
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(requires_grad=False)
 
 
 @torch.inference_mode()
@@ -155,7 +157,7 @@ def _section(calls: list[Call], num_layers: int) -> KVSection:
     """The KV shape, from what each layer asked of its attention."""
     if sorted(call.layer for call in calls) != list(range(num_layers)):
         raise CheckpointError(
-            f"config.json: {num_layers} layers made {len(calls)} calls to attention that can be paged"
+            f"config.json: {num_layers} layers made {len(calls)} calls to pageable attention"
         )
     if any(call.has_mask for call in calls):
         raise CheckpointError("config.json: the model's attention makes a mask of its own")

@@ -6,8 +6,9 @@ A checkpoint is a directory as transformers saves it:
     model.safetensors, or model.safetensors.index.json and the shards that it names
 
 Two workers may exchange KV only if they serve the same model in the same way. The fingerprint says
-so: a hash of the config, the tokenizer, the safetensors headers (names, types, shapes) and a few bytes
-of every tensor, since fine-tunes of one model share all the rest. Weights are not read in full.
+so: a hash of the config, the tokenizer, the safetensors headers (names, types, shapes) and a few
+bytes of every tensor, since fine-tunes of one model share all the rest. Weights are not read in
+full.
 """
 
 import json
@@ -64,7 +65,7 @@ def read_json(path: Path, name: str) -> object:
 
 
 def read_header(file: Path) -> dict[str, dict]:
-    """Tensors of a safetensors file: dtype, shape, data_offsets, by name. Raises CheckpointError."""
+    """Tensors by name (dtype, shape, data_offsets). Raises CheckpointError if the file is bad."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)

@@ -5,8 +5,8 @@ module and the projected query, key and value. What else it needs, the cache and
 `ForwardContext` that `attach` puts on every module of the model, once, as the attribute `baton`.
 
 Why so, and not as a keyword of `model(...)`: whether keywords reach the attention is up to each
-model's code, while every model passes the module. One model has one context, so two models (a target
-and its draft) in one process do not meet; one model runs one batch at a time.
+model's code, while every model passes the module. One model has one context, so two models (a
+target and its draft) in one process do not meet; one model runs one batch at a time.
 
 No mask function is registered under the name, so transformers builds no mask: rows, causality and
 windows are ours to keep apart.
@@ -72,7 +72,7 @@ def attention_hook(  # noqa: PLR0913
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Writes K and V to the cache and attends over it. Result [1, num_tokens, num_heads, head_dim]."""
+    """Writes K and V to the cache and attends over it: [1, num_tokens, num_heads, head_dim]."""
     context: ForwardContext = module.baton
     query = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -80,15 +80,13 @@ def attention_hook(  # noqa: PLR0913
         shapes = tuple(key.shape[1:]), tuple(value.shape[1:])
         context.calls.append(Call(module.layer_idx, *shapes, attention_mask is not None))
         return query.new_zeros(1, *query.shape[:2], value.shape[2]), None
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module)
-    scoring = Scoring(query.shape[2] ** -0.5 if scaling is None else scaling, window or None, softcap)
+    if scaling is None:
+        scaling = query.shape[2] ** -0.5
+    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+    scoring = Scoring(scaling, window or None, softcap)
     context.cache.write(module.layer_idx, context.batch.write_rows, key, value)
     result = paged_attention(query, context.cache, module.layer_idx, context.batch, scoring)
     return result[None], None
-
-
-def _window_of(module: torch.nn.Module) -> int | None:
-    return getattr(module, "sliding_window", None)
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_hook)

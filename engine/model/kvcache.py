@@ -1,14 +1,14 @@
-"""Tensors over the bytes of KV blocks: the layout of `engine.layout`, seen as K and V of each layer.
+"""Tensors over the bytes of KV blocks: K and V of each layer, where `engine.layout` puts them.
 
-    buffer            [num_blocks, block_bytes] uint8          what other workers read and write
-    keys, values      per layer [num_blocks, num_kv_heads, block_size, head_dim], strided views of it
-    rows              [num_blocks * rows_per_block, row_elements], another view of it
+    buffer          [num_blocks, block_bytes] uint8: what other workers read and write
+    keys, values    per layer [num_blocks, num_kv_heads, block_size, head_dim]: views of it
+    rows            [num_blocks * rows_per_block, row_elements]: another view of it
 
 Reading and writing go through `rows`. A row is one token's K or V of one head (`head_dim` elements;
 less where sections of different `head_dim` share a record, see `_row_elements`), so a gather by row
-number puts any tokens of any blocks into the order that attention wants with a single copy, three
-times faster than indexing blocks and transposing. Row numbers do not depend on the layer: each layer
-has its own view of `rows`, moved by the layer's offset, so they are computed once for a batch.
+number puts any tokens of any blocks into the order that attention wants with a single copy, twice
+as fast as indexing blocks and transposing. Row numbers do not depend on the layer: each layer has
+its own view of `rows`, moved by the layer's offset, so they are computed once for a batch.
 
 Does not know who owns a block, nor what a sequence is.
 """

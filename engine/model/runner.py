@@ -41,7 +41,7 @@ class TorchRunner:
     fingerprint: str
     buffer: memoryview | None  # num_blocks * block_bytes; None where it is not host memory
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         path: Path,
         *,
@@ -95,6 +95,7 @@ class TorchRunner:
         rows = plan.rows
         if not rows:
             return BatchResult(())
+        assert max(row.end for row in rows) <= self.context_len
         token_ids = list(chain.from_iterable(row.token_ids for row in rows))
         positions = list(chain.from_iterable(range(row.start, row.end) for row in rows))
         sampling = [row for row in rows if row.sampling is not None]

@@ -1,6 +1,6 @@
 """Choosing tokens from logits: Gumbel-max with noise keyed by position.
 
-    token = argmax(mask(logits / T) + g(seed, position, token_id))         T = 0: argmax(mask(logits))
+    token = argmax(mask(logits / T) + g(seed, position, token_id))      T = 0: argmax(mask(logits))
 
 This draws from softmax(mask(logits / T)). The noise `g` comes from a counter-based generator, so it
 needs no state: the same logits, `Sampling` and position give the same token on any worker, in any
@@ -13,9 +13,9 @@ Masks, in this order: banned ids; then, of the distribution at temperature T,
              at least top_p stays
     min_p    ids less than min_p times as probable as the best are masked
 
-Each is a lower bound for the logit, so equal logits share one fate: where a bound falls on a tie, all
-the tied ids stay. (For `top_p` to be normalised, exactly k ids count after `top_k`.) The best id is
-never below a bound. Of equal scores the lowest id wins.
+Each is a lower bound for the logit, so equal logits share one fate: where a bound falls on a tie,
+all the tied ids stay. (In the sums of `top_p` exactly k ids count after `top_k`, ties or not.) The
+best id is never below a bound. Of equal scores the lowest id wins.
 
 The noise: word `token_id % 4` of Philox4x32-10 with counter (token_id // 4, position, 0, 0) and key
 (low, high 32 bits of the seed) is a number w, u = (w + 1/2) / 2^32 is uniform in (0, 1), and
@@ -70,7 +70,10 @@ def philox(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> list
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     rounds = torch.arange(PHILOX_ROUNDS, device=c0.device)
-    weyl = [((k[..., None] + rounds * w) & MASK_32).unbind(-1) for k, w in zip(key, PHILOX_WEYL, strict=True)]
+    weyl = [
+        ((k[..., None] + rounds * w) & MASK_32).unbind(-1)
+        for k, w in zip(key, PHILOX_WEYL, strict=True)
+    ]
     for k0, k1 in zip(*weyl, strict=True):
         product0 = c0 * PHILOX_MULTIPLIERS[0]
         product1 = c2 * PHILOX_MULTIPLIERS[1]
@@ -131,12 +134,14 @@ def _bounds(
 ) -> torch.Tensor | None:
     """The lowest score [num_rows, 1] that survives all masks, None where no row has any."""
     vocab = logits.shape[1]
-    # Rows with top_k need no full sort: kept apart, each group looks at as few of the best as it can.
+    # Rows with top_k need no full sort; kept apart, a group looks at as few of the best as it can.
     few = [row for row, s in enumerate(samplings) if 0 < s.top_k < vocab]
     many = [row for row, s in enumerate(samplings) if s.top_p < 1 and row not in set(few)]
     if not few and not many and not any(s.min_p > 0 for s in samplings):
         return None
-    bounds = _column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in samplings], best.device)
+    bounds = _column(
+        [math.log(s.min_p) if s.min_p > 0 else -math.inf for s in samplings], best.device
+    )
     for group in filter(None, (few, many)):
         rows = torch.tensor(group, device=logits.device)
         ks = [samplings[row].top_k if group is few else vocab for row in group]

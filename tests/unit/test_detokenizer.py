@@ -48,6 +48,12 @@ def byte_fallback_tokenizer() -> Tokenizer:
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()
 VOCAB_SIZE = BYTE_LEVEL.get_vocab_size()
+TOKEN_OF_BYTE = {  # as ByteLevel writes them
+    byte: BYTE_LEVEL.token_to_id(letter)
+    for byte, letter in zip(
+        (b"\xf0", b"\xe2", b"\x9f", b"\x82", b"\xac", b"\xff"), "ðâŁĤ¬ÿ", strict=True
+    )
+}
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], prompt_ids: tuple[int, ...] = ()) -> list[str]:
@@ -63,6 +69,16 @@ def fallback_ids(text: str) -> list[int]:
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60))
 def test_any_tokens_streamed_equal_the_same_tokens_decoded_at_once(ids):
     assert "".join(stream(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
+
+
+broken = st.sampled_from([b"\xf0", b"\xe2", b"\x9f", b"\x82", b"\xac", b"\xff"])
+
+
+@FEW
+@given(st.lists(broken, min_size=MAX_PENDING_TOKENS, max_size=4 * MAX_PENDING_TOKENS))
+def test_long_runs_of_broken_bytes_equal_the_same_bytes_decoded_at_once(run):
+    ids = [TOKEN_OF_BYTE[byte] for byte in run]
+    assert "".join(stream(BYTE_LEVEL, ids)) == b"".join(run).decode(errors="replace")
 
 
 @FEW

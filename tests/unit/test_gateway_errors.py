@@ -310,7 +310,9 @@ def refused(outcome):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("seconds", "header"), [(0.2, "1"), (2.1, "3"), (float("inf"), "3600")])
+@pytest.mark.parametrize(
+    ("seconds", "header"), [(0.0, "1"), (0.2, "1"), (2.1, "3"), (float("inf"), "3600")]
+)
 def test_a_rejected_request_is_429_and_says_when_to_come_back(stream, seconds, header):
     reply = chat(FakeRouter(refused(Rejected("full", seconds))), {"stream": stream})
     assert (reply.status, reply.headers["retry-after"]) == (429, header)

@@ -136,6 +136,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
+        """One update of every matrix that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -275,6 +276,38 @@ Trained by `python -m engine.model.bundled.train` from the standard library of C
 """
 
 
+def backward(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM | None, batch: torch.Tensor
+) -> torch.Tensor:
+    """Gradients of one batch, int64 [rows, window + 1]; returns the target's loss."""
+    x, y = batch[:, :-1], batch[:, 1:].reshape(-1)
+    logits = target(x, use_cache=False).logits.flatten(0, 1)
+    loss = F.cross_entropy(logits, y)
+    loss.backward()
+    if draft is not None:
+        draft_logits = draft(x, use_cache=False).logits.flatten(0, 1)
+        distillation_loss(logits, draft_logits).backward()
+    return loss
+
+
+def facts(data: Corpus, target: LlamaForCausalLM, draft: LlamaForCausalLM) -> dict[str, object]:
+    """What the model card says that does not depend on how training goes."""
+    return {
+        "vocab": VOCAB_SIZE,
+        "target_params": sum(p.numel() for p in target.parameters()),
+        "draft_params": sum(p.numel() for p in draft.parameters()),
+        "python": platform.python_version(),
+        "held_out_one_in": corpus.HELD_OUT_ONE_IN,
+        "train_tokens": len(data.code) + len(data.dialogues),
+        "dialogue_tokens": len(data.dialogues),
+        "cores": torch.get_num_threads(),
+        "positions": MAX_POSITIONS,
+        "short": SHORT_WINDOW,
+        "long": " and ".join(str(w) for w in LONG_WINDOWS),
+        "long_share": 1 - LONG_FROM,
+    }
+
+
 def main() -> None:
     """Trains for the given time and writes target/, draft/ and MODEL_CARD.md below --out."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -290,23 +323,9 @@ def main() -> None:
     data = encode(tokenizer, docs, rng)
     print(f"{len(data.code):,} code, {len(data.dialogues):,} dialogue tokens", flush=True)
     target, draft = LlamaForCausalLM(target_config()), LlamaForCausalLM(draft_config())
-    params = [sum(p.numel() for p in m.parameters()) for m in (target, draft)]
     target_opts = optimisers(target, MUON_LR, ADAM_LR)
     draft_opts = optimisers(draft, MUON_LR, DRAFT_LR)
-    card = {
-        "vocab": VOCAB_SIZE,
-        "target_params": params[0],
-        "draft_params": params[1],
-        "python": platform.python_version(),
-        "held_out_one_in": corpus.HELD_OUT_ONE_IN,
-        "train_tokens": len(data.code) + len(data.dialogues),
-        "dialogue_tokens": len(data.dialogues),
-        "cores": torch.get_num_threads(),
-        "positions": MAX_POSITIONS,
-        "short": SHORT_WINDOW,
-        "long": " and ".join(str(w) for w in LONG_WINDOWS),
-        "long_share": 1 - LONG_FROM,
-    }
+    card = facts(data, target, draft)
 
     def checkpoint(step: int, max_windows: int) -> None:
         target.eval(), draft.eval()
@@ -327,13 +346,7 @@ def main() -> None:
         drafting = share >= DRAFT_FROM
         window = SHORT_WINDOW if share < LONG_FROM else LONG_WINDOWS[step % 2]
         batch = sample_batch(data, window, rng)
-        x, y = batch[:, :-1], batch[:, 1:].reshape(-1)
-        logits = target(x, use_cache=False).logits.flatten(0, 1)
-        loss = F.cross_entropy(logits, y)
-        loss.backward()
-        if drafting:
-            draft_logits = draft(x, use_cache=False).logits.flatten(0, 1)
-            distillation_loss(logits, draft_logits).backward()
+        loss = backward(target, draft if drafting else None, batch)
         for optimiser in [*target_opts, *(draft_opts if drafting else [])]:
             for group in optimiser.param_groups:
                 group["lr"] = group["peak_lr"] * schedule(share)

@@ -1,0 +1,42 @@
+# `make serve` and `make test` are all that a fresh machine needs; each makes the environment first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install serve test check format test-core clean
+
+install: .venv/.installed
+
+# torch first: with it there, nothing that follows can pull in another build of it.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,dev]'
+	@touch $@
+
+serve: install
+	$(BIN)/baton serve
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: install test-core
+	$(BIN)/python -m pytest tests
+
+# The unit tests in an environment that has neither torch nor Ray: the proof that the core needs none.
+test-core: .venv-core/.installed
+	.venv-core/bin/python -m pytest -q tests/unit
+
+.venv-core/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-core
+	.venv-core/bin/pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-core

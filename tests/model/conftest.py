@@ -1,0 +1,27 @@
+"""Tests that need torch and transformers: where these are absent each file is skipped, with why."""
+
+import importlib.util
+
+import pytest
+
+ABSENT = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+
+
+class SkippedModule(pytest.Module):
+    """A test file that is not imported."""
+
+    def collect(self):
+        pytest.skip(f"{' and '.join(ABSENT)} not installed", allow_module_level=True)
+
+
+if ABSENT:
+
+    def pytest_pycollect_makemodule(module_path, parent):
+        return SkippedModule.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    import torch
+
+    torch.set_num_threads(1)
