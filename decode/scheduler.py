@@ -94,11 +94,9 @@ class DecodeScheduler:
         """Sequences that generate."""
         return len(self._running)
 
-    def accepts(self, event: Event) -> bool:
+    def accepts(self, kind: type) -> bool:
         """Sequences are decoded here, handed over or prefilled in this worker."""
-        return isinstance(event, Adopted) or (
-            isinstance(event, FromGateway) and isinstance(event.message, Decode)
-        )
+        return kind in (Decode, Adopted)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Takes note of an event."""
@@ -170,7 +168,7 @@ class DecodeScheduler:
             limits=message.limits,
             block_size=self._block_size,
         )
-        if seq.num_blocks + 1 > self._pool.num_blocks:
+        if self._blocks_of(len(seq.token_ids) + 1) > self._pool.num_blocks:
             return [Emit(seq.gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
         self._queued[seq.seq_id] = _Arriving(seq)
         return [HoldLease(seq.seq_id, message.lease)]
@@ -183,12 +181,11 @@ class DecodeScheduler:
             seq = arriving.seq
             cached = self._pool.match(seq.block_hashes)
             seq.adopt_cached(cached, self._pool)
-            missing = seq.num_blocks - len(cached)
-            if not self._has_room(missing):
+            if not self._has_room(seq):
                 seq.release(self._pool)
                 seq.num_computed_tokens = seq.num_cached_tokens = seq.num_hashed_blocks = 0
                 break
-            blocks = self._pool.allocate(missing)
+            blocks = self._pool.allocate(seq.num_blocks - len(cached))
             self._pool.begin_write(blocks)
             seq.block_table += blocks
             arriving.pulled = tuple(blocks)
@@ -198,21 +195,18 @@ class DecodeScheduler:
             effects.append(StartPull(seq.seq_id, tuple(zip(indices, blocks, strict=True))))
         return effects
 
-    def _has_room(self, num_blocks: int) -> bool:
-        """Whether blocks are there, and more for the growth to come unless nothing else runs."""
-        if self._running or self._arriving:
-            num_blocks += self._growth_blocks()
-        return num_blocks <= self._pool.num_idle
-
-    def _growth_blocks(self) -> int:
-        """Blocks that the admitted sequences may take soon, the candidate included."""
+    def _has_room(self, candidate: Sequence) -> bool:
+        """Whether its prompt fits, and with it the growth to come unless nothing else runs."""
         admitted = [r.seq for r in self._running.values()]
         admitted += [a.seq for a in self._arriving.values()]
-        total = self._blocks_of(self._growth_tokens)
-        for seq in admitted:
-            left = min(seq.limits.max_len - len(seq.token_ids), self._growth_tokens)
-            total += self._blocks_of(len(seq.token_ids) + left) - len(seq.block_table)
-        return total
+        if not admitted:
+            return candidate.num_blocks - len(candidate.block_table) <= self._pool.num_idle
+        return sum(map(self._soon_blocks, (candidate, *admitted))) <= self._pool.num_idle
+
+    def _soon_blocks(self, seq: Sequence) -> int:
+        """Blocks that it lacks for the tokens it has and the next `growth_tokens`."""
+        length = min(seq.limits.max_len, len(seq.token_ids) + self._growth_tokens)
+        return self._blocks_of(length) - len(seq.block_table)
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

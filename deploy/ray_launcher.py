@@ -5,7 +5,6 @@ The only file that imports ray.
 
 import logging
 import os
-import sys
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from engine.errors import BatonError, ConfigError
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no KV and no token ever goes there
 
 
 class _Actor:
@@ -52,29 +52,24 @@ class _Actor:
 
 
 class RayLauncher:
-    """Runs every service as an actor of the Ray cluster at `address`, or of one started here."""
+    """Runs every service as an actor of a Ray that it starts here, on loopback only."""
 
-    def __init__(self, address: str | None = None) -> None:
-        self._address = address
+    def __init__(self) -> None:
         self._actors: dict[str, Any] = {}
         self._pings: dict[str, Any] = {}
 
     def open(self) -> None:
-        """Connects to Ray, or starts it on this machine, on the loopback address only."""
+        """Starts Ray on this machine."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Leave CUDA_VISIBLE_DEVICES as it is for actors without GPUs (and do not warn about it).
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        local: dict[str, Any] = {
-            "_node_ip_address": "127.0.0.1",
-            "include_dashboard": False,
-            "object_store_memory": 80 * 2**20,  # no KV and no token ever goes there
-        }
         ray.init(
-            address=self._address or "local",
-            namespace="baton",
+            address="local",
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
             logging_level=logging.ERROR,
             log_to_driver=True,
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}},
-            **({} if self._address else local),
         )
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
@@ -101,7 +96,7 @@ class RayLauncher:
         return dead
 
     def close(self) -> None:
-        """Stops the actors in reverse order, then Ray if it was started here."""
+        """Stops the actors in reverse order, then Ray."""
         for name, actor in reversed(self._actors.items()):
             try:
                 ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)

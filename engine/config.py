@@ -59,6 +59,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_attempts: int = 5  # placements of one request
     prefill_backlog_tokens: int = 1024  # a prefill worker with more is given no other prompt
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            _require(getattr(self, name) > 0, f"router.{name} must be positive")
+
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP side."""
@@ -68,6 +72,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_name: str | None = None  # None: the name of the model's directory
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
+        _require(self.max_body_bytes > 0, "gateway.max_body_bytes must be positive")
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

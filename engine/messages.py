@@ -14,7 +14,7 @@ worker a request continues.
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
 
@@ -30,6 +30,10 @@ WorkerId = NewType("WorkerId", str)
 GatewayId = NewType("GatewayId", str)
 LeaseId = NewType("LeaseId", str)
 Incarnation = NewType("Incarnation", str)  # random, new at every start of a process
+
+# What hashing and the step loop rely on: a prompt is never empty, an id fits in 32 bits.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 
 
 class Role(StrEnum):
@@ -114,7 +118,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Compute the KV of `token_ids`, sample one token, and lease the blocks."""
 
     seq_id: SeqId
-    token_ids: list[int]
+    token_ids: Prompt
     sampling: Sampling
     limits: Limits
 
@@ -123,7 +127,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     """Compute the KV of `token_ids` and go on generating in the same worker."""
 
     seq_id: SeqId
-    token_ids: list[int]
+    token_ids: Prompt
     sampling: Sampling
     limits: Limits
 
@@ -132,7 +136,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     """Pull the KV of `token_ids` under `lease`; generate when `FirstToken` has come too."""
 
     seq_id: SeqId
-    token_ids: list[int]
+    token_ids: Prompt
     sampling: Sampling
     limits: Limits
     lease: LeaseRef
@@ -142,7 +146,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
     """The token that prefill sampled. The gateway has it, so decode may go on from it."""
 
     seq_id: SeqId
-    token: int
+    token: TokenId
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -246,6 +250,9 @@ ToGateway = (
     | LoadReport
 )
 
+# What a decoder raises for bytes that are no message; text that is not UTF-8 is a case of its own.
+_BAD_FRAME = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(list[ToWorker])
 _to_gateway = msgspec.msgpack.Decoder(list[ToGateway])
@@ -260,7 +267,7 @@ def decode_to_worker(frame: bytes) -> list[ToWorker]:
     """Messages of a gateway's frame. Raises ProtocolError."""
     try:
         return _to_worker.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _BAD_FRAME as error:
         raise ProtocolError(f"bad frame from a gateway: {error}") from error
 
 
@@ -268,5 +275,5 @@ def decode_to_gateway(frame: bytes) -> list[ToGateway]:
     """Messages of a worker's frame. Raises ProtocolError."""
     try:
         return _to_gateway.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _BAD_FRAME as error:
         raise ProtocolError(f"bad frame from a worker: {error}") from error

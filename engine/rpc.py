@@ -6,6 +6,7 @@ that is stopped, cut off or gone without a word is noticed within `KEEPALIVE_S +
 KEEPALIVE_TIMEOUT_S`.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -79,6 +80,8 @@ class SessionClient:
         """Sends a frame; waits while the worker reads too slowly. Raises ConnectionError."""
         try:
             await self._call.write(frame)
+        except asyncio.InvalidStateError as error:  # the session is over; its status says why
+            raise ConnectionError(await self._call.details() or "session ended") from error
         except (grpc.RpcError, grpc.aio.UsageError) as error:
             raise ConnectionError(_reason(error)) from error
 

@@ -28,8 +28,11 @@ class Scheduled:
 class Scheduler(Protocol):
     """One phase of a worker: prefill or decode."""
 
-    def accepts(self, event: Event) -> bool:
-        """Whether `event` opens a sequence here. Other events concern every scheduler."""
+    def accepts(self, kind: type) -> bool:
+        """Whether a message of this kind, or `Adopted`, opens a sequence here.
+
+        Other events concern every scheduler.
+        """
         ...
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -79,14 +82,22 @@ class WorkerCore:
         return self._dispatch(event, now_s)
 
     def _dispatch(self, event: Event, now_s: float) -> list[Effect]:
-        if isinstance(event, Adopted) or (isinstance(event, FromGateway) and _opens(event)):
-            for scheduler in self._schedulers:
-                if scheduler.accepts(event):
-                    return scheduler.handle(event, now_s)
-            assert isinstance(event, FromGateway), "a sequence was adopted where nobody decodes"
-            given_back = GivenBack(event.message.seq_id, "wrong role")
-            return [Emit(event.gateway_id, given_back)]
-        return [e for scheduler in self._schedulers for e in scheduler.handle(event, now_s)]
+        match event:
+            case Adopted():
+                adopter = self._taker(Adopted)
+                assert adopter is not None, "a sequence was adopted where nobody decodes"
+                return adopter.handle(event, now_s)
+            case FromGateway(gateway_id, Prefill() | Generate() | Decode() as message):
+                taker = self._taker(type(message))
+                stays = isinstance(message, Generate)
+                if taker is None or (stays and self._taker(Adopted) is None):
+                    return [Emit(gateway_id, GivenBack(message.seq_id, "wrong role"))]
+                return taker.handle(event, now_s)
+            case _:
+                return [e for scheduler in self._schedulers for e in scheduler.handle(event, now_s)]
+
+    def _taker(self, kind: type) -> Scheduler | None:
+        return next((s for s in self._schedulers if s.accepts(kind)), None)
 
     def plan(self, now_s: float) -> tuple[BatchPlan | None, list[Effect]]:
         """The next forward pass, or None if there is nothing to compute; `finish` ends it."""
@@ -134,7 +145,3 @@ class WorkerCore:
         self._pool.validate()
         for scheduler in self._schedulers:
             scheduler.validate()
-
-
-def _opens(event: FromGateway) -> bool:
-    return isinstance(event.message, Prefill | Generate | Decode)

@@ -35,8 +35,15 @@ from engine.events import (
 )
 from engine.messages import Incarnation, WorkerId
 from engine.messages import TransferAddress as Address
-from kvtransfer.memory import SharedPool, ShmUnavailable, map_offer
-from kvtransfer.messages import Data, Identity, decode_to_sink, decode_to_source, encode
+from kvtransfer.memory import Blocks, SharedPool, ShmUnavailable, map_offer
+from kvtransfer.messages import (
+    MAX_BLOCKS_PER_READ,
+    Data,
+    Identity,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+)
 from kvtransfer.protocol import (
     CloseSource,
     Fetch,
@@ -57,6 +64,8 @@ log = logging.getLogger(__name__)
 TransferOrder = OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull
 MAX_POLL_S = 0.25
 MAX_MESSAGE_BYTES = 2**20
+MAX_MESSAGES_PER_TURN = 64  # of one socket, before the others and the deadlines have their turn
+MAX_DATA_BYTES = 16 * 2**20  # of one Data: one that takes longer than a deadline never arrives
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,7 @@ class TransferEndpoint:
             identity=self._config.identity,
             token=self._config.token,
             timing=self._config.timing,
+            window_blocks=_window_blocks(self._pool.block_bytes),
         )
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -163,6 +173,7 @@ class TransferEndpoint:
             self._on_crash(error)
             raise
         finally:
+            self._readers.clear()  # unmaps the sources' memory
             for socket in [self._router, *self._dealers.values()]:
                 socket.close(linger=0)
             self._context.term()
@@ -201,7 +212,7 @@ class TransferEndpoint:
     # ------------------------------------------------------------ source side
 
     def _receive_from_sinks(self) -> None:
-        while True:
+        for _ in range(MAX_MESSAGES_PER_TURN):
             try:
                 peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -242,7 +253,10 @@ class TransferEndpoint:
     # ------------------------------------------------------------ sink side
 
     def _receive_from_source(self, address: str) -> None:
-        while (dealer := self._dealers.get(address)) is not None:
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            dealer = self._dealers.get(address)
+            if dealer is None:
+                return
             try:
                 header = dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -310,9 +324,7 @@ class TransferEndpoint:
                 case SendToSource():
                     self._send_to_source(effect)
                 case UseSource():
-                    self._readers[effect.address] = self._choose_reader(effect)
-                    name = self._readers[effect.address].name
-                    self.sink.use_transport(effect.address, name)
+                    todo += self._use_source(effect)
                 case Fetch():
                     todo += self._fetch(effect)
                 case CloseSource():
@@ -333,32 +345,52 @@ class TransferEndpoint:
         self._copy_s += self._clock.now_s() - started_s
         return self._fetched(effect.lease_id, done)
 
+    def _use_source(self, source: UseSource) -> list[SinkEffect]:
+        try:
+            reader = self._choose_reader(source)
+        except ShmUnavailable as error:
+            log.warning("not pulling from %s: %s", source.address, error)
+            return self.sink.refuse_source(source.address, "shared memory unavailable")
+        self._readers[source.address] = reader
+        self.sink.use_transport(source.address, reader.name)
+        log.info("pulling from %s over %s", source.address, reader.name)
+        return []
+
     def _choose_reader(self, source: UseSource) -> Reader:
-        if self._config.transport is not Transport.ZMQ and source.shm is not None:
+        """Raises ShmUnavailable where nothing else is allowed."""
+        if self._config.transport is not Transport.ZMQ:
             try:
-                blocks = map_offer(source.shm, source.num_blocks, self._pool.block_bytes)
-                log.info("pulling from %s over shared memory", source.address)
-                return ShmReader(blocks, self._blocks)
+                return ShmReader(self._map(source), self._blocks)
             except ShmUnavailable as error:
+                if self._config.transport is Transport.SHM:
+                    raise
                 self._count("fallbacks_shm_unavailable")
                 log.warning("pulling from %s over zmq: %s", source.address, error)
-        else:
-            log.info("pulling from %s over zmq", source.address)
         return ZmqReader(lambda read: self._send_to_source(SendToSource(source.address, read)))
 
+    def _map(self, source: UseSource) -> Blocks:
+        if source.shm is None:
+            raise ShmUnavailable("source offers no shared memory")
+        return map_offer(source.shm, source.num_blocks, self._pool.block_bytes)
+
     def _send_to_source(self, effect: SendToSource) -> None:
-        dealer = self._dealers.get(effect.address) or self._open_dealer(effect.address)
         try:
+            dealer = self._dealers.get(effect.address) or self._open_dealer(effect.address)
             dealer.send(encode(effect.message), zmq.NOBLOCK)
-        except zmq.Again:
+        except zmq.ZMQError as error:
             self._count("unsent_messages")  # the source counts as silent soon
+            log.warning("a message to %s was not sent: %s", effect.address, error)
 
     def _open_dealer(self, address: str) -> "zmq.Socket[bytes]":
         dealer = self._context.socket(zmq.DEALER)
         dealer.set(zmq.LINGER, 0)
         dealer.set(zmq.IMMEDIATE, 0)
         dealer.set(zmq.MAXMSGSIZE, max(self._pool.block_bytes, MAX_MESSAGE_BYTES))
-        dealer.connect(address)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
         self._dealers[address] = dealer
         self._poller.register(dealer, zmq.POLLIN)
         return dealer
@@ -371,3 +403,8 @@ class TransferEndpoint:
 
     def _count(self, name: str) -> None:
         self._counters[name] += 1
+
+
+def _window_blocks(block_bytes: int) -> int:
+    """Blocks of a pull that may be on their way at once, in one Data at most."""
+    return min(MAX_BLOCKS_PER_READ, max(1, MAX_DATA_BYTES // block_bytes))

@@ -13,9 +13,14 @@ A pull at its sink:
       └──── abort, Ended(anything else), refusal, source silent for `silence_s` ────> PullFailed
 
 The sink holds a lease before it has memory for it, so the lease outlives a queue at the sink. It
-takes a pull for complete only when the source confirms that the lease held until the Release: had
-the source given the blocks away meanwhile, what was read is thrown away. Deadlines run from the
-last sign of life, and `next_wake_s` says when to call `sweep`, also while nothing else happens.
+takes a pull for complete only when the source confirms that the lease held until this very pull's
+Release, which is sent when every copy is made: had the source given the blocks away meanwhile, what
+was read is thrown away. That needs nothing of the network: a message that is late, lost, repeated
+or out of order can make a pull fail, not lie.
+
+A source's deadline runs from the first message that it has not answered, so a sink that was itself
+stopped for a while blames nobody. `next_wake_s` says when to call `sweep`, also while nothing else
+happens.
 
 Neither end knows sockets, memory or the block pool. The endpoint performs the effects: those of
 `engine.events` go up to the worker's core, the others to the wire.
@@ -23,7 +28,9 @@ Neither end knows sockets, memory or the block pool. The endpoint performs the e
 Sources: leases with renewal, vLLM's NIXL connector; confirmation by the source is ours.
 """
 
+import math
 from dataclasses import dataclass, field
+from hmac import compare_digest
 
 from engine.blocks import BlockId
 from engine.errors import ProtocolError
@@ -62,7 +69,7 @@ class Timing:
 
     ttl_s: float = 30.0  # a lease without a sign of its sink ends
     hold_every_s: float = 1.0  # a sink renews that often
-    silence_s: float = 6.0  # a source that has not answered for so long is taken for dead
+    silence_s: float = 6.0  # a source that leaves a question open for so long is taken for dead
 
 
 # ---------------------------------------------------------------- effects to the wire
@@ -217,7 +224,7 @@ class SourceMachine:
             case Read():
                 return self._read(peer, lease, message)
             case Release():
-                return self._end(message.lease_id, RELEASED)
+                return self._end(message.lease_id, RELEASED, message.pull_id)
 
     def sweep(self, now_s: float) -> list[SourceEffect]:
         """Ends the leases whose sink gave no sign in time."""
@@ -242,7 +249,7 @@ class SourceMachine:
             body = decode_attach_body(message.body)
         except ProtocolError:
             return AttachRefused("body")
-        if body.token != self._token:
+        if not compare_digest(body.token.encode(), self._token.encode()):
             return AttachRefused("token")
         if body.source != self._incarnation:
             return AttachRefused("incarnation")
@@ -262,13 +269,15 @@ class SourceMachine:
         blocks = tuple(lease.block_ids[i] for i in message.indices)
         return [SendBlocks(peer, message.lease_id, tuple(message.indices), blocks)]
 
-    def _end(self, lease_id: LeaseId, reason: str) -> list[SourceEffect]:
+    def _end(
+        self, lease_id: LeaseId, reason: str, pull_id: int | None = None
+    ) -> list[SourceEffect]:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return []
         effects: list[SourceEffect] = [LeaseEnded(lease_id, reason)]
         if lease.holder is not None:
-            effects.append(SendToSink(lease.holder, Ended(lease_id, reason)))
+            effects.append(SendToSink(lease.holder, Ended(lease_id, reason, pull_id)))
         return effects
 
 
@@ -279,11 +288,12 @@ class SourceMachine:
 class _Pull:
     seq_id: SeqId
     lease: LeaseRef
-    since_s: float
+    pull_id: int
     next_hold_s: float
     source_blocks: list[int] = field(default_factory=list)
     wanted: dict[int, BlockId] | None = None  # None while the sequence waits for memory
     requested: set[int] = field(default_factory=set)
+    requested_s: float = 0.0  # when the last of them were
     fetched: set[int] = field(default_factory=set)
     releasing: bool = False
 
@@ -292,6 +302,8 @@ class _Pull:
 class _Source:
     address: TransferAddress
     heard_s: float
+    asked_s: float | None = None  # first message to it since it was heard
+    data_s: float = 0.0  # when it last sent blocks
     attached: bool = False
     num_blocks: int = 0
     transport: str = ""
@@ -317,6 +329,7 @@ class SinkMachine:
         self._pulls: dict[SeqId, _Pull] = {}
         self._by_lease: dict[LeaseId, _Pull] = {}
         self._sources: dict[str, _Source] = {}
+        self._next_pull_id = 0
 
     @property
     def num_pulls(self) -> int:
@@ -326,22 +339,24 @@ class SinkMachine:
     def hold(self, seq_id: SeqId, lease: LeaseRef, now_s: float) -> list[SinkEffect]:
         """Keeps a lease alive until `start` or `abort`."""
         assert seq_id not in self._pulls
+        assert lease.lease_id not in self._by_lease
         effects: list[SinkEffect] = []
         address = lease.source.address
         source = self._sources.get(address)
         if source is not None and source.address.incarnation != lease.source.incarnation:
             effects += self._lose_source(address, "source restarted")
             source = None
-        pull = _Pull(seq_id, lease, now_s, now_s + self._timing.hold_every_s)
+        pull = _Pull(seq_id, lease, self._next_pull_id, now_s + self._timing.hold_every_s)
+        self._next_pull_id += 1
         self._pulls[seq_id] = self._by_lease[lease.lease_id] = pull
         if source is None:
-            source = self._sources[address] = _Source(lease.source, now_s)
+            source = self._sources[address] = _Source(lease.source, heard_s=now_s)
             body = AttachBody(
                 self._token, self._incarnation, lease.source.incarnation, self._identity
             )
-            effects.append(SendToSource(address, attach(body)))
+            effects.append(_ask(source, attach(body), now_s))
         elif source.attached:
-            effects.append(SendToSource(address, Hold(lease.lease_id, 0)))
+            effects.append(_ask(source, Hold(lease.lease_id, 0), now_s))
         return effects
 
     def start(
@@ -352,36 +367,33 @@ class SinkMachine:
         if pull is None:
             return [PullFailed(seq_id, "lease was lost while waiting")]
         assert pull.wanted is None
+        if not all(0 <= index < pull.lease.num_blocks for index, _ in blocks):
+            return self._give_up(pull, "lease is too short", now_s)
         pull.wanted = dict(blocks)
-        return self._advance(pull)
+        return self._advance(pull, now_s)
 
     def abort(self, seq_id: SeqId, now_s: float) -> list[SinkEffect]:
         """Gives a lease up. Whoever started the pull is told when nothing writes any more: now."""
         pull = self._pulls.get(seq_id)
-        if pull is None:
-            return []
-        effects = self._drop(pull, "aborted")
-        address = pull.lease.source.address
-        if self._sources[address].attached:
-            effects.append(SendToSource(address, Release(pull.lease.lease_id)))
-        return effects
+        return [] if pull is None else self._give_up(pull, "aborted", now_s)
 
     def receive(self, address: str, message: ToSink, now_s: float) -> list[SinkEffect]:
         """A message of a source; for Data, after its blocks were written (see `places`)."""
         source = self._sources.get(address)
         if source is None:
             return []
-        source.heard_s = now_s
+        source.heard_s, source.asked_s = now_s, None
         match message:
             case Attached():
-                return self._on_attached(source, message)
+                return self._on_attached(source, message, now_s)
             case AttachRefused():
                 return self._lose_source(address, f"source refused: {message.field} differs")
             case Ready():
                 return self._on_ready(source, message, now_s)
             case Ended():
-                return self._on_ended(message)
+                return self._on_ended(source, message)
             case Data():
+                source.data_s = now_s
                 return []
 
     def places(self, address: str, message: Data) -> list[BlockId | None]:
@@ -400,35 +412,41 @@ class SinkMachine:
         if pull is None:
             return []
         pull.fetched.update(indices)
-        return self._advance(pull)
+        return self._advance(pull, now_s)
 
     def fetch_failed(self, lease_id: LeaseId, reason: str, now_s: float) -> list[SinkEffect]:
         """Blocks of a lease could not be brought here."""
         pull = self._by_lease.get(lease_id)
-        if pull is None:
-            return []
-        effects = self._drop(pull, reason)
-        effects.append(SendToSource(pull.lease.source.address, Release(lease_id)))
-        return effects
+        return [] if pull is None else self._give_up(pull, reason, now_s)
+
+    def refuse_source(self, address: str, reason: str) -> list[SinkEffect]:
+        """Blocks of that source cannot be read from here."""
+        return self._lose_source(address, reason)
 
     def use_transport(self, address: str, transport: str) -> None:
         """How blocks of that source are read; named in PullDone."""
         self._sources[address].transport = transport
 
     def sweep(self, now_s: float) -> list[SinkEffect]:
-        """Renews what is due and gives up silent sources."""
+        """Renews what is due, gives up silent sources, and lets go of idle ones."""
         effects: list[SinkEffect] = []
-        for address in self._silent_sources(now_s):
-            effects += self._lose_source(address, "source silent")
-        for pull in self._pulls.values():
-            if pull.next_hold_s <= now_s:
+        for source in list(self._sources.values()):
+            if self._source_deadline_s(source) <= now_s:
+                effects += self._lose_source(source.address.address, "source silent")
+        for pull in list(self._pulls.values()):
+            if self._blocks_deadline_s(pull) <= now_s:
+                effects += self._give_up(pull, "source sends no blocks", now_s)
+            elif pull.next_hold_s <= now_s:
                 pull.next_hold_s = now_s + self._timing.hold_every_s
-                effects += self._renew(pull)
+                effects += self._renew(pull, now_s)
         return effects
 
     def next_wake_s(self) -> float | None:
-        """When the next renewal is due."""
-        return min((pull.next_hold_s for pull in self._pulls.values()), default=None)
+        """When the next renewal or deadline is due."""
+        wakes = [self._source_deadline_s(source) for source in self._sources.values()]
+        wakes += [min(p.next_hold_s, self._blocks_deadline_s(p)) for p in self._pulls.values()]
+        wake_s = min(wakes, default=math.inf)
+        return None if wake_s == math.inf else wake_s
 
     def validate(self) -> None:
         """Asserts the machine's invariants."""
@@ -437,26 +455,29 @@ class SinkMachine:
             assert pull.lease.source.address in self._sources
             assert pull.fetched <= pull.requested <= set(pull.wanted or ())
 
-    def _silent_sources(self, now_s: float) -> list[str]:
-        waiting_since: dict[str, float] = {}
-        for pull in self._pulls.values():
-            address = pull.lease.source.address
-            waiting_since[address] = min(pull.since_s, waiting_since.get(address, pull.since_s))
-        return [
-            address
-            for address, since_s in waiting_since.items()
-            if now_s - max(since_s, self._sources[address].heard_s) > self._timing.silence_s
-        ]
+    def _source_deadline_s(self, source: _Source) -> float:
+        """When to let go of a source that stays silent: because it owes an answer, or is idle."""
+        if source.asked_s is not None:
+            return source.asked_s + self._timing.silence_s
+        address = source.address.address
+        in_use = any(pull.lease.source.address == address for pull in self._pulls.values())
+        return math.inf if in_use else source.heard_s + self._timing.ttl_s
 
-    def _renew(self, pull: _Pull) -> list[SinkEffect]:
+    def _blocks_deadline_s(self, pull: _Pull) -> float:
+        """When to give up on requested blocks, while the source sends none of any pull."""
+        if len(pull.fetched) == len(pull.requested):
+            return math.inf
+        data_s = self._sources[pull.lease.source.address].data_s
+        return max(pull.requested_s, data_s) + self._timing.silence_s
+
+    def _renew(self, pull: _Pull, now_s: float) -> list[SinkEffect]:
         source = self._sources[pull.lease.source.address]
         if not source.attached:
             return []
-        lease_id = pull.lease.lease_id
-        message = Release(lease_id) if pull.releasing else Hold(lease_id, len(pull.source_blocks))
-        return [SendToSource(source.address.address, message)]
+        hold = Hold(pull.lease.lease_id, len(pull.source_blocks))
+        return [_ask(source, _release(pull) if pull.releasing else hold, now_s)]
 
-    def _on_attached(self, source: _Source, message: Attached) -> list[SinkEffect]:
+    def _on_attached(self, source: _Source, message: Attached, now_s: float) -> list[SinkEffect]:
         address = source.address.address
         if message.incarnation != source.address.incarnation:
             return self._lose_source(address, "source restarted")
@@ -464,49 +485,65 @@ class SinkMachine:
         effects: list[SinkEffect] = [UseSource(address, message.num_blocks, message.shm)]
         for pull in self._pulls.values():
             if pull.lease.source.address == address:
-                effects.append(SendToSource(address, Hold(pull.lease.lease_id, 0)))
+                effects.append(_ask(source, Hold(pull.lease.lease_id, 0), now_s))
         return effects
 
+    def _pull_from(self, source: _Source, lease_id: LeaseId) -> _Pull | None:
+        """The pull that a message of that source is about."""
+        pull = self._by_lease.get(lease_id)
+        mine = pull is not None and pull.lease.source.address == source.address.address
+        return pull if mine else None
+
     def _on_ready(self, source: _Source, message: Ready, now_s: float) -> list[SinkEffect]:
-        pull = self._by_lease.get(message.lease_id)
+        pull = self._pull_from(source, message.lease_id)
         if pull is None or message.first > len(pull.source_blocks):
             return []  # over, or a gap that the next Hold will fill
         blocks = message.block_ids
         if not all(0 <= b < source.num_blocks for b in blocks):
-            return self.fetch_failed(message.lease_id, "source named a block it has not", now_s)
-        if message.first + len(blocks) > pull.lease.num_blocks:
-            return self.fetch_failed(message.lease_id, "source named too many blocks", now_s)
+            return self._give_up(pull, "source named a block it has not", now_s)
+        if message.first < 0 or message.first + len(blocks) > pull.lease.num_blocks:
+            return self._give_up(pull, "source named too many blocks", now_s)
         pull.source_blocks[message.first : message.first + len(blocks)] = blocks
-        return self._advance(pull)
+        return self._advance(pull, now_s)
 
-    def _on_ended(self, message: Ended) -> list[SinkEffect]:
-        pull = self._by_lease.get(message.lease_id)
+    def _on_ended(self, source: _Source, message: Ended) -> list[SinkEffect]:
+        pull = self._pull_from(source, message.lease_id)
         if pull is None:
             return []
-        if pull.releasing and message.reason == RELEASED:
+        confirmed = message.reason == RELEASED and message.pull_id == pull.pull_id
+        if pull.releasing and confirmed:
             transport = self._sources[pull.lease.source.address].transport
             self._forget(pull)
             return [PullDone(pull.seq_id, transport)]
         return self._drop(pull, f"lease {message.reason}")
 
-    def _advance(self, pull: _Pull) -> list[SinkEffect]:
+    def _advance(self, pull: _Pull, now_s: float) -> list[SinkEffect]:
         """Fetches what is ready and wanted, as far as the window allows; releases at the end."""
         if pull.wanted is None or pull.releasing:
             return []
-        address = pull.lease.source.address
-        if not self._sources[address].attached:
+        source = self._sources[pull.lease.source.address]
+        if not source.attached:
             return []
         if len(pull.fetched) == len(pull.wanted):
             pull.releasing = True
-            return [SendToSource(address, Release(pull.lease.lease_id))]
+            return [_ask(source, _release(pull), now_s)]
         room = self._window_blocks - (len(pull.requested) - len(pull.fetched))
         ready = len(pull.source_blocks)
         todo = [i for i in pull.wanted if i < ready and i not in pull.requested][:room]
         if not todo:
             return []
         pull.requested.update(todo)
+        pull.requested_s = now_s
         copies = tuple(Copy(i, pull.source_blocks[i], pull.wanted[i]) for i in todo)
-        return [Fetch(pull.seq_id, address, pull.lease.lease_id, copies)]
+        return [Fetch(pull.seq_id, source.address.address, pull.lease.lease_id, copies)]
+
+    def _give_up(self, pull: _Pull, reason: str, now_s: float) -> list[SinkEffect]:
+        """Ends a pull from this side and tells the source."""
+        source = self._sources[pull.lease.source.address]
+        effects = self._drop(pull, reason)
+        if source.attached:
+            effects.append(_ask(source, _release(pull), now_s))
+        return effects
 
     def _drop(self, pull: _Pull, reason: str) -> list[SinkEffect]:
         self._forget(pull)
@@ -521,3 +558,14 @@ class SinkMachine:
         lost = [p for p in self._pulls.values() if p.lease.source.address == address]
         effects: list[SinkEffect] = [e for pull in lost for e in self._drop(pull, reason)]
         return [*effects, CloseSource(address)]
+
+
+def _ask(source: _Source, message: ToSource, now_s: float) -> SendToSource:
+    """Sends a message; every one is answered, so from now on the source owes a sign of life."""
+    if source.asked_s is None:
+        source.asked_s = now_s
+    return SendToSource(source.address.address, message)
+
+
+def _release(pull: _Pull) -> Release:
+    return Release(pull.lease.lease_id, pull.pull_id)

@@ -94,9 +94,9 @@ class PrefillScheduler:
         """Leases that have not ended."""
         return len(self._leases)
 
-    def accepts(self, event: Event) -> bool:
+    def accepts(self, kind: type) -> bool:
         """Prompts are computed here."""
-        return isinstance(event, FromGateway) and isinstance(event.message, Prefill | Generate)
+        return kind in (Prefill, Generate)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Takes note of an event."""

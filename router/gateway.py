@@ -136,6 +136,7 @@ class _Job:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    usage_in_every_chunk: bool
 
 
 class _Answers:
@@ -176,7 +177,7 @@ class _Answers:
         piece = await _follow(service, job.request, progress, writer)
         fingerprint = service.port.fingerprint()
         if piece:
-            await writer.text(piece, fingerprint)
+            await writer.text(piece, progress.num_tokens, fingerprint)
         await writer.end(progress.ending(), fingerprint)
 
     async def _job(self, data: bytes, received_s: float) -> _Job:
@@ -211,6 +212,7 @@ class _Answers:
             stop=body.stop_strings,
             stream=bool(body.stream),
             include_usage=bool(options and options.include_usage),
+            usage_in_every_chunk=bool(options and options.continuous_usage_stats),
         )
 
     def _writer(self, job: _Job, send: Send, *, include_timeline: bool) -> AnswerWriter:
@@ -219,7 +221,9 @@ class _Answers:
             answer_id=job.request.request_id,
             created=unix_time_s(),
             model=job.model,
+            prompt_tokens=len(job.request.token_ids),
             include_usage=job.include_usage,
+            usage_in_every_chunk=job.usage_in_every_chunk,
             include_timeline=include_timeline,
         )
         return StreamedAnswer(heading, send) if job.stream else WholeAnswer(heading, send)
@@ -254,6 +258,11 @@ class _Progress:
             self._meter.end(self.outcome, self._timeline, now_s)
         return text
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self._text.num_tokens
+
     def ending(self) -> Ending:
         """The end of the answer; only when there is an outcome."""
         assert self.outcome is not None, "the router's iterator ended without an outcome"
@@ -275,7 +284,7 @@ async def _follow(
             if progress.outcome is not None:
                 return piece
             if update.token_ids:
-                await writer.text(piece, service.port.fingerprint())
+                await writer.text(piece, progress.num_tokens, service.port.fingerprint())
     return ""
 
 

@@ -299,7 +299,8 @@ class RouterMachine:
         self, worker_id: WorkerId, message: ToGateway, now_s: float
     ) -> list[RouterEffect]:
         if isinstance(message, LoadReport):
-            self.view.workers[worker_id].load = message
+            if (worker := self.view.workers.get(worker_id)) is not None:
+                worker.load = message
             return []
         if isinstance(message, Welcome | Refused):
             return []  # the link deals with these
@@ -384,7 +385,7 @@ class RouterMachine:
             return []
         self.counters["worker lost", reason] += 1
         effects: list[RouterEffect] = []
-        for flight in list(self._flights.values()):
+        for flight in self._youngest_first():
             attempt = flight.attempt
             if attempt is None:
                 continue
@@ -392,6 +393,10 @@ class RouterMachine:
             if attempt.decode == worker_id or (attempt.prefill == worker_id and needs_prefill):
                 effects += self._retry(flight, "worker lost", now_s)
         return effects
+
+    def _youngest_first(self) -> list[_Flight]:
+        """In this order those that go back to the head of the queue keep their order there."""
+        return list(reversed(self._flights.values()))
 
     def _retry(self, flight: _Flight, reason: str, now_s: float) -> list[RouterEffect]:
         """Ends the attempt and puts the request first in the queue."""
@@ -434,7 +439,7 @@ class RouterMachine:
 
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
         effects: list[RouterEffect] = []
-        for flight in list(self._flights.values()):
+        for flight in self._youngest_first():
             if self._deadline_s(flight) > now_s:
                 continue
             if flight.attempt is not None:

@@ -261,9 +261,6 @@ def _check_stream_options(body: Body) -> None:
         return
     if not body.stream:
         raise _invalid("stream_options is allowed only with stream", "stream_options")
-    if options.continuous_usage_stats:
-        name = "stream_options.continuous_usage_stats"
-        raise ApiError(_unsupported(name), param=name, code="unsupported_parameter")
 
 
 def _single_prompt(prompt: str | list[str | int | list[int]] | None) -> str | list[int] | None:

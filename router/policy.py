@@ -58,6 +58,9 @@ def least_loaded(
         return Impossible("no decode worker is alive")
     if not any(_fits_empty(w, need) for _, w in decoders):
         return Impossible("the request is larger than the KV memory of any decode worker")
+    prefillers = [(i, w) for i, w in prefillers if _could_prefill(w, need)]
+    if not prefillers:
+        return Impossible("the request is larger than the KV memory of any prefill worker")
     open_prefillers = [
         (i, w)
         for i, w in prefillers
@@ -88,6 +91,13 @@ def decode_blocks(worker: WorkerView, need: Need) -> int:
 
 def _fits_empty(worker: WorkerView, need: Need) -> bool:
     return decode_blocks(worker, need) <= worker.info.num_blocks
+
+
+def _could_prefill(worker: WorkerView, need: Need) -> bool:
+    """Whether it holds the prompt; one that goes on decoding, the whole answer."""
+    if worker.info.role is Role.MIXED:
+        return _fits_empty(worker, need)
+    return worker.info.layout.num_blocks_for(need.num_tokens) <= worker.info.num_blocks
 
 
 def _has_room(worker: WorkerView, need: Need) -> bool:

@@ -73,12 +73,15 @@ class Router:
         self._clients: dict[RequestId, asyncio.Queue[Update]] = {}
         self._fingerprint = ""
         self._tasks: list[asyncio.Task[None]] = []
+        self._crash: BaseException | None = None
 
     async def open(self) -> None:
         """Begins to connect to the workers."""
         self._closing = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._keep_linked(a)) for a in self._addresses]
         self._tasks.append(asyncio.create_task(self._tick()))
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_end)
 
     async def close(self) -> None:
         """Ends the sessions; the workers free what this gateway's requests held."""
@@ -86,6 +89,12 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+
+    def _on_task_end(self, task: "asyncio.Task[None]") -> None:
+        """None of them returns: one that ends before `close` died of a bug."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("a router task died: %r", error, exc_info=error)
+            self._crash = error
 
     # ------------------------------------------------------------ RouterPort
 
@@ -108,6 +117,8 @@ class Router:
 
     def readiness(self) -> str | None:
         """None when requests can be served, else what is missing."""
+        if self._crash is not None:
+            return f"a router task died: {self._crash!r}"
         roles = [worker.info.role for worker in self.machine.view.workers.values()]
         if not any(role.prefills for role in roles):
             return "no prefill worker is connected"

@@ -71,7 +71,9 @@ class Heading:
     answer_id: str
     created: int
     model: str
+    prompt_tokens: int
     include_usage: bool
+    usage_in_every_chunk: bool
     include_timeline: bool
 
 
@@ -89,19 +91,26 @@ class Ending:
         details = None
         if self.timeline is not None:
             details = {"cached_tokens": self.timeline.num_cached_tokens}
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": details,
-        }
+        counts = _usage(self.prompt_tokens, self.completion_tokens)
+        return {**counts, "prompt_tokens_details": details}
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 class AnswerWriter(Protocol):
     """Sends one answer: text as it comes, then its ending."""
 
-    async def text(self, text: str, fingerprint: str) -> None:
-        """More of the answer, perhaps empty; the first call means that there is an answer."""
+    async def text(self, text: str, num_tokens: int, fingerprint: str) -> None:
+        """More of the answer, perhaps empty; the first call means that there is an answer.
+
+        `num_tokens` counts the tokens of the whole answer so far.
+        """
         ...
 
     async def end(self, ending: Ending, fingerprint: str) -> None:
@@ -117,7 +126,7 @@ class WholeAnswer:
         self._send = send
         self._pieces: list[str] = []
 
-    async def text(self, text: str, fingerprint: str) -> None:
+    async def text(self, text: str, num_tokens: int, fingerprint: str) -> None:
         """Keeps the text."""
         self._pieces.append(text)
 
@@ -143,11 +152,11 @@ class StreamedAnswer:
         self._send = send
         self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
 
-    async def text(self, text: str, fingerprint: str) -> None:
+    async def text(self, text: str, num_tokens: int, fingerprint: str) -> None:
         """Sends a chunk, unless all text is held back."""
         data, chunk = await self._open(fingerprint)
         if text:
-            data += chunk.text(text)
+            data += chunk.text(text, num_tokens)
         if data:
             await self._send_body(data, more_body=True)
 
@@ -201,13 +210,19 @@ class _ChunkEncoder:
         before_text, after_text = dialect.text_choice
         self._before_text = self._before + before_text
         self._after_text = after_text + self._after
+        self._counted_after_text = after_text if heading.usage_in_every_chunk else None
+        self._prompt_tokens = heading.prompt_tokens
 
     def first(self) -> bytes:
         choice = self._dialect.first_choice
         return self._before + choice + self._after if choice else b""
 
-    def text(self, text: str) -> bytes:
-        return self._before_text + _encode(text) + self._after_text
+    def text(self, text: str, num_tokens: int) -> bytes:
+        if self._counted_after_text is None:
+            return self._before_text + _encode(text) + self._after_text
+        usage = _encode(_usage(self._prompt_tokens, num_tokens))
+        after = self._counted_after_text + b',"usage":' + usage + b"}\n\n"
+        return self._before_text + _encode(text) + after
 
     def finish(self, reason: str) -> bytes:
         before, after = self._dialect.finish_choice

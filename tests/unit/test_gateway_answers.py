@@ -121,6 +121,17 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for():
     }
 
 
+def test_usage_comes_in_every_chunk_of_text_when_asked_for():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"stream": True, "stream_options": options}
+    *chunks, usage, _ = chat(FakeRouter(answer("hi")), fields).events()
+    counts = [c["usage"]["completion_tokens"] for c in chunks if c["usage"]]
+    assert counts == sorted(set(counts))
+    assert counts[0] == 1
+    assert all(c["usage"]["prompt_tokens"] == 4 for c in chunks if c["usage"])
+    assert usage["usage"]["completion_tokens"] >= counts[-1]
+
+
 def test_the_head_waits_for_the_first_token_and_then_goes_at_once():
     router = FakeRouter([Update(), tokens("a"), Never()])
 

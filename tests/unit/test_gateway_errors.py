@@ -176,12 +176,6 @@ def test_missing_prompt_and_messages_are_named():
     assert_error(post(app, CHAT, {}), 400, VALUE, "messages")
 
 
-def test_continuous_usage_is_refused_by_its_full_name():
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    reply = chat(FakeRouter(), {"stream": True, "stream_options": options})
-    assert_error(reply, 400, UNSUPPORTED, "stream_options.continuous_usage_stats")
-
-
 def test_the_context_error_names_the_numbers():
     message = complete(FakeRouter(), {"prompt": "x" * 10, "max_tokens": 60}).json()["error"]
     assert all(number in message["message"] for number in ("10", "60", str(CONTEXT_LEN)))

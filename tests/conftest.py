@@ -1,0 +1,30 @@
+"""For all tests: what needs a library or a device that is absent is skipped, and says so."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+NEEDS = {"torch": ("torch", "transformers"), "ray": ("ray",)}  # by mark
+
+settings.register_profile("baton", deadline=None)  # machines that test also do other things
+settings.load_profile("baton")
+
+
+def _absent(mark: str) -> str | None:
+    """What tests with this mark need and cannot have, or None."""
+    absent = [name for name in NEEDS.get(mark, ()) if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"{' and '.join(absent)} not installed"
+    if mark == "gpu" and not Path("/proc/driver/nvidia/version").exists():
+        return "no CUDA device"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons = {mark: _absent(mark) for mark in (*NEEDS, "gpu")}
+    for item in items:
+        for mark, reason in reasons.items():
+            if reason is not None and item.get_closest_marker(mark) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"marked {mark}: {reason}"))

@@ -1,0 +1,815 @@
+"""Workers in memory: the real cores and protocol machines around a fake model, network and gateway.
+
+    FakeRunner     a model whose KV is a list of numbers, each made of all tokens before it; a wrong
+                   block table, or a block overwritten in use, changes every token that follows
+    SpoilingPool   fills with garbage what nobody may read
+    FakeEndpoint   the real SourceMachine and SinkMachine, connected by queues
+    FakeWorker     the real WorkerCore around these
+    FakeGateway    places requests, cancels them, and checks each token against `answer`
+    FakeCluster    all of them, and every move that could come next
+
+Nothing happens by itself: a test chooses one of `FakeCluster.moves()` at a time, so any order in
+which threads and messages could run is within reach, and none needs a thread or a clock.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, count
+
+from decode.scheduler import DecodeScheduler
+from engine.batch import BatchPlan, BatchResult, Row
+from engine.blocks import BlockHash, BlockId, BlockPool, hash_blocks
+from engine.events import (
+    AbortPull,
+    Effect,
+    Emit,
+    Event,
+    FromGateway,
+    GatewayLost,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+)
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    Cancel,
+    Decode,
+    DecodeStarted,
+    FinishReason,
+    FirstToken,
+    GatewayId,
+    Generate,
+    GivenBack,
+    Incarnation,
+    KvReady,
+    Limits,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    Role,
+    Sampling,
+    SeqId,
+    Tokens,
+    ToWorker,
+    TransferAddress,
+    WorkerId,
+    decode_to_gateway,
+    decode_to_worker,
+    encode_frame,
+)
+from engine.worker import Scheduler, WorkerCore
+from kvtransfer.messages import (
+    MAX_BLOCKS_PER_READ,
+    Data,
+    Identity,
+    Read,
+    ToSink,
+    ToSource,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+)
+from kvtransfer.protocol import (
+    CloseSource,
+    Fetch,
+    SendBlocks,
+    SendToSink,
+    SendToSource,
+    SinkEffect,
+    SinkMachine,
+    SourceEffect,
+    SourceMachine,
+    Timing,
+    UseSource,
+)
+from prefill.scheduler import PrefillScheduler
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 11
+LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 2),))
+TIMING = Timing(ttl_s=6.0, hold_every_s=1.0, silence_s=3.0)
+
+Kv = int  # what the model keeps of one token; garbage is negative
+
+
+# ---------------------------------------------------------------- the model
+
+
+def kv_of(context: int, token: int) -> Kv:
+    """K and V of a token, given what its predecessors amount to."""
+    return abs(hash((context, token)))
+
+
+def attend(kvs: Iterable[Kv]) -> int:
+    """What a context amounts to; 0 when there is none."""
+    context = 0
+    for kv in kvs:
+        context = hash((context, kv))
+    return context
+
+
+def choose(context: int, sampling: Sampling, banned: Sequence[int]) -> int:
+    """The token that follows a context."""
+    token = hash((context, sampling.seed)) % VOCAB_SIZE
+    while token in banned:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def kvs_of(token_ids: Iterable[int]) -> list[Kv]:
+    """K and V of every token, computed in one go."""
+    kvs: list[Kv] = []
+    context = 0
+    for token in token_ids:
+        kvs.append(kv_of(context, token))
+        context = hash((context, kvs[-1]))
+    return kvs
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a request must be answered with, wherever it runs."""
+
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+
+
+def answer(prompt: Sequence[int], sampling: Sampling, limits: Limits) -> Answer:
+    """The reference: no blocks, no batches, no workers."""
+    token_ids = list(prompt)
+    while True:
+        may_stop = len(token_ids) + 1 > limits.min_len
+        banned = () if may_stop else limits.stop_token_ids
+        token_ids.append(choose(attend(kvs_of(token_ids)), sampling, banned))
+        answered = tuple(token_ids[len(prompt) :])
+        if may_stop and token_ids[-1] in limits.stop_token_ids:
+            return Answer(answered, FinishReason.STOP)
+        if len(token_ids) >= limits.max_len:
+            return Answer(answered, FinishReason.LENGTH)
+
+
+class FakeRunner:
+    """A `Runner` that keeps K and V in `memory[block][offset]` and reads them by block table."""
+
+    def __init__(self, num_blocks: int, layout: KVLayout = LAYOUT) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._garbage = count(1)
+        self.memory: list[list[Kv]] = [[] for _ in range(num_blocks)]
+        self.spoil(BlockId(i) for i in range(num_blocks))
+
+    def spoil(self, blocks: Iterable[BlockId]) -> None:
+        """Makes what blocks hold useless; no two spoilt tokens are the same."""
+        for block in blocks:
+            self.memory[block] = [-next(self._garbage) for _ in range(self.layout.block_size)]
+
+    def run(self, plan: BatchPlan) -> BatchResult:
+        """Computes every row from memory as it was before the step, then writes."""
+        tokens, writes = self.compute(plan)
+        for (block, offset), kv in writes.items():
+            self.memory[block][offset] = kv
+        return BatchResult(tokens)
+
+    def compute(self, plan: BatchPlan) -> tuple[list[int | None], dict[tuple[BlockId, int], Kv]]:
+        """Tokens and writes of a plan, without carrying it out."""
+        tokens: list[int | None] = []
+        writes: dict[tuple[BlockId, int], Kv] = {}
+        for row in plan.rows:
+            assert row.token_ids, "a row computes nothing"
+            context = attend(self._read(row))
+            for position, token in enumerate(row.token_ids, row.start):
+                kv = kv_of(context, token)
+                context = hash((context, kv))
+                slot = self._slot(row, position)
+                assert slot not in writes, f"two rows write to slot {slot}"
+                writes[slot] = kv
+            sampled = row.sampling and choose(context, row.sampling, row.banned)
+            tokens.append(sampled)
+        return tokens, writes
+
+    def _read(self, row: Row) -> Iterator[Kv]:
+        for position in range(row.start):
+            block, offset = self._slot(row, position)
+            yield self.memory[block][offset]
+
+    def _slot(self, row: Row, position: int) -> tuple[BlockId, int]:
+        index, offset = divmod(position, self.layout.block_size)
+        return row.block_table[index], offset
+
+
+# ---------------------------------------------------------------- a worker
+
+
+class SpoilingPool(BlockPool):
+    """A pool that spoils blocks when it hands them out and when nobody may read them any more."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        super().__init__(runner.num_blocks)
+        self._runner = runner
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        blocks = super().allocate(num_blocks)
+        self._runner.spoil(blocks)
+        return blocks
+
+    def disown(self, blocks: Sequence[BlockId]) -> None:
+        super().disown(blocks)
+        self._spoil_free(blocks)
+
+    def end_lease(self, blocks: Sequence[BlockId]) -> None:
+        super().end_lease(blocks)
+        self._spoil_free(blocks)
+
+    def end_write(self, blocks: Sequence[BlockId]) -> None:
+        super().end_write(blocks)
+        self._spoil_free(blocks)
+
+    def is_leased(self, block: BlockId) -> bool:
+        return self._leased[block] > 0
+
+    def is_in_flight(self, block: BlockId) -> bool:
+        return self._in_flight[block] > 0
+
+    def holders(self) -> tuple[list[int], list[int], list[int]]:
+        """How often each block is owned, leased and in flight."""
+        return self._owned, self._leased, self._in_flight
+
+    def known(self) -> Iterator[tuple[BlockId, BlockHash]]:
+        """Blocks that a prefix match can find."""
+        return ((block, block_hash) for block_hash, block in self._by_hash.items())
+
+    def _spoil_free(self, blocks: Sequence[BlockId]) -> None:
+        self._runner.spoil(b for b in blocks if b in self._idle and self._hash[b] is None)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShape:
+    """How large a fake worker is. Its role says which schedulers it has."""
+
+    role: Role
+    num_blocks: int = 10
+    max_batch_tokens: int = 8
+    chunk_tokens: int = 6
+    max_running: int = 3
+    growth_tokens: int = 4
+    copies_at_once: bool = True  # as shared memory does; otherwise bytes travel in Data
+    window_blocks: int = MAX_BLOCKS_PER_READ
+
+
+class FakeWorker:
+    """One worker: events wait in `inbox`, orders in its endpoint, a step lies between two moves."""
+
+    def __init__(self, name: str, shape: WorkerShape, cluster: "FakeCluster") -> None:
+        self.worker_id = WorkerId(name)
+        self.shape = shape
+        self._cluster = cluster
+        self.runner = FakeRunner(shape.num_blocks)
+        self.pool = SpoilingPool(self.runner)
+        self.endpoint = FakeEndpoint(self, cluster)
+        self.decode = DecodeScheduler(
+            self.pool,
+            block_size=BLOCK_SIZE,
+            max_running=shape.max_running,
+            growth_tokens=shape.growth_tokens,
+        )
+        self.prefill = PrefillScheduler(
+            self.pool,
+            block_size=BLOCK_SIZE,
+            chunk_tokens=shape.chunk_tokens,
+            address=self.endpoint.address,
+        )
+        schedulers: list[Scheduler] = [self.decode] if shape.role.decodes else []
+        schedulers += [self.prefill] if shape.role.prefills else []
+        self.core = WorkerCore(schedulers, self.pool, shape.max_batch_tokens)
+        self.inbox: deque[Event] = deque()
+        self.plan: BatchPlan | None = None  # what runs now
+        self.sleeping: set[str] = set()  # threads that stand still: "steps", "transfer"
+
+    def take_event(self) -> None:
+        self._perform(self.core.handle(self.inbox.popleft(), self._cluster.now_s))
+
+    def begin_step(self) -> None:
+        self.plan, effects = self.core.plan(self._cluster.now_s)
+        self._perform(effects)
+        if self.plan is not None:
+            rows = self.plan.rows
+            lengths = [len(row.token_ids) for row in rows]
+            assert sum(lengths) <= self.shape.max_batch_tokens
+            assert max(lengths) <= self.shape.chunk_tokens
+            assert len({row.seq_id for row in rows}) == len(rows)
+            self._early = self.runner.compute(self.plan)
+
+    def end_step(self) -> None:
+        assert self.plan is not None
+        late = self.runner.compute(self.plan)
+        assert late == self._early, "a block changed while a step used it"
+        result = self.runner.run(self.plan)
+        self.plan = None
+        self._perform(self.core.finish(result, self._cluster.now_s))
+
+    def validate(self) -> None:
+        """The worker's own invariants, and those that need a look into all its parts."""
+        if self.plan is None:
+            self.core.validate()
+        self.endpoint.source.validate()
+        self.endpoint.sink.validate()
+        self._check_holders()
+        for block, block_hash in self.pool.known():
+            kvs = self._cluster.block_contents[block_hash]
+            assert self.runner.memory[block] == kvs, f"block {block} holds something else"
+
+    def _check_holders(self) -> None:
+        """Every hold on a block is somebody's: no block can leak or be let go twice."""
+        tables = [job.seq.block_table for job in self.prefill._computing.values()]
+        tables += [running.seq.block_table for running in self.decode._running.values()]
+        tables += [arriving.seq.block_table for arriving in self.decode._arriving.values()]
+        leases = [lease.block_ids for lease in self.prefill._leases.values()]
+        pulls = [a.pulled or () for a in self.decode._arriving.values() if not a.kv_here]
+        pulls += self.decode._aborting.values()
+        owned, leased, in_flight = self.pool.holders()
+        assert owned == self._tally(tables)
+        assert leased == self._tally(leases)
+        assert in_flight == self._tally(pulls)
+        assert max(in_flight) <= 1, "two pulls write to one block"
+
+    def _tally(self, holds: Iterable[Iterable[BlockId]]) -> list[int]:
+        """How many holds there are on each block."""
+        tally = [0] * self.pool.num_blocks
+        for block in chain.from_iterable(holds):
+            tally[block] += 1
+        return tally
+
+    def is_at_rest(self) -> bool:
+        """Holds nothing and has nothing to do."""
+        counts = self.pool.counts()
+        return (
+            counts.free + counts.cached == counts.total
+            and not (self.inbox or self.plan or self.endpoint.orders)
+            and self.endpoint.source.num_leases == self.endpoint.sink.num_pulls == 0
+            and self.core.load(0, {}).waiting_seqs == self.core.load(0, {}).running_seqs == 0
+        )
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Emit):
+                gateway = self._cluster.gateways.get(effect.gateway_id)
+                if gateway is not None:
+                    gateway.links[self.worker_id].to_gateway.append(encode_frame([effect.message]))
+            else:
+                self.endpoint.orders.append(effect)
+
+
+@dataclass(slots=True)
+class Connection:
+    """A sink's connection to a source. Each direction keeps its order."""
+
+    peer: bytes
+    sink: "FakeEndpoint"
+    source: "FakeEndpoint"
+    to_source: deque[bytes] = field(default_factory=deque)
+    to_sink: deque[tuple[bytes, list[list[Kv]]]] = field(default_factory=deque)
+
+
+class FakeEndpoint:
+    """Both ends of the lease protocol, over connections that the cluster delivers."""
+
+    def __init__(self, worker: FakeWorker, cluster: "FakeCluster") -> None:
+        self.worker = worker
+        self._cluster = cluster
+        name = worker.worker_id
+        self.address = TransferAddress(name, Incarnation(f"life of {name}"), f"fake://{name}")
+        identity = Identity("fake model", LAYOUT)
+        incarnation = self.address.incarnation
+        self.source = SourceMachine(
+            incarnation=incarnation,
+            identity=identity,
+            num_blocks=worker.shape.num_blocks,
+            token="secret",
+            shm=None,
+            timing=TIMING,
+        )
+        self.sink = SinkMachine(
+            incarnation=incarnation,
+            identity=identity,
+            token="secret",
+            timing=TIMING,
+            window_blocks=worker.shape.window_blocks,
+        )
+        self.orders: deque[Effect] = deque()
+
+    def take_order(self) -> None:
+        now_s = self._cluster.now_s
+        match self.orders.popleft():
+            case OpenLease(lease_id, num_blocks):
+                self._do_source(self.source.open(lease_id, num_blocks, now_s))
+            case GrowLease(lease_id, block_ids):
+                self._do_source(self.source.grow(lease_id, block_ids, now_s))
+            case RevokeLease(lease_id):
+                self._do_source(self.source.revoke(lease_id, now_s))
+            case HoldLease(seq_id, lease):
+                self._do_sink(self.sink.hold(seq_id, lease, now_s))
+            case StartPull(seq_id, blocks):
+                self._do_sink(self.sink.start(seq_id, blocks, now_s))
+            case AbortPull(seq_id):
+                self._do_sink(self.sink.abort(seq_id, now_s))
+            case other:
+                raise AssertionError(f"not an order: {other}")
+
+    def sweep(self) -> None:
+        self._do_source(self.source.sweep(self._cluster.now_s))
+        self._do_sink(self.sink.sweep(self._cluster.now_s))
+
+    def take_from_sink(self, connection: Connection) -> None:
+        message: ToSource = decode_to_source(connection.to_source.popleft())
+        self._do_source(self.source.receive(connection.peer, message, self._cluster.now_s))
+
+    def take_from_source(self, connection: Connection) -> None:
+        header, payload = connection.to_sink.popleft()
+        message: ToSink = decode_to_sink(header)
+        address, now_s = connection.source.address.address, self._cluster.now_s
+        good: list[int] = []
+        if isinstance(message, Data):
+            places = self.sink.places(address, message)
+            for index, place, kvs in zip(message.indices, places, payload, strict=True):
+                if place is not None:
+                    self._write(place, kvs)
+                    good.append(index)
+        self._do_sink(self.sink.receive(address, message, now_s))
+        if isinstance(message, Data):
+            self._do_sink(self.sink.fetched(message.lease_id, tuple(good), now_s))
+
+    def _write(self, block: BlockId, kvs: list[Kv]) -> None:
+        assert self.worker.pool.is_in_flight(block), "a pull writes into a stranger's block"
+        self.worker.runner.memory[block] = list(kvs)
+
+    def _do_source(self, effects: list[SourceEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendToSink(peer, message):
+                    self._cluster.send_to_sink(peer, message, [])
+                case SendBlocks(peer, lease_id, indices, block_ids):
+                    assert all(self.worker.pool.is_leased(b) for b in block_ids)
+                    payload = [list(self.worker.runner.memory[b]) for b in block_ids]
+                    data = Data(lease_id, list(indices), [0] * len(indices))
+                    self._cluster.send_to_sink(peer, data, payload)
+                case LeaseEnded():
+                    self.worker.inbox.append(effect)
+
+    def _do_sink(self, effects: list[SinkEffect]) -> None:
+        todo = deque(effects)
+        while todo:
+            effect = todo.popleft()
+            match effect:
+                case SendToSource(address, message):
+                    self._cluster.send_to_source(self, address, message)
+                case UseSource(address):
+                    self.sink.use_transport(address, "fake")
+                case Fetch():
+                    todo += self._fetch(effect)
+                case CloseSource(address):
+                    self._cluster.disconnect(self, address)
+                case PullDone() | PullFailed():
+                    self.worker.inbox.append(effect)
+
+    def _fetch(self, effect: Fetch) -> list[SinkEffect]:
+        indices = [copy.index for copy in effect.copies]
+        if not self.worker.shape.copies_at_once:
+            read = Read(effect.lease_id, indices)
+            self._cluster.send_to_source(self, effect.address, read)
+            return []
+        source = self._cluster.endpoint_at(effect.address)
+        for copy in effect.copies:
+            self._write(copy.block_id, source.worker.runner.memory[copy.source_block])
+        return self.sink.fetched(effect.lease_id, tuple(indices), self._cluster.now_s)
+
+
+# ---------------------------------------------------------------- a gateway
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where an attempt runs. One worker for both keeps the sequence where it was prefilled."""
+
+    prefill: WorkerId
+    decode: WorkerId
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request, and what its client has so far."""
+
+    name: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    limits: Limits
+    routes: Sequence[Route]  # of its attempts, in turn
+    expected: Answer
+    tokens: list[int] = field(default_factory=list)
+    outcome: str | None = None  # finished, cancelled or lost
+    seq_id: SeqId | None = None
+    num_attempts: int = 0
+    news: list[type] = field(default_factory=list)  # of the present attempt
+
+    @property
+    def route(self) -> Route:
+        return self.routes[self.num_attempts % len(self.routes)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.prompt, *self.tokens]
+
+
+@dataclass(slots=True)
+class Link:
+    """A gateway's session with one worker. Each direction keeps its order."""
+
+    to_worker: deque[bytes | GatewayLost] = field(default_factory=deque)
+    to_gateway: deque[bytes] = field(default_factory=deque)
+
+
+class FakeGateway:
+    """Follows its requests across workers as the router does, but without policy or patience."""
+
+    def __init__(self, name: str, workers: Iterable[WorkerId]) -> None:
+        self.gateway_id = GatewayId(name)
+        self.links = {worker_id: Link() for worker_id in workers}
+        self.asks: dict[SeqId, Ask] = {}  # by their present attempt
+        self.sleeping = False  # stands still, with all that is on its way
+        self._lease_sent: set[SeqId] = set()
+
+    def submit(self, ask: Ask) -> None:
+        """Starts a request, or its next attempt."""
+        seq_id = SeqId(f"{ask.name}.{ask.num_attempts}")
+        ask.seq_id, ask.news = seq_id, []
+        self.asks[seq_id] = ask
+        kind = Generate if ask.route.prefill == ask.route.decode else Prefill
+        message = kind(seq_id, ask.token_ids, ask.sampling, ask.limits)
+        self._send(ask.route.prefill, message)
+
+    def cancel(self, ask: Ask) -> None:
+        """The client is gone."""
+        ask.outcome = "cancelled"
+        self._end_attempt(ask)
+
+    def retry(self, ask: Ask) -> None:
+        """The attempt was given back, or there was no news of it for too long."""
+        self._end_attempt(ask)
+        ask.num_attempts += 1
+        self.submit(ask)
+
+    def give_up(self) -> None:
+        """The gateway is gone."""
+        for ask in self.asks.values():
+            ask.outcome = "lost"
+        self.asks.clear()
+
+    def take(self, worker_id: WorkerId) -> None:
+        """Takes note of a worker's next message."""
+        (message,) = decode_to_gateway(self.links[worker_id].to_gateway.popleft())
+        ask = self.asks.get(message.seq_id)  # type: ignore[union-attr]
+        if ask is None:
+            return  # of an attempt that is over
+        self._check_order(ask, message)
+        match message:
+            case PrefillStarted(seq_id, num_cached_tokens, lease):
+                assert num_cached_tokens < len(ask.token_ids)
+                if lease is not None:
+                    assert ask.route.prefill != ask.route.decode
+                    self._lease_sent.add(seq_id)
+                    decode = Decode(seq_id, ask.token_ids, ask.sampling, ask.limits, lease)
+                    self._send(ask.route.decode, decode)
+            case PrefillDone(seq_id, token, finish):
+                self._deliver(ask, [token], finish)
+                if finish is None and seq_id in self._lease_sent:
+                    self._send(ask.route.decode, FirstToken(seq_id, token))
+            case KvReady(_, num_pulled_blocks, num_cached_blocks):
+                num_prefilled = len(ask.token_ids) - (PrefillDone in ask.news)
+                expected_blocks = LAYOUT.num_blocks_for(num_prefilled)
+                assert num_pulled_blocks + num_cached_blocks == expected_blocks
+            case DecodeStarted():
+                pass
+            case Tokens(_, token_ids, finish):
+                self._deliver(ask, token_ids, finish)
+            case GivenBack():
+                self.retry(ask)
+            case other:
+                raise AssertionError(f"unexpected message: {other}")
+
+    def _deliver(self, ask: Ask, token_ids: list[int], finish: FinishReason | None) -> None:
+        ask.tokens += token_ids
+        expected = ask.expected.token_ids[: len(ask.tokens)]
+        assert tuple(ask.tokens) == expected, f"{ask.name} was answered wrongly"
+        complete = len(ask.tokens) == len(ask.expected.token_ids)
+        assert finish == (ask.expected.finish if complete else None)
+        if finish is not None:
+            ask.outcome = "finished"
+            self._end_attempt(ask)
+
+    def _check_order(self, ask: Ask, message: object) -> None:
+        """News of one attempt come in order, and none but tokens comes twice."""
+        kind = type(message)
+        needed: dict[type, set[type]] = {
+            PrefillDone: {PrefillStarted},
+            KvReady: {PrefillStarted},
+            DecodeStarted: {PrefillDone},
+            Tokens: {PrefillDone, DecodeStarted},
+        }
+        assert needed.get(kind, set()) <= set(ask.news), f"{kind.__name__} came too early"
+        assert kind is Tokens or kind not in ask.news, f"{kind.__name__} came twice"
+        ask.news.append(kind)
+
+    def _end_attempt(self, ask: Ask) -> None:
+        assert ask.seq_id is not None
+        del self.asks[ask.seq_id]
+        for worker_id in dict.fromkeys((ask.route.prefill, ask.route.decode)):
+            self._send(worker_id, Cancel(ask.seq_id))
+
+    def _send(self, worker_id: WorkerId, message: ToWorker) -> None:
+        self.links[worker_id].to_worker.append(encode_frame([message]))
+
+
+# ---------------------------------------------------------------- all of it
+
+Move = tuple[Callable[[], None], FakeWorker | None]  # and the worker that it changes
+
+
+class FakeCluster:
+    """Workers, gateways and all that is on its way between them."""
+
+    def __init__(self, shapes: dict[str, WorkerShape]) -> None:
+        self.now_s = 0.0
+        self.gateways: dict[GatewayId, FakeGateway] = {}
+        self.asks: list[Ask] = []
+        self.block_contents: dict[BlockHash, list[Kv]] = {}
+        self._connections: list[Connection] = []
+        self._peers = count()
+        self._orphans: list[tuple[GatewayId, WorkerId, Link]] = []  # of gateways that are gone
+        self.workers = {WorkerId(n): FakeWorker(n, shape, self) for n, shape in shapes.items()}
+
+    # ------------------------------------------------------------ what a test does
+
+    def add_gateway(self, name: str) -> FakeGateway:
+        gateway = FakeGateway(name, self.workers)
+        self.gateways[gateway.gateway_id] = gateway
+        return gateway
+
+    def submit(
+        self,
+        gateway: FakeGateway,
+        prompt: Sequence[int],
+        *,
+        limits: Limits,
+        routes: Sequence[tuple[str, str]],
+        seed: int = 0,
+    ) -> Ask:
+        """A client asks. Each attempt takes the next route, (prefill worker, decode worker)."""
+        sampling = Sampling(seed=seed)
+        ask = Ask(
+            name=f"r{len(self.asks)}",
+            prompt=tuple(prompt),
+            sampling=sampling,
+            limits=limits,
+            routes=[Route(WorkerId(p), WorkerId(d)) for p, d in routes],
+            expected=answer(prompt, sampling, limits),
+        )
+        self.asks.append(ask)
+        self._learn([*ask.prompt, *ask.expected.token_ids])
+        gateway.submit(ask)
+        return ask
+
+    def lose(self, gateway: FakeGateway, num_arriving: int) -> None:
+        """A gateway dies; of what it has sent to each worker, so many messages still arrive."""
+        gateway.give_up()
+        del self.gateways[gateway.gateway_id]
+        for worker_id, link in gateway.links.items():
+            sent = list(link.to_worker)[:num_arriving]
+            link.to_worker = deque([*sent, GatewayLost(gateway.gateway_id)])
+            self._orphans.append((gateway.gateway_id, worker_id, link))
+
+    def moves(self) -> list[Move]:
+        """Everything that could happen next, time apart."""
+        moves: list[Move] = []
+        for worker in self.workers.values():
+            moves += self._moves_of(worker)
+        for gateway in self.gateways.values():
+            for worker_id, link in gateway.links.items():
+                if link.to_worker and not gateway.sleeping:
+                    moves.append((partial(self._arrive, gateway.gateway_id, worker_id, link), None))
+                if link.to_gateway and not gateway.sleeping:
+                    moves.append((partial(gateway.take, worker_id), None))
+        for gateway_id, worker_id, link in self._orphans:
+            if link.to_worker:
+                moves.append((partial(self._arrive, gateway_id, worker_id, link), None))
+        for connection in self._connections:
+            sink, source = connection.sink, connection.source
+            if connection.to_source and "transfer" not in source.worker.sleeping:
+                moves.append((partial(source.take_from_sink, connection), source.worker))
+            if connection.to_sink and "transfer" not in sink.worker.sleeping:
+                moves.append((partial(sink.take_from_source, connection), sink.worker))
+        return moves
+
+    def move(self, rng: random.Random) -> None:
+        """One thing happens, and all invariants hold afterwards."""
+        moves = self.moves()
+        if not moves:
+            return
+        act, worker = rng.choice(moves)
+        act()
+        if worker is not None:
+            worker.validate()
+
+    def drain(self, rng: random.Random, max_rounds: int = 400) -> None:
+        """Lets everything come to its end, in any order."""
+        for worker in self.workers.values():
+            worker.sleeping.clear()
+        for gateway in self.gateways.values():
+            gateway.sleeping = False
+        for _ in range(max_rounds):
+            if self.is_at_rest():
+                return
+            moves = self.moves()
+            for _ in range(4 * len(moves)):
+                self.move(rng)
+            self.now_s += 0.25
+            for worker in self.workers.values():
+                worker.endpoint.sweep()
+        raise AssertionError("the cluster does not come to rest")
+
+    def is_at_rest(self) -> bool:
+        """Every request has ended and nobody holds anything."""
+        return (
+            all(ask.outcome is not None for ask in self.asks)
+            and all(worker.is_at_rest() for worker in self.workers.values())
+            and not any(c.to_source or c.to_sink for c in self._connections)
+            and not any(link.to_worker for _, _, link in self._orphans)
+            and not any(
+                link.to_worker or link.to_gateway
+                for gateway in self.gateways.values()
+                for link in gateway.links.values()
+            )
+        )
+
+    def _moves_of(self, worker: FakeWorker) -> list[Move]:
+        acts: list[Callable[[], None]] = []
+        if "transfer" not in worker.sleeping:
+            acts.append(worker.endpoint.sweep)
+            if worker.endpoint.orders:
+                acts.append(worker.endpoint.take_order)
+        if "steps" not in worker.sleeping:
+            if worker.plan is not None:
+                acts.append(worker.end_step)
+            else:
+                acts.append(worker.begin_step)
+                if worker.inbox:
+                    acts.append(worker.take_event)
+        return [(act, worker) for act in acts]
+
+    def _arrive(self, gateway_id: GatewayId, worker_id: WorkerId, link: Link) -> None:
+        """A gateway's next message reaches a worker, or the end of its session does."""
+        inbox = self.workers[worker_id].inbox
+        frame = link.to_worker.popleft()
+        if isinstance(frame, GatewayLost):
+            inbox.append(frame)
+            return
+        (message,) = decode_to_worker(frame)
+        inbox.append(FromGateway(gateway_id, message))  # type: ignore[arg-type]
+
+    def _learn(self, token_ids: list[int]) -> None:
+        """What a block must hold whose hash is one of these."""
+        kvs = kvs_of(token_ids)
+        for i, block_hash in enumerate(hash_blocks(token_ids, BLOCK_SIZE)):
+            self.block_contents[block_hash] = kvs[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+
+    # ------------------------------------------------------------ the transfer network
+
+    def endpoint_at(self, address: str) -> FakeEndpoint:
+        return self.workers[WorkerId(address.removeprefix("fake://"))].endpoint
+
+    def send_to_source(self, sink: FakeEndpoint, address: str, message: ToSource) -> None:
+        source = self.endpoint_at(address)
+        for connection in self._connections:
+            if connection.sink is sink and connection.source is source:
+                break
+        else:
+            connection = Connection(b"peer %d" % next(self._peers), sink, source)
+            self._connections.append(connection)
+        connection.to_source.append(encode(message))
+
+    def send_to_sink(self, peer: bytes, message: ToSink, payload: list[list[Kv]]) -> None:
+        for connection in self._connections:
+            if connection.peer == peer:
+                connection.to_sink.append((encode(message), payload))
+
+    def disconnect(self, sink: FakeEndpoint, address: str) -> None:
+        source = self.endpoint_at(address)
+        self._connections = [
+            c for c in self._connections if not (c.sink is sink and c.source is source)
+        ]

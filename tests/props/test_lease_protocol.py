@@ -1,0 +1,533 @@
+"""The lease protocol on a network that delays, repeats, drops, reorders and cuts.
+
+Whatever happens, a pull that is reported done holds exactly what its lease promised. To make the
+opposite visible, a source gives blocks away the moment their lease ends, and a sink those of a
+failed pull; either way something else is written there at once.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from engine.events import LeaseEnded, PullDone, PullFailed
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import LeaseRef, TransferAddress
+from kvtransfer.messages import Data, Identity, Read, ToSink, ToSource
+from kvtransfer.protocol import (
+    CloseSource,
+    Fetch,
+    SendBlocks,
+    SendToSink,
+    SendToSource,
+    SinkEffect,
+    SinkMachine,
+    SourceEffect,
+    SourceMachine,
+    Timing,
+    UseSource,
+)
+
+IDENTITY = Identity("model", KVLayout(4, KVFormat.FP32, (KVSection(1, 1, 2),)))
+TIMING = Timing(ttl_s=8.0, hold_every_s=1.0, silence_s=3.0)
+NUM_BLOCKS = 12
+NUM_SOURCES = NUM_SINKS = 2
+MAX_ON_THE_WAY = 40
+
+Content = tuple[str, int]  # a lease's id and an index in it; rubbish has an id of its own
+rubbish: Iterator[Content] = (("rubbish", i) for i in itertools.count())
+
+
+@dataclass(eq=False)
+class Connection:
+    """A sink's socket for one address. `peer` is its name at the source until the next cut."""
+
+    sink: "Sink"
+    address: str
+    peer: bytes
+
+
+@dataclass(eq=False)
+class Letter:
+    """A message on its way. One to a sink that has closed the connection goes nowhere."""
+
+    connection: Connection
+    peer: bytes
+    message: ToSource | ToSink
+    payload: tuple[Content, ...] = ()
+    to_sink: bool = False
+
+
+@dataclass(eq=False)
+class Process:
+    """One life of a source: its machine, its memory, its books."""
+
+    machine: SourceMachine
+    memory: list[Content] = field(default_factory=lambda: [next(rubbish) for _ in range(12)])
+    free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
+    leased: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_ready: dict[str, int] = field(default_factory=dict)
+
+
+class Source:
+    """A worker that leases blocks out, through all its lives at one address."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world = world
+        self.address = f"fake://{name}"
+        self.name = name
+        self.num_lives = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.num_lives += 1
+        self.incarnation = f"life {self.num_lives} of {self.name}"
+        machine = SourceMachine(
+            incarnation=self.incarnation,
+            identity=IDENTITY,
+            num_blocks=NUM_BLOCKS,
+            token="secret",
+            shm=None,
+            timing=TIMING,
+        )
+        self.process = Process(machine)
+        self.world.cut(self.address)
+
+    def open(self, lease_id: str, num_blocks: int) -> LeaseRef | None:
+        process = self.process
+        if num_blocks > len(process.free):
+            return None
+        blocks = tuple(process.free[:num_blocks])
+        del process.free[:num_blocks]
+        process.leased[lease_id] = blocks
+        process.num_ready[lease_id] = 0
+        self.perform(process.machine.open(lease_id, num_blocks, self.world.now_s))
+        address = TransferAddress(self.name, self.incarnation, self.address)
+        return LeaseRef(lease_id, address, num_blocks)
+
+    def grow(self, lease_id: str, num_blocks: int) -> None:
+        """Computes the next blocks of a lease, if it is still open."""
+        process = self.process
+        if lease_id not in process.leased:
+            return
+        first = process.num_ready[lease_id]
+        blocks = process.leased[lease_id][first : first + num_blocks]
+        for index, block in enumerate(blocks, first):
+            process.memory[block] = (lease_id, index)
+        process.num_ready[lease_id] += len(blocks)
+        self.perform(process.machine.grow(lease_id, blocks, self.world.now_s))
+
+    def revoke(self, lease_id: str) -> None:
+        self.perform(self.process.machine.revoke(lease_id, self.world.now_s))
+
+    def take(self, letter: Letter) -> None:
+        message = letter.message
+        effects = self.process.machine.receive(letter.peer, message, self.world.now_s)
+        self.perform(effects)
+
+    def sweep(self) -> None:
+        self.perform(self.process.machine.sweep(self.world.now_s))
+
+    def perform(self, effects: list[SourceEffect]) -> None:
+        process = self.process
+        for effect in effects:
+            match effect:
+                case LeaseEnded(lease_id):
+                    blocks = process.leased.pop(lease_id)  # a second end is a KeyError
+                    process.free.extend(blocks)
+                    for block in blocks:
+                        process.memory[block] = next(rubbish)
+                case SendToSink(peer, message):
+                    self.world.post_to_sink(peer, message, ())
+                case SendBlocks(peer, lease_id, indices, blocks):
+                    payload = tuple(process.memory[b] for b in blocks)
+                    data = Data(lease_id, list(indices), [0] * len(indices))
+                    self.world.post_to_sink(peer, data, payload)
+
+    def validate(self) -> None:
+        process = self.process
+        process.machine.validate()
+        assert process.machine.num_leases == len(process.leased)
+        taken = [block for blocks in process.leased.values() for block in blocks]
+        assert sorted(taken + process.free) == list(range(NUM_BLOCKS))
+
+
+@dataclass(eq=False)
+class Pull:
+    """What a test knows of one hold."""
+
+    seq_id: str
+    sink: "Sink"
+    lease: LeaseRef
+    wanted: dict[int, int] | None = None  # index in the lease -> block here
+    ends: list[PullDone | PullFailed] = field(default_factory=list)
+    aborted: bool = False
+
+
+class Sink:
+    """A worker that pulls, by copying at once (as shared memory does) or by Read and Data."""
+
+    def __init__(self, world: "World", name: str, *, copies_at_once: bool, window: int) -> None:
+        self.world = world
+        self.copies_at_once = copies_at_once
+        self.machine = SinkMachine(
+            incarnation=f"life of {name}",
+            identity=IDENTITY,
+            token="secret",
+            timing=TIMING,
+            window_blocks=window,
+        )
+        self.memory: dict[int, Content] = {}
+        self.writers: dict[int, str] = {}  # block -> lease that may write to it
+        self.pulls: dict[str, Pull] = {}
+        self.connections: dict[str, Connection] = {}
+        self.mapped: dict[str, Process] = {}
+
+    def hold(self, pull: Pull) -> None:
+        self.pulls[pull.seq_id] = pull
+        self.perform(self.machine.hold(pull.seq_id, pull.lease, self.world.now_s))
+
+    def start(self, pull: Pull, indices: list[int]) -> None:
+        blocks = self.world.new_blocks(len(indices))
+        pull.wanted = dict(zip(indices, blocks, strict=True))
+        for block in blocks:
+            self.memory[block] = next(rubbish)
+            self.writers[block] = pull.lease.lease_id
+        pull.ends.clear()  # one that came before the start was of the hold
+        wanted = tuple(pull.wanted.items())
+        self.perform(self.machine.start(pull.seq_id, wanted, self.world.now_s))
+
+    def abort(self, pull: Pull) -> None:
+        pull.aborted = True
+        self.perform(self.machine.abort(pull.seq_id, self.world.now_s))
+
+    def take(self, letter: Letter) -> None:
+        address, now_s = letter.connection.address, self.world.now_s
+        if self.connections.get(address) is not letter.connection:
+            return
+        message = letter.message
+        fetched: list[SinkEffect] = []
+        if isinstance(message, Data):
+            good = []
+            places = self.machine.places(address, message)
+            for index, place, content in zip(message.indices, places, letter.payload, strict=True):
+                if place is not None:
+                    self.write(place, content, message.lease_id)
+                    good.append(index)
+            fetched = self.machine.fetched(message.lease_id, tuple(good), now_s)
+        self.perform(self.machine.receive(address, message, now_s) + fetched)
+
+    def sweep(self) -> None:
+        self.perform(self.machine.sweep(self.world.now_s))
+
+    def write(self, block: int, content: Content, lease_id: str) -> None:
+        assert self.writers.get(block) == lease_id, "a write to memory that is somebody else's"
+        self.memory[block] = content
+
+    def perform(self, effects: list[SinkEffect]) -> None:
+        todo = list(effects)
+        while todo:
+            effect = todo.pop(0)
+            match effect:
+                case SendToSource(address, message):
+                    self.world.post_to_source(self, address, message)
+                case UseSource(address):
+                    self.mapped[address] = self.world.sources[address].process
+                case Fetch():
+                    todo += self.fetch(effect)
+                case CloseSource(address):
+                    self.connections.pop(address, None)
+                    self.mapped.pop(address, None)
+                case PullDone(seq_id) | PullFailed(seq_id):
+                    self.end(self.pulls[seq_id], effect)
+
+    def fetch(self, effect: Fetch) -> list[SinkEffect]:
+        indices = [copy.index for copy in effect.copies]
+        if not self.copies_at_once:
+            self.world.post_to_source(self, effect.address, Read(effect.lease_id, indices))
+            return []
+        for copy in effect.copies:
+            content = self.mapped[effect.address].memory[copy.source_block]
+            self.write(copy.block_id, content, effect.lease_id)
+        return self.machine.fetched(effect.lease_id, tuple(indices), self.world.now_s)
+
+    def end(self, pull: Pull, event: PullDone | PullFailed) -> None:
+        pull.ends.append(event)
+        assert len(pull.ends) == 1, f"{pull.seq_id} ended twice"
+        if isinstance(event, PullDone):
+            assert pull.wanted is not None, "done before it was started"
+            for index, block in pull.wanted.items():
+                assert self.memory[block] == (pull.lease.lease_id, index), "a wrong block"
+        for block in (pull.wanted or {}).values():
+            del self.writers[block]
+            self.memory[block] = next(rubbish)
+
+    def validate(self) -> None:
+        self.machine.validate()
+        live = [p for p in self.pulls.values() if not p.ends]
+        assert self.machine.num_pulls == len(live)
+
+
+class World:
+    """Sources, sinks, a clock and the letters between them."""
+
+    def __init__(self, *, copies_at_once: tuple[bool, ...], windows: tuple[int, ...]) -> None:
+        self.now_s = 0.0
+        self.letters: list[Letter] = []
+        self.connections: dict[bytes, Connection] = {}  # by peer, also former ones
+        self._numbers = itertools.count()
+        self.sources: dict[str, Source] = {}
+        for i in range(NUM_SOURCES):
+            source = Source(self, f"p{i}")
+            self.sources[source.address] = source
+        self.sinks = [
+            Sink(self, f"d{i}", copies_at_once=at_once, window=window)
+            for i, (at_once, window) in enumerate(zip(copies_at_once, windows, strict=True))
+        ]
+
+    def new_blocks(self, num_blocks: int) -> list[int]:
+        return [next(self._numbers) for _ in range(num_blocks)]
+
+    def new_name(self, kind: str) -> str:
+        return f"{kind}{next(self._numbers)}"
+
+    def post_to_source(self, sink: Sink, address: str, message: ToSource) -> None:
+        connection = sink.connections.get(address)
+        if connection is None:
+            connection = sink.connections[address] = Connection(sink, address, b"")
+            self._reconnect(connection)
+        self.letters.append(Letter(connection, connection.peer, message))
+
+    def post_to_sink(self, peer: bytes, message: ToSink, payload: tuple[Content, ...]) -> None:
+        connection = self.connections[peer]
+        if connection.peer == peer:
+            self.letters.append(Letter(connection, peer, message, payload, to_sink=True))
+
+    def deliver(self, letter: Letter) -> None:
+        if letter.to_sink:
+            letter.connection.sink.take(letter)
+        else:
+            self.sources[letter.connection.address].take(letter)
+
+    def deliver_all(self) -> None:
+        while self.letters:
+            self.deliver(self.letters.pop(0))
+
+    def cut(self, address: str) -> None:
+        """Connections to a source break and are made anew, as ZeroMQ does; what was sent is lost."""
+        self.letters = [x for x in self.letters if x.connection.address != address]
+        for sink in getattr(self, "sinks", []):
+            if address in sink.connections:
+                self._reconnect(sink.connections[address])
+
+    def _reconnect(self, connection: Connection) -> None:
+        connection.peer = b"peer %d" % next(self._numbers)
+        self.connections[connection.peer] = connection
+
+    def sweep(self) -> None:
+        for party in (*self.sources.values(), *self.sinks):
+            party.sweep()
+
+    def validate(self) -> None:
+        for party in (*self.sources.values(), *self.sinks):
+            party.validate()
+
+    def run_down(self) -> None:
+        """From now on the network is good: whatever is to come is over when nobody has a wake."""
+        for _ in range(400):
+            self.deliver_all()
+            self.validate()
+            machines = [s.machine for s in self.sinks]
+            machines += [s.process.machine for s in self.sources.values()]
+            wakes = [w for w in (m.next_wake_s() for m in machines) if w is not None]
+            if not wakes:
+                return
+            self.now_s = max(self.now_s, min(wakes))
+            self.sweep()
+        raise AssertionError("it does not come to rest")
+
+
+class UnreliableNetwork(RuleBasedStateMachine):
+    """Leases and pulls, and everything that a network and a crash can do to them."""
+
+    leases = Bundle("leases")
+    pulls = Bundle("pulls")
+
+    @initialize(
+        copies_at_once=st.tuples(st.booleans(), st.booleans()),
+        windows=st.tuples(st.sampled_from([1, 2, 64]), st.sampled_from([1, 2, 64])),
+    )
+    def begin(self, copies_at_once: tuple[bool, ...], windows: tuple[int, ...]) -> None:
+        self.world = World(copies_at_once=copies_at_once, windows=windows)
+        self.all_pulls: list[Pull] = []
+
+    # ------------------------------------------------------------ workers
+
+    @rule(target=leases, which=st.integers(0, NUM_SOURCES - 1), num_blocks=st.integers(1, 4))
+    def open(self, which, num_blocks):
+        source = list(self.world.sources.values())[which]
+        lease = source.open(self.world.new_name("lease"), num_blocks)
+        return multiple() if lease is None else lease
+
+    @rule(lease=leases, num_blocks=st.integers(1, 4))
+    def grow(self, lease, num_blocks):
+        self.world.sources[lease.source.address].grow(lease.lease_id, num_blocks)
+
+    @rule(lease=leases)
+    def revoke(self, lease):
+        self.world.sources[lease.source.address].revoke(lease.lease_id)
+
+    @rule(target=pulls, which=st.integers(0, NUM_SINKS - 1), lease=leases)
+    def hold(self, which, lease):
+        sink = self.world.sinks[which]
+        if any(p.lease.lease_id == lease.lease_id and not p.ends for p in sink.pulls.values()):
+            return multiple()  # one sequence at a time
+        pull = Pull(self.world.new_name("seq"), sink, lease)
+        self.all_pulls.append(pull)
+        sink.hold(pull)
+        return pull
+
+    @rule(pull=pulls, skipped=st.integers(0, 4))
+    def start(self, pull, skipped):
+        if pull.wanted is None and not pull.aborted:
+            pull.sink.start(pull, list(range(skipped, pull.lease.num_blocks)))
+
+    @rule(pull=pulls)
+    def abort(self, pull):
+        pull.sink.abort(pull)
+
+    @rule(which=st.integers(0, NUM_SOURCES - 1))
+    def restart(self, which):
+        list(self.world.sources.values())[which].restart()
+
+    # ------------------------------------------------------------ network and time
+
+    @precondition(lambda self: self.world.letters)
+    @rule(number=st.integers(0, 5))
+    def deliver_early(self, number):
+        letters = self.world.letters
+        self.world.deliver(letters.pop(number % len(letters)))
+
+    @precondition(lambda self: self.world.letters)
+    @rule(number=st.integers(1, 20))
+    def deliver_in_order(self, number):
+        for letter in list(self.world.letters[:number]):
+            if letter in self.world.letters:  # a restart may have swept it away
+                self.world.letters.remove(letter)
+                self.world.deliver(letter)
+
+    @precondition(lambda self: 0 < len(self.world.letters) < MAX_ON_THE_WAY)
+    @rule(number=st.integers(0, MAX_ON_THE_WAY))
+    def repeat(self, number):
+        letters = self.world.letters
+        letters.append(letters[number % len(letters)])
+
+    @precondition(lambda self: self.world.letters)
+    @rule(number=st.integers(0, MAX_ON_THE_WAY))
+    def drop(self, number):
+        letters = self.world.letters
+        letters.pop(number % len(letters))
+
+    @rule(which=st.integers(0, NUM_SOURCES - 1))
+    def cut(self, which):
+        self.world.cut(list(self.world.sources)[which])
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 3.0, 8.0]))
+    def pass_time(self, seconds):
+        self.world.now_s += seconds
+        self.world.sweep()
+
+    # ------------------------------------------------------------ what must hold
+
+    @invariant()
+    def is_valid(self):
+        if hasattr(self, "world"):
+            self.world.validate()
+
+    def teardown(self):
+        if not hasattr(self, "world"):
+            return
+        for pull in self.all_pulls:
+            if pull.wanted is None:
+                pull.sink.abort(pull)
+        for source in self.world.sources.values():
+            for lease_id in list(source.process.leased)[::2]:
+                source.revoke(lease_id)  # and the others grow no more, and expire
+            for lease_id in list(source.process.leased)[::2]:
+                source.grow(lease_id, 4)
+        self.world.deliver_all()
+        for source in self.world.sources.values():
+            for lease_id in list(source.process.leased):
+                if source.process.num_ready[lease_id] < len(source.process.leased[lease_id]):
+                    source.revoke(lease_id)
+        self.world.run_down()
+        for pull in self.all_pulls:
+            assert len(pull.ends) == 1, f"{pull.seq_id} ended {len(pull.ends)} times"
+        assert all(sink.machine.num_pulls == 0 for sink in self.world.sinks)
+        assert all(not sink.connections for sink in self.world.sinks)
+        assert all(s.process.machine.num_leases == 0 for s in self.world.sources.values())
+
+
+TestUnreliableNetwork = UnreliableNetwork.TestCase
+TestUnreliableNetwork.settings = settings(deadline=None, max_examples=120, stateful_step_count=60)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_on_a_good_network_every_pull_is_done(seed):
+    """Whatever the interleaving, as long as each connection keeps its order and nothing is slow."""
+    rng = random.Random(seed)
+    world = World(
+        copies_at_once=(rng.random() < 0.5, rng.random() < 0.5),
+        windows=(rng.choice([1, 2, 64]), rng.choice([1, 2, 64])),
+    )
+    pulls: list[Pull] = []
+
+    def deliver_some() -> None:
+        for _ in range(rng.randint(0, 6)):
+            if world.letters:
+                connection = rng.choice(world.letters).connection
+                to_sink = rng.random() < 0.5
+                for letter in world.letters:
+                    if letter.connection is connection and letter.to_sink == to_sink:
+                        world.letters.remove(letter)
+                        world.deliver(letter)
+                        break
+                world.validate()
+
+    for _ in range(30):
+        source = rng.choice(list(world.sources.values()))
+        lease = source.open(world.new_name("lease"), rng.randint(1, 4))
+        if lease is not None:
+            pull = Pull(world.new_name("seq"), rng.choice(world.sinks), lease)
+            pulls.append(pull)
+            pull.sink.hold(pull)
+        deliver_some()
+        for pull in pulls:
+            if pull.wanted is None and rng.random() < 0.3:
+                pull.sink.start(pull, list(range(rng.randint(0, 4), pull.lease.num_blocks)))
+            if rng.random() < 0.3:
+                world.sources[pull.lease.source.address].grow(pull.lease.lease_id, 1)
+            deliver_some()
+        world.now_s += 0.1
+        world.sweep()
+    for pull in pulls:
+        if pull.wanted is None:
+            pull.sink.start(pull, list(range(pull.lease.num_blocks)))
+        world.sources[pull.lease.source.address].grow(pull.lease.lease_id, 4)
+    world.run_down()
+    assert len(pulls) > 10
+    assert all(isinstance(end, PullDone) for pull in pulls for end in pull.ends)
+    assert all(len(pull.ends) == 1 for pull in pulls)

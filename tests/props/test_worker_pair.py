@@ -1,0 +1,253 @@
+"""A prefill, a decode and a mixed worker, in every order that steps and messages can take.
+
+Clients come and go, gateways die, threads stand still, time passes; the pools are so small that
+sequences wait, evict, and are given back. Whatever happens, each client is answered with exactly
+the tokens of the reference, and when all is over every block is free and every lease has ended.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import permutations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from decode.scheduler import DecodeScheduler
+from engine.blocks import BlockPool
+from engine.messages import Limits, Role
+from engine.sequence import Sequence as EngineSequence
+from prefill.scheduler import PrefillScheduler
+from tests.fakes import VOCAB_SIZE, Ask, FakeCluster, FakeGateway, WorkerShape
+
+NUM_GATEWAYS = 2
+ROUTES = list(permutations([("p", "d"), ("p", "m"), ("m", "m")]))
+STEMS = [tuple((7 * i * i + k) % VOCAB_SIZE for i in range(16)) for k in (1, 4)]
+STEM_LENS = (0, 3, 4, 8, 11, 16)
+STOPS = ((), (3,), (1, 5))
+MAX_SUFFIX_LEN = 5
+MAX_ANSWER_LEN = 10  # with a stem and a suffix it fits into the smallest pool
+SECONDS = (0.3, 1.0, 4.0, 7.0)
+THREADS = ("steps", "transfer")
+RAW_SHAPE = {
+    "num_blocks": (8, 9, 12),
+    "max_batch_tokens": (5, 8, 12),
+    "chunk_tokens": (2, 4, 5, 9),
+    "max_running": (1, 2, 4),
+    "growth_tokens": (0, 4, 12),
+    "copies_at_once": (True, False),
+    "window_blocks": (1, 2, 64),
+}
+
+
+class Traffic:
+    """A cluster, and all that can be done to it from outside."""
+
+    def __init__(self, prefill: WorkerShape, decode: WorkerShape, mixed: WorkerShape) -> None:
+        self.cluster = FakeCluster({"p": prefill, "d": decode, "m": mixed})
+        self._num_gateways = 0
+        self.gateways = [self._new_gateway() for _ in range(NUM_GATEWAYS)]
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        *,
+        gateway: int,
+        answer_lens: tuple[int, int],
+        stops: tuple[int, ...],
+        routes: Sequence[tuple[str, str]],
+        seed: int,
+    ) -> None:
+        shortest, longest = answer_lens
+        limits = Limits(len(prompt) + longest, len(prompt) + shortest, stops)
+        self.cluster.submit(self.gateways[gateway], prompt, limits=limits, routes=routes, seed=seed)
+
+    def cancel(self, which: int) -> None:
+        for gateway, ask in self._live(which):
+            gateway.cancel(ask)
+
+    def retry(self, which: int) -> None:
+        for gateway, ask in self._live(which):
+            gateway.retry(ask)
+
+    def lose_gateway(self, which: int, num_arriving: int) -> None:
+        """Another one takes its place; its clients do not come back."""
+        self.cluster.lose(self.gateways[which], num_arriving)
+        self.gateways[which] = self._new_gateway()
+
+    def wait(self, seconds: float) -> None:
+        self.cluster.now_s += seconds
+
+    def stop_or_resume(self, worker: str, thread: str) -> None:
+        self.cluster.workers[worker].sleeping ^= {thread}
+
+    def stop_or_resume_gateway(self, which: int) -> None:
+        self.gateways[which].sleeping ^= True
+
+    def go_on(self, num_moves: int, rng: random.Random) -> None:
+        for _ in range(num_moves):
+            self.cluster.move(rng)
+
+    def finish(self, rng: random.Random) -> None:
+        self.cluster.drain(rng)
+        for ask in self.cluster.asks:
+            assert ask.outcome in ("finished", "cancelled", "lost")
+            if ask.outcome == "finished":
+                assert tuple(ask.tokens) == ask.expected.token_ids
+        for worker in self.cluster.workers.values():
+            counts = worker.pool.counts()
+            assert counts.free + counts.cached == worker.shape.num_blocks
+            assert worker.endpoint.source.num_leases == worker.prefill.num_leases == 0
+            assert worker.endpoint.sink.num_pulls == 0
+
+    def _live(self, which: int) -> list[tuple[FakeGateway, Ask]]:
+        """One of the asks that have not ended, if there is any."""
+        live = [(gateway, ask) for gateway in self.gateways for ask in gateway.asks.values()]
+        return [live[which % len(live)]] if live else []
+
+    def _new_gateway(self) -> FakeGateway:
+        self._num_gateways += 1
+        return self.cluster.add_gateway(f"g{self._num_gateways}")
+
+
+def shapes(role: Role) -> "st.SearchStrategy[WorkerShape]":
+    sizes = {name: st.sampled_from(choices) for name, choices in RAW_SHAPE.items()}
+    return st.builds(WorkerShape, st.just(role), **sizes)
+
+
+def prompts() -> "st.SearchStrategy[tuple[int, ...]]":
+    stems = st.builds(lambda s, n: s[:n], st.sampled_from(STEMS), st.sampled_from(STEM_LENS))
+    tokens = st.integers(0, VOCAB_SIZE - 1)
+    suffixes = st.lists(tokens, min_size=1, max_size=MAX_SUFFIX_LEN).map(tuple)
+    return st.builds(lambda stem, suffix: stem + suffix, stems, suffixes)
+
+
+def answer_lens() -> "st.SearchStrategy[tuple[int, int]]":
+    lens = st.integers(1, MAX_ANSWER_LEN)
+    return st.tuples(lens, lens).map(lambda pair: (min(pair) - 1, max(pair)))
+
+
+GATEWAYS = st.integers(0, NUM_GATEWAYS - 1)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+class WorkersOfAllRoles(RuleBasedStateMachine):
+    """Hypothesis chooses what is done to the cluster, and shrinks what breaks it."""
+
+    @initialize(prefill=shapes(Role.PREFILL), decode=shapes(Role.DECODE), mixed=shapes(Role.MIXED))
+    def start(self, prefill: WorkerShape, decode: WorkerShape, mixed: WorkerShape) -> None:
+        self.traffic = Traffic(prefill, decode, mixed)
+        self.is_sound = True
+
+    def do(self, act: Callable[..., None], *args: object, **kwargs: object) -> None:
+        self.is_sound = False
+        act(*args, **kwargs)
+        self.is_sound = True
+
+    @rule(
+        prompt=prompts(),
+        gateway=GATEWAYS,
+        lens=answer_lens(),
+        stops=st.sampled_from(STOPS),
+        routes=st.sampled_from(ROUTES),
+        seed=st.integers(0, 1),
+    )
+    def ask(self, prompt, gateway, lens, stops, routes, seed):
+        fields = {"gateway": gateway, "stops": stops, "routes": routes, "seed": seed}
+        self.do(self.traffic.ask, prompt, answer_lens=lens, **fields)
+
+    @rule(num_moves=st.integers(1, 40), seed=SEEDS)
+    def go_on(self, num_moves, seed):
+        self.do(self.traffic.go_on, num_moves, random.Random(seed))
+
+    @rule(num_moves=st.integers(40, 120), seed=SEEDS)
+    def go_on_for_long(self, num_moves, seed):
+        self.do(self.traffic.go_on, num_moves, random.Random(seed))
+
+    @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
+    @rule(which=st.integers(0, 9))
+    def cancel(self, which):
+        self.do(self.traffic.cancel, which)
+
+    @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
+    @rule(which=st.integers(0, 9))
+    def retry(self, which):
+        self.do(self.traffic.retry, which)
+
+    @rule(which=GATEWAYS, num_arriving=st.integers(0, 3))
+    def lose_gateway(self, which, num_arriving):
+        self.do(self.traffic.lose_gateway, which, num_arriving)
+
+    @rule(seconds=st.sampled_from(SECONDS))
+    def wait(self, seconds):
+        self.do(self.traffic.wait, seconds)
+
+    @rule(worker=st.sampled_from("pdm"), thread=st.sampled_from(THREADS))
+    def stop_or_resume(self, worker, thread):
+        self.do(self.traffic.stop_or_resume, worker, thread)
+
+    @rule(which=GATEWAYS)
+    def stop_or_resume_gateway(self, which):
+        self.do(self.traffic.stop_or_resume_gateway, which)
+
+    def teardown(self) -> None:
+        if getattr(self, "is_sound", False):
+            self.traffic.finish(random.Random(0))
+
+
+TestWorkersOfAllRoles = WorkersOfAllRoles.TestCase
+TestWorkersOfAllRoles.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+# ---------------------------------------------------------------- long runs
+
+
+def random_shape(role: Role, rng: random.Random) -> WorkerShape:
+    return WorkerShape(role, **{name: rng.choice(c) for name, c in RAW_SHAPE.items()})
+
+
+def random_prompt(rng: random.Random) -> tuple[int, ...]:
+    stem = rng.choice(STEMS)[: rng.choice(STEM_LENS)]
+    return stem + tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(1, MAX_SUFFIX_LEN)))
+
+
+def random_traffic(seed: int, num_events: int) -> None:
+    """Busier and longer than what hypothesis comes to."""
+    rng = random.Random(seed)
+    roles = (Role.PREFILL, Role.DECODE, Role.MIXED)
+    traffic = Traffic(*(random_shape(role, rng) for role in roles))
+
+    def ask() -> None:
+        longest = rng.randint(1, MAX_ANSWER_LEN)
+        traffic.ask(
+            random_prompt(rng),
+            gateway=rng.randrange(NUM_GATEWAYS),
+            answer_lens=(rng.randrange(longest), longest),
+            stops=rng.choice(STOPS),
+            routes=rng.choice(ROUTES),
+            seed=rng.randrange(2),
+        )
+
+    events: dict[Callable[[], None], float] = {
+        lambda: traffic.go_on(rng.randint(1, 24), rng): 1.0,
+        ask: 0.3,
+        lambda: traffic.cancel(rng.randrange(100)): 0.05,
+        lambda: traffic.retry(rng.randrange(100)): 0.01,
+        lambda: traffic.lose_gateway(rng.randrange(NUM_GATEWAYS), rng.randrange(4)): 0.01,
+        lambda: traffic.wait(rng.choice(SECONDS)): 0.03,
+        lambda: traffic.stop_or_resume(rng.choice("pdm"), rng.choice(THREADS)): 0.05,
+        lambda: traffic.stop_or_resume_gateway(rng.randrange(NUM_GATEWAYS)): 0.03,
+    }
+    for event in rng.choices(list(events), list(events.values()), k=num_events):
+        event()
+    traffic.finish(rng)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nobody_is_answered_wrongly_or_forgotten_in_a_long_run(seed):
+    random_traffic(seed, num_events=300)
