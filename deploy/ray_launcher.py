@@ -92,7 +92,8 @@ class RayLauncher:
                 self._pings[name] = self._actors[name].ping.remote()
             except ray.exceptions.RayActorError as error:
                 del self._pings[name], self._actors[name]
-                dead.append(f"{name} ended: {str(error).splitlines()[0]}")
+                reason = str(error).splitlines()[0].rstrip(".")
+                dead.append(f"{name} ended: {reason}")
         return dead
 
     def close(self) -> None:

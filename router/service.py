@@ -186,13 +186,17 @@ class Router:
     # ------------------------------------------------------------ workers
 
     async def _keep_linked(self, address: str) -> None:
+        last_reason = ""
         while True:
             client = SessionClient(address)
             await client.open()
             try:
                 await self._run_session(client)
             except (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch) as error:
-                log.warning("worker at %s: %s", address, error or type(error).__name__)
+                reason = str(error) or type(error).__name__
+                level = logging.WARNING if reason != last_reason else logging.DEBUG
+                log.log(level, "worker at %s: %s; trying again", address, reason)
+                last_reason = reason
             finally:
                 await client.close()
             await asyncio.wait([self._closing], timeout=RETRY_EVERY_S)
