@@ -305,6 +305,7 @@ class _Source:
     asked_s: float | None = None  # first message to it since it was heard
     data_s: float = 0.0  # when it last sent blocks
     attached: bool = False
+    given_up: list[Release] = field(default_factory=list)  # to be sent when it is attached
     num_blocks: int = 0
     transport: str = ""
 
@@ -483,6 +484,8 @@ class SinkMachine:
             return self._lose_source(address, "source restarted")
         source.attached, source.num_blocks = True, message.num_blocks
         effects: list[SinkEffect] = [UseSource(address, message.num_blocks, message.shm)]
+        effects += [_ask(source, release, now_s) for release in source.given_up]
+        source.given_up = []
         for pull in self._pulls.values():
             if pull.lease.source.address == address:
                 effects.append(_ask(source, Hold(pull.lease.lease_id, 0), now_s))
@@ -543,6 +546,8 @@ class SinkMachine:
         effects = self._drop(pull, reason)
         if source.attached:
             effects.append(_ask(source, _release(pull), now_s))
+        else:
+            source.given_up.append(_release(pull))
         return effects
 
     def _drop(self, pull: _Pull, reason: str) -> list[SinkEffect]:

@@ -62,6 +62,7 @@ class _Job:
 @dataclass(frozen=True, slots=True)
 class _Lease:
     seq_id: SeqId
+    gateway_id: GatewayId
     block_ids: tuple[BlockId, ...]
 
 
@@ -184,7 +185,7 @@ class PrefillScheduler:
             return None  # the first token is the last: nobody will decode
         job.lease_id = LeaseId(seq.seq_id)
         block_ids = tuple(seq.block_table)
-        self._leases[job.lease_id] = _Lease(seq.seq_id, block_ids)
+        self._leases[job.lease_id] = _Lease(seq.seq_id, seq.gateway_id, block_ids)
         self._pool.lease(block_ids)
         scheduled.effects.append(OpenLease(job.lease_id, len(block_ids)))
         scheduled.effects += self._grow(job, seq.num_computed_tokens // self._block_size)
@@ -238,10 +239,11 @@ class PrefillScheduler:
         return effects
 
     def _forget_gateway(self, gateway_id: GatewayId) -> list[Effect]:
-        """Its unfinished prompts are nobody's; leases end by themselves or with their sink."""
+        """Its prompts are nobody's, and nobody will be told of its leases."""
         jobs = [*self._waiting, *self._computing.values()]
         mine = [job.seq.seq_id for job in jobs if job.seq.gateway_id == gateway_id]
-        return [effect for seq_id in mine for effect in self._cancel(seq_id)]
+        mine += [lease.seq_id for lease in self._leases.values() if lease.gateway_id == gateway_id]
+        return [effect for seq_id in dict.fromkeys(mine) for effect in self._cancel(seq_id)]
 
     def _on_lease_ended(self, lease_id: LeaseId, reason: str) -> list[Effect]:
         lease = self._leases.pop(lease_id, None)

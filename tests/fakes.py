@@ -95,6 +95,7 @@ from prefill.scheduler import PrefillScheduler
 BLOCK_SIZE = 4
 VOCAB_SIZE = 11
 LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 2),))
+PARTS = ("steps", "transfer", "orders", "events")  # two threads, and the queue of each
 TIMING = Timing(ttl_s=6.0, hold_every_s=1.0, silence_s=3.0)
 
 Kv = int  # what the model keeps of one token; garbage is negative
@@ -291,7 +292,7 @@ class FakeWorker:
         self.core = WorkerCore(schedulers, self.pool, shape.max_batch_tokens)
         self.inbox: deque[Event] = deque()
         self.plan: BatchPlan | None = None  # what runs now
-        self.sleeping: set[str] = set()  # threads that stand still: "steps", "transfer"
+        self.stuck: set[str] = set()  # what stands still: see PARTS
 
     def take_event(self) -> None:
         self._perform(self.core.handle(self.inbox.popleft(), self._cluster.now_s))
@@ -347,14 +348,19 @@ class FakeWorker:
             tally[block] += 1
         return tally
 
+    def seq_ids(self) -> set[SeqId]:
+        """Sequences that wait or run here."""
+        prefill, decode = self.prefill, self.decode
+        waiting = {job.seq.seq_id for job in prefill._waiting}
+        return waiting | {*prefill._computing, *decode._queued, *decode._arriving, *decode._running}
+
     def is_at_rest(self) -> bool:
-        """Holds nothing and has nothing to do."""
+        """Holds nothing."""
         counts = self.pool.counts()
         return (
             counts.free + counts.cached == counts.total
-            and not (self.inbox or self.plan or self.endpoint.orders)
             and self.endpoint.source.num_leases == self.endpoint.sink.num_pulls == 0
-            and self.core.load(0, {}).waiting_seqs == self.core.load(0, {}).running_seqs == 0
+            and not self.seq_ids()
         )
 
     def _perform(self, effects: list[Effect]) -> None:
@@ -531,6 +537,7 @@ class Ask:
 class Link:
     """A gateway's session with one worker. Each direction keeps its order."""
 
+    is_stuck: bool = False  # nothing gets through for a while
     to_worker: deque[bytes | GatewayLost] = field(default_factory=deque)
     to_gateway: deque[bytes] = field(default_factory=deque)
 
@@ -542,7 +549,6 @@ class FakeGateway:
         self.gateway_id = GatewayId(name)
         self.links = {worker_id: Link() for worker_id in workers}
         self.asks: dict[SeqId, Ask] = {}  # by their present attempt
-        self.sleeping = False  # stands still, with all that is on its way
         self._lease_sent: set[SeqId] = set()
 
     def submit(self, ask: Ask) -> None:
@@ -692,7 +698,16 @@ class FakeCluster:
         for worker_id, link in gateway.links.items():
             sent = list(link.to_worker)[:num_arriving]
             link.to_worker = deque([*sent, GatewayLost(gateway.gateway_id)])
+            link.to_gateway.clear()
             self._orphans.append((gateway.gateway_id, worker_id, link))
+
+    def unblock(self) -> None:
+        """Nothing stands still any more."""
+        for worker in self.workers.values():
+            worker.stuck.clear()
+        for gateway in self.gateways.values():
+            for link in gateway.links.values():
+                link.is_stuck = False
 
     def moves(self) -> list[Move]:
         """Everything that could happen next, time apart."""
@@ -701,18 +716,20 @@ class FakeCluster:
             moves += self._moves_of(worker)
         for gateway in self.gateways.values():
             for worker_id, link in gateway.links.items():
-                if link.to_worker and not gateway.sleeping:
+                if link.is_stuck:
+                    continue
+                if link.to_worker:
                     moves.append((partial(self._arrive, gateway.gateway_id, worker_id, link), None))
-                if link.to_gateway and not gateway.sleeping:
+                if link.to_gateway:
                     moves.append((partial(gateway.take, worker_id), None))
         for gateway_id, worker_id, link in self._orphans:
             if link.to_worker:
                 moves.append((partial(self._arrive, gateway_id, worker_id, link), None))
         for connection in self._connections:
             sink, source = connection.sink, connection.source
-            if connection.to_source and "transfer" not in source.worker.sleeping:
+            if connection.to_source and "transfer" not in source.worker.stuck:
                 moves.append((partial(source.take_from_sink, connection), source.worker))
-            if connection.to_sink and "transfer" not in sink.worker.sleeping:
+            if connection.to_sink and "transfer" not in sink.worker.stuck:
                 moves.append((partial(sink.take_from_source, connection), sink.worker))
         return moves
 
@@ -728,16 +745,15 @@ class FakeCluster:
 
     def drain(self, rng: random.Random, max_rounds: int = 400) -> None:
         """Lets everything come to its end, in any order."""
-        for worker in self.workers.values():
-            worker.sleeping.clear()
-        for gateway in self.gateways.values():
-            gateway.sleeping = False
+        self.unblock()
         for _ in range(max_rounds):
             if self.is_at_rest():
                 return
             moves = self.moves()
             for _ in range(4 * len(moves)):
                 self.move(rng)
+            if self._is_quiet():
+                self._check_for_orphans()
             self.now_s += 0.25
             for worker in self.workers.values():
                 worker.endpoint.sweep()
@@ -746,29 +762,42 @@ class FakeCluster:
     def is_at_rest(self) -> bool:
         """Every request has ended and nobody holds anything."""
         return (
-            all(ask.outcome is not None for ask in self.asks)
+            self._is_quiet()
+            and all(ask.outcome is not None for ask in self.asks)
             and all(worker.is_at_rest() for worker in self.workers.values())
-            and not any(c.to_source or c.to_sink for c in self._connections)
-            and not any(link.to_worker for _, _, link in self._orphans)
-            and not any(
-                link.to_worker or link.to_gateway
-                for gateway in self.gateways.values()
-                for link in gateway.links.values()
-            )
         )
+
+    def _is_quiet(self) -> bool:
+        """Nothing is on its way: everybody knows all that there is to know."""
+        links = [link for _, _, link in self._orphans]
+        links += [link for gateway in self.gateways.values() for link in gateway.links.values()]
+        return not (
+            any(link.to_worker or link.to_gateway for link in links)
+            or any(c.to_source or c.to_sink for c in self._connections)
+            or any(w.inbox or w.endpoint.orders for w in self.workers.values())
+            or any(w.plan is not None for w in self.workers.values())
+        )
+
+    def _check_for_orphans(self) -> None:
+        """In quiet, workers serve only attempts that go on. Leases of lost gateways may linger."""
+        wanted = {seq_id for gateway in self.gateways.values() for seq_id in gateway.asks}
+        lost = {ask.seq_id for ask in self.asks if ask.outcome == "lost"}
+        for worker in self.workers.values():
+            assert worker.seq_ids() <= wanted, "a sequence goes on that nobody wants"
+            assert set(worker.prefill._leases) <= wanted | lost, "a lease goes on that nobody wants"
 
     def _moves_of(self, worker: FakeWorker) -> list[Move]:
         acts: list[Callable[[], None]] = []
-        if "transfer" not in worker.sleeping:
+        if "transfer" not in worker.stuck:
             acts.append(worker.endpoint.sweep)
-            if worker.endpoint.orders:
+            if worker.endpoint.orders and "orders" not in worker.stuck:
                 acts.append(worker.endpoint.take_order)
-        if "steps" not in worker.sleeping:
+        if "steps" not in worker.stuck:
             if worker.plan is not None:
                 acts.append(worker.end_step)
             else:
                 acts.append(worker.begin_step)
-                if worker.inbox:
+                if worker.inbox and "events" not in worker.stuck:
                     acts.append(worker.take_event)
         return [(act, worker) for act in acts]
 

@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from decode.scheduler import DecodeScheduler
 from engine.blocks import BlockPool
-from engine.messages import Limits, Role
+from engine.messages import Limits, Role, WorkerId
 from engine.sequence import Sequence as EngineSequence
 from prefill.scheduler import PrefillScheduler
-from tests.fakes import VOCAB_SIZE, Ask, FakeCluster, FakeGateway, WorkerShape
+from tests.fakes import PARTS, VOCAB_SIZE, Ask, FakeCluster, FakeGateway, WorkerShape
 
 NUM_GATEWAYS = 2
 ROUTES = list(permutations([("p", "d"), ("p", "m"), ("m", "m")]))
@@ -29,8 +29,8 @@ STOPS = ((), (3,), (1, 5))
 MAX_SUFFIX_LEN = 5
 MAX_ANSWER_LEN = 10  # with a stem and a suffix it fits into the smallest pool
 SECONDS = (0.3, 1.0, 4.0, 7.0)
-THREADS = ("steps", "transfer")
-RAW_SHAPE = {
+RUNS = range(16)
+SIZES = {
     "num_blocks": (8, 9, 12),
     "max_batch_tokens": (5, 8, 12),
     "chunk_tokens": (2, 4, 5, 9),
@@ -79,11 +79,11 @@ class Traffic:
     def wait(self, seconds: float) -> None:
         self.cluster.now_s += seconds
 
-    def stop_or_resume(self, worker: str, thread: str) -> None:
-        self.cluster.workers[worker].sleeping ^= {thread}
+    def block(self, worker: str, part: str) -> None:
+        self.cluster.workers[WorkerId(worker)].stuck.add(part)
 
-    def stop_or_resume_gateway(self, which: int) -> None:
-        self.gateways[which].sleeping ^= True
+    def block_link(self, which: int, worker: str) -> None:
+        self.gateways[which].links[WorkerId(worker)].is_stuck = True
 
     def go_on(self, num_moves: int, rng: random.Random) -> None:
         for _ in range(num_moves):
@@ -112,7 +112,7 @@ class Traffic:
 
 
 def shapes(role: Role) -> "st.SearchStrategy[WorkerShape]":
-    sizes = {name: st.sampled_from(choices) for name, choices in RAW_SHAPE.items()}
+    sizes = {name: st.sampled_from(choices) for name, choices in SIZES.items()}
     return st.builds(WorkerShape, st.just(role), **sizes)
 
 
@@ -183,13 +183,17 @@ class WorkersOfAllRoles(RuleBasedStateMachine):
     def wait(self, seconds):
         self.do(self.traffic.wait, seconds)
 
-    @rule(worker=st.sampled_from("pdm"), thread=st.sampled_from(THREADS))
-    def stop_or_resume(self, worker, thread):
-        self.do(self.traffic.stop_or_resume, worker, thread)
+    @rule(worker=st.sampled_from("pdm"), part=st.sampled_from(PARTS))
+    def block(self, worker, part):
+        self.do(self.traffic.block, worker, part)
 
-    @rule(which=GATEWAYS)
-    def stop_or_resume_gateway(self, which):
-        self.do(self.traffic.stop_or_resume_gateway, which)
+    @rule(which=GATEWAYS, worker=st.sampled_from("pdm"))
+    def block_link(self, which, worker):
+        self.do(self.traffic.block_link, which, worker)
+
+    @rule()
+    def unblock(self):
+        self.do(self.traffic.cluster.unblock)
 
     def teardown(self) -> None:
         if getattr(self, "is_sound", False):
@@ -208,7 +212,7 @@ TestWorkersOfAllRoles.settings = settings(
 
 
 def random_shape(role: Role, rng: random.Random) -> WorkerShape:
-    return WorkerShape(role, **{name: rng.choice(c) for name, c in RAW_SHAPE.items()})
+    return WorkerShape(role, **{name: rng.choice(c) for name, c in SIZES.items()})
 
 
 def random_prompt(rng: random.Random) -> tuple[int, ...]:
@@ -236,18 +240,60 @@ def random_traffic(seed: int, num_events: int) -> None:
     events: dict[Callable[[], None], float] = {
         lambda: traffic.go_on(rng.randint(1, 24), rng): 1.0,
         ask: 0.3,
-        lambda: traffic.cancel(rng.randrange(100)): 0.05,
+        lambda: traffic.cancel(rng.randrange(100)): 0.1,
         lambda: traffic.retry(rng.randrange(100)): 0.01,
         lambda: traffic.lose_gateway(rng.randrange(NUM_GATEWAYS), rng.randrange(4)): 0.01,
         lambda: traffic.wait(rng.choice(SECONDS)): 0.03,
-        lambda: traffic.stop_or_resume(rng.choice("pdm"), rng.choice(THREADS)): 0.05,
-        lambda: traffic.stop_or_resume_gateway(rng.randrange(NUM_GATEWAYS)): 0.03,
+        lambda: traffic.block(rng.choice("pdm"), rng.choice(PARTS)): 0.15,
+        lambda: traffic.block_link(rng.randrange(NUM_GATEWAYS), rng.choice("pdm")): 0.1,
+        traffic.cluster.unblock: 0.08,
     }
     for event in rng.choices(list(events), list(events.values()), k=num_events):
         event()
     traffic.finish(rng)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", RUNS)
 def test_nobody_is_answered_wrongly_or_forgotten_in_a_long_run(seed):
     random_traffic(seed, num_events=300)
+
+
+# ---------------------------------------------------------------- would it be noticed?
+
+
+def _grow_too_early(self, job, num_ready):
+    """A block counts as ready when its first token is computed."""
+    computed = -(-job.seq.num_computed_tokens // self._block_size)
+    return _grow(self, job, max(num_ready, computed))
+
+
+def _forget_the_aborted(self, seq_id):
+    """A cancelled pull is forgotten before it has ended."""
+    effects = _cancel(self, seq_id)
+    self._pool.end_write(self._aborting.pop(seq_id, ()))
+    return effects
+
+
+_grow = PrefillScheduler._grow
+_cancel = DecodeScheduler._cancel
+
+MISTAKES = {
+    "an evicted block is still found": (BlockPool, "_forget", lambda self, block: None),
+    "a stop is not banned": (EngineSequence, "banned", lambda self: ()),
+    "a half computed block is leased": (PrefillScheduler, "_grow", _grow_too_early),
+    "an aborted pull holds nothing": (DecodeScheduler, "_cancel", _forget_the_aborted),
+    "a finished lease keeps its blocks": (BlockPool, "end_lease", lambda self, blocks: None),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_code_would_be_noticed(mistake, monkeypatch):
+    owner, name, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError):
+        run_all()
+
+
+def run_all() -> None:
+    for seed in RUNS:
+        random_traffic(seed, num_events=300)

@@ -409,10 +409,13 @@ def test_an_abort_is_reported_at_once_and_told_to_the_source():
         assert sink.num_pulls == 0
 
 
-def test_an_abort_before_the_source_has_answered_sends_nothing():
+def test_an_abort_before_the_source_has_answered_is_told_when_it_has():
     sink = waiting()
     assert sink.abort("s", 0.1) == [PullFailed("s", "aborted")]
-    assert sink.receive(ADDRESS, ACCEPT, 0.2) == [UseSource(ADDRESS, NUM_SOURCE_BLOCKS, OFFER)]
+    assert sink.receive(ADDRESS, ACCEPT, 0.2) == [
+        UseSource(ADDRESS, NUM_SOURCE_BLOCKS, OFFER),
+        SendToSource(ADDRESS, Release("l", 0)),
+    ]
 
 
 def test_aborting_what_is_over_does_nothing(sink):

@@ -1,0 +1,137 @@
+"""BlockPool against a slow twin that keeps one record per block and a plain list of idle ones."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.blocks import BlockCounts, BlockHash, BlockPool, hash_block, hash_blocks
+from engine.errors import OutOfBlocks
+
+NUM_BLOCKS = 6
+HASHES = [BlockHash(bytes([i])) for i in range(4)]  # few, so that blocks collide
+KINDS = ("owned", "leased", "in_flight")  # a block held in two ways counts as the later
+HOLD = {"owned": BlockPool.own, "leased": BlockPool.lease, "in_flight": BlockPool.begin_write}
+LET_GO = {
+    "owned": BlockPool.disown,
+    "leased": BlockPool.end_lease,
+    "in_flight": BlockPool.end_write,
+}
+
+
+@dataclass
+class Block:
+    """What the twin knows of a block."""
+
+    holds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    content: BlockHash | None = None  # by which a match finds it
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self.holds.values())
+
+
+class PoolAndItsTwin(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.twin = [Block() for _ in range(NUM_BLOCKS)]
+        self.idle = list(range(NUM_BLOCKS))  # next to be handed out first
+
+    @rule(num_blocks=st.integers(0, NUM_BLOCKS))
+    def allocate(self, num_blocks):
+        if num_blocks > len(self.idle):
+            with pytest.raises(OutOfBlocks):
+                self.pool.allocate(num_blocks)
+            return
+        expected, self.idle = self.idle[:num_blocks], self.idle[num_blocks:]
+        assert self.pool.allocate(num_blocks) == expected
+        for block in expected:
+            self.twin[block].content = None
+            self.twin[block].holds["owned"] = 1
+
+    @precondition(lambda self: any(not b.is_idle and b.content is None for b in self.twin))
+    @rule(data=st.data(), content=st.sampled_from(HASHES))
+    def fill(self, data, content):
+        blank = [i for i, b in enumerate(self.twin) if not b.is_idle and b.content is None]
+        block = data.draw(st.sampled_from(blank))
+        self.pool.set_hash(block, content)
+        if all(b.content != content for b in self.twin):
+            self.twin[block].content = content
+
+    @rule(data=st.data(), kind=st.sampled_from(KINDS))
+    def hold(self, data, kind):
+        """Anyone may hold blocks that are held, or that a match found."""
+        known = [i for i, b in enumerate(self.twin) if not b.is_idle or b.content is not None]
+        blocks = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
+        HOLD[kind](self.pool, blocks)
+        for block in blocks:
+            self.twin[block].holds[kind] += 1
+        self.idle = [block for block in self.idle if block not in blocks]
+
+    @rule(data=st.data(), kind=st.sampled_from(KINDS))
+    def let_go(self, data, kind):
+        held = [i for i, b in enumerate(self.twin) if b.holds[kind]]
+        blocks = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
+        LET_GO[kind](self.pool, blocks)
+        for block in reversed(blocks):
+            twin = self.twin[block]
+            twin.holds[kind] -= 1
+            if twin.is_idle:  # what is worth keeping goes to the end, the rest to the front
+                self.idle.insert(len(self.idle) if twin.content else 0, block)
+
+    @rule(wanted=st.lists(st.sampled_from(HASHES), unique=True))
+    def match(self, wanted):
+        by_content = {b.content: i for i, b in enumerate(self.twin) if b.content is not None}
+        expected = []
+        for content in wanted:
+            if content not in by_content:
+                break
+            expected.append(by_content[content])
+        assert self.pool.match(wanted) == expected
+
+    @invariant()
+    def the_pool_is_sound(self):
+        self.pool.validate()
+
+    @invariant()
+    def both_count_the_same(self):
+        states = ["cached" if b.content else "free" for b in self.twin]
+        for i, block in enumerate(self.twin):
+            states[i] = next((k for k in reversed(KINDS) if block.holds[k]), states[i])
+        expected = {name: states.count(name) for name in ("free", "cached", *KINDS)}
+        assert self.pool.counts() == BlockCounts(**expected)
+        assert self.pool.counts().total == NUM_BLOCKS
+        assert self.pool.num_idle == len(self.idle)
+
+    def teardown(self) -> None:
+        """Every idle block can be handed out, in the order that the twin knows."""
+        assert self.pool.allocate(len(self.idle)) == self.idle
+
+
+TestPoolAndItsTwin = PoolAndItsTwin.TestCase
+TestPoolAndItsTwin.settings = settings(max_examples=100, stateful_step_count=30)
+
+tokens = st.lists(st.integers(0, 2), max_size=12)
+block_sizes = st.integers(1, 4)
+salts = st.sampled_from([b"", b"a", b"b"])
+
+
+@given(tokens, tokens, block_sizes, salts, salts)
+def test_hashes_are_equal_just_as_far_as_prefix_and_salt_are(ours, theirs, block_size, salt, other):
+    pairs = zip(
+        hash_blocks(ours, block_size, salt), hash_blocks(theirs, block_size, other), strict=False
+    )
+    for i, (our_hash, their_hash) in enumerate(pairs, start=1):
+        same = salt == other and ours[: i * block_size] == theirs[: i * block_size]
+        assert (our_hash == their_hash) == same
+
+
+@given(tokens, block_sizes, salts)
+def test_hashing_block_by_block_is_hashing_all_at_once(token_ids, block_size, salt):
+    parent = None
+    for i, expected in enumerate(hash_blocks(token_ids, block_size, salt)):
+        parent = hash_block(parent, token_ids[i * block_size : (i + 1) * block_size], salt)
+        assert parent == expected

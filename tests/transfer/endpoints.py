@@ -1,0 +1,142 @@
+"""Two real endpoints on loopback, with small timing, for the contract of the backends."""
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.blocks import BlockId
+from engine.clock import MonotonicClock
+from engine.events import (
+    Event,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    StartPull,
+)
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
+from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.memory import SharedPool
+from kvtransfer.messages import Identity
+from kvtransfer.protocol import Timing
+from kvtransfer.readers import Transport
+
+LAYOUT = KVLayout(
+    block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(2, 2, 16),)
+)  # 8 KiB a block
+TIMING = Timing(ttl_s=4.0, hold_every_s=0.1, silence_s=1.0)
+NUM_BLOCKS = 200
+DEADLINE_S = 10.0
+
+
+@dataclass
+class Worker:
+    """One end, with its pool and everything that it reported."""
+
+    endpoint: TransferEndpoint
+    pool: SharedPool
+    address: TransferAddress
+    events: "queue.Queue[Event]" = field(default_factory=queue.Queue)
+    crashes: list[BaseException] = field(default_factory=list)
+
+    def next_event(self, kind: type) -> Event:
+        """The next event of that kind, within the deadline."""
+        clock = MonotonicClock()
+        end_s = clock.now_s() + DEADLINE_S
+        while True:
+            event = self.events.get(timeout=max(0.01, end_s - clock.now_s()))
+            if isinstance(event, kind):
+                return event
+
+    def lease(self, name: str, blocks: list[int], ready: int | None = None) -> LeaseRef:
+        """Opens a lease on `blocks`, of which the first `ready` are computed."""
+        self.endpoint.perform(OpenLease(LeaseId(name), len(blocks)))
+        self.grow(name, blocks if ready is None else blocks[:ready])
+        return LeaseRef(LeaseId(name), self.address, len(blocks))
+
+    def grow(self, name: str, blocks: list[int]) -> None:
+        if blocks:
+            ids = tuple(BlockId(b) for b in blocks)
+            self.endpoint.perform(GrowLease(LeaseId(name), ids))
+
+    def hold(self, seq: str, lease: LeaseRef) -> None:
+        self.endpoint.perform(HoldLease(SeqId(seq), lease))
+
+    def start(self, seq: str, pairs: list[tuple[int, int]]) -> None:
+        blocks = tuple((index, BlockId(block)) for index, block in pairs)
+        self.endpoint.perform(StartPull(SeqId(seq), blocks))
+
+    def pull(self, seq: str, lease: LeaseRef, pairs: list[tuple[int, int]]) -> Event:
+        """Pulls and waits for the end."""
+        self.hold(seq, lease)
+        self.start(seq, pairs)
+        return self.end_of_pull()
+
+    def end_of_pull(self) -> Event:
+        return self.next_event((PullDone, PullFailed))  # type: ignore[arg-type]
+
+    def end_of_lease(self) -> LeaseEnded:
+        event = self.next_event(LeaseEnded)
+        assert isinstance(event, LeaseEnded)
+        return event
+
+
+def fill(pool: SharedPool, seed: int) -> None:
+    """Random bytes in every block."""
+    rng = np.random.default_rng(seed)
+    pool.blocks[:] = rng.integers(0, 256, pool.blocks.shape, dtype=np.uint8)
+
+
+@contextmanager
+def worker(
+    name: str,
+    transport: Transport,
+    *,
+    layout: KVLayout = LAYOUT,
+    fingerprint: str = "model",
+    timing: Timing = TIMING,
+) -> Iterator[Worker]:
+    """An open endpoint; closed, and its thread gone, afterwards."""
+    pool = SharedPool(NUM_BLOCKS, layout.block_bytes)
+    pool.open()
+    events: queue.Queue[Event] = queue.Queue()
+    crashes: list[BaseException] = []
+    config = EndpointConfig(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(f"{name}-1"),
+        identity=Identity(fingerprint, layout),
+        token="secret",
+        transport=transport,
+        timing=timing,
+    )
+    endpoint = TransferEndpoint(
+        config,
+        pool=pool,
+        clock=MonotonicClock(),
+        on_event=events.put,
+        on_crash=crashes.append,
+    )
+    address = endpoint.open()
+    try:
+        yield Worker(endpoint, pool, address, events, crashes)
+    finally:
+        endpoint.close()
+        pool.close()
+    assert not crashes
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Polls until `holds`; fails after the deadline."""
+    import select
+
+    clock = MonotonicClock()
+    end_s = clock.now_s() + DEADLINE_S
+    while not holds():
+        assert clock.now_s() < end_s, what
+        select.select([], [], [], 0.01)

@@ -1,0 +1,54 @@
+"""In unit tests the forbidden raises: sockets, sleep, Ray, and imports that the core does without.
+"""
+
+import socket
+import subprocess
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from types import SimpleNamespace
+
+import pytest
+
+HEAVY = ("torch", "transformers", "ray")
+
+
+class Forbidden(Exception):
+    """A unit test did what only an end-to-end test may do."""
+
+
+class HeavyImports(MetaPathFinder):
+    """Makes heavy libraries absent, as they are where only the core is installed."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in HEAVY:
+            raise ModuleNotFoundError(f"unit tests do without {fullname}", name=fullname)
+
+
+_open_socket = socket.socket.__init__
+_real_time = SimpleNamespace(**vars(time))
+
+
+def _adopt_socket(self, family=-1, type=-1, proto=-1, fileno=None):
+    """Only descriptors that are there already: asyncio's loops wake through a socket pair."""
+    if fileno is None:
+        raise Forbidden("a unit test opens a socket")
+    _open_socket(self, family, type, proto, fileno)
+
+
+def _sleep(seconds):
+    raise Forbidden(f"a unit test sleeps for {seconds} s")
+
+
+def _init_ray(*args, **kwargs):
+    raise Forbidden("a unit test starts Ray")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_forbidden(monkeypatch):
+    monkeypatch.setattr(socket.socket, "__init__", _adopt_socket)
+    monkeypatch.setattr(time, "sleep", _sleep)
+    monkeypatch.setattr(subprocess, "time", _real_time)  # it waits for its child in this way
+    monkeypatch.setattr(sys, "meta_path", [HeavyImports(), *sys.meta_path])
+    if "ray" in sys.modules:  # a test of another folder imported it
+        monkeypatch.setattr(sys.modules["ray"], "init", _init_ray)

@@ -1,0 +1,160 @@
+"""One tree from file, environment and flags; whatever is wrong with it is named."""
+
+import re
+
+import pytest
+
+from engine.config import Config, GatewayConfig, RouterConfig, WorkerConfig, load_config
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text: str):
+        path = tmp_path / "baton.toml"
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def load(path=None, environment=None, flags=None) -> Config:
+    return load_config(path, environment or {}, flags or {})
+
+
+def test_without_any_source_the_defaults_hold():
+    assert load() == Config() == Config(WorkerConfig(), RouterConfig(), GatewayConfig())
+
+
+def test_a_file_sets_what_it_names_and_nothing_else(write):
+    config = load(write("[worker]\nkv_mib = 64\n[gateway]\napi_keys = ['a', 'b']\n"))
+    assert config.worker == WorkerConfig(kv_mib=64)
+    assert config.gateway == GatewayConfig(api_keys=("a", "b"))
+    assert config.router == RouterConfig()
+
+
+def test_the_environment_overrides_the_file_and_flags_override_both(write):
+    path = write("[worker]\nkv_mib = 1\nblock_size = 1\nchunk_tokens = 1\n")
+    environment = {"BATON_WORKER__BLOCK_SIZE": "2", "BATON_WORKER__CHUNK_TOKENS": "2"}
+    worker = load(path, environment, {"worker.chunk_tokens": 3}).worker
+    assert (worker.kv_mib, worker.block_size, worker.chunk_tokens) == (1, 2, 3)
+
+
+def test_values_of_the_environment_are_read_as_what_they_are_for():
+    environment = {
+        "BATON_WORKER__KV_DTYPE": "bf16",
+        "BATON_WORKER__THREADS": "3",
+        "BATON_ROUTER__QUEUE_TIMEOUT_S": "1.5",
+        "BATON_GATEWAY__MODEL_NAME": "7",
+    }
+    config = load(environment=environment)
+    assert config.worker.kv_dtype is KVFormat.BF16
+    assert config.worker.threads == 3
+    assert config.router.queue_timeout_s == 1.5
+    assert config.gateway.model_name == "7"
+
+
+def test_other_variables_are_left_alone():
+    environment = {"PATH": "/bin", "BATON_TOKEN": "x", "OTHER__KV_MIB": "3", "baton_worker__x": ""}
+    assert load(environment=environment) == Config()
+
+
+def test_a_flag_that_is_not_given_changes_nothing():
+    environment = {"BATON_WORKER__KV_MIB": "64"}
+    assert load(environment=environment, flags={"worker.kv_mib": None}).worker.kv_mib == 64
+
+
+def test_flags_may_have_the_type_of_the_setting():
+    config = load(flags={"worker.kv_dtype": KVFormat.BF16, "gateway.port": 0})
+    assert (config.worker.kv_dtype, config.gateway.port) == (KVFormat.BF16, 0)
+
+
+# ---------------------------------------------------------------- what is wrong is named
+
+
+@pytest.mark.parametrize("name", ["worker.kv_mb", "wrker.kv_mib", "worker.threads.count"])
+def test_an_unknown_key_is_named_wherever_it_comes_from(name, write):
+    section, _, key = name.partition(".")
+    variable = f"BATON_{section}__{key.replace('.', '__')}".upper()
+    with pytest.raises(ConfigError, match=r"kv_mb|wrker|threads"):
+        load(environment={variable: "64"})
+    with pytest.raises(ConfigError, match=r"kv_mb|wrker|threads"):
+        load(flags={name: 64})
+    with pytest.raises(ConfigError, match=r"kv_mb|wrker|threads"):
+        load(write(f"[{section}]\n{key} = 64\n"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("worker.kv_mib", "much"),
+        ("worker.kv_mib", 1.5),
+        ("worker.kv_mib", [1]),
+        ("worker.kv_dtype", "fp64"),
+        ("worker.threads", "all"),
+        ("router.queue_timeout_s", "soon"),
+        ("gateway.api_keys", 3),
+        ("gateway.port", "http"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(key, value):
+    with pytest.raises(ConfigError, match=rf"\$\.{re.escape(key)}"):
+        load(flags={key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("worker.block_size", 0),
+        ("worker.kv_mib", -1),
+        ("worker.max_batch_tokens", 0),
+        ("worker.chunk_tokens", 0),
+        ("worker.max_running", 0),
+        ("worker.threads", 0),
+        ("worker.kv_transport", "carrier pigeon"),
+        ("router.max_queue", 0),
+        ("router.queue_timeout_s", 0.0),
+        ("router.progress_timeout_s", -1.0),
+        ("router.slowest_prefill_tokens_per_s", float("nan")),
+        ("router.max_attempts", 0),
+        ("router.prefill_backlog_tokens", 0),
+        ("gateway.port", -1),
+        ("gateway.port", 65536),
+        ("gateway.max_body_bytes", 0),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_named(key, value):
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        load(flags={key: value})
+
+
+def test_a_batch_must_have_room_for_all_that_decode():
+    with pytest.raises(ConfigError, match=r"worker\.max_running.*worker\.max_batch_tokens"):
+        load(flags={"worker.max_running": 65, "worker.max_batch_tokens": 64})
+
+
+def test_a_section_that_is_a_value_is_an_error(write):
+    with pytest.raises(ConfigError, match="worker"):
+        load(write("worker = 3\n"))
+    with pytest.raises(ConfigError, match=r"worker\.kv_mib"):
+        load(write("worker = 3\n"), {"BATON_WORKER__KV_MIB": "64"})
+
+
+def test_a_file_that_is_missing_or_a_directory_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.toml: No such file"):
+        load(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
+        load(tmp_path)
+
+
+def test_a_file_that_is_not_toml_is_named(write):
+    with pytest.raises(ConfigError, match=r"baton\.toml: .*line 1"):
+        load(write("worker = {\n"))
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    path = tmp_path / "baton.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"baton\.toml"):
+        load(path)

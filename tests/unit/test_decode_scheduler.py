@@ -1,0 +1,518 @@
+"""Sequences that arrive by pulling their KV, and run token by token."""
+
+import pytest
+from test_worker_core_kit import (
+    LENGTH,
+    STOP,
+    Blocks,
+    Ran,
+    Rig,
+    Step,
+    abort,
+    blocks,
+    cancel,
+    decode,
+    decoding,
+    first,
+    given_back,
+    hold,
+    kv_ready,
+    lost,
+    pull,
+    pull_done,
+    pull_failed,
+    token,
+)
+
+from engine.messages import Role
+
+
+def rig(**sizes) -> Rig:
+    return Rig(Role.DECODE, **sizes)
+
+
+def arrive(r: Rig, name: str, prompt, **fields) -> None:
+    """A sequence comes, is pulled, and has its first token."""
+    r.take(decode(name, prompt, **fields))
+    r.step()
+    r.take(pull_done(name))
+    r.take(first(name))
+
+
+# ---------------------------------------------------------------- arrival
+
+
+def test_a_lease_is_held_before_there_is_memory_and_pulled_when_there_is():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Blocks(), blocks(free=8)),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (Blocks(), blocks(free=6, in_flight=2)),
+            (Step(), []),
+            (pull_done("a"), [kv_ready("a", 2)]),
+            (Blocks(), blocks(free=6, owned=2)),
+            (Step(), []),
+            (first("a", 7), []),
+            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+            (Step(9), [Ran("a", 7, 8), token("a", 9)]),
+        ]
+    )
+
+
+def test_the_first_token_may_come_before_the_blocks():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (first("a", 7), []),
+            (Step(), []),
+            (pull_done("a"), [kv_ready("a", 2)]),
+            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+        ]
+    )
+
+
+def test_the_first_token_may_come_before_memory():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (first("a", 7), []),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (pull_done("a"), [kv_ready("a", 2)]),
+            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+        ]
+    )
+
+
+def test_a_step_computes_the_first_token_in_the_block_that_follows_a_full_one():
+    r = rig()
+    arrive(r, "a", 8)
+    r.play(
+        [
+            (Blocks(), blocks(free=6, owned=2)),
+            (Step(), [decoding("a"), Ran("a", 8, 9), token("a")]),
+            (Blocks(), blocks(free=5, owned=3)),
+        ]
+    )
+    (row,) = r.rows
+    assert (list(row.token_ids), row.start, list(row.block_table)) == ([99], 8, [0, 1, 2])
+
+
+def test_news_of_unknown_sequences_changes_nothing():
+    unknown = [first("x"), cancel("x"), pull_done("x"), pull_failed("x"), lost("nobody")]
+    rig().play([(event, []) for event in unknown])
+
+
+def test_a_prompt_that_leaves_no_room_for_a_token_is_given_back():
+    rig(num_blocks=2).play(
+        [
+            (decode("a", 8), [given_back("a", "prompt exceeds the KV pool")]),
+            (decode("b", 7), [hold("b", 2)]),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- admission
+
+
+def test_sequences_are_admitted_in_order_of_arrival():
+    r = rig(num_blocks=8)
+    arrive(r, "running", 12)
+    r.play(
+        [
+            (decode("large", range(20, 40)), [hold("large", 5)]),
+            (decode("small", range(40, 42)), [hold("small", 1)]),
+        ]
+    )
+    assert pull("large", *enumerate(range(4, 9))) not in r.step()
+    r.play([(cancel("running"), [])])
+    assert [type(e).__name__ for e in r.step()] == ["StartPull", "StartPull"]
+
+
+def test_arriving_and_running_sequences_together_are_bounded():
+    r = rig(max_running=2)
+    arrive(r, "a", 3)
+    r.play(
+        [
+            (decode("b", range(20, 23)), [hold("b", 1)]),
+            (decode("c", range(40, 43)), [hold("c", 1)]),
+            (Step(), [decoding("a"), pull("b", (0, 1)), Ran("a", 3, 4), token("a")]),
+        ]
+    )
+    assert (r.decode.num_waiting, r.decode.num_running) == (2, 1)
+    r.play(
+        [
+            (cancel("a"), []),
+            (Step(), [pull("c", (0, 2))]),
+        ]
+    )
+
+
+def test_what_is_cached_is_not_pulled():
+    r = rig()
+    arrive(r, "a", 9)
+    r.play(
+        [
+            (decode("b", [*range(8), 50, 51]), [hold("b", 3)]),
+            (Step(), [decoding("a"), pull("b", (2, 3)), Ran("a", 9, 10), token("a")]),
+            (Blocks(), blocks(free=4, owned=3, in_flight=1)),
+            (pull_done("b"), [kv_ready("b", 1, cached=2)]),
+            (cancel("a"), []),
+            (Blocks(), blocks(free=5, owned=3)),
+        ]
+    )
+
+
+def test_a_sequence_of_which_all_is_cached_starts_an_empty_pull():
+    r = rig()
+    arrive(r, "a", 8)
+    r.play(
+        [
+            (cancel("a"), []),
+            (decode("b", 8), [hold("b", 2)]),
+            (Step(), [pull("b")]),
+            (Blocks(), blocks(free=6, owned=2)),
+            (pull_done("b"), [kv_ready("b", 0, cached=2)]),
+            (first("b"), []),
+            (Step(), [decoding("b"), Ran("b", 8, 9), token("b")]),
+        ]
+    )
+
+
+def test_a_queued_sequence_finds_what_is_cached_by_the_time_it_is_admitted():
+    r = rig(max_running=1)
+    arrive(r, "a", 8)
+    r.play(
+        [
+            (decode("b", 8), [hold("b", 2)]),
+            (Step(), [decoding("a"), Ran("a", 8, 9), token("a")]),
+            (cancel("a"), []),
+            (Step(), [pull("b")]),
+        ]
+    )
+
+
+@pytest.mark.parametrize(("num_blocks", "admitted"), [(7, False), (8, True)])
+def test_room_includes_the_growth_of_all_that_run(num_blocks, admitted):
+    r = rig(num_blocks=num_blocks, growth=8)
+    arrive(r, "a", 7)
+    r.take(decode("b", range(20, 27)))
+    starts = [e for e in r.step() if type(e).__name__ == "StartPull"]
+    assert bool(starts) == admitted
+
+
+def test_room_for_growth_ends_where_an_answer_ends():
+    r = rig(num_blocks=7, growth=8)
+    arrive(r, "a", 7)
+    r.take(decode("b", range(20, 27), more=2))
+    assert pull("b", (0, 2), (1, 3)) in r.step()
+
+
+def test_a_sequence_that_is_alone_needs_no_room_for_growth():
+    rig(num_blocks=3, growth=80).play(
+        [
+            (decode("a", 9), [hold("a", 3)]),
+            (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- cancels
+
+
+def test_a_queued_sequence_is_cancelled_by_giving_its_lease_up():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (cancel("a"), [abort("a")]),
+            (pull_failed("a", "aborted"), []),
+            (Step(), []),
+        ]
+    )
+
+
+def test_blocks_of_an_aborted_pull_stay_in_flight_until_nothing_writes_to_them():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (cancel("a"), [abort("a")]),
+            (Blocks(), blocks(free=6, in_flight=2)),
+            (first("a"), []),
+            (pull_failed("a", "aborted"), []),
+            (Blocks(), blocks(free=8)),
+        ]
+    )
+
+
+def test_a_pull_that_ends_well_just_before_its_abort_gives_its_blocks_back_too():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (cancel("a"), [abort("a")]),
+            (pull_done("a"), []),
+            (Blocks(), blocks(free=8)),
+        ]
+    )
+
+
+def test_memory_of_an_aborted_pull_is_not_given_to_others():
+    rig(num_blocks=3).play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (cancel("a"), [abort("a")]),
+            (decode("b", 6), [hold("b", 2)]),
+            (Step(), []),
+            (pull_failed("a", "aborted"), []),
+            (Step(), [pull("b", (0, 0), (1, 1))]),
+        ]
+    )
+
+
+def test_cached_blocks_of_an_aborted_pull_are_let_go_at_once():
+    r = rig()
+    arrive(r, "a", 8)
+    r.play(
+        [
+            (cancel("a"), []),
+            (decode("b", 12), [hold("b", 3)]),
+            (Step(), [pull("b", (2, 2))]),
+            (cancel("b"), [abort("b")]),
+            (Blocks(), blocks(free=5, cached=2, in_flight=1)),
+        ]
+    )
+
+
+def test_a_sequence_that_waits_for_its_first_token_is_cancelled_at_once():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (pull_done("a"), [kv_ready("a", 2)]),
+            (cancel("a"), []),
+            (Blocks(), blocks(free=7, cached=1)),
+            (first("a"), []),
+            (Step(), []),
+        ]
+    )
+
+
+def test_a_running_sequence_is_cancelled_at_once():
+    r = rig()
+    arrive(r, "a", 6)
+    r.play([(cancel("a"), []), (Blocks(), blocks(free=7, cached=1)), (Step(), [])])
+
+
+def test_sequences_of_a_lost_gateway_are_dropped_in_every_state():
+    r = rig(max_running=3)
+    arrive(r, "running", 4, gateway="g1")
+    r.take(decode("here", range(20, 24), gateway="g1"))
+    r.step()
+    r.take(pull_done("here"))
+    r.take(decode("pulling", range(40, 44), gateway="g1"))
+    r.step()
+    r.play(
+        [
+            (decode("queued", range(60, 64), gateway="g1"), [hold("queued", 1)]),
+            (decode("theirs", range(80, 84), gateway="g2"), [hold("theirs", 1)]),
+            (lost("g1"), [abort("queued"), abort("pulling")]),
+            (Blocks(), blocks(free=5, cached=2, in_flight=1)),
+            (pull_failed("queued", "aborted"), []),
+            (pull_failed("pulling", "aborted"), []),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+    (started,) = r.step()
+    assert started.seq_id == "theirs"
+
+
+# ---------------------------------------------------------------- failed pulls
+
+
+def test_a_sequence_whose_lease_is_lost_while_it_is_queued_is_given_back():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (pull_failed("a", "source silent"), [given_back("a", "pull failed: source silent")]),
+            (Step(), []),
+        ]
+    )
+
+
+def test_a_sequence_whose_pull_fails_is_given_back():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (pull_failed("a", "lease expired"), [given_back("a", "pull failed: lease expired")]),
+            (Blocks(), blocks(free=8)),
+            (first("a"), []),
+        ]
+    )
+
+
+def test_a_pull_that_fails_twice_is_given_back_once():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (pull_failed("a", "source silent"), [given_back("a", "pull failed: source silent")]),
+            (pull_failed("a", "lease was lost while waiting"), []),
+            (Blocks(), blocks(free=8)),
+        ]
+    )
+
+
+def test_blocks_of_a_failed_pull_are_not_found_by_others():
+    r = rig()
+    r.take(decode("a", 8))
+    r.step()
+    r.play(
+        [
+            (pull_failed("a"), [given_back("a", "pull failed: why")]),
+            (decode("b", 8), [hold("b", 2)]),
+            (Step(), [pull("b", (0, 0), (1, 1))]),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- running
+
+
+def test_a_sequence_ends_at_its_greatest_length():
+    r = rig()
+    arrive(r, "a", 6, more=3)
+    r.play(
+        [
+            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+            (Step(9), [Ran("a", 7, 8), token("a", 9, LENGTH)]),
+            (Blocks(), blocks(free=6, cached=2)),
+            (Step(), []),
+        ]
+    )
+
+
+def test_a_sequence_ends_at_a_stop():
+    r = rig()
+    arrive(r, "a", 6, stops=(5, 8))
+    r.play(
+        [
+            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8, STOP)]),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_a_stop_is_banned_until_the_answer_is_long_enough():
+    r = rig()
+    arrive(r, "a", 6, least=2, stops=(5, 8))
+    banned = []
+    for _ in range(3):
+        r.step()
+        banned.append(r.rows[0].banned)
+    assert banned == [(5, 8), (), ()]
+
+
+def test_blocks_that_an_answer_fills_are_cached_with_it():
+    r = rig()
+    arrive(r, "a", 6, more=6)
+    for sampled in (70, 71, 72, 73, 74):
+        r.step(sampled)
+    r.play(
+        [
+            (Blocks(), blocks(free=6, cached=2)),
+            (decode("b", [*range(6), 99, 70, 71, 72]), [hold("b", 3)]),
+            (Step(), [pull("b", (2, 2))]),
+        ]
+    )
+
+
+def test_a_budget_smaller_than_the_batch_serves_the_oldest():
+    r = rig(budget=1)
+    arrive(r, "a", 3)
+    arrive(r, "b", range(20, 23))
+    assert r.step() == [Ran("a", 4, 5), token("a")]
+    r.take(cancel("a"))
+    assert r.step() == [decoding("b"), Ran("b", 3, 4), token("b")]
+
+
+def crowded() -> Rig:
+    """Two sequences that fill the pool and both need another block in the second step."""
+    r = rig(num_blocks=4)
+    for name, prompt in (("old", range(7)), ("young", range(20, 27))):
+        r.take(decode(name, prompt))
+    r.step()
+    for name in ("old", "young"):
+        r.take(pull_done(name))
+        r.take(first(name))
+    r.step()
+    return r
+
+
+def test_the_youngest_is_given_back_when_memory_is_short():
+    crowded().play(
+        [
+            (Blocks(), blocks(owned=4)),
+            (Step(), [given_back("young", "preempted"), Ran("old", 8, 9), token("old")]),
+            (Blocks(), blocks(cached=1, owned=3)),
+        ]
+    )
+
+
+def test_a_preempted_sequence_leaves_the_beginning_of_its_prefix_cached():
+    r = crowded()
+    r.step()
+    r.play(
+        [
+            (cancel("old"), []),
+            (decode("young", [*range(20, 27), 99, 99]), [hold("young", 3)]),
+        ]
+    )
+    (started,) = r.step()
+    assert [index for index, _ in started.blocks] == [1, 2]
+
+
+def test_a_sequence_is_given_back_itself_when_no_younger_one_runs():
+    r = rig(num_blocks=4)
+    arrive(r, "a", 7)
+    r.play(
+        [
+            (decode("b", range(20, 27)), [hold("b", 2)]),
+            (Step(), [decoding("a"), pull("b", (0, 2), (1, 3)), Ran("a", 7, 8), token("a")]),
+            (Step(), [given_back("a", "preempted")]),
+            (Blocks(), blocks(cached=2, in_flight=2)),
+            (pull_done("b"), [kv_ready("b", 2)]),
+            (first("b"), []),
+            (Step(), [decoding("b"), Ran("b", 7, 8), token("b")]),
+        ]
+    )
+
+
+def test_preempting_goes_on_until_a_block_comes_free():
+    r = rig(num_blocks=5)
+    for name, prompt in (("old", range(7)), ("young", range(20, 28)), ("youngest", range(20, 28))):
+        r.take(decode(name, prompt))
+        r.step()
+        r.take(pull_done(name))
+    r.take(first("old"))
+    r.step()
+    r.play(
+        [
+            (Blocks(), blocks(free=1, owned=4)),  # "young" and "youngest" share their blocks
+            (first("young"), []),
+            (first("youngest"), []),
+            (
+                Step(),
+                [
+                    given_back("youngest", "preempted"),
+                    given_back("young", "preempted"),
+                    Ran("old", 8, 9),
+                    token("old"),
+                ],
+            ),
+            (Blocks(), blocks(cached=2, owned=3)),
+        ]
+    )

@@ -1,0 +1,450 @@
+"""Prompts waiting, computed chunk by chunk, and leased out."""
+
+import pytest
+from test_worker_core_kit import (
+    LENGTH,
+    STOP,
+    Blocks,
+    Ran,
+    Rig,
+    Step,
+    blocks,
+    cancel,
+    ended,
+    given_back,
+    grown,
+    here,
+    lost,
+    opened,
+    prefill,
+    prefilled,
+    revoked,
+    started,
+)
+
+from engine.messages import Role
+
+
+def rig(**sizes) -> Rig:
+    return Rig(Role.PREFILL, **sizes)
+
+
+# ---------------------------------------------------------------- chunks
+
+
+def test_a_prompt_is_computed_chunk_by_chunk():
+    rig(chunk=4).play(
+        [
+            (prefill("a", 9), []),
+            (
+                Step(),
+                [
+                    opened("a", 3),
+                    started("a", lease=here("a", 3)),
+                    Ran("a", 0, 4),
+                    grown("a", 0),
+                ],
+            ),
+            (Step(), [Ran("a", 4, 8), grown("a", 1)]),
+            (Step(7), [Ran("a", 8, 9), grown("a", 2), prefilled("a", 7)]),
+            (Step(), []),
+            (Blocks(), blocks(free=5, leased=3)),
+        ]
+    )
+
+
+def test_chunks_share_the_budget_in_order_of_arrival():
+    rig(chunk=8, budget=10, num_blocks=16).play(
+        [
+            (prefill("a", 10, more=1), []),
+            (prefill("b", range(20, 30), more=1), []),
+            (prefill("c", range(40, 50), more=1), []),
+            (Step(), [started("a"), started("b"), Ran("a", 0, 8), Ran("b", 0, 2)]),
+            (Step(), [Ran("a", 8, 10), Ran("b", 2, 10), *done("a"), *done("b")]),
+            (Step(), [started("c"), Ran("c", 0, 8)]),
+        ]
+    )
+
+
+def done(name):
+    return [prefilled(name, finish=LENGTH)]
+
+
+def test_a_chunk_stops_in_the_middle_of_a_block_when_the_budget_is_spent():
+    r = rig(budget=6)
+    r.play(
+        [
+            (prefill("a", 8), []),
+            (
+                Step(),
+                [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 6), grown("a", 0)],
+            ),
+            (Step(), [Ran("a", 6, 8), grown("a", 1), prefilled("a")]),
+        ]
+    )
+
+
+def test_only_the_last_chunk_samples():
+    r = rig(chunk=4)
+    r.play([(prefill("a", 6), [])])
+    r.step()
+    assert [row.sampling for row in r.rows] == [None]
+    r.step()
+    (row,) = r.rows
+    assert row.sampling is not None
+    assert (list(row.token_ids), row.start, list(row.block_table)) == ([4, 5], 4, [0, 1])
+
+
+@pytest.mark.parametrize(("least", "banned"), [(0, ()), (1, (3, 5)), (2, (3, 5))])
+def test_an_answer_that_must_be_longer_may_not_begin_with_a_stop(least, banned):
+    r = rig()
+    r.take(prefill("a", 6, least=least, stops=(3, 5)))
+    r.step()
+    assert [row.banned for row in r.rows] == [banned]
+
+
+# ---------------------------------------------------------------- leases
+
+
+def test_the_last_partial_block_is_ready_only_at_the_end():
+    rig(chunk=6).play(
+        [
+            (prefill("a", 7), []),
+            (
+                Step(),
+                [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 6), grown("a", 0)],
+            ),
+            (Step(), [Ran("a", 6, 7), grown("a", 1), prefilled("a")]),
+        ]
+    )
+
+
+def test_a_chunk_that_fills_no_block_does_not_grow_the_lease():
+    rig(chunk=3).play(
+        [
+            (prefill("a", 7), []),
+            (Step(), [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 3)]),
+            (Step(), [Ran("a", 3, 6), grown("a", 0)]),
+            (Step(), [Ran("a", 6, 7), grown("a", 1), prefilled("a")]),
+        ]
+    )
+
+
+def test_cached_blocks_of_a_lease_are_ready_at_once():
+    r = rig()
+    compute(r, "a", 8)
+    r.play(
+        [
+            (ended("a", "released"), []),
+            (Blocks(), blocks(free=6, cached=2)),
+            (prefill("b", 12), []),
+            (
+                Step(),
+                [
+                    opened("b", 3),
+                    grown("b", 0, 1),
+                    started("b", cached=8, lease=here("b", 3)),
+                    Ran("b", 8, 12),
+                    grown("b", 2),
+                    prefilled("b"),
+                ],
+            ),
+        ]
+    )
+
+
+def compute(r: Rig, name: str, prompt) -> None:
+    """A prompt comes and is computed at once."""
+    r.take(prefill(name, prompt))
+    while r.step():
+        pass
+
+
+def test_blocks_that_another_prompt_is_still_leasing_are_shared():
+    r = rig()
+    compute(r, "a", 9)
+    r.play(
+        [
+            (Blocks(), blocks(free=5, leased=3)),
+            (prefill("b", [*range(8), 50, 51]), []),
+            (
+                Step(),
+                [
+                    opened("b", 3),
+                    grown("b", 0, 1),
+                    started("b", cached=8, lease=here("b", 3)),
+                    Ran("b", 8, 10),
+                    grown("b", 3),
+                    prefilled("b"),
+                ],
+            ),
+            (Blocks(), blocks(free=4, leased=4)),
+            (ended("a", "released"), []),
+            (Blocks(), blocks(free=5, leased=3)),
+            (ended("b", "released"), []),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+
+
+@pytest.mark.parametrize(("num_tokens", "cached"), [(7, 4), (8, 4), (9, 8)])
+def test_a_prefix_hit_leaves_a_token_to_sample_from(num_tokens, cached):
+    r = rig()
+    compute(r, "a", 12)
+    r.take(prefill("b", num_tokens, more=1))
+    assert r.step()[:2] == [started("b", cached=cached), Ran("b", cached, num_tokens)]
+
+
+def test_equal_prompts_that_start_together_are_both_computed():
+    r = rig()
+    r.play(
+        [
+            (prefill("a", 5, more=1), []),
+            (prefill("b", 5, more=1), []),
+            (
+                Step(),
+                [
+                    started("a"),
+                    started("b"),
+                    Ran("a", 0, 5),
+                    Ran("b", 0, 5),
+                    *done("a"),
+                    *done("b"),
+                ],
+            ),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_a_prompt_whose_first_token_is_its_last_opens_no_lease():
+    rig().play(
+        [
+            (prefill("a", 5, more=1), []),
+            (Step(7), [started("a"), Ran("a", 0, 5), prefilled("a", 7, LENGTH)]),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_a_stop_as_first_token_ends_the_lease():
+    rig().play(
+        [
+            (prefill("a", 5, stops=(7,)), []),
+            (
+                Step(7),
+                [
+                    opened("a", 2),
+                    started("a", lease=here("a", 2)),
+                    Ran("a", 0, 5),
+                    grown("a", 0, 1),
+                    prefilled("a", 7, STOP),
+                    revoked("a"),
+                ],
+            ),
+            (Blocks(), blocks(free=6, leased=2)),
+            (ended("a", "revoked"), []),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_a_lease_that_its_sink_releases_early_does_not_stop_the_prompt():
+    rig(chunk=4).play(
+        [
+            (prefill("a", 9), []),
+            (
+                Step(),
+                [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)],
+            ),
+            (ended("a", "released"), []),
+            (Blocks(), blocks(free=5, owned=3)),
+            (Step(), [Ran("a", 4, 8)]),
+            (Step(), [Ran("a", 8, 9), prefilled("a")]),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+
+
+def test_a_lease_that_expires_gives_an_unfinished_prompt_back():
+    rig(chunk=4).play(
+        [
+            (prefill("a", 9), []),
+            (
+                Step(),
+                [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)],
+            ),
+            (ended("a", "expired"), [given_back("a", "lease expired")]),
+            (Blocks(), blocks(free=7, cached=1)),
+            (Step(), []),
+        ]
+    )
+
+
+@pytest.mark.parametrize("reason", ["released", "revoked", "expired"])
+def test_a_lease_of_a_computed_prompt_ends_without_a_word(reason):
+    r = rig()
+    compute(r, "a", 6)
+    r.play(
+        [
+            (Blocks(), blocks(free=6, leased=2)),
+            (ended("a", reason), []),
+            (Blocks(), blocks(free=7, cached=1)),
+            (ended("a", reason), []),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- cancels and lost gateways
+
+
+def test_a_prompt_cancelled_while_it_waits_never_starts():
+    rig().play([(prefill("a", 6), []), (cancel("a"), []), (Step(), [])])
+
+
+def test_a_prompt_cancelled_while_it_is_computed_ends_its_lease():
+    rig(chunk=4).play(
+        [
+            (prefill("a", 9), []),
+            (
+                Step(),
+                [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)],
+            ),
+            (cancel("a"), [revoked("a")]),
+            (Blocks(), blocks(free=5, leased=3)),
+            (Step(), []),
+            (ended("a", "revoked"), []),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_a_prompt_without_a_lease_is_cancelled_at_once():
+    rig(chunk=4).play(
+        [
+            (prefill("a", 9, more=1), []),
+            (Step(), [started("a"), Ran("a", 0, 4)]),
+            (cancel("a"), []),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_a_computed_prompt_is_cancelled_by_ending_its_lease():
+    r = rig()
+    compute(r, "a", 6)
+    r.play(
+        [
+            (cancel("a"), [revoked("a")]),
+            (Blocks(), blocks(free=6, leased=2)),
+            (ended("a", "revoked"), []),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_a_cancel_that_comes_twice_or_late_changes_nothing():
+    r = rig()
+    compute(r, "a", 6)
+    r.play([(ended("a", "released"), []), (cancel("a"), []), (cancel("never"), [])])
+
+
+def test_prompts_and_leases_of_a_lost_gateway_are_dropped():
+    r = rig(chunk=4, num_blocks=16)
+    r.take(prefill("leased", 4, gateway="g1"))
+    r.step()
+    r.play(
+        [
+            (prefill("computing", range(20, 29), gateway="g1"), []),
+            (prefill("theirs", range(40, 45), gateway="g2"), []),
+        ]
+    )
+    assert r.step()[-2:] == [grown("computing", 1), grown("theirs", 4)]
+    r.play(
+        [
+            (prefill("waiting", 6, gateway="g1"), []),
+            (lost("g1"), [revoked("computing"), revoked("leased")]),
+            (ended("computing", "revoked"), []),
+            (Blocks(), blocks(free=12, cached=1, leased=3)),
+            (Step(), [Ran("theirs", 4, 5), grown("theirs", 5), prefilled("theirs", gateway="g2")]),
+            (ended("leased", "revoked"), []),
+            (ended("theirs", "released"), []),
+            (Blocks(), blocks(free=13, cached=3)),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_a_prompt_larger_than_the_pool_is_given_back():
+    rig(num_blocks=2).play(
+        [
+            (prefill("a", 9), [given_back("a", "prompt exceeds the KV pool")]),
+            (prefill("b", 8, more=1), []),
+            (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
+        ]
+    )
+
+
+def test_a_prompt_waits_for_memory_and_starts_when_a_lease_ends():
+    r = rig(num_blocks=4)
+    compute(r, "a", 12)
+    r.play(
+        [
+            (prefill("b", range(50, 58), more=1), []),
+            (Step(), []),
+            (Blocks(), blocks(free=1, leased=3)),
+            (ended("a", "released"), []),
+            (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
+        ]
+    )
+
+
+def test_a_small_prompt_does_not_overtake_a_large_one():
+    r = rig(num_blocks=4)
+    compute(r, "a", 12)
+    r.play(
+        [
+            (prefill("large", range(50, 58), more=1), []),
+            (prefill("small", range(60, 63), more=1), []),
+            (Step(), []),
+            (ended("a", "released"), []),
+            (
+                Step(),
+                [
+                    started("large"),
+                    started("small"),
+                    Ran("large", 0, 8),
+                    Ran("small", 0, 3),
+                    *done("large"),
+                    *done("small"),
+                ],
+            ),
+        ]
+    )
+
+
+def test_a_prompt_that_waits_for_memory_still_finds_its_prefix_afterwards():
+    r = rig(num_blocks=4)
+    compute(r, "a", 4)
+    compute(r, "b", range(20, 32))
+    r.play(
+        [
+            (ended("a", "released"), []),
+            (prefill("c", 8, more=1), []),
+            (Step(), []),
+            (Blocks(), blocks(cached=1, leased=3)),
+            (ended("b", "released"), []),
+            (Step(), [started("c", cached=4), Ran("c", 4, 8), *done("c")]),
+        ]
+    )
+
+
+def test_waiting_and_running_prompts_are_counted():
+    r = rig(chunk=4, num_blocks=4)
+    for name, prompt in (("a", range(12)), ("b", range(20, 32)), ("c", range(40, 44))):
+        r.take(prefill(name, prompt))
+    assert (r.prefill.num_waiting, r.prefill.num_running, r.prefill.num_leases) == (3, 0, 0)
+    r.step()
+    assert (r.prefill.num_waiting, r.prefill.num_running, r.prefill.num_leases) == (2, 1, 1)

@@ -1,0 +1,164 @@
+"""One request's progress: tokens, blocks, hashes, and when it is complete."""
+
+import pytest
+
+from engine.blocks import BlockCounts, BlockPool, hash_blocks
+from engine.messages import FinishReason, GatewayId, Limits, Sampling, SeqId
+from engine.sequence import Sequence
+
+BLOCK_SIZE = 4
+
+
+def sequence(tokens, *, salt=b"", **limits) -> Sequence:
+    return Sequence(
+        seq_id=SeqId("a"),
+        gateway_id=GatewayId("g"),
+        token_ids=list(tokens),
+        sampling=Sampling(),
+        limits=Limits(**{"max_len": 100, **limits}),
+        block_size=BLOCK_SIZE,
+        salt=salt,
+    )
+
+
+@pytest.fixture
+def pool():
+    pool = BlockPool(8)
+    yield pool
+    pool.validate()
+
+
+def test_the_full_blocks_of_a_prompt_are_hashed_from_the_start():
+    assert sequence(range(11)).block_hashes == hash_blocks(range(8), BLOCK_SIZE)
+    assert sequence(range(11), salt=b"s").block_hashes == hash_blocks(range(8), BLOCK_SIZE, b"s")
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (4, 1), (5, 2), (8, 2)])
+def test_a_sequence_needs_blocks_for_all_its_tokens(num_tokens, num_blocks):
+    assert sequence(range(num_tokens)).num_blocks == num_blocks
+
+
+def test_a_block_is_found_by_others_as_soon_as_it_is_full(pool):
+    seq = sequence(range(11))
+    seq.block_table = pool.allocate(3)
+    seq.advance(3, pool)
+    assert pool.match(seq.block_hashes) == []
+    seq.advance(3, pool)
+    assert pool.match(seq.block_hashes) == seq.block_table[:1]
+    seq.advance(5, pool)
+    assert pool.match(seq.block_hashes) == seq.block_table[:2]
+    assert (seq.num_computed_tokens, seq.num_hashed_blocks) == (11, 2)
+
+
+def test_blocks_of_the_answer_are_hashed_as_they_fill(pool):
+    seq = sequence(range(3))
+    seq.block_table = pool.allocate(2)
+    seq.advance(3, pool)
+    for token in (50, 51, 52, 53, 54):
+        seq.append(token)
+        seq.advance(1, pool)
+    tokens = [*range(3), 50, 51, 52, 53, 54]
+    assert pool.match(hash_blocks(tokens, BLOCK_SIZE)) == seq.block_table
+    assert seq.block_hashes == hash_blocks(tokens, BLOCK_SIZE)
+
+
+def test_the_salt_covers_blocks_of_the_answer_too(pool):
+    seq = sequence(range(3), salt=b"s")
+    seq.block_table = pool.allocate(1)
+    seq.append(50)
+    seq.advance(4, pool)
+    assert seq.block_hashes == hash_blocks([0, 1, 2, 50], BLOCK_SIZE, b"s")
+
+
+def test_more_cannot_be_computed_than_there_are_tokens(pool):
+    seq = sequence(range(3))
+    seq.block_table = pool.allocate(1)
+    with pytest.raises(AssertionError):
+        seq.advance(4, pool)
+
+
+def test_adopted_blocks_count_as_computed(pool):
+    first = sequence(range(8))
+    first.block_table = pool.allocate(2)
+    first.advance(8, pool)
+
+    seq = sequence(range(11))
+    seq.adopt_cached(pool.match(seq.block_hashes), pool)
+    assert seq.block_table == first.block_table
+    assert (seq.num_computed_tokens, seq.num_cached_tokens, seq.num_hashed_blocks) == (8, 8, 2)
+    first.release(pool)
+    assert pool.counts() == BlockCounts(free=6, cached=0, owned=2, leased=0, in_flight=0)
+
+
+def test_a_sequence_goes_on_behind_adopted_blocks(pool):
+    first = sequence(range(4))
+    first.block_table = pool.allocate(1)
+    first.advance(4, pool)
+
+    seq = sequence(range(8))
+    seq.adopt_cached(pool.match(seq.block_hashes), pool)
+    seq.block_table += pool.allocate(1)
+    seq.advance(4, pool)
+    assert pool.match(hash_blocks(range(8), BLOCK_SIZE)) == [0, 1]
+
+
+def test_only_a_sequence_without_blocks_can_adopt(pool):
+    seq = sequence(range(5))
+    seq.block_table = pool.allocate(2)
+    with pytest.raises(AssertionError):
+        seq.adopt_cached([], pool)
+
+
+def test_a_release_lets_go_of_every_block_and_keeps_the_hashed_ones_cached(pool):
+    seq = sequence(range(6))
+    seq.block_table = pool.allocate(2)
+    seq.advance(6, pool)
+    table = seq.block_table
+    seq.release(pool)
+    assert seq.block_table == []
+    assert len(table) == 2  # a row that names the table still has it
+    assert pool.counts() == BlockCounts(free=7, cached=1, owned=0, leased=0, in_flight=0)
+
+
+# ---------------------------------------------------------------- ends
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("length", "last_token", "finish"),
+    [
+        (5, 9, None),  # neither long enough nor a stop
+        (5, 7, STOP),
+        (5, 8, STOP),
+        (4, 7, None),  # a stop at the least length is too early
+        (10, 9, LENGTH),
+        (11, 9, LENGTH),  # longer than allowed, as after a failover
+        (10, 7, STOP),  # a stop in the last place counts as a stop
+    ],
+)
+def test_a_sequence_ends_at_a_stop_or_at_its_greatest_length(length, last_token, finish):
+    limits = Limits(max_len=10, min_len=4, stop_token_ids=(7, 8))
+    assert limits.finish_reason(length, last_token) == finish
+
+
+def test_a_least_length_beyond_the_greatest_does_not_matter():
+    limits = Limits(max_len=5, min_len=9, stop_token_ids=(7,))
+    assert limits.finish_reason(5, 7) is LENGTH
+
+
+@pytest.mark.parametrize(("num_tokens", "banned"), [(3, (7, 8)), (4, ()), (5, ())])
+def test_stops_are_banned_as_long_as_they_would_not_end_the_sequence(num_tokens, banned):
+    seq = sequence(range(num_tokens), min_len=4, stop_token_ids=(7, 8))
+    assert seq.banned() == banned
+    assert (seq.append(7) is STOP) == (banned == ())
+
+
+def test_without_stops_nothing_is_banned():
+    assert sequence(range(3), min_len=10).banned() == ()
+
+
+def test_appending_says_when_the_sequence_is_complete():
+    seq = sequence(range(3), max_len=5)
+    assert [seq.append(9), seq.append(9)] == [None, LENGTH]
+    assert seq.token_ids == [0, 1, 2, 9, 9]

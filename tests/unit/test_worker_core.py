@@ -1,0 +1,284 @@
+"""Schedulers around one pool: who takes an event, who gets the budget, what is reported."""
+
+import pytest
+from test_worker_core_kit import (
+    LENGTH,
+    STOP,
+    Blocks,
+    Ran,
+    Rig,
+    Step,
+    blocks,
+    cancel,
+    decode,
+    decoding,
+    ended,
+    first,
+    generate,
+    given_back,
+    grown,
+    here,
+    hold,
+    kv_ready,
+    lost,
+    opened,
+    prefill,
+    prefilled,
+    pull,
+    pull_done,
+    started,
+    token,
+)
+
+from engine.batch import BatchResult
+from engine.messages import LoadReport, Role
+
+WRONG_ROLE = "wrong role"
+
+# ---------------------------------------------------------------- roles
+
+
+@pytest.mark.parametrize(
+    ("role", "event"),
+    [
+        (Role.DECODE, prefill("a", 5)),
+        (Role.DECODE, generate("a", 5)),
+        (Role.PREFILL, decode("a", 5)),
+        (Role.PREFILL, generate("a", 5)),
+    ],
+)
+def test_a_sequence_that_this_role_cannot_serve_is_given_back(role, event):
+    rig = Rig(role)
+    rig.play([(event, [given_back("a", WRONG_ROLE)]), (Step(), []), (Blocks(), blocks(free=8))])
+
+
+def test_a_mixed_worker_takes_all_kinds_of_sequences():
+    rig = Rig(Role.MIXED)
+    rig.play(
+        [
+            (prefill("a", 5), []),
+            (generate("b", 5), []),
+            (decode("c", 5), [hold("c", 2)]),
+        ]
+    )
+
+
+def test_a_generated_sequence_is_decoded_where_it_was_prefilled():
+    Rig(Role.MIXED).play(
+        [
+            (generate("a", 6, more=3), []),
+            (Step(7), [started("a"), Ran("a", 0, 6), prefilled("a", 7)]),
+            (Blocks(), blocks(free=6, owned=2)),
+            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+            (Step(9), [Ran("a", 7, 8), token("a", 9, LENGTH)]),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+
+
+def test_a_generated_sequence_that_ends_with_its_first_token_is_not_decoded():
+    Rig(Role.MIXED).play(
+        [
+            (generate("a", 6, stops=(7,)), []),
+            (Step(7), [started("a"), Ran("a", 0, 6), prefilled("a", 7, STOP)]),
+            (Blocks(), blocks(free=7, cached=1)),
+            (Step(), []),
+        ]
+    )
+
+
+def test_adopted_sequences_are_not_bounded_by_the_number_that_may_be_pulled():
+    rig = Rig(Role.MIXED, max_running=1, budget=32)
+    rig.play([(generate("a", 3), []), (generate("b", range(20, 23)), [])])
+    rig.step()
+    assert rig.step() == [
+        decoding("a"),
+        decoding("b"),
+        Ran("a", 3, 4),
+        Ran("b", 3, 4),
+        token("a"),
+        token("b"),
+    ]
+
+
+def test_a_mixed_worker_decodes_a_prompt_that_it_finds_in_its_own_cache():
+    rig = Rig(Role.MIXED)
+    rig.take(prefill("a", 8, more=1))
+    rig.step()
+    rig.play(
+        [
+            (decode("b", 8), [hold("b", 2)]),
+            (Step(), [pull("b")]),
+            (pull_done("b"), [kv_ready("b", 0, cached=2)]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_news_of_unknown_sequences_changes_nothing(role):
+    unknown = [cancel("x"), first("x"), lost("x"), ended("x", "expired"), pull_done("x")]
+    Rig(role).play([(event, []) for event in unknown])
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_decode_has_the_budget_first_and_prefill_what_is_left():
+    rig = Rig(Role.MIXED, budget=5, chunk=5)
+    rig.play(
+        [
+            (generate("a", 3), []),
+            (Step(), [started("a"), Ran("a", 0, 3), prefilled("a")]),
+            (generate("b", range(20, 27)), []),
+            (
+                Step(),
+                [decoding("a"), started("b"), Ran("a", 3, 4), Ran("b", 0, 4), token("a")],
+            ),
+            (Step(), [Ran("a", 4, 5), Ran("b", 4, 7), token("a"), prefilled("b")]),
+            (
+                Step(),
+                [decoding("b"), Ran("a", 5, 6), Ran("b", 7, 8), token("a"), token("b")],
+            ),
+        ]
+    )
+
+
+def test_prefill_waits_when_decode_takes_the_whole_budget():
+    rig = Rig(Role.MIXED, budget=3, chunk=3)
+    rig.take(generate("a", 3))
+    rig.step()
+    rig.take(generate("b", range(20, 22)))
+    rig.step()
+    rig.take(generate("c", range(40, 41)))
+    rig.step()
+    rig.take(prefill("d", range(60, 62)))
+    assert [row.seq_id for row in run(rig)] == ["a", "b", "c"]
+    rig.take(cancel("a"))
+    assert [row.seq_id for row in run(rig)] == ["b", "c", "d"]
+
+
+def run(rig):
+    rig.step()
+    return rig.rows
+
+
+def test_there_is_no_plan_when_there_is_nothing_to_compute():
+    assert Rig(Role.MIXED).core.plan(0.0) == (None, [])
+
+
+def test_effects_of_planning_come_also_without_a_plan():
+    rig = Rig(Role.DECODE)
+    rig.take(decode("a", 5))
+    assert rig.core.plan(0.0) == (None, [pull("a", (0, 0), (1, 1))])
+
+
+def test_nothing_is_handled_while_a_step_runs():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 5))
+    rig.core.plan(0.0)
+    with pytest.raises(AssertionError, match="a step is running"):
+        rig.core.handle(cancel("a"), 0.0)
+    with pytest.raises(AssertionError, match="has not been finished"):
+        rig.core.plan(0.0)
+
+
+def test_after_a_step_events_are_handled_again():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 5, more=1))
+    rig.core.plan(0.0)
+    rig.core.finish(BatchResult([7]), 0.0)
+    assert rig.core.handle(cancel("a"), 0.0) == []
+
+
+def test_a_result_must_have_one_entry_per_row():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 5))
+    rig.core.plan(0.0)
+    with pytest.raises(ValueError, match="argument 2"):
+        rig.core.finish(BatchResult([7, 8]), 0.0)
+
+
+# ---------------------------------------------------------------- what both schedulers share
+
+
+def test_prefill_takes_no_block_that_a_pull_writes_to():
+    rig = Rig(Role.MIXED, num_blocks=3)
+    rig.take(decode("a", 7))
+    rig.step()
+    rig.play(
+        [
+            (generate("b", range(20, 25)), []),
+            (Step(), []),
+            (Blocks(), blocks(free=1, in_flight=2)),
+        ]
+    )
+
+
+def test_a_cancel_reaches_both_schedulers():
+    rig = Rig(Role.MIXED, chunk=4)
+    rig.take(generate("prompt", 6))
+    rig.take(decode("pull", range(20, 24)))
+    rig.step()
+    rig.take(pull_done("pull"))
+    rig.play(
+        [
+            (cancel("prompt"), []),
+            (cancel("pull"), []),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+
+
+def test_a_lost_gateway_is_lost_to_both_schedulers():
+    rig = Rig(Role.MIXED, chunk=4)
+    rig.take(generate("prompt", 6, gateway="g1"))
+    rig.take(decode("pull", range(20, 24), gateway="g1"))
+    rig.take(prefill("theirs", range(40, 44), gateway="g2"))
+    rig.step()
+    rig.take(pull_done("pull"))
+    rig.play([(lost("g1"), []), (Blocks(), blocks(free=5, cached=2, leased=1))])
+
+
+def test_a_load_report_says_where_every_block_and_sequence_is():
+    rig = Rig(Role.MIXED, num_blocks=12, chunk=8, budget=16, max_running=1)
+    rig.take(prefill("cached", 4, more=1))
+    rig.take(prefill("leased", range(20, 26)))
+    rig.step()
+    rig.take(decode("pulling", range(40, 46)))
+    rig.take(decode("queued", range(60, 66)))
+    rig.take(generate("computing", range(80, 90)))
+    rig.step()
+    rig.take(prefill("waiting", range(100, 140)))
+    assert rig.core.load(open_leases=1, counters={"pulls_done": 3.0}) == LoadReport(
+        free_blocks=4,
+        cached_blocks=1,
+        owned_blocks=3,
+        leased_blocks=2,
+        in_flight_blocks=2,
+        waiting_seqs=3,
+        running_seqs=1,
+        open_leases=1,
+        counters={"pulls_done": 3.0},
+    )
+
+
+def test_a_prefix_computed_by_prefill_is_found_by_a_later_one_of_another_gateway():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 5, more=1, gateway="g1"))
+    rig.step()
+    rig.play(
+        [
+            (prefill("b", 6, gateway="g2"), []),
+            (
+                Step(),
+                [
+                    opened("b", 2),
+                    grown("b", 0),
+                    started("b", cached=4, lease=here("b", 2), gateway="g2"),
+                    Ran("b", 4, 6),
+                    grown("b", 1),
+                    prefilled("b", gateway="g2"),
+                ],
+            ),
+        ]
+    )

@@ -1,0 +1,257 @@
+"""What the tests of core and schedulers share: tables of events and the effects they must have.
+
+Blocks have four tokens, and an empty pool hands out 0, 1, 2, … in this order.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, repeat
+
+from decode.scheduler import DecodeScheduler
+from engine.batch import BatchResult, Row
+from engine.blocks import BlockCounts, BlockId, BlockPool
+from engine.events import (
+    AbortPull,
+    Effect,
+    Emit,
+    Event,
+    FromGateway,
+    GatewayLost,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+)
+from engine.messages import (
+    Cancel,
+    Decode,
+    DecodeStarted,
+    FinishReason,
+    FirstToken,
+    GatewayId,
+    Generate,
+    GivenBack,
+    Incarnation,
+    KvReady,
+    LeaseId,
+    LeaseRef,
+    Limits,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    Role,
+    Sampling,
+    SeqId,
+    ToGateway,
+    Tokens,
+    TransferAddress,
+    WorkerId,
+)
+from engine.worker import Scheduler, WorkerCore
+from prefill.scheduler import PrefillScheduler
+
+BLOCK_SIZE = 4
+ROOM = 100  # tokens that an answer may have where nothing else is said
+SAMPLED = 99  # what every step samples where nothing else is said
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def address(name: str) -> TransferAddress:
+    return TransferAddress(WorkerId(name), Incarnation("1"), f"tcp://{name}")
+
+
+HERE, THERE = address("here"), address("there")
+
+
+# ---------------------------------------------------------------- events
+
+
+def _fields(name, prompt, more, least, stops, seed) -> dict[str, object]:
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    limits = Limits(len(tokens) + more, len(tokens) + least, stops)
+    return {
+        "seq_id": SeqId(name),
+        "token_ids": tokens,
+        "sampling": Sampling(seed=seed),
+        "limits": limits,
+    }
+
+
+def prefill(name, prompt, *, more=ROOM, least=0, stops=(), seed=0, gateway="g") -> FromGateway:
+    """A prompt, given by its tokens or their number, and bounds of the answer's length."""
+    fields = _fields(name, prompt, more, least, stops, seed)
+    return FromGateway(GatewayId(gateway), Prefill(**fields))
+
+
+def generate(name, prompt, *, more=ROOM, least=0, stops=(), seed=0, gateway="g") -> FromGateway:
+    fields = _fields(name, prompt, more, least, stops, seed)
+    return FromGateway(GatewayId(gateway), Generate(**fields))
+
+
+def decode(name, prompt, *, more=ROOM, least=0, stops=(), seed=0, gateway="g") -> FromGateway:
+    fields = _fields(name, prompt, more, least, stops, seed)
+    lease = there(name, -(-len(fields["token_ids"]) // BLOCK_SIZE))
+    return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease))
+
+
+def first(name, token=SAMPLED, gateway="g") -> FromGateway:
+    return FromGateway(GatewayId(gateway), FirstToken(SeqId(name), token))
+
+
+def cancel(name, gateway="g") -> FromGateway:
+    return FromGateway(GatewayId(gateway), Cancel(SeqId(name)))
+
+
+def lost(gateway) -> GatewayLost:
+    return GatewayLost(GatewayId(gateway))
+
+
+def ended(name, reason) -> LeaseEnded:
+    return LeaseEnded(LeaseId(name), reason)
+
+
+def pull_done(name) -> PullDone:
+    return PullDone(SeqId(name), "shm")
+
+
+def pull_failed(name, reason="why") -> PullFailed:
+    return PullFailed(SeqId(name), reason)
+
+
+class Step:
+    """The core plans, what it plans is run, and the rows that sample get these tokens."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+
+
+class Blocks:
+    """Not an event: the effect is the number of blocks in each state."""
+
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Not an effect: a row of a step, the tokens `start` to `end` of a sequence."""
+
+    name: str
+    start: int
+    end: int
+
+
+def there(name, num_blocks) -> LeaseRef:
+    """A lease on another worker."""
+    return LeaseRef(LeaseId(name), THERE, num_blocks)
+
+
+def here(name, num_blocks) -> LeaseRef:
+    """A lease on the worker under test."""
+    return LeaseRef(LeaseId(name), HERE, num_blocks)
+
+
+def emit(message: ToGateway, gateway="g") -> Emit:
+    return Emit(GatewayId(gateway), message)
+
+
+def opened(name, num_blocks) -> OpenLease:
+    return OpenLease(LeaseId(name), num_blocks)
+
+
+def grown(name, *blocks) -> GrowLease:
+    return GrowLease(LeaseId(name), blocks)
+
+
+def revoked(name) -> RevokeLease:
+    return RevokeLease(LeaseId(name))
+
+
+def started(name, cached=0, lease=None, gateway="g") -> Emit:
+    return emit(PrefillStarted(SeqId(name), cached, lease), gateway)
+
+
+def prefilled(name, token=SAMPLED, finish=None, gateway="g") -> Emit:
+    return emit(PrefillDone(SeqId(name), token, finish), gateway)
+
+
+def hold(name, num_blocks) -> HoldLease:
+    return HoldLease(SeqId(name), there(name, num_blocks))
+
+
+def abort(name) -> AbortPull:
+    return AbortPull(SeqId(name))
+
+
+def pull(name, *blocks: tuple[int, int]) -> StartPull:
+    return StartPull(SeqId(name), tuple((i, BlockId(b)) for i, b in blocks))
+
+
+def kv_ready(name, pulled, cached=0, gateway="g") -> Emit:
+    return emit(KvReady(SeqId(name), pulled, cached, "shm"), gateway)
+
+
+def decoding(name, gateway="g") -> Emit:
+    return emit(DecodeStarted(SeqId(name)), gateway)
+
+
+def token(name, token=SAMPLED, finish=None, gateway="g") -> Emit:
+    return emit(Tokens(SeqId(name), [token], finish), gateway)
+
+
+def given_back(name, reason, gateway="g") -> Emit:
+    return emit(GivenBack(SeqId(name), reason), gateway)
+
+
+def blocks(*, free=0, cached=0, owned=0, leased=0, in_flight=0) -> list[BlockCounts]:
+    return [BlockCounts(free, cached, owned, leased, in_flight)]
+
+
+# ---------------------------------------------------------------- the worker under test
+
+
+class Rig:
+    """A core of one role around a small pool."""
+
+    def __init__(
+        self, role: Role, *, num_blocks=8, budget=16, chunk=8, max_running=4, growth=0
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.decode = DecodeScheduler(
+            self.pool, block_size=BLOCK_SIZE, max_running=max_running, growth_tokens=growth
+        )
+        self.prefill = PrefillScheduler(
+            self.pool, block_size=BLOCK_SIZE, chunk_tokens=chunk, address=HERE
+        )
+        schedulers: list[Scheduler] = [self.decode] if role.decodes else []
+        schedulers += [self.prefill] if role.prefills else []
+        self.core = WorkerCore(schedulers, self.pool, budget)
+        self.rows: tuple[Row, ...] = ()  # of the last step
+
+    def take(self, event: Event | Step | Blocks) -> list[Effect | Ran | BlockCounts]:
+        if isinstance(event, Blocks):
+            return [self.pool.counts()]
+        if isinstance(event, Step):
+            return self.step(*event.tokens)
+        return list(self.core.handle(event, 0.0))
+
+    def step(self, *tokens: int) -> list[Effect | Ran]:
+        plan, effects = self.core.plan(0.0)
+        self.rows = ()
+        if plan is None:
+            return list(effects)
+        self.rows = tuple(plan.rows)
+        left = chain(tokens, repeat(SAMPLED))
+        sampled = [None if row.sampling is None else next(left) for row in plan.rows]
+        ran = [Ran(row.seq_id, row.start, row.end) for row in plan.rows]
+        return [*effects, *ran, *self.core.finish(BatchResult(sampled), 0.0)]
+
+    def play(self, table: Iterable[tuple[object, list[object]]]) -> None:
+        """Each event must have just these effects, in this order."""
+        for number, (event, expected) in enumerate(table, start=1):
+            assert self.take(event) == expected, f"event {number}"
+            self.core.validate()
