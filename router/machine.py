@@ -262,7 +262,7 @@ class RouterMachine:
             request = flight.request
             base_len = len(request.token_ids) + len(flight.tokens)
             max_len = request.limits.max_len
-            need = Need(base_len, max_len, one_token=base_len + 1 >= max_len)
+            need = Need(base_len, max_len)
             choice = least_loaded(self.view, need, self._config.prefill_backlog_tokens)
             match choice:
                 case Busy():

@@ -18,7 +18,6 @@ class Need:
 
     num_tokens: int  # to prefill
     max_len: int  # tokens at the end of the answer, prompt included
-    one_token: bool  # the first token is the last: nobody decodes
 
 
 @dataclass(frozen=True, slots=True)
