@@ -150,6 +150,7 @@ class DecodeScheduler:
         for queued in self._queued.values():
             assert queued.pulled is None
             assert not queued.seq.block_table
+            assert queued.seq.num_computed_tokens == 0
         for arriving in self._arriving.values():
             assert arriving.pulled is not None
             assert not (arriving.kv_here and arriving.first_token is not None)
@@ -183,7 +184,6 @@ class DecodeScheduler:
             seq.adopt_cached(cached, self._pool)
             if not self._has_room(seq):
                 seq.release(self._pool)
-                seq.num_computed_tokens = seq.num_cached_tokens = seq.num_hashed_blocks = 0
                 break
             blocks = self._pool.allocate(seq.num_blocks - len(cached))
             self._pool.begin_write(blocks)

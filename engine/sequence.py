@@ -68,6 +68,7 @@ class Sequence:
         self.num_hashed_blocks = len(blocks)
 
     def release(self, pool: BlockPool) -> None:
-        """Lets go of every block."""
+        """Lets go of every block: nothing is computed any more."""
         pool.disown(self.block_table)
         self.block_table = []
+        self.num_computed_tokens = self.num_cached_tokens = self.num_hashed_blocks = 0

@@ -155,6 +155,7 @@ class PrefillScheduler:
         """Asserts the scheduler's invariants."""
         for job in self._waiting:
             assert not job.seq.block_table
+            assert job.seq.num_computed_tokens == 0
         for seq_id, job in self._computing.items():
             assert job.seq.seq_id == seq_id
             assert len(job.seq.block_table) == job.seq.num_blocks
@@ -171,7 +172,6 @@ class PrefillScheduler:
         missing = seq.num_blocks - len(cached)
         if missing > self._pool.num_idle:
             seq.release(self._pool)
-            seq.num_computed_tokens = seq.num_cached_tokens = seq.num_hashed_blocks = 0
             return False
         seq.block_table += self._pool.allocate(missing)
         lease = self._open_lease(job, scheduled) if job.hands_over else None

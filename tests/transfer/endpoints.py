@@ -78,6 +78,11 @@ class Worker:
         self.start(seq, pairs)
         return self.end_of_pull()
 
+    def is_held(self, name: str) -> bool:
+        """Whether a sink has said that it wants this lease."""
+        lease = self.endpoint.source._leases.get(LeaseId(name))
+        return lease is not None and lease.holder is not None
+
     def end_of_pull(self) -> Event:
         return self.next_event((PullDone, PullFailed))  # type: ignore[arg-type]
 

@@ -86,7 +86,7 @@ def test_a_lease_outlives_its_time_while_the_sink_holds_it(pair):
     source, sink = pair
     lease = source.lease("l", [1, 2, 3])
     sink.hold("s", lease)
-    until(lambda: source.endpoint.source._leases[LeaseId("l")].holder is not None, "held")
+    until(lambda: source.is_held("l"), "held")
     first_deadline_s = source.endpoint.source.next_wake_s()
     until(lambda: source.endpoint.source.next_wake_s() > first_deadline_s + 0.2, "renewed")
     sink.start("s", [(0, 7), (1, 8), (2, 9)])

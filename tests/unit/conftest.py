@@ -1,5 +1,4 @@
-"""In unit tests the forbidden raises: sockets, sleep, Ray, and imports that the core does without.
-"""
+"""In unit tests the forbidden raises: sockets, sleep, Ray, imports that the core needs not."""
 
 import socket
 import subprocess

@@ -1,0 +1,449 @@
+"""Requests across workers that come, go, give back, stall and die.
+
+A fake worker computes each token from all tokens before it, so a retry that loses, repeats or
+changes one is seen at once. Messages keep their order between the router and one worker, and have
+none among workers.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.config import RouterConfig
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Decode,
+    DecodeStarted,
+    FinishReason,
+    FirstToken,
+    Generate,
+    GivenBack,
+    KvReady,
+    LeaseRef,
+    Limits,
+    LoadReport,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    RequestId,
+    Role,
+    Sampling,
+    ToGateway,
+    Tokens,
+    ToWorker,
+    TransferAddress,
+    Welcome,
+    decode_to_gateway,
+    decode_to_worker,
+    encode_frame,
+)
+from router.machine import (
+    Arrived,
+    ClientGone,
+    Deliver,
+    End,
+    FromWorker,
+    RouterEvent,
+    RouterMachine,
+    SendTo,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+)
+from router.requests import Cancelled, Failed, Finished, Outcome, Rejected, Request
+
+LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
+NUM_BLOCKS, MAX_RUNNING = 8, 3
+CONFIG = RouterConfig(
+    max_queue=4,
+    queue_timeout_s=20.0,
+    progress_timeout_s=10.0,
+    slowest_prefill_tokens_per_s=10.0,
+    max_attempts=3,
+    prefill_backlog_tokens=12,
+)
+VOCAB_SIZE = 7
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+NAMES = [f"{letter}{i}" for letter in ROLES for i in range(2)]
+
+
+def next_token(token_ids: list[int]) -> int:
+    return sum((i + 1) * token for i, token in enumerate(token_ids)) % VOCAB_SIZE
+
+
+def answer_to(request: Request) -> tuple[list[int], FinishReason]:
+    """What a request must be answered with, wherever it runs."""
+    token_ids = list(request.token_ids)
+    while True:
+        token_ids.append(next_token(token_ids))
+        finish = request.limits.finish_reason(len(token_ids), token_ids[-1])
+        if finish is not None:
+            return token_ids[len(request.token_ids) :], finish
+
+
+# ---------------------------------------------------------------- a worker
+
+
+@dataclass
+class Seq:
+    """One sequence at a fake worker, and what it has told of it."""
+
+    token_ids: list[int]
+    limits: Limits
+    kind: type
+    started: bool = False
+    kv_here: bool = False
+    first_token: int | None = None
+    decoding: bool = False
+
+    def append(self) -> tuple[int, FinishReason | None]:
+        token = next_token(self.token_ids)
+        self.token_ids.append(token)
+        return token, self.limits.finish_reason(len(self.token_ids), token)
+
+
+class FakeWorker:
+    """Says what a worker could say next, in an order that the two streams allow."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.role = ROLES[name[0]]
+        self.inbox: deque[bytes] = deque()
+        self.outbox: deque[bytes] = deque()
+        self.seqs: dict[str, Seq] = {}
+        self._seen: set[str] = set()
+
+    @property
+    def welcome(self) -> Welcome:
+        return Welcome(
+            PROTOCOL_VERSION, self.name, "life", self.role, "fp", LAYOUT, NUM_BLOCKS, MAX_RUNNING
+        )
+
+    def take(self) -> None:
+        """Takes note of the router's next message."""
+        (message,) = decode_to_worker(self.inbox.popleft())
+        match message:
+            case Prefill() | Generate() | Decode():
+                assert message.seq_id not in self._seen, "a sequence was sent twice"
+                assert self.role.decodes or isinstance(message, Prefill)
+                assert self.role.prefills or isinstance(message, Decode)
+                self._seen.add(message.seq_id)
+                seq = Seq(list(message.token_ids), message.limits, type(message))
+                self.seqs[message.seq_id] = seq
+            case FirstToken(seq_id, token):
+                assert seq_id in self._seen, "the first token came before its sequence"
+                if seq_id in self.seqs:
+                    assert token == next_token(self.seqs[seq_id].token_ids)
+                    self.seqs[seq_id].first_token = token
+            case Cancel(seq_id):
+                self.seqs.pop(seq_id, None)
+            case other:
+                raise AssertionError(f"not for a worker: {other}")
+
+    def work(self, rng: random.Random) -> None:
+        """Does the next thing for some sequence."""
+        if self.seqs:
+            seq_id = rng.choice(list(self.seqs))
+            self._advance(seq_id, self.seqs[seq_id], rng)
+
+    def give_back(self, rng: random.Random) -> None:
+        """Frees itself of some sequence."""
+        if self.seqs:
+            seq_id = rng.choice(list(self.seqs))
+            del self.seqs[seq_id]
+            self._say(GivenBack(seq_id, "no room"))
+
+    def report(self) -> None:
+        self._say(LoadReport(1, 1, 1, 1, 1, 0, len(self.seqs), 0))
+
+    def _advance(self, seq_id: str, seq: Seq, rng: random.Random) -> None:
+        if seq.kind is Decode:
+            self._advance_arriving(seq_id, seq)
+        elif not seq.started:
+            seq.started = True
+            self._say(PrefillStarted(seq_id, 0, self._lease(seq_id, seq)))
+        elif not seq.kv_here:
+            seq.kv_here = True
+            token, finish = seq.append()
+            self._say(PrefillDone(seq_id, token, finish))
+            if finish is not None or seq.kind is Prefill:
+                del self.seqs[seq_id]
+        else:
+            self._decode(seq_id, seq, rng)
+        if seq.kind is Decode and seq.kv_here and seq.decoding:
+            self._decode(seq_id, seq, rng)
+
+    def _advance_arriving(self, seq_id: str, seq: Seq) -> None:
+        if not seq.kv_here:
+            seq.kv_here = True
+            self._say(KvReady(seq_id, 1, 0, "fake"))
+        elif not seq.decoding and seq.first_token is not None:
+            seq.decoding = True
+            seq.token_ids.append(seq.first_token)
+            self._say(DecodeStarted(seq_id))
+
+    def _decode(self, seq_id: str, seq: Seq, rng: random.Random) -> None:
+        token_ids = []
+        for _ in range(rng.choice([1, 1, 1, 3])):
+            token, finish = seq.append()
+            token_ids.append(token)
+            if finish is not None:
+                del self.seqs[seq_id]
+                break
+        self._say(Tokens(seq_id, token_ids, finish))
+
+    def _lease(self, seq_id: str, seq: Seq) -> LeaseRef | None:
+        if seq.kind is Generate or seq.limits.max_len <= len(seq.token_ids) + 1:
+            return None
+        address = TransferAddress(self.name, "life", f"fake://{self.name}")
+        return LeaseRef(seq_id, address, LAYOUT.num_blocks_for(len(seq.token_ids)))
+
+    def _say(self, message: ToGateway) -> None:
+        self.outbox.append(encode_frame([message]))
+
+
+# ---------------------------------------------------------------- all of it
+
+
+@dataclass
+class Client:
+    """What one client has been told."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    gone: bool = False
+
+
+class World:
+    """A router machine, the workers that are alive, and everybody's messages."""
+
+    def __init__(self) -> None:
+        self.machine = RouterMachine(CONFIG)
+        self.now_s = 100.0
+        self.workers: dict[str, FakeWorker] = {}
+        self.clients: dict[str, Client] = {}
+
+    # ------------------------------------------------------------ what can happen
+
+    def join(self, name: str) -> None:
+        if name not in self.workers:
+            worker = self.workers[name] = FakeWorker(name)
+            self._handle(WorkerJoined(worker.welcome))
+
+    def lose(self, name: str) -> None:
+        if self.workers.pop(name, None) is not None:
+            self._handle(WorkerLost(name, "gone"))
+
+    def ask(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> None:
+        name = f"r{len(self.clients)}"
+        limits = Limits(len(prompt) + max_tokens, len(prompt) + 1, stop)
+        request = Request(RequestId(name), tuple(prompt), Sampling(), limits, self.now_s)
+        self.clients[name] = Client(request)
+        self._handle(Arrived(request))
+
+    def leave(self, rng: random.Random) -> None:
+        live = [c for c in self.clients.values() if not c.outcomes]
+        if live:
+            client = rng.choice(live)
+            client.gone = True
+            self._handle(ClientGone(client.request.request_id))
+            assert client.outcomes == [Cancelled()]
+
+    def take(self, worker: FakeWorker) -> None:
+        if worker.inbox:
+            worker.take()
+
+    def tell(self, worker: FakeWorker) -> None:
+        if worker.outbox:
+            (message,) = decode_to_gateway(worker.outbox.popleft())
+            self._handle(FromWorker(worker.name, message))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._handle(Tick())
+        wake_s = self.machine.next_wake_s()
+        assert wake_s is None or wake_s > self.now_s, "a deadline was passed over"
+
+    def run_down(self, rng: random.Random) -> None:
+        """Nothing goes wrong any more: all requests end."""
+        for _ in range(2000):
+            if self.machine.num_flights == 0:
+                break
+            for worker in list(self.workers.values()):
+                self.take(worker)
+                worker.work(rng)
+                self.tell(worker)
+            self.pass_time(0.01)
+        assert self.machine.num_flights == self.machine.queue_len == 0
+        for client in self.clients.values():
+            assert len(client.outcomes) == 1
+        for view in self.machine.view.workers.values():
+            assert view.reserved_tokens == view.reserved_blocks == 0
+            assert not view.prefill_tokens
+            assert not view.decode_blocks
+
+    # ------------------------------------------------------------ what must hold
+
+    def validate(self) -> None:
+        self.machine.validate()
+        live = sum(not client.outcomes for client in self.clients.values())
+        assert self.machine.num_flights == live
+        assert set(self.machine.view.workers) == set(self.workers)
+        for view in self.machine.view.workers.values():
+            assert view.reserved_blocks <= NUM_BLOCKS
+            assert len(view.decode_blocks) <= MAX_RUNNING
+            within = view.reserved_tokens <= CONFIG.prefill_backlog_tokens
+            assert within or len(view.prefill_tokens) == 1
+
+    def _handle(self, event: RouterEvent) -> None:
+        for effect in self.machine.handle(event, self.now_s):
+            match effect:
+                case SendTo(worker_id, message):
+                    self._send(worker_id, message)
+                case Deliver(request_id, token_ids):
+                    client = self.clients[request_id]
+                    assert not client.outcomes, "a token after the end"
+                    assert token_ids
+                    client.token_ids += token_ids
+                    expected, _ = answer_to(client.request)
+                    assert client.token_ids == expected[: len(client.token_ids)]
+                case End(request_id, outcome):
+                    self._end(self.clients[request_id], outcome)
+        self.validate()
+
+    def _send(self, worker_id: str, message: ToWorker) -> None:
+        self.workers[worker_id].inbox.append(encode_frame([message]))
+
+    def _end(self, client: Client, outcome: Outcome) -> None:
+        client.outcomes.append(outcome)
+        assert len(client.outcomes) == 1, "a second outcome"
+        if isinstance(outcome, Finished):
+            assert (client.token_ids, outcome.reason) == answer_to(client.request)
+        if isinstance(outcome, Rejected):
+            assert not client.token_ids
+        assert isinstance(outcome, Cancelled) == client.gone
+
+
+class Requests(RuleBasedStateMachine):
+    """Every order of events that hypothesis can think of."""
+
+    @initialize(names=st.sets(st.sampled_from(NAMES)), seed=st.integers(0, 2**32))
+    def begin(self, names, seed):
+        self.rng = random.Random(seed)  # of fake workers only
+        self.world = World()
+        for name in sorted(names):
+            self.world.join(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def join(self, name):
+        self.world.join(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def lose(self, name):
+        self.world.lose(name)
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14),
+        max_tokens=st.one_of(st.integers(1, 12), st.just(100)),
+        stop=st.sampled_from([(), (0,), (1, 2)]),
+    )
+    def ask(self, prompt, max_tokens, stop):
+        self.world.ask(prompt, max_tokens, stop)
+
+    @rule()
+    def leave(self):
+        self.world.leave(self.rng)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(what=st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ttwwwrr")), min_size=5))
+    def work(self, what):
+        """Workers take messages, work, and report, in some order."""
+        workers = list(self.world.workers.values())
+        for number, act in what:
+            worker = workers[number % len(workers)]
+            if act == "t":
+                self.world.take(worker)
+            elif act == "w":
+                worker.work(self.rng)
+            else:
+                self.world.tell(worker)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(number=st.integers(0, 5))
+    def give_back(self, number):
+        workers = list(self.world.workers.values())
+        workers[number % len(workers)].give_back(self.rng)
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 10.0, 12.0, 25.0]))
+    def pass_time(self, seconds):
+        self.world.pass_time(seconds)
+
+    @invariant()
+    def is_valid(self):
+        if hasattr(self, "world"):
+            self.world.validate()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.run_down(self.rng)
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(deadline=None, max_examples=80, stateful_step_count=50)
+
+
+def busy_day(rng: random.Random, *, troubles: float) -> World:
+    """Many requests, and now and then trouble."""
+    world = World()
+    for name in ("p0", "d0", "m0", "p1", "d1"):
+        world.join(name)
+    for _ in range(400):
+        if rng.random() < 0.25:
+            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
+            world.ask(prompt, rng.randint(1, 12), rng.choice([(), (0,), (1, 2)]))
+        for worker in list(world.workers.values()):
+            for act in (world.take, world.tell, lambda w: w.work(rng)):
+                if rng.random() < 0.7:
+                    act(worker)
+        if rng.random() < troubles:
+            trouble = rng.randrange(6)
+            if trouble == 0:
+                world.lose(rng.choice(NAMES))
+            elif trouble == 1:
+                world.leave(rng)
+            elif trouble == 2 and world.workers:
+                rng.choice(list(world.workers.values())).give_back(rng)
+            elif trouble == 3 and world.workers:
+                rng.choice(list(world.workers.values())).report()
+            elif trouble == 4:
+                world.pass_time(rng.choice([9.0, 25.0]))
+        if rng.random() < 0.1:
+            world.join(rng.choice(NAMES))
+        world.pass_time(0.01)
+    world.run_down(rng)
+    return world
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_without_trouble_every_request_that_is_accepted_is_answered(seed):
+    world = busy_day(random.Random(seed), troubles=0.0)
+    outcomes = [client.outcomes[0] for client in world.clients.values()]
+    assert sum(isinstance(outcome, Finished) for outcome in outcomes) > 50
+    assert all(isinstance(outcome, Finished | Rejected) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_day_with_trouble_ends_every_request_once_and_none_wrongly(seed):
+    rng = random.Random(seed)
+    world = busy_day(rng, troubles=rng.choice([0.1, 0.3, 0.6]))
+    outcomes = [client.outcomes[0] for client in world.clients.values()]
+    assert any(isinstance(outcome, Finished) for outcome in outcomes)
+    assert any(isinstance(outcome, Failed | Cancelled) for outcome in outcomes)

@@ -1,0 +1,381 @@
+"""Endpoints and peers that are wrong, gone, or somebody else; and several pulls at once."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import UnionType
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from engine.events import AbortPull, LeaseEnded, PullDone, PullFailed
+from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
+from kvtransfer import endpoint as endpoint_module
+from kvtransfer.memory import ShmUnavailable
+from kvtransfer.messages import (
+    Attach,
+    Attached,
+    AttachRefused,
+    Data,
+    Ended,
+    Hold,
+    Read,
+    Ready,
+    Release,
+    ToSink,
+    ToSource,
+    decode_attach_body,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+)
+from kvtransfer.protocol import Timing
+from kvtransfer.readers import Transport, checksum
+from tests.transfer.endpoints import DEADLINE_S, LAYOUT, NUM_BLOCKS, Worker, fill, until, worker
+
+PATIENT = Timing(ttl_s=8.0, hold_every_s=0.05, silence_s=8.0)  # no deadline plays a part
+IMPATIENT = Timing(ttl_s=1.0, hold_every_s=0.05, silence_s=0.3)
+BLOCK = bytes(range(256)) * (LAYOUT.block_bytes // 256)
+
+
+# ---------------------------------------------------------------- a source made of one socket
+
+
+class RawSource:
+    """A source that says what the test makes it say."""
+
+    def __init__(self, router: "zmq.Socket[bytes]") -> None:
+        self._router = router
+        router.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        address = TransferAddress("raw", "raw-1", f"tcp://127.0.0.1:{port}")
+        self.lease = LeaseRef(LeaseId("l"), address, 4)
+
+    def expect(self, kind: type | UnionType) -> ToSource:
+        """The next message of that kind; renewals in between are passed over."""
+        while True:
+            self._peer, frame = self._router.recv_multipart()
+            message = decode_to_source(frame)
+            if isinstance(message, kind):
+                return message
+
+    def say(self, message: ToSink | bytes, *payload: bytes) -> None:
+        frame = message if isinstance(message, bytes) else encode(message)
+        self._router.send_multipart([self._peer, frame, *payload])
+
+    def bring_to_read(self, sink: Worker) -> None:
+        """Lets a pull of two blocks, into 10 and 11, come to its first Read."""
+        sink.hold("s", self.lease)
+        sink.start("s", [(0, 10), (1, 11)])
+        attach = self.expect(Attach)
+        assert isinstance(attach, Attach)
+        assert decode_attach_body(attach.body).source == "raw-1"
+        self.say(Attached("raw-1", 4, None))
+        self.expect(Hold)
+        self.say(Ready(LeaseId("l"), 0, [0, 1, 2, 3]))
+        read = self.expect(Read)
+        assert read == Read(LeaseId("l"), [0, 1])
+
+    def finish(self) -> None:
+        release = self.expect(Release)
+        assert isinstance(release, Release)
+        self.say(Ended(LeaseId("l"), "released", release.pull_id))
+
+
+@contextmanager
+def raw_pair(timing: Timing = PATIENT) -> Iterator[tuple[RawSource, Worker]]:
+    with (
+        worker("sink", Transport.ZMQ, timing=timing) as sink,
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as router,
+    ):
+        router.linger = 0
+        yield RawSource(router), sink
+
+
+def data(*indices: int, checksums: list[int] | None = None) -> Data:
+    good = checksum(np.frombuffer(BLOCK, np.uint8))
+    return Data(LeaseId("l"), list(indices), checksums or [good] * len(indices))
+
+
+def test_a_pull_from_a_source_that_behaves():
+    with raw_pair() as (source, sink):
+        source.bring_to_read(sink)
+        source.say(data(1), BLOCK)
+        source.say(data(0), BLOCK)
+        source.finish()
+        assert sink.end_of_pull() == PullDone(SeqId("s"), "zmq")
+        assert sink.pool.blocks[10].tobytes() == sink.pool.blocks[11].tobytes() == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("message", "payload"),
+    [
+        (data(0, 1), [BLOCK]),
+        (data(0, 1), []),
+        (data(0), [BLOCK, BLOCK]),
+        (data(0, 1, checksums=[1]), [BLOCK, BLOCK]),
+        (Ready(LeaseId("l"), 0, [0]), [BLOCK]),
+        (b"\xc1 no message", [BLOCK] * 3),
+        (encode(Ended(LeaseId("lease"), "x")).replace(b"lease", b"\xff" * 5), []),
+    ],
+    ids=["too few", "none", "too many", "checksums", "not data", "garbage", "not unicode"],
+)
+def test_a_malformed_answer_is_counted_and_ignored_until_the_deadline(message, payload):
+    with raw_pair() as (source, sink):
+        fill(sink.pool, seed=2)
+        before = sink.pool.blocks.copy()
+        source.bring_to_read(sink)
+        source.say(message, *payload)
+        until(lambda: sink.endpoint.counters().get("bad_messages") == 1, "it is counted")
+        source.say(data(0, 1), BLOCK, BLOCK)  # and the connection is still in step
+        source.finish()
+        assert isinstance(sink.end_of_pull(), PullDone)
+        others = [b for b in range(NUM_BLOCKS) if b not in (10, 11)]
+        assert np.array_equal(sink.pool.blocks[others], before[others])
+
+
+@pytest.mark.parametrize(
+    "payload", [BLOCK[:-1], BLOCK + b"x", b"", BLOCK[::-1]], ids=["short", "long", "empty", "wrong"]
+)
+def test_a_block_that_is_not_what_was_promised_fails_the_pull(payload):
+    with raw_pair() as (source, sink):
+        source.bring_to_read(sink)
+        source.say(data(0, 1), payload, BLOCK)
+        assert sink.end_of_pull() == PullFailed(SeqId("s"), "a block arrived damaged")
+        assert source.expect(Release).lease_id == "l"
+
+
+def test_data_that_nobody_asked_for_is_written_nowhere():
+    with raw_pair() as (source, sink):
+        fill(sink.pool, seed=2)
+        before = sink.pool.blocks.copy()
+        source.bring_to_read(sink)
+        source.say(data(2, 3, 99, 0), BLOCK, BLOCK, BLOCK, BLOCK)
+        until(lambda: sink.endpoint.counters().get("pulled_blocks") == 1, "block 0 came")
+        others = [b for b in range(NUM_BLOCKS) if b != 10]
+        assert np.array_equal(sink.pool.blocks[others], before[others])
+
+
+def test_data_that_comes_after_the_pull_failed_is_written_nowhere():
+    with raw_pair() as (source, sink):
+        fill(sink.pool, seed=2)
+        before = sink.pool.blocks.copy()
+        source.bring_to_read(sink)
+        sink.endpoint.perform(AbortPull(SeqId("s")))
+        assert sink.end_of_pull() == PullFailed(SeqId("s"), "aborted")
+        source.say(data(0, 1), BLOCK, BLOCK)
+        # A second pull shows that the late Data has been read: one connection keeps its order.
+        sink.hold("t", LeaseRef(LeaseId("m"), source.lease.source, 1))
+        source.say(Ended(LeaseId("m"), "revoked"))
+        assert sink.end_of_pull() == PullFailed(SeqId("t"), "lease revoked")
+        assert np.array_equal(sink.pool.blocks, before)
+
+
+def test_a_source_that_answers_but_sends_no_blocks_is_given_up():
+    with raw_pair(Timing(ttl_s=8.0, hold_every_s=0.05, silence_s=1.0)) as (source, sink):
+        source.bring_to_read(sink)
+        while isinstance(source.expect(Hold | Release), Hold):
+            source.say(Ready(LeaseId("l"), 4, []))
+        assert sink.end_of_pull() == PullFailed(SeqId("s"), "source sends no blocks")
+
+
+def test_a_source_that_restarted_behind_the_same_address_is_noticed():
+    with raw_pair() as (source, sink):
+        sink.hold("s", source.lease)
+        source.expect(Attach)
+        source.say(Attached("raw-2", 4, None))
+        assert sink.end_of_pull() == PullFailed(SeqId("s"), "source restarted")
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "tcp://", "tcp://127.0.0.1:notaport"])
+def test_an_address_that_is_none_fails_the_pull_and_nothing_else(address):
+    with worker("sink", Transport.ZMQ, timing=IMPATIENT) as sink:
+        lease = LeaseRef(LeaseId("l"), TransferAddress("x", "x-1", address), 1)
+        assert sink.pull("s", lease, [(0, 1)]) == PullFailed(SeqId("s"), "source silent")
+        assert sink.endpoint.counters()["unsent_messages"] >= 1
+
+
+# ---------------------------------------------------------------- a sink made of one socket
+
+
+@contextmanager
+def raw_sink(source: Worker) -> Iterator["zmq.Socket[bytes]"]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
+        dealer.connect(source.address.address)
+        yield dealer
+
+
+def test_a_stranger_is_told_to_attach_and_learns_nothing():
+    with worker("source", Transport.ZMQ) as source, raw_sink(source) as stranger:
+        source.lease("l", [1, 2])
+        stranger.send(encode(Read(LeaseId("l"), [0])))
+        answer = decode_to_sink(stranger.recv())
+        assert answer == AttachRefused("attach")
+        assert source.endpoint.source.num_leases == 1
+
+
+def test_text_that_is_not_unicode_is_counted_and_survived():
+    with worker("source", Transport.ZMQ) as source, raw_sink(source) as stranger:
+        stranger.send(encode(Hold(LeaseId("lease"), 0)).replace(b"lease", b"\xff\xfe\xfd\xfc\xfb"))
+        until(lambda: source.endpoint.counters().get("bad_messages") == 1, "it is counted")
+
+
+def test_a_frame_that_is_too_large_ends_only_its_connection():
+    with (
+        worker("source", Transport.ZMQ) as source,
+        worker("sink", Transport.ZMQ) as sink,
+        raw_sink(source) as stranger,
+    ):
+        stranger.send(bytes(endpoint_module.MAX_MESSAGE_BYTES + 1))
+        assert isinstance(sink.pull("s", source.lease("l", [5]), [(0, 6)]), PullDone)
+
+
+def test_a_flood_of_garbage_does_not_keep_others_waiting():
+    with (
+        worker("source", Transport.ZMQ) as source,
+        worker("sink", Transport.ZMQ, timing=PATIENT) as sink,
+        raw_sink(source) as stranger,
+    ):
+        for _ in range(900):
+            stranger.send(b"\xc1")
+        assert isinstance(sink.pull("s", source.lease("l", [5]), [(0, 6)]), PullDone)
+        until(lambda: source.endpoint.counters().get("bad_messages") == 900, "all are counted")
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "token", "field"),
+    [("source-0", "secret", "incarnation"), ("source-1", "guess", "token")],
+)
+def test_a_sink_that_means_another_or_does_not_know_the_token_is_refused(incarnation, token, field):
+    with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
+        sink.endpoint.sink._token = token
+        lease = source.lease("l", [1])
+        meant = msgspec.structs.replace(lease.source, incarnation=incarnation)
+        end = sink.pull("s", msgspec.structs.replace(lease, source=meant), [(0, 1)])
+        assert end == PullFailed(SeqId("s"), f"source refused: {field} differs")
+
+
+# ---------------------------------------------------------------- shared memory
+
+
+def test_auto_falls_back_when_the_offered_memory_cannot_be_mapped(monkeypatch):
+    def unavailable(*_: object) -> None:
+        raise ShmUnavailable("the source's memory is gone")
+
+    monkeypatch.setattr(endpoint_module, "map_offer", unavailable)
+    with worker("source", Transport.AUTO) as source, worker("sink", Transport.AUTO) as sink:
+        fill(source.pool, seed=1)
+        done = sink.pull("s", source.lease("l", [3]), [(0, 4)])
+        assert done == PullDone(SeqId("s"), "zmq")
+        assert np.array_equal(sink.pool.blocks[4], source.pool.blocks[3])
+        assert sink.endpoint.counters()["fallbacks_shm_unavailable"] == 1
+
+
+def test_a_source_on_another_host_is_not_mapped(monkeypatch):
+    with worker("source", Transport.AUTO) as source, worker("sink", Transport.SHM) as sink:
+        monkeypatch.setattr("kvtransfer.memory.boot_id", lambda: "another host")
+        end = sink.pull("s", source.lease("l", [3]), [(0, 4)])
+        assert end == PullFailed(SeqId("s"), "shared memory unavailable")
+        until(lambda: not sink.endpoint._dealers, "the connection is closed")
+
+
+SOURCE_PROCESS = """
+import sys
+from kvtransfer.readers import Transport
+from tests.transfer.endpoints import NUM_BLOCKS, fill, worker
+with worker("source", Transport.AUTO) as source:
+    fill(source.pool, seed=1)
+    source.lease("l", list(reversed(range(NUM_BLOCKS))))
+    print(source.address.address, flush=True)
+    print(source.end_of_lease().reason, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_pool_of_another_process_is_pulled_over_shared_memory():
+    with subprocess.Popen(
+        [sys.executable, "-c", SOURCE_PROCESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        address = TransferAddress("source", "source-1", process.stdout.readline().strip())
+        with worker("sink", Transport.AUTO) as sink:
+            lease = LeaseRef(LeaseId("l"), address, NUM_BLOCKS)
+            end = sink.pull("s", lease, [(i, i) for i in range(NUM_BLOCKS)])
+            assert end == PullDone(SeqId("s"), "shm")
+            assert process.stdout.readline() == "released\n"
+            sent = np.random.default_rng(1).integers(0, 256, sink.pool.blocks.shape, dtype=np.uint8)
+            assert np.array_equal(sink.pool.blocks, sent[::-1])
+
+
+# ---------------------------------------------------------------- several at once, and the end
+
+
+@pytest.mark.parametrize("backend", [Transport.SHM, Transport.ZMQ])
+def test_many_pulls_in_both_directions_at_once(backend):
+    with worker("a", backend) as a, worker("b", backend) as b:
+        fill(a.pool, seed=1)
+        fill(b.pool, seed=2)
+        sent = {"a": a.pool.blocks.copy(), "b": b.pool.blocks.copy()}
+        # Each leases its lower half in pieces of ten, and pulls the other's into its upper half.
+        half = NUM_BLOCKS // 2
+        for here, there in ((a, b), (b, a)):
+            for first in range(0, half, 10):
+                name = f"{first} of {there.address.worker_id}"
+                lease = there.lease(name, list(range(first, first + 10)), ready=3)
+                here.hold(name, lease)
+                here.start(name, [(i, half + first + i) for i in range(10)])
+        for there in (a, b):
+            for first in range(0, half, 10):
+                name = f"{first} of {there.address.worker_id}"
+                there.grow(name, list(range(first + 3, first + 10)))
+        for here, other in ((a, "b"), (b, "a")):
+            ends = [here.next_event((PullDone, PullFailed)) for _ in range(0, half, 10)]  # type: ignore[arg-type]
+            assert all(isinstance(end, PullDone) for end in ends), ends
+            assert np.array_equal(here.pool.blocks[half:], sent[other][:half])
+
+
+def test_a_lease_whose_sink_is_gone_expires():
+    with worker("source", Transport.ZMQ, timing=IMPATIENT) as source:
+        with worker("sink", Transport.ZMQ) as sink:
+            sink.hold("s", source.lease("l", [1]))
+            until(lambda: source.is_held("l"), "held")
+        assert source.end_of_lease() == LeaseEnded(LeaseId("l"), "expired")
+
+
+def test_a_source_that_nobody_needs_any_more_is_let_go():
+    with (
+        worker("source", Transport.SHM) as source,
+        worker("sink", Transport.SHM, timing=Timing(ttl_s=0.5, silence_s=8.0)) as sink,
+    ):
+        assert isinstance(sink.pull("s", source.lease("l", [1]), [(0, 2)]), PullDone)
+        until(lambda: not sink.endpoint._dealers and not sink.endpoint._readers, "let go")
+        assert isinstance(sink.pull("t", source.lease("m", [3]), [(0, 4)]), PullDone)
+
+
+def test_closing_joins_the_thread():
+    def num_threads() -> int:
+        return sum(thread.name == "kv-transfer" for thread in threading.enumerate())
+
+    before = num_threads()
+    with worker("source", Transport.SHM) as source, worker("sink", Transport.SHM) as sink:
+        assert num_threads() == before + 2
+        sink.hold("s", source.lease("l", [1]))
+    assert num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "window_blocks"),
+    [(64, 64), (2**18, 64), (2**20, 16), (2**24, 1), (2**30, 1)],
+)
+def test_one_data_stays_small_enough_to_arrive_in_time(block_bytes, window_blocks):
+    assert endpoint_module._window_blocks(block_bytes) == window_blocks

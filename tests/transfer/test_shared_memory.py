@@ -1,0 +1,96 @@
+"""A pool's memory, and what is believed of an offer of another's."""
+
+import os
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvtransfer.memory import SharedPool, ShmUnavailable, map_offer
+
+NUM_BLOCKS, BLOCK_BYTES = 5, 4096
+
+
+@pytest.fixture
+def pool():
+    pool = SharedPool(NUM_BLOCKS, BLOCK_BYTES)
+    pool.open()
+    yield pool
+    pool.close()
+
+
+def test_a_mapped_pool_shows_what_is_written_to_it(pool):
+    mapped = map_offer(pool.offer(), NUM_BLOCKS, BLOCK_BYTES)
+    pool.blocks[3] = 7
+    assert mapped.shape == (NUM_BLOCKS, BLOCK_BYTES)
+    assert np.all(mapped[3] == 7)
+    assert not mapped[2].any()
+
+
+def test_a_mapped_pool_cannot_be_written_to(pool):
+    mapped = map_offer(pool.offer(), NUM_BLOCKS, BLOCK_BYTES)
+    with pytest.raises(ValueError, match="read-only"):
+        mapped[0] = 1
+
+
+def test_a_mapped_pool_outlives_its_owners_descriptor(pool):
+    mapped = map_offer(pool.offer(), NUM_BLOCKS, BLOCK_BYTES)
+    pool.blocks[0] = 9
+    pool.close()
+    assert np.all(mapped[0] == 9)
+
+
+def test_mapping_leaves_no_descriptor_behind(pool):
+    def num_fds() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = num_fds()
+    mapped = map_offer(pool.offer(), NUM_BLOCKS, BLOCK_BYTES)
+    del mapped
+    with pytest.raises(ShmUnavailable):
+        map_offer(msgspec.structs.replace(pool.offer(), inode=1), NUM_BLOCKS, BLOCK_BYTES)
+    assert num_fds() == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"boot_id": "another"}, "another host"),
+        ({"num_bytes": 7}, "does not match the layout"),
+        ({"inode": 1}, "is gone"),
+        ({"fd": 10**6}, "cannot open"),
+        ({"pid": 2**30}, "cannot open"),
+        ({"fd": -1}, "cannot open"),
+    ],
+)
+def test_an_offer_that_is_not_what_it_says_is_not_believed(pool, changed, reason):
+    offer = msgspec.structs.replace(pool.offer(), **changed)
+    with pytest.raises(ShmUnavailable, match=reason):
+        map_offer(offer, NUM_BLOCKS, BLOCK_BYTES)
+
+
+def test_memory_that_has_another_size_by_now_is_not_believed(pool):
+    offer = pool.offer()
+    os.ftruncate(offer.fd, offer.num_bytes * 2)
+    with pytest.raises(ShmUnavailable, match="is gone"):
+        map_offer(offer, NUM_BLOCKS, BLOCK_BYTES)
+
+
+def test_a_strangers_pipe_in_its_place_does_not_block(pool):
+    """In a container process ids begin anew, and that of a source may be somebody else's here."""
+    reads, writes = os.pipe()
+    os.close(writes)
+    outcomes: list[str] = []
+
+    def try_to_map() -> None:
+        try:
+            map_offer(msgspec.structs.replace(pool.offer(), fd=reads), NUM_BLOCKS, BLOCK_BYTES)
+        except ShmUnavailable as error:
+            outcomes.append(str(error))
+
+    thread = threading.Thread(target=try_to_map, daemon=True)
+    thread.start()
+    thread.join(5)
+    os.close(reads)
+    assert outcomes == ["the source's memory is gone"]

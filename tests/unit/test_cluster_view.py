@@ -1,0 +1,55 @@
+"""What is promised to workers: every debit is credited back once."""
+
+import pytest
+
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import PROTOCOL_VERSION, Role, Welcome
+from router.view import ClusterView, WorkerView
+
+LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
+
+
+@pytest.fixture
+def worker() -> WorkerView:
+    info = Welcome(PROTOCOL_VERSION, "m0", "life", Role.MIXED, "fp", LAYOUT, 10, 4)
+    return WorkerView(info)
+
+
+def test_promises_add_up_and_are_credited_back_one_by_one(worker):
+    worker.reserve_prefill("a", 7)
+    worker.reserve_prefill("b", 5)
+    worker.reserve_decode("a", 3)
+    assert (worker.reserved_tokens, worker.reserved_blocks) == (12, 3)
+    worker.release_prefill("a")
+    assert (worker.reserved_tokens, worker.reserved_blocks) == (5, 3)
+    worker.release_decode("a")
+    worker.release_prefill("b")
+    assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
+    ClusterView({"m0": worker}).validate()
+
+
+def test_what_is_credited_back_twice_counts_once(worker):
+    worker.reserve_prefill("a", 7)
+    worker.reserve_decode("b", 3)
+    for seq_id in ("a", "b", "a", "never promised"):
+        worker.release_prefill(seq_id)
+        worker.release_decode(seq_id)
+    assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
+
+
+def test_promising_twice_is_a_bug(worker):
+    worker.reserve_prefill("a", 7)
+    worker.reserve_decode("a", 3)
+    with pytest.raises(AssertionError):
+        worker.reserve_prefill("a", 7)
+    with pytest.raises(AssertionError):
+        worker.reserve_decode("a", 3)
+
+
+@pytest.mark.parametrize("field", ["reserved_tokens", "reserved_blocks"])
+def test_a_sum_that_is_not_the_sum_of_its_parts_is_found(worker, field):
+    view = ClusterView({"m0": worker})
+    view.validate()
+    setattr(worker, field, 1)
+    with pytest.raises(AssertionError):
+        view.validate()

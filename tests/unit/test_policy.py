@@ -1,0 +1,165 @@
+"""Placement: who is chosen, when to wait, and what can never be."""
+
+import pytest
+
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import PROTOCOL_VERSION, Role, Welcome
+from router.policy import Busy, Impossible, Need, Placement, decode_blocks, least_loaded
+from router.view import ClusterView, WorkerView
+
+LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+BACKLOG = 20
+NEED = Need(num_tokens=8, max_len=16)  # four blocks in the end, two to prefill
+
+
+def worker(
+    name: str, *, tokens: int = 0, blocks: int = 0, num_blocks: int = 10, max_running: int = 4
+) -> WorkerView:
+    """A worker to which so much is promised already; its role is its initial."""
+    role = ROLES[name[0]]
+    info = Welcome(PROTOCOL_VERSION, name, "life", role, "fp", LAYOUT, num_blocks, max_running)
+    view = WorkerView(info)
+    if tokens:
+        view.reserve_prefill("other", tokens)
+    if blocks:
+        view.reserve_decode("other", blocks)
+    return view
+
+
+def place(*workers: WorkerView, need: Need = NEED):
+    view = ClusterView({w.info.worker_id: w for w in workers})
+    return least_loaded(view, need, BACKLOG)
+
+
+P0, D0, M0 = worker("p0"), worker("d0"), worker("m0")
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ([P0, D0], Placement("p0", "d0")),
+        ([M0], Placement("m0", "m0")),
+        ([M0, D0], Placement("m0", "m0")),
+        ([P0, M0], Placement("m0", "m0")),
+        ([worker("p0"), worker("m0", tokens=1)], Placement("p0", "m0")),
+        ([worker("p0", tokens=8), worker("p1", tokens=7), D0], Placement("p1", "d0")),
+        ([worker("p1"), worker("p0"), D0], Placement("p0", "d0")),
+        ([P0, worker("d0", blocks=3), worker("d1", blocks=2)], Placement("p0", "d1")),
+        (
+            [P0, worker("d0", blocks=5), worker("d1", blocks=6, num_blocks=20)],
+            Placement("p0", "d1"),
+        ),
+        ([P0, worker("d1"), worker("d0")], Placement("p0", "d0")),
+        ([worker("m0", blocks=7), worker("p0", tokens=9), D0], Placement("p0", "d0")),
+    ],
+    ids=[
+        "one of each",
+        "mixed alone",
+        "mixed goes on decoding",
+        "mixed before prefill by name",
+        "mixed only decodes",
+        "shortest backlog",
+        "first by name",
+        "most free memory",
+        "most free memory, as a share",
+        "first decode worker by name",
+        "mixed without memory for the answer",
+    ],
+)
+def test_the_least_loaded_workers_are_chosen(workers, expected):
+    assert place(*workers) == expected
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        [worker("p0", tokens=13), D0],
+        [P0, worker("d0", blocks=7)],
+        [P0, worker("d0", blocks=1, max_running=1)],
+        [worker("m0", tokens=13)],
+        [worker("m0", blocks=7)],
+        [worker("p0", tokens=13), worker("m0", blocks=7), D0],
+        [worker("p0", num_blocks=1), worker("p1", tokens=13), D0],
+        [P0, worker("d0", num_blocks=1), worker("d1", blocks=7)],
+    ],
+    ids=[
+        "backlog",
+        "memory",
+        "places",
+        "mixed backlog",
+        "mixed memory",
+        "each lacks something",
+        "one too small, the other busy",
+        "one too small, the other full",
+    ],
+)
+def test_when_all_that_could_serve_are_full_the_request_waits(workers):
+    assert place(*workers) == Busy()
+
+
+def test_a_backlog_may_be_filled_exactly():
+    assert place(worker("p0", tokens=12), D0) == Placement("p0", "d0")
+
+
+def test_an_idle_worker_takes_a_prompt_longer_than_any_backlog():
+    need = Need(num_tokens=30, max_len=40)
+    assert place(P0, D0, need=need) == Placement("p0", "d0")
+
+
+def test_memory_may_be_filled_exactly():
+    assert place(P0, worker("d0", blocks=6)) == Placement("p0", "d0")
+
+
+@pytest.mark.parametrize(
+    ("workers", "reason"),
+    [
+        ([], "no prefill worker is alive"),
+        ([D0], "no prefill worker is alive"),
+        ([P0], "no decode worker is alive"),
+        ([P0, worker("d0", num_blocks=3)], "memory of any decode worker"),
+        ([worker("m0", num_blocks=3)], "memory of any decode worker"),
+        ([worker("p0", num_blocks=1), D0], "memory of any prefill worker"),
+        ([worker("m0", num_blocks=3), D0], "memory of any prefill worker"),
+    ],
+    ids=[
+        "nobody",
+        "nobody prefills",
+        "nobody decodes",
+        "answer too long",
+        "answer too long for mixed",
+        "prompt too long",
+        "mixed cannot hold the answer, and would have to",
+    ],
+)
+def test_what_no_live_worker_could_ever_serve_is_impossible(workers, reason):
+    choice = place(*workers)
+    assert isinstance(choice, Impossible)
+    assert reason in choice.reason
+
+
+def test_a_prompt_goes_to_a_worker_that_can_hold_it():
+    small, large = worker("p0", num_blocks=1), worker("p1", tokens=12)
+    assert place(small, large, D0) == Placement("p1", "d0")
+
+
+def test_what_is_too_large_stays_impossible_however_full_the_workers_are():
+    choice = place(worker("p0", tokens=20), worker("d0", num_blocks=3, blocks=3))
+    assert isinstance(choice, Impossible)
+
+
+def test_the_choice_does_not_depend_on_the_order_of_the_view():
+    workers = [worker("p0"), worker("p1"), worker("d0"), worker("d1"), worker("m0", tokens=3)]
+    assert place(*workers) == place(*reversed(workers)) == Placement("p0", "d0")
+
+
+def test_choosing_changes_nothing():
+    workers = [worker("p0", tokens=3), worker("d0", blocks=2)]
+    before = [(w.reserved_tokens, w.reserved_blocks) for w in workers]
+    place(*workers)
+    assert [(w.reserved_tokens, w.reserved_blocks) for w in workers] == before
+
+
+@pytest.mark.parametrize(("max_len", "blocks"), [(1, 1), (4, 1), (5, 2), (16, 4)])
+def test_decode_memory_is_reserved_for_the_longest_answer(max_len, blocks):
+    assert decode_blocks(D0, Need(1, max_len)) == blocks
