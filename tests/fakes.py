@@ -549,7 +549,6 @@ class FakeGateway:
         self.gateway_id = GatewayId(name)
         self.links = {worker_id: Link() for worker_id in workers}
         self.asks: dict[SeqId, Ask] = {}  # by their present attempt
-        self.attempts: list[SeqId] = []  # all that there ever were
         self._lease_sent: set[SeqId] = set()
 
     def submit(self, ask: Ask) -> None:
@@ -557,7 +556,6 @@ class FakeGateway:
         seq_id = SeqId(f"{ask.name}.{ask.num_attempts}")
         ask.seq_id, ask.news = seq_id, []
         self.asks[seq_id] = ask
-        self.attempts.append(seq_id)
         kind = Generate if ask.route.prefill == ask.route.decode else Prefill
         message = kind(seq_id, ask.token_ids, ask.sampling, ask.limits)
         self._send(ask.route.prefill, message)
@@ -659,7 +657,6 @@ class FakeCluster:
         self.block_contents: dict[BlockHash, list[Kv]] = {}
         self._connections: list[Connection] = []
         self._peers = count()
-        self._abandoned: set[SeqId] = set()  # attempts of gateways that are gone
         self._orphans: list[tuple[GatewayId, WorkerId, Link]] = []  # of gateways that are gone
         self.workers = {WorkerId(n): FakeWorker(n, shape, self) for n, shape in shapes.items()}
 
@@ -697,7 +694,6 @@ class FakeCluster:
     def lose(self, gateway: FakeGateway, num_arriving: int) -> None:
         """A gateway dies; of what it has sent to each worker, so many messages still arrive."""
         gateway.give_up()
-        self._abandoned.update(gateway.attempts)
         del self.gateways[gateway.gateway_id]
         for worker_id, link in gateway.links.items():
             sent = list(link.to_worker)[:num_arriving]
@@ -783,12 +779,11 @@ class FakeCluster:
         )
 
     def _check_for_orphans(self) -> None:
-        """In quiet, workers serve only attempts that go on. Leases of lost gateways may linger."""
+        """In quiet, workers serve only attempts that go on, and lease only for them."""
         wanted = {seq_id for gateway in self.gateways.values() for seq_id in gateway.asks}
-        allowed = wanted | self._abandoned
         for worker in self.workers.values():
             assert worker.seq_ids() <= wanted, "a sequence goes on that nobody wants"
-            assert set(worker.prefill._leases) <= allowed, "a lease goes on that nobody wants"
+            assert set(worker.prefill._leases) <= wanted, "a lease goes on that nobody wants"
 
     def _moves_of(self, worker: FakeWorker) -> list[Move]:
         acts: list[Callable[[], None]] = []

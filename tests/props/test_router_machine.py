@@ -289,6 +289,10 @@ class World:
             assert view.reserved_tokens == view.reserved_blocks == 0
             assert not view.prefill_tokens
             assert not view.decode_blocks
+        for worker in self.workers.values():
+            while worker.inbox:
+                worker.take()
+            assert not worker.seqs, "a worker was not told that nobody wants this any more"
 
     # ------------------------------------------------------------ what must hold
 

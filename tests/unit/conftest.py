@@ -1,4 +1,4 @@
-"""In unit tests the forbidden raises: sockets, sleep, Ray, imports that the core needs not."""
+"""In unit tests the forbidden raises: sockets, sleep, Ray; and heavy libraries are absent."""
 
 import socket
 import subprocess

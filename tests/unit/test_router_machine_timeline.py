@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import msgspec
 import pytest
 from test_router_machine import LEASE, Driver
 
@@ -110,6 +111,23 @@ def test_an_attempt_lost_after_the_first_token_changes_nothing_before_it():
     assert to_second(second.timeline) == 4
     assert second.timeline.attempts == 2
     assert second.timeline.decode_worker == "d1"
+
+
+def test_an_attempt_lost_after_the_second_token_changes_nothing_before_it():
+    driver = Driver("p0", "d0")
+    driver.ask(max_tokens=20)
+    driver.say("p0", PrefillStarted("r.0", 4, LEASE), after_s=1)
+    driver.say("p0", PrefillDone("r.0", 9, None), after_s=2)
+    driver.say("d0", KvReady("r.0", 2, 0, "shm"), after_s=4)
+    driver.say("d0", DecodeStarted("r.0"), after_s=8)
+    second = delivered(driver.say("d0", Tokens("r.0", [8]), after_s=16)).timeline
+    driver.say("d0", GivenBack("r.0", "preempted"), after_s=1)
+    driver.say("p0", PrefillStarted("r.1", 0, LEASE), after_s=1)
+    driver.say("d0", KvReady("r.1", 2, 0, "shm"), after_s=1)
+    driver.say("p0", PrefillDone("r.1", 7, None), after_s=1)
+    driver.say("d0", DecodeStarted("r.1"), after_s=1)
+    *_, end = driver.say("d0", Tokens("r.1", [6], FinishReason.STOP), after_s=1)
+    assert end.timeline == msgspec.structs.replace(second, attempts=2)
 
 
 def test_a_request_that_ends_without_a_token_accounts_for_all_its_time():
