@@ -225,6 +225,7 @@ class TransferEndpoint:
                 self._count("bad_messages")
                 log.warning("ignored a sink's message: %s", error)
                 continue
+            self._take_orders()  # the order that opened the lease is older than this message
             self._do_source(self.source.receive(peer, message, self._clock.now_s()))
 
     def _do_source(self, effects: list[SourceEffect]) -> None:
