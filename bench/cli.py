@@ -1,6 +1,8 @@
 """`baton bench`: the command line of the benchmarks. Parses, prints, writes; decides nothing.
 
 baton bench serve --url http://127.0.0.1:8000 --rate 4 --requests 200 --json serve.json
+baton bench engine --peer vllm=/path/to/its/python --json engine.json
+baton bench quality --json quality.json
 """
 
 from pathlib import Path
@@ -11,16 +13,20 @@ import uvloop
 from rich.console import Console
 
 from bench.answers import Endpoint
+from bench.engine_cli import engine
 from bench.load import Slo, figures_of_runs, kinds_with_example, warnings
 from bench.machine import commit, hardware
 from bench.plan import Ask, Load, Plan, Target, check, config_of, quick
 from bench.plots import plot_cdfs, require_matplotlib
+from bench.quality_cli import quality
 from bench.report import Report, results_of, write_json
 from bench.serve import Measured, measure
 from bench.tables import print_failures, print_report, print_warnings
 from engine.errors import BatonError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.command()(engine)
+app.command()(quality)
 
 
 @app.callback()

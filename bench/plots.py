@@ -5,6 +5,8 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
+PANELS_IN_A_ROW = 3
+
 
 def require_matplotlib() -> None:
     """Raises ConfigError where plots cannot be made: ask before a run, not after it."""
@@ -27,6 +29,36 @@ def plot_cdfs(series_ms: Mapping[str, Sequence[float]], path: Path, *, title: st
         panel.set(xlabel=f"{name} (ms)", ylabel="share of values", ylim=(0, 1), xlim=(0, None))
         panel.set_title(f"n = {len(values_ms)}", fontsize="small")
         panel.grid(alpha=0.3)
+    figure.suptitle(title, fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def plot_bars(
+    panels: Mapping[str, Mapping[str, float]],
+    path: Path,
+    *,
+    title: str,
+    limits: Mapping[str, Mapping[str, float]] | None = None,
+) -> None:
+    """One panel of named bars for each quantity; a limit is a line across the bar it is for."""
+    from matplotlib.figure import Figure
+
+    num_columns = min(len(panels), PANELS_IN_A_ROW)
+    num_rows = -(-len(panels) // PANELS_IN_A_ROW)
+    figure = Figure(figsize=(4.2 * num_columns, 3.6 * num_rows), layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).flat
+    for unused in list(axes)[len(panels) :]:
+        unused.set_axis_off()
+    for panel, (quantity, bars) in zip(axes, panels.items(), strict=False):
+        panel.bar(list(bars), list(bars.values()), color="tab:blue")
+        marks = (limits or {}).get(quantity, {})
+        for place, name in enumerate(bars):
+            if name in marks:
+                panel.hlines(marks[name], place - 0.45, place + 0.45, color="black")
+        panel.set_title(quantity, fontsize="small")
+        panel.tick_params(axis="x", labelrotation=60, labelsize="small")
+        panel.grid(axis="y", alpha=0.3)
     figure.suptitle(title, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=150)

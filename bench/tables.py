@@ -7,9 +7,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.report import Report, Result
+from bench.report import Peer, Report, Result
 
 STATISTICS = ("mean", "p50", "p90", "p99")
+RATES = {"compute": "GFLOP/s", "bandwidth": "GB/s"}
 LABELS = {
     "ttft": "TTFT",
     "itl": "ITL, between chunks",
@@ -25,6 +26,36 @@ def print_report(console: Console, report: Report, *, title: str) -> None:
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
     console.print(_tables(report.results))
+
+
+def print_speeds(console: Console, report: Report, *, title: str) -> None:
+    """Where and how it was measured, speeds beside limits and peers, then all other results."""
+    speeds = [result for result in report.results if result.unit == "tokens/s"]
+    beside = {_beside(speed, kind) for speed in speeds for kind in RATES}
+    shown = beside | {speed.name for speed in speeds}
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
+    console.print(_speed_table(speeds, {result.name: result for result in report.results}))
+    if any(speed.peers for speed in speeds):
+        console.print(_peer_table([speed for speed in speeds if speed.peers]))
+    console.print(_plain_table([r for r in report.results if r.name not in shown]))
+
+
+def print_pivot(console: Console, report: Report, *, title: str) -> None:
+    """Where and how it was measured, then a row for each setting and a column for each thing."""
+    things = {_thing(result): result.unit for result in report.results}
+    headers = [f"{thing}_{unit}".replace("_", "\n").rstrip() for thing, unit in things.items()]
+    table = Table("", *headers, box=box.SIMPLE_HEAD)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    cells = {result.name: _value(result) for result in report.results}
+    for setting in dict.fromkeys(_statistic(result) for result in report.results):
+        row = [cells.get(f"{thing}/{setting}", "") for thing in things]
+        table.add_row(setting.replace("_", " "), *row)
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
+    console.print(table)
 
 
 def print_failures(console: Console, kinds: Mapping[str, tuple[int, str]]) -> None:
@@ -60,6 +91,44 @@ def _latency_table(results: Sequence[Result]) -> Table:
         row = [cells.get(f"{name}/{statistic}", "") for statistic in STATISTICS]
         table.add_row(LABELS.get(name, name), *row)
     return table
+
+
+def _speed_table(speeds: Sequence[Result], by_name: Mapping[str, Result]) -> Table:
+    table = Table("tokens/s", "value", "limit", "of it", *RATES.values(), box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for speed in speeds:
+        rates = (by_name.get(_beside(speed, kind)) for kind in RATES)
+        table.add_row(
+            speed.name,
+            _value(speed),
+            "" if speed.limit is None else _number(speed.limit),
+            "" if speed.of_limit is None else f"{speed.of_limit:.0%}",
+            *("" if rate is None else _number(rate.value) for rate in rates),
+        )
+    return table
+
+
+def _peer_table(speeds: Sequence[Result]) -> Table:
+    peers = list(dict.fromkeys(peer for speed in speeds for peer in speed.peers))
+    headers = [peer.replace("_", "\n", 1) for peer in peers]
+    table = Table("tokens/s", "ours", *headers, box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for speed in speeds:
+        cells = [_peer(speed.peers.get(peer)) for peer in peers]
+        table.add_row(speed.name, _number(speed.value), *cells)
+    return table
+
+
+def _peer(peer: Peer | None) -> str:
+    """A peer's figure and, under it, how many times as fast we are."""
+    return "" if peer is None else f"{_number(peer.value)}\n× {peer.ratio:.2f}"
+
+
+def _beside(speed: Result, kind: str) -> str:
+    """Name of the result that says how fast the same job used a part of the machine."""
+    return f"{_thing(speed)}_{kind}/{_statistic(speed)}"
 
 
 def _plain_table(results: Sequence[Result]) -> Table:

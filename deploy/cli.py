@@ -19,7 +19,7 @@ from deploy.chat import ChatClient, converse, first_model
 from deploy.cluster import BUNDLED_MODEL, Deployment, Pools
 from deploy.launcher import Launcher, ProcessLauncher
 from deploy.processes import GatewayReady
-from engine.config import load_config
+from engine.config import WeightFormat, load_config
 from engine.errors import BatonError
 from engine.layout import KVFormat
 from kvtransfer.readers import Transport
@@ -52,6 +52,7 @@ def serve(  # noqa: PLR0913 - a command's options
     mixed: Annotated[int, typer.Option(help="workers that do both")] = 0,
     launcher: Annotated[LauncherKind, typer.Option(help="how to run them")] = LauncherKind.RAY,
     model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
+    weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
     kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached K and V")] = None,
     kv_mib: Annotated[int | None, typer.Option(help="KV memory of each worker, MiB")] = None,
     kv_transport: Annotated[Transport | None, typer.Option(help="how KV moves")] = None,
@@ -65,6 +66,7 @@ def serve(  # noqa: PLR0913 - a command's options
         "gateway.host": host,
         "gateway.port": port,
         "gateway.model_name": model_name or (None if model != BUNDLED_MODEL else "baton-bundled"),
+        "worker.weights": weights,
         "worker.kv_dtype": kv_dtype,
         "worker.kv_mib": kv_mib,
         "worker.kv_transport": kv_transport,

@@ -110,6 +110,7 @@ class WorkerService:
             Path(spec.model),
             block_size=spec.config.block_size,
             kv_format=spec.config.kv_dtype,
+            weights=spec.config.weights,
             kv_bytes=spec.config.kv_mib * 2**20,
         )
         pools: list[SharedPool] = []

@@ -7,6 +7,7 @@ Defaults run on a laptop. A part of the tree is passed to whom it concerns; nobo
 
 import tomllib
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ from engine.layout import KVFormat
 ENVIRONMENT_PREFIX = "BATON_"
 
 
+class WeightFormat(StrEnum):
+    """How a worker holds the weights of linear layers."""
+
+    AUTO = "auto"  # int8 on a CPU that the kernels know, else fp32; bf16 on a GPU
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
     if not holds:
         raise ValueError(message)
@@ -27,6 +38,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What every worker is started with."""
 
     block_size: int = 16  # tokens
+    weights: WeightFormat = WeightFormat.AUTO
     kv_dtype: KVFormat = KVFormat.FP32
     kv_mib: int = 512  # memory of the KV pool
     max_batch_tokens: int = 512  # tokens of one step

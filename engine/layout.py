@@ -3,16 +3,29 @@
 A block is one contiguous record that holds `block_size` tokens of every layer of every section (the
 target model, and the draft model where there is one):
 
-    record = section 0: layer 0: K [num_kv_heads, block_size, head_dim]
-                                 V [num_kv_heads, block_size, head_dim]
+    record = section 0: layer 0: K head 0, K head 1, …, V head 0, V head 1, …
                         layer 1: …
              section 1: …
-             padding up to a multiple of 64 bytes
+    head   = elements [block_size, head_dim], up to a multiple of 64 bytes
+             scales [block_size], 4 bytes each, likewise; only in formats that have them
 
-Heads come before tokens, so a slice of heads is contiguous. One descriptor moves a whole block.
+So every head starts on a cache line and a slice of heads is contiguous, scales included. One
+descriptor moves a whole block.
+
+How a token's K or V x of one head is stored:
+
+    fp32, bf16   as it is
+    fp8_e4m3     x / scale as float8 e4m3 (no infinities), scale = max |x| / 448 in fp32
+    int8         round(x / scale), scale = max |x| / 127 in fp32
+    int4         q = round((x - low) / step) in 0 … 15, x ≈ low + q * step; low = min x and
+                 step = (max x - low) / 15, both rounded to bf16, `step` in the scale's lower two
+                 bytes, `low` in its upper two; byte i holds q of element i in its lower half and of
+                 element i + head_dim / 2 in its upper half
+
+Numbers are little-endian; halves round to even. A scale or step of zero stores zeros for q.
 
 Sources: paged KV, Kwon et al., SOSP 2023; one record across layers, Qin et al., Mooncake, FAST
-2025.
+2025; scales per token and head, KIVI, Liu et al., ICML 2024 (its V) and vLLM's quantised KV.
 """
 
 from enum import StrEnum
@@ -22,6 +35,7 @@ import msgspec
 ALIGNMENT_BYTES = (
     64  # a cache line; misaligned `rep movsb` copies are ten times slower on some CPUs
 )
+SCALE_BYTES = 4
 
 
 class KVFormat(StrEnum):
@@ -29,11 +43,19 @@ class KVFormat(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP8_E4M3 = "fp8_e4m3"
+    INT8 = "int8"
+    INT4 = "int4"
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of one element."""
-        return {KVFormat.FP32: 4, KVFormat.BF16: 2}[self]
+    def element_bits(self) -> int:
+        """Bits of one element."""
+        return {"fp32": 32, "bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}[self.value]
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether each token and head has a scale beside its elements."""
+        return self.element_bits <= 8
 
 
 class KVSection(msgspec.Struct, frozen=True):
@@ -43,10 +65,6 @@ class KVSection(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
 
-    def elements(self, block_size: int) -> int:
-        """K and V elements of one block, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * block_size
-
 
 class KVLayout(msgspec.Struct, frozen=True):
     """Everything that two workers must agree on before a block moves between them."""
@@ -55,26 +73,36 @@ class KVLayout(msgspec.Struct, frozen=True):
     kv_format: KVFormat
     sections: tuple[KVSection, ...]
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of one block without padding."""
-        elements = sum(s.elements(self.block_size) for s in self.sections)
-        return elements * self.kv_format.element_bytes
+    def __post_init__(self) -> None:
+        for section in self.sections:
+            if section.head_dim * self.kv_format.element_bits % 8:
+                raise ValueError(f"{self.kv_format} needs an even head_dim")
+
+    def token_bytes(self, section: int) -> int:
+        """Bytes of the elements of one token's K (or V) of one head."""
+        return self.sections[section].head_dim * self.kv_format.element_bits // 8
+
+    def scales_offset_bytes(self, section: int) -> int:
+        """From the start of a head to its scales."""
+        return _align(self.block_size * self.token_bytes(section))
+
+    def head_bytes(self, section: int) -> int:
+        """From one head's K (or V) to the next, in one layer of one block."""
+        scales = _align(self.block_size * SCALE_BYTES) if self.kv_format.has_scales else 0
+        return self.scales_offset_bytes(section) + scales
+
+    def layer_bytes(self, section: int) -> int:
+        """K and V of one layer in one block."""
+        return 2 * self.sections[section].num_kv_heads * self.head_bytes(section)
+
+    def section_offset_bytes(self, section: int) -> int:
+        """Start of a section within a block; `len(sections)` gives the end of the last."""
+        return sum(self.sections[i].num_layers * self.layer_bytes(i) for i in range(section))
 
     @property
     def block_bytes(self) -> int:
         """Bytes from one block to the next."""
-        return -(-self.data_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes of one token, all layers and sections."""
-        return self.data_bytes // self.block_size
-
-    def section_offset_bytes(self, section: int) -> int:
-        """Start of a section's data within a block."""
-        before = sum(s.elements(self.block_size) for s in self.sections[:section])
-        return before * self.kv_format.element_bytes
+        return self.section_offset_bytes(len(self.sections))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -86,3 +114,7 @@ class KVLayout(msgspec.Struct, frozen=True):
             if getattr(self, field) != getattr(other, field):
                 return field
         return None
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -21,7 +21,7 @@ import msgspec
 from engine.errors import ProtocolError
 from engine.layout import KVLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 2**20
 
 RequestId = NewType("RequestId", str)

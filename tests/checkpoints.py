@@ -40,8 +40,27 @@ LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 # The architectures that continuous integration serves token for token like transformers.
 KINDS = {
     "llama": {"model_type": "llama", "head_dim": 8},
+    "qwen2": {  # biases of Q, K and V; windows in all layers but the first
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": SLIDING_WINDOW,
+        "max_window_layers": 1,
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "mistral": {"model_type": "mistral", "head_dim": 8, "sliding_window": SLIDING_WINDOW},
+    "mixtral": {
+        "model_type": "mixtral",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "gemma": {"model_type": "gemma", "head_dim": 16, "num_key_value_heads": 1},
     "gemma2": {
         "model_type": "gemma2",

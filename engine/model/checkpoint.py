@@ -5,10 +5,12 @@ tries the model when it is opened:
 
 1. One token, with an attention that only records. Every layer must call it once, all with the same
    KV heads and head size: from these calls, not from names in the config, comes the `KVSection`.
-2. A few tokens with the model's own attention, and the same tokens in two chunks over paged KV.
-   The logits must agree. They do not if anything besides K and V passes from token to token (states
-   of a recurrence or a convolution), if the attention has terms that ours does not (biases, sinks,
-   no causality), or if positions are not taken from `position_ids`.
+   The window that a layer tells its attention must be that of its mask.
+2. A few tokens with the model's own attention, and the same tokens in two chunks over paged KV,
+   in fp32 or bf16 whatever format is served. The logits must agree. They do not if anything besides
+   K and V passes from token to token (states of a recurrence or a convolution), if the attention
+   has terms that ours does not (biases, sinks, no causality), or if positions are not taken from
+   `position_ids`.
 
 What a few tokens cannot show is checked by name: attention in fixed chunks, and rotary embeddings
 that change with the length of the batch. The latter are constant up to a length, which is then
@@ -29,13 +31,19 @@ from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import SeqId
 from engine.model.attention import build_batch
-from engine.model.files import check_files, fingerprint
-from engine.model.hook import IMPLEMENTATION, Call, ForwardContext, attach, forward
+from engine.model.files import check_files, fingerprint, weight_files
+from engine.model.hook import PAGED, RECORDING, Call, ForwardContext, attach, forward
 from engine.model.kvcache import KVCache, allocate_buffer
+from engine.model.quantised import quant_method, require_packages
 
 PROBE_CHUNKS = ((5, 3, 8, 7), (2, 9, 4))  # token ids; the cut is inside a block of the probe
 PROBE_BLOCK_SIZE = 3
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the spread of the logits
+PROBE_TOLERANCE = {  # of the spread of the logits
+    torch.float32: 1e-3,
+    torch.float16: 0.02,
+    torch.bfloat16: 0.1,
+}
+QUANTISED_TOLERANCE = 0.25  # rounded activations turn small differences into larger ones
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -52,6 +60,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+    quant_method: str | None  # how the checkpoint's weights are quantised
 
 
 def load(
@@ -73,11 +82,13 @@ def load(
     logging.set_verbosity_error()
     config = _load_config(path)
     _check_config(config)
-    model = _load_weights(path, config, dtype).to(device)
+    method = _quant_method(path, config)
+    model = _load_weights(path, config, dtype, device)
     context = ForwardContext()
     attach(model, context)
     try:
-        section, vocab_size = _probe(model, context)
+        tolerance = max(PROBE_TOLERANCE[model.dtype], QUANTISED_TOLERANCE if method else 0)
+        section, vocab_size = _probe(model, context, tolerance)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a model's code raises: it cannot be served
@@ -85,13 +96,21 @@ def load(
     return LoadedModel(
         model=model,
         context=context,
-        layout=KVLayout(block_size=block_size, kv_format=kv_format, sections=(section,)),
+        layout=_layout(section, kv_format, block_size),
         device=torch.device(device),
-        context_len=_context_len(config.get_text_config(decoder=True)),
+        context_len=_context_len(model.config.get_text_config(decoder=True)),
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(model),
         fingerprint=fingerprint(path, dtype=str(dtype), kv_format=kv_format),
+        quant_method=method,
     )
+
+
+def _layout(section: KVSection, kv_format: KVFormat, block_size: int) -> KVLayout:
+    try:
+        return KVLayout(block_size=block_size, kv_format=kv_format, sections=(section,))
+    except ValueError as error:
+        raise CheckpointError(f"config.json: head_dim is {section.head_dim}: {error}") from None
 
 
 def _load_config(path: Path) -> PreTrainedConfig:
@@ -113,10 +132,24 @@ def _check_config(config: PreTrainedConfig) -> None:
         )
     if getattr(text, "attention_chunk_size", None):
         raise CheckpointError("config.json: attention_chunk_size is not supported")
-    _context_len(text)
 
 
-def _load_weights(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _quant_method(path: Path, config: PreTrainedConfig) -> str | None:
+    """How the weights are quantised, if transformers has what it needs to load them."""
+    method = "gguf" if _gguf_names(path) else quant_method(config)
+    if method is not None:
+        require_packages(method)
+    return method
+
+
+def _gguf_names(path: Path) -> list[str]:
+    return [file.name for file in weight_files(path) if file.suffix == ".gguf"]
+
+
+def _load_weights(
+    path: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
+) -> PreTrainedModel:
+    gguf = _gguf_names(path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -126,53 +159,93 @@ def _load_weights(path: Path, config: PreTrainedConfig, dtype: torch.dtype) -> P
             use_safetensors=True,
             attn_implementation="eager",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported in `info`
+            **({"gguf_file": gguf[0]} if gguf else {}),
         )
+        model = model.to(device)
     except Exception as error:  # whatever a model's code or a quantiser raises: it cannot be served
         raise CheckpointError(f"{path}: {_first_line(error)}") from error
     if info["missing_keys"]:
         raise CheckpointError(f"{path}: weights lack {min(info['missing_keys'])}")
+    if info["mismatched_keys"]:
+        name, found, wanted = min(info["mismatched_keys"])
+        raise CheckpointError(
+            f"{path}: {name} has shape {list(found)}, config.json says {list(wanted)}"
+        )
     return model.eval().requires_grad_(requires_grad=False)
 
 
 @torch.inference_mode()
-def _probe(model: PreTrainedModel, context: ForwardContext) -> tuple[KVSection, int]:
+def _probe(
+    model: PreTrainedModel, context: ForwardContext, tolerance: float
+) -> tuple[KVSection, int]:
     """Tries the model, as told above, and leaves it with paged attention: KV shape, vocabulary."""
     device = model.device
     ids = torch.tensor([sum(PROBE_CHUNKS, ())], device=device)
     positions = torch.arange(ids.shape[1], device=device)[None]
     expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(RECORDING)
     model(input_ids=ids[:, :1], position_ids=positions[:, :1], use_cache=False)
+    model.set_attn_implementation(PAGED)
     calls, context.calls = context.calls, []
-    section = _section(calls, model.config.get_text_config(decoder=True).num_hidden_layers)
+    section = _section(model, calls)
+    _check_windows(calls, _context_len(model.config.get_text_config(decoder=True)))
     found = _chunk_logits(model, context, section)
-    if not (found - expected).abs().max() <= PROBE_TOLERANCE[model.dtype] * expected.std():
-        raise CheckpointError(
-            f"{_model_type(model.config)}: over paged KV its logits are not its own"
-        )
+    if not (found - expected).abs().max() <= tolerance * expected.std():
+        who = _model_type(model.config)
+        raise CheckpointError(f"{who}: over paged KV its logits are not its own: {_why(calls)}")
     return section, expected.shape[1]
 
 
-def _section(calls: list[Call], num_layers: int) -> KVSection:
+def _why(calls: list[Call]) -> str:
+    """What may make a model's attention differ from ours."""
+    terms = sorted(set().union(*(call.terms for call in calls)))
+    if terms:
+        return f"its attention has terms that ours has not: {', '.join(terms)}"
+    return "its attention or its positions are not like ours, or it keeps a state besides K and V"
+
+
+def _section(model: PreTrainedModel, calls: list[Call]) -> KVSection:
     """The KV shape, from what each layer asked of its attention."""
+    who = _model_type(model.config)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if not calls:
+        raise CheckpointError(
+            f"{who}: its attention cannot be replaced by one over paged KV: its code in "
+            "transformers does not use the attention interface"
+        )
     if sorted(call.layer for call in calls) != list(range(num_layers)):
         raise CheckpointError(
-            f"config.json: {num_layers} layers made {len(calls)} calls to pageable attention"
+            f"{who}: {len(calls)} calls to attention, though num_hidden_layers is {num_layers}"
         )
-    if any(call.has_mask for call in calls):
-        raise CheckpointError("config.json: the model's attention makes a mask of its own")
+    if any(call.has_own_mask for call in calls):
+        raise CheckpointError(f"{who}: its attention makes a mask of its own")
     shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
     if len(shapes) > 1:
-        raise CheckpointError(f"config.json: K or V differ in (heads, head_dim): {sorted(shapes)}")
+        raise CheckpointError(f"{who}: K or V differ in (heads, head_dim): {sorted(shapes)}")
     num_kv_heads, head_dim = shapes.pop()
     return KVSection(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+
+def _check_windows(calls: list[Call], context_len: int) -> None:
+    """Raises CheckpointError where, within the context, a layer's mask hides what it says to see.
+
+    The probe's few tokens do not reach the end of a window.
+    """
+    for call in calls:
+        said, masked = (min(n or context_len, context_len) for n in (call.window, call.mask_window))
+        if said != masked:
+            raise CheckpointError(
+                f"config.json: the mask of layer {call.layer} shows {masked} tokens, but its "
+                f"attention is told {said}"
+            )
 
 
 def _chunk_logits(
     model: PreTrainedModel, context: ForwardContext, section: KVSection
 ) -> torch.Tensor:
     """Logits [num_tokens, vocab] of the probe's tokens, chunk by chunk over paged KV."""
-    kv_format = KVFormat.FP32 if model.dtype == torch.float32 else KVFormat.BF16
+    kv_format = KVFormat.BF16 if model.dtype == torch.bfloat16 else KVFormat.FP32
     layout = KVLayout(block_size=PROBE_BLOCK_SIZE, kv_format=kv_format, sections=(section,))
     context.cache = KVCache(layout, allocate_buffer(layout, 3, str(model.device)))
     found = []

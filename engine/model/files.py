@@ -3,12 +3,13 @@
 A checkpoint is a directory as transformers saves it:
 
     config.json, tokenizer.json
-    model.safetensors, or model.safetensors.index.json and the shards that it names
+    model.safetensors, or model.safetensors.index.json and the shards that it names,
+    or, if there is no safetensors file, one *.gguf
 
 Two workers may exchange KV only if they serve the same model in the same way. The fingerprint says
 so: a hash of the config, the tokenizer, the safetensors headers (names, types, shapes) and a few
-bytes of every tensor, since fine-tunes of one model share all the rest. Weights are not read in
-full.
+bytes of every tensor, since fine-tunes of one model share all the rest; of a GGUF file, its size
+and bytes at even distances. Weights are not read in full.
 """
 
 import json
@@ -23,21 +24,34 @@ from engine.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 SAMPLE_BYTES = 64
+GGUF_SAMPLES = 4096
+GGUF_MAGIC = b"GGUF"
 VOLATILE = frozenset({"transformers_version", "_name_or_path"})  # say nothing about the model
 
 
 def check_files(path: Path) -> None:
     """Raises CheckpointError, naming the file, if the directory cannot hold a model to serve."""
+    if path.is_file() and path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{path}: a GGUF file is served from a directory that has config.json and "
+            "tokenizer.json beside it; name that directory"
+        )
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     read_json(path, "config.json")
     read_json(path, "tokenizer.json")
     for file in weight_files(path):
-        read_header(file)
+        if file.suffix == ".gguf":
+            _check_gguf(file)
+        else:
+            read_header(file)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files, in order of name. Raises CheckpointError if one is missing."""
+    """The safetensors files, in order of name, or the GGUF file.
+
+    Raises CheckpointError if one is missing.
+    """
     if (path / INDEX).is_file():
         index = read_json(path, INDEX)
         shards = index.get("weight_map") if isinstance(index, dict) else None
@@ -45,13 +59,26 @@ def weight_files(path: Path) -> list[Path]:
             raise CheckpointError(f"{path / INDEX}: weight_map is missing")
         files = [path / name for name in sorted(set(shards.values()))]
     else:
-        files = sorted(path.glob("*.safetensors"))
+        files = sorted(path.glob("*.safetensors")) or _gguf_file(path)
     if not files:
-        raise CheckpointError(f"{path}: no *.safetensors file")
+        raise CheckpointError(f"{path}: no *.safetensors or *.gguf file")
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file}: missing, though {INDEX} names it")
     return files
+
+
+def _gguf_file(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(f"{path}: {len(files)} *.gguf files: which one is not known")
+    return files
+
+
+def _check_gguf(file: Path) -> None:
+    with file.open("rb") as stream:
+        if stream.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            raise CheckpointError(f"{file}: corrupted: not a GGUF file")
 
 
 def read_json(path: Path, name: str) -> object:
@@ -101,11 +128,25 @@ def _described(path: Path) -> Iterator[str | bytes]:
     yield json.dumps(stable, sort_keys=True)
     yield (path / "tokenizer.json").read_bytes()
     for file in weight_files(path):
-        header = read_header(file)
-        yield json.dumps(header, sort_keys=True)
-        with file.open("rb") as stream:
-            data_start = 8 + struct.unpack("<Q", stream.read(8))[0]
-            for tensor in header.values():
-                begin, end = tensor["data_offsets"]
-                stream.seek(data_start + (begin + end) // 2)
-                yield stream.read(min(SAMPLE_BYTES, end - (begin + end) // 2))
+        yield from _sampled_gguf(file) if file.suffix == ".gguf" else _sampled(file)
+
+
+def _sampled(file: Path) -> Iterator[str | bytes]:
+    """The header of a safetensors file, and bytes of the middle of each tensor."""
+    header = read_header(file)
+    yield json.dumps(header, sort_keys=True)
+    with file.open("rb") as stream:
+        data_start = 8 + struct.unpack("<Q", stream.read(8))[0]
+        for tensor in header.values():
+            begin, end = tensor["data_offsets"]
+            stream.seek(data_start + (begin + end) // 2)
+            yield stream.read(min(SAMPLE_BYTES, end - (begin + end) // 2))
+
+
+def _sampled_gguf(file: Path) -> Iterator[str | bytes]:
+    size = file.stat().st_size
+    yield str(size)
+    with file.open("rb") as stream:
+        for i in range(GGUF_SAMPLES):
+            stream.seek(i * size // GGUF_SAMPLES)
+            yield stream.read(SAMPLE_BYTES)

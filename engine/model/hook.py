@@ -8,20 +8,27 @@ Why so, and not as a keyword of `model(...)`: whether keywords reach the attenti
 model's code, while every model passes the module. One model has one context, so two models (a
 target and its draft) in one process do not meet; one model runs one batch at a time.
 
-No mask function is registered under the name, so transformers builds no mask: rows, causality and
-windows are ours to keep apart.
+Two functions are registered. PAGED is the attention that serves: no mask function is registered
+under its name, so transformers builds no mask; rows, causality and windows are ours to keep apart.
+RECORDING only writes down what each layer asks for, among this the window in the mask that
+transformers would have built: the mask is what decides when a model runs by itself, while PAGED
+believes what the layer says.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.model.attention import AttentionBatch, Scoring, paged_attention
+from engine.model import torch_attention
+from engine.model.attention import Attend, AttentionBatch, Scoring
 from engine.model.kvcache import KVCache
 
-IMPLEMENTATION = "baton_paged"
+PAGED = "baton_paged"
+RECORDING = "baton_recording"
+MASK_SHAPE = (1, 1, 1, 1)
+KNOWN = frozenset({"position_ids"})  # tensors that say nothing new to an attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +38,20 @@ class Call:
     layer: int
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
-    has_mask: bool  # a mask that the model makes itself
+    window: int | None
+    mask_window: int | None  # that of the mask; `window` where the layer gives no mask
+    has_own_mask: bool  # the model makes a mask in its own way
+    terms: frozenset[str]  # tensors besides these, which PAGED would not use
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """The batch that a model computes now. Without a cache, layers only record their calls."""
+    """The batch that a model computes now."""
 
     cache: KVCache | None = None
     batch: AttentionBatch | None = None
-    calls: list[Call] = field(default_factory=list)
+    attend: Attend = torch_attention.attend
+    calls: list[Call] = field(default_factory=list)  # made under RECORDING
 
 
 def attach(model: torch.nn.Module, context: ForwardContext) -> None:
@@ -62,7 +73,7 @@ def forward(
     return logits[0]
 
 
-def attention_hook(  # noqa: PLR0913
+def paged_hook(  # noqa: PLR0913 - as transformers calls it
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
@@ -74,19 +85,52 @@ def attention_hook(  # noqa: PLR0913
 ) -> tuple[torch.Tensor, None]:
     """Writes K and V to the cache and attends over it: [1, num_tokens, num_heads, head_dim]."""
     context: ForwardContext = module.baton
-    query = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
-    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if context.cache is None:
-        shapes = tuple(key.shape[1:]), tuple(value.shape[1:])
-        context.calls.append(Call(module.layer_idx, *shapes, attention_mask is not None))
-        return query.new_zeros(1, *query.shape[:2], value.shape[2]), None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # tokens come first
     if scaling is None:
         scaling = query.shape[2] ** -0.5
-    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
-    scoring = Scoring(scaling, window or None, softcap)
-    context.cache.write(module.layer_idx, context.batch.write_rows, key, value)
-    result = paged_attention(query, context.cache, module.layer_idx, context.batch, scoring)
-    return result[None], None
+    scoring = Scoring(scaling, _window(module, kwargs), softcap)
+    where = context.cache, module.layer_idx, context.batch
+    return context.attend(query, key, value, *where, scoring)[None], None
 
 
-AttentionInterface.register(IMPLEMENTATION, attention_hook)
+def recording_hook(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Notes the call; the result, of the shape of that of `paged_hook`, is zero."""
+    window = mask_window = _window(module, kwargs)
+    has_own_mask = attention_mask is not None and attention_mask.shape != MASK_SHAPE
+    if attention_mask is not None and not has_own_mask:
+        mask_window = int(attention_mask.item()) or None
+    module.baton.calls.append(
+        Call(
+            layer=module.layer_idx,
+            key_shape=(key.shape[1], key.shape[3]),
+            value_shape=(value.shape[1], value.shape[3]),
+            window=window,
+            mask_window=mask_window,
+            has_own_mask=has_own_mask,
+            terms=frozenset(k for k, v in kwargs.items() if isinstance(v, torch.Tensor)) - KNOWN,
+        )
+    )
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def recording_mask(
+    *, device: torch.device, local_size: int | None = None, **_: object
+) -> torch.Tensor:
+    """What stands for a mask under RECORDING: its window, or 0 if it has none."""
+    return torch.full(MASK_SHAPE, float(local_size or 0), device=device)
+
+
+def _window(module: torch.nn.Module, kwargs: dict[str, object]) -> int | None:
+    return kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
+
+
+AttentionInterface.register(PAGED, paged_hook)
+AttentionInterface.register(RECORDING, recording_hook)
+AttentionMaskInterface.register(RECORDING, recording_mask)

@@ -1,26 +1,30 @@
 """Tensors over the bytes of KV blocks: K and V of each layer, where `engine.layout` puts them.
 
-    buffer          [num_blocks, block_bytes] uint8: what other workers read and write
-    keys, values    per layer [num_blocks, num_kv_heads, block_size, head_dim]: views of it
-    rows            [num_blocks * rows_per_block, row_elements]: another view of it
+    buffer                    [num_blocks, block_bytes] uint8: what other workers read and write
+    keys, values              per layer [num_blocks, num_kv_heads, block_size, head_dim]: the stored
+                              elements; int4: bytes that hold two each [..., head_dim // 2]
+    key_scales, value_scales  per layer [num_blocks, num_kv_heads, block_size]: fp32; int4: int32
+                              that holds step and low; None in formats without scales
 
-Reading and writing go through `rows`. A row is one token's K or V of one head (`head_dim` elements;
-less where sections of different `head_dim` share a record, see `_row_elements`), so a gather by row
-number puts any tokens of any blocks into the order that attention wants with a single copy, twice
-as fast as indexing blocks and transposing. Row numbers do not depend on the layer: each layer has
-its own view of `rows`, moved by the layer's offset, so they are computed once for a batch.
+All are strided views of the buffer. `quantise` and `dequantise` say in torch what a format means;
+kernels that read or write the record themselves are tested against them.
 
 Does not know who owns a block, nor what a sequence is.
 """
 
-from math import gcd
-
 import torch
 
 from engine.errors import ConfigError
-from engine.layout import ALIGNMENT_BYTES, KVFormat, KVLayout
+from engine.layout import ALIGNMENT_BYTES, SCALE_BYTES, KVFormat, KVLayout
 
-TORCH_DTYPES = {KVFormat.FP32: torch.float32, KVFormat.BF16: torch.bfloat16}
+ELEMENT_DTYPES = {
+    KVFormat.FP32: torch.float32,
+    KVFormat.BF16: torch.bfloat16,
+    KVFormat.FP8_E4M3: torch.float8_e4m3fn,
+    KVFormat.INT8: torch.int8,
+    KVFormat.INT4: torch.uint8,
+}
+LARGEST = {KVFormat.FP8_E4M3: 448.0, KVFormat.INT8: 127.0, KVFormat.INT4: 15.0}
 
 
 def allocate_buffer(layout: KVLayout, num_blocks: int, device: str = "cpu") -> torch.Tensor:
@@ -51,62 +55,101 @@ class KVCache:
     """K and V of one section (one model) in a buffer of blocks."""
 
     def __init__(self, layout: KVLayout, buffer: torch.Tensor, section: int = 0) -> None:
-        shape = layout.sections[section]
         self.layout = layout
-        self.section = shape
+        self.section_index = section
+        self.section = layout.sections[section]
+        self.kv_format = layout.kv_format
         self.buffer = buffer  # [num_blocks, block_bytes] uint8
         self.num_blocks = buffer.shape[0]
-        elements = buffer.view(TORCH_DTYPES[layout.kv_format])  # [num_blocks, block_elements]
-        self.dtype = elements.dtype
-        self.device = elements.device
-        self._block_elements = elements.shape[1]
-        first = layout.section_offset_bytes(section) // layout.kv_format.element_bytes
-        self._head_elements = layout.block_size * shape.head_dim  # K or V of one head, in one block
-        plane = shape.num_kv_heads * self._head_elements  # K or V of one layer, in one block
-        starts = [first + 2 * plane * layer for layer in range(shape.num_layers)]
-
-        per_block = (shape.num_kv_heads, layout.block_size, shape.head_dim)
-        self.keys = [elements[:, s : s + plane].unflatten(1, per_block) for s in starts]
-        self.values = [
-            elements[:, s + plane : s + 2 * plane].unflatten(1, per_block) for s in starts
-        ]
-        self._row = _row_elements(shape.head_dim, self._block_elements, first)
-        rows = elements.view(-1, self._row)
-        self._layer_rows = [rows[start // self._row :] for start in starts]
-        self._rows_per_token = shape.head_dim // self._row
-        head_starts = torch.arange(2 * shape.num_kv_heads, device=self.device) * self._head_elements
-        self._head_rows = head_starts // self._row  # [2 * num_kv_heads]: K's heads, then V's
-
-    def row_ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """Row numbers of the tokens in `slots` [n, num_tokens], for `gather` and `write`.
-
-        Flat, in the order [n, K's heads then V's, num_tokens, rows of one token].
-        """
-        size = self.layout.block_size
-        block = slots // size
-        start = block * self._block_elements + (slots - block * size) * self.section.head_dim
-        ids = (start // self._row)[:, None, :] + self._head_rows[:, None]  # [n, 2 heads, tokens]
-        if self._rows_per_token > 1:
-            ids = ids[..., None] + torch.arange(self._rows_per_token, device=self.device)
-        return ids.reshape(-1)
-
-    def gather(self, layer: int, row_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """K and V of a layer, [n, 2 * num_kv_heads, num_tokens, head_dim]: K's heads, then V's."""
-        heads = 2 * self.section.num_kv_heads
-        return (
-            self._layer_rows[layer]
-            .index_select(0, row_ids)
-            .view(-1, heads, num_tokens, self.section.head_dim)
-        )
+        self.device = buffer.device
+        first = layout.section_offset_bytes(section)
+        starts = [first + n * layout.layer_bytes(section) for n in range(self.section.num_layers)]
+        values = layout.layer_bytes(section) // 2  # from a layer's K to its V
+        self.keys = [self._elements(start) for start in starts]
+        self.values = [self._elements(start + values) for start in starts]
+        self.key_scales = self.value_scales = None
+        if self.kv_format.has_scales:
+            self.key_scales = [self._scales(start) for start in starts]
+            self.value_scales = [self._scales(start + values) for start in starts]
 
     def write(
-        self, layer: int, row_ids: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Stores K and V [num_tokens, num_kv_heads, head_dim] of the slots [num_tokens, 1]."""
-        both = torch.cat((key, value), dim=1).to(self.dtype)  # [num_tokens, 2 heads, head_dim]
-        self._layer_rows[layer].index_copy_(0, row_ids, both.view(-1, self._row))
+        """Stores K and V [num_tokens, num_kv_heads, head_dim] in the slots [num_tokens]."""
+        size = self.layout.block_size
+        block = slot_mapping // size
+        where = (block, slice(None), slot_mapping - block * size)
+        for x, elements_of, scales_of in (
+            (key, self.keys, self.key_scales),
+            (value, self.values, self.value_scales),
+        ):
+            elements, scales = quantise(x, self.kv_format)
+            elements_of[layer][where] = elements
+            if scales_of is not None:
+                scales_of[layer][where] = scales
+
+    def _heads(self, start: int) -> torch.Tensor:
+        """All heads of K or V of one layer: [num_blocks, num_kv_heads, head_bytes]."""
+        num_heads = self.section.num_kv_heads
+        head_bytes = self.layout.head_bytes(self.section_index)
+        return self.buffer[:, start : start + num_heads * head_bytes].unflatten(
+            1, (num_heads, head_bytes)
+        )
+
+    def _elements(self, start: int) -> torch.Tensor:
+        num_tokens = self.layout.block_size
+        end = num_tokens * self.layout.token_bytes(self.section_index)
+        elements = self._heads(start)[..., :end].view(ELEMENT_DTYPES[self.kv_format])
+        return elements.unflatten(2, (num_tokens, -1))
+
+    def _scales(self, start: int) -> torch.Tensor:
+        begin = self.layout.scales_offset_bytes(self.section_index)
+        end = begin + self.layout.block_size * SCALE_BYTES
+        dtype = torch.int32 if self.kv_format is KVFormat.INT4 else torch.float32
+        return self._heads(start)[..., begin:end].view(dtype)
 
 
-def _row_elements(head_dim: int, block_elements: int, section_start: int) -> int:
-    """The longest row that divides a head, the step between blocks and the section's start."""
-    return gcd(head_dim, block_elements, section_start)
+def quantise(x: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Elements and scales that a record holds for `x` [..., head_dim], as `engine.layout` says.
+
+    Elements [..., head_dim], int4: [..., head_dim // 2]; scales [...], None where there are none.
+    """
+    if not kv_format.has_scales:
+        return x.to(ELEMENT_DTYPES[kv_format]), None
+    x = x.float()
+    if kv_format is KVFormat.INT4:
+        return _quantise_int4(x)
+    largest = LARGEST[kv_format]
+    scale = x.abs().amax(-1, keepdim=True) / largest
+    scaled = _divide(x, scale).clamp(-largest, largest)  # a subnormal scale may be much too small
+    if kv_format is KVFormat.INT8:
+        scaled = scaled.round()
+    return scaled.to(ELEMENT_DTYPES[kv_format]), scale.squeeze(-1)
+
+
+def dequantise(
+    elements: torch.Tensor, scales: torch.Tensor | None, kv_format: KVFormat
+) -> torch.Tensor:
+    """What `quantise` stored, in fp32: [..., head_dim]."""
+    if scales is None:
+        return elements.float()
+    if kv_format is KVFormat.INT4:
+        step, low = scales[..., None].view(torch.bfloat16).float().split(1, dim=-1)
+        q = torch.cat((elements & 15, elements >> 4), dim=-1)
+        return low + q.float() * step
+    return elements.float() * scales[..., None]
+
+
+def _quantise_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = LARGEST[KVFormat.INT4]
+    low = x.amin(-1, keepdim=True).bfloat16()
+    step = ((x.amax(-1, keepdim=True) - low.float()) / largest).bfloat16()
+    q = _divide(x - low.float(), step.float()).round().clamp(0, largest).to(torch.uint8)
+    first, second = q.chunk(2, dim=-1)
+    packed = torch.cat((step, low), dim=-1).view(torch.int32)  # little-endian: step below
+    return first | second << 4, packed.squeeze(-1)
+
+
+def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x / scale; x itself, which is then about zero, where the scale is zero."""
+    return x / torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -1,14 +1,14 @@
-"""Carries out batch plans with a transformers model on torch.
+"""Carries out batch plans with a transformers model.
 
-A step is: lists to tensors, the metadata of the batch, one forward pass over all rows as one flat
-sequence [1, num_tokens], logits of the rows that sample, one token each, one copy back to the host.
+A step is: one forward pass over all rows as one flat sequence (`cpu`, `cuda`: how depends on the
+device), logits of the rows that sample, one token each, one copy back to the host.
 
 The KV buffer may be memory that other processes read and write: `open` asks for it when the layout,
 and so its size, is known. Not thread-safe: one thread runs steps.
 """
 
 from collections.abc import Callable
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,18 +16,26 @@ import torch
 from engine.batch import BatchPlan, BatchResult, Row
 from engine.blocks import BlockId
 from engine.clock import Clock, MonotonicClock
+from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
 from engine.messages import Sampling, SeqId
-from engine.model.attention import build_batch
-from engine.model.checkpoint import LoadedModel, load
-from engine.model.hook import forward
+from engine.model.checkpoint import load
+from engine.model.cpu import CpuForward, resolve_weights
 from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
 from engine.model.sampling import sample
 
 WARM_UP_TOKENS = 32
 
 Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where a step's time went, in seconds."""
+
+    forward_s: float  # preparing the batch included
+    sample_s: float
 
 
 class TorchRunner:
@@ -39,9 +47,12 @@ class TorchRunner:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+    weights: WeightFormat  # what `auto` came to
+    weights_bytes: int  # of linear layers
+    last_times: StepTimes | None = None
     buffer: memoryview | None  # num_blocks * block_bytes; None where it is not host memory
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the path have defaults
         self,
         path: Path,
         *,
@@ -49,13 +60,19 @@ class TorchRunner:
         kv_format: KVFormat = KVFormat.FP32,
         num_blocks: int | None = None,
         kv_bytes: int | None = None,
+        weights: WeightFormat = WeightFormat.AUTO,
         device: str = "cpu",
     ) -> None:
-        """Give `num_blocks`, or `kv_bytes` for as many blocks as fit."""
+        """Give `num_blocks`, or `kv_bytes` for as many blocks as fit.
+
+        A CPU computes with as many threads as torch is set to when the runner is opened.
+        """
         self.path = path
         self.block_size = block_size
         self.kv_format = kv_format
         self.device = device
+        self._wanted_weights = weights
+        self._clock = MonotonicClock()
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
 
@@ -64,15 +81,15 @@ class TorchRunner:
 
         Raises CheckpointError, and ConfigError where memory is too small or unfit.
         """
+        self.weights = resolve_weights(self._wanted_weights)
         loaded = load(
             self.path, kv_format=self.kv_format, block_size=self.block_size, device=self.device
         )
-        self._loaded: LoadedModel = loaded
         self.layout = loaded.layout
         self.context_len = loaded.context_len
         self.vocab_size = loaded.vocab_size
         self.eos_token_ids = loaded.eos_token_ids
-        self.fingerprint = loaded.fingerprint
+        self.fingerprint = f"{loaded.fingerprint}-{self.weights}"
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, self._kv_bytes)
         if allocate is None:
             buffer = allocate_buffer(self.layout, self.num_blocks, self.device)
@@ -82,13 +99,20 @@ class TorchRunner:
             memory = allocate(self.num_blocks * self.layout.block_bytes)
             buffer = wrap_buffer(memory, self.layout, self.num_blocks)
         self.buffer = memoryview(buffer.view(-1).numpy()) if buffer.is_cpu else None
-        loaded.context.cache = KVCache(self.layout, buffer)
+        self._forward = CpuForward(loaded, self.weights, threads=torch.get_num_threads())
+        self._forward.open(KVCache(self.layout, buffer))
+        self.weights_bytes = self._forward.weights_bytes
 
     def close(self) -> None:
         """Lets go of the model and of the KV buffer, so that its memory can be unmapped."""
         self.buffer = None
-        self._loaded.context.cache = self._loaded.context.batch = None
-        del self._loaded
+        self._forward.close()
+        del self._forward
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a forward pass is one call into compiled code."""
+        return self._forward.is_fused
 
     def run(self, plan: BatchPlan) -> BatchResult:
         """Runs one forward pass; afterwards K and V of all its tokens are in the buffer."""
@@ -96,14 +120,13 @@ class TorchRunner:
         if not rows:
             return BatchResult(())
         assert max(row.end for row in rows) <= self.context_len
-        token_ids = list(chain.from_iterable(row.token_ids for row in rows))
-        positions = list(chain.from_iterable(range(row.start, row.end) for row in rows))
         sampling = [row for row in rows if row.sampling is not None]
+        begin_s = self._clock.now_s()
         with torch.inference_mode():
-            context = self._loaded.context
-            context.batch = build_batch(rows, context.cache)
-            logits = forward(self._loaded.model, token_ids, positions, _last_tokens(rows))
+            logits = self._forward.logits(rows, _last_tokens(rows))
+            computed_s = self._clock.now_s()
             chosen = iter(_choose(logits, sampling))
+        self.last_times = StepTimes(computed_s - begin_s, self._clock.now_s() - computed_s)
         return BatchResult([None if row.sampling is None else next(chosen) for row in rows])
 
     def warm_up(self, clock: Clock | None = None) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cluster import BUNDLED_MODEL
-from engine.config import WorkerConfig
+from engine.config import WeightFormat, WorkerConfig
 from engine.messages import Role, Sampling
 from tests.checkpoints import tiny_checkpoint
 from tests.e2e.cluster import Workers, ask_all, prompts, request, router, workers
@@ -61,15 +61,20 @@ def serve(
     return asyncio.run(run())
 
 
+def fp32_config(**settings):
+    """Weights as transformers has them; a worker's own choice would be int8."""
+    return WorkerConfig(weights=WeightFormat.FP32, **settings)
+
+
 @pytest.fixture(scope="module")
 def shm_pair():
-    with workers(PAIR, config=WorkerConfig(kv_mib=64, kv_transport="shm", chunk_tokens=48)) as pair:
+    with workers(PAIR, config=fp32_config(kv_mib=64, kv_transport="shm", chunk_tokens=48)) as pair:
         yield pair
 
 
 @pytest.fixture(scope="module")
 def zmq_pair():
-    with workers(PAIR, config=WorkerConfig(kv_mib=64, kv_transport="zmq", chunk_tokens=48)) as pair:
+    with workers(PAIR, config=fp32_config(kv_mib=64, kv_transport="zmq", chunk_tokens=48)) as pair:
         yield pair
 
 
@@ -98,7 +103,7 @@ def test_sampled_tokens_are_the_same_colocated_and_disaggregated(shm_pair):
         )
         for i in range(20)
     ]
-    with workers([Role.MIXED]) as mixed:
+    with workers([Role.MIXED], config=fp32_config(kv_mib=64)) as mixed:
         colocated = serve(mixed, PROMPTS, samplings, at_once=1)
         assert serve(mixed, PROMPTS, samplings, at_once=16) == colocated
     assert serve(shm_pair, PROMPTS, samplings, at_once=1) == colocated
@@ -109,6 +114,6 @@ def test_sampled_tokens_are_the_same_colocated_and_disaggregated(shm_pair):
 def test_other_architectures_equal_generate(kind, tmp_path_factory):
     model = tiny_checkpoint(tmp_path_factory, kind)
     inputs = prompts(8, vocab_size=64, seed=2, longest=60)
-    with workers(PAIR, model=model, config=WorkerConfig(kv_mib=16, chunk_tokens=16)) as pair:
+    with workers(PAIR, model=model, config=fp32_config(kv_mib=16, chunk_tokens=16)) as pair:
         served = serve(pair, inputs, [GREEDY] * 8, at_once=8, num_tokens=12)
     assert served == generate(model, inputs, 12)

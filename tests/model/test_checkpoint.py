@@ -1,5 +1,6 @@
 """What can be served is loaded; what cannot is refused in one line that says why."""
 
+import importlib.util
 import json
 import shutil
 
@@ -98,7 +99,7 @@ def test_a_missing_directory_is_named(tmp_path):
 
 def test_a_directory_without_weights_is_refused(llama):
     (llama / WEIGHTS).unlink()
-    assert refusal(llama) == f"{llama}: no *.safetensors file"
+    assert refusal(llama) == f"{llama}: no *.safetensors or *.gguf file"
 
 
 def test_a_missing_shard_is_named(llama):
@@ -139,7 +140,10 @@ def test_weights_that_lack_a_tensor_are_refused(llama):
 
 def test_weights_of_another_shape_are_refused(llama):
     edit_config(llama, intermediate_size=40)
-    assert refusal(llama).startswith(f"{llama}: ")
+    assert refusal(llama) == (
+        f"{llama}: model.layers.0.mlp.down_proj.weight has shape [32, 48], "
+        "config.json says [32, 40]"
+    )
 
 
 def test_an_architecture_that_transformers_does_not_know_is_refused(llama):
@@ -159,10 +163,10 @@ def test_a_config_without_a_context_length_is_refused(llama):
 
 REFUSED = {
     "bert": ({}, "over paged KV its logits are not its own"),  # sees the future
-    "bloom": ({}, "3 layers made 0 calls"),  # does not use the attention interface
+    "bloom": ({}, "its code in transformers does not use the attention interface"),  # ALiBi
     "gpt_oss": (  # attention sinks
         {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-        "over paged KV its logits are not its own",
+        "not its own: its attention has terms that ours has not: s_aux",
     ),
     "mamba": ({"state_size": 4}, "layer_types has 'linear_attention'"),
     "deepseek_v3": (  # K and V of different sizes
@@ -186,7 +190,16 @@ REFUSED = {
         "layer_types has 'chunked_attention'",
     ),
     "doge": ({}, "makes a mask of its own"),
-    "diffllama": ({}, "3 layers made 6 calls"),
+    "falcon": ({"alibi": True}, "its code in transformers does not use the attention interface"),
+    "bart": (  # positions that are counted, not given
+        {"decoder_layers": 3, "decoder_ffn_dim": 48, "pad_token_id": 1},
+        "its attention or its positions are not like ours",
+    ),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention", "conv"]},
+        "layer_types has 'conv', which has no paged form",
+    ),
+    "diffllama": ({}, "6 calls to attention, though num_hidden_layers is 3"),
 }
 
 
@@ -196,6 +209,84 @@ def test_a_model_that_paged_attention_would_compute_wrongly_is_refused(model_typ
     properties, reason = REFUSED[model_type]
     save_checkpoint(tmp_path, COMMON | properties | {"model_type": model_type})
     assert reason in refusal(tmp_path)
+
+
+SERVED = {
+    "opt": ({}, 4, 8),  # positions are learned
+    "gpt2": ({}, 4, 8),
+    "deepseek_v3": (  # K and V of one size, which a latent attention may have
+        REFUSED["deepseek_v3"][0] | {"v_head_dim": 16},
+        4,
+        16,
+    ),
+    "gemma3": (  # text is served of a model that also sees
+        {
+            "text_config": COMMON | {"head_dim": 8, "sliding_window": 12},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+        },
+        2,
+        8,
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_no_list_is_served_if_paged_attention_computes_it(model_type, tmp_path):
+    properties, num_kv_heads, head_dim = SERVED[model_type]
+    save_checkpoint(tmp_path, COMMON | properties | {"model_type": model_type})
+    (section,) = load_tiny(tmp_path).layout.sections
+    assert (section.num_kv_heads, section.head_dim) == (num_kv_heads, head_dim)
+
+
+def save_phimoe(path, sliding_window):
+    """A model that has its window in the mask only, and does not tell its attention."""
+    extra = {"model_type": "phimoe", "num_local_experts": 2, "sliding_window": sliding_window}
+    save_checkpoint(path, COMMON | extra)
+
+
+def test_a_window_that_only_the_mask_knows_is_refused(tmp_path):
+    save_phimoe(tmp_path, 12)
+    assert refusal(tmp_path) == (
+        "config.json: the mask of layer 0 shows 12 tokens, but its attention is told 512"
+    )
+
+
+def test_a_window_as_long_as_the_context_hides_nothing(tmp_path):
+    save_phimoe(tmp_path, COMMON["max_position_embeddings"])
+    assert load_tiny(tmp_path).context_len == 512
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_a_model_is_tried_with_exact_kv_whatever_format_is_served(kv_format, tmp_path_factory):
+    """Over int4 its logits would differ by far more than the check allows."""
+    loaded = load(tiny_checkpoint(tmp_path_factory, "qwen3"), kv_format=kv_format, block_size=4)
+    assert loaded.layout.kv_format is kv_format
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_may_be_loaded_in_half_the_bits(dtype, tmp_path_factory):
+    path = tiny_checkpoint(tmp_path_factory, "qwen2")
+    loaded = load(path, kv_format=KVFormat.BF16, block_size=4, dtype=dtype)
+    assert loaded.model.dtype == dtype
+
+
+def test_int4_is_refused_for_a_model_whose_heads_are_odd(tmp_path):
+    """Nine elements a head."""
+    save_checkpoint(tmp_path, COMMON | {"model_type": "gpt_neox", "hidden_size": 36})
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, kv_format=KVFormat.INT4, block_size=4)
+    assert str(caught.value) == "config.json: head_dim is 9: int4 needs an even head_dim"
+    int8 = load(tmp_path, kv_format=KVFormat.INT8, block_size=4)
+    assert int8.layout.sections[0].head_dim == 9
 
 
 def test_context_ends_where_rotary_embeddings_would_change(tmp_path):
@@ -209,6 +300,114 @@ def test_context_ends_where_rotary_embeddings_would_change(tmp_path):
     extra = {"model_type": "phi3", "original_max_position_embeddings": 64, "rope_parameters": rope}
     save_checkpoint(tmp_path, COMMON | extra)
     assert load_tiny(tmp_path).context_len == 64
+
+
+@pytest.fixture
+def absent(monkeypatch):
+    """Makes packages absent, whatever is installed here."""
+
+    def hide(*names):
+        real = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *rest: None if name in names else real(name, *rest),
+        )
+
+    return hide
+
+
+@pytest.mark.parametrize(
+    ("method", "packages"),
+    [
+        ({"quant_method": "awq", "bits": 4}, ["accelerate", "gptqmodel"]),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["accelerate", "bitsandbytes"]),
+        ({"load_in_4bit": True}, ["accelerate", "bitsandbytes"]),
+        ({"quant_method": "compressed-tensors"}, ["compressed-tensors"]),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ["accelerate"]),
+        ({"quant_method": "gptq", "bits": 4}, ["gptqmodel", "optimum"]),
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, ["torchao"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, list) else None,
+)
+def test_what_quantised_weights_need_and_lack_is_named(method, packages, llama, absent):
+    edit_config(llama, quantization_config=method)
+    absent(*(name.replace("-", "_") for name in packages))
+    name = method.get("quant_method", "bitsandbytes")
+    assert refusal(llama) == (
+        f"weights quantised with {name} cannot be loaded: not installed: {', '.join(packages)}"
+    )
+
+
+def test_only_what_is_absent_is_named(llama, absent):
+    edit_config(llama, quantization_config={"quant_method": "torchao"})
+    absent("torchao", "nonesuch")
+    assert refusal(llama).endswith("not installed: torchao")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("hqq") is not None, reason="hqq is installed")
+def test_of_other_methods_transformers_says_what_it_lacks(llama):
+    edit_config(llama, quantization_config={"quant_method": "hqq", "quant_config": {}})
+    assert "hqq" in refusal(llama).lower()
+
+
+def test_a_quantisation_that_transformers_would_pass_over_is_refused(llama):
+    edit_config(llama, quantization_config={"quant_method": "nonesuch"})
+    assert refusal(llama) == "config.json: quant_method 'nonesuch' is unknown to transformers"
+    edit_config(llama, quantization_config={"bits": 4})
+    assert refusal(llama) == "config.json: quantization_config has no quant_method"
+
+
+def test_weights_that_are_not_quantised_say_so(llama):
+    assert load_tiny(llama).quant_method is None
+
+
+@pytest.fixture
+def gguf(llama):
+    """A directory whose weights are a GGUF file, as far as can be told without reading it."""
+    (llama / WEIGHTS).unlink()
+    (llama / "model-q8_0.gguf").write_bytes(b"GGUF" + bytes(range(256)) * 100)
+    return llama
+
+
+def test_a_gguf_file_takes_the_place_of_safetensors(gguf, absent):
+    check_files(gguf)
+    absent("accelerate", "gguf")
+    assert refusal(gguf) == (
+        "weights quantised with gguf cannot be loaded: not installed: accelerate, gguf"
+    )
+
+
+def test_a_gguf_file_is_not_a_checkpoint_by_itself(gguf):
+    message = refusal(gguf / "model-q8_0.gguf")
+    assert "served from a directory that has config.json and tokenizer.json" in message
+
+
+def test_a_corrupted_gguf_file_is_named(gguf):
+    (gguf / "model-q8_0.gguf").write_bytes(b"GGU")
+    assert refusal(gguf) == f"{gguf / 'model-q8_0.gguf'}: corrupted: not a GGUF file"
+
+
+def test_of_several_gguf_files_none_is_guessed(gguf):
+    shutil.copy(gguf / "model-q8_0.gguf", gguf / "model-q4_0.gguf")
+    assert refusal(gguf) == f"{gguf}: 2 *.gguf files: which one is not known"
+
+
+def test_the_fingerprint_changes_with_a_gguf_file(gguf):
+    file = gguf / "model-q8_0.gguf"
+    data = bytearray(file.read_bytes())
+    marks = [mark(gguf)]
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    marks.append(mark(gguf))
+    file.write_bytes(data + b"\0")
+    marks.append(mark(gguf))
+    assert len(set(marks)) == 3
+
+
+def test_safetensors_are_served_where_a_gguf_file_lies_beside_them(llama):
+    (llama / "model-q8_0.gguf").write_bytes(b"GGUF")
+    assert load_tiny(llama).quant_method is None
 
 
 def mark(path, *, dtype="float32", kv_format="fp32"):

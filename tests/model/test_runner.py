@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch import BatchPlan, Row
+from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat
 from engine.messages import Sampling
@@ -80,6 +81,7 @@ def prompts(count):
 
 @cache
 def opened(path, **options):
+    options.setdefault("weights", WeightFormat.FP32)  # what transformers' own answers are made with
     runner = TorchRunner(path, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **options)
     runner.open()
     return runner
@@ -211,7 +213,10 @@ def test_a_bf16_cache_gives_answers_that_do_not_depend_on_chunks(tmp_path_factor
 
 def test_blocks_copied_as_bytes_go_on_in_another_pool(tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, "mistral")
-    source, sink = opened(path), TorchRunner(path, block_size=BLOCK_SIZE, num_blocks=40)
+    source, sink = (
+        opened(path),
+        TorchRunner(path, block_size=BLOCK_SIZE, num_blocks=40, weights=WeightFormat.FP32),
+    )
     sink.open()
     assert (source.layout, source.fingerprint) == (sink.layout, sink.fingerprint)
     text = prompts(4)[3]

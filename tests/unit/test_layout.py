@@ -5,10 +5,10 @@ from itertools import product
 import msgspec
 import pytest
 
-from engine.layout import ALIGNMENT_BYTES, KVFormat, KVLayout, KVSection
+from engine.layout import ALIGNMENT_BYTES, SCALE_BYTES, KVFormat, KVLayout, KVSection
 
 TARGET = KVSection(num_layers=3, num_kv_heads=2, head_dim=8)
-DRAFT = KVSection(num_layers=1, num_kv_heads=1, head_dim=5)
+DRAFT = KVSection(num_layers=1, num_kv_heads=1, head_dim=6)
 LAYOUT = KVLayout(16, KVFormat.FP32, (TARGET, DRAFT))
 
 LAYOUTS = [
@@ -19,51 +19,85 @@ LAYOUTS = [
 ]
 
 
-def test_a_block_holds_k_and_v_of_all_layers_heads_and_tokens():
-    assert TARGET.elements(block_size=16) == 2 * 3 * 2 * 8 * 16
-    assert LAYOUT.data_bytes == 4 * (2 * 3 * 2 * 8 * 16 + 2 * 1 * 1 * 5 * 16)
+def section_bytes(layout, section):
+    """What a section takes of a block: K and V, of all layers and heads."""
+    shape = layout.sections[section]
+    return 2 * shape.num_layers * shape.num_kv_heads * layout.head_bytes(section)
 
 
-@pytest.mark.parametrize(("kv_format", "element_bytes"), [("fp32", 4), ("bf16", 2)])
-def test_the_format_says_how_large_an_element_is(kv_format, element_bytes):
-    assert KVFormat(kv_format).element_bytes == element_bytes
+@pytest.mark.parametrize(
+    ("kv_format", "bits", "has_scales"),
+    [
+        ("fp32", 32, False),
+        ("bf16", 16, False),
+        ("fp8_e4m3", 8, True),
+        ("int8", 8, True),
+        ("int4", 4, True),
+    ],
+)
+def test_a_format_says_how_large_an_element_is_and_whether_it_is_scaled(
+    kv_format, bits, has_scales
+):
+    assert (KVFormat(kv_format).element_bits, KVFormat(kv_format).has_scales) == (bits, has_scales)
 
 
 def test_every_format_has_a_size():
-    assert all(kv_format.element_bytes > 0 for kv_format in KVFormat)
+    assert all(kv_format.element_bits > 0 for kv_format in KVFormat)
 
 
-def test_sections_follow_each_other_without_a_gap():
-    assert LAYOUT.section_offset_bytes(0) == 0
-    assert LAYOUT.section_offset_bytes(1) == 4 * TARGET.elements(16)
+@pytest.mark.parametrize(
+    ("kv_format", "token_bytes", "scales_offset_bytes", "head_bytes"),
+    [
+        # 5 tokens of 24 elements: 480, 240, 120, 120 and 60 bytes; 5 scales: 20 bytes
+        (KVFormat.FP32, 96, 512, 512),
+        (KVFormat.BF16, 48, 256, 256),
+        (KVFormat.FP8_E4M3, 24, 128, 192),
+        (KVFormat.INT8, 24, 128, 192),
+        (KVFormat.INT4, 12, 64, 128),
+    ],
+)
+def test_a_head_is_its_elements_and_then_its_scales_each_padded_to_cache_lines(
+    kv_format, token_bytes, scales_offset_bytes, head_bytes
+):
+    layout = KVLayout(5, kv_format, (KVSection(num_layers=2, num_kv_heads=3, head_dim=24),))
+    assert layout.token_bytes(0) == token_bytes
+    assert layout.scales_offset_bytes(0) == scales_offset_bytes
+    assert layout.head_bytes(0) == head_bytes
+    assert layout.layer_bytes(0) == 2 * 3 * head_bytes
+    assert layout.block_bytes == 2 * 2 * 3 * head_bytes
 
 
-def test_a_block_that_fills_its_cache_lines_is_not_padded():
-    layout = KVLayout(4, KVFormat.FP32, (KVSection(1, 1, 2),))
-    assert layout.data_bytes == layout.block_bytes == 64
-
-
-def test_a_block_is_padded_to_whole_cache_lines():
-    layout = KVLayout(4, KVFormat.BF16, (KVSection(1, 1, 3),))
-    assert (layout.data_bytes, layout.block_bytes) == (48, 64)
+def test_a_head_that_fills_its_cache_lines_is_not_padded():
+    layout = KVLayout(16, KVFormat.INT8, (KVSection(1, 1, 64),))
+    assert layout.head_bytes(0) == 16 * 64 + 16 * SCALE_BYTES
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_blocks_are_aligned_and_waste_less_than_a_cache_line(layout):
-    assert layout.block_bytes % ALIGNMENT_BYTES == 0
-    assert 0 <= layout.block_bytes - layout.data_bytes < ALIGNMENT_BYTES
+def test_sections_follow_each_other_without_a_gap(layout):
+    assert layout.section_offset_bytes(0) == 0
+    for section in range(len(layout.sections)):
+        end = layout.section_offset_bytes(section) + section_bytes(layout, section)
+        assert layout.section_offset_bytes(section + 1) == end
+    assert layout.block_bytes == end
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_tokens_of_a_block_have_equal_shares_of_it(layout):
-    assert layout.token_bytes * layout.block_size == layout.data_bytes
+def test_every_head_starts_on_a_cache_line_and_wastes_less_than_one_a_part(layout):
+    for section, shape in enumerate(layout.sections):
+        elements = layout.block_size * shape.head_dim * layout.kv_format.element_bits // 8
+        scales = layout.block_size * SCALE_BYTES if layout.kv_format.has_scales else 0
+        starts = (layout.section_offset_bytes(section), layout.scales_offset_bytes(section))
+        assert all(n % ALIGNMENT_BYTES == 0 for n in (*starts, layout.head_bytes(section)))
+        assert 0 <= layout.scales_offset_bytes(section) - elements < ALIGNMENT_BYTES
+        scales_room = layout.head_bytes(section) - layout.scales_offset_bytes(section)
+        assert 0 <= scales_room - scales < ALIGNMENT_BYTES
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_last_section_ends_where_the_data_ends(layout):
-    last = len(layout.sections) - 1
-    size = layout.sections[last].elements(layout.block_size) * layout.kv_format.element_bytes
-    assert layout.section_offset_bytes(last) + size == layout.data_bytes
+def test_two_elements_of_int4_share_a_byte_so_heads_must_be_even():
+    odd = (KVSection(num_layers=1, num_kv_heads=1, head_dim=5),)
+    with pytest.raises(ValueError, match="int4 needs an even head_dim"):
+        KVLayout(16, KVFormat.INT4, odd)
+    assert KVLayout(16, KVFormat.INT8, odd).token_bytes(0) == 5
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2)])
@@ -82,7 +116,7 @@ def test_a_difference_is_named(field, value):
 
 def test_the_order_of_sections_matters():
     other = msgspec.structs.replace(LAYOUT, sections=(DRAFT, TARGET))
-    assert other.data_bytes == LAYOUT.data_bytes
+    assert other.block_bytes == LAYOUT.block_bytes
     assert LAYOUT.difference(other) == "sections"
 
 

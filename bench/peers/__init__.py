@@ -1,0 +1,1 @@
+"""Other engines, each driven by its own Python. `driver.py` says how."""

@@ -1,0 +1,122 @@
+"""Drives one engine on behalf of `baton bench engine`, in that engine's own environment.
+
+    PYTHON bench/peers/driver.py NAME --checkpoint DIR --variant f32 --threads 2 …
+
+Runs as a script, without Baton: from NAME_peer.py beside it comes `load(options)`, which loads the
+model and returns its `Engine`. Then one JSON object a line:
+
+    out  {"ready": {"version": …}}       and other facts, if the engine has any
+    in   {"do": "generate", "prompts": [[token id, …], …], "num_steps": n}
+    out  {"prefill_s": …, "decode_s": …, "answers": [[token id, …], …]}
+
+or, in place of either answer, {"error": "in one line"}. Other commands are methods of the engine
+that take the command's other keys and return what is answered.
+
+All engines are timed alike. All prompts are handed over at once. `prefill_s` ends when every
+sequence has its first token, greedily chosen; `decode_s` goes on from there until each has
+`num_steps` more. So a prompt's prefill is never part of decoding, and choosing tokens is always
+part of both. An answer has `num_steps + 1` tokens; ends of text are ignored.
+
+Whatever libraries print goes to stderr; stdout carries only the answers.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TextIO
+
+Prompts = list[list[int]]
+
+
+class Engine(Protocol):
+    """What is driven; its other methods are its commands."""
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What it says of itself, `version` at least."""
+        ...
+
+
+class Stopwatch:
+    """Seconds at which all sequences had their first token, and their last."""
+
+    def __init__(self) -> None:
+        self._begin_s = self._first_s = self._last_s = time.perf_counter()
+
+    def stamp_first(self) -> None:
+        """All sequences have one token."""
+        self._first_s = self._last_s = time.perf_counter()
+
+    def stamp_last(self) -> None:
+        """All sequences have all tokens."""
+        self._last_s = time.perf_counter()
+
+    def answer(self, answers: list[list[int]]) -> dict[str, object]:
+        """What `generate` returns."""
+        return {
+            "prefill_s": self._first_s - self._begin_s,
+            "decode_s": self._last_s - self._first_s,
+            "answers": answers,
+        }
+
+
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    """The command line. The maxima are over all commands that will come."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--variant", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--max-sequences", type=int, required=True)
+    parser.add_argument("--max-len", type=int, required=True, help="tokens of one sequence")
+    parser.add_argument("--max-tokens", type=int, required=True, help="of all sequences together")
+    return parser.parse_args(arguments)
+
+
+def drive(load: Callable[[], Engine], commands: Iterable[str], out: TextIO) -> None:
+    """Loads, then answers commands until they end. An error while loading is the last answer."""
+
+    def say(answer: dict[str, object]) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    try:
+        engine = load()
+    except Exception as error:
+        say({"error": _in_one_line(error)})
+        raise
+    say({"ready": engine.facts})
+    for line in commands:
+        command: dict[str, Any] = json.loads(line)
+        try:
+            answer = getattr(engine, command.pop("do"))(**command)
+        except Exception as error:  # whatever an engine raises: the next command may do better
+            answer = {"error": _in_one_line(error)}
+        say(answer)
+
+
+def stdout_for_answers() -> TextIO:
+    """stdout, which from now on nobody else in this process can write to."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return out
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def main() -> None:
+    """Runs the engine that the command line names."""
+    out = stdout_for_answers()
+    options = options_of(sys.argv[1:])
+    peer = importlib.import_module(f"{options.name}_peer")
+    drive(lambda: peer.load(options), sys.stdin, out)
+
+
+if __name__ == "__main__":
+    main()

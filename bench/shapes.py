@@ -1,0 +1,227 @@
+"""Checkpoints of named shapes with random weights, for measuring speed. No torch.
+
+    path = cached_checkpoint("88m", seed=0)      ~/.cache/baton/bench/88m-<hash>
+
+A checkpoint is a Llama as transformers saves it: config.json, generation_config.json, one
+model.safetensors in bf16 (which every engine turns into whatever it computes in), and a tokenizer
+whose every id has a text. Norms are one and matrices normal with variance 1 / inputs, so that
+activations, attention scores and logits are all of the order of one, as in trained models: an
+engine that confuses heads or positions answers differently from one that does not.
+
+How fast an engine runs does not depend on the weights' values; what it answers means nothing.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from itertools import islice, product
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.errors import ConfigError
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM_EPS = 1e-5
+ROPE_THETA = 10_000.0
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+FORMAT = 1  # raise it when the files made from one shape and seed change
+
+Tensor = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense Llama with an output matrix of its own."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+
+
+SHAPES = {
+    "88m": Shape(
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=4,
+        head_dim=64,
+        ffn_size=2048,
+        vocab_size=8192,
+        max_positions=4096,
+    ),
+    "tiny": Shape(
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,  # the least that every engine serves; llama.cpp quantises 32 weights at once
+        ffn_size=128,
+        vocab_size=512,
+        max_positions=4096,
+    ),
+}
+
+
+def shape_named(name: str) -> Shape:
+    """The shape of that name. Raises ConfigError with the names there are."""
+    if name not in SHAPES:
+        raise ConfigError(f"--shape {name!r} is none of {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where benchmarks keep what they make: `$XDG_CACHE_HOME/baton/bench`."""
+    base = environment.get("XDG_CACHE_HOME")
+    return Path(base or Path.home() / ".cache") / "baton" / "bench"
+
+
+def cached_checkpoint(name: str, seed: int, *, cache: Path | None = None) -> Path:
+    """Folder of the checkpoint of that shape and seed, made where it is not there yet."""
+    shape = shape_named(name)
+    key = json.dumps([FORMAT, seed, asdict(shape)]).encode()
+    path = (cache or cache_dir()) / f"{name}-{blake2b(key, digest_size=6).hexdigest()}"
+    if not path.is_dir():
+        make_checkpoint(path, shape, seed)
+    return path
+
+
+def make_checkpoint(path: Path, shape: Shape, seed: int) -> None:
+    """Writes the checkpoint. `path` appears complete or not at all, whoever else makes it too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
+    try:
+        _write_json(scratch / "config.json", config_of(shape))
+        generation = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": False}
+        _write_json(scratch / "generation_config.json", generation)
+        tokenizer_of(shape.vocab_size).save(str(scratch / "tokenizer.json"))
+        _write_json(scratch / "tokenizer_config.json", _tokenizer_config(shape))
+        _write_weights(scratch / "model.safetensors", shape, seed)
+        scratch.chmod(0o755)
+        _move(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def config_of(shape: Shape) -> dict[str, object]:
+    """config.json, with the names that transformers 4 and 5 and vLLM read."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
+    }
+
+
+def tensors_of(shape: Shape) -> Iterator[Tensor]:
+    """Name and shape of every tensor, in the order of the file; matrices are [out, in]."""
+    hidden, ffn = shape.hidden_size, shape.ffn_size
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    yield EMBEDDING, (shape.vocab_size, hidden)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "self_attn.q_proj.weight", (heads, hidden)
+        yield prefix + "self_attn.k_proj.weight", (kv_heads, hidden)
+        yield prefix + "self_attn.v_proj.weight", (kv_heads, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, heads)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield prefix + "mlp.gate_proj.weight", (ffn, hidden)
+        yield prefix + "mlp.up_proj.weight", (ffn, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, ffn)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (shape.vocab_size, hidden)
+
+
+def tokenizer_of(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE of exactly `vocab_size` ids: special tokens, bytes, pairs of bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_pairs = vocab_size - len(SPECIAL_TOKENS) - len(alphabet)
+    if not 0 <= num_pairs <= len(alphabet) ** 2:
+        raise ConfigError(f"no tokenizer for a vocabulary of {vocab_size}")
+    pairs = list(islice(product(alphabet, alphabet), num_pairs))
+    texts = [*SPECIAL_TOKENS, *alphabet, *map("".join, pairs)]
+    vocab = {text: token_id for token_id, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """fp32 rounded to bf16, halves to even, as the bits of each number (uint16). No infinities."""
+    bits = values.astype("<f4").view("<u4")
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    high: np.ndarray = (rounded >> 16).astype("<u2")
+    return high
+
+
+def _tokenizer_config(shape: Shape) -> dict[str, object]:
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL_TOKENS, strict=True))
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": shape.max_positions,
+        **names,
+    }
+
+
+def _write_weights(path: Path, shape: Shape, seed: int) -> None:
+    """A safetensors file: length of the header (8 bytes), the header (JSON), the tensors."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, size in tensors_of(shape):
+        begin, end = end, end + 2 * int(np.prod(size))
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+    rng = np.random.default_rng(seed)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, size in tensors_of(shape):
+            file.write(to_bfloat16(_values(name, size, rng)).tobytes())
+
+
+def _values(name: str, size: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    if len(size) == 1:
+        return np.ones(size, dtype=np.float32)
+    num_inputs = size[1] if name != EMBEDDING else 1
+    return rng.standard_normal(size, dtype=np.float32) * np.float32(num_inputs**-0.5)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _move(scratch: Path, path: Path) -> None:
+    try:
+        scratch.rename(path)
+    except OSError:
+        if not path.is_dir():  # else another process was faster, with the same content
+            raise

@@ -1,0 +1,142 @@
+"""Forward passes on a CPU: which of the ways to compute a model a worker takes, and why.
+
+1. With the C++ kernels, as a whole (`native.decoder`): decoders of Llama's shape.
+2. With the C++ kernels, layer by layer: the model's own code over packed linears and paged
+   attention. Every other decoder, and a model whose logits the first way does not reproduce.
+3. Plain torch, where the kernels cannot be built.
+
+Which it was is logged. The first gives a sequence the same bits alone, in any batch and in any
+chunking; so does the second, unless the model's own code computes more than linear layers and
+attention with matrix products (routers and experts of mixtures do).
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from engine.batch import Row
+from engine.blocks import BlockId
+from engine.config import WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat, KVLayout
+from engine.messages import SeqId
+from engine.model.attention import build_batch
+from engine.model.checkpoint import LoadedModel
+from engine.model.hook import forward
+from engine.model.kvcache import KVCache, allocate_buffer
+from engine.model.native.attention import NativeAttention
+from engine.model.native.decoder import Decoder, NotFused, build
+from engine.model.native.library import kernels
+from engine.model.native.linear import Team, pack_linears
+
+log = logging.getLogger(__name__)
+
+PROBE_BLOCK_SIZE = 3
+PROBE_CHUNKS = ((5, 3, 8, 7), (2, 9, 4))  # token ids
+PROBE_TOLERANCE = {  # of the spread of the logits; a byte of an activation may round differently
+    WeightFormat.FP32: 1e-3,
+    WeightFormat.BF16: 1e-3,
+    WeightFormat.INT8: 0.1,
+}
+
+
+def resolve_weights(wanted: WeightFormat) -> WeightFormat:
+    """What `wanted` means on this CPU. Raises ConfigError where it cannot be had."""
+    if wanted is WeightFormat.FP8:
+        raise ConfigError("weights fp8 need a GPU; a CPU has fp32, bf16 and int8")
+    has_kernels = kernels() is not None
+    if wanted is WeightFormat.AUTO:
+        return WeightFormat.INT8 if has_kernels else WeightFormat.FP32
+    if wanted is not WeightFormat.FP32 and not has_kernels:
+        raise ConfigError(f"weights {wanted} need the CPU kernels, which cannot be built here")
+    return wanted
+
+
+class CpuForward:
+    """Computes logits of rows with one model on a CPU. Used by one thread at a time."""
+
+    def __init__(self, loaded: LoadedModel, weights: WeightFormat, *, threads: int) -> None:
+        """`weights` are resolved."""
+        self._loaded = loaded
+        self._weights = weights
+        self._threads = threads
+        self._team: Team | None = None
+        self._decoder: Decoder | None = None
+        self.weights_bytes = 0
+
+    @torch.inference_mode()
+    def open(self, cache: KVCache) -> None:
+        """Packs the weights, freeing the model's own, and serves `cache` from now on."""
+        context = self._loaded.context
+        library = kernels()
+        if library is not None:
+            self._team = Team(library, self._threads)
+            context.attend = NativeAttention(self._team)
+            self.weights_bytes = pack_linears(self._loaded.model, self._team, self._weights)
+            self._decoder = self._fused(self._team)
+        else:
+            parameters = self._loaded.model.parameters()
+            self.weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        context.cache = cache
+        if self._decoder is not None:
+            self._decoder.open(cache)
+
+    def close(self) -> None:
+        """Lets go of the cache and ends the threads."""
+        self._loaded.context.cache = self._loaded.context.batch = None
+        if self._decoder is not None:
+            self._decoder.close()
+            self._decoder = None
+        if self._team is not None:
+            self._team.close()
+            self._team = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a pass is one call into the kernels."""
+        return self._decoder is not None
+
+    def logits(self, rows: Sequence[Row], keep: Sequence[int]) -> torch.Tensor:
+        """Logits [len(keep), vocab] of the tokens of the flat batch whose indices are in `keep`."""
+        context = self._loaded.context
+        context.batch = build_batch(rows, context.cache)
+        token_ids = [token for row in rows for token in row.token_ids]
+        positions = [position for row in rows for position in range(row.start, row.end)]
+        if self._decoder is None:
+            return forward(self._loaded.model, token_ids, positions, keep)
+        inputs = (torch.tensor(x, dtype=torch.long) for x in (token_ids, positions, keep))
+        return self._decoder.forward(*inputs, context.batch)
+
+    def _fused(self, team: Team) -> Decoder | None:
+        """The model as one call, if it is of that shape and gives the model's own logits."""
+        name = self._loaded.model.config.model_type
+        try:
+            decoder = build(self._loaded.model, self._loaded.context, team)
+        except NotFused as reason:
+            log.info("%s is computed layer by layer: %s", name, reason)
+            return None
+        found = self._probe(decoder)
+        expected = self._probe(None)
+        error = float((found - expected).abs().max() / expected.std())
+        if not error <= PROBE_TOLERANCE[self._weights]:
+            log.warning("%s is computed layer by layer: fused logits are off by %.2g", name, error)
+            return None
+        return decoder
+
+    def _probe(self, decoder: Decoder | None) -> torch.Tensor:
+        """Logits of a few tokens in two chunks, over a small cache."""
+        layout = KVLayout(PROBE_BLOCK_SIZE, KVFormat.FP32, self._loaded.layout.sections)
+        context = self._loaded.context
+        context.cache = KVCache(layout, allocate_buffer(layout, 3))
+        self._decoder = decoder
+        if decoder is not None:
+            decoder.open(context.cache)
+        start = 0
+        found = []
+        for ids in PROBE_CHUNKS:
+            row = Row(SeqId("probe"), ids, start, [BlockId(2), BlockId(0), BlockId(1)], None)
+            found.append(self.logits([row], range(len(ids))))
+            start = row.end
+        self._decoder = context.cache = context.batch = None
+        return torch.cat(found)

@@ -1,0 +1,46 @@
+"""Paged attention in C++: an `Attend` for CPUs, for models that are not computed as a whole."""
+
+import ctypes
+
+import torch
+
+from engine.model.attention import AttentionBatch, Scoring
+from engine.model.kvcache import KVCache
+from engine.model.native import library as native
+from engine.model.native.decoder import batch_struct, cache_struct
+from engine.model.native.linear import Team
+
+
+class NativeAttention:
+    """Stores K and V and attends, as `engine.model.attention` says; callable as an `Attend`."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def __call__(  # noqa: PLR0913 - the seam of all implementations
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Attention of fp32 queries; a model in another dtype is converted on the way."""
+        inputs = [x.to(torch.float32).contiguous() for x in (query, key, value)]
+        out = torch.empty_like(inputs[0])
+        score = native.Scoring(
+            scaling=scoring.scaling, softcap=scoring.softcap or 0.0, window=scoring.window or 0
+        )
+        self._team.library.baton_attend(
+            self._team.handle,
+            ctypes.byref(cache_struct(cache)),
+            ctypes.byref(batch_struct(batch)),
+            layer,
+            ctypes.byref(score),
+            query.shape[1],
+            *(x.data_ptr() for x in inputs),
+            out.data_ptr(),
+        )
+        return out.to(query.dtype)

@@ -1,0 +1,299 @@
+"""A model of transformers as one call into the kernels per forward pass.
+
+Nothing here knows a model by name. `build` looks for the parts that decoders of Llama's shape have,
+measures what it can instead of reading it (what a norm multiplies by, how an embedding is scaled,
+which function activates, how each layer scores), and gives up where a part is missing. Whether the
+result is the model is then tried: its logits must be those of the model itself (see `runner`).
+"""
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.layout import KVLayout
+from engine.model.attention import AttentionBatch, Scoring
+from engine.model.hook import ForwardContext
+from engine.model.kvcache import KVCache
+from engine.model.native import library as native
+from engine.model.native.linear import PackedLinear, PackedMatrix, Team, exact_in_bf16
+
+log = logging.getLogger(__name__)
+
+ACTIVATIONS = (
+    nn.functional.silu,
+    lambda x: nn.functional.gelu(x, approximate="tanh"),
+    nn.functional.gelu,
+)
+SAME = 1e-5  # measured constants that differ by less are one
+
+
+class NotFused(Exception):
+    """The model is not of the shape that the kernels compute; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What one layer asked of its attention: which it is, and how it scores."""
+
+    layer: int
+    scoring: Scoring
+    num_heads: int
+
+
+class Decoder:
+    """A model whose forward pass is one call. Shares its matrices with `PackedLinear` modules."""
+
+    def __init__(self, team: Team, struct: native.Model, keep: list[object]) -> None:
+        self._team = team
+        self._struct = struct
+        self._keep = keep
+        self._handle: int | None = None
+        self.vocab_size = struct.head.rows
+
+    def open(self, cache: KVCache) -> None:
+        """From now on reads and writes this cache."""
+        self.close()
+        self._cache = cache_struct(cache)
+        self._buffer = cache.buffer
+        self._handle = self._team.library.baton_decoder_open(
+            self._team.handle, ctypes.byref(self._struct), ctypes.byref(self._cache)
+        )
+
+    def close(self) -> None:
+        """Lets go of the cache."""
+        if self._handle is not None:
+            self._team.library.baton_decoder_close(self._handle)
+            self._handle = self._buffer = None
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+        keep: torch.Tensor,  # [num_keep] int64
+        batch: AttentionBatch,
+    ) -> torch.Tensor:
+        """Logits [num_keep, vocab] fp32 of the tokens whose indices are in `keep`."""
+        logits = torch.empty(len(keep), self.vocab_size)
+        step = native.Pass(
+            token_ids=token_ids.data_ptr(),
+            positions=positions.data_ptr(),
+            keep=keep.data_ptr(),
+            logits=logits.data_ptr(),
+            num_keep=len(keep),
+        )
+        self._team.library.baton_decoder_forward(
+            self._handle, ctypes.byref(batch_struct(batch)), ctypes.byref(step)
+        )
+        return logits
+
+
+def cache_struct(cache: KVCache) -> native.Cache:
+    """The cache as the kernels see it."""
+    layout: KVLayout = cache.layout
+    section = cache.section_index
+    return native.Cache(
+        blocks=cache.buffer.data_ptr(),
+        block_bytes=layout.block_bytes,
+        section_offset=layout.section_offset_bytes(section),
+        layer_bytes=layout.layer_bytes(section),
+        head_bytes=layout.head_bytes(section),
+        scales_offset=layout.scales_offset_bytes(section),
+        token_bytes=layout.token_bytes(section),
+        block_size=layout.block_size,
+        format=native.FORMATS[layout.kv_format],
+        num_kv_heads=cache.section.num_kv_heads,
+        head_dim=cache.section.head_dim,
+    )
+
+
+def batch_struct(batch: AttentionBatch) -> native.Batch:
+    """The batch as the kernels see it; valid as long as `batch` is."""
+    return native.Batch(
+        cu_seqlens_q=batch.cu_seqlens_q.data_ptr(),
+        context_lens=batch.context_lens.data_ptr(),
+        block_tables=batch.block_tables.data_ptr(),
+        slot_mapping=batch.slot_mapping.data_ptr(),
+        num_rows=len(batch.context_lens),
+        num_tokens=len(batch.slot_mapping),
+        max_blocks=batch.block_tables.shape[1],
+    )
+
+
+def build(model: PreTrainedModel, context: ForwardContext, team: Team) -> Decoder:
+    """The decoder that computes what `model`, whose linears are packed, does. Raises NotFused."""
+    try:
+        return _Builder(model, context, team).build()
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise NotFused(str(error)) from error
+
+
+class _Builder:
+    def __init__(self, model: PreTrainedModel, context: ForwardContext, team: Team) -> None:
+        self._model = model
+        self._context = context
+        self._team = team
+        self._keep: list[object] = []
+
+    def build(self) -> Decoder:
+        base = self._model.base_model
+        calls = _record(self._model, self._context)
+        heads = {call.num_heads for call in calls}
+        if [call.layer for call in calls] != list(range(len(base.layers))) or len(heads) > 1:
+            raise NotFused("its layers do not each attend once, with the same heads")
+        ropes: list[tuple[torch.Tensor, float]] = []
+        layers = (native.Layer * len(base.layers))()
+        for layer, module, call in zip(layers, base.layers, calls, strict=True):
+            self._fill_layer(layer, module, call.scoring)
+            layer.rope = _index_of(ropes, _rope(base.rotary_emb, module))
+        first = base.layers[0]
+        embedding, scale = self._embedding(base.embed_tokens)
+        struct = native.Model(
+            layers=layers,
+            ropes=self._ropes(ropes),
+            embedding=embedding.data_ptr(),
+            final_norm=self._norm(base.norm),
+            head=self._linear(self._model.get_output_embeddings()).struct,
+            num_layers=len(layers),
+            num_ropes=len(ropes),
+            hidden=embedding.shape[1],
+            num_heads=heads.pop(),
+            feed_forward=layers[0].down.cols,
+            embedding_kind=native.BF16 if embedding.dtype is torch.bfloat16 else native.FP32,
+            activation=_activation(first.mlp),
+            epsilon=_epsilon(first.input_layernorm),
+            embedding_scale=scale,
+            logit_softcap=getattr(self._model.config, "final_logit_softcapping", None) or 0.0,
+        )
+        self._keep += [layers, self._model]
+        return Decoder(self._team, struct, self._keep)
+
+    def _fill_layer(self, layer: native.Layer, module: nn.Module, scoring: Scoring) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        merged = getattr(attention, "qkv_proj", None)
+        parts = [merged] if merged else [attention.q_proj, attention.k_proj, attention.v_proj]
+        for i, part in enumerate(parts):
+            layer.qkv[i] = self._linear(part).struct
+        layer.num_qkv = len(parts)
+        layer.output = self._linear(attention.o_proj).struct
+        layer.gate, layer.up = self._gate_and_up(mlp)
+        layer.down = self._linear(mlp.down_proj).struct
+        layer.input_norm = self._norm(module.input_layernorm)
+        for name, field in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
+            norm = getattr(attention, name, None)
+            if norm is not None:
+                setattr(layer, field, self._norm(norm))
+        before = getattr(module, "pre_feedforward_layernorm", None)
+        if before is None:
+            layer.feed_forward_norm = self._norm(module.post_attention_layernorm)
+        else:
+            layer.post_attention_norm = self._norm(module.post_attention_layernorm)
+            layer.feed_forward_norm = self._norm(before)
+            layer.post_feed_forward_norm = self._norm(module.post_feedforward_layernorm)
+        layer.scoring = native.Scoring(
+            scaling=scoring.scaling, softcap=scoring.softcap or 0.0, window=scoring.window or 0
+        )
+
+    def _gate_and_up(self, mlp: nn.Module) -> tuple[native.Weight, native.Weight]:
+        merged = getattr(mlp, "gate_up_proj", None)
+        if merged is None:
+            return self._linear(mlp.gate_proj).struct, self._linear(mlp.up_proj).struct
+        matrix = self._linear(merged)
+        half = matrix.struct.rows // 2
+        if half % self._team.library.baton_panel() or matrix.bias is not None:
+            raise NotFused("gate and up share a matrix and a panel")
+        gate, up = (native.Weight.from_buffer_copy(matrix.struct) for _ in range(2))
+        gate.rows = up.rows = half
+        up.panels += matrix.panels.nbytes // 2
+        up.scales += half * matrix.scales.element_size()
+        up.offsets += half * matrix.offsets.element_size()
+        return gate, up
+
+    def _linear(self, module: nn.Module) -> PackedMatrix:
+        if not isinstance(module, PackedLinear):
+            raise NotFused(f"a {type(module).__name__} where a linear layer was expected")
+        return module.matrix
+
+    def _norm(self, module: nn.Module) -> int:
+        """Address of what the norm multiplies by, measured: it maps ones to nearly that."""
+        size = module.weight.shape[0]
+        scale = (1.0 + _epsilon(module)) ** 0.5
+        factors = (module(torch.ones(1, size))[0] * scale).float().contiguous()
+        self._keep.append(factors)
+        return factors.data_ptr()
+
+    def _embedding(self, module: nn.Embedding) -> tuple[torch.Tensor, float]:
+        table = module.weight.detach().float().contiguous()
+        token = int(table.abs().amax(1).argmax())
+        largest = int(table[token].abs().argmax())
+        scale = float(module(torch.tensor([token]))[0, largest] / table[token, largest])
+        if exact_in_bf16(table):
+            table = table.bfloat16()
+        self._keep.append(table)
+        return table, scale
+
+    def _ropes(self, ropes: Sequence[tuple[torch.Tensor, float]]) -> ctypes.Array[native.Rope]:
+        structs = (native.Rope * len(ropes))()
+        for struct, (frequencies, scale) in zip(structs, ropes, strict=True):
+            struct.inverse_frequencies = frequencies.data_ptr()
+            struct.rotary_dim = 2 * len(frequencies)
+            struct.scale = scale
+            self._keep.append(frequencies)
+        self._keep.append(structs)
+        return structs
+
+
+def _record(model: PreTrainedModel, context: ForwardContext) -> list[LayerCall]:
+    """What each layer asks of its attention, found by computing one token."""
+    calls: list[LayerCall] = []
+
+    def attend(query, _key, _value, _cache, layer, _batch, scoring):
+        calls.append(LayerCall(layer, scoring, query.shape[1]))
+        return torch.zeros_like(query)
+
+    before = context.attend, context.cache
+    context.attend, context.cache = attend, object()
+    try:
+        model(
+            input_ids=torch.zeros(1, 1, dtype=torch.long),
+            position_ids=torch.zeros(1, 1, dtype=torch.long),
+            use_cache=False,
+        )
+    finally:
+        context.attend, context.cache = before
+    return calls
+
+
+def _rope(rotary: nn.Module, layer: nn.Module) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies and scale; some models have one for each type of layer."""
+    kind = getattr(layer.self_attn, "layer_type", None)
+    prefix = f"{kind}_" if hasattr(rotary, f"{kind}_inv_freq") else ""
+    frequencies = getattr(rotary, f"{prefix}inv_freq").float().contiguous()
+    return frequencies, float(getattr(rotary, f"{prefix}attention_scaling"))
+
+
+def _index_of(ropes: list[tuple[torch.Tensor, float]], rope: tuple[torch.Tensor, float]) -> int:
+    for i, (frequencies, scale) in enumerate(ropes):
+        if scale == rope[1] and torch.equal(frequencies, rope[0]):
+            return i
+    ropes.append(rope)
+    return len(ropes) - 1
+
+
+def _activation(mlp: nn.Module) -> int:
+    """Which of the known functions the feed-forward layer activates with."""
+    function = getattr(mlp, "act_fn", None) or mlp.activation_fn
+    x = torch.linspace(-6, 6, 97)
+    for index, known in enumerate(ACTIVATIONS):
+        if torch.allclose(function(x), known(x), rtol=0, atol=SAME):
+            return index
+    raise NotFused(f"an activation that is not known: {function}")
+
+
+def _epsilon(norm: nn.Module) -> float:
+    epsilon = getattr(norm, "variance_epsilon", None)
+    return float(norm.eps if epsilon is None else epsilon)

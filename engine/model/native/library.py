@@ -1,0 +1,199 @@
+"""The C++ kernels as Python sees them: structures, signatures, and the loaded library.
+
+Structures mirror those of the same names in src/*.h, field by field. They hold addresses, so
+whoever makes one keeps the tensors alive (`keep`).
+"""
+
+import ctypes
+import logging
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from engine.layout import KVFormat
+from engine.model.native.build import BuildError, built_library
+
+log = logging.getLogger(__name__)
+
+FP32, BF16, INT8 = range(3)  # kinds of weights
+FORMATS = {
+    KVFormat.FP32: 0,
+    KVFormat.BF16: 1,
+    KVFormat.FP8_E4M3: 2,
+    KVFormat.INT8: 3,
+    KVFormat.INT4: 4,
+}
+
+
+class Weight(Structure):
+    """A packed matrix."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("padded_cols", c_int32),
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Scoring(Structure):
+    """How queries and keys become scores; 0 is none."""
+
+    _fields_ = (("scaling", c_float), ("softcap", c_float), ("window", c_int32))
+
+
+class Layer(Structure):
+    """One decoder layer."""
+
+    _fields_ = (
+        ("qkv", Weight * 3),
+        ("output", Weight),
+        ("gate", Weight),
+        ("up", Weight),
+        ("down", Weight),
+        ("input_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("post_attention_norm", c_void_p),
+        ("feed_forward_norm", c_void_p),
+        ("post_feed_forward_norm", c_void_p),
+        ("scoring", Scoring),
+        ("rope", c_int32),
+        ("num_qkv", c_int32),
+    )
+
+
+class Rope(Structure):
+    """Rotary embeddings."""
+
+    _fields_ = (("inverse_frequencies", c_void_p), ("scale", c_float), ("rotary_dim", c_int32))
+
+
+class Model(Structure):
+    """A decoder."""
+
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        ("ropes", POINTER(Rope)),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", Weight),
+        ("num_layers", c_int32),
+        ("num_ropes", c_int32),
+        ("hidden", c_int32),
+        ("num_heads", c_int32),
+        ("feed_forward", c_int32),
+        ("embedding_kind", c_int32),
+        ("activation", c_int32),
+        ("epsilon", c_float),
+        ("embedding_scale", c_float),
+        ("logit_softcap", c_float),
+    )
+
+
+class Cache(Structure):
+    """One section of a buffer of KV blocks."""
+
+    _fields_ = (
+        ("blocks", c_void_p),
+        ("block_bytes", c_int64),
+        ("section_offset", c_int64),
+        ("layer_bytes", c_int64),
+        ("head_bytes", c_int64),
+        ("scales_offset", c_int64),
+        ("token_bytes", c_int32),
+        ("block_size", c_int32),
+        ("format", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Batch(Structure):
+    """Rows of a batch."""
+
+    _fields_ = (
+        ("cu_seqlens_q", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("num_rows", c_int32),
+        ("num_tokens", c_int32),
+        ("max_blocks", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Pass(Structure):
+    """What a forward pass reads and where its logits go."""
+
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("keep", c_void_p),
+        ("logits", c_void_p),
+        ("num_keep", c_int32),
+        ("unused", c_int32),
+    )
+
+
+SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "baton_panel": (c_int32, ()),
+    "baton_is_avx512": (c_int32, ()),
+    "baton_team_open": (c_void_p, (c_int32,)),
+    "baton_team_close": (None, (c_void_p,)),
+    "baton_packed_bytes": (c_int64, (c_int32, c_int32, c_int32)),
+    "baton_padded_cols": (c_int32, (c_int32, c_int32)),
+    "baton_pack": (
+        None,
+        (c_int32, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p),
+    ),
+    "baton_linear_scratch": (c_int64, (c_void_p, POINTER(Weight), c_int32)),
+    "baton_linear": (
+        None,
+        (c_void_p, POINTER(Weight), c_void_p, c_int32, c_void_p, c_void_p),
+    ),
+    "baton_attend": (
+        None,
+        (
+            c_void_p,
+            POINTER(Cache),
+            POINTER(Batch),
+            c_int32,
+            POINTER(Scoring),
+            c_int32,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+        ),
+    ),
+    "baton_decoder_open": (c_void_p, (c_void_p, POINTER(Model), POINTER(Cache))),
+    "baton_decoder_close": (None, (c_void_p,)),
+    "baton_decoder_forward": (None, (c_void_p, POINTER(Batch), POINTER(Pass))),
+}
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library in `path`, its functions declared."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+@cache
+def kernels() -> ctypes.CDLL | None:
+    """The library for this machine, built if need be; None, with a warning, where it cannot be."""
+    try:
+        return open_library(built_library())
+    except (BuildError, OSError) as error:
+        log.warning("CPU kernels are not available, plain torch is used: %s", error)
+        return None

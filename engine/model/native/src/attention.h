@@ -1,0 +1,400 @@
+// Attention of a ragged batch over paged KV.
+//
+// A task is a KV head and a few tokens of one row, whose queries, for all query heads that share
+// the KV head, stand together as the rows of a small matrix product. It walks the context in tiles
+// of kTile tokens with a running softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al.,
+// 2022), and joins partitions of kPartition tokens, each begun afresh, in order. Tiles and
+// partitions begin at fixed positions of the sequence. So the bits of a query's result depend on
+// its own context alone: not on other rows, on how many queries its row has, on which thread took
+// the task, or on whether a long context was split among threads.
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "gemm.h"
+#include "kv.h"
+
+namespace baton {
+
+constexpr int kTile = 32;           // tokens; a multiple of kPanel
+constexpr int kPartition = 1024;    // tokens; a multiple of kTile
+constexpr int kTaskQueries = 48;    // query vectors of one task, at least one token's
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// Mirrored in library.py.
+struct Batch {
+  const int32_t* cu_seqlens_q;   // [num_rows + 1]
+  const int32_t* context_lens;   // [num_rows]
+  const int32_t* block_tables;   // [num_rows, max_blocks]
+  const int64_t* slot_mapping;   // [num_tokens]
+  int32_t num_rows;
+  int32_t num_tokens;
+  int32_t max_blocks;
+  int32_t unused;
+};
+
+struct Scoring {
+  float scaling;
+  float softcap;   // 0: none
+  int32_t window;  // 0: none
+};
+
+struct Task {
+  int row, head, first, count;  // tokens first … first + count - 1 of the row's queries
+  int partition;                // one partition, or all: -1
+  int part;                     // index of the partial result, with one partition
+};
+
+inline int padded_head(int head_dim) { return (head_dim + kPanel - 1) / kPanel * kPanel; }
+
+// The running softmax of a task's queries: sums [queries, padded head], peaks and totals.
+struct Partial {
+  float* sums;
+  float* peaks;
+  float* totals;
+
+  Partial(float* memory, int queries, int padded)
+      : sums(memory), peaks(memory + static_cast<size_t>(queries) * padded), totals(peaks + queries) {}
+  static size_t floats(int queries, int padded) {
+    return static_cast<size_t>(queries) * (padded + 2);
+  }
+};
+
+class Attention {
+ public:
+  // `group`: query heads that share a KV head.
+  Attention(const Cache& cache, int group)
+      : cache_(cache), group_(group), padded_(padded_head(cache.head_dim)),
+        tokens_per_task_(std::max(1, kTaskQueries / group)),
+        nothing_(cache.token_bytes + kGroupBytes) {}
+
+  // Plans the tasks of a batch for so many threads. Long contexts are split where rows are few.
+  void plan(const Batch& batch, int threads) {
+    tasks_.clear();
+    num_parts_ = 0;
+    int whole = 0;
+    for (int row = 0; row < batch.num_rows; ++row)
+      whole += (queries(batch, row) + tokens_per_task_ - 1) / tokens_per_task_ * cache_.num_kv_heads;
+    const bool split = whole < 4 * threads;
+    for (int row = batch.num_rows - 1; row >= 0; --row) {
+      const int count = queries(batch, row);
+      const int partitions = (batch.context_lens[row] + kPartition - 1) / kPartition;
+      for (int first = (count - 1) / tokens_per_task_ * tokens_per_task_; first >= 0;
+           first -= tokens_per_task_) {
+        const int tokens = std::min(tokens_per_task_, count - first);
+        for (int head = 0; head < cache_.num_kv_heads; ++head) {
+          if (!split || partitions == 1) {
+            tasks_.push_back({row, head, first, tokens, -1, -1});
+            continue;
+          }
+          for (int p = 0; p < partitions; ++p)
+            tasks_.push_back({row, head, first, tokens, p, num_parts_++});
+        }
+      }
+    }
+    parts_.resize(num_parts_ * part_floats());
+  }
+
+  int num_tasks() const { return static_cast<int>(tasks_.size()); }
+  bool has_parts() const { return num_parts_ > 0; }
+
+  // Computes one task of a layer. query and out: [num_tokens, num_heads * head_dim], with strides.
+  void run(int index, const Batch& batch, int layer, const Scoring& scoring, const float* query,
+           size_t query_stride, float* out, size_t out_stride, float* scratch) {
+    switch (cache_.format) {
+      case kKvFp32: return run_as<kKvFp32>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
+      case kKvBf16: return run_as<kKvBf16>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
+      case kKvFp8: return run_as<kKvFp8>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
+      case kKvInt8: return run_as<kKvInt8>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
+      default: return run_as<kKvInt4>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
+    }
+  }
+
+  // Joins the parts of split tasks and writes their results; by one thread's share of the tasks.
+  void join(const Batch& batch, int thread, int threads, float* out, size_t out_stride,
+            float* scratch) {
+    int seen = 0;
+    for (size_t i = 0; i < tasks_.size(); ++i) {
+      const Task& task = tasks_[i];
+      if (task.partition != 0) continue;
+      if (seen++ % threads != thread) continue;
+      const int queries = task.count * group_;
+      Partial total(scratch, queries, padded_);
+      reset(total, queries);
+      for (size_t j = i; j < tasks_.size() && (j == i || tasks_[j].partition > 0); ++j)
+        merge(total, part(tasks_[j].part, queries), queries);
+      finish(batch, task, total, out, out_stride);
+    }
+  }
+
+  size_t scratch_floats() const {
+    const size_t queries = max_queries();
+    return 2 * part_floats() + queries * (padded_ + kTile) + 2 * kTile * static_cast<size_t>(padded_) +
+           3 * queries + 64;
+  }
+
+ private:
+  static int queries(const Batch& batch, int row) {
+    return batch.cu_seqlens_q[row + 1] - batch.cu_seqlens_q[row];
+  }
+  size_t max_queries() const { return static_cast<size_t>(tokens_per_task_) * group_; }
+  size_t part_floats() const { return Partial::floats(max_queries(), padded_); }
+  Partial part(int index, int queries) {
+    return Partial(parts_.data() + index * part_floats(), queries, padded_);
+  }
+
+  void reset(Partial& p, int queries) const {
+    std::fill_n(p.sums, static_cast<size_t>(queries) * padded_, 0.0f);
+    std::fill_n(p.peaks, queries, kMinusInfinity);
+    std::fill_n(p.totals, queries, 0.0f);
+  }
+
+  template <int32_t format>
+  void run_as(int index, const Batch& batch, int layer, const Scoring& scoring, const float* query,
+              size_t query_stride, float* out, size_t out_stride, float* scratch) {
+    const Task& task = tasks_[index];
+    const int queries = task.count * group_;
+    const int end = batch.context_lens[task.row] - this->queries(batch, task.row) + task.first +
+                    task.count;  // one beyond the last query's position
+    const int oldest = scoring.window > 0 ? std::max(0, end - task.count + 1 - scoring.window) : 0;
+    float* q = scratch;
+    float* rest = q + max_queries() * padded_;
+    load_queries(batch, task, query, query_stride, q);
+    const int last = (end - 1) / kPartition;
+    if (task.partition >= 0) {
+      Partial own = part(task.part, queries);
+      reset(own, queries);
+      walk<format>(batch, task, layer, scoring, q, end, oldest, task.partition, own, rest);
+      return;
+    }
+    Partial total(rest, queries, padded_);
+    Partial own(rest + part_floats(), queries, padded_);
+    rest += 2 * part_floats();
+    const int first = oldest / kPartition;
+    reset(total, queries);
+    if (first == last) {
+      walk<format>(batch, task, layer, scoring, q, end, oldest, first, total, rest);
+    } else {
+      for (int p = first; p <= last; ++p) {
+        reset(own, queries);
+        walk<format>(batch, task, layer, scoring, q, end, oldest, p, own, rest);
+        merge(total, own, queries);
+      }
+    }
+    finish(batch, task, total, out, out_stride);
+  }
+
+  // Query vectors of the task, [token, head of the group] as rows, padded with zeros.
+  void load_queries(const Batch& batch, const Task& task, const float* query, size_t stride,
+                    float* q) const {
+    const int n = cache_.head_dim;
+    const int start = batch.cu_seqlens_q[task.row] + task.first;
+    for (int t = 0; t < task.count; ++t)
+      for (int g = 0; g < group_; ++g, q += padded_) {
+        std::memcpy(q, query + (start + t) * stride + (task.head * group_ + g) * n, sizeof(float) * n);
+        std::fill(q + n, q + padded_, 0.0f);
+      }
+  }
+
+  template <int32_t format>
+  void walk(const Batch& batch, const Task& task, int layer, const Scoring& scoring, const float* q,
+            int end, int oldest, int partition, Partial& p, float* scratch) const {
+    const int queries = task.count * group_;
+    float* keys = scratch;                     // [kTile / kPanel][padded][kPanel]
+    float* values = keys + kTile * padded_;    // [kTile][padded]
+    float* scores = values + kTile * padded_;  // [queries, kTile]
+    std::fill_n(keys, 2 * kTile * padded_, 0.0f);  // what pads a head stays so
+    alignas(64) float key_scales[kTile], value_scales[kTile];
+    Place places[kTile];
+    const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
+    const int stop = std::min((partition + 1) * kPartition, end);
+    const int32_t* table = batch.block_tables + static_cast<size_t>(task.row) * batch.max_blocks;
+    for (int tile = begin; tile < stop; tile += kTile) {
+      const int present = std::min(kTile, end - tile);
+      find_tile(table, layer, task.head, tile, present, end, nothing_.data(), places);
+      read_keys<format>(places, keys);
+      if (scales_apart(format)) read_scales(places, key_scales);
+      find_tile(table, layer, cache_.num_kv_heads + task.head, tile, present, end, nothing_.data(),
+                places);
+      for (int t = 0; t < kTile; ++t) read_token<format>(cache_, places[t], values + t * padded_);
+      if (scales_apart(format)) read_scales(places, value_scales);
+      for (int row = 0; row < queries; row += kMaxRows) {
+        const int rows = std::min(kMaxRows, queries - row);
+        for (int panel = 0; panel < kTile / kPanel; ++panel)
+          multiply_float(q + row * padded_, padded_, rows,
+                         keys + static_cast<size_t>(panel) * padded_ * kPanel, kPanel, padded_,
+                         scores + row * kTile + panel * kPanel, kTile, false);
+      }
+      for (int t = 0; t < task.count; ++t)
+        for (int g = 0; g < group_; ++g) {
+          const int i = t * group_ + g;
+          weigh<scales_apart(format)>(scoring, end - task.count + t, tile, key_scales, value_scales,
+                                      scores + i * kTile, p, i);
+        }
+      for (int row = 0; row < queries; row += kMaxRows) {
+        const int rows = std::min(kMaxRows, queries - row);
+        for (int panel = 0; panel < padded_ / kPanel; ++panel)
+          multiply_float(scores + row * kTile, kTile, rows, values + panel * kPanel, padded_, kTile,
+                         p.sums + row * padded_ + panel * kPanel, padded_, true);
+      }
+    }
+  }
+
+  // Turns the scores of query i, at `position`, into weights and rescales what it has summed.
+  template <bool kScaled>
+  void weigh(const Scoring& scoring, int position, int tile, const float* key_scales,
+             const float* value_scales, float* scores, Partial& p, int i) const {
+    const int seen = std::min(kTile, position + 1 - tile);
+    const int hidden = scoring.window > 0 ? std::max(0, position + 1 - scoring.window - tile) : 0;
+    Vec s[kTile / kLanes];
+    const Vec scaling = fill(scoring.scaling);
+    for (int v = 0; v < kTile / kLanes; ++v) {
+      s[v] = mul(load(scores + v * kLanes), scaling);
+      if (kScaled) s[v] = mul(s[v], load(key_scales + v * kLanes));
+      if (scoring.softcap > 0)
+        s[v] = mul(fill(scoring.softcap), tanh(div(s[v], fill(scoring.softcap))));
+    }
+    if (seen < kTile || hidden > 0) {
+      for (int v = 0; v < kTile / kLanes; ++v) store(scores + v * kLanes, s[v]);
+      for (int t = std::max(0, seen); t < kTile; ++t) scores[t] = kMinusInfinity;
+      for (int t = 0; t < std::min(hidden, kTile); ++t) scores[t] = kMinusInfinity;
+      for (int v = 0; v < kTile / kLanes; ++v) s[v] = load(scores + v * kLanes);
+    }
+    Vec peak_lanes = s[0];
+    for (int v = 1; v < kTile / kLanes; ++v) peak_lanes = max(peak_lanes, s[v]);
+    const float peak = std::max(p.peaks[i], max_lanes(peak_lanes));
+    if (peak == kMinusInfinity) {  // nothing seen so far
+      for (int v = 0; v < kTile / kLanes; ++v) store(scores + v * kLanes, zeros());
+      return;
+    }
+    const float fade = p.peaks[i] == kMinusInfinity ? 0.0f : fade_of(p.peaks[i], peak);
+    Vec sum = zeros();
+    const Vec origin = fill(peak);
+    for (int v = 0; v < kTile / kLanes; ++v) {
+      const Vec weight = exp(sub(s[v], origin));
+      sum = add(sum, weight);
+      store(scores + v * kLanes,
+            kScaled ? mul(weight, load(value_scales + v * kLanes)) : weight);
+    }
+    p.totals[i] = std::fma(p.totals[i], fade, sum_lanes(sum));
+    if (fade != 1.0f) scale_sums(p.sums + static_cast<size_t>(i) * padded_, fade);
+    p.peaks[i] = peak;
+  }
+
+  // e^(old - new) of two peaks.
+  static float fade_of(float old_peak, float new_peak) {
+    alignas(64) float lanes[kLanes];
+    if (old_peak == new_peak) return 1.0f;
+    store(lanes, exp(fill(old_peak - new_peak)));
+    return lanes[0];
+  }
+
+  void scale_sums(float* sums, float factor) const {
+    for (int d = 0; d < padded_; d += kLanes) store(sums + d, mul(load(sums + d), fill(factor)));
+  }
+
+  // total ← total joined with the next partition.
+  void merge(Partial& total, const Partial& next, int queries) const {
+    for (int i = 0; i < queries; ++i) {
+      if (next.peaks[i] == kMinusInfinity) continue;
+      const float peak = std::max(total.peaks[i], next.peaks[i]);
+      const float old = total.peaks[i] == kMinusInfinity ? 0.0f : fade_of(total.peaks[i], peak);
+      const float fresh = fade_of(next.peaks[i], peak);
+      float* a = total.sums + static_cast<size_t>(i) * padded_;
+      const float* b = next.sums + static_cast<size_t>(i) * padded_;
+      for (int d = 0; d < padded_; d += kLanes)
+        store(a + d, fma(load(b + d), fill(fresh), mul(load(a + d), fill(old))));
+      total.totals[i] = std::fma(next.totals[i], fresh, total.totals[i] * old);
+      total.peaks[i] = peak;
+    }
+  }
+
+  void finish(const Batch& batch, const Task& task, const Partial& total, float* out,
+              size_t stride) const {
+    const int n = cache_.head_dim;
+    const int start = batch.cu_seqlens_q[task.row] + task.first;
+    for (int t = 0; t < task.count; ++t)
+      for (int g = 0; g < group_; ++g) {
+        const int i = t * group_ + g;
+        float* to = out + (start + t) * stride + (task.head * group_ + g) * n;
+        const float* sums = total.sums + static_cast<size_t>(i) * padded_;
+        for (int d = 0; d < n; ++d) to[d] = sums[d] / total.totals[i];
+      }
+  }
+
+  // Where the tokens of a tile lie in one plane; those beyond `present` are at `nothing`, zeros. Asks
+  // memory for the next tile's, if they are before `end`: heads of a block lie apart, and the
+  // processor would not guess where the next is.
+  void find_tile(const int32_t* table, int layer, int plane, int first, int present, int end,
+                 const uint8_t* nothing, Place* places) const {
+    const int size = cache_.block_size;
+    for (int t = 0; t < present;) {
+      const int offset = (first + t) % size;
+      const int run = std::min(present - t, size - offset);
+      Place at = place(cache_, layer, plane, table[(first + t) / size], offset);
+      const int later = std::min(first + t + kTile, end - 1);
+      const Place next = place(cache_, layer, plane, table[later / size], later % size);
+      _mm_prefetch(reinterpret_cast<const char*>(next.scale), _MM_HINT_T0);
+      for (int byte = 0; byte < run * cache_.token_bytes; byte += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(next.elements) + byte, _MM_HINT_T0);
+      for (int i = 0; i < run; ++i, ++t) {
+        places[t] = at;
+        at.elements += cache_.token_bytes;
+        at.scale += 4;
+      }
+    }
+    uint8_t* none = const_cast<uint8_t*>(nothing);
+    for (int t = present; t < kTile; ++t) places[t] = {none, none};
+  }
+
+  // K of a tile, transposed: [kTile / kPanel][padded][kPanel]. Words of the record are transposed
+  // before they are expanded, as they are fewer than elements.
+  template <int32_t format>
+  void read_keys(const Place* places, float* keys) const {
+    constexpr int kPerWord = elements_per_word(format);
+    const int words = (cache_.token_bytes + kWord - 1) / kWord;
+    const int half = cache_.head_dim / 2;
+    alignas(64) float columns[kLanes * kLanes], steps[kLanes] = {}, lows[kLanes] = {};
+    alignas(64) uint8_t tails[kLanes][kGroupBytes];
+    const uint8_t* rows[kLanes];
+    for (int token = 0; token < kTile; token += kLanes) {
+      float* to = keys + static_cast<size_t>(token / kPanel) * padded_ * kPanel + token % kPanel;
+      if (format == kKvInt4)
+        for (int i = 0; i < kLanes; ++i) {
+          steps[i] = int4_step(places[token + i]);
+          lows[i] = int4_low(places[token + i]);
+        }
+      const Vec step = load(steps), low = load(lows);
+      for (int word = 0; word < words; word += kLanes) {
+        const int bytes = std::min(kGroupBytes, cache_.token_bytes - word * kWord);
+        for (int i = 0; i < kLanes; ++i) {
+          rows[i] = places[token + i].elements + word * kWord;
+          if (bytes < kGroupBytes)  // nothing beyond the token may be read
+            rows[i] = static_cast<const uint8_t*>(std::memcpy(tails[i], rows[i], bytes));
+        }
+        transpose(rows, 0, columns);
+        const int count = std::min(kLanes, words - word);
+        for (int w = 0; w < count; ++w) {
+          const size_t dim = format == kKvInt4 ? (word + w) * 4 : (word + w) * kPerWord;
+          expand_words<format>(columns + w * kLanes, to + dim * kPanel, kPanel, half, step, low);
+        }
+      }
+    }
+  }
+
+  void read_scales(const Place* places, float* scales) const {
+    for (int t = 0; t < kTile; ++t) scales[t] = load_float(places[t].scale);
+  }
+
+  Cache cache_;
+  int group_;
+  int padded_;
+  int tokens_per_task_;
+  int num_parts_ = 0;
+  std::vector<uint8_t> nothing_;  // a token of zeros, and its scale
+  std::vector<Task> tasks_;
+  std::vector<float> parts_;
+};
+
+}  // namespace baton

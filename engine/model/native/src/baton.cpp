@@ -1,0 +1,125 @@
+// What Python calls, through ctypes: see library.py. Every function runs on the caller's thread and
+// the threads of its team; a team serves one caller at a time.
+#include "decoder.h"
+
+using namespace baton;
+
+extern "C" {
+
+int32_t baton_panel() { return kPanel; }
+int32_t baton_is_avx512() { return BATON_AVX512; }
+
+void* baton_team_open(int32_t threads) { return new Team(threads); }
+void baton_team_close(void* team) { delete static_cast<Team*>(team); }
+
+int64_t baton_packed_bytes(int32_t kind, int32_t rows, int32_t cols) {
+  return static_cast<int64_t>(packed_bytes(kind, rows, cols));
+}
+int32_t baton_padded_cols(int32_t kind, int32_t cols) { return padded_cols(kind, cols); }
+
+void baton_pack(int32_t kind, const float* source, int32_t rows, int32_t cols, void* panels,
+                float* scales, int32_t* offsets) {
+  pack(kind, source, rows, cols, panels, scales, offsets);
+}
+
+// y [rows, w.rows] = x [rows, w.cols] w^T + bias, all contiguous. `scratch` has at least
+// baton_linear_scratch bytes.
+int64_t baton_linear_scratch(void* team, const Weight* w, int32_t rows) {
+  const int64_t threads = static_cast<Team*>(team)->size();
+  const int64_t floats = rows * static_cast<int64_t>(w->padded_cols + 1) + 2 * kLanes;
+  return 4 * (threads * static_cast<int64_t>(widened_floats(*w, 1)) + floats);
+}
+
+void baton_linear(void* team_, const Weight* w, const float* x, int32_t rows, float* y,
+                  void* scratch) {
+  Team& team = *static_cast<Team*>(team_);
+  struct Job {
+    Team& team;
+    const Weight& w;
+    const float* x;
+    float* y;
+    int32_t rows;
+    float* widened;
+    Rows packed;
+  } job{team, *w, x, y, rows, static_cast<float*>(scratch), {}};
+  job.packed.values = job.widened + widened_floats(*w, 1) * team.size();
+  job.packed.bytes = reinterpret_cast<uint8_t*>(job.packed.values);
+  job.packed.scales = job.packed.values + static_cast<size_t>(rows) * w->padded_cols + kLanes;
+  team.run(
+      [](void* context, int thread) {
+        const Job& j = *static_cast<Job*>(context);
+        const int threads = j.team.size();
+        const Share mine(j.rows, thread, threads);
+        for (int t = mine.begin; t < mine.end; ++t)
+          pack_row(j.w, j.x + static_cast<size_t>(t) * j.w.cols, t, j.rows, j.packed);
+        j.team.barrier();
+        linear_tiles(j.w, j.packed, j.rows, thread, threads,
+                     j.widened + thread * widened_floats(j.w, 1),
+                     Store{j.y, static_cast<size_t>(j.w.rows), &j.w});
+      },
+      &job);
+}
+
+// Writes K and V [num_tokens, num_kv_heads, head_dim], rows `kv_stride` apart, and attends with
+// query [num_tokens, num_heads, head_dim]; out is like query, contiguous.
+void baton_attend(void* team_, const Cache* cache, const Batch* batch, int32_t layer,
+                  const Scoring* scoring, int32_t num_heads, const float* query, const float* key,
+                  const float* value, float* out) {
+  Team& team = *static_cast<Team*>(team_);
+  struct Job {
+    Team* team;
+    const Cache* cache;
+    const Batch* batch;
+    int32_t layer;
+    const Scoring* scoring;
+    const float *query, *key, *value;
+    float* out;
+    size_t stride;
+    Attention attention;
+    std::vector<float> scratch;
+  } job{&team, cache, batch, layer, scoring, query, key, value, out,
+        static_cast<size_t>(num_heads) * cache->head_dim,
+        Attention(*cache, num_heads / cache->num_kv_heads), {}};
+  job.attention.plan(*batch, team.size());
+  const size_t scratch = job.attention.scratch_floats();
+  job.scratch.resize(scratch * team.size());
+  team.next_task.store(0);
+  team.run(
+      [](void* context, int thread) {
+        Job& j = *static_cast<Job*>(context);
+        const Cache& c = *j.cache;
+        const Share mine(j.batch->num_tokens, thread, j.team->size());
+        for (int t = mine.begin; t < mine.end; ++t)
+          for (int h = 0; h < 2 * c.num_kv_heads; ++h) {
+            const int64_t slot = j.batch->slot_mapping[t];
+            const bool is_key = h < c.num_kv_heads;
+            const int head = is_key ? h : h - c.num_kv_heads;
+            const float* x = (is_key ? j.key : j.value) +
+                             (static_cast<size_t>(t) * c.num_kv_heads + head) * c.head_dim;
+            write_token(c, place(c, j.layer, h, slot / c.block_size,
+                                 static_cast<int>(slot % c.block_size)), x);
+          }
+        j.team->barrier();
+        float* scratch = j.scratch.data() + thread * (j.scratch.size() / j.team->size());
+        for (;;) {
+          const int task = j.team->next_task.fetch_add(1, std::memory_order_relaxed);
+          if (task >= j.attention.num_tasks()) break;
+          j.attention.run(task, *j.batch, j.layer, *j.scoring, j.query, j.stride, j.out, j.stride,
+                          scratch);
+        }
+        j.team->barrier();
+        if (j.attention.has_parts())
+          j.attention.join(*j.batch, thread, j.team->size(), j.out, j.stride, scratch);
+      },
+      &job);
+}
+
+void* baton_decoder_open(void* team, const Model* model, const Cache* cache) {
+  return new Decoder(*static_cast<Team*>(team), *model, *cache);
+}
+void baton_decoder_close(void* decoder) { delete static_cast<Decoder*>(decoder); }
+void baton_decoder_forward(void* decoder, const Batch* batch, const Pass* pass) {
+  static_cast<Decoder*>(decoder)->forward(*batch, *pass);
+}
+
+}  // extern "C"

@@ -1,0 +1,99 @@
+// Threads that run one function together, with barriers inside it.
+//
+// OpenMP would do, but a worker's forward pass has a hundred parallel phases of a few microseconds,
+// and its runtime is shared with torch. Here a pass is one job; phases are parted by a barrier that
+// spins for a while and then yields, so that it survives sharing its cores with other processes.
+#pragma once
+
+#include <immintrin.h>
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace baton {
+
+class Team {
+ public:
+  using Job = void (*)(void* context, int thread);
+
+  explicit Team(int size) : size_(size) {
+    for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { serve(i); });
+  }
+
+  ~Team() {
+    job_ = nullptr;
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  int size() const { return size_; }
+
+  // Runs job(context, i) for every thread i, the caller being thread 0.
+  void run(Job job, void* context) {
+    if (size_ > 1) {
+      job_ = job;
+      context_ = context;
+      epoch_.fetch_add(1, std::memory_order_release);
+      epoch_.notify_all();
+    }
+    job(context, 0);
+    barrier();
+  }
+
+  // Returns when all threads have come here; what each wrote before, all see after.
+  void barrier() {
+    if (size_ == 1) return;
+    uint32_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int i = 0; round_.load(std::memory_order_acquire) == round; ++i) pause(i);
+  }
+
+  // A counter that hands out tasks; thread 0 resets it before a barrier.
+  std::atomic<int> next_task{0};
+
+ private:
+  static constexpr int kSpins = 2000;
+
+  static void pause(int i) {
+    if (i < kSpins) _mm_pause();
+    else sched_yield();
+  }
+
+  void serve(int thread) {
+    uint32_t seen = 0;
+    for (;;) {
+      for (int i = 0; i < kSpins && epoch_.load(std::memory_order_acquire) == seen; ++i) _mm_pause();
+      epoch_.wait(seen, std::memory_order_acquire);
+      seen = epoch_.load(std::memory_order_acquire);
+      if (job_ == nullptr) return;
+      job_(context_, thread);
+      barrier();
+    }
+  }
+
+  int size_;
+  std::vector<std::thread> threads_;
+  Job job_ = nullptr;
+  void* context_ = nullptr;
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+};
+
+// The part [begin, end) of `count` things that falls to a thread, in equal shares.
+struct Share {
+  int begin, end;
+  Share(int count, int thread, int size)
+      : begin(static_cast<int>(static_cast<int64_t>(count) * thread / size)),
+        end(static_cast<int>(static_cast<int64_t>(count) * (thread + 1) / size)) {}
+};
+
+}  // namespace baton

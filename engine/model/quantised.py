@@ -1,0 +1,53 @@
+"""Checkpoints with quantised weights: transformers loads them, where it has what it needs.
+
+Most methods need packages that transformers does not install. It names them one at a time and in
+its own words for each method; here all that lack are named at once, before any weight is read.
+"""
+
+import importlib.util
+
+from transformers import PreTrainedConfig
+from transformers.quantizers import AutoHfQuantizer
+
+from engine.errors import CheckpointError
+
+PACKAGES = {  # by quant_method; of other methods transformers says itself what it lacks
+    "awq": ("accelerate", "gptqmodel"),
+    "bitsandbytes": ("accelerate", "bitsandbytes"),
+    "compressed-tensors": ("compressed-tensors",),
+    "fp8": ("accelerate",),
+    "gguf": ("accelerate", "gguf"),
+    "gptq": ("gptqmodel", "optimum"),
+    "mxfp4": ("accelerate",),
+    "torchao": ("torchao",),
+}
+
+
+def quant_method(config: PreTrainedConfig) -> str | None:
+    """How config.json says that the weights are quantised; None if they are not.
+
+    Raises CheckpointError for a method that transformers would pass over, and so load nonsense.
+    """
+    found = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(decoder=True), "quantization_config", None
+    )
+    if found is None:
+        return None
+    method = found.get("quant_method")
+    if method is None and (found.get("load_in_8bit") or found.get("load_in_4bit")):
+        return "bitsandbytes"
+    if method is None:
+        raise CheckpointError("config.json: quantization_config has no quant_method")
+    if not AutoHfQuantizer.supports_quant_method(found):
+        raise CheckpointError(f"config.json: quant_method {method!r} is unknown to transformers")
+    return method
+
+
+def require_packages(method: str) -> None:
+    """Raises CheckpointError, naming what is not installed of what weights so quantised need."""
+    names = PACKAGES.get(method, ())
+    absent = [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
+    if absent:
+        raise CheckpointError(
+            f"weights quantised with {method} cannot be loaded: not installed: {', '.join(absent)}"
+        )
