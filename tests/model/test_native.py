@@ -198,11 +198,14 @@ class Logits:
 
 
 @pytest.mark.parametrize("kind", INVARIANT_KINDS)
-@pytest.mark.parametrize("kv_format", KVFormat)
-def test_int8_logits_have_the_same_bits_whatever_the_batch(tmp_path_factory, kind, kv_format):
+@pytest.mark.parametrize(
+    ("weights", "kv_format"),
+    [*((WeightFormat.INT8, kv_format) for kv_format in KVFormat), (WeightFormat.FP32, "fp32")],
+)
+def test_logits_have_the_same_bits_whatever_the_batch(tmp_path_factory, kind, weights, kv_format):
     """Alone and in company, in any chunking (a prefill), and token by token or several at a time
     after a prefix (decode, verification of a draft)."""
-    runner = opened(tmp_path_factory, kind, weights=WeightFormat.INT8, kv_format=kv_format)
+    runner = opened(tmp_path_factory, kind, weights=weights, kv_format=KVFormat(kv_format))
     logits = Logits(runner)
     token_ids = [(7 * i * i + 3) % 256 for i in range(50)]
     table = list(range(13))
