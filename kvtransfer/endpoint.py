@@ -155,6 +155,7 @@ class TransferEndpoint:
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=5)
         assert not self._thread.is_alive(), "the transfer thread did not stop"
+        os.close(self._wake_fd)  # not by the thread, which may end before it is woken
 
     # ------------------------------------------------------------ the thread
 
@@ -177,7 +178,6 @@ class TransferEndpoint:
             for socket in [self._router, *self._dealers.values()]:
                 socket.close(linger=0)
             self._context.term()
-            os.close(self._wake_fd)
 
     def _wait(self) -> None:
         wakes = [self.source.next_wake_s(), self.sink.next_wake_s()]

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ProtocolError
+from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     Cancel,
     Decode,
@@ -68,6 +69,11 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
             return st.dictionaries(*map(values, get_args(kind)), max_size=2)
         case origin if issubclass(origin, Enum):
             return st.sampled_from(origin)
+        case origin if origin is KVLayout:
+            return st.builds(origin, values(int), values(KVFormat), values(tuple[KVSection, ...]))
+        case origin if origin is KVSection:  # int4 wants an even head_dim
+            even = st.integers(0, 2**32).map(lambda n: 2 * n)
+            return st.builds(origin, values(int), values(int), even)
         case origin if issubclass(origin, msgspec.Struct):
             fields = {f.name: values(f.type) for f in msgspec.structs.fields(origin)}
             return st.builds(origin, **fields)
