@@ -56,6 +56,11 @@ class Driven:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def session(self) -> int | None:
+        """Of the process and what it started; None where it does not run."""
+        return None if self._process is None else self._process.pid
+
     def start(self) -> None:
         """Starts the process, without waiting for it."""
         try:

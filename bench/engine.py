@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from bench import background
 from bench.driven import Answer, Driven, DrivenFailed
 from bench.engine_plan import (
     EnginePlan,
@@ -39,7 +40,6 @@ JOB_TIMEOUT_S = 300.0
 IDLE_CHECK_S = 0.3
 SETTLE_S = 0.3  # Intel's OpenMP spins for 0.2 s
 WARM_UP = -1  # no repetition has this number, so none has its prompts
-PROC_STAT = Path("/proc/stat")
 DRIVER = Path(__file__).parent / "peers" / "driver.py"
 
 Say = Callable[[str], None]
@@ -58,6 +58,11 @@ class Contest:
         """Those that a job is meant for, in the order of that repetition."""
         engines = [*self.ours.values(), *(self.peers.values() if job.for_peers else ())]
         return engines[::-1] if repeat % 2 else engines
+
+    def sessions(self) -> list[int]:
+        """Of all processes that still run."""
+        engines = (self.ceilings, *self.ours.values(), *self.peers.values())
+        return [engine.session for engine in engines if engine.session]
 
     def drop(self, peer: Driven, error: DrivenFailed) -> None:
         """Goes on without a peer. Raises the error where it is one of ours."""
@@ -95,17 +100,6 @@ def measure(plan: EnginePlan, say: Say = lambda line: None) -> Measured:
         )
 
 
-def busy_share(before: str, after: str) -> float:
-    """Share of all cores' time that was not idle between two readings of /proc/stat."""
-    first, second = (
-        [int(ticks) for ticks in reading.partition("\n")[0].split()[1:]]
-        for reading in (before, after)
-    )
-    spent = [b - a for a, b in zip(first, second, strict=True)][:8]  # guests are within user
-    idle = spent[3] + spent[4]  # idle, and waiting for a disk
-    return 1 - idle / sum(spent) if any(spent) else 0.0
-
-
 def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
     """Loads ours one by one, since that is timed, then the peers at once; what each tells."""
     facts = {}
@@ -126,12 +120,18 @@ def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
 
 
 def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int) -> Repetition:
-    background = _background()
+    idle_share = _idle_share()
+    before = background.read(contest.sessions())
     ceilings = contest.ceilings.ask("measure", timeout_s=JOB_TIMEOUT_S)
     samples: dict[Key, Sample] = {}
     for job in jobs_of(plan):
         samples |= _round(contest, job, vocab_size, seed=plan.seed, repeat=repeat)
-    return Repetition(samples, msgspec.convert(ceilings, Ceilings), background)
+    others = background.share_of_others(before, background.read(contest.sessions()))
+    return Repetition(
+        samples=samples,
+        ceilings=msgspec.convert(ceilings, Ceilings),
+        background=None if others is None else max(others, idle_share),
+    )
 
 
 def _round(
@@ -230,12 +230,9 @@ def _settle() -> None:
     threading.Event().wait(SETTLE_S)
 
 
-def _background() -> float | None:
-    """Share of the CPU that is busy while all engines wait; None where it cannot be told."""
-    try:
-        _settle()
-        before = PROC_STAT.read_text()
-        threading.Event().wait(IDLE_CHECK_S)
-        return busy_share(before, PROC_STAT.read_text())
-    except OSError:
-        return None
+def _idle_share() -> float:
+    """Share of the CPU that is busy while all engines wait; theirs, if they do not sleep."""
+    _settle()
+    before = background.read(())
+    threading.Event().wait(IDLE_CHECK_S)
+    return background.share_of_others(before, background.read(())) or 0.0

@@ -75,12 +75,12 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
             require_matplotlib()
         measured = measure(plan, say=lambda line: log.print(line, style="dim"))
         report = _report(plan, measured)
-        print_speeds(console, report, title=_title(plan))
-        print_warnings(console, warnings(measured))
         if json:
             write_json(report, json)
         if plot:
             _plot(plan, report, plot)
+        print_speeds(console, report, title=_title(plan))
+        print_warnings(console, warnings(measured))
     except DrivenFailed as error:
         typer.echo(f"error: {error}\n" + "\n".join(error.last_lines), err=True)
         raise typer.Exit(1) from error

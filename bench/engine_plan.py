@@ -150,8 +150,9 @@ def jobs_of(plan: EnginePlan) -> list[Job]:
 
 
 def warm_up_jobs(plan: EnginePlan) -> list[Job]:
-    """What every engine does before it is measured: the jobs for peers, small ones if quick."""
-    if not plan.is_quick:
+    """What every engine does before it is measured: the jobs for peers. Peers need them all, as
+    some compile or allocate for each size; ours alone, if it is to be quick, makes do with less."""
+    if plan.peers or not plan.is_quick:
         return [job for job in jobs_of(plan) if job.for_peers]
     return [Job("warm_up", 4, 64, 4, for_peers=True)]
 

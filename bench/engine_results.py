@@ -10,7 +10,7 @@
 | kv_token/<weights>                | B        | KV of one token, with scales and padding       |
 | load/, warm_up/<weights>          | s        |                                                |
 | ceiling/read, fp32, int8          |          | what the limits come from                      |
-| background/cpu                    | %        | of all cores, just before each repetition      |
+| background/cpu                    | %        | of all cores, what others used meanwhile       |
 | same_tokens/<engine>              | %        | of the prefill's tokens: as our fp32 chose      |
 
 A peer's `value` is the median of its own runs, `ratio` ours over theirs.
@@ -56,7 +56,7 @@ class Repetition:
 
     samples: Mapping[Key, Sample]
     ceilings: Ceilings
-    background: float | None  # share of the CPU that was busy while all engines waited
+    background: float | None  # share of the CPU that others used meanwhile
 
 
 @dataclass(frozen=True, slots=True)

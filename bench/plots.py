@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PANELS_IN_A_ROW = 3
 
@@ -42,17 +46,29 @@ def plot_bars(
     limits: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """One panel of named bars for each quantity; a limit is a line across the bar it is for."""
+    figure = bars_figure(panels, title=title, limits=limits or {})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def bars_figure(
+    panels: Mapping[str, Mapping[str, float]],
+    *,
+    title: str,
+    limits: Mapping[str, Mapping[str, float]],
+) -> "Figure":
+    """The figure of `plot_bars`."""
     from matplotlib.figure import Figure
 
     num_columns = min(len(panels), PANELS_IN_A_ROW)
     num_rows = -(-len(panels) // PANELS_IN_A_ROW)
     figure = Figure(figsize=(4.2 * num_columns, 3.6 * num_rows), layout="constrained")
-    axes = figure.subplots(num_rows, num_columns, squeeze=False).flat
-    for unused in list(axes)[len(panels) :]:
-        unused.set_axis_off()
+    axes = [*figure.subplots(num_rows, num_columns, squeeze=False).flat]
+    for unused in axes[len(panels) :]:
+        unused.remove()
     for panel, (quantity, bars) in zip(axes, panels.items(), strict=False):
         panel.bar(list(bars), list(bars.values()), color="tab:blue")
-        marks = (limits or {}).get(quantity, {})
+        marks = limits.get(quantity, {})
         for place, name in enumerate(bars):
             if name in marks:
                 panel.hlines(marks[name], place - 0.45, place + 0.45, color="black")
@@ -60,8 +76,7 @@ def plot_bars(
         panel.tick_params(axis="x", labelrotation=60, labelsize="small")
         panel.grid(axis="y", alpha=0.3)
     figure.suptitle(title, fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150)
+    return figure
 
 
 def cdf(values: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -61,11 +61,11 @@ def quality(  # noqa: PLR0913 (one parameter for each option is how typer declar
                 checkpoint, windows, threads=threads, say=lambda line: log.print(line, style="dim")
             ),
         )
-        print_pivot(Console(), report, title=_title(report))
         if json:
             write_json(report, json)
         if plot:
             _plot(report, plot)
+        print_pivot(Console(), report, title=_title(report))
     except (BatonError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -1,5 +1,7 @@
 import io
 import json
+import os
+import select
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +13,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from bench import background
 from bench import engine as bench_engine
 from bench.cli import app
 from bench.driven import Driven, DrivenFailed
-from bench.engine import Contest, busy_share
+from bench.engine import Contest
 from bench.engine_plan import (
     EnginePlan,
     Job,
@@ -43,7 +46,7 @@ from bench.engine_results import (
 )
 from bench.ours import prefill_steps, tables_of
 from bench.peers import driver
-from bench.plots import plot_bars
+from bench.plots import bars_figure, plot_bars
 from bench.report import Hardware, Report, from_json, to_json
 from bench.roofline import (
     Ceilings,
@@ -177,8 +180,14 @@ def test_a_quick_plan_keeps_the_named_jobs_as_they_are():
     assert few.num_repeats == 1
     assert jobs_of(few)[:3] == jobs_of(PLAN)[:3]
     assert [job.name for job in jobs_of(few)[3:]] == ["decode_b8_ctx128"]
-    work = [sum(job.kv_tokens for job in warm_up_jobs(plan)) for plan in (few, PLAN)]
+    alone = replace(PLAN, peers=())
+    plans = (quick(alone), alone)
+    work = [sum(job.kv_tokens for job in warm_up_jobs(plan)) for plan in plans]
     assert work[0] < work[1] / 10
+
+
+def test_peers_are_always_warmed_up_with_all_that_they_will_do():
+    assert warm_up_jobs(quick(PLAN)) == [job for job in jobs_of(PLAN) if job.for_peers]
 
 
 def test_kv_is_held_as_suits_the_weights_unless_it_is_asked_for():
@@ -426,8 +435,15 @@ def test_a_pivot_has_a_row_for_each_setting():
 
 def test_speeds_can_be_plotted(tmp_path):
     pytest.importorskip("matplotlib", reason="plots are optional")
-    panels = {f"panel {i}": {"a": 1.0, "b": 2.0} for i in range(4)}
-    plot_bars(panels, tmp_path / "x" / "plot.png", title="t", limits={"panel 0": {"a": 3.0}})
+    panels = {f"panel {i}": {"a": 1.0, "b": 2.0 + i} for i in range(4)}
+    limits = {"panel 0": {"a": 3.0}}
+    axes = bars_figure(panels, title="t", limits=limits).axes
+    assert [axis.get_title() for axis in axes] == list(panels)
+    assert [[bar.get_height() for bar in axis.patches] for axis in axes] == [
+        list(bars.values()) for bars in panels.values()
+    ]
+    assert [len(axis.collections) for axis in axes] == [1, 0, 0, 0]
+    plot_bars(panels, tmp_path / "x" / "plot.png", title="t", limits=limits)
     assert (tmp_path / "x" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -519,11 +535,12 @@ def test_a_process_that_ignores_its_end_is_killed_with_what_it_started(monkeypat
             time.sleep(60)
     """
     with started(script) as engine:
-        child = engine.ready(10)["child"]
+        child = os.pidfd_open(engine.ready(10)["child"])
         process = engine._process
     assert process.returncode == -9
-    state = Path(f"/proc/{child}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    ended, _, _ = select.select([child], [], [], 10)
+    os.close(child)
+    assert ended
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"other": 1}'])
@@ -683,11 +700,45 @@ def test_our_own_engine_may_not_fail(monkeypatch):
         run_round(contest_of(WORKS, our_script="say(ready={}); hear()"), monkeypatch)
 
 
-def test_the_busy_share_is_what_was_not_idle():
-    before = "cpu  100 0 100 700 100 0 0 0 0 0\ncpu0 …"
-    after = "cpu  130 0 110 750 110 0 0 0 0 0\ncpu0 …"
-    assert busy_share(before, after) == pytest.approx(0.4)
-    assert busy_share(before, before) == 0
+# Others on the same machine
+
+
+def process(pid, session, ticks, name="a name"):
+    """A line of /proc/<pid>/stat."""
+    before = f"{pid} ({name}) S 1 {pid} {session} 0 -1 0 0 0 0 0"
+    return before + " " + " ".join(map(str, ticks)) + " 20 0 1 0"
+
+
+def write_proc(proc, cpu, processes):
+    proc.mkdir(exist_ok=True)
+    (proc / "stat").write_text(f"cpu  {' '.join(map(str, cpu))}\ncpu0 1 2 3\n")
+    for pid, session, ticks in processes:
+        (proc / str(pid)).mkdir(exist_ok=True)
+        (proc / str(pid) / "stat").write_text(process(pid, session, ticks))
+
+
+def test_others_are_what_was_busy_less_what_is_ours(tmp_path):
+    write_proc(tmp_path, (100, 0, 100, 700, 100, 0, 0, 0, 5, 0), [(7, 7, (1, 1, 0, 0))])
+    before = background.read({7}, tmp_path)
+    write_proc(
+        tmp_path,
+        (160, 0, 110, 715, 105, 0, 0, 10, 9, 0),  # 100 ticks, 80 busy, 10 of these stolen
+        [(7, 7, (31, 1, 5, 5)), (8, 7, (10, 0, 0, 0)), (9, 9, (20, 0, 0, 0))],
+    )
+    after = background.read({7}, tmp_path)
+    assert background.share_of_others(before, after) == pytest.approx(0.3)
+    assert background.share_of_others(before, before) is None
+
+
+def test_a_process_may_be_named_anything():
+    odd = process(3, 7, (1, 2, 3, 4), name="a) S 1 (b")
+    assert background.session_ticks([odd], frozenset({7})) == 10
+    assert background.session_ticks([odd], frozenset({8})) == 0
+
+
+def test_where_there_is_no_proc_nothing_is_known_of_others(tmp_path):
+    assert background.read({7}, tmp_path / "none") is None
+    assert background.share_of_others(None, None) is None
 
 
 # The command

@@ -1,0 +1,63 @@
+"""How much of the CPU others use while a benchmark runs: figures from a busy machine mean little.
+
+From Linux's /proc: what all cores did that was not idle, time stolen by a hypervisor included, less
+what our processes did. A process is ours if its session is one of those given. All in clock ticks.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Ticks since the machine was started."""
+
+    total: int  # of all cores
+    busy: int
+    own: int
+
+
+def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
+    """The present state; None where there is no /proc to read it from."""
+    try:
+        total, busy = machine_ticks((proc / "stat").read_text())
+    except OSError:
+        return None
+    return Reading(total, busy, session_ticks(_processes(proc), frozenset(sessions)))
+
+
+def share_of_others(before: Reading | None, after: Reading | None) -> float | None:
+    """Share of the time of all cores that others used between two readings."""
+    if before is None or after is None or after.total == before.total:
+        return None
+    others = (after.busy - before.busy) - (after.own - before.own)
+    return min(1.0, max(0.0, others / (after.total - before.total)))
+
+
+def machine_ticks(stat: str) -> tuple[int, int]:
+    """All ticks and those that were not idle, from the text of /proc/stat."""
+    first_line = stat.partition("\n")[0]
+    ticks = [int(field) for field in first_line.split()[1:9]]  # guests are within user
+    idle = ticks[3] + ticks[4]  # idle, and waiting for a disk
+    return sum(ticks), sum(ticks) - idle
+
+
+def session_ticks(stats: Iterable[str], sessions: frozenset[int]) -> int:
+    """Ticks of the processes of these sessions, from the texts of /proc/<pid>/stat."""
+    total = 0
+    for stat in stats:
+        fields = stat.rpartition(")")[2].split()  # the name before may hold anything
+        if int(fields[3]) in sessions:
+            total += sum(int(field) for field in fields[11:15])  # its own, and of ended children
+    return total
+
+
+def _processes(proc: Path) -> Iterator[str]:
+    for path in proc.glob("[0-9]*/stat"):
+        try:
+            yield path.read_text()
+        except OSError:  # it has ended
+            continue
