@@ -8,7 +8,7 @@ result is the model is then tried: its logits must be those of the model itself 
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,13 @@ class Decoder:
         self._keep = keep
         self._handle: int | None = None
         self.vocab_size = struct.head.rows
+
+    def weights(self) -> Iterator[native.Weight]:
+        """Every matrix, as this decoder sees it. Changes count from the next `open` on."""
+        yield self._struct.head
+        for layer in self._struct.layers[: self._struct.num_layers]:
+            yield from layer.qkv[: layer.num_qkv]
+            yield from (layer.output, layer.gate, layer.up, layer.down)
 
     def open(self, cache: KVCache) -> None:
         """From now on reads and writes this cache."""

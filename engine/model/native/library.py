@@ -15,7 +15,7 @@ from engine.model.native.build import BuildError, built_library
 
 log = logging.getLogger(__name__)
 
-FP32, BF16, INT8 = range(3)  # kinds of weights
+FP32, BF16, INT8, INT8_AS_FLOAT = range(4)  # kinds of weights
 FORMATS = {
     KVFormat.FP32: 0,
     KVFormat.BF16: 1,

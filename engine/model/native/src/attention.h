@@ -19,7 +19,7 @@ namespace baton {
 
 constexpr int kTile = 32;           // tokens; a multiple of kPanel
 constexpr int kPartition = 1024;    // tokens; a multiple of kTile
-constexpr int kTaskQueries = 48;    // query vectors of one task, at least one token's
+constexpr int kTaskQueries = 96;    // query vectors of one task, at least one token's
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Mirrored in library.py.

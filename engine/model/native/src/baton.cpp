@@ -27,7 +27,7 @@ void baton_pack(int32_t kind, const float* source, int32_t rows, int32_t cols, v
 int64_t baton_linear_scratch(void* team, const Weight* w, int32_t rows) {
   const int64_t threads = static_cast<Team*>(team)->size();
   const int64_t floats = rows * static_cast<int64_t>(w->padded_cols + 1) + 2 * kLanes;
-  return 4 * (threads * static_cast<int64_t>(widened_floats(*w, 1)) + floats);
+  return 4 * (threads * static_cast<int64_t>(linear_floats(*w, rows, 1)) + floats);
 }
 
 void baton_linear(void* team_, const Weight* w, const float* x, int32_t rows, float* y,
@@ -39,10 +39,10 @@ void baton_linear(void* team_, const Weight* w, const float* x, int32_t rows, fl
     const float* x;
     float* y;
     int32_t rows;
-    float* widened;
+    float* threads_scratch;
     Rows packed;
   } job{team, *w, x, y, rows, static_cast<float*>(scratch), {}};
-  job.packed.values = job.widened + widened_floats(*w, 1) * team.size();
+  job.packed.values = job.threads_scratch + linear_floats(*w, rows, 1) * team.size();
   job.packed.bytes = reinterpret_cast<uint8_t*>(job.packed.values);
   job.packed.scales = job.packed.values + static_cast<size_t>(rows) * w->padded_cols + kLanes;
   team.run(
@@ -50,11 +50,11 @@ void baton_linear(void* team_, const Weight* w, const float* x, int32_t rows, fl
         const Job& j = *static_cast<Job*>(context);
         const int threads = j.team.size();
         const Share mine(j.rows, thread, threads);
-        for (int t = mine.begin; t < mine.end; ++t)
-          pack_row(j.w, j.x + static_cast<size_t>(t) * j.w.cols, t, j.rows, j.packed);
+        pack_rows(j.w, mine, j.rows, j.packed,
+                  [&](int t, int) { return j.x + static_cast<size_t>(t) * j.w.cols; });
         j.team.barrier();
         linear_tiles(j.w, j.packed, j.rows, thread, threads,
-                     j.widened + thread * widened_floats(j.w, 1),
+                     j.threads_scratch + thread * linear_floats(j.w, j.rows, 1),
                      Store{j.y, static_cast<size_t>(j.w.rows), &j.w});
       },
       &job);

@@ -114,6 +114,15 @@ inline void rms_norm(const float* x, const float* weight, int n, float epsilon, 
   for (; i < n; ++i) y[i] = x[i] * factor * weight[i];
 }
 
+// Adds the bias, if there is one.
+inline void add_bias(const Weight& w, int panel, int rows, float* tile) {
+  if (w.bias == nullptr) return;
+  for (int r = 0; r < rows; ++r)
+    for (int c = 0; c < kPanel; c += kLanes)
+      store(tile + r * kPanel + c,
+            add(load(tile + r * kPanel + c), load(w.bias + panel * kPanel + c)));
+}
+
 // Consumers of linear_tiles: y = tile + bias, y += tile + bias.
 struct Store {
   float* to;
@@ -121,14 +130,13 @@ struct Store {
   const Weight* w;
   float softcap = 0;
 
-  void operator()(int row, int rows, int panel, const float* tile) const {
+  void operator()(int row, int rows, int panel, float* tile) const {
+    add_bias(*w, panel, rows, tile);
     const int columns = panel_columns(*w, panel);
     for (int r = 0; r < rows; ++r) {
       float* y = to + (row + r) * stride + panel * kPanel;
-      for (int c = 0; c < columns; ++c) {
-        y[c] = tile[r * kPanel + c] + (w->bias ? w->bias[panel * kPanel + c] : 0.0f);
-        if (softcap > 0) y[c] = softcap * std::tanh(y[c] / softcap);
-      }
+      std::memcpy(y, tile + r * kPanel, sizeof(float) * columns);
+      for (int c = 0; softcap > 0 && c < columns; ++c) y[c] = softcap * std::tanh(y[c] / softcap);
     }
   }
 };
@@ -138,12 +146,15 @@ struct Add {
   size_t stride;
   const Weight* w;
 
-  void operator()(int row, int rows, int panel, const float* tile) const {
+  void operator()(int row, int rows, int panel, float* tile) const {
+    add_bias(*w, panel, rows, tile);
     const int columns = panel_columns(*w, panel);
     for (int r = 0; r < rows; ++r) {
       float* y = to + (row + r) * stride + panel * kPanel;
-      for (int c = 0; c < columns; ++c)
-        y[c] += tile[r * kPanel + c] + (w->bias ? w->bias[panel * kPanel + c] : 0.0f);
+      const float* x = tile + r * kPanel;
+      int c = 0;
+      for (; c + kLanes <= columns; c += kLanes) store(y + c, add(load(y + c), load(x + c)));
+      for (; c < columns; ++c) y[c] += x[c];
     }
   }
 };
@@ -182,13 +193,14 @@ class Decoder {
     rotary_floats_ = 0;
     for (int i = 0; i < m_.num_ropes; ++i) rotary_floats_ += m_.ropes[i].rotary_dim;
     rotary_.reserve(tokens * rotary_floats_ * 4);
-    size_t widened = widened_floats(m_.head, 1);
+    size_t most = std::max(attention_.scratch_floats(), kMaxRows * hidden_stride_);
+    most = std::max(most, linear_floats(m_.head, pass_->num_keep, 1));
     for (int i = 0; i < m_.num_layers; ++i) {
       const Layer& layer = m_.layers[i];
-      widened = std::max({widened, widened_floats(layer.qkv[0], 1), widened_floats(layer.output, 1),
-                          widened_floats(layer.gate, 2), widened_floats(layer.down, 1)});
+      for (const Weight* w : {&layer.qkv[0], &layer.output, &layer.down})
+        most = std::max(most, linear_floats(*w, batch_->num_tokens, 1));
+      most = std::max(most, linear_floats(layer.gate, batch_->num_tokens, 2));
     }
-    const size_t most = std::max({widened, attention_.scratch_floats(), hidden_stride_});
     scratch_stride_ = whole_vecs(most);
     scratch_.reserve(scratch_stride_ * team_.size() * 4);
   }
@@ -284,13 +296,13 @@ class Decoder {
     linear_tiles<2>(
         weights, packed(), batch_->num_tokens,
         Share(layer.gate.num_panels(), thread, team_.size()), scratch(thread),
-        [&](int row, int rows, int panel, const float* tiles) {
+        [&](int row, int rows, int panel, float* tiles) {
+          add_bias(layer.gate, panel, rows, tiles);
+          add_bias(layer.up, panel, rows, tiles + kMaxRows * kPanel);
           for (int r = 0; r < rows; ++r)
             for (int c = 0; c < kPanel; c += kLanes) {
-              Vec gate = load(tiles + r * kPanel + c);
-              Vec up = load(tiles + (kMaxRows + r) * kPanel + c);
-              if (layer.gate.bias) gate = add(gate, load(layer.gate.bias + panel * kPanel + c));
-              if (layer.up.bias) up = add(up, load(layer.up.bias + panel * kPanel + c));
+              const Vec gate = load(tiles + r * kPanel + c);
+              const Vec up = load(tiles + (kMaxRows + r) * kPanel + c);
               store(wide + (row + r) * wide_stride_ + panel * kPanel + c,
                     mul(activate(gate, m_.activation), up));
             }
@@ -303,7 +315,7 @@ class Decoder {
   void project(const Weight& w, const float* norm, const float* x, size_t stride, int thread,
                Share mine) {
     const int tokens = batch_->num_tokens;
-    for (int t = mine.begin; t < mine.end; ++t) pack_row(w, x + t * stride, t, tokens, packed());
+    pack_rows(w, mine, tokens, packed(), [&](int t, int) { return x + t * stride; });
     team_.barrier();
     if (norm == nullptr) {
       linear(w, tokens, thread, Add{residual_.floats(), hidden_stride_, &w});
@@ -321,25 +333,25 @@ class Decoder {
   }
 
   void head(int thread) {
-    const Share mine(pass_->num_keep, thread, team_.size());
-    for (int i = mine.begin; i < mine.end; ++i) {
-      float* y = scratch(thread);
-      const float* x = residual_.floats() + pass_->keep[i] * hidden_stride_;
-      rms_norm(x, m_.final_norm, m_.hidden, m_.epsilon, y);
-      pack_row(m_.head, y, i, pass_->num_keep, packed());
-    }
+    const int rows = pass_->num_keep;
+    pack_rows(m_.head, Share(rows, thread, team_.size()), rows, packed(), [&](int i, int slot) {
+      return normalised(pass_->keep[i], m_.final_norm, thread, slot);
+    });
     team_.barrier();
-    linear(m_.head, pass_->num_keep, thread,
+    linear(m_.head, rows, thread,
            Store{pass_->logits, static_cast<size_t>(m_.head.rows), &m_.head, m_.logit_softcap});
   }
 
   // Packs rows of the residual stream, normalised, for `w`.
   void normalise(const float* norm, const Weight& w, int thread, Share mine) {
-    float* y = scratch(thread);
-    for (int t = mine.begin; t < mine.end; ++t) {
-      rms_norm(residual_.floats() + t * hidden_stride_, norm, m_.hidden, m_.epsilon, y);
-      pack_row(w, y, t, batch_->num_tokens, packed());
-    }
+    pack_rows(w, mine, batch_->num_tokens, packed(),
+              [&](int t, int slot) { return normalised(t, norm, thread, slot); });
+  }
+
+  const float* normalised(int64_t t, const float* norm, int thread, int slot) {
+    float* y = scratch(thread) + slot * hidden_stride_;
+    rms_norm(residual_.floats() + t * hidden_stride_, norm, m_.hidden, m_.epsilon, y);
+    return y;
   }
 
   Rows packed() const { return {packed_.floats(), packed_.bytes(), scales_.floats()}; }

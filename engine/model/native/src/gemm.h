@@ -1,9 +1,11 @@
 // Linear layers over weights that are packed once, in panels of kPanel output columns.
 //
-//     fp32, bf16   [num_panels][cols][kPanel]
-//     int8         [num_panels][cols / 4][kPanel][4], one scale per output column
+//     fp32, bf16      [num_panels][cols][kPanel]
+//     int8            [num_panels][cols / 4][kPanel][4], one scale per output column
+//     int8 as float   the same weights, with activations as they are: slow, and without the steps of
+//                     rounded activations, over which no two ways to compute a model can be compared
 //
-// Activations are fp32, or for int8 weights bytes with one scale per row (absolute maximum / 127).
+// Activations are fp32, or for int8 bytes with one scale per row (absolute maximum / 127).
 // A tile of at most kMaxRows rows and one panel stays in registers while the whole of `cols` passes
 // by, so an element of the result is one chain of fused additions in the order of `cols` (fp32) or
 // an exact integer (int8): its bits do not depend on how many rows there are, nor on which.
@@ -21,7 +23,7 @@
 
 namespace baton {
 
-enum Kind : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2 };
+enum Kind : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt8AsFloat = 3 };
 
 #if BATON_AVX512
 constexpr int kPanelVecs = 2;
@@ -36,6 +38,9 @@ constexpr int kPanel = kPanelVecs * kLanes;
 constexpr int kChunkBytes = 512 * 1024;  // activations that stay in a core's L2 cache
 constexpr int kWidenFromRows = 2 * kMaxRows;  // from here on a bf16 panel is widened once for all
 constexpr int kPrefetchBytes = 2048;
+constexpr int kMaxColumns = 512;   // that meet at a time, where activations exceed that
+constexpr int kWaitingPanels = 8;  // whose sums wait for the next columns
+constexpr int kPackColumns = 128;
 
 // A packed matrix [rows, cols]; mirrored in library.py.
 struct Weight {
@@ -196,88 +201,142 @@ inline void multiply_float(const float* a, size_t lda, int rows, const float* pa
   });
 }
 
-// Block `first` … `first + rows - 1` of x times one panel of w, into tile [rows, kPanel]. `wide`: the
-// panel in fp32.
-inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x, int first,
-                           int rows, float* tile) {
+// Columns begin … end - 1 of the inputs.
+struct Columns {
+  int begin, end;
+};
+
+// One block of rows of x times one panel of w over some columns, into or (beyond the first column)
+// onto tile [rows of the block, kPanel]. `wide`: these columns of the panel in fp32, if they are.
+inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x, Share block,
+                           Columns columns, float* tile) {
+  const int rows = block.end - block.begin;
   const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
-  const size_t block = static_cast<size_t>(first) * w.padded_cols;
+  const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
   if (w.kind == kInt8) {
     alignas(64) int32_t sums[kMaxRowsInt8 * kPanel];
     const int8_t* bytes = static_cast<const int8_t*>(w.panels) + at;
-    const int column = panel * kPanel;
+    const int first = panel * kPanel;
     with_rows<kMaxRowsInt8>(rows, [&](auto r) {
-      tile_int8<r()>(x.bytes + block, bytes, w.padded_cols, w.offsets + column, sums);
+      tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, w.offsets + first, sums);
     });
     for (int r = 0; r < rows; ++r) {
-      const Vec row_scale = fill(x.scales[first + r]);
+      const Vec row_scale = fill(x.scales[block.begin + r]);
       for (int v = 0; v < kPanelVecs; ++v) {
         const Vec exact = from_int32(sums + r * kPanel + v * kLanes);
-        const Vec y = mul(mul(exact, load(w.scales + column + v * kLanes)), row_scale);
+        const Vec y = mul(mul(exact, load(w.scales + first + v * kLanes)), row_scale);
         store(tile + r * kPanel + v * kLanes, y);
       }
     }
     return;
   }
-  const float* a = x.values + block;
+  const int count = columns.end - columns.begin;
+  const float* a = x.values + start + static_cast<size_t>(columns.begin) * rows;
+  const size_t before = at + static_cast<size_t>(columns.begin) * kPanel;
   if (wide == nullptr && w.kind == kBf16) {
-    const uint16_t* narrow = static_cast<const uint16_t*>(w.panels) + at;
+    const uint16_t* narrow = static_cast<const uint16_t*>(w.panels) + before;
     with_rows<kMaxRows>(rows, [&](auto r) {
-      tile_float<r()>(a, 1, r(), LoadBf16{narrow}, w.cols, tile, kPanel, false);
+      tile_float<r()>(a, 1, r(), LoadBf16{narrow}, count, tile, kPanel, columns.begin > 0);
     });
     return;
   }
-  if (wide == nullptr) wide = static_cast<const float*>(w.panels) + at;
+  if (wide == nullptr) wide = static_cast<const float*>(w.panels) + before;
   with_rows<kMaxRows>(rows, [&](auto r) {
-    tile_float<r()>(a, 1, r(), LoadFloat{wide, kPanel}, w.cols, tile, kPanel, false);
+    tile_float<r()>(a, 1, r(), LoadFloat{wide, kPanel}, count, tile, kPanel, columns.begin > 0);
   });
 }
 
-// What a thread needs beside its arguments: panels in fp32.
-inline size_t widened_floats(const Weight& w, int panels) {
-  return w.kind == kBf16 ? static_cast<size_t>(w.cols) * kPanel * panels : 0;
+// How a product is cut so that what is read again stays in a core's cache (Goto and van de Geijn,
+// "Anatomy of high-performance matrix multiplication", 2008): activations of some rows and columns
+// meet panel after panel. Sums that wait for further columns lie in memory; that changes no bit.
+struct Blocking {
+  int columns;
+  int blocks;  // of rows
+  int panels;  // whose sums wait
+  int tiles;   // of each matrix, that wait
+
+  Blocking(const Weight& w, int rows, int weights) : columns(w.cols), panels(1), tiles(1) {
+    const bool is_int8 = w.kind == kInt8;
+    const size_t row_bytes = static_cast<size_t>(w.padded_cols) * (is_int8 ? 1 : sizeof(float));
+    if (!is_int8 && row_bytes * rows > kChunkBytes && w.cols > kMaxColumns) {
+      const int parts = (w.cols + kMaxColumns - 1) / kMaxColumns;
+      columns = ((w.cols + parts - 1) / parts + kLanes - 1) / kLanes * kLanes;
+      panels = kWaitingPanels / weights;
+    }
+    const size_t block_bytes = max_rows(w) * (is_int8 ? row_bytes : columns * sizeof(float));
+    blocks = std::max<int>(2, kChunkBytes / block_bytes);
+    if (columns < w.cols) tiles = panels * blocks;
+  }
+};
+
+// A panel is widened once for all rows of a chunk where these are enough to pay for it.
+inline bool widens(const Weight& w, int rows) {
+  return w.kind == kInt8AsFloat || (w.kind == kBf16 && rows >= kWidenFromRows);
 }
 
-// Computes x @ w^T for panels share.begin … share.end - 1 of `num_weights` matrices of one shape and
+// Some columns of a panel in fp32: to [columns][kPanel].
+inline void widen_panel(const Weight& w, int panel, Columns columns, float* to) {
+  const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
+  if (w.kind == kBf16) {
+    const uint16_t* narrow = static_cast<const uint16_t*>(w.panels) + at;
+    for (int k = columns.begin; k < columns.end; ++k)
+      for (int v = 0; v < kPanelVecs; ++v, to += kLanes)
+        store(to, load_bf16(narrow + k * kPanel + v * kLanes));
+    return;
+  }
+  const int8_t* bytes = static_cast<const int8_t*>(w.panels) + at;
+  for (int k = columns.begin; k < columns.end; ++k)
+    for (int c = 0; c < kPanel; ++c, ++to)
+      *to = w.scales[panel * kPanel + c] * bytes[(k / 4 * kPanel + c) * 4 + k % 4];
+}
+
+// What a thread needs beside its arguments to multiply by `weights` matrices at once.
+inline size_t linear_floats(const Weight& w, int rows, int weights) {
+  const Blocking by(w, rows, weights);
+  const size_t wide = widens(w, rows) ? static_cast<size_t>(by.columns) : 0;
+  return weights * kPanel * (wide + static_cast<size_t>(by.tiles) * kMaxRows);
+}
+
+// Computes x @ w^T for panels share.begin … share.end - 1 of kWeights matrices of one shape and
 // calls, for each tile, consume(first row, number of rows, panel, tiles): tiles are kWeights times
-// [number of rows, kPanel], kMaxRows * kPanel apart, of the same panel of each matrix.
+// [number of rows, kPanel], kMaxRows * kPanel apart, of the same panel of each matrix. `scratch`:
+// linear_floats.
 template <int kWeights, class Consume>
 inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, Share share,
-                         float* widened, Consume consume) {
+                         float* scratch, Consume consume) {
   const Weight& w = *weights[0];
-  const size_t row_bytes = static_cast<size_t>(w.padded_cols) * (w.kind == kInt8 ? 1 : 4);
+  const Blocking by(w, rows, kWeights);
+  const bool widen = widens(w, rows);
   const int blocks = num_blocks(w, rows);
-  const int chunk_blocks = std::max<int>(2, kChunkBytes / (row_bytes * max_rows(w)));
-  const size_t panel_floats = static_cast<size_t>(w.cols) * kPanel;
-  const bool widen = w.kind == kBf16 && rows >= kWidenFromRows;
-  alignas(64) float tiles[kWeights * kMaxRows * kPanel];
-  for (int chunk = 0; chunk < blocks; chunk += chunk_blocks) {
-    const int chunk_end = std::min(blocks, chunk + chunk_blocks);
-    for (int panel = share.begin; panel < share.end; ++panel) {
-      for (int i = 0; widen && i < kWeights; ++i) {
-        const uint16_t* narrow =
-            static_cast<const uint16_t*>(weights[i]->panels) + panel * panel_floats;
-        for (size_t j = 0; j < panel_floats; j += kLanes)
-          store(widened + i * panel_floats + j, load_bf16(narrow + j));
+  float* tiles = scratch;
+  float* wide = scratch + static_cast<size_t>(kWeights) * by.tiles * kMaxRows * kPanel;
+  const size_t wide_floats = static_cast<size_t>(by.columns) * kPanel;
+  for (int chunk = 0; chunk < blocks; chunk += by.blocks)
+    for (int group = share.begin; group < share.end; group += by.panels)
+      for (int column = 0; column < w.cols; column += by.columns) {
+        const Columns columns{column, std::min(w.cols, column + by.columns)};
+        for (int panel = group; panel < std::min(share.end, group + by.panels); ++panel) {
+          for (int i = 0; widen && i < kWeights; ++i)
+            widen_panel(*weights[i], panel, columns, wide + i * wide_floats);
+          for (int block = chunk; block < std::min(blocks, chunk + by.blocks); ++block) {
+            const Share part(rows, block, blocks);
+            const int waiting = by.tiles > 1 ? (panel - group) * by.blocks + block - chunk : 0;
+            float* sums = tiles + static_cast<size_t>(waiting) * kWeights * kMaxRows * kPanel;
+            for (int i = 0; i < kWeights; ++i)
+              multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x, part,
+                             columns, sums + i * kMaxRows * kPanel);
+            if (columns.end == w.cols) consume(part.begin, part.end - part.begin, panel, sums);
+          }
+        }
       }
-      for (int block = chunk; block < chunk_end; ++block) {
-        const Share part(rows, block, blocks);
-        const int count = part.end - part.begin;
-        for (int i = 0; i < kWeights; ++i)
-          multiply_panel(*weights[i], panel, widen ? widened + i * panel_floats : nullptr, x,
-                         part.begin, count, tiles + i * kMaxRows * kPanel);
-        consume(part.begin, count, panel, tiles);
-      }
-    }
-  }
 }
 
 // The same of one matrix, this thread's share of its panels.
 template <class Consume>
 inline void linear_tiles(const Weight& w, const Rows& x, int rows, int thread, int threads,
-                         float* widened, Consume consume) {
+                         float* scratch, Consume consume) {
   const Weight* weights[] = {&w};
-  linear_tiles<1>(weights, x, rows, Share(w.num_panels(), thread, threads), widened, consume);
+  linear_tiles<1>(weights, x, rows, Share(w.num_panels(), thread, threads), scratch, consume);
 }
 
 // Columns of a panel that exist: the last may be padded.
@@ -285,27 +344,14 @@ inline int panel_columns(const Weight& w, int panel) {
   return std::min(kPanel, w.rows - panel * kPanel);
 }
 
-// Packs row `row` of `rows`, x [cols], as what `w` multiplies.
-inline void pack_row(const Weight& w, const float* x, int row, int rows, const Rows& to) {
-  const int blocks = num_blocks(w, rows);
-  const int index = static_cast<int>((static_cast<int64_t>(row + 1) * blocks - 1) / rows);
-  const Share block(rows, index, blocks);
-  const size_t step = block.end - block.begin;
-  const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
-  if (w.kind != kInt8) {
-    float* y = to.values + start + (row - block.begin);
-    if (step == 1) std::memcpy(y, x, sizeof(float) * w.cols);
-    else for (int i = 0; i < w.cols; ++i) y[i * step] = x[i];
-    return;
-  }
+// Rounds row x [cols] to bytes, `step` rows from one group of four to the next; its scale.
+inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y) {
   Vec most = zeros();
   int i = 0;
   for (; i + kLanes <= w.cols; i += kLanes) most = max(most, abs(load(x + i)));
   float largest = max_lanes(most);
   for (; i < w.cols; ++i) largest = std::max(largest, std::fabs(x[i]));
-  to.scales[row] = largest / 127.0f;
   const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-  uint8_t* y = to.bytes + start + (row - block.begin) * 4;
   alignas(16) int8_t whole[kLanes];
   for (i = 0; i < w.padded_cols; i += kLanes) {
     if (i + kLanes <= w.cols) {
@@ -317,6 +363,33 @@ inline void pack_row(const Weight& w, const float* x, int row, int rows, const R
     for (int j = 0; j < kLanes; ++j) whole[j] = static_cast<int8_t>(whole[j] + kByteZero);
     for (int j = 0; j < kLanes && i + j < w.padded_cols; j += 4)
       std::memcpy(y + (i + j) * step, whole + j, 4);
+  }
+  return largest / 127.0f;
+}
+
+// Packs this thread's share of `rows` rows as what `w` multiplies. fetch(row, slot) is the row's
+// address, [cols]; it stays as it is until its slot, below max_rows, is asked for again.
+template <class Fetch>
+inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fetch fetch) {
+  const int blocks = num_blocks(w, rows);
+  for (int row = mine.begin; row < mine.end;) {
+    const Share block(rows, static_cast<int>((static_cast<int64_t>(row + 1) * blocks - 1) / rows),
+                      blocks);
+    const int step = block.end - block.begin, before = row - block.begin;
+    const int count = std::min(mine.end, block.end) - row;
+    const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
+    const float* x[std::max(kMaxRows, kMaxRowsInt8)];
+    for (int r = 0; r < count; ++r) x[r] = fetch(row + r, r);
+    if (w.kind == kInt8) {
+      for (int r = 0; r < count; ++r)
+        to.scales[row + r] = pack_bytes(w, x[r], step, to.bytes + start + (before + r) * 4);
+    } else {
+      for (int k = 0; k < w.cols; k += kPackColumns)  // so that the lines written to stay at hand
+        for (int r = 0; r < count; ++r)
+          for (int i = k; i < std::min(w.cols, k + kPackColumns); ++i)
+            to.values[start + static_cast<size_t>(i) * step + before + r] = x[r][i];
+    }
+    row += count;
   }
 }
 
