@@ -15,6 +15,9 @@ tries the model when it is opened:
 What a few tokens cannot show is checked by name: attention in fixed chunks, and rotary embeddings
 that change with the length of the batch. The latter are constant up to a length, which is then
 the context length served.
+
+For a CPU, which computes in fp32, weights stay in the dtype of their file until they are packed
+(`stored`): loading takes the memory of the file, not of the model in fp32.
 """
 
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ from engine.model.files import check_files, fingerprint, weight_files
 from engine.model.hook import PAGED, RECORDING, Call, ForwardContext, attach, forward
 from engine.model.kvcache import KVCache, allocate_buffer
 from engine.model.quantised import quant_method, require_packages
+from engine.model.stored import as_stored, widen_in_use
 
 PROBE_CHUNKS = ((5, 3, 8, 7), (2, 9, 4))  # token ids; the cut is inside a block of the probe
 PROBE_BLOCK_SIZE = 3
@@ -71,11 +75,15 @@ def load(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> LoadedModel:
-    """Loads the checkpoint in `path`; `dtype` is fp32 on a CPU and bf16 elsewhere unless given.
+    """Loads the checkpoint in `path`, to be computed with in `dtype`.
+
+    Without one, that is bf16 on a GPU; on a CPU it is fp32, though weights are kept as they are
+    stored and made fp32 only while they are in use, until `pack_linears` or `stored.widen`.
 
     Raises CheckpointError, in one line that names the file or the property.
     """
     check_files(path)
+    as_is = dtype is None and device == "cpu"
     if dtype is None:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
     logging.disable_progress_bar()
@@ -83,12 +91,19 @@ def load(
     config = _load_config(path)
     _check_config(config)
     method = _quant_method(path, config)
-    model = _load_weights(path, config, dtype, device)
+    if as_is and method is None:
+        with as_stored():
+            model = _load_weights(path, config, dtype, device)
+        widen_in_use(model)
+        computed_in = dtype
+    else:
+        model = _load_weights(path, config, dtype, device)
+        computed_in = model.dtype
     context = ForwardContext()
     attach(model, context)
     try:
-        tolerance = max(PROBE_TOLERANCE[model.dtype], QUANTISED_TOLERANCE if method else 0)
-        section, vocab_size = _probe(model, context, tolerance)
+        tolerance = max(PROBE_TOLERANCE[computed_in], QUANTISED_TOLERANCE if method else 0)
+        section, vocab_size = _probe(model, context, computed_in, tolerance)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a model's code raises: it cannot be served
@@ -177,7 +192,7 @@ def _load_weights(
 
 @torch.inference_mode()
 def _probe(
-    model: PreTrainedModel, context: ForwardContext, tolerance: float
+    model: PreTrainedModel, context: ForwardContext, dtype: torch.dtype, tolerance: float
 ) -> tuple[KVSection, int]:
     """Tries the model, as told above, and leaves it with paged attention: KV shape, vocabulary."""
     device = model.device
@@ -190,7 +205,7 @@ def _probe(
     calls, context.calls = context.calls, []
     section = _section(model, calls)
     _check_windows(calls, _context_len(model.config.get_text_config(decoder=True)))
-    found = _chunk_logits(model, context, section)
+    found = _chunk_logits(model, context, section, dtype)
     if not (found - expected).abs().max() <= tolerance * expected.std():
         who = _model_type(model.config)
         raise CheckpointError(f"{who}: over paged KV its logits are not its own: {_why(calls)}")
@@ -242,10 +257,10 @@ def _check_windows(calls: list[Call], context_len: int) -> None:
 
 
 def _chunk_logits(
-    model: PreTrainedModel, context: ForwardContext, section: KVSection
+    model: PreTrainedModel, context: ForwardContext, section: KVSection, dtype: torch.dtype
 ) -> torch.Tensor:
     """Logits [num_tokens, vocab] of the probe's tokens, chunk by chunk over paged KV."""
-    kv_format = KVFormat.BF16 if model.dtype == torch.bfloat16 else KVFormat.FP32
+    kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
     layout = KVLayout(block_size=PROBE_BLOCK_SIZE, kv_format=kv_format, sections=(section,))
     context.cache = KVCache(layout, allocate_buffer(layout, 3, str(model.device)))
     found = []

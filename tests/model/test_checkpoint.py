@@ -3,15 +3,24 @@
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.batch import Row
+from engine.config import WeightFormat
 from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVSection
+from engine.model import stored
+from engine.model.attention import build_batch
 from engine.model.checkpoint import load
+from engine.model.cpu import CpuForward
 from engine.model.files import INDEX, check_files, fingerprint, read_header
+from engine.model.hook import forward
+from engine.model.kvcache import KVCache, allocate_buffer
 from tests.checkpoints import COMMON, KINDS, save_checkpoint, tiny_checkpoint
 
 pytestmark = pytest.mark.torch
@@ -277,6 +286,170 @@ def test_a_model_may_be_loaded_in_half_the_bits(dtype, tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, "qwen2")
     loaded = load(path, kv_format=KVFormat.BF16, block_size=4, dtype=dtype)
     assert loaded.model.dtype == dtype
+
+
+STORED = {  # kinds that hold their weights in different ways, or make some of their own
+    "llama": {},
+    "tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "gemma3": {"tie_word_embeddings": True},
+    "phi3": {},
+    "gpt_neox": {},
+    "mixtral": {},
+    "qwen3_moe": {},
+}
+TOKENS = tuple((7 * i * i + 3) % 256 for i in range(30))
+
+
+def save_stored(path, properties, dtype):
+    """A checkpoint in `dtype`, but for its norms, which are in fp32."""
+    save_checkpoint(path, properties)
+    weights = load_file(path / WEIGHTS)
+    weights = {k: w if "norm" in k else w.to(dtype) for k, w in weights.items()}
+    save_file(weights, path / WEIGHTS, metadata={"format": "pt"})
+    edit_config(path, dtype=str(dtype).removeprefix("torch."))
+    return path
+
+
+@pytest.fixture(params=STORED)
+def half(request, tmp_path):
+    properties = COMMON | KINDS.get(request.param, {}) | STORED[request.param]
+    return save_stored(tmp_path, properties, torch.bfloat16)
+
+
+def loaded_as(path, dtype=None):
+    return load(path, kv_format=KVFormat.FP32, block_size=4, dtype=dtype)
+
+
+def dtypes(loaded):
+    return {x.dtype for x in loaded.model.parameters()}
+
+
+def cache_of(loaded):
+    return KVCache(loaded.layout, allocate_buffer(loaded.layout, 8))
+
+
+def torch_logits(loaded):
+    """Logits of TOKENS by the model's own code, over paged KV."""
+    cache = loaded.context.cache = cache_of(loaded)
+    loaded.context.batch = build_batch([Row("a", TOKENS, 0, range(8), None)], cache)
+    with torch.inference_mode():
+        return forward(loaded.model, TOKENS, range(len(TOKENS)), range(len(TOKENS)))
+
+
+def served_logits(loaded, weights):
+    """Logits of TOKENS as a worker computes them."""
+    engine = CpuForward(loaded, weights, threads=1)
+    engine.open(cache_of(loaded))
+    try:
+        with torch.inference_mode():
+            row = Row("a", TOKENS, 0, range(8), None)
+            return engine.logits([row], range(len(TOKENS))), engine.weights_bytes
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
+def test_weights_kept_as_they_are_stored_serve_the_same_bits_as_in_fp32(half, weights):
+    kept, cast = loaded_as(half), loaded_as(half, torch.float32)
+    assert (dtypes(kept), dtypes(cast)) == ({torch.bfloat16, torch.float32}, {torch.float32})
+    found, num_bytes = served_logits(kept, weights)
+    expected, expected_bytes = served_logits(cast, weights)
+    assert torch.equal(found, expected)
+    assert (num_bytes, dtypes(kept)) == (expected_bytes, {torch.float32})
+
+
+def test_a_model_computes_in_fp32_before_its_weights_are_packed(half):
+    kept, cast = loaded_as(half), loaded_as(half, torch.float32)
+    expected = torch_logits(cast)
+    assert torch.equal(torch_logits(kept), expected)
+    assert dtypes(kept) == {torch.bfloat16, torch.float32}
+    stored.widen(kept.model)
+    assert torch.equal(torch_logits(kept), expected)
+    assert dtypes(kept) == {torch.float32}
+
+
+def test_what_a_model_makes_by_itself_is_made_in_fp32(half):
+    buffers, expected = (
+        dict(loaded.model.named_buffers())
+        for loaded in (loaded_as(half), loaded_as(half, torch.float32))
+    )
+    assert buffers.keys() == expected.keys()
+    for name, values in expected.items():
+        assert buffers[name].dtype == values.dtype
+        assert torch.equal(buffers[name], values)
+
+
+def test_fp16_is_kept_as_well(tmp_path):
+    save_stored(tmp_path, COMMON | KINDS["qwen2"], torch.float16)
+    kept, cast = loaded_as(tmp_path), loaded_as(tmp_path, torch.float32)
+    assert dtypes(kept) == {torch.float16, torch.float32}
+    expected, _ = served_logits(cast, WeightFormat.FP32)
+    assert torch.equal(served_logits(kept, WeightFormat.FP32)[0], expected)
+
+
+def test_tied_weights_stay_tied_in_fp32(tmp_path):
+    save_stored(tmp_path, COMMON | STORED["tied"], torch.bfloat16)
+    model = loaded_as(tmp_path).model
+    stored.widen(model)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert model.lm_head.weight.dtype is torch.float32
+
+
+def test_the_same_model_has_one_fingerprint_however_it_is_held(half):
+    assert loaded_as(half).fingerprint == loaded_as(half, torch.float32).fingerprint
+
+
+def test_a_module_that_fails_has_its_own_weights_again():
+    linear = torch.nn.Linear(4, 4).bfloat16().requires_grad_(requires_grad=False)
+    stored.widen_in_use(linear)
+    with pytest.raises(RuntimeError, match="shapes"):
+        linear(torch.zeros(2, 3))
+    assert linear.weight.dtype is torch.bfloat16
+
+
+MEASURE_PEAK = """
+import sys
+from pathlib import Path
+import torch
+from engine.config import WeightFormat
+from engine.layout import KVFormat
+from engine.model.checkpoint import load
+from engine.model.native.library import kernels
+from engine.model.native.linear import Team, pack_linears
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+def pack(path):
+    loaded = load(Path(path), kv_format=KVFormat.FP32, block_size=4)
+    pack_linears(loaded.model, team, WeightFormat.INT8)
+
+torch.set_num_threads(1)
+team = Team(kernels(), 1)
+small, large = sys.argv[1:]
+pack(small)  # whatever is loaded and compiled on first use
+before = status("VmRSS")
+pack(large)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
+def test_loading_and_packing_take_little_more_memory_than_the_file(tmp_path, tmp_path_factory):
+    """1.5 times its size for int8: the file and what is packed of it."""
+    large = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 10,
+        "initializer_range": 0.02,
+    }
+    save_stored(tmp_path, COMMON | {"model_type": "llama"} | large, torch.bfloat16)
+    small = tiny_checkpoint(tmp_path_factory, "llama")
+    command = [sys.executable, "-c", MEASURE_PEAK, str(small), str(tmp_path)]
+    peak_bytes = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    file_bytes = (tmp_path / WEIGHTS).stat().st_size
+    assert peak_bytes < 1.9 * file_bytes
 
 
 def test_int4_is_refused_for_a_model_whose_heads_are_odd(tmp_path):

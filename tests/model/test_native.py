@@ -15,7 +15,8 @@ from engine.model import cpu
 from engine.model.attention import Scoring
 from engine.model.native import build, library
 from engine.model.native.attention import NativeAttention
-from engine.model.native.linear import PackedLinear, Team, exact_in_bf16
+from engine.model.native.linear import PackedLinear
+from engine.model.native.matrix import Team, exact_in_bf16
 from engine.model.runner import TorchRunner
 from tests.checkpoints import KINDS, tiny_checkpoint
 from tests.model.attention_cases import CASES, case_id, check_attend, check_company
@@ -27,8 +28,6 @@ AVX2_FLAGS = tuple(
 )
 ROWS = (1, 2, 3, 13, 14, 15, 29, 100)
 SHAPES = ((8, 8), (33, 20), (100, 77), (64, 130), (256, 48))  # outputs, inputs
-# Routers and experts of mixtures are computed by the model's own code, on torch.
-INVARIANT_KINDS = sorted(set(KINDS) - {"mixtral", "qwen3_moe"})
 FUSED_KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3")
 GREEDY = Sampling(temperature=0.0)
 
@@ -129,6 +128,25 @@ def test_rows_of_zeros_and_no_rows_are_fine(team):
 def test_what_bf16_can_hold_is_recognised():
     assert exact_in_bf16(torch.tensor([0.0, -1.5, 3e38, 1e-38]).bfloat16().float())
     assert not exact_in_bf16(torch.tensor([1.0, 1.0001]))
+    assert exact_in_bf16(torch.tensor([1.0, 1.5]).half())
+    assert not exact_in_bf16(torch.tensor([1.0, 1.001]).half())
+
+
+def test_one_number_among_many_that_bf16_cannot_hold_is_seen():
+    many = torch.zeros(600, 1000)
+    assert exact_in_bf16(many)
+    many[-1, -1] = 1.0001
+    assert not exact_in_bf16(many)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
+def test_weights_in_half_the_bits_are_packed_as_if_they_were_in_fp32(two_threads, dtype, form):
+    half = linear_of(70, 150).to(dtype)
+    x = torch.randn(3, 150)
+    found, expected = (PackedLinear(linear, two_threads, form) for linear in (half, half.float()))
+    assert found.matrix.struct.kind == expected.matrix.struct.kind
+    assert torch.equal(found(x), expected(x))
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -197,7 +215,7 @@ class Logits:
         return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", INVARIANT_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("weights", "kv_format"),
     [*((WeightFormat.INT8, kv_format) for kv_format in KVFormat), (WeightFormat.FP32, "fp32")],

@@ -1,0 +1,166 @@
+"""Mixtures of experts over packed weights.
+
+transformers holds the experts of a layer in one module, as parameters [num_experts, outputs,
+inputs] (transposed in some models), and calls it with tokens, the experts chosen for each, and
+their shares. How it computes that is replaceable (its `ExpertsInterface`): what an experts module
+must have for this is what `holds_experts` asks for and `PackedExperts` uses. A whole module is put
+in the old one's place, as with linear layers, because an implementation is chosen by name for all
+modules of a config, and those of a quantised checkpoint have to keep theirs.
+
+Pairs of a token and one of its experts are computed expert by expert, and each token's results are
+added up in the order in which its router names them: nothing depends on the other tokens.
+
+Routers decide, so they are never quantised. Most multiply by a bare parameter, with `F.linear`,
+amid code of their own: see `PackedParameter`.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from engine.config import WeightFormat
+from engine.model.native.matrix import PackedMatrix, Team, multiply
+
+# torch computes a smaller tensor as one share, a larger one in a share for each thread. The last
+# few elements of a share go through other code, whose last bit may differ.
+ONE_SHARE = 32_768 - 1
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+class PackedExperts(nn.Module):
+    """Stands in for a module that `holds_experts`, for fp32 activations on a CPU."""
+
+    def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
+        """Takes the weights out of `experts`, whose activation and gating it goes on using."""
+        super().__init__()
+        self.num_experts = experts.down_proj.shape[0]
+        self.experts = experts
+        self._has_gate = getattr(experts, "has_gate", True)
+        self._has_norm = getattr(experts, "has_post_expert_norm", False)
+        self._first = _take(experts, "gate_up_proj" if self._has_gate else "up_proj", team, form)
+        self._second = _take(experts, "down_proj", team, form)
+        self._team = team
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights and their scales."""
+        return sum(matrix.num_bytes for matrix in (*self._first, *self._second))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [num_tokens, hidden]
+        top_k_index: torch.Tensor,  # [num_tokens, top_k]: the experts of each token
+        top_k_weights: torch.Tensor,  # [num_tokens, top_k]: their shares
+    ) -> torch.Tensor:
+        """Sums of the experts' results, [num_tokens, hidden]."""
+        num_tokens, top_k = top_k_index.shape
+        chosen = top_k_index.reshape(-1)
+        order = chosen.argsort(stable=True)  # of pairs: expert by expert
+        ends = chosen.bincount(minlength=self.num_experts).cumsum(0).tolist()
+        runs = [(e, *run) for e, run in enumerate(pairwise([0, *ends])) if run[0] < run[1]]
+        x = hidden_states.index_select(0, order // top_k)
+        x = self._activated(self._products(self._first, x, runs))
+        x = self._products(self._second, x, runs)
+        if self._has_norm:
+            x = self.experts.post_expert_norm(x)
+        results = torch.empty_like(x).index_copy_(0, order, x).view(num_tokens, top_k, -1)
+        results *= top_k_weights[..., None]
+        total = results[:, 0]
+        for slot in range(1, top_k):
+            total += results[:, slot]
+        return total.contiguous()
+
+    def _products(
+        self, matrices: list[PackedMatrix], x: torch.Tensor, runs: list[tuple[int, int, int]]
+    ) -> torch.Tensor:
+        """Rows of `x`, each times the matrix of its run: (expert, first row, end)."""
+        x = x.contiguous()
+        y = x.new_empty(x.shape[0], matrices[0].struct.rows)
+        for expert, start, end in runs:
+            matrices[expert].multiply(x[start:end], y[start:end], self._team)
+        return y
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        activate = self.experts._apply_gate if self._has_gate else self.experts.act_fn
+        return in_one_share(activate, x)
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether `module` computes experts the way told above, and from plain weights."""
+    weights = getattr(module, "down_proj", None)
+    return (
+        isinstance(weights, nn.Parameter)
+        and weights.ndim == 3
+        and weights.dtype in DTYPES
+        and all(hasattr(module, name) for name in ("is_transposed", "has_bias", "_apply_gate"))
+        and "forward" not in vars(module)
+    )
+
+
+def router_layers(model: nn.Module) -> Iterator[nn.Linear]:
+    """Linear layers of routers: beside experts, with one output for each."""
+    for block in model.modules():
+        sizes = {x.down_proj.shape[0] for x in block.children() if holds_experts(x)}
+        if sizes:
+            linears = (x for x in block.modules() if isinstance(x, nn.Linear))
+            yield from (x for x in linears if x.out_features in sizes)
+
+
+class PackedParameter(nn.Parameter):
+    """A matrix that a model's own code multiplies by; `F.linear` with it is ours, in fp32.
+
+    Why a parameter that torch asks what to do: routers differ in all but that call. A forward of
+    our own would be one for each model, and a mode that watches every call would cost every call.
+    It is packed at first use, because only that tells a router's weight from, say, a table.
+    """
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, team: Team) -> "PackedParameter":
+        """`parameter`, fp32 [outputs, inputs], as such a matrix."""
+        packed = cls(parameter.data, requires_grad=False)
+        packed._team = team
+        packed._matrix = None
+        return packed
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is functional.linear:
+            return _linear(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if weight._matrix is None:
+        weight._matrix = PackedMatrix(weight._team.library, weight, WeightFormat.FP32)
+    y = multiply(input, weight._matrix, weight._team)
+    return y if bias is None else y + bias
+
+
+def _take(experts: nn.Module, name: str, team: Team, form: WeightFormat) -> list[PackedMatrix]:
+    """The parameter of that name, and its bias, packed for each expert and taken away."""
+    matrices = []
+    for weight in getattr(experts, name):
+        matrix = weight.T if experts.is_transposed else weight
+        matrices.append(PackedMatrix(team.library, matrix, form))
+    delattr(experts, name)
+    if experts.has_bias:
+        for matrix, bias in zip(matrices, getattr(experts, f"{name}_bias"), strict=True):
+            matrix.set_bias(bias)
+        delattr(experts, f"{name}_bias")
+    return matrices
+
+
+def in_one_share(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`function` of each row of `x`, whose bits are the same whatever rows are beside it."""
+    rows = max(1, ONE_SHARE // x.shape[1])
+    if len(x) <= rows:
+        return function(x)
+    return torch.cat([function(part) for part in x.split(rows)])

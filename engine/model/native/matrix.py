@@ -1,0 +1,143 @@
+"""Packed matrices, and the threads that multiply by them: what layers and the decoder share.
+
+    int8         one scale per output, symmetric; activations are quantised per token
+    fp32, bf16   as they are. A matrix whose every value is one of bf16, as in most checkpoints, is
+                 kept in bf16 and widened as it is read: the products are the same.
+
+The result for a row has the same bits in any batch.
+"""
+
+import ctypes
+import mmap
+
+import torch
+
+from engine.config import WeightFormat
+from engine.model.native.library import BF16, FP32, INT8, Weight
+
+ALIGNMENT = 64
+HUGE_PAGE = 2**21
+CHECKED_AT_ONCE = 2**18
+
+
+class Team:
+    """Threads that compute together, and the library that they compute with. Used by one thread."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self.library = library
+        self.threads = threads
+        self.handle = library.baton_team_open(threads)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.library.baton_team_close(self.handle)
+        self.handle = None
+
+    def scratch(self, num_bytes: int) -> int:
+        """Address of that much memory, aligned; valid until the next call."""
+        if self._scratch.numel() < num_bytes + ALIGNMENT:
+            self._scratch = torch.empty(2 * num_bytes + ALIGNMENT, dtype=torch.uint8)
+        address = self._scratch.data_ptr()
+        return address + -address % ALIGNMENT
+
+
+class PackedMatrix:
+    """A matrix [rows, cols] as the kernels read it."""
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, form: WeightFormat) -> None:
+        """`form` is fp32, bf16 or int8; `weight` is fp32, bf16 or fp16."""
+        rows, cols = weight.shape
+        kind = _kind(weight, form)
+        panel = library.baton_panel()
+        padded_rows = -(-rows // panel) * panel
+        self.form = form
+        self.panels = _aligned(library.baton_packed_bytes(kind, rows, cols))
+        self.scales = torch.zeros(padded_rows)
+        self.offsets = torch.zeros(padded_rows, dtype=torch.int32)
+        self.bias: torch.Tensor | None = None
+        source = _fp32(weight.detach())
+        library.baton_pack(
+            kind,
+            source.data_ptr(),
+            rows,
+            cols,
+            self.panels.data_ptr(),
+            self.scales.data_ptr(),
+            self.offsets.data_ptr(),
+        )
+        self.struct = Weight(
+            kind=kind,
+            rows=rows,
+            cols=cols,
+            padded_cols=library.baton_padded_cols(kind, cols),
+            panels=self.panels.data_ptr(),
+            scales=self.scales.data_ptr(),
+            offsets=self.offsets.data_ptr(),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights and their scales."""
+        scales = 2 * self.scales.nbytes if self.struct.kind == INT8 else 0
+        return self.panels.nbytes + scales
+
+    def set_bias(self, bias: torch.Tensor) -> None:
+        """Adds `bias` [rows] to every product from now on."""
+        self.bias = torch.zeros_like(self.scales)
+        self.bias[: len(bias)] = bias.detach().float()
+        self.struct.bias = self.bias.data_ptr()
+
+    def multiply(self, x: torch.Tensor, y: torch.Tensor, team: Team) -> None:
+        """`y` [n, rows] = `x` [n, cols] times the matrix, transposed; both contiguous fp32."""
+        rows = x.shape[0]
+        if not rows:
+            return
+        weight = ctypes.byref(self.struct)
+        needed = team.library.baton_linear_scratch(team.handle, weight, rows)
+        team.library.baton_linear(
+            team.handle, weight, x.data_ptr(), rows, y.data_ptr(), team.scratch(needed)
+        )
+
+
+def multiply(x: torch.Tensor, matrix: PackedMatrix, team: Team) -> torch.Tensor:
+    """`x` [..., cols] → [..., rows], in fp32."""
+    flat = x.reshape(-1, matrix.struct.cols).contiguous()
+    y = flat.new_empty(flat.shape[0], matrix.struct.rows)
+    matrix.multiply(flat, y, team)
+    return y.view(*x.shape[:-1], matrix.struct.rows)
+
+
+def exact_in_bf16(values: torch.Tensor) -> bool:
+    """Whether bf16 holds every one of these values, which fp32 does."""
+    parts = values.reshape(-1).split(CHECKED_AT_ONCE)
+    return not any(bool((part.float().view(torch.int32) & 0xFFFF).any()) for part in parts)
+
+
+def _kind(weight: torch.Tensor, form: WeightFormat) -> int:
+    if form is WeightFormat.INT8:
+        return INT8
+    if form is WeightFormat.BF16 or weight.dtype is torch.bfloat16:
+        return BF16
+    return BF16 if exact_in_bf16(weight) else FP32
+
+
+def _fp32(weight: torch.Tensor) -> torch.Tensor:
+    """The matrix in fp32, row by row.
+
+    A copy gets a mapping of its own, which goes back to the system at once. On the heap, where the
+    packed matrices lie, each would leave a hole that is just too small for the next.
+    """
+    if weight.dtype is torch.float32 and weight.is_contiguous():
+        return weight
+    memory = mmap.mmap(-1, 4 * weight.numel())
+    copy = torch.frombuffer(memory, dtype=torch.float32, count=weight.numel())
+    return copy.view(weight.shape).copy_(weight)
+
+
+def _aligned(num_bytes: int) -> torch.Tensor:
+    """Uninitialised bytes that start on a cache line, or on a huge page where they fill one."""
+    alignment = HUGE_PAGE if num_bytes >= HUGE_PAGE else ALIGNMENT
+    raw = torch.empty(num_bytes + alignment, dtype=torch.uint8)
+    start = -raw.data_ptr() % alignment
+    return raw[start : start + num_bytes]

@@ -1,0 +1,90 @@
+"""Weights in the dtype of their file, computed with in fp32.
+
+A checkpoint in bf16 that is loaded as fp32 takes twice its size before anything of it is packed.
+Instead:
+
+1. `as_stored`: transformers, within, leaves every tensor the dtype that it has in its file.
+2. `widen_in_use`: from then on each module has its own weights in fp32 while it runs, and only
+   then. The model can be tried, and takes the memory of its file and of one module.
+3. Whoever packs a weight takes it as it is. `widen` ends this: what is left becomes fp32 for good.
+
+Every number of bf16 and fp16 is one of fp32, so results are bit for bit those of a model loaded as
+fp32. The model is built as for fp32, too: what it makes by itself (rotary frequencies, the factor
+of an embedding) is in no file and must not lose bits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+ATTRIBUTE = "baton_widening"
+
+
+@contextmanager
+def as_stored() -> Iterator[None]:
+    """Within, `from_pretrained` casts no tensor; its `dtype` is that of what the model makes.
+
+    Why by its plan of exceptions: a dtype given to transformers is one for all, and a checkpoint in
+    bf16 may keep a few tensors in fp32. None in the plan means no cast.
+    """
+    plan = PreTrainedModel._get_dtype_plan
+    PreTrainedModel._get_dtype_plan = lambda _model, _dtype: {"*": None}
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = plan
+
+
+def widen_in_use(model: nn.Module) -> None:
+    """From now on the model computes in fp32, whatever its weights are stored in."""
+    for module in model.modules():
+        if _stored(module):
+            setattr(module, ATTRIBUTE, _Widening(module))
+
+
+def widen(model: nn.Module) -> None:
+    """Turns what was only widened in use into fp32, one weight at a time; the rest stays."""
+    for module in model.modules():
+        widening = vars(module).pop(ATTRIBUTE, None)
+        if widening is not None:
+            widening.end()
+            for tensor in _stored(module):
+                _set(tensor, tensor.data.float())
+
+
+class _Widening:
+    """Has the weights of a module in fp32 while it runs. Knows the module only while it does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._handles = (
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, always_call=True),
+        )
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, _args: object) -> None:
+        for tensor in _stored(module):
+            self._kept.append((tensor, tensor.data))
+            _set(tensor, tensor.data.float())
+
+    def _after(self, _module: nn.Module, _args: object, _output: object) -> None:
+        while self._kept:
+            _set(*self._kept.pop())
+
+
+def _stored(module: nn.Module) -> list[torch.Tensor]:
+    """The module's own weights and buffers of another floating point than fp32."""
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return [x for x in tensors if x.is_floating_point() and x.dtype is not torch.float32]
+
+
+def _set(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """In place, so that tied weights stay tied."""
+    tensor.data = data

@@ -1,0 +1,294 @@
+"""Mixtures over packed weights: what the model's own code computes, whatever the company."""
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.integrations.moe import use_experts_implementation
+
+from engine.config import WeightFormat
+from engine.model.native import library, linear
+from engine.model.native.experts import (
+    PackedExperts,
+    PackedParameter,
+    holds_experts,
+    in_one_share,
+    router_layers,
+)
+from engine.model.native.linear import PackedLinear, pack_linears
+from engine.model.native.matrix import PackedMatrix, Team, multiply
+
+pytestmark = pytest.mark.torch
+
+NUM_EXPERTS, TOP_K = 5, 3
+HIDDEN, INNER = 20, 24
+EXPERTS = {
+    "gated": {},
+    "transposed": {"is_transposed": True},
+    "biased": {"has_bias": True, "is_transposed": True},
+    "without a gate": {"has_gate": False},
+    "biased without a gate": {"has_gate": False, "has_bias": True},
+    "normed": {"has_post_expert_norm": True},
+}
+
+
+@pytest.fixture(params=[1, 2])
+def team(request):
+    team = Team(library.kernels(), request.param)
+    yield team
+    team.close()
+
+
+def experts_of(*, hidden=HIDDEN, inner=INNER, **flags):
+    """A module as models of transformers have it, which computes as transformers does."""
+
+    @use_experts_implementation(**flags)
+    class Experts(nn.Module):
+        def __init__(self, _config):
+            super().__init__()
+            gated = flags.get("has_gate", True)
+            shapes = {
+                "gate_up_proj" if gated else "up_proj": (inner * (2 if gated else 1), hidden),
+                "down_proj": (hidden, inner),
+            }
+            for name, (outputs, inputs) in shapes.items():
+                shape = (inputs, outputs) if flags.get("is_transposed") else (outputs, inputs)
+                setattr(self, name, parameter(NUM_EXPERTS, *shape))
+                if flags.get("has_bias"):
+                    setattr(self, f"{name}_bias", parameter(NUM_EXPERTS, outputs))
+            self.num_experts = NUM_EXPERTS
+            self.act_fn = nn.SiLU()
+            self.post_expert_norm = nn.RMSNorm(hidden)
+
+        def forward(self, *_):
+            raise AssertionError("transformers puts an implementation of its own here")
+
+    torch.manual_seed(0)
+    experts = Experts(SimpleNamespace(_experts_implementation="batched_mm"))
+    return experts.requires_grad_(requires_grad=False)
+
+
+def parameter(*shape):
+    return nn.Parameter(0.3 * torch.randn(shape), requires_grad=False)
+
+
+def tokens(num_tokens, hidden=HIDDEN):
+    """Hidden states, and for each token different experts and their shares."""
+    torch.manual_seed(num_tokens)
+    scores = torch.randn(num_tokens, NUM_EXPERTS).softmax(-1)
+    shares, chosen = scores.topk(TOP_K, dim=-1)
+    return torch.randn(num_tokens, hidden), chosen, shares
+
+
+@pytest.mark.parametrize("flags", EXPERTS.values(), ids=EXPERTS)
+def test_packed_experts_compute_what_the_experts_do(team, flags):
+    experts = experts_of(**flags)
+    inputs = [tokens(num_tokens) for num_tokens in (1, 2, 40)]
+    expected = [experts(*x) for x in inputs]
+    packed = PackedExperts(experts, team, WeightFormat.FP32)
+    for x, y in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(packed(*x), y, rtol=1e-5, atol=1e-5)
+
+
+def test_an_expert_that_no_token_chose_changes_nothing(team):
+    experts = experts_of()
+    x, _, shares = tokens(4)
+    chosen = torch.tensor([[3, 1, 4]] * 4)
+    expected = experts(x, chosen, shares)
+    packed = PackedExperts(experts, team, WeightFormat.FP32)
+    torch.testing.assert_close(packed(x, chosen, shares), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_int8_experts_are_those_of_int8_layers_added_up_in_the_order_of_choice(team):
+    experts = experts_of()
+    layers = [
+        [PackedMatrix(team.library, w, WeightFormat.INT8) for w in weights]
+        for weights in (experts.gate_up_proj, experts.down_proj)
+    ]
+    packed = PackedExperts(experts, team, WeightFormat.INT8)
+    x, chosen, shares = tokens(30)
+    for token, row in enumerate(packed(x, chosen, shares)):
+        total = torch.zeros(1, HIDDEN)
+        for expert, share in zip(chosen[token], shares[token], strict=True):
+            gate, up = multiply(x[token : token + 1], layers[0][expert], team).chunk(2, -1)
+            total += share * multiply(functional.silu(gate) * up, layers[1][expert], team)
+        assert torch.equal(row, total[0])
+
+
+@pytest.fixture(params=[1, 2, 3])
+def torch_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
+def test_a_token_has_the_same_bits_in_any_company(team, form):
+    packed = PackedExperts(experts_of(), team, form)
+    inputs = tokens(90)
+    whole = packed(*inputs)
+    for start, count in ((0, 1), (1, 2), (7, 60), (89, 1)):
+        part = slice(start, start + count)
+        assert torch.equal(packed(*(x[part] for x in inputs)), whole[part])
+
+
+def remainder_value():
+    """A number that torch activates to other bits at the end of a tensor than before."""
+    for x in torch.randn(10_000):
+        if functional.silu(x.repeat(64))[0] != functional.silu(x):
+            return float(x)
+    raise AssertionError("torch computes remainders like the rest: `in_one_share` can go")
+
+
+@pytest.mark.usefixtures("torch_threads")
+def test_torch_shares_out_no_row_among_its_threads():
+    experts = experts_of(inner=296)
+    equal_rows = torch.full((1347, 2 * 296), remainder_value())
+    activated = in_one_share(experts._apply_gate, equal_rows)
+    assert torch.equal(activated, activated[:1].expand_as(activated))
+    assert torch.equal(activated[:1], experts._apply_gate(equal_rows[:1]))
+
+
+@pytest.mark.parametrize("flags", EXPERTS.values(), ids=EXPERTS)
+def test_the_weights_of_experts_are_taken_away(team, flags):
+    experts = experts_of(**flags)
+    num_weights = sum(p.numel() for p in experts.parameters() if p.ndim == 3)
+    packed = PackedExperts(experts, team, WeightFormat.INT8)
+    assert [name for name, _ in packed.named_parameters()] == ["experts.post_expert_norm.weight"]
+    assert num_weights <= packed.num_bytes < 4 * num_weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_experts_are_recognised(dtype):
+    assert holds_experts(experts_of().to(dtype))
+
+
+def test_experts_of_a_quantised_checkpoint_are_not_ours():
+    experts = experts_of()
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    assert not holds_experts(experts)
+    replaced = experts_of()
+    replaced.forward = lambda *_: None
+    assert not holds_experts(replaced)
+    assert not holds_experts(nn.Linear(2, 2))
+
+
+class Router(nn.Module):
+    """As most models write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = parameter(NUM_EXPERTS, HIDDEN)
+
+    def forward(self, x):
+        logits = functional.linear(x.type(torch.float32), self.weight.type(torch.float32))
+        shares, chosen = logits.softmax(-1).topk(TOP_K, dim=-1)
+        return chosen, shares
+
+
+class Mixture(nn.Module):
+    def __init__(self, router):
+        super().__init__()
+        self.gate = router
+        self.shared = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.experts = experts_of()
+        self.requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        return self.experts(x, *self.gate(x)) + self.shared(x)
+
+
+def test_a_mixture_is_packed_as_a_whole(team):
+    mixture = Mixture(Router())
+    x = tokens(60)[0]
+    expected = mixture(x)
+    num_bytes = pack_linears(mixture, team, WeightFormat.FP32)
+    assert isinstance(mixture.gate.weight, PackedParameter)
+    torch.testing.assert_close(mixture(x), expected, rtol=1e-5, atol=1e-5)
+    parts = mixture.experts.num_bytes + mixture.shared.num_bytes + mixture.gate.weight.nbytes
+    assert num_bytes == parts
+
+
+def test_a_router_is_not_quantised(team):
+    mixture = Mixture(Router())
+    gate = mixture.gate
+    x = tokens(60)[0]
+    chosen, shares = gate(x)
+    pack_linears(mixture, team, WeightFormat.INT8)
+    found, found_shares = gate(x)
+    assert torch.equal(found, chosen)
+    torch.testing.assert_close(found_shares, shares, rtol=1e-5, atol=1e-6)
+    assert mixture.shared.matrix.form is WeightFormat.INT8
+
+
+def test_a_router_that_is_a_linear_layer_is_not_quantised_either(team):
+    class LinearRouter(Router):
+        def __init__(self):
+            super().__init__()
+            del self.weight
+            self.proj = nn.Linear(HIDDEN, NUM_EXPERTS)
+
+    mixture = Mixture(LinearRouter())
+    assert list(router_layers(mixture)) == [mixture.gate.proj]
+    pack_linears(mixture, team, WeightFormat.INT8)
+    assert mixture.gate.proj.matrix.form is WeightFormat.FP32
+    assert mixture.shared.matrix.form is WeightFormat.INT8
+
+
+def test_a_packed_parameter_multiplies_the_same_in_any_batch(team):
+    plain = parameter(7, 50)
+    packed = PackedParameter.of(plain, team)
+    x = torch.randn(40, 50)
+    for weight in (packed, packed.float(), packed.type(torch.float32), packed.to(x.dtype)):
+        whole = functional.linear(x, weight)
+        torch.testing.assert_close(whole, functional.linear(x, plain), rtol=1e-5, atol=1e-5)
+        for start in range(0, 40, 7):
+            part = slice(start, start + 3)
+            assert torch.equal(functional.linear(x[part], weight=weight), whole[part])
+    bias = torch.randn(7)
+    assert torch.equal(functional.linear(x, packed, bias), functional.linear(x, packed) + bias)
+
+
+def test_a_packed_parameter_is_otherwise_a_parameter(team):
+    plain = parameter(7, 50)
+    packed = PackedParameter.of(plain, team)
+    x = torch.randn(3, 50)
+    assert (packed.dtype, packed.shape) == (plain.dtype, plain.shape)
+    for result, expected in ((x @ packed.T, x @ plain.T), (packed[2:4], plain[2:4])):
+        assert type(result) is torch.Tensor
+        assert torch.equal(result, expected)
+
+
+def test_tables_and_vectors_stay_as_they_are(team):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(9, 4)
+            self.norm = nn.LayerNorm(4)
+
+    model = Model()
+    assert pack_linears(model, team, WeightFormat.INT8) == 0
+    assert {type(x) for x in model.parameters()} == {nn.Parameter}
+
+
+def test_each_weight_is_freed_before_the_next_is_packed(team, monkeypatch):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), Mixture(Router()))
+    model.requires_grad_(requires_grad=False)
+    weights = [weakref.ref(x) for name, x in model.named_parameters() if "gate." not in name]
+    weights = [x for x in weights if x().ndim > 1]
+    alive = []
+    packed = linear._packed
+
+    def counting(*arguments):
+        alive.append(sum(x() is not None for x in weights))
+        return packed(*arguments)
+
+    monkeypatch.setattr(linear, "_packed", counting)
+    pack_linears(model, team, WeightFormat.INT8)
+    # The mixture's experts have two; they are packed in one step.
+    assert alive == [7, 5, 4, 3, 2, 1]
+    assert all(isinstance(x, PackedLinear) for x in model[:4])
