@@ -37,7 +37,10 @@ class Replaced(NamedTuple):
 
 
 class Fp8Linear(nn.Module):
-    """Stands in for an `nn.Linear` in inference; the result has the dtype of the input."""
+    """Stands in for an `nn.Linear` in inference; the result has the dtype of the input.
+
+    Stays on the device on which it was made.
+    """
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
@@ -45,6 +48,8 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", weight)  # [out_features, in_features] float8_e4m3fn
         self.register_buffer("scales", scales)  # [out_features] fp32
         self.register_buffer("bias", bias)  # [out_features] or None
+        # Asked here, not at every call: torch.compile could not follow the question.
+        self._multiply = scaled_matmul if can_multiply(weight.device) else reference_matmul
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "Fp8Linear":
@@ -56,8 +61,7 @@ class Fp8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in_features] → [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
-        multiply = scaled_matmul if can_multiply(x.device) else reference_matmul
-        y = multiply(*quantise_rows(rows), self.weight, self.scales).to(x.dtype)
+        y = self._multiply(*quantise_rows(rows), self.weight, self.scales).to(x.dtype)
         if self.bias is not None:
             y = y + self.bias
         return y.view(*x.shape[:-1], self.out_features)

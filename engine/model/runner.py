@@ -1,7 +1,8 @@
 """Carries out batch plans with a transformers model.
 
 A step is: one forward pass over all rows as one flat sequence (`cpu`, `cuda`: how depends on the
-device), logits of the rows that sample, one token each, one copy back to the host.
+device), logits of the rows that sample, one token each, one copy back to the host. On a GPU that
+copy is what waits for the step.
 
 The KV buffer may be memory that other processes read and write: `open` asks for it when the layout,
 and so its size, is known. Not thread-safe: one thread runs steps.
@@ -20,8 +21,10 @@ from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
 from engine.messages import Sampling, SeqId
-from engine.model.checkpoint import load
-from engine.model.cpu import CpuForward, resolve_weights
+from engine.model import cpu, cuda
+from engine.model.checkpoint import LoadedModel, load
+from engine.model.cpu import CpuForward
+from engine.model.cuda import CudaForward
 from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
 from engine.model.sampling import sample
 
@@ -32,9 +35,14 @@ Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where a step's time went, in seconds."""
+    """Where a step's time went on the host, in seconds.
 
-    forward_s: float  # preparing the batch included
+    A GPU computes while the host goes on: there `forward_s` is the time until the pass is queued,
+    and `sample_s` holds the wait for it.
+    """
+
+    prepare_s: float
+    forward_s: float
     sample_s: float
 
 
@@ -81,9 +89,18 @@ class TorchRunner:
 
         Raises CheckpointError, and ConfigError where memory is too small or unfit.
         """
-        self.weights = resolve_weights(self._wanted_weights)
+        device = _device(self.device)
+        if device.type == "cpu":
+            self.weights = cpu.resolve_weights(self._wanted_weights)
+        else:
+            self.weights = cuda.resolve_weights(self._wanted_weights, device)
+        in_fp32 = device.type == "cuda" and self.weights is WeightFormat.FP32
         loaded = load(
-            self.path, kv_format=self.kv_format, block_size=self.block_size, device=self.device
+            self.path,
+            kv_format=self.kv_format,
+            block_size=self.block_size,
+            device=self.device,
+            dtype=torch.float32 if in_fp32 else None,
         )
         self.layout = loaded.layout
         self.context_len = loaded.context_len
@@ -99,7 +116,7 @@ class TorchRunner:
             memory = allocate(self.num_blocks * self.layout.block_bytes)
             buffer = wrap_buffer(memory, self.layout, self.num_blocks)
         self.buffer = memoryview(buffer.view(-1).numpy()) if buffer.is_cpu else None
-        self._forward = CpuForward(loaded, self.weights, threads=torch.get_num_threads())
+        self._forward = _forward(loaded, self.weights)
         self._forward.open(KVCache(self.layout, buffer))
         self.weights_bytes = self._forward.weights_bytes
 
@@ -111,7 +128,7 @@ class TorchRunner:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a forward pass is one call into compiled code."""
+        """Whether a forward pass, on a GPU a decode step, is one call into compiled code."""
         return self._forward.is_fused
 
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -123,10 +140,16 @@ class TorchRunner:
         sampling = [row for row in rows if row.sampling is not None]
         begin_s = self._clock.now_s()
         with torch.inference_mode():
-            logits = self._forward.logits(rows, _last_tokens(rows))
-            computed_s = self._clock.now_s()
+            prepared = self._forward.prepare(rows, _last_tokens(rows))
+            prepared_s = self._clock.now_s()
+            logits = self._forward.launch(prepared)
+            launched_s = self._clock.now_s()
             chosen = iter(_choose(logits, sampling))
-        self.last_times = StepTimes(computed_s - begin_s, self._clock.now_s() - computed_s)
+        self.last_times = StepTimes(
+            prepare_s=prepared_s - begin_s,
+            forward_s=launched_s - prepared_s,
+            sample_s=self._clock.now_s() - launched_s,
+        )
         return BatchResult([None if row.sampling is None else next(chosen) for row in rows])
 
     def warm_up(self, clock: Clock | None = None) -> float:
@@ -140,6 +163,22 @@ class TorchRunner:
             row = Row(SeqId("warm-up"), token_ids, start, table, Sampling())
             self.run(BatchPlan([row]))
         return clock.now_s() - begin_s
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is neither cpu nor cuda")
+    return device
+
+
+def _forward(loaded: LoadedModel, weights: WeightFormat) -> CpuForward | CudaForward:
+    if loaded.device.type == "cpu":
+        return CpuForward(loaded, weights, threads=torch.get_num_threads())
+    return CudaForward(loaded, weights)
 
 
 def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int | None) -> int:

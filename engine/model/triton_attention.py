@@ -11,7 +11,8 @@ chunks). The first two always split contexts, the last where it has too few unit
 lengths and, for prefill, how much context there is. Context lengths, block tables and slots are
 read on the device. So a captured decode step serves any contexts, if its `extents` say one query a
 row and its `block_tables` are as wide as the longest context needs. Rows that only fill a batch up
-have `context_len` 0 and slots PAD_SLOT: nothing is stored for them and their result is zero.
+have `context_len` 0 and slots `packing.PAD_SLOT`: nothing is stored for them and their result is
+zero.
 
 **Prefill in torch.** A long row with nothing before it attends to itself alone. Where the record
 is bf16 and so are K and V, what the record holds is bit for bit what was just projected; reading
@@ -36,8 +37,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.layout import KVFormat
 from engine.model.attention import AttentionBatch, Extent, Scoring
 from engine.model.kvcache import KVCache
-
-PAD_SLOT = -1  # in a slot mapping: a token that is not stored
 
 ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of the tiles of queries; 16 is the least a dot takes
 ROWS_OF_WIDE_LAUNCHES = (16, 64)  # where a tile of 128 would need more registers than there are

@@ -14,7 +14,8 @@ import torch
 from engine.layout import KVFormat
 from engine.model import triton_attention
 from engine.model.attention import AttentionBatch, Extent, Scoring, build_batch
-from engine.model.triton_attention import FLASH_MIN_LEN, PAD_SLOT, attend
+from engine.model.packing import PAD_SLOT
+from engine.model.triton_attention import FLASH_MIN_LEN, attend
 from tests.model.attention_cases import (
     DECODE,
     LAYER,
