@@ -5,14 +5,13 @@
    attention. Every other decoder, and a model whose logits the first way does not reproduce.
 3. Plain torch, where the kernels cannot be built.
 
-Which it was is logged. The first gives a sequence the same bits alone, in any batch and in any
-chunking; so does the second, unless the model's own code computes more than linear layers and
-attention with matrix products (routers and experts of mixtures do).
+Which it was is logged. The first two give a sequence the same bits alone, in any batch and in any
+chunking, unless the model's own code computes with matrix products that are no linear layers.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from engine.blocks import BlockId
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
-from engine.messages import SeqId
+from engine.messages import Sampling, SeqId
 from engine.model.attention import AttentionBatch, build_batch
 from engine.model.checkpoint import LoadedModel
 from engine.model.hook import forward
@@ -32,6 +31,8 @@ from engine.model.native.attention import NativeAttention
 from engine.model.native.decoder import Decoder, NotFused, build
 from engine.model.native.library import INT8, INT8_AS_FLOAT, kernels
 from engine.model.native.linear import PackedLinear, Team, pack_linears
+from engine.model.native.sampling import sample as sample_natively
+from engine.model.sampling import sample
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +121,21 @@ class CpuForward:
         *numbers, batch = prepared
         self._loaded.context.batch = batch
         if self._decoder is None:
-            return forward(self._loaded.model, *numbers)
+            with _one_torch_thread() if self._team is not None else nullcontext():
+                return forward(self._loaded.model, *numbers)
         return self._decoder.forward(*(torch.tensor(x, dtype=torch.long) for x in numbers), batch)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        samplings: Sequence[Sampling],
+        positions: Sequence[int],
+        banned: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        """Tokens [num_rows], as `engine.model.sampling.sample` chooses them."""
+        if self._team is None:
+            return sample(logits, samplings, positions, banned)
+        return sample_natively(logits, samplings, positions, banned, team=self._team)
 
     def _fused(self, team: Team) -> Decoder | None:
         """The model as one call, if it is of that shape and gives the model's own logits."""
@@ -157,6 +171,22 @@ class CpuForward:
             start = row.end
         self._decoder = context.cache = context.batch = None
         return torch.cat(found)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Meanwhile torch computes by itself, between jobs of the team.
+
+    Its threads would spin against the team's; and where they part a tensor, functions such as silu
+    compute the elements beside the cut with other last bits, so that results would depend on how
+    many tokens a batch has.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -36,12 +36,14 @@ from engine.batch import Row
 from engine.clock import MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
+from engine.messages import Sampling
 from engine.model import fp8, packing, torch_attention, triton_attention
 from engine.model.attention import Attend, AttentionBatch, Extent
 from engine.model.checkpoint import LoadedModel
 from engine.model.hook import PAGED, paged_hook
 from engine.model.kvcache import KVCache
 from engine.model.packing import Inputs, Packing, Shape
+from engine.model.sampling import sample
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +204,16 @@ class CudaForward:
         if prepared.padded_rows is None:
             return self._compute(inputs, batch, inputs.keep)
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        samplings: Sequence[Sampling],
+        positions: Sequence[int],
+        banned: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        """Tokens [num_rows], as `engine.model.sampling.sample` chooses them, on the GPU."""
+        return sample(logits, samplings, positions, banned)
 
     def _prepare(
         self, rows: Sequence[Row], keep: Sequence[int], shape: Shape, pad_len: int = 1

@@ -26,7 +26,6 @@ from engine.model.checkpoint import LoadedModel, load
 from engine.model.cpu import CpuForward
 from engine.model.cuda import CudaForward
 from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
-from engine.model.sampling import sample
 
 WARM_UP_TOKENS = 32
 
@@ -144,7 +143,7 @@ class TorchRunner:
             prepared_s = self._clock.now_s()
             logits = self._forward.launch(prepared)
             launched_s = self._clock.now_s()
-            chosen = iter(_choose(logits, sampling))
+            chosen = iter(_choose(self._forward, logits, sampling))
         self.last_times = StepTimes(
             prepare_s=prepared_s - begin_s,
             forward_s=launched_s - prepared_s,
@@ -202,11 +201,11 @@ def _last_tokens(rows: list[Row]) -> list[int]:
     return last
 
 
-def _choose(logits: torch.Tensor, rows: list[Row]) -> list[int]:
+def _choose(forward: CpuForward | CudaForward, logits: torch.Tensor, rows: list[Row]) -> list[int]:
     """Tokens of rows that sample, from their logits [num_rows, vocab]."""
     if not rows:
         return []
-    tokens = sample(
+    tokens = forward.sample(
         logits,
         [row.sampling for row in rows],
         [row.end for row in rows],

@@ -6,7 +6,7 @@ whoever makes one keeps the tensors alive (`keep`).
 
 import ctypes
 import logging
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -142,6 +142,20 @@ class Pass(Structure):
     )
 
 
+class Draw(Structure):
+    """How a row's token is chosen; `top_k` is 0 or below the size of the vocabulary."""
+
+    _fields_ = (
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("seed", c_uint64),
+        ("position", c_int64),
+        ("top_k", c_int32),
+        ("unused", c_int32),
+    )
+
+
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "baton_panel": (c_int32, ()),
     "baton_is_avx512": (c_int32, ()),
@@ -176,6 +190,19 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "baton_decoder_open": (c_void_p, (c_void_p, POINTER(Model), POINTER(Cache))),
     "baton_decoder_close": (None, (c_void_p,)),
     "baton_decoder_forward": (None, (c_void_p, POINTER(Batch), POINTER(Pass))),
+    "baton_sample": (
+        None,
+        (
+            c_void_p,
+            c_void_p,
+            c_int32,
+            c_int32,
+            POINTER(Draw),
+            POINTER(c_int32),
+            POINTER(c_int32),
+            c_void_p,
+        ),
+    ),
 }
 
 

@@ -7,6 +7,7 @@
 The result for a row has the same bits in any batch.
 """
 
+import contextlib
 import ctypes
 import mmap
 
@@ -136,8 +137,15 @@ def _fp32(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(num_bytes: int) -> torch.Tensor:
-    """Uninitialised bytes that start on a cache line, or on a huge page where they fill one."""
-    alignment = HUGE_PAGE if num_bytes >= HUGE_PAGE else ALIGNMENT
-    raw = torch.empty(num_bytes + alignment, dtype=torch.uint8)
+    """Bytes that start on a cache line; where they fill a huge page, on one, if there are such."""
+    if num_bytes < HUGE_PAGE:
+        alignment = ALIGNMENT
+        raw = torch.empty(num_bytes + alignment, dtype=torch.uint8)
+    else:
+        alignment = HUGE_PAGE
+        memory = mmap.mmap(-1, num_bytes + alignment)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        raw = torch.frombuffer(memory, dtype=torch.uint8)
     start = -raw.data_ptr() % alignment
     return raw[start : start + num_bytes]

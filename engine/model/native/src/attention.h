@@ -61,6 +61,34 @@ struct Partial {
   }
 };
 
+// Where the tokens of a tile lie.
+struct Places {
+  uint8_t* elements[kTile];
+  uint8_t* scales[kTile];
+
+  Place operator[](int t) const { return {elements[t], scales[t]}; }
+  // Asks memory for a line of a token. Of the tile after the one being read, and one by one: heads of
+  // a block lie apart, so that the processor would not guess where the next is, and it waits for
+  // few lines at a time.
+  BATON_INLINE void request(int t, int byte) const {
+    _mm_prefetch(reinterpret_cast<const char*>(elements[t]) + byte, _MM_HINT_T0);
+  }
+};
+
+// V of a tile as tile_float reads it; asks for the next tile's meanwhile.
+template <int32_t format>
+struct LoadTokens {
+  const Places* places;
+  const Places* next;
+  int first;  // dimension
+
+  BATON_INLINE Vec operator()(int t, int v) const {
+    const int byte = (first + v * kLanes) * kWord / elements_per_word(format);
+    if (byte % 64 == 0) next->request(t, byte);
+    return read_vec<format>((*places)[t], first + v * kLanes);
+  }
+};
+
 class Attention {
  public:
   // `group`: query heads that share a KV head.
@@ -102,13 +130,9 @@ class Attention {
   // Computes one task of a layer. query and out: [num_tokens, num_heads * head_dim], with strides.
   void run(int index, const Batch& batch, int layer, const Scoring& scoring, const float* query,
            size_t query_stride, float* out, size_t out_stride, float* scratch) {
-    switch (cache_.format) {
-      case kKvFp32: return run_as<kKvFp32>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
-      case kKvBf16: return run_as<kKvBf16>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
-      case kKvFp8: return run_as<kKvFp8>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
-      case kKvInt8: return run_as<kKvInt8>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
-      default: return run_as<kKvInt4>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
-    }
+    with_format(cache_.format, [&](auto format) {
+      run_as<format()>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
+    });
   }
 
   // Joins the parts of split tasks and writes their results; by one thread's share of the tasks.
@@ -206,19 +230,23 @@ class Attention {
     float* scores = values + kTile * padded_;  // [queries, kTile]
     std::fill_n(keys, 2 * kTile * padded_, 0.0f);  // what pads a head stays so
     alignas(64) float key_scales[kTile], value_scales[kTile];
-    Place places[kTile];
+    Places keys_at[2], values_at[2];  // of this tile and the next
     const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
     const int stop = std::min((partition + 1) * kPartition, end);
     const int32_t* table = batch.block_tables + static_cast<size_t>(task.row) * batch.max_blocks;
+    const bool reads_values_once = queries <= kMaxRows && format != kKvInt4 && padded_ == cache_.head_dim;
+    find_tile(table, layer, task.head, begin, end, keys_at[0], values_at[0]);
     for (int tile = begin; tile < stop; tile += kTile) {
-      const int present = std::min(kTile, end - tile);
-      find_tile(table, layer, task.head, tile, present, end, nothing_.data(), places);
-      read_keys<format>(places, keys);
-      if (scales_apart(format)) read_scales(places, key_scales);
-      find_tile(table, layer, cache_.num_kv_heads + task.head, tile, present, end, nothing_.data(),
-                places);
-      for (int t = 0; t < kTile; ++t) read_token<format>(cache_, places[t], values + t * padded_);
-      if (scales_apart(format)) read_scales(places, value_scales);
+      const int now = (tile - begin) / kTile % 2;
+      const Places &key_places = keys_at[now], &next_keys = keys_at[1 - now];
+      const Places &value_places = values_at[now], &next_values = values_at[1 - now];
+      const int later = tile + kTile < stop ? tile + kTile : tile;  // to be asked for meanwhile
+      find_tile(table, layer, task.head, later, end, keys_at[1 - now], values_at[1 - now]);
+      read_keys<format>(key_places, next_keys, keys);
+      if (scales_apart(format)) {
+        read_scales(key_places, key_scales);
+        read_scales(value_places, value_scales);
+      }
       for (int row = 0; row < queries; row += kMaxRows) {
         const int rows = std::min(kMaxRows, queries - row);
         for (int panel = 0; panel < kTile / kPanel; ++panel)
@@ -232,6 +260,15 @@ class Attention {
           weigh<scales_apart(format)>(scoring, end - task.count + t, tile, key_scales, value_scales,
                                       scores + i * kTile, p, i);
         }
+      if (reads_values_once) {
+        const LoadTokens<format> load{&value_places, &next_values, 0};
+        add_values(queries, scores, load, p.sums);
+        continue;
+      }
+      for (int t = 0; t < kTile; ++t) {
+        for (int byte = 0; byte < cache_.token_bytes; byte += 64) next_values.request(t, byte);
+        read_token<format>(cache_, value_places[t], values + t * padded_);
+      }
       for (int row = 0; row < queries; row += kMaxRows) {
         const int rows = std::min(kMaxRows, queries - row);
         for (int panel = 0; panel < padded_ / kPanel; ++panel)
@@ -323,41 +360,53 @@ class Attention {
       }
   }
 
-  // Where the tokens of a tile lie in one plane; those beyond `present` are at `nothing`, zeros. Asks
-  // memory for the next tile's, if they are before `end`: heads of a block lie apart, and the
-  // processor would not guess where the next is.
-  void find_tile(const int32_t* table, int layer, int plane, int first, int present, int end,
-                 const uint8_t* nothing, Place* places) const {
+  // Where K and V of the tokens of a tile lie; those that do not exist are at `nothing_`, zeros.
+  void find_tile(const int32_t* table, int layer, int head, int first, int end, Places& keys,
+                 Places& values) const {
     const int size = cache_.block_size;
+    const int present = std::min(kTile, end - first);
     for (int t = 0; t < present;) {
       const int offset = (first + t) % size;
       const int run = std::min(present - t, size - offset);
-      Place at = place(cache_, layer, plane, table[(first + t) / size], offset);
-      const int later = std::min(first + t + kTile, end - 1);
-      const Place next = place(cache_, layer, plane, table[later / size], later % size);
-      _mm_prefetch(reinterpret_cast<const char*>(next.scale), _MM_HINT_T0);
-      for (int byte = 0; byte < run * cache_.token_bytes; byte += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(next.elements) + byte, _MM_HINT_T0);
+      const int32_t block = table[(first + t) / size];
+      Place key = place(cache_, layer, head, block, offset);
+      Place value = place(cache_, layer, cache_.num_kv_heads + head, block, offset);
+      _mm_prefetch(reinterpret_cast<const char*>(key.scale), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(value.scale), _MM_HINT_T0);
       for (int i = 0; i < run; ++i, ++t) {
-        places[t] = at;
-        at.elements += cache_.token_bytes;
-        at.scale += 4;
+        keys.elements[t] = key.elements + i * cache_.token_bytes;
+        values.elements[t] = value.elements + i * cache_.token_bytes;
+        keys.scales[t] = key.scale + 4 * i;
+        values.scales[t] = value.scale + 4 * i;
       }
     }
-    uint8_t* none = const_cast<uint8_t*>(nothing);
-    for (int t = present; t < kTile; ++t) places[t] = {none, none};
+    uint8_t* none = const_cast<uint8_t*>(nothing_.data());
+    for (int t = present; t < kTile; ++t)
+      keys.elements[t] = keys.scales[t] = values.elements[t] = values.scales[t] = none;
+  }
+
+  // sums [queries, padded] += weights [queries, kTile] times V, read where it is stored: in the
+  // order and with the bits of what is done where V is read first, for many queries.
+  template <int32_t format>
+  void add_values(int queries, const float* weights, LoadTokens<format> load, float* sums) const {
+    with_rows<kMaxRows>(queries, [&](auto r) {
+      for (int panel = 0; panel < padded_; panel += kPanel) {
+        load.first = panel;
+        tile_float<r()>(weights, kTile, 1, load, kTile, sums + panel, padded_, true);
+      }
+    });
   }
 
   // K of a tile, transposed: [kTile / kPanel][padded][kPanel]. Words of the record are transposed
   // before they are expanded, as they are fewer than elements.
   template <int32_t format>
-  void read_keys(const Place* places, float* keys) const {
+  void read_keys(const Places& places, const Places& next, float* keys) const {
     constexpr int kPerWord = elements_per_word(format);
     const int words = (cache_.token_bytes + kWord - 1) / kWord;
     const int half = cache_.head_dim / 2;
-    alignas(64) float columns[kLanes * kLanes], steps[kLanes] = {}, lows[kLanes] = {};
+    alignas(64) float steps[kLanes] = {}, lows[kLanes] = {};
     alignas(64) uint8_t tails[kLanes][kGroupBytes];
-    const uint8_t* rows[kLanes];
+    const uint8_t* tail_rows[kLanes];
     for (int token = 0; token < kTile; token += kLanes) {
       float* to = keys + static_cast<size_t>(token / kPanel) * padded_ * kPanel + token % kPanel;
       if (format == kKvInt4)
@@ -368,23 +417,43 @@ class Attention {
       const Vec step = load(steps), low = load(lows);
       for (int word = 0; word < words; word += kLanes) {
         const int bytes = std::min(kGroupBytes, cache_.token_bytes - word * kWord);
-        for (int i = 0; i < kLanes; ++i) {
-          rows[i] = places[token + i].elements + word * kWord;
-          if (bytes < kGroupBytes)  // nothing beyond the token may be read
-            rows[i] = static_cast<const uint8_t*>(std::memcpy(tails[i], rows[i], bytes));
+        const uint8_t* const* rows = places.elements + token;
+        size_t before = word * kWord;
+        if (bytes < kGroupBytes) {  // nothing beyond the token may be read
+          for (int i = 0; i < kLanes; ++i) {
+            std::memcpy(tails[i], rows[i] + before, bytes);
+            tail_rows[i] = tails[i];
+          }
+          rows = tail_rows;
+          before = 0;
         }
-        transpose(rows, 0, columns);
-        const int count = std::min(kLanes, words - word);
-        for (int w = 0; w < count; ++w) {
+        Vec columns[kLanes];
+        transpose(rows, before, columns);
+        const auto expand = [&](int w) {
           const size_t dim = format == kKvInt4 ? (word + w) * 4 : (word + w) * kPerWord;
-          expand_words<format>(columns + w * kLanes, to + dim * kPanel, kPanel, half, step, low);
+          expand_words<format>(columns[w], to + dim * kPanel, kPanel, half, step, low);
+        };
+        if (words - word < kLanes) {
+          for (int w = 0; w < words - word; ++w) expand(w);
+          continue;
+        }
+#pragma GCC unroll 16
+        for (int w = 0; w < kLanes; ++w) {
+          next.request(token + w, word * kWord);
+          expand(w);
         }
       }
     }
   }
 
-  void read_scales(const Place* places, float* scales) const {
-    for (int t = 0; t < kTile; ++t) scales[t] = load_float(places[t].scale);
+  void read_scales(const Places& places, float* scales) const {
+    for (int t = 0; t < kTile; t += kLanes) {
+      if (places.scales[t + kLanes - 1] == places.scales[t] + 4 * (kLanes - 1)) {  // of one block
+        store(scales + t, load(reinterpret_cast<const float*>(places.scales[t])));
+        continue;
+      }
+      for (int i = t; i < t + kLanes; ++i) scales[i] = load_float(places.scales[i]);
+    }
   }
 
   Cache cache_;

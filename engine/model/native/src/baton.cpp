@@ -1,6 +1,7 @@
 // What Python calls, through ctypes: see library.py. Every function runs on the caller's thread and
 // the threads of its team; a team serves one caller at a time.
 #include "decoder.h"
+#include "sampling.h"
 
 using namespace baton;
 
@@ -120,6 +121,36 @@ void* baton_decoder_open(void* team, const Model* model, const Cache* cache) {
 void baton_decoder_close(void* decoder) { delete static_cast<Decoder*>(decoder); }
 void baton_decoder_forward(void* decoder, const Batch* batch, const Pass* pass) {
   static_cast<Decoder*>(decoder)->forward(*batch, *pass);
+}
+
+// The token of each row of logits [num_rows, vocab]; of row r, the ids from banned_starts[r] to
+// banned_starts[r + 1] of banned_ids are banned.
+void baton_sample(void* team_, const float* logits, int32_t vocab, int32_t num_rows,
+                  const Draw* draws, const int32_t* banned_starts, const int32_t* banned_ids,
+                  int64_t* tokens) {
+  Team& team = *static_cast<Team*>(team_);
+  struct Job {
+    Team& team;
+    const float* logits;
+    int32_t vocab, num_rows;
+    const Draw* draws;
+    const int32_t *banned_starts, *banned_ids;
+    int64_t* tokens;
+  } job{team, logits, vocab, num_rows, draws, banned_starts, banned_ids, tokens};
+  team.next_task.store(0);
+  team.run(
+      [](void* context, int) {
+        const Job& j = *static_cast<Job*>(context);
+        Sampler sampler(j.vocab);
+        for (;;) {
+          const int row = j.team.next_task.fetch_add(1, std::memory_order_relaxed);
+          if (row >= j.num_rows) break;
+          j.tokens[row] = sampler.choose(j.logits + static_cast<size_t>(row) * j.vocab,
+                                         j.draws[row], j.banned_ids + j.banned_starts[row],
+                                         j.banned_ids + j.banned_starts[row + 1]);
+        }
+      },
+      &job);
 }
 
 }  // extern "C"

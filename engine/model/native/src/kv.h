@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -27,6 +28,18 @@ struct Cache {
   int32_t head_dim;
   int32_t unused;
 };
+
+// Calls f with the format as a constant.
+template <class F>
+inline void with_format(int32_t format, F f) {
+  switch (format) {
+    case kKvFp32: return f(std::integral_constant<int32_t, kKvFp32>{});
+    case kKvBf16: return f(std::integral_constant<int32_t, kKvBf16>{});
+    case kKvFp8: return f(std::integral_constant<int32_t, kKvFp8>{});
+    case kKvInt8: return f(std::integral_constant<int32_t, kKvInt8>{});
+    default: return f(std::integral_constant<int32_t, kKvInt4>{});
+  }
+}
 
 struct Place {
   uint8_t* elements;
@@ -180,22 +193,23 @@ inline Vec fp8_values(const uint8_t* p) {
 // Formats whose elements are read without their scale, which the caller applies to whole tokens.
 constexpr bool scales_apart(int32_t format) { return format == kKvFp8 || format == kKvInt8; }
 
+// Sixteen elements of a token from the i-th on, for formats whose elements follow one another.
+template <int32_t format>
+BATON_INLINE Vec read_vec(Place from, int i) {
+  if constexpr (format == kKvFp32) return load(reinterpret_cast<const float*>(from.elements) + i);
+  if constexpr (format == kKvBf16)
+    return load_bf16(reinterpret_cast<const uint16_t*>(from.elements) + i);
+  if constexpr (format == kKvFp8) return fp8_values(from.elements + i);
+  return load_int8(reinterpret_cast<const int8_t*>(from.elements) + i);
+}
+
 // Reads one token's K or V of one head, without the scale where scales_apart; `format` is c.format.
 template <int32_t format>
 inline void read_token(const Cache& c, Place from, float* to) {
   const int n = c.head_dim;
   int i = 0;
-  if constexpr (format == kKvFp32) {
-    for (; i + kLanes <= n; i += kLanes)
-      store(to + i, load(reinterpret_cast<const float*>(from.elements) + i));
-  } else if constexpr (format == kKvBf16) {
-    for (; i + kLanes <= n; i += kLanes)
-      store(to + i, load_bf16(reinterpret_cast<const uint16_t*>(from.elements) + i));
-  } else if constexpr (format == kKvFp8) {
-    for (; i + kLanes <= n; i += kLanes) store(to + i, fp8_values(from.elements + i));
-  } else if constexpr (format == kKvInt8) {
-    for (; i + kLanes <= n; i += kLanes)
-      store(to + i, load_int8(reinterpret_cast<const int8_t*>(from.elements) + i));
+  if constexpr (format != kKvInt4) {
+    for (; i + kLanes <= n; i += kLanes) store(to + i, read_vec<format>(from, i));
   } else if (n % (2 * kLanes) == 0) {
     const Vec step = fill(int4_step(from)), low = fill(int4_low(from));
     const __m128i lower = _mm_set1_epi8(15);
@@ -221,24 +235,20 @@ constexpr int elements_per_word(int32_t format) {
 // Writes the elements of one word of sixteen tokens: to[e * stride] for the e-th dimension.
 // int4: byte b holds dimensions d and d + half.
 template <int32_t format>
-inline void expand_words(const float* words, float* to, size_t stride, size_t half, Vec step,
-                         Vec low) {
+inline void expand_words(Vec raw, float* to, size_t stride, size_t half, Vec step, Vec low) {
   if constexpr (format == kKvFp32) {
-    store(to, load(words));
+    store(to, raw);
   } else if constexpr (format == kKvBf16) {
-    store(to, bits_shifted_left(load(words), 16));
-    store(to + stride, bits_and(load(words), 0xFFFF0000u));
+    store(to, bits_shifted_left(raw, 16));
+    store(to + stride, bits_and(raw, 0xFFFF0000u));
   } else if constexpr (format == kKvInt8) {
-    const Vec raw = load(words);
     store(to, signed_byte(raw, 0));
     store(to + stride, signed_byte(raw, 1));
     store(to + 2 * stride, signed_byte(raw, 2));
     store(to + 3 * stride, signed_byte(raw, 3));
   } else if constexpr (format == kKvFp8) {
-    const Vec raw = load(words);
     for (int b = 0; b < 4; ++b) store(to + b * stride, fp8_values(bytes_as_words(raw, b)));
   } else {
-    const Vec raw = load(words);
     for (int b = 0; b < 4; ++b) {
       store(to + b * stride, fma(nibble(raw, 8 * b), step, low));
       store(to + (b + half) * stride, fma(nibble(raw, 8 * b + 4), step, low));

@@ -18,9 +18,13 @@
 #error "needs AVX-512 with VNNI, or AVX2 with FMA and F16C"
 #endif
 
+// For what has to stay in registers.
+#define BATON_INLINE inline __attribute__((always_inline))
+
 namespace baton {
 
 constexpr int kLanes = 16;
+constexpr uint32_t kSqrtHalfBits = 0x3F3504F3;  // of the float nearest to sqrt(1/2)
 
 #if BATON_AVX512
 
@@ -87,6 +91,55 @@ inline __m256i bytes_as_words(Vec x, int b) {  // byte b of each lane in 16 bits
 }
 inline __m256 low_half(Vec x) { return _mm512_castps512_ps256(x); }
 inline __m256 high_half(Vec x) { return _mm512_extractf32x8_ps(x, 1); }
+
+using Words = __m512i;  // sixteen times 32 bits
+inline Words fill_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+inline Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words bits_xor(Words a, Words b) { return _mm512_xor_si512(a, b); }
+struct WidePair {
+  Words high, low;
+};
+inline WidePair multiply_wide(Words a, Words b) {  // all 64 bits of products of unsigned words
+  const Words even = _mm512_mul_epu32(a, b);
+  const Words odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+  return {_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd),
+          _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32))};
+}
+inline Vec from_unsigned(Words x) { return _mm512_cvtepu32_ps(x); }
+struct Scaled {
+  Vec mantissa, exponent;
+};
+// Positive normal x as mantissa * 2^exponent with a mantissa in [sqrt(1/2), sqrt(2)).
+inline Scaled split(Vec x) {
+  const Words bits = _mm512_castps_si512(x);
+  const Words n = _mm512_srai_epi32(_mm512_sub_epi32(bits, fill_words(kSqrtHalfBits)), 23);
+  return {_mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_slli_epi32(n, 23))),
+          _mm512_cvtepi32_ps(n)};
+}
+inline Vec interleave_low(Vec a, Vec b) { return _mm512_unpacklo_ps(a, b); }
+inline Vec interleave_high(Vec a, Vec b) { return _mm512_unpackhi_ps(a, b); }
+inline Vec low_pairs(Vec a, Vec b) { return _mm512_shuffle_ps(a, b, 0x44); }
+inline Vec high_pairs(Vec a, Vec b) { return _mm512_shuffle_ps(a, b, 0xEE); }
+
+using Doubles = __m512d;  // eight of fp64
+inline Doubles fill_fp64(double x) { return _mm512_set1_pd(x); }
+inline Doubles load_fp64(const double* p) { return _mm512_loadu_pd(p); }
+inline void store_fp64(double* p, Doubles x) { _mm512_storeu_pd(p, x); }
+inline Doubles widen(__m256 x) { return _mm512_cvtps_pd(x); }
+inline Doubles add(Doubles a, Doubles b) { return _mm512_add_pd(a, b); }
+inline Doubles sub(Doubles a, Doubles b) { return _mm512_sub_pd(a, b); }
+inline Doubles mul(Doubles a, Doubles b) { return _mm512_mul_pd(a, b); }
+inline Doubles div(Doubles a, Doubles b) { return _mm512_div_pd(a, b); }
+inline Doubles fma(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
+inline Doubles where_less(Doubles a, Doubles b, Doubles x, Doubles y) {
+  return _mm512_mask_blend_pd(_mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), y, x);
+}
+// The whole number n in -1022 … 1023 that 2^52 + 2^51 was added to: 2^n.
+inline Doubles exp2_shifted(Doubles x) {
+  const __m512i bits = _mm512_add_epi64(_mm512_castpd_si512(x), _mm512_set1_epi64(1023));
+  return _mm512_castsi512_pd(_mm512_slli_epi64(bits, 52));
+}
 
 #else
 
@@ -181,6 +234,107 @@ inline __m256i bytes_as_words(Vec x, int b) {
 inline __m256 low_half(Vec x) { return x.a; }
 inline __m256 high_half(Vec x) { return x.b; }
 
+struct Words {
+  __m256i a, b;
+};
+inline __m256i fill_words_half(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline Words fill_words(uint32_t x) { return {fill_words_half(x), fill_words_half(x)}; }
+inline Words load_words(const uint32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+inline Words add(Words x, Words y) {
+  return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+inline Words bits_xor(Words x, Words y) {
+  return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)};
+}
+struct WidePair {
+  Words high, low;
+};
+inline void multiply_wide_half(__m256i x, __m256i y, __m256i& high, __m256i& low) {
+  const __m256i even = _mm256_mul_epu32(x, y);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), _mm256_srli_epi64(y, 32));
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+}
+inline WidePair multiply_wide(Words x, Words y) {
+  WidePair product;
+  multiply_wide_half(x.a, y.a, product.high.a, product.low.a);
+  multiply_wide_half(x.b, y.b, product.high.b, product.low.b);
+  return product;
+}
+inline __m256 from_unsigned_half(__m256i x) {  // its halves are exact, their sum is rounded once
+  const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(x, 16));
+  const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(x, fill_words_half(0xFFFF)));
+  return _mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low);
+}
+inline Vec from_unsigned(Words x) { return {from_unsigned_half(x.a), from_unsigned_half(x.b)}; }
+struct Scaled {
+  Vec mantissa, exponent;
+};
+inline void split_half(__m256 x, __m256& mantissa, __m256& exponent) {
+  const __m256i bits = as_ints(x);
+  const __m256i n = _mm256_srai_epi32(_mm256_sub_epi32(bits, fill_words_half(kSqrtHalfBits)), 23);
+  mantissa = as_floats(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
+  exponent = _mm256_cvtepi32_ps(n);
+}
+inline Scaled split(Vec x) {
+  Scaled parts;
+  split_half(x.a, parts.mantissa.a, parts.exponent.a);
+  split_half(x.b, parts.mantissa.b, parts.exponent.b);
+  return parts;
+}
+inline Vec interleave_low(Vec x, Vec y) {
+  return {_mm256_unpacklo_ps(x.a, y.a), _mm256_unpacklo_ps(x.b, y.b)};
+}
+inline Vec interleave_high(Vec x, Vec y) {
+  return {_mm256_unpackhi_ps(x.a, y.a), _mm256_unpackhi_ps(x.b, y.b)};
+}
+inline Vec low_pairs(Vec x, Vec y) {
+  return {_mm256_shuffle_ps(x.a, y.a, 0x44), _mm256_shuffle_ps(x.b, y.b, 0x44)};
+}
+inline Vec high_pairs(Vec x, Vec y) {
+  return {_mm256_shuffle_ps(x.a, y.a, 0xEE), _mm256_shuffle_ps(x.b, y.b, 0xEE)};
+}
+
+struct Doubles {
+  __m256d a, b;
+};
+inline Doubles fill_fp64(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
+inline Doubles load_fp64(const double* p) { return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4)}; }
+inline void store_fp64(double* p, Doubles x) {
+  _mm256_storeu_pd(p, x.a);
+  _mm256_storeu_pd(p + 4, x.b);
+}
+inline Doubles widen(__m256 x) {
+  return {_mm256_cvtps_pd(_mm256_castps256_ps128(x)), _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1))};
+}
+inline Doubles add(Doubles x, Doubles y) {
+  return {_mm256_add_pd(x.a, y.a), _mm256_add_pd(x.b, y.b)};
+}
+inline Doubles sub(Doubles x, Doubles y) {
+  return {_mm256_sub_pd(x.a, y.a), _mm256_sub_pd(x.b, y.b)};
+}
+inline Doubles mul(Doubles x, Doubles y) {
+  return {_mm256_mul_pd(x.a, y.a), _mm256_mul_pd(x.b, y.b)};
+}
+inline Doubles div(Doubles x, Doubles y) {
+  return {_mm256_div_pd(x.a, y.a), _mm256_div_pd(x.b, y.b)};
+}
+inline Doubles fma(Doubles x, Doubles y, Doubles z) {
+  return {_mm256_fmadd_pd(x.a, y.a, z.a), _mm256_fmadd_pd(x.b, y.b, z.b)};
+}
+inline Doubles where_less(Doubles a, Doubles b, Doubles x, Doubles y) {
+  return {_mm256_blendv_pd(y.a, x.a, _mm256_cmp_pd(a.a, b.a, _CMP_LT_OQ)),
+          _mm256_blendv_pd(y.b, x.b, _mm256_cmp_pd(a.b, b.b, _CMP_LT_OQ))};
+}
+inline __m256d exp2_shifted_half(__m256d x) {
+  const __m256i bits = _mm256_add_epi64(_mm256_castpd_si256(x), _mm256_set1_epi64x(1023));
+  return _mm256_castsi256_pd(_mm256_slli_epi64(bits, 52));
+}
+inline Doubles exp2_shifted(Doubles x) { return {exp2_shifted_half(x.a), exp2_shifted_half(x.b)}; }
+
 #endif
 
 // The sum of the lanes, in one fixed order.
@@ -196,6 +350,20 @@ inline float max_lanes(Vec x) {
   __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+inline float min_lanes(Vec x) {
+  __m256 eight = _mm256_min_ps(low_half(x), high_half(x));
+  __m128 four = _mm_min_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_min_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_min_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+inline double sum_lanes(Doubles x) {
+  double lanes[8];
+  store_fp64(lanes, x);
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
+         ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
 // e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores weigh nothing.
@@ -215,13 +383,83 @@ inline Vec exp(Vec x) {
   return where_less(x, lowest, zeros(), mul(p, exp2_whole(n)));
 }
 
+// e^x of x <= 0 to about 2 units in the last place of fp64; 0 below -700.
+inline Doubles exp(Doubles x) {
+  constexpr double kInverseFactorials[] = {  // 1 / 12! … 1 / 0!
+      1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
+      1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0, 1.0};
+  const Doubles shift = fill_fp64(0x1.8p52);  // a sum with it ends in the bits of the whole part
+  const Doubles shifted = fma(x, fill_fp64(0x1.71547652b82fep0), shift);
+  const Doubles n = sub(shifted, shift);
+  Doubles r = fma(n, fill_fp64(-0x1.62e42fefa39efp-1), x);  // log(2) in two parts
+  r = fma(n, fill_fp64(-0x1.abc9e3b39803fp-56), r);
+  Doubles p = fill_fp64(1.0 / 6227020800);
+  for (double coefficient : kInverseFactorials) p = fma(p, r, fill_fp64(coefficient));
+  return where_less(x, fill_fp64(-700.0), fill_fp64(0.0), mul(p, exp2_shifted(shifted)));
+}
+
+// log(1 + f) + n log(2) for f in [sqrt(1/2) - 1, sqrt(2) - 1]; where n is 0, to about 3 units in
+// the last place. Coefficients: Cephes' logf.
+inline Vec log_of_parts(Vec f, Vec n) {
+  Vec p = fill(7.0376836292e-2f);
+  p = fma(p, f, fill(-1.1514610310e-1f));
+  p = fma(p, f, fill(1.1676998740e-1f));
+  p = fma(p, f, fill(-1.2420140846e-1f));
+  p = fma(p, f, fill(1.4249322787e-1f));
+  p = fma(p, f, fill(-1.6668057665e-1f));
+  p = fma(p, f, fill(2.0000714765e-1f));
+  p = fma(p, f, fill(-2.4999993993e-1f));
+  p = fma(p, f, fill(3.3333331174e-1f));
+  const Vec square = mul(f, f);
+  Vec y = mul(mul(square, f), p);
+  y = fma(n, fill(-2.12194440e-4f), y);
+  y = fma(square, fill(-0.5f), y);
+  return fma(n, fill(0.693359375f), add(f, y));
+}
+
 inline Vec tanh(Vec x) {  // 1 - 2 / (1 + e^2x)
   Vec e = exp(add(x, x));
   return sub(fill(1.0f), div(fill(2.0f), add(fill(1.0f), e)));
 }
 
-// Transposes 8 x 8 words; row i begins `offset` bytes after rows[i].
-inline void transpose8(const uint8_t* const* rows, size_t offset, float* to, size_t to_stride) {
+// Within each four lanes, rows become columns: lane 4 i + j of x[r] goes to lane 4 i + r of x[j].
+inline void transpose_fours(Vec (&x)[4]) {
+  const Vec low01 = interleave_low(x[0], x[1]), high01 = interleave_high(x[0], x[1]);
+  const Vec low23 = interleave_low(x[2], x[3]), high23 = interleave_high(x[2], x[3]);
+  x[0] = low_pairs(low01, low23);
+  x[1] = high_pairs(low01, low23);
+  x[2] = low_pairs(high01, high23);
+  x[3] = high_pairs(high01, high23);
+}
+
+// Transposes 16 x 16 words; row i begins `offset` bytes after rows[i].
+#if BATON_AVX512
+
+inline void transpose(const uint8_t* const* rows, size_t offset, Vec* columns) {
+  Vec quads[4][4];  // [rows / 4][column % 4]: lanes 4 L … 4 L + 3 are column 4 L + c of four rows
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      quads[g][i] = load(reinterpret_cast<const float*>(rows[4 * g + i] + offset));
+    transpose_fours(quads[g]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const Vec even01 = _mm512_shuffle_f32x4(quads[0][c], quads[1][c], 0x88);
+    const Vec even23 = _mm512_shuffle_f32x4(quads[2][c], quads[3][c], 0x88);
+    const Vec odd01 = _mm512_shuffle_f32x4(quads[0][c], quads[1][c], 0xDD);
+    const Vec odd23 = _mm512_shuffle_f32x4(quads[2][c], quads[3][c], 0xDD);
+    columns[c] = _mm512_shuffle_f32x4(even01, even23, 0x88);
+    columns[4 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0x88);
+    columns[8 + c] = _mm512_shuffle_f32x4(even01, even23, 0xDD);
+    columns[12 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0xDD);
+  }
+}
+
+#else
+
+inline void transpose8(const uint8_t* const* rows, size_t offset, __m256* columns) {
   __m256 r[8], t[8];
   for (int i = 0; i < 8; ++i)
     r[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[i] + offset));
@@ -236,17 +474,21 @@ inline void transpose8(const uint8_t* const* rows, size_t offset, float* to, siz
     r[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xEE);
   }
   for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    columns[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+    columns[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
   }
 }
 
-// Transposes 16 rows of 16 words, `offset` bytes after each of `rows`, into to [16][16].
-inline void transpose(const uint8_t* const* rows, size_t offset, float* to) {
-  for (int i = 0; i < kLanes; i += 8)
-    for (int j = 0; j < kLanes; j += 8)
-      transpose8(rows + i, offset + 4 * j, to + j * kLanes + i, kLanes);
+inline void transpose(const uint8_t* const* rows, size_t offset, Vec* columns) {
+  __m256 first[8], second[8];
+  for (int j = 0; j < kLanes; j += 8) {
+    transpose8(rows, offset + 4 * j, first);
+    transpose8(rows + 8, offset + 4 * j, second);
+    for (int i = 0; i < 8; ++i) columns[j + i] = {first[i], second[i]};
+  }
 }
+
+#endif
 
 inline float bf16_to_float(uint16_t x) {
   uint32_t bits = static_cast<uint32_t>(x) << 16;
