@@ -54,18 +54,25 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _why_not(device: str) -> str | None:
     """Why this cannot run here, or None."""
-    needed = NEEDED if device == "cpu" else NEEDED + NEEDED_ON_A_GPU
-    absent = [name for name in needed if importlib.util.find_spec(name) is None]
-    if absent:
-        return (
-            f"{' and '.join(absent)} not installed; where there is no network, unpack the wheel"
-            " into a folder and name the folder in PYTHONPATH"
-        )
+    absent = _absent(NEEDED)
+    if absent is not None or device == "cpu":
+        return absent
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return "no CUDA device here; --device cpu --shape tiny tries out the bench itself"
-    return None
+    return _absent(NEEDED_ON_A_GPU)
+
+
+def _absent(needed: Sequence[str]) -> str | None:
+    """Which of these packages are not installed, as a reason; None if all are."""
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    if not absent:
+        return None
+    return (
+        f"{' and '.join(absent)} not installed; where there is no network, unpack the wheel"
+        " into a folder and name the folder in PYTHONPATH"
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ The noise: word `token_id % 4` of Philox4x32-10 with counter (token_id // 4, pos
 (low, high 32 bits of the seed) is a number w, u = (w + 1/2) / 2^32 is uniform in (0, 1), and
 g = -log(-log(u)) in fp64.
 
-`reference_sample` is the same in plain Python, kept to check the other.
+`reference_sample` is the same in plain Python, kept to check the other; `native.sampling` is the
+same in C++, for CPUs.
 
 Sources: Philox, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Gumbel-max,
 Maddison et al., "A* sampling", NeurIPS 2014.
