@@ -89,7 +89,7 @@ class Buffer {
 
 inline size_t whole_vecs(size_t floats) { return (floats + kLanes - 1) / kLanes * kLanes; }
 
-inline Vec activate(Vec x, int32_t kind) {
+BATON_INLINE Vec activate(Vec x, int32_t kind) {
   if (kind == kSilu) return div(x, add(fill(1.0f), exp(sub(zeros(), x))));
   if (kind == kGeluTanh) {
     const Vec cube = mul(mul(x, x), x);
@@ -102,7 +102,7 @@ inline Vec activate(Vec x, int32_t kind) {
   return load(lanes);
 }
 
-inline void rms_norm(const float* x, const float* weight, int n, float epsilon, float* y) {
+BATON_INLINE void rms_norm(const float* x, const float* weight, int n, float epsilon, float* y) {
   Vec squares = zeros();
   int i = 0;
   for (; i + kLanes <= n; i += kLanes) squares = fma(load(x + i), load(x + i), squares);

@@ -180,13 +180,13 @@ inline float read_element(const Cache& c, Place from, int i) {
 }
 
 // Sixteen fp8 numbers, in 16 bits each: their bits in the places of fp16 give a 256th of them.
-inline Vec fp8_values(__m256i wide) {
+BATON_INLINE Vec fp8_values(__m256i wide) {
   const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
   const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7F)), 7);
   return mul(load_fp16_bits(_mm256_or_si256(sign, rest)), fill(256.0f));
 }
 
-inline Vec fp8_values(const uint8_t* p) {
+BATON_INLINE Vec fp8_values(const uint8_t* p) {
   return fp8_values(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
@@ -205,7 +205,7 @@ BATON_INLINE Vec read_vec(Place from, int i) {
 
 // Reads one token's K or V of one head, without the scale where scales_apart; `format` is c.format.
 template <int32_t format>
-inline void read_token(const Cache& c, Place from, float* to) {
+BATON_INLINE void read_token(const Cache& c, Place from, float* to) {
   const int n = c.head_dim;
   int i = 0;
   if constexpr (format != kKvInt4) {
@@ -235,7 +235,7 @@ constexpr int elements_per_word(int32_t format) {
 // Writes the elements of one word of sixteen tokens: to[e * stride] for the e-th dimension.
 // int4: byte b holds dimensions d and d + half.
 template <int32_t format>
-inline void expand_words(Vec raw, float* to, size_t stride, size_t half, Vec step, Vec low) {
+BATON_INLINE void expand_words(Vec raw, float* to, size_t stride, size_t half, Vec step, Vec low) {
   if constexpr (format == kKvFp32) {
     store(to, raw);
   } else if constexpr (format == kKvBf16) {
