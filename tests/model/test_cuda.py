@@ -6,12 +6,7 @@ Triton kernels, and gives such rows not-a-number, so that nothing of them reache
 """
 
 import logging
-import os
 import random
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +19,7 @@ from engine.batch import Row
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.model import cuda, packing, torch_attention, triton_attention
+from engine.model import cuda, packing, torch_attention
 from engine.model.attention import AttentionBatch, Extent, build_batch
 from engine.model.checkpoint import LoadedModel, load
 from engine.model.cuda import Captured, CudaForward, resolve_weights
@@ -33,10 +28,10 @@ from engine.model.kvcache import KVCache, allocate_buffer, dequantise
 from engine.model.packing import PAD_SLOT, Shape, Tables
 from engine.model.runner import TorchRunner
 from tests.checkpoints import COMMON, KINDS, tiny_checkpoint
+from tests.model.interpreter import check_under_interpreter, needs_triton
 
 pytestmark = pytest.mark.torch
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
 GPU = torch.device("cuda")
@@ -291,17 +286,9 @@ def test_a_step_can_be_prepared_before_the_last_one_is_launched(loaded):
         torch.testing.assert_close(forward.launch(step), logits, rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not triton_attention.available(), reason="triton not installed")
+@needs_triton
 def test_over_the_triton_kernels_steps_are_those_of_the_hook():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         "tests/model/interpreted_cuda.py"],
-        cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\b[1-9]\d* passed", done.stdout)
-    assert "skipped" not in done.stdout
+    check_under_interpreter("interpreted_cuda.py")
 
 
 class Replayed:

@@ -5,10 +5,8 @@ compile for a Hopper GPU and fit it, by compiling them; their assembly, which th
 around, by carrying it out here. `python -m bench.gpu` checks them on a GPU before it times them.
 """
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,26 +20,17 @@ from engine.model import triton_attention
 from engine.model.attention import Extent, Scoring, build_batch
 from engine.model.kvcache import KVCache, allocate_buffer
 from engine.model.triton_attention import NO_LEN, plan_launches, tiling
+from tests.model.interpreter import check_under_interpreter, needs_triton
 
 pytestmark = pytest.mark.torch
-needs_triton = pytest.mark.skipif(not triton_attention.available(), reason="triton not installed")
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 HOPPER_SHARED_BYTES = 232448  # that a program may have
 HOPPER_SMS = 132
 
 
 @needs_triton
 def test_the_kernels_equal_the_reference_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         "tests/model/interpreted_attention.py"],
-        cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"\b[1-9]\d+ passed", done.stdout)
-    assert "skipped" not in done.stdout
+    check_under_interpreter("interpreted_attention.py")
 
 
 # ------------------------------------------------------------ launches

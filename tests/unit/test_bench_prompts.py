@@ -3,6 +3,8 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from bench.prompts import WORDS, PromptShape, plain_token_ids, text_prompts, token_prompts
 from engine.errors import ConfigError
@@ -62,15 +64,13 @@ def test_a_shared_prefix_must_leave_room_for_a_token_of_its_own():
 
 
 def test_special_tokens_are_not_drawn(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>")
-    tokenizer = tokenizers.Tokenizer(model)
+    model = WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>")
+    tokenizer = Tokenizer(model)
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert plain_token_ids(tmp_path) == [1, 2]
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    pytest.importorskip("tokenizers")
     with pytest.raises(ConfigError, match=r"there is no .*tokenizer\.json"):
         plain_token_ids(tmp_path)

@@ -61,8 +61,8 @@ void baton_linear(void* team_, const Weight* w, const float* x, int32_t rows, fl
       &job);
 }
 
-// Writes K and V [num_tokens, num_kv_heads, head_dim], rows `kv_stride` apart, and attends with
-// query [num_tokens, num_heads, head_dim]; out is like query, contiguous.
+// Writes K and V [num_tokens, num_kv_heads, head_dim] and attends with query [num_tokens, num_heads,
+// head_dim]; out is like query. All contiguous.
 void baton_attend(void* team_, const Cache* cache, const Batch* batch, int32_t layer,
                   const Scoring* scoring, int32_t num_heads, const float* query, const float* key,
                   const float* value, float* out) {

@@ -10,7 +10,7 @@
 // by, so an element of the result is one chain of fused additions in the order of `cols` (fp32) or
 // an exact integer (int8): its bits do not depend on how many rows there are, nor on which.
 //
-// Weights that a checkpoint holds in bf16 are kept so and widened in registers: the same products
+// Weights that a checkpoint holds in bf16 are kept so and widened as they are read: the same products
 // as with fp32 weights, from half the memory.
 #pragma once
 
