@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from engine import native_build
 from engine.batch import BatchPlan, Row
 from engine.config import WeightFormat
 from engine.errors import ConfigError
@@ -13,18 +14,19 @@ from engine.layout import KVFormat
 from engine.messages import Sampling
 from engine.model import cpu
 from engine.model.attention import Scoring
-from engine.model.native import build, library
+from engine.model.native import library
 from engine.model.native.attention import NativeAttention
 from engine.model.native.linear import PackedLinear
 from engine.model.native.matrix import Team, exact_in_bf16
 from engine.model.runner import TorchRunner
+from engine.native_build import FLAGS, BuildError, built_library
 from tests.checkpoints import KINDS, tiny_checkpoint
 from tests.model.attention_cases import CASES, case_id, check_attend, check_company
 
 pytestmark = pytest.mark.torch
 
 AVX2_FLAGS = tuple(
-    flag for flag in (*build.FLAGS, "-mavx2", "-mfma", "-mf16c") if flag != "-march=native"
+    flag for flag in (*FLAGS, "-mavx2", "-mfma", "-mf16c") if flag != "-march=native"
 )
 ROWS = (1, 2, 3, 13, 14, 15, 29, 100)
 SHAPES = ((8, 8), (33, 20), (100, 77), (64, 130), (256, 48))  # outputs, inputs
@@ -34,7 +36,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @cache
 def avx2_kernels():
-    return library.open_library(build.built_library(AVX2_FLAGS))
+    return library.open_library(built_library(library.SOURCES, AVX2_FLAGS))
 
 
 @pytest.fixture(params=["best", "avx2"])
@@ -259,9 +261,9 @@ def test_threads_change_no_bit(tmp_path_factory):
 @pytest.fixture
 def no_compiler(monkeypatch, caplog):
     def missing():
-        raise build.BuildError("no C++ compiler")
+        raise BuildError("no C++ compiler")
 
-    monkeypatch.setattr(build, "find_compiler", missing)
+    monkeypatch.setattr(native_build, "find_compiler", missing)
     library.kernels.cache_clear()
     caplog.set_level(logging.WARNING)
     yield caplog
@@ -292,20 +294,3 @@ def test_fp8_weights_are_refused_on_a_cpu():
 
 def test_auto_is_int8_where_there_are_kernels():
     assert cpu.resolve_weights(WeightFormat.AUTO) is WeightFormat.INT8
-
-
-def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
-    bad = tmp_path / "bad"
-    bad.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'error: no' >&2\nexit 1\n")
-    bad.chmod(0o755)
-    monkeypatch.setenv("CXX", str(bad))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(build.BuildError, match="error: no"):
-        build.built_library()
-
-
-def test_a_library_is_built_once(tmp_path, monkeypatch):
-    library_path = build.built_library()
-    stamp = library_path.stat().st_mtime_ns
-    assert build.built_library() == library_path
-    assert library_path.stat().st_mtime_ns == stamp

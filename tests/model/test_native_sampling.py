@@ -12,16 +12,17 @@ from engine.batch import BatchPlan, Row
 from engine.messages import Sampling
 from engine.model import cpu
 from engine.model import sampling as definition
-from engine.model.native import build, library
+from engine.model.native import library
 from engine.model.native.matrix import Team
 from engine.model.native.sampling import sample
 from engine.model.runner import TorchRunner
+from engine.native_build import FLAGS, built_library
 from tests.checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.torch
 
 AVX2_FLAGS = tuple(
-    flag for flag in (*build.FLAGS, "-mavx2", "-mfma", "-mf16c") if flag != "-march=native"
+    flag for flag in (*FLAGS, "-mavx2", "-mfma", "-mf16c") if flag != "-march=native"
 )
 INF = math.inf
 
@@ -33,7 +34,7 @@ def team_of(kernels, threads):
     if found is None:
         pytest.skip("the C++ kernels cannot be built here")
     if kernels == "avx2":
-        found = library.open_library(build.built_library(AVX2_FLAGS))
+        found = library.open_library(built_library(library.SOURCES, AVX2_FLAGS))
     return Team(found, threads)
 
 

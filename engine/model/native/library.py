@@ -11,10 +11,11 @@ from functools import cache
 from pathlib import Path
 
 from engine.layout import KVFormat
-from engine.model.native.build import BuildError, built_library
+from engine.native_build import BuildError, Sources, built_library
 
 log = logging.getLogger(__name__)
 
+SOURCES = Sources("kernels", Path(__file__).parent / "src", "baton.cpp")
 FP32, BF16, INT8, INT8_AS_FLOAT = range(4)  # kinds of weights
 FORMATS = {
     KVFormat.FP32: 0,
@@ -220,7 +221,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 def kernels() -> ctypes.CDLL | None:
     """The library for this machine, built if need be; None, with a warning, where it cannot be."""
     try:
-        return open_library(built_library())
+        return open_library(built_library(SOURCES))
     except (BuildError, OSError) as error:
         log.warning("CPU kernels are not available, plain torch is used: %s", error)
         return None

@@ -1,6 +1,6 @@
-"""Builds the C++ kernels once per machine and keeps the result.
+"""Builds a library of C++ once per machine and keeps the result.
 
-The library is compiled for the processor it is built on, so its name in the cache holds a digest of
+A library is compiled for the processor it is built on, so its name in the cache holds a digest of
 the sources, the compiler, the flags and what the processor can do: a home folder that several kinds
 of machines share keeps one library for each.
 """
@@ -11,10 +11,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "src"
-MAIN = "baton.cpp"
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -30,22 +29,31 @@ BUILD_TIMEOUT_S = 300.0
 
 
 class BuildError(Exception):
-    """The kernels cannot be built here; the text says why, in one line."""
+    """A library cannot be built here; the text says why, in one line."""
 
 
-def built_library(flags: tuple[str, ...] = FLAGS) -> Path:
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a library is made of: `main`, which includes what it needs of the same folder."""
+
+    name: str  # of the library, in the cache
+    folder: Path
+    main: str
+
+
+def built_library(sources: Sources, flags: tuple[str, ...] = FLAGS) -> Path:
     """The compiled library, built if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
-    target = cache_folder() / f"kernels-{_digest(compiler, flags)}.so"
+    target = cache_folder() / f"{sources.name}-{_digest(sources, compiler, flags)}.so"
     if not target.exists():
-        _build(compiler, flags, target)
+        _build([compiler, *flags, str(sources.folder / sources.main)], target)
     return target
 
 
 def find_compiler() -> str:
     """The C++ compiler: $CXX, else g++, else clang++. Raises BuildError."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        raise BuildError(f"no kernels for {platform.machine()} processors")
+        raise BuildError(f"nothing in C++ for {platform.machine()} processors")
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
@@ -58,26 +66,29 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "baton" / "native"
 
 
-def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+def _build(command: list[str], target: Path) -> None:
     """Compiles to a file beside `target` and renames it, so that workers may race."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            command = [compiler, *flags, str(SOURCES / MAIN), "-o", str(made)]
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+                [*command, "-o", str(made)],
+                capture_output=True,
+                text=True,
+                timeout=BUILD_TIMEOUT_S,
+                check=False,
             )
             if done.returncode:
-                raise BuildError(f"{compiler} failed: {_first_error(done.stderr)}")
+                raise BuildError(f"{command[0]} failed: {_first_error(done.stderr)}")
             made.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"building the kernels failed: {error}") from error
+        raise BuildError(f"building {target.name} failed: {error}") from error
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+def _digest(sources: Sources, compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.blake2b(digest_size=12)
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(sources.folder.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     try:
         version = subprocess.run(

@@ -1,0 +1,103 @@
+"""A library is built once for what it depends on, and what keeps it from being built is said."""
+
+import platform
+
+import pytest
+
+from engine.native_build import FLAGS, BuildError, Sources, built_library, cache_folder
+
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo 1.0; exit 0; fi
+echo "$@" >> {log}
+while [ "$1" != -o ]; do shift; done
+echo built > "$2"
+"""
+FAILING = """#!/bin/sh
+[ "$1" = --version ] && exit 0
+echo 'In file included' >&2; echo 'main.cpp:1: error: no' >&2; exit 1
+"""
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "main.cpp").write_text("int x;")
+    (folder / "part.h").write_text("")
+    return Sources("thing", folder, "main.cpp")
+
+
+@pytest.fixture
+def use_compiler(tmp_path, monkeypatch):
+    """Makes a script the compiler."""
+
+    def use(script):
+        path = tmp_path / "compiler"
+        path.write_text(script)
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        return path
+
+    return use
+
+
+@pytest.fixture
+def log(tmp_path, use_compiler):
+    """What the compiler was called with; it is there and always succeeds."""
+    path = tmp_path / "log"
+    use_compiler(COMPILER.format(log=path))
+    return path
+
+
+def test_a_library_is_built_once(sources, log):
+    path = built_library(sources)
+    assert path.read_text() == "built\n"
+    assert built_library(sources) == path
+    (call,) = log.read_text().splitlines()
+    assert call.startswith(f"{' '.join(FLAGS)} {sources.folder / 'main.cpp'} -o ")
+    assert path.parent == cache_folder()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.name.startswith("thing-")
+
+
+def test_another_source_compiler_or_flag_makes_another_library(sources, log, use_compiler):
+    paths = {built_library(sources), built_library(sources, ("-O0",))}
+    (sources.folder / "part.h").write_text("// changed")
+    paths.add(built_library(sources))
+    use_compiler(COMPILER.format(log=log).replace("1.0", "1.1"))
+    paths.add(built_library(sources))
+    assert len(paths) == len(log.read_text().splitlines()) == 4
+
+
+def test_a_compiler_that_fails_is_named_with_its_first_error(sources, use_compiler):
+    compiler = use_compiler(FAILING)
+    with pytest.raises(BuildError, match=rf"{compiler} failed: main\.cpp:1: error: no"):
+        built_library(sources)
+    assert list(cache_folder().iterdir()) == []
+
+
+def test_a_compiler_that_does_not_run_is_named(sources, use_compiler):
+    compiler = use_compiler("#!/bin/sh\nexit 3\n")
+    with pytest.raises(BuildError, match=f"{compiler} does not run"):
+        built_library(sources)
+
+
+def test_without_a_compiler_there_is_no_library(sources, tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        built_library(sources)
+
+
+def test_a_cache_that_cannot_be_written_is_reported(sources, log, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match=r"building thing-.* failed"):
+        built_library(sources)
+
+
+def test_other_processors_have_no_library(sources, log, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(BuildError, match="riscv64"):
+        built_library(sources)
