@@ -34,7 +34,7 @@ from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import SeqId
 from engine.model.attention import build_batch
-from engine.model.files import check_files, fingerprint, weight_files
+from engine.model.files import check_files, fingerprint, read_json, weight_files
 from engine.model.hook import PAGED, RECORDING, Call, ForwardContext, attach, forward
 from engine.model.kvcache import KVCache, allocate_buffer
 from engine.model.quantised import quant_method, require_packages
@@ -119,6 +119,41 @@ def load(
         fingerprint=fingerprint(path, dtype=str(dtype), kv_format=kv_format),
         quant_method=method,
     )
+
+
+def load_draft(
+    path: Path, *, target: LoadedModel, target_path: Path, dtype: torch.dtype | None
+) -> LoadedModel:
+    """Loads the model that is to propose tokens to `target`: on its device, for its KV format.
+
+    Raises CheckpointError, also where the two mean different tokens by the same ids: speculation
+    would be right, but in vain.
+    """
+    try:
+        draft = load(
+            path,
+            kv_format=target.layout.kv_format,
+            block_size=target.layout.block_size,
+            device=str(target.device),
+            dtype=dtype,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"draft: {error}") from error
+    if draft.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"draft: {path}: logits of {draft.vocab_size} tokens, those of {target_path} are of "
+            f"{target.vocab_size}"
+        )
+    if _vocabulary(path) != _vocabulary(target_path):
+        raise CheckpointError(f"draft: {path / 'tokenizer.json'}: not the tokens of {target_path}")
+    return draft
+
+
+def _vocabulary(path: Path) -> object:
+    """Ids and texts of a tokenizer's tokens; without those added later, as fine-tunes do."""
+    tokenizer = read_json(path, "tokenizer.json")
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    return model.get("vocab") if isinstance(model, dict) else None
 
 
 def _layout(section: KVSection, kv_format: KVFormat, block_size: int) -> KVLayout:

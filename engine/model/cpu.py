@@ -65,11 +65,23 @@ class Prepared(NamedTuple):
 class CpuForward:
     """Computes logits of rows with one model on a CPU. Used by one thread at a time."""
 
-    def __init__(self, loaded: LoadedModel, weights: WeightFormat, *, threads: int) -> None:
-        """`weights` are resolved."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        weights: WeightFormat,
+        *,
+        threads: int,
+        beside: "CpuForward | None" = None,
+    ) -> None:
+        """`weights` are resolved.
+
+        `beside` is a pass that is opened before this one and closed after it. Its threads compute
+        this one too: two teams would spin against each other.
+        """
         self._loaded = loaded
         self._weights = weights
         self._threads = threads
+        self._beside = beside
         self._team: Team | None = None
         self._decoder: Decoder | None = None
         self.weights_bytes = 0
@@ -80,7 +92,7 @@ class CpuForward:
         context = self._loaded.context
         library = kernels()
         if library is not None:
-            self._team = Team(library, self._threads)
+            self._team = self._beside._team if self._beside else Team(library, self._threads)
             context.attend = NativeAttention(self._team)
             self.weights_bytes = pack_linears(self._loaded.model, self._team, self._weights)
             self._decoder = self._fused(self._team)
@@ -92,14 +104,14 @@ class CpuForward:
             self._decoder.open(cache)
 
     def close(self) -> None:
-        """Lets go of the cache and ends the threads."""
+        """Lets go of the cache and ends the threads, unless they are another's."""
         self._loaded.context.cache = self._loaded.context.batch = None
         if self._decoder is not None:
             self._decoder.close()
             self._decoder = None
-        if self._team is not None:
+        if self._team is not None and self._beside is None:
             self._team.close()
-            self._team = None
+        self._team = None
 
     @property
     def is_fused(self) -> bool:

@@ -4,14 +4,19 @@ A step is: one forward pass over all rows as one flat sequence (`cpu`, `cuda`: h
 device), logits of the rows that sample, one token each, one copy back to the host. On a GPU that
 copy is what waits for the step.
 
+With a draft model, a step is its forward pass too, over the same rows and for K and V only: they
+are the second section of each block. A block has both models' or neither's, so whoever comes to
+own it, by prefix or by transfer, can draft at once.
+
 The KV buffer may be memory that other processes read and write: `open` asks for it when the layout,
 and so its size, is known. Not thread-safe: one thread runs steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from engine.batch import BatchPlan, BatchResult, Row
@@ -22,7 +27,7 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
 from engine.messages import Sampling, SeqId
 from engine.model import cpu, cuda
-from engine.model.checkpoint import LoadedModel, load
+from engine.model.checkpoint import LoadedModel, load, load_draft
 from engine.model.cpu import CpuForward
 from engine.model.cuda import CudaForward
 from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
@@ -36,12 +41,12 @@ Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that 
 class StepTimes:
     """Where a step's time went on the host, in seconds.
 
-    A GPU computes while the host goes on: there `forward_s` is the time until the pass is queued,
-    and `sample_s` holds the wait for it.
+    A GPU computes while the host goes on: there `forward_s` is the time until the passes are
+    queued, and `sample_s` holds the wait for them.
     """
 
     prepare_s: float
-    forward_s: float
+    forward_s: float  # of the draft too
     sample_s: float
 
 
@@ -55,14 +60,16 @@ class TorchRunner:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     weights: WeightFormat  # what `auto` came to
-    weights_bytes: int  # of linear layers
+    weights_bytes: int  # of linear layers, the draft's too
     last_times: StepTimes | None = None
     buffer: memoryview | None  # num_blocks * block_bytes; None where it is not host memory
+    draft_forward: CpuForward | CudaForward | None = None  # its cache has what the target's has
 
     def __init__(  # noqa: PLR0913 - all but the path have defaults
         self,
         path: Path,
         *,
+        draft: Path | None = None,
         block_size: int = 16,
         kv_format: KVFormat = KVFormat.FP32,
         num_blocks: int | None = None,
@@ -72,9 +79,11 @@ class TorchRunner:
     ) -> None:
         """Give `num_blocks`, or `kv_bytes` for as many blocks as fit.
 
-        A CPU computes with as many threads as torch is set to when the runner is opened.
+        `draft` is a smaller model with the same tokens, for whose K and V blocks have room too. A
+        CPU computes with as many threads as torch is set to when the runner is opened.
         """
         self.path = path
+        self.draft_path = draft
         self.block_size = block_size
         self.kv_format = kv_format
         self.device = device
@@ -94,44 +103,69 @@ class TorchRunner:
         else:
             self.weights = cuda.resolve_weights(self._wanted_weights, device)
         in_fp32 = device.type == "cuda" and self.weights is WeightFormat.FP32
-        loaded = load(
+        dtype = torch.float32 if in_fp32 else None
+        target = load(
             self.path,
             kv_format=self.kv_format,
             block_size=self.block_size,
             device=self.device,
-            dtype=torch.float32 if in_fp32 else None,
+            dtype=dtype,
         )
-        self.layout = loaded.layout
-        self.context_len = loaded.context_len
-        self.vocab_size = loaded.vocab_size
-        self.eos_token_ids = loaded.eos_token_ids
-        self.fingerprint = f"{loaded.fingerprint}-{self.weights}"
+        models = [target]
+        if self.draft_path is not None:
+            models.append(
+                load_draft(self.draft_path, target=target, target_path=self.path, dtype=dtype)
+            )
+        self._describe(models)
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, self._kv_bytes)
         if allocate is None:
             buffer = allocate_buffer(self.layout, self.num_blocks, self.device)
-        elif loaded.device.type != "cpu":
+        elif device.type != "cpu":
             raise ConfigError(f"a KV buffer of host memory cannot serve device {self.device}")
         else:
             memory = allocate(self.num_blocks * self.layout.block_bytes)
             buffer = wrap_buffer(memory, self.layout, self.num_blocks)
         self.buffer = memoryview(buffer.view(-1).numpy()) if buffer.is_cpu else None
-        self._forward = _forward(loaded, self.weights)
+        self._open_forwards(models, buffer)
+
+    def _describe(self, models: Sequence[LoadedModel]) -> None:
+        """Sets what others have to know of the target and, where there is one, its draft."""
+        target = models[0]
+        sections = tuple(section for model in models for section in model.layout.sections)
+        self.layout = msgspec.structs.replace(target.layout, sections=sections)
+        self.context_len = min(model.context_len for model in models)
+        self.vocab_size = target.vocab_size
+        self.eos_token_ids = target.eos_token_ids
+        self.fingerprint = "-".join([*(model.fingerprint for model in models), self.weights])
+
+    def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
+        """Opens the passes of the target and of its draft, each over its section of `buffer`."""
+        self._forward = _forward(models[0], self.weights)
         self._forward.open(KVCache(self.layout, buffer))
         self.weights_bytes = self._forward.weights_bytes
+        if len(models) == 2:
+            self.draft_forward = _forward(models[1], self.weights, beside=self._forward)
+            self.draft_forward.open(KVCache(self.layout, buffer, section=1))
+            self.weights_bytes += self.draft_forward.weights_bytes
 
     def close(self) -> None:
         """Lets go of the model and of the KV buffer, so that its memory can be unmapped."""
         self.buffer = None
+        if self.draft_forward is not None:
+            self.draft_forward.close()
+            self.draft_forward = None
         self._forward.close()
         del self._forward
 
     @property
     def is_fused(self) -> bool:
         """Whether a forward pass, on a GPU a decode step, is one call into compiled code."""
-        return self._forward.is_fused
+        return self._forward.is_fused and (
+            self.draft_forward is None or self.draft_forward.is_fused
+        )
 
     def run(self, plan: BatchPlan) -> BatchResult:
-        """Runs one forward pass; afterwards K and V of all its tokens are in the buffer."""
+        """Runs one forward pass of each model; then K and V of all tokens are in the buffer."""
         rows = plan.rows
         if not rows:
             return BatchResult(())
@@ -140,8 +174,11 @@ class TorchRunner:
         begin_s = self._clock.now_s()
         with torch.inference_mode():
             prepared = self._forward.prepare(rows, _last_tokens(rows))
+            drafted = self.draft_forward and self.draft_forward.prepare(rows, keep=())
             prepared_s = self._clock.now_s()
             logits = self._forward.launch(prepared)
+            if self.draft_forward is not None:
+                self.draft_forward.launch(drafted)
             launched_s = self._clock.now_s()
             chosen = iter(_choose(self._forward, logits, sampling))
         self.last_times = StepTimes(
@@ -174,9 +211,12 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _forward(loaded: LoadedModel, weights: WeightFormat) -> CpuForward | CudaForward:
+def _forward(
+    loaded: LoadedModel, weights: WeightFormat, beside: CpuForward | CudaForward | None = None
+) -> CpuForward | CudaForward:
+    """The pass of a model; on a CPU by the threads of the one `beside` it."""
     if loaded.device.type == "cpu":
-        return CpuForward(loaded, weights, threads=torch.get_num_threads())
+        return CpuForward(loaded, weights, threads=torch.get_num_threads(), beside=beside)
     return CudaForward(loaded, weights)
 
 
