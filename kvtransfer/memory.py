@@ -15,6 +15,8 @@ import numpy.typing as npt
 from engine.layout import ALIGNMENT_BYTES
 from kvtransfer.messages import ShmOffer
 
+HUGE_PAGE_BYTES = 2 * 2**20
+
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 
@@ -34,21 +36,46 @@ class SharedPool:
         assert block_bytes % ALIGNMENT_BYTES == 0
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
+        self.page_bytes = mmap.PAGESIZE
         self._fd: int | None = None
         self._map: mmap.mmap | None = None
 
     def open(self) -> None:
-        """Takes the memory; pages are zero until written."""
+        """Takes the memory, in huge pages where the system has them to spare; it is zeroed."""
         num_bytes = self.num_blocks * self.block_bytes
-        self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, num_bytes)
-        self._map = mmap.mmap(self._fd, num_bytes)
+        huge = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        try:
+            self._take(huge, os.MFD_HUGETLB)
+            self.page_bytes = HUGE_PAGE_BYTES
+        except OSError:  # the usual case: none are set aside
+            self._take(num_bytes, 0)
+            self._map_of().madvise(mmap.MADV_HUGEPAGE)  # as far as `shmem_enabled` allows
+
+    def _take(self, num_bytes: int, flags: int) -> None:
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | flags)
+        try:
+            os.ftruncate(fd, num_bytes)
+            self._map = mmap.mmap(fd, num_bytes)  # reserves huge pages, or fails
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def _map_of(self) -> mmap.mmap:
+        assert self._map is not None, "open() first"
+        return self._map
 
     @property
     def blocks(self) -> Blocks:
         """The pool as [num_blocks, block_bytes] bytes."""
-        assert self._map is not None, "open() first"
-        return np.frombuffer(self._map, np.uint8).reshape(self.num_blocks, self.block_bytes)
+        num_bytes = self.num_blocks * self.block_bytes
+        flat = np.frombuffer(self._map_of(), np.uint8, count=num_bytes)
+        return flat.reshape(self.num_blocks, self.block_bytes)
+
+    def region(self) -> tuple[int, int]:
+        """Address and bytes of the pool in this process."""
+        blocks = self.blocks
+        return blocks.ctypes.data, blocks.nbytes
 
     def offer(self) -> ShmOffer:
         """What another process needs to map this pool."""
@@ -67,7 +94,8 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
     """Another worker's pool, read-only. Raises ShmUnavailable."""
     if offer.boot_id != boot_id():
         raise ShmUnavailable("source is on another host")
-    if offer.num_bytes != num_blocks * block_bytes:
+    num_bytes = num_blocks * block_bytes
+    if not num_bytes <= offer.num_bytes < num_bytes + HUGE_PAGE_BYTES:
         raise ShmUnavailable("offered size does not match the layout")
     try:
         # Where processes are numbered anew (in a container), this may be a pipe of a stranger.
@@ -84,4 +112,5 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
         raise ShmUnavailable(f"cannot map the source's memory: {error.strerror}") from error
     finally:
         os.close(fd)
-    return np.frombuffer(mapped, np.uint8).reshape(num_blocks, block_bytes)
+    flat = np.frombuffer(mapped, np.uint8, count=num_bytes)
+    return flat.reshape(num_blocks, block_bytes)

@@ -3,7 +3,7 @@
 A sink opens a connection to a source's transfer socket. Its first message is `Attach`, which the
 source answers with `Attached` or `AttachRefused`; the version is compared before the rest of
 `Attach` is decoded, so that a later version may change it. A message is one frame; `Data` is
-followed by one payload frame per block.
+followed by one payload frame, the records of its blocks one after the other.
 """
 
 from typing import TypeVar
@@ -11,27 +11,23 @@ from typing import TypeVar
 import msgspec
 
 from engine.errors import ProtocolError
-from engine.layout import KVLayout
+from engine.layout import KVFormat, KVLayout
 from engine.messages import Incarnation, LeaseId
+from kvtransfer.records import Shard
 
 T = TypeVar("T")
 
-TRANSFER_VERSION = 1
-MAX_BLOCKS_PER_READ = 64
+TRANSFER_VERSION = 2
+MAX_BLOCKS_PER_READ = 4096
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What two workers must agree on before a block moves between them."""
+    """What two workers must agree on before a block moves between them: see `kvtransfer.wire`."""
 
     fingerprint: str  # of model, weights and configuration
-    layout: KVLayout
-
-    def difference(self, other: "Identity") -> str | None:
-        """Name of the first field in which the two differ, or None."""
-        if self.fingerprint != other.fingerprint:
-            return "fingerprint"
-        field = self.layout.difference(other.layout)
-        return f"layout.{field}" if field else None
+    layout: KVLayout  # of this worker's records: of its heads, where tensor parallelism shares them
+    shard: Shard = Shard()
+    kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
 
 
 class ShmOffer(msgspec.Struct, frozen=True):
@@ -45,6 +41,24 @@ class ShmOffer(msgspec.Struct, frozen=True):
     fd: int
     inode: int
     num_bytes: int
+
+
+class NixlOffer(msgspec.Struct, frozen=True):
+    """A source's pool as memory registered with NIXL."""
+
+    agent: str
+    metadata: bytes
+    address: int
+    num_bytes: int
+    kind: str  # DRAM or VRAM
+    device_id: int
+
+
+class Offers(msgspec.Struct, frozen=True):
+    """Ways to read a source's pool besides asking it to send."""
+
+    shm: ShmOffer | None = None
+    nixl: NixlOffer | None = None
 
 
 # ---------------------------------------------------------------- sink to source
@@ -71,6 +85,7 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
     lease_id: LeaseId
     num_known: int
+    stamp: int  # of this Hold: its answer says that the lease was open when it arrived
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
@@ -94,8 +109,9 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     """The source's answer to Attach."""
 
     incarnation: Incarnation
+    identity: Identity
     num_blocks: int
-    shm: ShmOffer | None
+    offers: Offers
 
 
 class AttachRefused(msgspec.Struct, frozen=True, tag=True):
@@ -105,19 +121,23 @@ class AttachRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Blocks `first`, `first + 1`, … of a lease are computed; these are their ids at the source."""
+    """Blocks `first`, `first + 1`, … of a lease are computed; these are their ids at the source.
+
+    `stamp` is that of the Hold which this answers.
+    """
 
     lease_id: LeaseId
     first: int
     block_ids: list[int]
+    stamp: int | None = None
 
 
 class Data(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of blocks follow, one payload frame each, with the xxh3-64 of each."""
+    """Records of blocks follow, one after the other in one frame, of which this is the xxh3-64."""
 
     lease_id: LeaseId
     indices: list[int]
-    checksums: list[int]
+    checksum: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

@@ -1,69 +1,241 @@
 """How a sink brings blocks of one source here: the seam between the protocol and its backends.
 
-Two backends stand behind the contract test: `ShmReader` copies from the source's mapped memory, and
-`ZmqReader` asks the source to send. NIXL is to be a third: it needs the same block ids.
+Three backends stand behind the contract test:
+
+    shm    copies from the source's mapped memory, before `fetch` returns
+    zmq    asks the source to send; the endpoint hands what arrives to `take`
+    nixl   reads the source's registered memory by itself; `poll` says what has come
+
+What may be written by a fetch is the blocks that it names, until its end is reported: at once, in
+`take`, or by `poll`. A sink gives blocks back only when `is_writing` denies that any is written.
 """
 
+import itertools
+import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
-from engine.messages import LeaseId
+from engine.blocks import BlockId
+from engine.messages import LeaseId, SeqId
 from kvtransfer.memory import Blocks
-from kvtransfer.messages import Read
-from kvtransfer.protocol import Copy
+from kvtransfer.messages import Data, Read
+from kvtransfer.native.copying import copy_records
+from kvtransfer.nixl_backend import NixlReader
+from kvtransfer.packing import pack, unpack
+from kvtransfer.protocol import Fetch, Means
+from kvtransfer.wire import Wire
+
+FRAME_BYTES = 2**20  # of one Data: so many are hashed and copied while they are in a cache
+BATCH_BYTES = 8 * 2**20  # of one Fetch
+WINDOW_BYTES = 32 * 2**20  # on their way from one source
 
 
 class Transport(StrEnum):
-    """Which backends a deployment allows; AUTO takes shared memory where it can be mapped."""
+    """Which backends a deployment allows; AUTO chooses for each pair of workers."""
 
     AUTO = "auto"
     SHM = "shm"
+    NIXL = "nixl"
     ZMQ = "zmq"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Blocks of a lease are in place; `sent_by_source` while the lease was open."""
+
+    lease_id: LeaseId
+    indices: tuple[int, ...]
+    sent_by_source: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Blocks of a lease did not come, and are not being written any more."""
+
+    lease_id: LeaseId
+    indices: tuple[int, ...]
+    reason: str
+    damaged: bool = False  # they came, but not as they were sent
+
+
+News = Arrived | Broken
 
 
 class Reader(Protocol):
     """Fetches blocks of one source into the local pool."""
 
-    name: str
+    means: Means
 
-    def fetch(self, lease_id: LeaseId, copies: Sequence[Copy]) -> tuple[int, ...]:
-        """Begins to fetch; returns the indices of the blocks that are in place already."""
+    def fetch(self, fetch: Fetch) -> Sequence[News]:
+        """Begins to fetch; returns what has ended already."""
+        ...
+
+    def poll(self) -> Sequence[News]:
+        """What has ended since."""
+        ...
+
+    def cancel(self, seq_id: SeqId) -> None:
+        """Nobody waits for these blocks any more."""
+        ...
+
+    def is_writing(self, seq_id: SeqId) -> bool:
+        """Whether a fetch of this sequence may still write."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the source. Nothing is being written."""
         ...
 
 
 class ShmReader:
-    """Copies from the source's pool, one memcpy a block, before `fetch` returns."""
+    """Copies from the source's pool, one memcpy a block and piece."""
 
-    name = "shm"
-
-    def __init__(self, source: Blocks, local: Blocks) -> None:
+    def __init__(self, wire: Wire, source: Blocks, local: Blocks) -> None:
+        self._wire = wire
         self._source = source
         self._local = local
+        batch = num_records(BATCH_BYTES, wire)
+        self.means = Means(Transport.SHM, batch_blocks=batch, window_blocks=batch)
 
-    def fetch(self, lease_id: LeaseId, copies: Sequence[Copy]) -> tuple[int, ...]:
+    def fetch(self, fetch: Fetch) -> Sequence[News]:
         """All blocks are in place afterwards."""
-        for copy in copies:
-            self._local[copy.block_id] = self._source[copy.source_block]
-        return tuple(copy.index for copy in copies)
+        there = [copy.source_block for copy in fetch.copies]
+        here = [copy.block_id for copy in fetch.copies]
+        if self._wire.pieces is not None:
+            copy_records(self._local, here, self._source, there, self._wire.pieces)
+        else:
+            records = np.empty((len(there), self._wire.record_bytes), np.uint8)
+            pack(self._wire, self._source, there, records)
+            unpack(self._wire, records, range(len(there)), self._local, here)
+        return [Arrived(fetch.lease_id, tuple(copy.index for copy in fetch.copies))]
+
+    def poll(self) -> Sequence[News]:
+        """Nothing: `fetch` does it all."""
+        return ()
+
+    def cancel(self, seq_id: SeqId) -> None:
+        """Nothing is under way."""
+
+    def is_writing(self, seq_id: SeqId) -> bool:
+        """Never outside `fetch`."""
+        return False
+
+    def close(self) -> None:
+        """Unmaps the source's memory, with the last view of it."""
+        del self._source
 
 
 class ZmqReader:
-    """Asks for the blocks; their Data arrives at the endpoint later."""
+    """Asks for blocks; what comes is checked and put in its place by `take`."""
 
-    name = "zmq"
-
-    def __init__(self, send: Callable[[Read], None]) -> None:
+    def __init__(self, wire: Wire, local: Blocks, send: Callable[[Read], None]) -> None:
+        self._wire = wire
+        self._local = local
         self._send = send
+        self.means = Means(
+            Transport.ZMQ,
+            batch_blocks=num_records(BATCH_BYTES, wire),
+            window_blocks=num_records(WINDOW_BYTES, wire),
+            resends=True,
+        )
 
-    def fetch(self, lease_id: LeaseId, copies: Sequence[Copy]) -> tuple[int, ...]:
+    def fetch(self, fetch: Fetch) -> Sequence[News]:
         """No block is in place yet."""
-        self._send(Read(lease_id, [copy.index for copy in copies]))
+        self._send(Read(fetch.lease_id, [copy.index for copy in fetch.copies]))
         return ()
 
+    def take(self, data: Data, payload: memoryview, places: Sequence[BlockId | None]) -> News:
+        """Records as they came, and where each goes; None if nobody waits for it."""
+        indices = tuple(data.indices)
+        if payload.nbytes != len(indices) * self._wire.record_bytes:
+            return Broken(data.lease_id, indices, "blocks arrive damaged", damaged=True)
+        if checksum(payload) != data.checksum:
+            return Broken(data.lease_id, indices, "blocks arrive damaged", damaged=True)
+        rows = [row for row, place in enumerate(places) if place is not None]
+        blocks = [place for place in places if place is not None]
+        if rows:
+            records = np.frombuffer(payload, np.uint8).reshape(len(indices), -1)
+            unpack(self._wire, records, rows, self._local, blocks)
+        return Arrived(data.lease_id, tuple(indices[row] for row in rows), sent_by_source=True)
 
-def checksum(block: Blocks) -> int:
-    """The xxh3-64 of a block's bytes."""
-    return xxhash.xxh3_64_intdigest(block.data)
+    def poll(self) -> Sequence[News]:
+        """Nothing: what comes goes through `take`."""
+        return ()
+
+    def cancel(self, seq_id: SeqId) -> None:
+        """What still comes has no place."""
+
+    def is_writing(self, seq_id: SeqId) -> bool:
+        """Never outside `take`."""
+        return False
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+class OneSidedReader:
+    """Reads the source's registered memory over NIXL."""
+
+    def __init__(self, wire: Wire, reader: NixlReader) -> None:
+        self._reader = reader
+        self._read_ids = itertools.count(secrets.randbits(48))  # no two sinks' are alike
+        self._reads: dict[int, Fetch] = {}
+        self.means = Means(
+            Transport.NIXL,
+            batch_blocks=num_records(BATCH_BYTES, wire),
+            window_blocks=num_records(WINDOW_BYTES, wire),
+        )
+
+    def fetch(self, fetch: Fetch) -> Sequence[News]:
+        """No block is in place yet."""
+        read_id = next(self._read_ids)
+        self._reads[read_id] = fetch
+        there = [copy.source_block for copy in fetch.copies]
+        self._reader.fetch(read_id, there, [copy.block_id for copy in fetch.copies])
+        return ()
+
+    def poll(self) -> Sequence[News]:
+        """Reads that have ended, well or not."""
+        news: list[News] = []
+        for read_id, reason in self._reader.poll() if self._reads else ():
+            fetch = self._reads.pop(read_id)
+            indices = tuple(copy.index for copy in fetch.copies)
+            if reason is None:
+                news.append(Arrived(fetch.lease_id, indices))
+            else:
+                news.append(Broken(fetch.lease_id, indices, reason))
+        return news
+
+    def cancel(self, seq_id: SeqId) -> None:
+        """Asks the network to stop; that it did is seen by `poll`."""
+        for read_id, fetch in self._reads.items():
+            if fetch.seq_id == seq_id:
+                self._reader.cancel(read_id)
+
+    def is_writing(self, seq_id: SeqId) -> bool:
+        """Whether a read of this sequence has not ended."""
+        return any(fetch.seq_id == seq_id for fetch in self._reads.values())
+
+    @property
+    def num_reads(self) -> int:
+        """Reads that have not ended."""
+        return len(self._reads)
+
+    def close(self) -> None:
+        """Forgets the source's memory."""
+        self._reader.close()
+
+
+def num_records(num_bytes: int, wire: Wire) -> int:
+    """Blocks that so many bytes hold on the wire; one at least."""
+    return max(1, num_bytes // wire.record_bytes)
+
+
+def checksum(records: bytes | memoryview) -> int:
+    """The xxh3-64 of their bytes."""
+    return xxhash.xxh3_64_intdigest(records)

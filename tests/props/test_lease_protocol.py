@@ -1,8 +1,9 @@
 """The lease protocol on a network that delays, repeats, drops, reorders and cuts.
 
-Whatever happens, a pull that is reported done holds exactly what its lease promised. To make the
-opposite visible, a source gives blocks away the moment their lease ends, and a sink those of a
-failed pull; either way something else is written there at once.
+Whatever happens, a pull that is reported done holds exactly what its lease promised, and so do the
+blocks that a failed one reports to have. To make the opposite visible, a source gives blocks away
+the moment their lease ends, and a sink those of a pull that is over; either way something else is
+written there at once.
 """
 
 import itertools
@@ -26,10 +27,11 @@ from hypothesis.stateful import (
 from engine.events import LeaseEnded, PullDone, PullFailed
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import LeaseRef, TransferAddress
-from kvtransfer.messages import Data, Identity, Read, ToSink, ToSource
+from kvtransfer.messages import Data, Identity, Offers, Read, ToSink, ToSource
 from kvtransfer.protocol import (
     CloseSource,
     Fetch,
+    Means,
     SendBlocks,
     SendToSink,
     SendToSource,
@@ -42,12 +44,14 @@ from kvtransfer.protocol import (
 )
 
 IDENTITY = Identity("model", KVLayout(4, KVFormat.FP32, (KVSection(1, 1, 2),)))
-TIMING = Timing(ttl_s=8.0, hold_every_s=1.0, silence_s=3.0)
+TIMING = Timing(ttl_s=8.0, hold_every_s=1.0, reread_s=1.5, silence_s=3.0)
 NUM_BLOCKS = 12
 NUM_SOURCES = NUM_SINKS = 2
 MAX_ON_THE_WAY = 40
-FAULTS = ["revoke", "abort", "restart", "disorder", "repeat", "drop", "cut", "delay"]
-FATES = ["arrive", "arrive", "disorder", "repeat", "drop"]  # of a letter
+FAULTS = [
+    "revoke", "abort", "restart", "disorder", "repeat", "drop", "damage", "cut", "delay", "busy"
+]  # fmt: skip
+FATES = ["arrive", "arrive", "disorder", "repeat", "drop", "damage"]  # of a letter
 
 Content = tuple[str, int]  # a lease's id and an index in it; rubbish has an id of its own
 rubbish: Iterator[Content] = (("rubbish", i) for i in itertools.count())
@@ -55,7 +59,7 @@ rubbish: Iterator[Content] = (("rubbish", i) for i in itertools.count())
 
 @dataclass(eq=False)
 class Connection:
-    """A sink's socket for one address. `peer` is its name at the source until the next cut."""
+    """A sink's socket for one address. `peer` is its name at the source, also after a cut."""
 
     sink: "Sink"
     address: str
@@ -71,6 +75,7 @@ class Letter:
     message: ToSource | ToSink
     payload: tuple[Content, ...] = ()
     to_sink: bool = False
+    damaged: bool = False
 
 
 @dataclass(eq=False)
@@ -82,6 +87,7 @@ class Process:
     free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
     leased: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_ready: dict[str, int] = field(default_factory=dict)
+    queued: list[SendBlocks] = field(default_factory=list)
 
 
 class Source:
@@ -102,7 +108,7 @@ class Source:
             identity=IDENTITY,
             num_blocks=NUM_BLOCKS,
             token="secret",
-            shm=None,
+            offers=Offers(),
             timing=TIMING,
         )
         self.process = Process(machine)
@@ -154,10 +160,20 @@ class Source:
                         process.memory[block] = next(rubbish)
                 case SendToSink(peer, message):
                     self.world.post_to_sink(peer, message, ())
-                case SendBlocks(peer, lease_id, indices, blocks):
-                    payload = tuple(process.memory[b] for b in blocks)
-                    data = Data(lease_id, list(indices), [0] * len(indices))
-                    self.world.post_to_sink(peer, data, payload)
+                case SendBlocks():
+                    process.queued.append(effect)
+        if not self.world.busy:
+            self.send_queued()
+
+    def send_queued(self) -> None:
+        """Blocks wait for a buffer, and so may find that their lease is over."""
+        process = self.process
+        while process.queued:
+            read = process.queued.pop(0)
+            if process.machine.may_send(read):
+                payload = tuple(process.memory[b] for b in read.block_ids)
+                data = Data(read.lease_id, list(read.indices), 0)
+                self.world.post_to_sink(read.peer, data, payload)
 
     def validate(self) -> None:
         process = self.process
@@ -185,12 +201,12 @@ class Sink:
     def __init__(self, world: "World", name: str, *, copies_at_once: bool, window: int) -> None:
         self.world = world
         self.copies_at_once = copies_at_once
+        self.means = Means("fake", window, 2 * window, resends=not copies_at_once)
         self.machine = SinkMachine(
             incarnation=f"life of {name}",
             identity=IDENTITY,
             token="secret",
             timing=TIMING,
-            window_blocks=window,
         )
         self.memory: dict[int, Content] = {}
         self.writers: dict[int, str] = {}  # block -> lease that may write to it
@@ -226,10 +242,15 @@ class Sink:
             good = []
             places = self.machine.places(address, message)
             for index, place, content in zip(message.indices, places, letter.payload, strict=True):
-                if place is not None:
+                if place is not None and not letter.damaged:
                     self.write(place, content, message.lease_id)
                     good.append(index)
-            fetched = self.machine.fetched(message.lease_id, tuple(good), now_s)
+            if letter.damaged:
+                fetched = self.machine.damaged(message.lease_id, message.indices, now_s)
+            else:
+                fetched = self.machine.fetched(
+                    message.lease_id, tuple(good), now_s, sent_by_source=True
+                )
         self.perform(self.machine.receive(address, message, now_s) + fetched)
 
     def sweep(self) -> None:
@@ -248,6 +269,7 @@ class Sink:
                     self.world.post_to_source(self, address, message)
                 case UseSource(address):
                     self.mapped[address] = self.world.sources[address].process
+                    self.machine.use_transport(address, self.means)
                 case Fetch():
                     todo += self.fetch(effect)
                 case CloseSource(address):
@@ -264,15 +286,21 @@ class Sink:
         for copy in effect.copies:
             content = self.mapped[effect.address].memory[copy.source_block]
             self.write(copy.block_id, content, effect.lease_id)
-        return self.machine.fetched(effect.lease_id, tuple(indices), self.world.now_s)
+        return self.machine.fetched(
+            effect.lease_id, tuple(indices), self.world.now_s, sent_by_source=False
+        )
 
     def end(self, pull: Pull, event: PullDone | PullFailed) -> None:
         pull.ends.append(event)
         assert len(pull.ends) == 1, f"{pull.seq_id} ended twice"
         if isinstance(event, PullDone):
             assert pull.wanted is not None, "done before it was started"
-            for index, block in pull.wanted.items():
-                assert self.memory[block] == (pull.lease.lease_id, index), "a wrong block"
+            assert event.exposed_s <= event.transfer_s
+            good = tuple(pull.wanted)
+        else:
+            good = event.arrived
+        for index in good:
+            assert self.memory[pull.wanted[index]] == (pull.lease.lease_id, index), "a wrong block"
         for block in (pull.wanted or {}).values():
             del self.writers[block]
             self.memory[block] = next(rubbish)
@@ -280,7 +308,7 @@ class Sink:
     def validate(self) -> None:
         self.machine.validate()
         live = [p for p in self.pulls.values() if not p.ends]
-        assert self.machine.num_pulls == len(live)
+        assert self.machine.num_pulls >= len(live)  # the others wait for the end of their lease
 
 
 class World:
@@ -288,6 +316,7 @@ class World:
 
     def __init__(self, *, copies_at_once: tuple[bool, ...], windows: tuple[int, ...]) -> None:
         self.now_s = 0.0
+        self.busy = False  # blocks wait at their sources
         self.letters: list[Letter] = []
         self.connections: dict[bytes, Connection] = {}  # by peer, also former ones
         self._numbers = itertools.count()
@@ -309,14 +338,14 @@ class World:
     def post_to_source(self, sink: Sink, address: str, message: ToSource) -> None:
         connection = sink.connections.get(address)
         if connection is None:
-            connection = sink.connections[address] = Connection(sink, address, b"")
-            self._reconnect(connection)
+            peer = b"peer %d" % next(self._numbers)
+            connection = sink.connections[address] = Connection(sink, address, peer)
+            self.connections[peer] = connection
         self.letters.append(Letter(connection, connection.peer, message))
 
     def post_to_sink(self, peer: bytes, message: ToSink, payload: tuple[Content, ...]) -> None:
-        connection = self.connections[peer]
-        if connection.peer == peer:
-            self.letters.append(Letter(connection, peer, message, payload, to_sink=True))
+        letter = Letter(self.connections[peer], peer, message, payload, to_sink=True)
+        self.letters.append(letter)
 
     def deliver(self, letter: Letter) -> None:
         if letter.to_sink:
@@ -329,15 +358,14 @@ class World:
             self.deliver(self.letters.pop(0))
 
     def cut(self, address: str) -> None:
-        """Connections to a source break and are made anew; what was on the way is lost."""
+        """Connections to a source break and are made again; what was on the way is lost."""
         self.letters[:] = [x for x in self.letters if x.connection.address != address]
-        for sink in getattr(self, "sinks", []):
-            if address in sink.connections:
-                self._reconnect(sink.connections[address])
 
-    def _reconnect(self, connection: Connection) -> None:
-        connection.peer = b"peer %d" % next(self._numbers)
-        self.connections[connection.peer] = connection
+    def keep_busy(self, *, busy: bool) -> None:
+        """Blocks wait at their sources, or do so no longer."""
+        self.busy = busy
+        for source in self.sources.values() if not busy else ():
+            source.send_queued()
 
     def sweep(self) -> None:
         for party in (*self.sources.values(), *self.sinks):
@@ -349,6 +377,7 @@ class World:
 
     def run_down(self) -> None:
         """From now on the network is good: whatever is to come is over when nobody has a wake."""
+        self.keep_busy(busy=False)
         for _ in range(400):
             self.deliver_all()
             self.validate()
@@ -424,7 +453,7 @@ class UnreliableNetwork(RuleBasedStateMachine):
         return self.hold_at(self.world.sinks[which], lease) or multiple()
 
     def hold_at(self, sink: Sink, lease: LeaseRef) -> Pull | None:
-        if any(p.lease.lease_id == lease.lease_id and not p.ends for p in sink.pulls.values()):
+        if lease.lease_id in sink.machine._by_lease:
             return None  # one sequence at a time
         pull = Pull(self.world.new_name("seq"), sink, lease)
         self.all_pulls.append(pull)
@@ -480,12 +509,20 @@ class UnreliableNetwork(RuleBasedStateMachine):
                 self.world.deliver(letter)
             elif fate == "disorder":
                 letters.insert(len(letters) // 2 + 1, letter)
+            elif fate == "damage":
+                letter.damaged = True
+                self.world.deliver(letter)
             self.world.validate()
 
     @may("cut")
     @rule(which=st.integers(0, NUM_SOURCES - 1))
     def cut(self, which):
         self.world.cut(list(self.world.sources)[which])
+
+    @may("busy")
+    @rule(busy=st.booleans())
+    def keep_busy(self, busy):
+        self.world.keep_busy(busy=busy)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 8.0]))
     def pass_time(self, seconds):
@@ -547,6 +584,7 @@ def deliver_some(world: World, rng: random.Random, faults: frozenset[str]) -> No
         fate = rng.random()
         if not ("repeat" in faults and fate < 0.1):
             world.letters.remove(letter)
+        letter.damaged = "damage" in faults and 0.5 < fate < 0.55
         if not ("drop" in faults and fate > 0.95):
             world.deliver(letter)
         world.validate()
@@ -575,6 +613,8 @@ def disturb(world: World, rng: random.Random, faults: frozenset[str], pull: Pull
         world.sources[address].restart()
     elif fault == "cut":
         world.cut(address)
+    elif fault == "busy":
+        world.keep_busy(busy=not world.busy)
     elif fault == "delay":
         world.now_s += rng.choice([1.0, 3.0, 8.0])
         world.sweep()
@@ -634,3 +674,43 @@ def test_a_busy_day_on_a_bad_network_ends_every_pull_once_and_none_wrongly(seed)
     faults = frozenset(fault for fault in FAULTS if rng.random() < 0.4)
     pulls = busy_day(random_world(rng), rng, faults)
     assert any(isinstance(end, PullDone) for pull in pulls for end in pull.ends)
+
+
+def one_pull(*, copies_at_once: bool) -> tuple[World, Source, Pull]:
+    """A lease of two blocks, one of them ready, held by a sink that knows of that one."""
+    world = World(copies_at_once=(copies_at_once,) * NUM_SINKS, windows=(64,) * NUM_SINKS)
+    source = next(iter(world.sources.values()))
+    lease = source.open("lease", 2)
+    assert lease is not None
+    source.grow("lease", 1)
+    pull = Pull("seq", world.sinks[0], lease)
+    pull.sink.hold(pull)
+    world.deliver_all()
+    return world, source, pull
+
+
+def test_blocks_that_wait_until_their_lease_is_over_are_not_sent():
+    world, source, pull = one_pull(copies_at_once=False)
+    world.keep_busy(busy=True)
+    pull.sink.start(pull, [0])
+    world.deliver_all()
+    source.revoke("lease")
+    world.letters.clear()  # the sink is not told
+    world.keep_busy(busy=False)
+    world.run_down()
+    assert isinstance(pull.ends[0], PullFailed)
+
+
+def test_an_answer_to_something_else_vouches_for_no_copy():
+    world, source, pull = one_pull(copies_at_once=True)
+    source.grow("lease", 1)
+    (late,) = world.letters
+    source.revoke("lease")
+    world.letters.clear()
+    pull.sink.start(pull, [0, 1])  # copies what is somebody else's by now
+    world.now_s += TIMING.hold_every_s
+    world.sweep()
+    world.deliver(late)
+    pull.sink.abort(pull)
+    world.run_down()
+    assert pull.ends == [PullFailed("seq", "aborted")]

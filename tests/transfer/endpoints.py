@@ -26,6 +26,7 @@ from kvtransfer.memory import SharedPool
 from kvtransfer.messages import Identity
 from kvtransfer.protocol import Timing
 from kvtransfer.readers import Transport
+from kvtransfer.records import Shard
 
 LAYOUT = KVLayout(
     block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(2, 2, 16),)
@@ -83,6 +84,10 @@ class Worker:
         lease = self.endpoint.source._leases.get(LeaseId(name))
         return lease is not None and lease.holder is not None
 
+    def connections(self) -> list[str]:
+        """Addresses of the sources to which there are any."""
+        return list(self.endpoint._sink_end._links)
+
     def end_of_pull(self) -> Event:
         return self.next_event((PullDone, PullFailed))  # type: ignore[arg-type]
 
@@ -90,6 +95,12 @@ class Worker:
         event = self.next_event(LeaseEnded)
         assert isinstance(event, LeaseEnded)
         return event
+
+
+def is_done(event: Event, transport: str) -> bool:
+    """Whether a pull is done, over that transport."""
+    assert isinstance(event, PullDone), event
+    return event.transport == transport and 0 <= event.exposed_s <= event.transfer_s
 
 
 def fill(pool: SharedPool, seed: int) -> None:
@@ -105,6 +116,8 @@ def worker(
     *,
     layout: KVLayout = LAYOUT,
     fingerprint: str = "model",
+    shard: Shard = Shard(),  # noqa: B008 - frozen
+    kv_wire_dtype: KVFormat | None = None,
     timing: Timing = TIMING,
 ) -> Iterator[Worker]:
     """An open endpoint; closed, and its thread gone, afterwards."""
@@ -115,7 +128,7 @@ def worker(
     config = EndpointConfig(
         worker_id=WorkerId(name),
         incarnation=Incarnation(f"{name}-1"),
-        identity=Identity(fingerprint, layout),
+        identity=Identity(fingerprint, layout, shard, kv_wire_dtype),
         token="secret",
         transport=transport,
         timing=timing,

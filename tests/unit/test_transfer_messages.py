@@ -17,6 +17,8 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    NixlOffer,
+    Offers,
     Read,
     Ready,
     Release,
@@ -32,13 +34,21 @@ LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64),))
 IDENTITY = Identity("model 1", LAYOUT)
 BODY = AttachBody("secret", "life of sink", "life of source", IDENTITY)
 
-TO_SOURCE = [Hold("l", 3), Read("l", [0, 2, 2**40]), Read("l", []), Release("l", 7)]
+TO_SOURCE = [
+    Hold("l", 3, 17),
+    Read("l", [0, 2, 2**40]),
+    Read("l", []),
+    Release("l", 7),
+]
+SHM = ShmOffer("boot", 1, 2, 3, 4096)
+NIXL = NixlOffer("agent", b"\x00\xff", 2**47, 4096, "VRAM", 1)
 TO_SINK = [
-    Attached("life", 10, None),
-    Attached("life", 10, ShmOffer("boot", 1, 2, 3, 4096)),
+    Attached("life", IDENTITY, 10, Offers()),
+    Attached("life", IDENTITY, 10, Offers(SHM, NIXL)),
     AttachRefused("layout.block_size"),
     Ready("l", 2, [5, 6]),
-    Data("l", [0, 1], [2**64 - 1, 0]),
+    Ready("l", 2, [5, 6], 17),
+    Data("l", [0, 1], 2**64 - 1),
     Ended("l", "revoked"),
     Ended("l", "released", 7),
 ]
@@ -81,14 +91,15 @@ def test_garbage_is_a_protocol_error(decode, frame):
     "fields",
     [
         {"type": "Hold", "lease_id": "l"},
-        {"type": "Hold", "lease_id": "l", "num_known": "three"},
-        {"type": "Hold", "lease_id": 3, "num_known": 3},
+        {"type": "Hold", "lease_id": "l", "num_known": "three", "stamp": 0},
+        {"type": "Hold", "lease_id": 3, "num_known": 3, "stamp": 0},
+        {"type": "Hold", "lease_id": "l", "num_known": 3},
         {"type": "Read", "lease_id": "l", "indices": [1.5]},
         {"type": "Read", "lease_id": "l", "indices": None},
         {"type": "Release", "lease_id": "l"},
         {"type": "Ready", "lease_id": "l", "first": 0, "block_ids": []},
         {"type": "Unheard"},
-        {"lease_id": "l", "num_known": 3},
+        {"lease_id": "l", "num_known": 3, "stamp": 0},
     ],
 )
 def test_a_message_of_the_wrong_shape_is_a_protocol_error(fields):
@@ -97,7 +108,7 @@ def test_a_message_of_the_wrong_shape_is_a_protocol_error(fields):
 
 
 def test_text_that_is_not_unicode_is_a_protocol_error():
-    frame = encode(Hold("lease", 3)).replace(b"lease", b"\xff\xfe\xfd\xfc\xfb", 1)
+    frame = encode(Hold("lease", 3, 0)).replace(b"lease", b"\xff\xfe\xfd\xfc\xfb", 1)
     with pytest.raises(ProtocolError):
         decode_to_source(frame)
 
@@ -118,22 +129,3 @@ def test_no_damage_to_a_frame_raises_anything_else():
             except ProtocolError:
                 num_refused += 1
     assert num_refused > 500
-
-
-@pytest.mark.parametrize(
-    ("other", "field"),
-    [
-        (IDENTITY, None),
-        (Identity("model 2", LAYOUT), "fingerprint"),
-        (Identity("model 1", msgspec.structs.replace(LAYOUT, block_size=8)), "layout.block_size"),
-        (
-            Identity("model 1", msgspec.structs.replace(LAYOUT, kv_format=KVFormat.FP32)),
-            "layout.kv_format",
-        ),
-        (Identity("model 1", msgspec.structs.replace(LAYOUT, sections=())), "layout.sections"),
-        (Identity("model 2", msgspec.structs.replace(LAYOUT, block_size=8)), "fingerprint"),
-    ],
-)
-def test_two_workers_differ_by_the_first_field_that_does(other, field):
-    assert IDENTITY.difference(other) == field
-    assert other.difference(IDENTITY) == field

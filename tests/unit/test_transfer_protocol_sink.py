@@ -13,20 +13,24 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    Offers,
     Ready,
     Release,
     ShmOffer,
     decode_attach_body,
 )
 from kvtransfer.protocol import (
+    MAX_DAMAGED,
     CloseSource,
     Copy,
     Fetch,
+    Means,
     SendToSource,
     SinkMachine,
     Timing,
     UseSource,
 )
+from kvtransfer.wire import agree
 
 IDENTITY = Identity("model 1", KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64),)))
 TIMING = Timing(ttl_s=30.0, hold_every_s=1.0, silence_s=6.0)
@@ -35,7 +39,8 @@ SOURCE = TransferAddress("p0", "life 1", ADDRESS)
 RESTARTED = TransferAddress("p0", "life 2", ADDRESS)
 ANOTHER = TransferAddress("p1", "life 3", ELSEWHERE)
 NUM_SOURCE_BLOCKS = 10
-OFFER = ShmOffer("boot", 1, 2, 3, 4096)
+OFFERS = Offers(shm=ShmOffer("boot", 1, 2, 3, 4096))
+WIRE = agree(IDENTITY, IDENTITY)
 
 
 def lease(name: str = "l", num_blocks: int = 4, source: TransferAddress = SOURCE) -> LeaseRef:
@@ -46,30 +51,31 @@ def to(message: object, address: str = ADDRESS) -> SendToSource:
     return SendToSource(address, message)
 
 
-def machine(window_blocks: int = 64) -> SinkMachine:
+def machine() -> SinkMachine:
     return SinkMachine(
         incarnation="life of sink",
         identity=IDENTITY,
         token="secret",
         timing=TIMING,
-        window_blocks=window_blocks,
     )
 
 
-ACCEPT = Attached("life 1", NUM_SOURCE_BLOCKS, OFFER)
+ACCEPT = Attached("life 1", IDENTITY, NUM_SOURCE_BLOCKS, OFFERS)
+USE = UseSource(ADDRESS, WIRE, ACCEPT)
 
 
-def attached(sink: SinkMachine | None = None, now_s: float = 0.0) -> SinkMachine:
+def attached(*, batch_blocks: int = 64, window_blocks: int = 64) -> SinkMachine:
     """A sink that holds lease `l` for sequence `s` at a source that has accepted it."""
-    sink = sink or machine()
-    sink.hold("s", lease(), now_s)
-    sink.receive(ADDRESS, ACCEPT, now_s)
+    sink = machine()
+    sink.hold("s", lease(), 0.0)
+    sink.receive(ADDRESS, ACCEPT, 0.0)
+    sink.use_transport(ADDRESS, Means("zmq", batch_blocks, window_blocks, resends=True))
     return sink
 
 
 def pulling(*, ready: int = 4, window_blocks: int = 64) -> SinkMachine:
     """Blocks 0 to 3 of `l` are wanted at 50 to 53; of them `ready` are known, as 0 to 3."""
-    sink = attached(machine(window_blocks))
+    sink = attached(window_blocks=window_blocks, batch_blocks=1 if window_blocks < 64 else 64)
     sink.receive(ADDRESS, Ready("l", 0, list(range(ready))), 0.0)
     sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.0)
     return sink
@@ -77,8 +83,18 @@ def pulling(*, ready: int = 4, window_blocks: int = 64) -> SinkMachine:
 
 def releasing() -> SinkMachine:
     sink = pulling()
-    sink.fetched("l", (0, 1, 2, 3), 0.0)
+    copied(sink, 0, 1, 2, 3)
     return sink
+
+
+def sent(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
+    """These blocks of `l` have come from the source."""
+    return sink.fetched("l", indices, now_s, sent_by_source=True)
+
+
+def copied(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
+    """These blocks of `l` have been copied from the source's memory."""
+    return sink.fetched("l", indices, now_s, sent_by_source=False)
 
 
 def waiting() -> SinkMachine:
@@ -124,14 +140,14 @@ def test_when_attached_every_lease_is_held_and_the_transport_is_chosen_first():
     sink = waiting()
     sink.hold("t", lease("m"), 0.0)
     assert sink.receive(ADDRESS, ACCEPT, 0.1) == [
-        UseSource(ADDRESS, NUM_SOURCE_BLOCKS, OFFER),
-        to(Hold("l", 0)),
-        to(Hold("m", 0)),
+        USE,
+        to(Hold("l", 0, 0)),
+        to(Hold("m", 0, 1)),
     ]
 
 
 def test_a_hold_at_an_attached_source_is_sent_at_once():
-    assert attached().hold("t", lease("m"), 0.0) == [to(Hold("m", 0))]
+    assert attached().hold("t", lease("m"), 0.0) == [to(Hold("m", 0, 1))]
 
 
 def test_each_source_is_attached_by_itself():
@@ -139,7 +155,7 @@ def test_each_source_is_attached_by_itself():
     (effect,) = sink.hold("t", lease("m", source=ANOTHER), 0.0)
     assert effect.address == ELSEWHERE
     effects = sink.receive(ADDRESS, ACCEPT, 0.1)
-    assert to(Hold("m", 0)) not in effects
+    assert [e.message.lease_id for e in effects if isinstance(e, SendToSource)] == ["l"]
 
 
 def test_a_refusal_fails_every_pull_of_that_source_and_names_the_field():
@@ -163,7 +179,9 @@ def test_after_a_refusal_the_next_hold_introduces_the_sink_again():
 
 
 def test_a_source_that_answers_as_somebody_else_is_not_believed():
-    effects = waiting().receive(ADDRESS, Attached("life 2", NUM_SOURCE_BLOCKS, OFFER), 0.1)
+    effects = waiting().receive(
+        ADDRESS, Attached("life 2", IDENTITY, NUM_SOURCE_BLOCKS, OFFERS), 0.1
+    )
     assert effects == [PullFailed("s", "source restarted"), CloseSource(ADDRESS)]
 
 
@@ -188,12 +206,13 @@ def test_a_source_whose_blocks_cannot_be_read_is_refused():
 
 def test_a_pull_in_one_go():
     sink = attached()
-    sink.use_transport(ADDRESS, "shm")
     assert sink.receive(ADDRESS, Ready("l", 0, [7, 8]), 0.1) == []
     copies = (Copy(0, 7, 50), Copy(1, 8, 51))
     assert sink.start("s", ((0, 50), (1, 51)), 0.2) == [Fetch("s", ADDRESS, "l", copies)]
-    assert sink.fetched("l", (0, 1), 0.3) == [to(Release("l", 0))]
-    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.4) == [PullDone("s", "shm")]
+    assert copied(sink, 0, 1, now_s=0.3) == [to(Release("l", 0))]
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.4) == [
+        PullDone("s", "zmq", pytest.approx(0.2), pytest.approx(0.2))
+    ]
     assert sink.num_pulls == 0
     sink.validate()
 
@@ -204,11 +223,11 @@ def test_what_becomes_ready_later_is_fetched_then():
     assert sink.receive(ADDRESS, Ready("l", 0, [7]), 0.2) == [
         Fetch("s", ADDRESS, "l", (Copy(0, 7, 50),))
     ]
-    assert sink.fetched("l", (0,), 0.3) == []
+    assert copied(sink, 0, now_s=0.3) == []
     assert sink.receive(ADDRESS, Ready("l", 1, [8]), 0.4) == [
         Fetch("s", ADDRESS, "l", (Copy(1, 8, 51),))
     ]
-    assert sink.fetched("l", (1,), 0.5) == [to(Release("l", 0))]
+    assert copied(sink, 1, now_s=0.5) == [to(Release("l", 0))]
 
 
 def test_only_what_is_wanted_is_fetched():
@@ -217,20 +236,22 @@ def test_only_what_is_wanted_is_fetched():
     assert sink.receive(ADDRESS, Ready("l", 0, [6, 7, 8]), 0.2) == [
         Fetch("s", ADDRESS, "l", (Copy(2, 8, 52),))
     ]
-    assert sink.fetched("l", (2,), 0.3) == [to(Release("l", 0))]
+    assert copied(sink, 2, now_s=0.3) == [to(Release("l", 0))]
 
 
-def test_a_pull_of_nothing_is_released_at_once_and_still_confirmed():
+def test_a_pull_of_nothing_is_done_at_once_and_released():
     sink = attached()
-    assert sink.start("s", (), 0.1) == [to(Release("l", 0))]
-    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.2) == [PullDone("s", "")]
+    assert sink.start("s", (), 0.1) == [to(Release("l", 0)), PullDone("s", "zmq")]
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.2) == []
+    assert sink.num_pulls == 0
 
 
 def test_a_pull_of_nothing_waits_to_be_attached():
     sink = waiting()
     assert sink.start("s", (), 0.1) == []
     sink.receive(ADDRESS, ACCEPT, 0.2)
-    assert sink.receive(ADDRESS, Ready("l", 0, []), 0.3) == [to(Release("l", 0))]
+    effects = sink.receive(ADDRESS, Ready("l", 0, []), 0.3)
+    assert effects == [to(Release("l", 0)), PullDone("s", "")]
 
 
 def test_a_start_before_the_source_has_answered_waits():
@@ -298,15 +319,15 @@ def test_a_source_that_names_what_cannot_be_ends_the_pull(ready, reason):
 def test_a_source_speaks_for_its_own_leases_only():
     sink = pulling(ready=1)
     sink.hold("t", lease("m", source=ANOTHER), 0.0)
-    sink.receive(ELSEWHERE, Attached("life 3", NUM_SOURCE_BLOCKS, None), 0.0)
+    sink.receive(ELSEWHERE, Attached("life 3", IDENTITY, NUM_SOURCE_BLOCKS, Offers()), 0.0)
     assert sink.receive(ELSEWHERE, Ready("l", 1, [9]), 0.1) == []
     assert sink.receive(ELSEWHERE, Ended("l", "revoked"), 0.1) == []
-    assert sink.places(ELSEWHERE, Data("l", [0], [0])) == [None]
+    assert sink.places(ELSEWHERE, Data("l", [0], 0)) == [None]
     assert sink.num_pulls == 2
 
 
 @pytest.mark.parametrize(
-    "message", [Ready("x", 0, [1]), Ended("x", "released", 0), Data("x", [0], [0])]
+    "message", [Ready("x", 0, [1]), Ended("x", "released", 0), Data("x", [0], 0)]
 )
 def test_news_of_an_unknown_lease_is_ignored(sink, message):
     assert sink.receive(ADDRESS, message, 0.1) == []
@@ -321,7 +342,7 @@ def test_news_of_an_unknown_source_is_ignored(sink, message):
 
 
 def test_no_more_blocks_are_requested_than_the_window_allows():
-    sink = attached(machine(window_blocks=2))
+    sink = attached(batch_blocks=1, window_blocks=2)
     sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2, 3]), 0.0)
 
     def requested(effects):
@@ -329,10 +350,10 @@ def test_no_more_blocks_are_requested_than_the_window_allows():
 
     assert requested(sink.start("s", tuple((i, 50 + i) for i in range(4)), 0.0)) == [0, 1]
     assert sink.receive(ADDRESS, Ready("l", 4, []), 0.1) == []
-    assert requested(sink.fetched("l", (1,), 0.2)) == [2]
-    assert requested(sink.fetched("l", (0,), 0.3)) == [3]
-    assert sink.fetched("l", (2,), 0.4) == []
-    assert sink.fetched("l", (3,), 0.5) == [to(Release("l", 0))]
+    assert requested(copied(sink, 1, now_s=0.2)) == [2]
+    assert requested(copied(sink, 0, now_s=0.3)) == [3]
+    assert copied(sink, 2, now_s=0.4) == []
+    assert copied(sink, 3, now_s=0.5) == [to(Release("l", 0))]
 
 
 # ---------------------------------------------------------------- Data
@@ -340,13 +361,13 @@ def test_no_more_blocks_are_requested_than_the_window_allows():
 
 def test_data_goes_to_the_blocks_that_wait_for_it():
     sink = pulling(window_blocks=2)
-    assert sink.places(ADDRESS, Data("l", [0, 1], [0, 0])) == [50, 51]
+    assert sink.places(ADDRESS, Data("l", [0, 1], 0)) == [50, 51]
 
 
 def test_data_that_nobody_waits_for_has_no_place():
     sink = pulling(window_blocks=2)
-    sink.fetched("l", (0,), 0.0)  # and so 2 is requested, and 3 is not
-    assert sink.places(ADDRESS, Data("l", [0, 1, 2, 3, 99, -1], [0] * 6)) == [
+    copied(sink, 0, now_s=0.0)  # and so 2 is requested, and 3 is not
+    assert sink.places(ADDRESS, Data("l", [0, 1, 2, 3, 99, -1], 0)) == [
         None,
         51,
         52,
@@ -358,21 +379,191 @@ def test_data_that_nobody_waits_for_has_no_place():
 
 @pytest.mark.parametrize("state", ["unattached", "held", "releasing"])
 def test_data_has_no_place_unless_it_was_requested(state):
-    assert STATES[state]().places(ADDRESS, Data("l", [0, 1], [0, 0])) == [None, None]
+    assert STATES[state]().places(ADDRESS, Data("l", [0, 1], 0)) == [None, None]
 
 
 def test_data_that_comes_after_the_end_has_no_place_and_no_effect(sink):
     sink.abort("s", 0.1)
-    late = Data("l", [0], [0])
+    late = Data("l", [0], 0)
     assert sink.places(ADDRESS, late) == [None]
     assert sink.receive(ADDRESS, late, 0.2) == []
-    assert sink.fetched("l", (0,), 0.2) == []
-    assert sink.fetch_failed("l", "damaged", 0.2) == []
+    assert copied(sink, 0, now_s=0.2) == []
+    assert sink.fetch_failed("l", "broken", 0.2) == []
 
 
-def test_a_damaged_block_ends_the_pull():
-    effects = pulling().fetch_failed("l", "a block arrived damaged", 0.1)
-    assert effects == [PullFailed("s", "a block arrived damaged"), to(Release("l", 0))]
+def test_blocks_that_cannot_be_brought_end_the_pull():
+    effects = pulling().fetch_failed("l", "no way in", 0.1)
+    assert effects == [PullFailed("s", "no way in"), to(Release("l", 0))]
+
+
+def test_damaged_blocks_are_asked_for_again_and_again_but_not_for_ever():
+    sink = pulling()
+    again = [Fetch("s", ADDRESS, "l", (Copy(1, 1, 51), Copy(2, 2, 52)))]
+    for _ in range(MAX_DAMAGED):
+        assert sink.damaged("l", (1, 2), 0.1) == again
+        sink.validate()
+    assert sink.damaged("l", (1, 2), 0.1) == [
+        PullFailed("s", "blocks arrive damaged"),
+        to(Release("l", 0)),
+    ]
+
+
+def test_damage_to_what_nobody_waits_for_changes_nothing():
+    sink = pulling()
+    copied(sink, 1)
+    assert sink.damaged("l", (1,), 0.1) == []
+    assert sink.damaged("x", (0,), 0.1) == []
+
+
+# ---------------------------------------------------------------- batches, and what is lost
+
+
+def test_a_fetch_brings_no_more_than_a_batch():
+    sink = attached(batch_blocks=3)
+    sink.receive(ADDRESS, Ready("l", 0, [6, 7, 8, 9]), 0.1)
+    assert sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.2) == [
+        Fetch("s", ADDRESS, "l", (Copy(0, 6, 50), Copy(1, 7, 51), Copy(2, 8, 52))),
+        Fetch("s", ADDRESS, "l", (Copy(3, 9, 53),)),
+    ]
+
+
+def test_the_window_is_shared_by_the_pulls_of_a_source_oldest_first():
+    sink = attached(batch_blocks=1, window_blocks=3)
+    sink.hold("t", lease("m"), 0.0)
+    for name in ("l", "m"):
+        sink.receive(ADDRESS, Ready(name, 0, [0, 1, 2, 3]), 0.0)
+
+    def fetched(effects):
+        return [(e.lease_id, c.index) for e in effects for c in e.copies]
+
+    blocks = tuple((i, 50 + i) for i in range(4))
+    assert fetched(sink.start("s", blocks, 0.0)) == [("l", 0), ("l", 1), ("l", 2)]
+    assert fetched(sink.start("t", blocks, 0.0)) == []
+    assert fetched(sent(sink, 0, 1)) == [("l", 3), ("m", 0)]
+    sink.validate()
+    assert fetched(sink.abort("s", 0.1)[2:]) == [("m", 1), ("m", 2)]
+    sink.validate()
+
+
+def test_a_full_window_is_not_filled_block_by_block():
+    sink = attached(batch_blocks=2, window_blocks=3)
+    sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2, 3]), 0.0)
+    blocks = tuple((i, 50 + i) for i in range(4))
+    first = Fetch("s", ADDRESS, "l", (Copy(0, 0, 50), Copy(1, 1, 51)))
+    assert sink.start("s", blocks, 0.0) == [first]
+    assert sent(sink, 1) == [Fetch("s", ADDRESS, "l", (Copy(2, 2, 52), Copy(3, 3, 53)))]
+
+
+def test_blocks_lost_on_the_way_are_asked_for_again():
+    sink = pulling()
+    sent(sink, 0, 2, now_s=0.5)
+    assert sink.next_wake_s() == TIMING.hold_every_s
+    again = Fetch("s", ADDRESS, "l", (Copy(1, 1, 51), Copy(3, 3, 53)))
+    sink.receive(ADDRESS, Ready("l", 4, []), 1.9)
+    assert again not in sink.sweep(1.9)
+    assert again in sink.sweep(TIMING.reread_s)
+    assert sink.num_rereads == 2
+    assert to(Release("l", 0)) in sent(sink, 1, 3, now_s=2.5)
+
+
+def test_what_nobody_sends_is_not_asked_for_again():
+    sink = attached()
+    sink.use_transport(ADDRESS, Means("nixl"))
+    sink.receive(ADDRESS, Ready("l", 0, [7]), 0.0)
+    sink.start("s", ((0, 50),), 0.0)
+    assert sink.sweep(TIMING.reread_s) == [to(Hold("l", 1, 1))]
+
+
+# ---------------------------------------------------------------- what a failed pull leaves
+
+
+def test_blocks_that_the_source_sent_are_good_whatever_follows():
+    sink = pulling()
+    sent(sink, 2, 0)
+    (failed,) = sink.receive(ADDRESS, Ended("l", "expired"), 0.1)
+    assert failed == PullFailed("s", "lease expired", (0, 2))
+
+
+def test_blocks_that_were_copied_are_good_when_a_later_hold_was_answered():
+    sink = pulling()
+    copied(sink, 0, 1)
+    (hold,) = [e.message for e in sink.sweep(1.0) if isinstance(e.message, Hold)]
+    copied(sink, 2)
+    sink.receive(ADDRESS, Ready("l", 4, [], hold.stamp), 1.1)
+    assert sink.abort("s", 1.2)[0] == PullFailed("s", "aborted", (0, 1))
+
+
+@pytest.mark.parametrize("stamp", [None, 0, 99])
+def test_no_other_answer_vouches_for_a_copy(stamp):
+    sink = pulling()
+    copied(sink, 0, 1)
+    sink.sweep(1.0)
+    sink.receive(ADDRESS, Ready("l", 4, [], stamp), 1.1)
+    assert sink.abort("s", 1.2)[0] == PullFailed("s", "aborted")
+
+
+# ---------------------------------------------------------------- when every block was sent
+
+
+def done_early() -> SinkMachine:
+    sink = pulling()
+    assert sent(sink, 0, 1, 2, 3, now_s=0.5) == [
+        to(Release("l", 0)),
+        PullDone("s", "zmq", transfer_s=0.5, exposed_s=0.5),
+    ]
+    return sink
+
+
+def test_a_pull_of_blocks_that_were_all_sent_waits_for_no_confirmation():
+    sink = done_early()
+    sink.validate()
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.6) == []
+    assert sink.num_pulls == 0
+
+
+def test_its_release_is_repeated_all_the_same():
+    sink = done_early()
+    assert sink.sweep(1.0) == [to(Release("l", 0))]
+    assert sink.sweep(2.0) == [to(Release("l", 0))]
+    assert sink.receive(ADDRESS, Ended("l", "unknown"), 2.1) == []
+    assert sink.num_pulls == 0
+
+
+def test_nothing_more_is_reported_of_it():
+    sink = done_early()
+    assert sink.abort("s", 0.6) == []
+    assert sink.sweep(TIMING.silence_s + 0.5) == [CloseSource(ADDRESS)]
+    assert sink.num_pulls == 0
+
+
+def test_one_copied_block_makes_the_confirmation_necessary():
+    sink = pulling()
+    sent(sink, 0, 1, 2)
+    assert copied(sink, 3) == [to(Release("l", 0))]
+
+
+# ---------------------------------------------------------------- how long it took
+
+
+def test_what_is_on_its_way_before_the_last_block_is_computed_is_hidden():
+    sink = attached()
+    sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.0)
+    sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2]), 1.0)
+    sent(sink, 0, 1, 2, now_s=1.5)
+    sink.receive(ADDRESS, Ready("l", 3, [3]), 3.0)
+    copied(sink, 3, now_s=3.25)
+    (done,) = sink.receive(ADDRESS, Ended("l", "released", 0), 3.5)
+    assert done == PullDone("s", "zmq", transfer_s=1.0, exposed_s=0.5)
+
+
+def test_what_is_still_on_its_way_then_is_hidden_up_to_then():
+    sink = attached()
+    sink.start("s", ((0, 50), (3, 53)), 0.0)
+    sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2]), 1.0)
+    sink.receive(ADDRESS, Ready("l", 3, [3]), 2.0)
+    copied(sink, 0, 3, now_s=2.5)
+    (done,) = sink.receive(ADDRESS, Ended("l", "released", 0), 3.0)
+    assert done == PullDone("s", "zmq", transfer_s=2.0, exposed_s=1.0)
 
 
 # ---------------------------------------------------------------- ends
@@ -397,7 +588,7 @@ def test_the_release_of_a_former_pull_of_the_same_lease_confirms_nothing():
     sink.hold("t", lease(), 0.2)
     sink.receive(ADDRESS, Ready("l", 0, [7]), 0.3)  # sent before the source knew of the release
     sink.start("t", ((0, 50),), 0.4)
-    assert sink.fetched("l", (0,), 0.5) == [to(Release("l", 1))]
+    assert copied(sink, 0, now_s=0.5) == [to(Release("l", 1))]
     effects = sink.receive(ADDRESS, Ended("l", "released", 0), 0.6)
     assert effects == [PullFailed("t", "lease released")]
 
@@ -413,7 +604,7 @@ def test_an_abort_before_the_source_has_answered_is_told_when_it_has():
     sink = waiting()
     assert sink.abort("s", 0.1) == [PullFailed("s", "aborted")]
     assert sink.receive(ADDRESS, ACCEPT, 0.2) == [
-        UseSource(ADDRESS, NUM_SOURCE_BLOCKS, OFFER),
+        USE,
         SendToSource(ADDRESS, Release("l", 0)),
     ]
 
@@ -426,7 +617,7 @@ def test_aborting_what_is_over_does_nothing(sink):
 
 def test_nothing_follows_the_end_of_a_pull():
     sink = releasing()
-    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.1) == [PullDone("s", "")]
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.1) == [PullDone("s", "zmq", 0.1, 0.1)]
     assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.2) == []
     assert sink.receive(ADDRESS, Ended("l", "unknown"), 0.2) == []
     assert sink.receive(ADDRESS, Ready("l", 0, [1]), 0.2) == []
@@ -442,7 +633,7 @@ def test_a_lease_is_renewed_while_its_sequence_waits_for_memory():
     for now_s in range(1, 100):
         assert sink.next_wake_s() == now_s
         assert sink.sweep(now_s - 0.1) == []
-        assert sink.sweep(now_s) == [to(Hold("l", 2))]
+        assert sink.sweep(now_s) == [to(Hold("l", 2, now_s))]
         sink.receive(ADDRESS, Ready("l", 2, []), now_s)
     assert sink.num_pulls == 1
 
@@ -451,7 +642,7 @@ def test_a_release_is_repeated_until_it_is_confirmed():
     sink = releasing()
     assert sink.sweep(1.0) == [to(Release("l", 0))]
     assert sink.sweep(2.0) == [to(Release("l", 0))]
-    assert sink.receive(ADDRESS, Ended("l", "released", 0), 2.1) == [PullDone("s", "")]
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 2.1) == [PullDone("s", "zmq", 2.1, 2.1)]
 
 
 def test_nothing_is_sent_to_a_source_that_has_not_answered():
@@ -481,14 +672,14 @@ def test_one_answer_a_deadline_keeps_a_source(sink):
 def test_a_sink_that_was_stopped_itself_blames_nobody():
     sink = attached()
     sink.receive(ADDRESS, Ready("l", 0, [7]), 0.0)
-    assert sink.sweep(1000.0) == [to(Hold("l", 1))]
+    assert sink.sweep(1000.0) == [to(Hold("l", 1, 1))]
     assert sink.num_pulls == 1
 
 
 def test_blocks_that_never_come_fail_the_pull_though_the_source_answers():
     sink = pulling()
     for now_s in range(1, 6):
-        assert sink.sweep(now_s) == [to(Hold("l", 4))]
+        assert to(Hold("l", 4, now_s)) in sink.sweep(now_s)
         sink.receive(ADDRESS, Ready("l", 4, []), now_s)
     assert sink.sweep(6.0) == [
         PullFailed("s", "source sends no blocks"),
@@ -499,8 +690,8 @@ def test_blocks_that_never_come_fail_the_pull_though_the_source_answers():
 def test_blocks_are_waited_for_while_the_source_sends_those_of_other_pulls():
     sink = pulling()
     for now_s in range(1, 20):
-        assert sink.sweep(now_s) == [to(Hold("l", 4))]
-        sink.receive(ADDRESS, Data("of another pull", [0], [0]), now_s)
+        assert sink.sweep(now_s) == [to(Hold("l", 4, now_s))]
+        sink.receive(ADDRESS, Data("of another pull", [0], 0), now_s)
     assert sink.sweep(19.0 + TIMING.silence_s)[0] == PullFailed("s", "source sends no blocks")
 
 

@@ -15,6 +15,7 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    Offers,
     Read,
     Ready,
     Release,
@@ -22,13 +23,15 @@ from kvtransfer.messages import (
     attach,
 )
 from kvtransfer.protocol import SendBlocks, SendToSink, SourceMachine, Timing
+from kvtransfer.wire import agree
 
 LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64), KVSection(1, 1, 64)))
 IDENTITY = Identity("model 1", LAYOUT)
 TIMING = Timing(ttl_s=30.0, hold_every_s=1.0, silence_s=6.0)
-OFFER = ShmOffer("boot", 1, 2, 3, 4096)
+OFFERS = Offers(shm=ShmOffer("boot", 1, 2, 3, 4096))
 GOOD = AttachBody("secret", "life of sink", "life of source", IDENTITY)
 SINK, OTHER, STRANGER = b"sink", b"other", b"stranger"
+WIRE = agree(IDENTITY, IDENTITY)
 
 
 def machine(*attached: bytes) -> SourceMachine:
@@ -37,7 +40,7 @@ def machine(*attached: bytes) -> SourceMachine:
         identity=IDENTITY,
         num_blocks=10,
         token="secret",
-        shm=OFFER,
+        offers=OFFERS,
         timing=TIMING,
     )
     for peer in attached:
@@ -50,7 +53,7 @@ def held(*ready: int, num_blocks: int = 4) -> SourceMachine:
     source = machine(SINK, OTHER)
     source.open("l", num_blocks, 0.0)
     source.grow("l", ready, 0.0)
-    source.receive(SINK, Hold("l", 0), 0.0)
+    source.receive(SINK, Hold("l", 0, 0), 0.0)
     return source
 
 
@@ -66,7 +69,7 @@ def answer(source: SourceMachine, message: object, peer: bytes = SINK, now_s: fl
 
 def test_a_sink_that_agrees_on_everything_is_attached():
     attached = answer(machine(), attach(GOOD))
-    assert attached == SendToSink(SINK, Attached("life of source", 10, OFFER))
+    assert attached == SendToSink(SINK, Attached("life of source", IDENTITY, 10, OFFERS))
 
 
 def changed(**fields: object) -> AttachBody:
@@ -85,7 +88,7 @@ def relaid(**fields: object) -> AttachBody:
         (changed(source="its former life"), "incarnation"),
         (changed(identity=Identity("model 2", LAYOUT)), "fingerprint"),
         (relaid(block_size=32), "layout.block_size"),
-        (relaid(kv_format=KVFormat.FP32), "layout.kv_format"),
+        (relaid(kv_format=KVFormat.INT8), "layout.kv_format"),
         (relaid(sections=LAYOUT.sections[:1]), "layout.sections"),
         (relaid(sections=(KVSection(2, 1, 64), KVSection(1, 2, 64))), "layout.sections"),
     ],
@@ -93,7 +96,7 @@ def relaid(**fields: object) -> AttachBody:
 def test_a_sink_that_differs_is_refused_by_the_name_of_the_field(body, field):
     source = machine()
     assert answer(source, attach(body)) == SendToSink(SINK, AttachRefused(field))
-    assert answer(source, Hold("l", 0)) == SendToSink(SINK, AttachRefused("attach"))
+    assert answer(source, Hold("l", 0, 0)) == SendToSink(SINK, AttachRefused("attach"))
 
 
 def test_every_field_of_a_layout_is_compared():
@@ -111,7 +114,7 @@ def test_a_body_that_is_none_is_refused():
     assert answer(machine(), broken) == SendToSink(SINK, AttachRefused("body"))
 
 
-@pytest.mark.parametrize("message", [Hold("l", 0), Read("l", [0]), Release("l", 0)])
+@pytest.mark.parametrize("message", [Hold("l", 0, 0), Read("l", [0]), Release("l", 0)])
 def test_a_sink_that_is_not_attached_gets_nothing(message):
     source = held(7)
     assert answer(source, message, peer=STRANGER) == SendToSink(STRANGER, AttachRefused("attach"))
@@ -121,14 +124,14 @@ def test_a_sink_that_is_not_attached_gets_nothing(message):
 def test_attaching_twice_changes_nothing():
     source = held(7)
     answer(source, attach(GOOD))
-    assert answer(source, Hold("l", 0)) == SendToSink(SINK, Ready("l", 0, [7]))
+    assert answer(source, Hold("l", 0, 0)) == SendToSink(SINK, Ready("l", 0, [7], 0))
 
 
 def test_the_number_of_attached_sinks_is_bounded(monkeypatch):
     monkeypatch.setattr("kvtransfer.protocol.MAX_ATTACHED_PEERS", 2)
     source = machine(b"a", b"b", b"c")
-    assert answer(source, Hold("l", 0), b"a") == SendToSink(b"a", AttachRefused("attach"))
-    assert answer(source, Hold("l", 0), b"c") == SendToSink(b"c", Ended("l", "unknown"))
+    assert answer(source, Hold("l", 0, 0), b"a") == SendToSink(b"a", AttachRefused("attach"))
+    assert answer(source, Hold("l", 0, 0), b"c") == SendToSink(b"c", Ended("l", "unknown"))
 
 
 # ---------------------------------------------------------------- growing and reading
@@ -144,22 +147,22 @@ def test_growing_is_told_to_the_holder_only():
     source = machine(SINK)
     source.open("l", 4, 0.0)
     assert source.grow("l", (7, 8), 0.0) == []
-    source.receive(SINK, Hold("l", 0), 0.0)
+    source.receive(SINK, Hold("l", 0, 0), 0.0)
     assert source.grow("l", (9,), 0.0) == [SendToSink(SINK, Ready("l", 2, [9]))]
 
 
 @pytest.mark.parametrize(
     ("num_known", "ready"),
     [
-        (0, Ready("l", 0, [7, 8, 9])),
-        (2, Ready("l", 2, [9])),
-        (3, Ready("l", 3, [])),
-        (99, Ready("l", 3, [])),
-        (-1, Ready("l", 0, [7, 8, 9])),
+        (0, Ready("l", 0, [7, 8, 9], 17)),
+        (2, Ready("l", 2, [9], 17)),
+        (3, Ready("l", 3, [], 17)),
+        (99, Ready("l", 3, [], 17)),
+        (-1, Ready("l", 0, [7, 8, 9], 17)),
     ],
 )
-def test_a_hold_is_answered_by_what_the_sink_does_not_know_yet(num_known, ready):
-    assert answer(held(7, 8, 9), Hold("l", num_known)) == SendToSink(SINK, ready)
+def test_a_hold_is_answered_with_its_stamp_by_what_the_sink_does_not_know_yet(num_known, ready):
+    assert answer(held(7, 8, 9), Hold("l", num_known, 17)) == SendToSink(SINK, ready)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,7 @@ def test_a_hold_is_answered_by_what_the_sink_does_not_know_yet(num_known, ready)
 )
 def test_a_read_is_answered_by_the_blocks_it_names(indices, blocks):
     effect = answer(held(7, 8, 9), Read("l", indices))
-    assert effect == SendBlocks(SINK, "l", tuple(indices), blocks)
+    assert effect == SendBlocks(SINK, WIRE, "l", tuple(indices), blocks)
 
 
 @pytest.mark.parametrize(
@@ -182,16 +185,28 @@ def test_a_read_of_what_is_not_ready_or_too_much_ends_the_lease(indices):
     assert source.num_leases == 0
 
 
-@pytest.mark.parametrize("message", [Hold("l", 0), Read("l", [0]), Release("l", 0)])
+@pytest.mark.parametrize("message", [Hold("l", 0, 0), Read("l", [0]), Release("l", 0)])
 def test_a_lease_has_one_holder(message):
     source = held(7)
     assert answer(source, message, peer=OTHER) == SendToSink(OTHER, Ended("l", "held by another"))
-    assert answer(source, Hold("l", 0)) == SendToSink(SINK, Ready("l", 0, [7]))
+    assert answer(source, Hold("l", 0, 0)) == SendToSink(SINK, Ready("l", 0, [7], 0))
 
 
-@pytest.mark.parametrize("message", [Hold("x", 0), Read("x", [0]), Release("x", 0)])
+@pytest.mark.parametrize("message", [Hold("x", 0, 0), Read("x", [0]), Release("x", 0)])
 def test_an_unknown_lease_is_reported_as_such(message):
     assert answer(held(7), message) == SendToSink(SINK, Ended("x", "unknown"))
+
+
+def test_blocks_may_be_sent_as_long_as_their_reader_holds_the_lease():
+    source = held(7)
+    read = answer(source, Read("l", [0]))
+    assert source.may_send(read)
+    source.revoke("l", 1.0)
+    assert not source.may_send(read)
+    source.open("l", 1, 1.0)
+    source.grow("l", (9,), 1.0)
+    source.receive(OTHER, Hold("l", 0, 0), 1.0)
+    assert not source.may_send(read)
 
 
 # ---------------------------------------------------------------- ends
@@ -257,7 +272,7 @@ def test_a_lease_without_a_sign_of_its_sink_expires():
 @pytest.mark.parametrize(
     "sign",
     [
-        lambda source, now_s: source.receive(SINK, Hold("l", 1), now_s),
+        lambda source, now_s: source.receive(SINK, Hold("l", 1, 0), now_s),
         lambda source, now_s: source.receive(SINK, Read("l", [0]), now_s),
         lambda source, now_s: source.grow("l", (8,), now_s),
     ],
@@ -274,7 +289,7 @@ def test_a_lease_lives_from_its_last_sign(sign):
 @pytest.mark.parametrize("peer", [OTHER, STRANGER])
 def test_nobody_but_the_holder_keeps_a_lease_alive(peer):
     source = held(7)
-    source.receive(peer, Hold("l", 0), 20.0)
+    source.receive(peer, Hold("l", 0, 0), 20.0)
     assert source.sweep(TIMING.ttl_s)[0] == LeaseEnded("l", "expired")
 
 

@@ -1,0 +1,116 @@
+"""Copies of many records in one call: from any rows of one array to any rows of another."""
+
+from array import array
+from collections.abc import Sequence
+from ctypes import byref
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtransfer.memory import Blocks
+from kvtransfer.native.library import Records, kernels, records_struct
+from kvtransfer.records import Piece
+
+Ids = Sequence[int] | npt.NDArray[np.int64]
+
+
+class _Side(NamedTuple):
+    """One end of the copies: an array of records, and which of them; None for 0, 1, 2, …"""
+
+    records: Blocks
+    ids: "array[int] | None"  # 64 bits each; unlike numpy's, made and located in no time
+
+    @property
+    def num_named(self) -> int:
+        return len(self.records if self.ids is None else self.ids)
+
+
+def copy_records(
+    sink: Blocks,
+    sink_ids: Ids | None,
+    source: Blocks,
+    source_ids: Ids | None,
+    pieces: Sequence[Piece],
+) -> None:
+    """Copies the pieces of each record `source_ids[i]` to the record `sink_ids[i]`.
+
+    None stands for 0, 1, 2, …, as many as the other side names. The arrays do not overlap; a
+    record's bytes are contiguous, records need not be. Other threads run meanwhile.
+
+    Raises, before anything is written, IndexError where an id or a piece is out of bounds, and
+    ValueError where the arrays are not of that kind or the sides name different numbers of records.
+    """
+    _check_arrays(sink, source)
+    to, of = _Side(sink, _numbers(sink_ids)), _Side(source, _numbers(source_ids))
+    count = _count(to, of)
+    if not _copy_natively(to, of, count, pieces):
+        _check_bounds(to, count, [(piece.sink_offset, piece.num_bytes) for piece in pieces])
+        _check_bounds(of, count, [(piece.source_offset, piece.num_bytes) for piece in pieces])
+        _copy_one_by_one(to, of, count, pieces)
+
+
+def _copy_natively(to: _Side, of: _Side, count: int, pieces: Sequence[Piece]) -> bool:
+    """Whether it did: not without C++, nor where anything is out of bounds."""
+    library = kernels()
+    if library is None:
+        return False
+    table = array("q")
+    for piece in pieces:
+        table.extend((piece.source_offset, piece.sink_offset, piece.num_bytes))
+    address, _ = table.buffer_info()
+    sides = byref(_struct(to)), byref(_struct(of))
+    return bool(library.baton_copy_records(*sides, count, address, len(pieces)))
+
+
+def _copy_one_by_one(to: _Side, of: _Side, count: int, pieces: Sequence[Piece]) -> None:
+    for i in range(count):
+        sink = to.records[i if to.ids is None else to.ids[i]]
+        source = of.records[i if of.ids is None else of.ids[i]]
+        for piece in pieces:
+            place = slice(piece.sink_offset, piece.sink_offset + piece.num_bytes)
+            origin = slice(piece.source_offset, piece.source_offset + piece.num_bytes)
+            sink[place] = source[origin]
+
+
+def _check_arrays(sink: Blocks, source: Blocks) -> None:
+    for name, records in (("sink", sink), ("source", source)):
+        if not (records.dtype == np.uint8 and records.ndim == 2 and records[:1].flags.c_contiguous):
+            raise ValueError(f"the {name} is not made of records of bytes")
+    if not sink.flags.writeable:
+        raise ValueError("the sink is read-only")
+
+
+def _numbers(ids: Ids | None) -> "array[int] | None":
+    if isinstance(ids, np.ndarray):
+        return array("q", ids.astype(np.int64, copy=False).tobytes())
+    try:
+        return None if ids is None else array("q", ids)
+    except OverflowError as error:
+        raise IndexError(f"no record has such a number: {error}") from error
+
+
+def _count(to: _Side, of: _Side) -> int:
+    """How many records both sides name."""
+    if to.ids is None and of.ids is not None:
+        return of.num_named
+    if of.ids is None and to.ids is not None:
+        return to.num_named
+    if to.num_named != of.num_named:
+        raise ValueError(f"{to.num_named} records at the sink, {of.num_named} at the source")
+    return to.num_named
+
+
+def _check_bounds(side: _Side, count: int, ranges: Sequence[tuple[int, int]]) -> None:
+    """Raises IndexError; `ranges` within a record are (offset, bytes)."""
+    num_records, record_bytes = side.records.shape
+    for number in range(count) if side.ids is None else side.ids:
+        if not 0 <= number < num_records:
+            raise IndexError(f"record {number} of {num_records}")
+    for offset, num_bytes in ranges:
+        if not 0 <= offset <= offset + num_bytes <= record_bytes:
+            raise IndexError(f"{num_bytes} bytes from {offset} on, of {record_bytes} in a record")
+
+
+def _struct(side: _Side) -> Records:
+    return records_struct(side.records, None if side.ids is None else side.ids.buffer_info()[0])

@@ -1,0 +1,119 @@
+"""The C++ functions as Python sees them: structures, signatures, and the loaded library.
+
+Structures mirror those of the same names in src/*.h, field by field. They hold addresses, so
+whoever makes one keeps the arrays alive.
+"""
+
+import ctypes
+import logging
+from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.layout import KVFormat
+from engine.native_build import BuildError, Sources, built_library
+
+log = logging.getLogger(__name__)
+
+FORMATS = {
+    KVFormat.FP32: 0,
+    KVFormat.BF16: 1,
+    KVFormat.FP8_E4M3: 2,
+    KVFormat.INT8: 3,
+    KVFormat.INT4: 4,
+}
+SOURCES = Sources("transfer", Path(__file__).parent / "src", "transfer.cpp")
+
+
+class Records(Structure):
+    """Rows of bytes, and which of them."""
+
+    _fields_ = (
+        ("bytes", c_void_p),
+        ("stride", c_int64),
+        ("num_records", c_int64),
+        ("record_bytes", c_int64),
+        ("ids", c_void_p),
+    )
+
+
+class Heads(Structure):
+    """How one section lies in records of one format."""
+
+    _fields_ = (
+        ("section_offset", c_int64),
+        ("head_bytes", c_int64),
+        ("token_bytes", c_int64),
+        ("scales_offset", c_int64),
+    )
+
+
+class Section(Structure):
+    """One section of two records of different formats."""
+
+    _fields_ = (
+        ("source", Heads),
+        ("sink", Heads),
+        ("num_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "baton_copy_records": (
+        c_int32,
+        (POINTER(Records), POINTER(Records), c_int64, c_void_p, c_int64),
+    ),
+    "baton_convert_records": (
+        None,
+        (
+            POINTER(Section),
+            c_int64,
+            c_int64,
+            c_int32,
+            c_int32,
+            POINTER(Records),
+            POINTER(Records),
+        ),
+    ),
+}
+
+
+def records_struct(records: npt.NDArray[np.uint8], ids_address: int | None = None) -> Records:
+    """`records` [n, record_bytes] uint8, bytes of a record side by side, for C++."""
+    num_records, record_bytes = records.shape
+    return Records(
+        bytes=records.ctypes.data,
+        stride=records.strides[0],
+        num_records=num_records,
+        record_bytes=record_bytes,
+        ids=ids_address,
+    )
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library in `path`, its functions declared."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+@cache
+def kernels() -> ctypes.CDLL | None:
+    """The library for this machine, built if need be; None, with a warning, where it cannot be."""
+    try:
+        return open_library(built_library(SOURCES))
+    except (BuildError, OSError) as error:
+        log.warning("KV is copied and converted by numpy, C++ is not available: %s", error)
+        return None
+
+
+def is_native() -> bool:
+    """Whether C++ does the work; builds the library if that has not been tried yet."""
+    return kernels() is not None

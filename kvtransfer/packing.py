@@ -1,0 +1,30 @@
+"""Blocks of a pool to and from the records that travel: what `Wire` says, carried out on bytes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.blocks import BlockId
+from kvtransfer.formats import convert
+from kvtransfer.memory import Blocks
+from kvtransfer.native.copying import copy_records
+from kvtransfer.wire import Wire
+
+
+def pack(wire: Wire, pool: Blocks, block_ids: Sequence[int], out: Blocks) -> None:
+    """Blocks of the source's pool as records [num_blocks, wire.record_bytes] in `out`."""
+    if wire.stored.kv_format == wire.travels_as:
+        copy_records(out, None, pool, block_ids, wire.packing)
+        return
+    stored = np.empty((len(block_ids), wire.stored.block_bytes), np.uint8)
+    copy_records(stored, None, pool, block_ids, wire.packing)
+    convert(stored, wire.stored, wire.travels_as, out=out)
+
+
+def unpack(
+    wire: Wire, records: Blocks, rows: Sequence[int], pool: Blocks, block_ids: Sequence[BlockId]
+) -> None:
+    """These rows of `records` [num_records, wire.record_bytes] to blocks of the sink's pool."""
+    if wire.travels_as != wire.wanted.kv_format:
+        records = convert(records, wire.layout, wire.wanted.kv_format)
+    copy_records(pool, block_ids, records, rows, wire.unpacking)

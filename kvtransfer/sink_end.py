@@ -1,0 +1,325 @@
+"""The sink's side of an endpoint: a DEALER socket and a reader for each source.
+
+A connection keeps its routing id when it breaks and is made again, so that the source knows the
+sink and its leases, and a pull goes on from the blocks that it has.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from engine.clock import Clock
+from engine.errors import ProtocolError
+from engine.events import PullDone, PullFailed
+from engine.messages import SeqId
+from kvtransfer.memory import Blocks, ShmUnavailable, map_offer
+from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
+from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
+from kvtransfer.protocol import (
+    CloseSource,
+    Fetch,
+    SendToSource,
+    SinkEffect,
+    SinkMachine,
+    Timing,
+    UseSource,
+)
+from kvtransfer.readers import (
+    FRAME_BYTES,
+    Arrived,
+    News,
+    OneSidedReader,
+    Reader,
+    ShmReader,
+    Transport,
+    ZmqReader,
+)
+from kvtransfer.source_end import MAX_MESSAGE_BYTES, set_heartbeat
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_TURN = 64  # of one source, before the others and the deadlines have their turn
+WAYS = {  # in order of preference
+    Transport.AUTO: (Transport.SHM, Transport.NIXL, Transport.ZMQ),
+    Transport.SHM: (Transport.SHM,),
+    Transport.NIXL: (Transport.NIXL,),
+    Transport.ZMQ: (Transport.ZMQ,),
+}
+
+
+class Unfit(Exception):
+    """A source cannot be read that way; the message says why."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connection to a source; `reader` is there when it has accepted us."""
+
+    socket: "zmq.Socket[bytes]"
+    reader: Reader | None = None
+
+
+class SinkEnd:
+    """Performs what the sink's machine decides. Owned by the transfer thread."""
+
+    def __init__(  # noqa: PLR0913 - wiring
+        self,
+        machine: SinkMachine,
+        pool: Blocks,
+        *,
+        transport: Transport,
+        timing: Timing,
+        clock: Clock,
+        nixl: NixlAgent | None,
+        on_end: Callable[[PullDone | PullFailed], None],
+        count: Callable[[str, float], None],
+    ) -> None:
+        self._machine = machine
+        self._pool = pool
+        self._transport = transport
+        self._timing = timing
+        self._clock = clock
+        self._nixl = nixl
+        self._on_end = on_end
+        self._count = count
+        self._links: dict[str, _Link] = {}
+        self._ending: dict[SeqId, tuple[Reader, PullFailed]] = {}  # something is still written
+        self._closing: list[OneSidedReader] = []
+
+    def open(self, context: "zmq.Context[zmq.Socket[bytes]]", poller: zmq.Poller) -> None:
+        """Connections are made with that context, and watched by that poller."""
+        self._context = context
+        self._poller = poller
+
+    def close(self) -> None:
+        """Closes every connection and lets go of the pool and of the sources' memory."""
+        for address in list(self._links):
+            self._close_link(address)
+        del self._pool
+
+    @property
+    def must_poll(self) -> bool:
+        """Whether a read is under way of which no socket tells."""
+        one_sided = [*self._readers(OneSidedReader), *self._closing]
+        return any(reader.num_reads for reader in one_sided)
+
+    # ------------------------------------------------------------ what comes
+
+    def receive(self) -> None:
+        """Takes what sources have sent, and what has been read from them."""
+        for address in list(self._links):
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                if not self._receive_one(address):
+                    break
+        for reader in [*self._readers(OneSidedReader), *self._closing]:
+            for news in reader.poll():
+                self.perform(self._take_news(news))
+        self._end_pulls()
+
+    def _receive_one(self, address: str) -> bool:
+        """Takes one message, if there is one."""
+        link = self._links.get(address)
+        if link is None:
+            return False
+        try:
+            header = link.socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        now_s = self._clock.now_s()
+        try:
+            message = decode_to_sink(header)
+            news = self._receive_payload(link, address, message)
+        except ProtocolError as error:
+            self._count("bad_messages", 1)
+            log.warning("%s is sent away: %s", address, error)
+            self.perform(self._machine.refuse_source(address, "source sends nonsense"))
+            return False
+        self.perform(self._machine.receive(address, message, now_s))
+        if news is not None:
+            self.perform(self._take_news(news))
+        return True
+
+    def _receive_payload(self, link: _Link, address: str, message: ToSink) -> News | None:
+        """Receives the records of a Data, checks them and puts them in their places."""
+        if not isinstance(message, Data):
+            if link.socket.get(zmq.RCVMORE):
+                raise ProtocolError("unexpected payload")
+            return None
+        if not link.socket.get(zmq.RCVMORE):
+            raise ProtocolError("Data without its payload")
+        frame = link.socket.recv(copy=False)
+        if link.socket.get(zmq.RCVMORE):
+            raise ProtocolError("Data has too many frames")
+        if not isinstance(link.reader, ZmqReader):
+            raise ProtocolError("Data that nobody asked for")
+        return link.reader.take(message, frame.buffer, self._machine.places(address, message))
+
+    def _take_news(self, news: News) -> list[SinkEffect]:
+        now_s = self._clock.now_s()
+        if isinstance(news, Arrived):
+            self._count("pulled_blocks", len(news.indices))
+            self._count("pulled_bytes", len(news.indices) * self._pool.shape[1])
+            return self._machine.fetched(
+                news.lease_id, news.indices, now_s, sent_by_source=news.sent_by_source
+            )
+        log.warning("blocks of lease %s did not come: %s", news.lease_id, news.reason)
+        self._count(f"failed_fetches:{news.reason.split(':')[0].replace(' ', '_')}", 1)
+        if news.damaged:
+            return self._machine.damaged(news.lease_id, news.indices, now_s)
+        return self._machine.fetch_failed(news.lease_id, news.reason, now_s)
+
+    # ------------------------------------------------------------ what follows
+
+    def perform(self, effects: list[SinkEffect]) -> None:
+        """Carries effects out, and what follows from them."""
+        todo = list(effects)
+        while todo:
+            effect = todo.pop(0)
+            match effect:
+                case SendToSource():
+                    self._send(effect.address, effect.message)
+                case UseSource():
+                    todo += self._use_source(effect)
+                case Fetch():
+                    reader = self._links[effect.address].reader
+                    assert reader is not None, "blocks of a source that has not accepted us"
+                    for news in reader.fetch(effect):
+                        todo += self._take_news(news)
+                case CloseSource():
+                    self._close_link(effect.address)
+                case PullDone():
+                    self._count("pulls_done", 1)
+                    self._count("transfer_seconds", effect.transfer_s)
+                    self._count("exposed_seconds", effect.exposed_s)
+                    self._on_end(effect)
+                case PullFailed():
+                    self._fail(effect)
+
+    def _fail(self, failed: PullFailed) -> None:
+        """Reports a failed pull, as soon as nothing writes to its blocks any more."""
+        self._count(f"pulls_failed:{failed.reason.split(':')[0].replace(' ', '_')}", 1)
+        for reader in [*self._readers(OneSidedReader), *self._closing]:
+            if reader.is_writing(failed.seq_id):
+                reader.cancel(failed.seq_id)
+                self._ending[failed.seq_id] = (reader, failed)
+                return
+        self._on_end(failed)
+
+    def _end_pulls(self) -> None:
+        for seq_id, (reader, failed) in list(self._ending.items()):
+            if not reader.is_writing(seq_id):
+                del self._ending[seq_id]
+                self._on_end(failed)
+        for reader in [reader for reader in self._closing if not reader.num_reads]:
+            self._closing.remove(reader)
+            reader.close()
+
+    # ------------------------------------------------------------ sources
+
+    def _use_source(self, use: UseSource) -> list[SinkEffect]:
+        link = self._links[use.address]
+        if link.reader is not None:
+            return []  # it answered twice
+        refused: list[str] = []
+        for way in WAYS[self._transport]:
+            try:
+                link.reader = self._open_reader(way, use)
+            except Unfit as error:
+                refused.append(f"{way}: {error}")
+                continue
+            self._machine.use_transport(use.address, link.reader.means)
+            why = "; ".join(refused) or "the first choice"
+            log.info("pulling from %s over %s (%s)", use.address, way, why)
+            return []
+        log.warning("not pulling from %s: %s", use.address, "; ".join(refused))
+        return self._machine.refuse_source(use.address, f"no transport: {refused[-1]}")
+
+    def _open_reader(self, way: Transport, use: UseSource) -> Reader:
+        """Raises Unfit."""
+        match way:
+            case Transport.SHM:
+                return self._open_shm(use)
+            case Transport.NIXL:
+                return self._open_nixl(use)
+        return ZmqReader(use.wire, self._pool, lambda read: self._send(use.address, read))
+
+    def _open_shm(self, use: UseSource) -> Reader:
+        offer = use.source.offers.shm
+        if offer is None:
+            self._fall_back(Transport.SHM, "not_offered")
+            raise Unfit("source offers no shared memory")
+        try:
+            block_bytes = use.source.identity.layout.block_bytes
+            blocks = map_offer(offer, use.source.num_blocks, block_bytes)
+        except ShmUnavailable as error:
+            self._fall_back(Transport.SHM, "unavailable")
+            raise Unfit(str(error)) from error
+        return ShmReader(use.wire, blocks, self._pool)
+
+    def _open_nixl(self, use: UseSource) -> Reader:
+        offer = use.source.offers.nixl
+        if self._nixl is None:
+            raise Unfit("no RDMA device here")
+        if offer is None:
+            self._fall_back(Transport.NIXL, "not_offered")
+            raise Unfit("source is not on NIXL")
+        if use.wire.pieces is None:
+            self._fall_back(Transport.NIXL, "formats_differ")
+            raise Unfit("KV formats differ, and a one-sided read converts nothing")
+        try:
+            reader = self._nixl.connect(
+                offer,
+                use.source.num_blocks,
+                record_bytes=use.source.identity.layout.block_bytes,
+                pieces=use.wire.pieces,
+            )
+        except NixlUnavailable as error:
+            self._fall_back(Transport.NIXL, "unavailable")
+            raise Unfit(str(error)) from error
+        return OneSidedReader(use.wire, reader)
+
+    def _fall_back(self, way: Transport, reason: str) -> None:
+        self._count(f"fallbacks:{way}_{reason}", 1)
+
+    def _readers(self, kind: type[OneSidedReader]) -> list[OneSidedReader]:
+        readers = [link.reader for link in self._links.values()]
+        return [reader for reader in readers if isinstance(reader, kind)]
+
+    # ------------------------------------------------------------ sockets
+
+    def _send(self, address: str, message: ToSource) -> None:
+        try:
+            link = self._links.get(address) or self._open_link(address)
+            link.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._count("unsent_messages", 1)  # the source counts as silent soon
+            log.warning("a message to %s was not sent: %s", address, error)
+
+    def _open_link(self, address: str) -> _Link:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.ROUTING_ID, b"sink" + secrets.token_bytes(12))
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.MAXMSGSIZE, max(self._pool.shape[1], FRAME_BYTES, MAX_MESSAGE_BYTES))
+        set_heartbeat(socket, self._timing)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        link = self._links[address] = _Link(socket)
+        self._poller.register(socket, zmq.POLLIN)
+        return link
+
+    def _close_link(self, address: str) -> None:
+        link = self._links.pop(address, None)
+        if link is None:
+            return
+        self._poller.unregister(link.socket)
+        link.socket.close(linger=0)
+        if isinstance(link.reader, OneSidedReader) and link.reader.num_reads:
+            self._closing.append(link.reader)
+        elif link.reader is not None:
+            link.reader.close()

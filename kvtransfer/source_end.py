@@ -1,0 +1,233 @@
+"""The source's side of an endpoint: a ROUTER socket to which sinks connect.
+
+Blocks are gathered into staging buffers, from which ZeroMQ sends without another copy. So what a
+source holds for its sinks is bounded by its buffers: reads wait, sink by sink, until one is free.
+A read whose lease ended meanwhile is dropped, for its sink has been told so.
+"""
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import zmq
+
+from engine.errors import ProtocolError
+from engine.events import LeaseEnded
+from kvtransfer.memory import Blocks
+from kvtransfer.messages import Data, ToSource, decode_to_source, encode
+from kvtransfer.packing import pack
+from kvtransfer.protocol import (
+    Peer,
+    SendBlocks,
+    SendToSink,
+    SourceEffect,
+    SourceMachine,
+    Timing,
+)
+from kvtransfer.readers import FRAME_BYTES, checksum, num_records
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 2**20  # of a sink; it sends no payload
+MAX_MESSAGES_PER_TURN = 64  # before sources and deadlines have their turn
+MAX_FRAMES_PER_TURN = 16  # to each sink
+MAX_BUFFERS_PER_SINK = 3  # one being filled while ZeroMQ sends from the others: they stay in caches
+MAX_BUFFERS = 64
+MAX_QUEUED_READS = 256  # of one sink; it asks again for what is lost
+
+
+class Staging:
+    """Buffers of one frame each, used again when ZeroMQ has sent what is in them."""
+
+    def __init__(self) -> None:
+        self._free: list[Blocks] = []
+        self._sending: list[tuple[zmq.MessageTracker, Peer, Blocks]] = []  # oldest first
+
+    def take(self, peer: Peer, num_bytes: int) -> Blocks | None:
+        """A buffer for that sink, of at least so many bytes; None while it must wait."""
+        self._free += [buffer for tracker, _, buffer in self._sending if tracker.done]
+        self._sending = [lent for lent in self._sending if not lent[0].done]
+        if sum(holder == peer for _, holder, _ in self._sending) >= MAX_BUFFERS_PER_SINK:
+            return None
+        while self._free:
+            buffer = self._free.pop()
+            if buffer.nbytes >= num_bytes:
+                return buffer
+        if len(self._sending) >= MAX_BUFFERS:
+            return None
+        return np.empty(max(num_bytes, FRAME_BYTES), np.uint8)
+
+    def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
+        """The buffer is being sent from."""
+        self._sending.append((tracker, peer, buffer))
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the oldest buffer is sent, but no longer than that."""
+        if self._sending:
+            with contextlib.suppress(zmq.NotDone):
+                self._sending[0][0].wait(timeout_s)
+
+
+class SourceEnd:
+    """Performs what the source's machine decides. Owned by the transfer thread."""
+
+    def __init__(
+        self,
+        machine: SourceMachine,
+        pool: Blocks,
+        *,
+        timing: Timing,
+        on_ended: Callable[[LeaseEnded], None],
+        count: Callable[[str], None],
+    ) -> None:
+        self._machine = machine
+        self._pool = pool
+        self._timing = timing
+        self._on_ended = on_ended
+        self._count = count
+        self._staging = Staging()
+        self._queued: dict[Peer, deque[SendBlocks]] = {}
+
+    def open(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str) -> str:
+        """Binds the socket; returns where sinks connect."""
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
+        self.socket.set(zmq.ROUTER_HANDOVER, 1)  # a sink that comes back is the same sink
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.SNDHWM, 0)  # bounded by the staging buffers
+        self.socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        set_heartbeat(self.socket, self._timing)
+        port = self.socket.bind_to_random_port(f"tcp://{host}")
+        return f"tcp://{host}:{port}"
+
+    def close(self) -> None:
+        """Closes the socket and lets go of the pool; what was not sent is dropped."""
+        self.socket.close(linger=0)
+        del self._pool
+
+    @property
+    def has_work(self) -> bool:
+        """Whether blocks wait to be sent."""
+        return bool(self._queued)
+
+    def receive(self, handle: Callable[[Peer, ToSource], None]) -> None:
+        """Takes what sinks have sent, but not for ever. Who sends nonsense is sent away."""
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            try:
+                peer = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode_to_source(self._only_frame())
+            except ProtocolError as error:
+                self._count("bad_messages")
+                log.warning("a sink is sent away: %s", error)
+                self.perform(self._machine.send_away(peer))
+                continue
+            handle(peer, message)
+
+    def _only_frame(self) -> bytes:
+        frame = self.socket.recv() if self.socket.get(zmq.RCVMORE) else b""
+        if not self.socket.get(zmq.RCVMORE):
+            return frame
+        drain(self.socket)
+        raise ProtocolError("a sink's message has one frame")
+
+    def perform(self, effects: list[SourceEffect]) -> None:
+        """Carries effects out; blocks wait for `send_blocks`."""
+        for effect in effects:
+            match effect:
+                case SendToSink():
+                    self._send(effect.peer, encode(effect.message))
+                case SendBlocks():
+                    self._queue(effect)
+                case LeaseEnded():
+                    self._count(f"leases_ended:{effect.reason.replace(' ', '_')}")
+                    self._on_ended(effect)
+
+    def send_blocks(self) -> None:
+        """Sends a frame to each sink that waits, in turn, as far as there are buffers."""
+        for _ in range(MAX_FRAMES_PER_TURN):
+            if not sum(self._send_next(peer) for peer in list(self._queued)):
+                return
+
+    def _send_next(self, peer: Peer) -> bool:
+        """Sends the first of the frames that a sink waits for; False if it has to wait on."""
+        queue = self._queued[peer]
+        read = queue[0]
+        num = num_records(FRAME_BYTES, read.wire)
+        if self._machine.may_send(read) and not self._send_frame(_first(read, num)):
+            return False
+        queue.popleft()
+        if len(read.indices) > num:
+            queue.appendleft(_without_first(read, num))
+        if not queue:
+            del self._queued[peer]
+        return True
+
+    def wait_for_buffer(self, timeout_s: float) -> None:
+        """Waits for what keeps `send_blocks` from going on."""
+        self._staging.wait(timeout_s)
+
+    def _queue(self, read: SendBlocks) -> None:
+        queue = self._queued.setdefault(read.peer, deque())
+        if len(queue) >= MAX_QUEUED_READS:
+            self._count("dropped_reads")
+            log.warning("a sink asks for more than it takes")
+            return
+        queue.append(read)
+
+    def _send_frame(self, read: SendBlocks) -> bool:
+        """Sends blocks in one Data; False if they have to wait."""
+        num_bytes = len(read.block_ids) * read.wire.record_bytes
+        buffer = self._staging.take(read.peer, num_bytes)
+        if buffer is None:
+            return False
+        payload = buffer[:num_bytes]
+        records = payload.reshape(len(read.block_ids), read.wire.record_bytes)
+        pack(read.wire, self._pool, read.block_ids, records)
+        data = Data(read.lease_id, list(read.indices), checksum(payload.data))
+        tracker = self._send(read.peer, encode(data), payload.data)
+        if tracker is not None:
+            self._staging.lend(buffer, read.peer, tracker)
+        return True
+
+    def _send(self, peer: Peer, header: bytes, payload: Any = None) -> zmq.MessageTracker | None:
+        """Sends a message; with a payload, what tells when ZeroMQ needs it no longer."""
+        try:
+            self.socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            if payload is None:
+                self.socket.send(header, zmq.NOBLOCK)
+                return None
+            self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+            tracker = self.socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
+            assert isinstance(tracker, zmq.MessageTracker)
+            return tracker
+        except zmq.ZMQError as error:
+            self._count("unsent_messages")  # the sink's deadline or the lease's deals with it
+            log.warning("a message to a sink was not sent: %s", error)
+            return None
+
+
+def _first(read: SendBlocks, num: int) -> SendBlocks:
+    return replace(read, indices=read.indices[:num], block_ids=read.block_ids[:num])
+
+
+def _without_first(read: SendBlocks, num: int) -> SendBlocks:
+    return replace(read, indices=read.indices[num:], block_ids=read.block_ids[num:])
+
+
+def drain(socket: "zmq.Socket[bytes]") -> None:
+    """Drops the rest of a message, frame by frame: it may have any number of them."""
+    while socket.get(zmq.RCVMORE):
+        socket.recv(copy=False)
+
+
+def set_heartbeat(socket: "zmq.Socket[bytes]", timing: Timing) -> None:
+    """Connections to a peer that does not answer are closed, and their messages let go."""
+    socket.set(zmq.HEARTBEAT_IVL, max(1, int(1000 * timing.hold_every_s)))
+    socket.set(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * timing.silence_s)))

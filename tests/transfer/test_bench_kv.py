@@ -1,0 +1,110 @@
+"""`bench kv` over real movers, with pools of a few blocks."""
+
+import importlib.util
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from bench import kv_handoff
+from bench.driven import DrivenFailed
+from bench.kv import measure
+from bench.kv_handoff import ServerFailed
+from bench.kv_movers import Mover, WrongBytes, mover_of
+from bench.kv_plan import KIB, HandoffPlan, KvPlan, cases_of, pulls_of
+from bench.kv_results import PHASES, TRANSFER, Measured, results, warnings
+from bench.machine import hardware
+from bench.report import Report, to_json
+
+PLAN = KvPlan(
+    block_sizes=(16 * KIB, 64 * KIB),
+    backends=("shm", "zmq"),
+    num_repeats=2,
+    handoff=None,
+    total_bytes=1024 * KIB,
+)
+HAS_NIXL = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
+
+
+def test_a_run_verifies_every_case_and_reports_in_the_shape_of_all_benchmarks(monkeypatch):
+    verified = []
+    verify = Mover.verify
+
+    def watched(mover, way, case, pull):
+        verify(mover, way, case, pull)
+        verified.append((mover.name, way, case))
+
+    monkeypatch.setattr(Mover, "verify", watched)
+    measured = measure(PLAN)
+    assert measured.missing == ()
+    assert set(verified) == {(key.mover, key.way, key.case) for key in measured.seconds}
+    assert {mover for mover, _, _ in verified} == {"shm", "zmq", "memcpy", "tcp"}
+    found = results(PLAN, measured)
+    report = Report("kv", "abc", hardware(), PLAN.seed, {}, found)
+    decoded = {one["name"]: one for one in json.loads(to_json(report))["results"]}
+    assert {"shm/16KiB", "shm/16KiB/16", "zmq/64KiB", "memcpy/64KiB"} < set(decoded)
+    for name in ("shm/64KiB", "zmq/16KiB"):
+        one = decoded[name]
+        assert set(one) == {"name", "value", "unit", "runs", "limit", "of_limit", "peers"}
+        assert len(one["runs"]) == 2
+        assert 0 < one["of_limit"] == pytest.approx(one["value"] / one["limit"])
+    assert decoded["zmq/64KiB/latency"]["unit"] == "µs"
+
+
+@contextmanager
+def opened(name):
+    mover = mover_of(name, PLAN)
+    try:
+        mover.start()
+        yield mover, mover.open(PLAN)["ways"]
+    finally:
+        mover.close()
+
+
+@pytest.mark.parametrize("name", ["shm", "zmq", "memcpy", "tcp"])
+def test_other_blocks_than_those_asked_for_are_noticed(name, monkeypatch):
+    case = cases_of(PLAN)[-1]
+    pull = pulls_of(PLAN, case, 0)[0]
+    move = Mover.move
+
+    def move_others(mover, way, case, pulls):
+        return move(mover, way, case, [replace(p, source_blocks=p.blocks) for p in pulls])
+
+    with opened(name) as (mover, ways):
+        mover.verify(ways[0], case, pull)
+        monkeypatch.setattr(Mover, "move", move_others)
+        with pytest.raises(WrongBytes, match=f"{name}.* moved wrong bytes at 64KiB"):
+            mover.verify(ways[0], case, pull)
+
+
+def test_a_backend_that_is_not_there_says_why():
+    with pytest.raises(DrivenFailed, match="'pigeon' is not a valid Transport"), opened("pigeon"):
+        pass
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="neither nixl_cu12 nor nixl_cu13 is installed")
+def test_bare_nixl_moves_what_it_is_asked_to():
+    with opened("bare_nixl") as (mover, ways):
+        for way in ways:
+            for case in cases_of(PLAN):
+                mover.verify(way, case, pulls_of(PLAN, case, 0)[0])
+
+
+@pytest.mark.torch
+def test_a_handoff_is_told_phase_by_phase():
+    plan = HandoffPlan("tiny", ("shm",), num_requests=2, num_repeats=1, prompt_len=200)
+    handoffs = kv_handoff.measure(plan, "shm", seed=0)
+    [timelines] = handoffs.repetitions
+    assert len(timelines) == 2
+    assert handoffs.num_failed == 0
+    for timeline in timelines:
+        assert {*PHASES, *TRANSFER} <= set(timeline)
+        assert 0 <= timeline["kv_exposed"] <= timeline["kv_transfer"]
+    assert warnings(Measured({}), [handoffs]) == []
+
+
+@pytest.mark.torch
+def test_a_server_that_does_not_start_says_why(tmp_path):
+    with pytest.raises(ServerFailed, match=r"config\.json"), kv_handoff.serving(tmp_path, "shm"):
+        pass

@@ -1,0 +1,162 @@
+"""Workers that hold KV differently: other formats, other shares of the heads."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.events import PullFailed
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import SeqId
+from kvtransfer.formats import convert
+from kvtransfer.readers import Transport
+from kvtransfer.records import Shard
+from tests.transfer.endpoints import NUM_BLOCKS, is_done, worker
+
+FP32 = KVLayout(16, KVFormat.FP32, (KVSection(2, 4, 16), KVSection(1, 4, 8)))
+HERE, THERE = [5, 0, 9, 3], [7, 8, 1, 100]
+PAIRS = list(enumerate(HERE))
+
+
+def in_format(kv_format: KVFormat, layout: KVLayout = FP32) -> KVLayout:
+    return msgspec.structs.replace(layout, kv_format=kv_format)
+
+
+def sharded(size: int, layout: KVLayout = FP32) -> KVLayout:
+    sections = tuple(
+        msgspec.structs.replace(section, num_kv_heads=section.num_kv_heads // size)
+        for section in layout.sections
+    )
+    return msgspec.structs.replace(layout, sections=sections)
+
+
+def numbers(layout: KVLayout, seed: int) -> np.ndarray:
+    """Blocks of finite numbers in that format."""
+    rng = np.random.default_rng(seed)
+    floats = rng.standard_normal((NUM_BLOCKS, FP32.block_bytes // 4), dtype=np.float32)
+    return convert(floats.view(np.uint8), FP32, layout.kv_format)
+
+
+@pytest.mark.parametrize("transport", [Transport.SHM, Transport.ZMQ])
+@pytest.mark.parametrize(
+    ("stored", "wire", "wanted"),
+    [
+        ("fp32", "int8", "int8"),
+        ("bf16", "int4", "int4"),
+        ("fp32", "fp8_e4m3", "fp8_e4m3"),
+        ("fp32", "bf16", "bf16"),
+        ("bf16", None, "fp32"),
+        ("fp32", "int8", "fp32"),
+        ("int8", "int8", "bf16"),
+        ("int8", "int8", "int8"),
+    ],
+)
+def test_blocks_are_converted_where_the_configuration_says_so(stored, wire, wanted, transport):
+    source_layout, sink_layout = in_format(KVFormat(stored)), in_format(KVFormat(wanted))
+    wire_format = KVFormat(wire) if wire else None
+    source_blocks = numbers(source_layout, seed=1)
+    with (
+        worker("p", transport, layout=source_layout, kv_wire_dtype=wire_format) as source,
+        worker("d", transport, layout=sink_layout, kv_wire_dtype=wire_format) as sink,
+    ):
+        source.pool.blocks[:] = source_blocks
+        before = sink.pool.blocks.copy()
+        assert is_done(sink.pull("s", source.lease("l", THERE), PAIRS), transport)
+        travels_as = wire_format or KVFormat(stored)
+        expected = source_blocks[THERE]
+        if travels_as != stored:
+            expected = convert(expected, source_layout, travels_as)
+        if travels_as != wanted:
+            expected = convert(expected, in_format(travels_as), KVFormat(wanted))
+        assert np.array_equal(sink.pool.blocks[HERE], expected)
+        others = sorted(set(range(NUM_BLOCKS)) - set(HERE))
+        assert np.array_equal(sink.pool.blocks[others], before[others])
+
+
+@pytest.mark.parametrize(
+    ("stored", "wire", "wanted", "field"),
+    [
+        ("fp32", None, "int8", "layout.kv_format"),
+        ("fp32", None, "bf16", "layout.kv_format"),
+        ("int8", None, "fp32", "layout.kv_format"),
+        ("int8", "int4", "int4", "kv_wire_dtype"),
+        ("fp32", "int8", "int4", "layout.kv_format"),
+    ],
+)
+def test_what_would_round_without_being_asked_or_round_twice_is_refused(
+    stored, wire, wanted, field
+):
+    wire_format = KVFormat(wire) if wire else None
+    with (
+        worker("p", Transport.ZMQ, layout=in_format(KVFormat(stored)), kv_wire_dtype=wire_format)
+        as source,
+        worker("d", Transport.ZMQ, layout=in_format(KVFormat(wanted)), kv_wire_dtype=wire_format)
+        as sink,
+    ):  # fmt: skip
+        end = sink.pull("s", source.lease("l", [1]), [(0, 1)])
+        assert end == PullFailed(SeqId("s"), f"source refused: {field} differs")
+
+
+@pytest.mark.parametrize(
+    ("transport", "wire"),
+    [
+        (Transport.SHM, None),
+        (Transport.SHM, KVFormat.INT8),
+        (Transport.ZMQ, None),
+        (Transport.ZMQ, KVFormat.INT8),
+        (Transport.NIXL, None),
+    ],
+)
+def test_each_rank_of_a_larger_pool_pulls_its_heads_from_the_whole(transport, wire):
+    whole = numbers(FP32, seed=1)
+    layout = in_format(wire or KVFormat.FP32)
+    with worker("p", transport, layout=FP32, kv_wire_dtype=wire) as source:
+        source.pool.blocks[:] = whole
+        records = whole[THERE] if wire is None else convert(whole[THERE], FP32, wire)
+        for rank in range(2):
+            half = sharded(2, layout)
+            shard = Shard(rank, 2)
+            with worker("d", transport, layout=half, shard=shard, kv_wire_dtype=wire) as sink:
+                lease = source.lease(f"l{rank}", THERE)
+                assert is_done(sink.pull("s", lease, PAIRS), transport)
+                for section in range(2):
+                    mine = heads(sink.pool.blocks[HERE], half, section)
+                    every = heads(records, layout, section)
+                    num_heads = half.sections[section].num_kv_heads
+                    assert np.array_equal(
+                        mine, every[:, :, rank * num_heads : (rank + 1) * num_heads]
+                    )
+
+
+@pytest.mark.parametrize("transport", [Transport.SHM, Transport.NIXL, Transport.ZMQ])
+def test_a_smaller_pool_assembles_its_blocks_from_every_rank(transport):
+    whole, half = numbers(FP32, seed=1), sharded(2)
+    with worker("d", transport, layout=FP32) as sink:
+        for rank in range(2):
+            with worker(f"p{rank}", transport, layout=half, shard=Shard(rank, 2)) as source:
+                for section in range(2):
+                    num_heads = half.sections[section].num_kv_heads
+                    heads(source.pool.blocks, half, section)[:] = heads(whole, FP32, section)[
+                        :, :, rank * num_heads : (rank + 1) * num_heads
+                    ]
+                end = sink.pull(f"s{rank}", source.lease("l", THERE), PAIRS)
+                assert is_done(end, transport)
+        assert np.array_equal(sink.pool.blocks[HERE], whole[THERE])
+
+
+def heads(blocks: np.ndarray, layout: KVLayout, section: int) -> np.ndarray:
+    """A section's heads: [num_blocks, K and V of each layer, num_kv_heads, head_bytes]."""
+    begin, end = (layout.section_offset_bytes(i) for i in (section, section + 1))
+    shape = (len(blocks), -1, layout.sections[section].num_kv_heads, layout.head_bytes(section))
+    return blocks[:, begin:end].reshape(shape)
+
+
+def test_a_one_sided_read_converts_nothing():
+    with (
+        worker("p", Transport.NIXL, layout=FP32, kv_wire_dtype=KVFormat.INT8) as source,
+        worker(
+            "d", Transport.NIXL, layout=in_format(KVFormat.INT8), kv_wire_dtype=KVFormat.INT8
+        ) as sink,
+    ):
+        end = sink.pull("s", source.lease("l", [1]), [(0, 1)])
+        assert isinstance(end, PullFailed)
+        assert "KV formats differ" in end.reason
