@@ -12,15 +12,19 @@ growth of the sequences admitted before it within the next `growth_tokens` token
 runs short all the same, the youngest running sequence is given back to the gateway, which
 continues it elsewhere or later with the same tokens; its blocks stay cached here.
 
-Blocks that a prefix hit finds here are not pulled. A cancelled pull keeps its blocks until the
+Blocks that a prefix hit finds here are not pulled. A cancelled sequence keeps its blocks until the
 transfer endpoint has reported that nothing writes into them any more.
+
+Of a pull that fails or is cancelled half-way, the blocks that are here stay cached, so the next
+attempt on this worker pulls only the rest; the gateway is told how much that is.
 
 The scheduler knows no clock, tensor or socket.
 
 Sources: continuous batching, Yu et al., Orca, OSDI 2022; two owners of a block, sglang#24527.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.batch import Row
@@ -82,7 +86,8 @@ class DecodeScheduler:
         self._queued: OrderedDict[SeqId, _Arriving] = OrderedDict()
         self._arriving: dict[SeqId, _Arriving] = {}
         self._running: dict[SeqId, _Running] = {}  # oldest first
-        self._aborting: dict[SeqId, tuple[BlockId, ...]] = {}  # blocks a dying pull may write
+        self._aborting: dict[SeqId, _Arriving] = {}  # cancelled; their pulls may still write
+        self._counters: Counter[str] = Counter()
 
     @property
     def num_waiting(self) -> int:
@@ -93,6 +98,11 @@ class DecodeScheduler:
     def num_running(self) -> int:
         """Sequences that generate."""
         return len(self._running)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Sequences preempted, and blocks that pulls left here without coming to their end."""
+        return self._counters
 
     def accepts(self, kind: type) -> bool:
         """Sequences are decoded here, handed over or prefilled in this worker."""
@@ -109,10 +119,10 @@ class DecodeScheduler:
                 return self._cancel(seq_id)
             case GatewayLost(gateway_id):
                 return self._forget_gateway(gateway_id)
-            case PullDone(seq_id, transport):
-                return self._on_pull_done(seq_id, transport)
-            case PullFailed(seq_id, reason):
-                return self._on_pull_failed(seq_id, reason)
+            case PullDone():
+                return self._on_pull_done(event)
+            case PullFailed():
+                return self._on_pull_failed(event)
             case Adopted(seq):
                 self._running[seq.seq_id] = _Running(seq)
                 return []
@@ -147,6 +157,7 @@ class DecodeScheduler:
         """Asserts the scheduler's invariants."""
         assert not set(self._queued) & set(self._arriving)
         assert not set(self._arriving) & set(self._running)
+        assert not set(self._arriving) & set(self._aborting)
         for queued in self._queued.values():
             assert queued.pulled is None
             assert not queued.seq.block_table
@@ -154,6 +165,9 @@ class DecodeScheduler:
         for arriving in self._arriving.values():
             assert arriving.pulled is not None
             assert not (arriving.kv_here and arriving.first_token is not None)
+        for aborting in self._aborting.values():
+            assert aborting.pulled is not None
+            assert not aborting.kv_here
         for running in self._running.values():
             seq = running.seq
             assert seq.num_computed_tokens == len(seq.token_ids) - 1
@@ -211,17 +225,26 @@ class DecodeScheduler:
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _on_pull_done(self, seq_id: SeqId, transport: str) -> list[Effect]:
-        self._end_write(seq_id)
-        arriving = self._arriving.get(seq_id)
+    def _on_pull_done(self, done: PullDone) -> list[Effect]:
+        arriving = self._end_pull(done.seq_id)
         if arriving is None:
             return []
         seq = arriving.seq
+        seq.advance(len(seq.token_ids) - seq.num_computed_tokens, self._pool)
+        if self._aborting.pop(done.seq_id, None) is not None:
+            seq.release(self._pool)
+            return []
         assert arriving.pulled is not None
         arriving.kv_here = True
-        seq.advance(len(seq.token_ids) - seq.num_computed_tokens, self._pool)
         num_pulled = len(arriving.pulled)
-        ready = KvReady(seq_id, num_pulled, len(seq.block_table) - num_pulled, transport)
+        ready = KvReady(
+            seq_id=done.seq_id,
+            num_pulled_blocks=num_pulled,
+            num_cached_blocks=len(seq.block_table) - num_pulled,
+            transport=done.transport,
+            transfer_s=done.transfer_s,
+            exposed_s=done.exposed_s,
+        )
         self._join_if_complete(arriving)
         return [Emit(seq.gateway_id, ready)]
 
@@ -242,23 +265,38 @@ class DecodeScheduler:
         del self._arriving[seq.seq_id]
         self._running[seq.seq_id] = _Running(seq)
 
-    def _on_pull_failed(self, seq_id: SeqId, reason: str) -> list[Effect]:
-        self._end_write(seq_id)
-        arriving = self._arriving.pop(seq_id, None) or self._queued.pop(seq_id, None)
+    def _on_pull_failed(self, failed: PullFailed) -> list[Effect]:
+        seq_id = failed.seq_id
+        reason = f"pull failed: {failed.reason}"
+        if (queued := self._queued.pop(seq_id, None)) is not None:
+            return [Emit(queued.seq.gateway_id, GivenBack(seq_id, reason))]
+        arriving = self._end_pull(seq_id)
         if arriving is None:
             return []
-        seq = arriving.seq
-        seq.release(self._pool)
-        return [Emit(seq.gateway_id, GivenBack(seq_id, f"pull failed: {reason}"))]
+        num_kept_tokens = self._keep(arriving.seq, failed.arrived)
+        if self._aborting.pop(seq_id, None) is not None:
+            return []
+        del self._arriving[seq_id]
+        return [Emit(arriving.seq.gateway_id, GivenBack(seq_id, reason, num_kept_tokens))]
 
-    def _end_write(self, seq_id: SeqId) -> None:
-        """The transfer is over: its blocks have one holder less."""
-        blocks = self._aborting.pop(seq_id, None)
-        arriving = self._arriving.get(seq_id)
-        if blocks is None and arriving is not None and not arriving.kv_here:
-            blocks = arriving.pulled
-        if blocks is not None:
-            self._pool.end_write(blocks)
+    def _keep(self, seq: Sequence, arrived: tuple[int, ...]) -> int:
+        """Lets go of a sequence; the tokens whose KV stays cached with what has arrived of it."""
+        num_cached_tokens = seq.num_computed_tokens
+        seq.keep_pulled(frozenset(arrived), self._pool)
+        num_kept_tokens = seq.num_computed_tokens
+        num_new_blocks = (num_kept_tokens - num_cached_tokens) // self._block_size
+        self._counters["kept_blocks"] += num_new_blocks
+        seq.release(self._pool)
+        return num_kept_tokens
+
+    def _end_pull(self, seq_id: SeqId) -> _Arriving | None:
+        """The sequence whose pull is over, wanted or not: its blocks have one holder less."""
+        arriving = self._arriving.get(seq_id) or self._aborting.get(seq_id)
+        if arriving is None or arriving.kv_here:
+            return None
+        assert arriving.pulled is not None
+        self._pool.end_write(arriving.pulled)
+        return arriving
 
     # ------------------------------------------------------------ running
 
@@ -290,6 +328,7 @@ class DecodeScheduler:
         return effects
 
     def _preempt(self, seq_id: SeqId) -> list[Effect]:
+        self._counters["preempted"] += 1
         seq = self._running.pop(seq_id).seq
         seq.release(self._pool)
         return [Emit(seq.gateway_id, GivenBack(seq_id, "preempted"))]
@@ -303,11 +342,10 @@ class DecodeScheduler:
         arriving = self._arriving.pop(seq_id, None)
         if arriving is None:
             return []
-        arriving.seq.release(self._pool)
         if arriving.kv_here:
+            arriving.seq.release(self._pool)
             return []
-        assert arriving.pulled is not None
-        self._aborting[seq_id] = arriving.pulled  # until PullFailed says that nothing writes
+        self._aborting[seq_id] = arriving  # until its pull is over
         return [AbortPull(seq_id)]
 
     def _forget_gateway(self, gateway_id: GatewayId) -> list[Effect]:

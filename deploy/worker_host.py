@@ -26,14 +26,9 @@ from engine.errors import ProtocolError
 from engine.events import Effect, Emit, Event, FromGateway, GatewayLost
 from engine.messages import (
     PROTOCOL_VERSION,
-    Cancel,
-    Decode,
-    FirstToken,
     GatewayId,
-    Generate,
     Hello,
     Incarnation,
-    Prefill,
     Refused,
     Role,
     ToGateway,
@@ -42,6 +37,7 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
+from engine.offers import PrefixOffers
 from engine.rpc import Send, SessionServer
 from engine.worker import Scheduler, WorkerCore
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
@@ -125,6 +121,7 @@ class WorkerHost:
                     address=address,
                 )
             )
+        schedulers.append(PrefixOffers(pool, block_size=block_size, address=address))
         self._core = WorkerCore(schedulers, pool, self._config.max_batch_tokens)
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
@@ -203,7 +200,7 @@ class WorkerHost:
                 log.warning("cut off gateway %s: %s", gateway_id, error)
                 return
             for message in messages:
-                if isinstance(message, Prefill | Generate | Decode | FirstToken | Cancel):
+                if not isinstance(message, Hello):  # a second one means nothing
                     self._inbox.put(FromGateway(gateway_id, message))
 
     # ------------------------------------------------------------ steps (step thread)

@@ -70,6 +70,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slowest_prefill_tokens_per_s: float = 100.0  # a prompt is given so much longer
     max_attempts: int = 5  # placements of one request
     prefill_backlog_tokens: int = 1024  # a prefill worker with more is given no other prompt
+    offer_timeout_s: float = 1.0  # a prompt waits so long for the offer of a cached prefix
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -16,6 +16,7 @@ from engine.messages import (
     Generate,
     LeaseId,
     LeaseRef,
+    OfferPrefix,
     Prefill,
     SeqId,
     ToGateway,
@@ -30,7 +31,7 @@ class FromGateway:
     """A gateway's message."""
 
     gateway_id: GatewayId
-    message: Prefill | Generate | Decode | FirstToken | Cancel
+    message: Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +51,28 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class PullDone:
-    """All blocks of a pull are here, and the source confirmed that the lease held throughout."""
+    """All blocks of a pull are here, and the source confirmed that the lease held throughout.
+
+    `transfer_s` counts the seconds in which blocks were on their way; of those, `exposed_s` came
+    after the source had computed the last block, the confirmation included: nothing hid them.
+    """
 
     seq_id: SeqId
     transport: str
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PullFailed:
-    """A pull is over without success; it writes to no block any more."""
+    """A pull is over without success; it writes to no block any more.
+
+    `arrived` are the indices in the lease of blocks that are here and confirmed intact.
+    """
 
     seq_id: SeqId
     reason: str
+    arrived: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import msgspec
 from engine.errors import ProtocolError
 from engine.layout import KVLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 64 * 2**20
 
 RequestId = NewType("RequestId", str)
@@ -115,21 +115,29 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute the KV of `token_ids`, sample one token, and lease the blocks."""
+    """Compute the KV of `token_ids`, sample one token, and lease the blocks.
+
+    Blocks under `prefix`, another worker's, may be pulled instead of computed.
+    """
 
     seq_id: SeqId
     token_ids: Prompt
     sampling: Sampling
     limits: Limits
+    prefix: LeaseRef | None = None
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Compute the KV of `token_ids` and go on generating in the same worker."""
+    """Compute the KV of `token_ids` and go on generating in the same worker.
+
+    Blocks under `prefix`, another worker's, may be pulled instead of computed.
+    """
 
     seq_id: SeqId
     token_ids: Prompt
     sampling: Sampling
     limits: Limits
+    prefix: LeaseRef | None = None
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -149,8 +157,15 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
     token: TokenId
 
 
+class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
+    """Lease the blocks that this worker holds of a prompt which another worker will compute."""
+
+    seq_id: SeqId
+    token_ids: Prompt
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody wants this sequence any more: free what it holds."""
+    """Nobody wants this sequence, or what was offered for it, any more: free what it holds."""
 
     seq_id: SeqId
 
@@ -194,12 +209,17 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvReady(msgspec.Struct, frozen=True, tag=True):
-    """All KV of a handed-over sequence is in the decode worker."""
+    """All KV of a handed-over sequence is in the decode worker.
+
+    `transfer_s` and `exposed_s` as in `engine.events.PullDone`.
+    """
 
     seq_id: SeqId
     num_pulled_blocks: int
     num_cached_blocks: int
     transport: str
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
 
 
 class DecodeStarted(msgspec.Struct, frozen=True, tag=True):
@@ -216,11 +236,22 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     finish: FinishReason | None = None
 
 
+class PrefixOffered(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `OfferPrefix`; None where no whole block of the prompt is held."""
+
+    seq_id: SeqId
+    lease: LeaseRef | None
+
+
 class GivenBack(msgspec.Struct, frozen=True, tag=True):
-    """The worker holds this sequence no longer; the gateway places it again."""
+    """The worker runs this sequence no longer; the gateway places it again.
+
+    The KV of the first `num_kept_tokens` of its prompt stays cached in the worker.
+    """
 
     seq_id: SeqId
     reason: str
+    num_kept_tokens: int = 0
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
@@ -237,7 +268,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     counters: dict[str, float] = {}
 
 
-ToWorker = Hello | Prefill | Generate | Decode | FirstToken | Cancel
+ToWorker = Hello | Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel
 ToGateway = (
     Welcome
     | Refused
@@ -246,6 +277,7 @@ ToGateway = (
     | KvReady
     | DecodeStarted
     | Tokens
+    | PrefixOffered
     | GivenBack
     | LoadReport
 )

@@ -1,5 +1,6 @@
 """One request's progress inside one worker."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.blocks import BlockHash, BlockId, BlockPool, hash_block, hash_blocks
@@ -11,7 +12,8 @@ class Sequence:
     """Tokens, and the blocks that hold the KV of the first `num_computed_tokens` of them.
 
     Always `num_cached_tokens <= num_computed_tokens <= len(token_ids)`, and the block table covers
-    at least the computed tokens.
+    at least the computed tokens. Cached are those that this sequence did not compute: they were
+    found here or pulled.
     """
 
     seq_id: SeqId
@@ -66,6 +68,19 @@ class Sequence:
         self.block_table.extend(blocks)
         self.num_computed_tokens = self.num_cached_tokens = len(blocks) * self.block_size
         self.num_hashed_blocks = len(blocks)
+
+    def keep_pulled(self, arrived: Collection[int], pool: BlockPool) -> None:
+        """Goes on from blocks that a pull brought, given by their places in the block table.
+
+        Of these the run that follows the computed tokens counts, in full blocks: what lies behind
+        a gap or ends in the middle of a block cannot be found by its hash.
+        """
+        first = self.num_computed_tokens // self.block_size
+        num_full = min(len(self.token_ids) // self.block_size, len(self.block_table))
+        end = next((i for i in range(first, num_full) if i not in arrived), num_full)
+        if end > first:
+            self.advance(end * self.block_size - self.num_computed_tokens, pool)
+            self.num_cached_tokens = self.num_computed_tokens
 
     def release(self, pool: BlockPool) -> None:
         """Lets go of every block: nothing is computed any more."""

@@ -7,7 +7,8 @@ and hands the results back. Everything else that happens is an event.
 The host around it owns the threads: it feeds events, runs the plans, and performs the effects.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +27,7 @@ class Scheduled:
 
 
 class Scheduler(Protocol):
-    """One phase of a worker: prefill or decode."""
+    """One part of a worker's work: prefill, decode, or offering prefixes."""
 
     def accepts(self, kind: type) -> bool:
         """Whether a message of this kind, or `Adopted`, opens a sequence here.
@@ -55,6 +56,11 @@ class Scheduler(Protocol):
     @property
     def num_running(self) -> int:
         """Sequences that are being computed."""
+        ...
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What has happened here since the start, by "name" or "name:reason"."""
         ...
 
     def validate(self) -> None:
@@ -125,9 +131,12 @@ class WorkerCore:
         self._running = []
         return effects
 
-    def load(self, open_leases: int, counters: dict[str, float]) -> LoadReport:
-        """What this worker holds now."""
+    def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
+        """What this worker holds now, and what was counted: the transfers' and the schedulers'."""
         counts = self._pool.counts()
+        counted: Counter[str] = Counter()
+        for scheduler in self._schedulers:
+            counted.update(scheduler.counters)
         return LoadReport(
             free_blocks=counts.free,
             cached_blocks=counts.cached,
@@ -137,7 +146,7 @@ class WorkerCore:
             waiting_seqs=sum(s.num_waiting for s in self._schedulers),
             running_seqs=sum(s.num_running for s in self._schedulers),
             open_leases=open_leases,
-            counters=counters,
+            counters={**counters, **counted},
         )
 
     def validate(self) -> None:

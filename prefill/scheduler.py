@@ -3,7 +3,9 @@
 Life of a sequence here:
 
     waiting    has nothing; starts when the pool has blocks for its whole prompt
-    computing  owns its blocks, runs chunk by chunk; its lease, if it has one, grows with each chunk
+    pulling    owns its blocks; the beginning of its prefix, which another worker offered, is being
+               pulled into some of them, while later prompts go ahead
+    computing  runs chunk by chunk; its lease, if it has one, grows with each chunk
     leased     computed: the sequence is gone, its blocks belong to the lease until that ends
 
 A `Prefill` leases its blocks and forgets the sequence after the first token; a `Generate` opens no
@@ -11,17 +13,25 @@ lease and passes the sequence on to the decode scheduler of this worker. A prefi
 here is not computed again, except for its last token, without which there is nothing to sample
 from.
 
+An offered prefix is held from arrival on, but not while memory is short: a worker that waited for
+memory and held another's could wait for ever if the other did the same. Nothing depends on the
+pull: what it does not bring is computed. A sequence cancelled meanwhile keeps its blocks until the
+transfer endpoint has reported that nothing writes into them any more.
+
 The scheduler knows no clock, tensor or socket, and not who pulls.
 
-Sources: chunked prefill, Agrawal et al., Sarathi-Serve, OSDI 2024.
+Sources: chunked prefill, Agrawal et al., Sarathi-Serve, OSDI 2024; two owners of a block,
+sglang#24527.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from engine.batch import Row
 from engine.blocks import BlockId, BlockPool
 from engine.events import (
+    AbortPull,
     Adopted,
     Effect,
     Emit,
@@ -29,9 +39,13 @@ from engine.events import (
     FromGateway,
     GatewayLost,
     GrowLease,
+    HoldLease,
     LeaseEnded,
     OpenLease,
+    PullDone,
+    PullFailed,
     RevokeLease,
+    StartPull,
 )
 from engine.messages import (
     Cancel,
@@ -55,6 +69,8 @@ from engine.worker import Scheduled
 class _Job:
     seq: Sequence
     hands_over: bool
+    prefix: LeaseRef | None = None  # held, until its pull starts or it is given up
+    pulled: tuple[BlockId, ...] = ()  # being written, from the first block that was not cached
     lease_id: LeaseId | None = None  # open, from the first chunk until it ends
     num_leased_ready: int = 0  # blocks that the lease has grown by
 
@@ -67,7 +83,7 @@ class _Lease:
 
 
 class PrefillScheduler:
-    """Prompts waiting, being computed, and leased out."""
+    """Prompts waiting, pulling a prefix, being computed, and leased out."""
 
     def __init__(
         self, pool: BlockPool, *, block_size: int, chunk_tokens: int, address: TransferAddress
@@ -77,13 +93,16 @@ class PrefillScheduler:
         self._chunk_tokens = chunk_tokens
         self._address = address
         self._waiting: deque[_Job] = deque()
+        self._pulling: dict[SeqId, _Job] = {}
+        self._aborting: dict[SeqId, _Job] = {}  # cancelled; their pulls may still write
         self._computing: dict[SeqId, _Job] = {}
         self._leases: dict[LeaseId, _Lease] = {}
+        self._counters: Counter[str] = Counter()
 
     @property
     def num_waiting(self) -> int:
-        """Prompts of which nothing is computed."""
-        return len(self._waiting)
+        """Prompts of which nothing is computed here."""
+        return len(self._waiting) + len(self._pulling)
 
     @property
     def num_running(self) -> int:
@@ -95,6 +114,11 @@ class PrefillScheduler:
         """Leases that have not ended."""
         return len(self._leases)
 
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Blocks of prefixes pulled, and offered prefixes that were computed all the same."""
+        return self._counters
+
     def accepts(self, kind: type) -> bool:
         """Prompts are computed here."""
         return kind in (Prefill, Generate)
@@ -103,24 +127,17 @@ class PrefillScheduler:
         """Takes note of an event."""
         match event:
             case FromGateway(gateway_id, Prefill() | Generate() as message):
-                seq = Sequence(
-                    seq_id=message.seq_id,
-                    gateway_id=gateway_id,
-                    token_ids=list(message.token_ids),
-                    sampling=message.sampling,
-                    limits=message.limits,
-                    block_size=self._block_size,
-                )
-                if seq.num_blocks > self._pool.num_blocks:
-                    return [Emit(gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
-                self._waiting.append(_Job(seq, isinstance(message, Prefill)))
-                return []
+                return self._enqueue(gateway_id, message)
             case FromGateway(_, Cancel(seq_id)):
                 return self._cancel(seq_id)
             case GatewayLost(gateway_id):
                 return self._forget_gateway(gateway_id)
             case LeaseEnded(lease_id, reason):
                 return self._on_lease_ended(lease_id, reason)
+            case PullDone(seq_id):
+                return self._on_pull_ended(seq_id, None)
+            case PullFailed(seq_id):
+                return self._on_pull_ended(seq_id, event)
             case _:
                 return []
 
@@ -130,11 +147,14 @@ class PrefillScheduler:
         for job in self._computing.values():
             budget_tokens -= self._add_row(job, budget_tokens, scheduled)
         while budget_tokens > 0 and self._waiting:
-            job = self._waiting[0]
-            if not self._start(job, scheduled):
+            if not self._start(self._waiting[0], scheduled):
+                scheduled.effects += self._give_up_prefixes()
                 break
-            self._waiting.popleft()
-            self._computing[job.seq.seq_id] = job
+            job = self._waiting.popleft()
+            if job.pulled:
+                self._pulling[job.seq.seq_id] = job
+                continue
+            scheduled.effects += self._begin(job)
             budget_tokens -= self._add_row(job, budget_tokens, scheduled)
         return scheduled
 
@@ -156,30 +176,123 @@ class PrefillScheduler:
         for job in self._waiting:
             assert not job.seq.block_table
             assert job.seq.num_computed_tokens == 0
+            assert not job.pulled
+        assert len({*self._pulling, *self._aborting, *self._computing}) == (
+            len(self._pulling) + len(self._aborting) + len(self._computing)
+        )
+        for job in (*self._pulling.values(), *self._aborting.values()):
+            assert job.pulled
+            assert job.lease_id is None
+            assert job.prefix is None
         for seq_id, job in self._computing.items():
+            assert job.prefix is None
             assert job.seq.seq_id == seq_id
             assert len(job.seq.block_table) == job.seq.num_blocks
             assert job.num_leased_ready <= job.seq.num_blocks
             if job.lease_id is not None:
                 assert job.lease_id in self._leases
 
+    # ------------------------------------------------------------ arrival
+
+    def _enqueue(self, gateway_id: GatewayId, message: Prefill | Generate) -> list[Effect]:
+        seq = Sequence(
+            seq_id=message.seq_id,
+            gateway_id=gateway_id,
+            token_ids=list(message.token_ids),
+            sampling=message.sampling,
+            limits=message.limits,
+            block_size=self._block_size,
+        )
+        if seq.num_blocks > self._pool.num_blocks:
+            return [Emit(gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
+        self._waiting.append(_Job(seq, isinstance(message, Prefill), message.prefix))
+        return [] if message.prefix is None else [HoldLease(seq.seq_id, message.prefix)]
+
     def _start(self, job: _Job, scheduled: Scheduled) -> bool:
-        """Takes blocks for a prompt, and opens its lease. False if memory is short."""
+        """Takes blocks for a prompt, and starts to pull its prefix. False if memory is short."""
         seq = job.seq
-        reusable = (len(seq.token_ids) - 1) // self._block_size
-        cached = self._pool.match(seq.block_hashes[:reusable])
+        cached = self._pool.match(seq.block_hashes[: self._reusable_blocks(seq)])
         seq.adopt_cached(cached, self._pool)
         missing = seq.num_blocks - len(cached)
         if missing > self._pool.num_idle:
             seq.release(self._pool)
             return False
         seq.block_table += self._pool.allocate(missing)
-        lease = self._open_lease(job, scheduled) if job.hands_over else None
-        started = PrefillStarted(seq.seq_id, seq.num_cached_tokens, lease)
-        scheduled.effects.append(Emit(seq.gateway_id, started))
+        if job.prefix is not None:
+            scheduled.effects.append(self._start_pull(job, job.prefix))
         return True
 
-    def _open_lease(self, job: _Job, scheduled: Scheduled) -> LeaseRef | None:
+    def _reusable_blocks(self, seq: Sequence) -> int:
+        """Full blocks that need not be computed: one token at least must be."""
+        return (len(seq.token_ids) - 1) // self._block_size
+
+    def _start_pull(self, job: _Job, prefix: LeaseRef) -> Effect:
+        """Pulls what is not cached here, and nothing if all is."""
+        seq = job.seq
+        first = seq.num_computed_tokens // self._block_size
+        indices = range(first, min(prefix.num_blocks, self._reusable_blocks(seq)))
+        job.prefix = None
+        if not indices:
+            return AbortPull(seq.seq_id)
+        job.pulled = tuple(seq.block_table[indices.start : indices.stop])
+        self._pool.begin_write(job.pulled)
+        return StartPull(seq.seq_id, tuple(zip(indices, job.pulled, strict=True)))
+
+    def _give_up_prefixes(self) -> list[Effect]:
+        """Memory is short: nobody may wait for it who holds another worker's."""
+        effects: list[Effect] = []
+        for job in self._waiting:
+            if job.prefix is not None:
+                job.prefix = None
+                self._counters["fallbacks:prefix_without_memory"] += 1
+                effects.append(AbortPull(job.seq.seq_id))
+        return effects
+
+    def _on_pull_ended(self, seq_id: SeqId, failed: PullFailed | None) -> list[Effect]:
+        """What has come of a prefix is here to stay; the rest of the prompt is computed."""
+        job = self._pulling.get(seq_id) or self._aborting.get(seq_id)
+        if job is None:
+            return [] if failed is None else self._on_offer_lost(seq_id)
+        seq = job.seq
+        self._pool.end_write(job.pulled)
+        first = seq.num_computed_tokens // self._block_size
+        everything = range(first, first + len(job.pulled))
+        arrived: Collection[int] = everything if failed is None else frozenset(failed.arrived)
+        seq.keep_pulled(arrived, self._pool)
+        job.pulled = ()
+        self._counters["pulled_prefix_blocks"] += (
+            seq.num_computed_tokens // self._block_size - first
+        )
+        if self._aborting.pop(seq_id, None) is not None:
+            seq.release(self._pool)
+            return []
+        if failed is not None:
+            self._counters["fallbacks:prefix_pull_failed"] += 1
+        del self._pulling[seq_id]
+        return self._begin(job)
+
+    def _on_offer_lost(self, seq_id: SeqId) -> list[Effect]:
+        """The lease on a prefix ended before there was memory for it."""
+        for job in self._waiting:
+            if job.seq.seq_id == seq_id and job.prefix is not None:
+                job.prefix = None
+                self._counters["fallbacks:prefix_pull_failed"] += 1
+        return []
+
+    # ------------------------------------------------------------ computing
+
+    def _begin(self, job: _Job) -> list[Effect]:
+        """Opens the lease of a prompt whose next chunk can run."""
+        seq = job.seq
+        self._computing[seq.seq_id] = job
+        effects: list[Effect] = []
+        lease = self._open_lease(job, effects) if job.hands_over else None
+        effects.append(
+            Emit(seq.gateway_id, PrefillStarted(seq.seq_id, seq.num_cached_tokens, lease))
+        )
+        return effects
+
+    def _open_lease(self, job: _Job, effects: list[Effect]) -> LeaseRef | None:
         seq = job.seq
         if seq.limits.max_len <= len(seq.token_ids) + 1:
             return None  # the first token is the last: nobody will decode
@@ -187,8 +300,8 @@ class PrefillScheduler:
         block_ids = tuple(seq.block_table)
         self._leases[job.lease_id] = _Lease(seq.seq_id, seq.gateway_id, block_ids)
         self._pool.lease(block_ids)
-        scheduled.effects.append(OpenLease(job.lease_id, len(block_ids)))
-        scheduled.effects += self._grow(job, seq.num_computed_tokens // self._block_size)
+        effects.append(OpenLease(job.lease_id, len(block_ids)))
+        effects += self._grow(job, seq.num_computed_tokens // self._block_size)
         return LeaseRef(job.lease_id, self._address, len(block_ids))
 
     def _grow(self, job: _Job, num_ready: int) -> list[Effect]:
@@ -227,12 +340,18 @@ class PrefillScheduler:
             return [RevokeLease(job.lease_id)]
         return []
 
+    # ------------------------------------------------------------ ends
+
     def _cancel(self, seq_id: SeqId) -> list[Effect]:
         effects: list[Effect] = []
-        job = self._computing.pop(seq_id, None)
-        if job is not None:
+        if (job := self._computing.pop(seq_id, None)) is not None:
             job.seq.release(self._pool)
+        elif (job := self._pulling.pop(seq_id, None)) is not None:
+            self._aborting[seq_id] = job  # until its pull is over
+            effects.append(AbortPull(seq_id))
         else:
+            dropped = [job for job in self._waiting if job.seq.seq_id == seq_id]
+            effects += [AbortPull(seq_id) for job in dropped if job.prefix is not None]
             self._waiting = deque(j for j in self._waiting if j.seq.seq_id != seq_id)
         if LeaseId(seq_id) in self._leases:
             effects.append(RevokeLease(LeaseId(seq_id)))
@@ -240,7 +359,7 @@ class PrefillScheduler:
 
     def _forget_gateway(self, gateway_id: GatewayId) -> list[Effect]:
         """Its prompts are nobody's, and nobody will be told of its leases."""
-        jobs = [*self._waiting, *self._computing.values()]
+        jobs = [*self._waiting, *self._pulling.values(), *self._computing.values()]
         mine = [job.seq.seq_id for job in jobs if job.seq.gateway_id == gateway_id]
         mine += [lease.seq_id for lease in self._leases.values() if lease.gateway_id == gateway_id]
         return [effect for seq_id in dict.fromkeys(mine) for effect in self._cancel(seq_id)]

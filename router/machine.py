@@ -1,8 +1,8 @@
 """The life of a request across the pools, decided without I/O.
 
-    arrived ──> queued ──place──> prefilling ──PrefillDone──> decoding ──> ended
-                  ^                    │                         │
-                  └── worker lost, given back, no news in time ──┘
+    arrived ──> queued ──place──> (offered) ──> prefilling ──PrefillDone──> decoding ──> ended
+                  ^                   │             │                          │
+                  └───────── worker lost, given back, no news in time ─────────┘
 
 The machine's record of a request (prompt, tokens so far, sampling) is its journal: together they
 determine every token to come on whatever worker, so a lost attempt is repeated as a prefill of
@@ -12,16 +12,22 @@ Each placement is an *attempt* with its own SeqId; news of an older one match no
 attempt on two workers, the decode worker is sent `Decode` as soon as the prefill worker has opened
 the lease, and `FirstToken` as soon as the gateway has it, in this order.
 
+Where another worker holds more of the prompt than the one that is to compute it, and to pull that
+is predicted to be quicker, the holder is asked to offer it first, and `Prefill` or `Generate` takes
+the offered lease along. No offer in time, or none at all, only means that all is computed.
+
 Every accepted request ends in exactly one of Finished, Rejected, Failed, Cancelled. A placement
-reserves, in the same call, what it chose; every end of an attempt gives that back and tells both
-workers, whatever the reason.
+reserves, in the same call, what it chose; every end of an attempt gives that back and tells all
+workers concerned, whatever the reason.
 
 The machine knows no socket, no clock and no text. Events and time go in, effects come out.
 """
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 
+from engine.blocks import BlockHash
 from engine.config import RouterConfig
 from engine.messages import (
     Cancel,
@@ -33,9 +39,11 @@ from engine.messages import (
     KvReady,
     LeaseRef,
     LoadReport,
+    OfferPrefix,
     Prefill,
     PrefillDone,
     PrefillStarted,
+    PrefixOffered,
     Refused,
     RequestId,
     SeqId,
@@ -45,9 +53,20 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
-from router.policy import Busy, Impossible, Need, Placement, decode_blocks, least_loaded
+from router.policy import (
+    Busy,
+    Impossible,
+    Need,
+    Placement,
+    decode_blocks,
+    least_loaded,
+    prefix_source,
+)
+from router.prefixes import PrefixHashes, PrefixMap, Rates
 from router.requests import Cancelled, Failed, Finished, Outcome, Rejected, Request, Timeline
 from router.view import ClusterView, WorkerView
+
+SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
 
 # ---------------------------------------------------------------- events
 
@@ -146,10 +165,16 @@ class _Stamps:
 
 @dataclass(slots=True)
 class _Attempt:
+    """One placement. While `offer_due_s` is set, the prefill worker has not heard of it."""
+
     seq_id: SeqId
     prefill: WorkerId
     decode: WorkerId
     base_len: int  # tokens that it prefills
+    holder: WorkerId | None = None  # its offer of a prefix may be open
+    offer_due_s: float | None = None  # until then its answer is waited for
+    started_s: float | None = None  # the first chunk
+    num_cached_tokens: int = 0  # of `base_len`, found cached or pulled
     lease: LeaseRef | None = None
     prefilled: bool = False
     kv_ready: bool = False
@@ -170,11 +195,19 @@ class _Flight:
     attempt: _Attempt | None = None
     num_attempts: int = 0
     num_cached_tokens: int = 0
+    kv_transfer_s: float | None = None
+    kv_exposed_s: float | None = None
     workers: tuple[str, str] = ("", "")
+    kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # by lost attempts
+    hashes: PrefixHashes = field(default_factory=PrefixHashes)
 
     @property
     def token_ids(self) -> list[int]:
         return [*self.request.token_ids, *self.tokens]
+
+    def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:
+        block_size = worker.info.layout.block_size
+        return self.hashes.leading(self.token_ids, num_tokens=num_tokens, block_size=block_size)
 
 
 class RouterMachine:
@@ -183,6 +216,8 @@ class RouterMachine:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self.view = ClusterView()
+        self.prefixes = PrefixMap()
+        self._rates = Rates()
         self._flights: dict[RequestId, _Flight] = {}
         self._queue: deque[RequestId] = deque()
         self._by_seq: dict[SeqId, RequestId] = {}
@@ -203,6 +238,7 @@ class RouterMachine:
         match event:
             case WorkerJoined(info):
                 self.view.workers[info.worker_id] = WorkerView(info)
+                self.prefixes.add(info.worker_id, info.num_blocks)
                 effects: list[RouterEffect] = []
             case WorkerLost(worker_id, reason):
                 effects = self._on_worker_lost(worker_id, reason, now_s)
@@ -219,11 +255,15 @@ class RouterMachine:
     def next_wake_s(self) -> float | None:
         """When the next deadline falls due."""
         deadlines = [self._deadline_s(flight) for flight in self._flights.values()]
+        offers = [f.attempt.offer_due_s for f in self._flights.values() if f.attempt is not None]
+        deadlines += [due_s for due_s in offers if due_s is not None]
         return min(deadlines, default=None)
 
     def validate(self) -> None:
         """Asserts the machine's invariants, reservations included."""
         self.view.validate()
+        self.prefixes.validate()
+        assert self.prefixes.workers == set(self.view.workers)
         queued = {i for i, f in self._flights.items() if f.attempt is None}
         assert queued == set(self._queue)
         assert len(self._queue) == len(queued)
@@ -240,6 +280,12 @@ class RouterMachine:
             assert attempt.decode in self.view.workers
             done_with_prefill = attempt.prefilled and attempt.kv_ready
             assert done_with_prefill or attempt.prefill in self.view.workers
+            if attempt.holder is not None:
+                assert attempt.holder in self.view.workers
+                assert attempt.holder != attempt.prefill
+                assert attempt.started_s is None
+            else:
+                assert attempt.offer_due_s is None
 
     # ------------------------------------------------------------ arrival and placement
 
@@ -257,12 +303,13 @@ class RouterMachine:
     def _place_all(self, now_s: float) -> list[RouterEffect]:
         """Places queued requests in order, as far as there is room."""
         effects: list[RouterEffect] = []
+        self.view.forget_severed(now_s)
         while self._queue:
             flight = self._flights[self._queue[0]]
             request = flight.request
             base_len = len(request.token_ids) + len(flight.tokens)
             max_len = request.limits.max_len
-            need = Need(base_len, max_len)
+            need = Need(base_len, max_len, flight.kept_tokens)
             choice = least_loaded(self.view, need, self._config.prefill_backlog_tokens)
             match choice:
                 case Busy():
@@ -289,9 +336,46 @@ class RouterMachine:
         decode_worker = self.view.workers[placement.decode]
         self.view.workers[placement.prefill].reserve_prefill(seq_id, need.num_tokens)
         decode_worker.reserve_decode(seq_id, decode_blocks(decode_worker, need))
-        kind = Prefill if flight.attempt.hands_over else Generate
-        message = kind(seq_id, flight.token_ids, request.sampling, request.limits)
-        return [SendTo(placement.prefill, message)]
+        return [self._ask_or_prefill(flight, flight.attempt, now_s)]
+
+    def _ask_or_prefill(self, flight: _Flight, attempt: _Attempt, now_s: float) -> SendTo:
+        """Asks another worker for the prefix if that pays, else has the prompt computed."""
+        holder = self._prefix_source(flight, attempt)
+        if holder is None:
+            return self._send_prefill(flight, attempt, None, now_s)
+        attempt.holder, attempt.offer_due_s = holder, now_s + self._config.offer_timeout_s
+        self.counters["prefix offer", "asked"] += 1
+        return SendTo(holder, OfferPrefix(attempt.seq_id, flight.token_ids))
+
+    def _prefix_source(self, flight: _Flight, attempt: _Attempt) -> WorkerId | None:
+        if len(self.view.workers) < 2:
+            return None  # and nothing is hashed
+        sink = self.view.workers[attempt.prefill]
+        # One token at least is computed, or there would be nothing to sample from.
+        hashes = flight.leading_hashes(attempt.base_len - 1, sink)
+        suspects = {source for source, _ in self.view.severed}
+        longest = self.prefixes.longest(hashes)
+        held_blocks = {i: n for i, n in longest.items() if i not in suspects}
+        pays = partial(self._rates.pull_pays, layout=sink.info.layout)
+        return prefix_source(self.view, attempt.prefill, held_blocks, pays)
+
+    def _send_prefill(
+        self, flight: _Flight, attempt: _Attempt, prefix: LeaseRef | None, now_s: float
+    ) -> SendTo:
+        request = flight.request
+        attempt.offer_due_s = None
+        flight.last_news_s = now_s
+        kind = Prefill if attempt.hands_over else Generate
+        message = kind(attempt.seq_id, flight.token_ids, request.sampling, request.limits, prefix)
+        return SendTo(attempt.prefill, message)
+
+    def _compute_all(
+        self, flight: _Flight, attempt: _Attempt, reason: str, now_s: float
+    ) -> list[RouterEffect]:
+        """There is no prefix to wait for."""
+        self.counters["fallback", reason] += 1
+        attempt.holder = None
+        return [self._send_prefill(flight, attempt, None, now_s)]
 
     # ------------------------------------------------------------ news of workers
 
@@ -312,14 +396,14 @@ class RouterMachine:
         assert attempt is not None
         flight.last_news_s = now_s
         match message:
+            case PrefixOffered():
+                return self._on_prefix_offered(flight, worker_id, message, now_s)
             case PrefillStarted():
                 return self._on_prefill_started(flight, attempt, message, now_s)
             case PrefillDone():
                 return self._on_prefill_done(flight, attempt, message, now_s)
             case KvReady():
-                attempt.kv_ready = True
-                if len(flight.tokens) <= 1:
-                    flight.stamps.kv_ready_s = now_s
+                self._on_kv_ready(flight, attempt, message, now_s)
                 return []
             case DecodeStarted():
                 if len(flight.tokens) == 1:
@@ -327,8 +411,34 @@ class RouterMachine:
                 return []
             case Tokens():
                 return self._on_tokens(flight, message, now_s)
-            case GivenBack(reason=reason):
-                return self._retry(flight, reason, now_s)
+            case GivenBack():
+                return self._on_given_back(flight, worker_id, message, now_s)
+
+    def _on_given_back(
+        self, flight: _Flight, worker_id: WorkerId, message: GivenBack, now_s: float
+    ) -> list[RouterEffect]:
+        attempt = flight.attempt
+        assert attempt is not None
+        if message.num_kept_tokens > 0:
+            flight.kept_tokens[worker_id] = message.num_kept_tokens
+            self._record(flight, worker_id, min(message.num_kept_tokens, attempt.base_len))
+        if worker_id == attempt.decode and attempt.hands_over and not attempt.kv_ready:
+            self.view.severed[attempt.prefill, attempt.decode] = now_s + SEVERED_S
+        return self._retry(flight, message.reason, now_s)
+
+    def _on_prefix_offered(
+        self, flight: _Flight, worker_id: WorkerId, message: PrefixOffered, now_s: float
+    ) -> list[RouterEffect]:
+        attempt = flight.attempt
+        assert attempt is not None
+        if attempt.offer_due_s is None or attempt.holder != worker_id:
+            return []  # too late
+        num_held = 0 if message.lease is None else message.lease.num_blocks
+        hashes = flight.leading_hashes(attempt.base_len - 1, self.view.workers[worker_id])
+        self.prefixes.retract(worker_id, hashes[num_held:])
+        if message.lease is None:
+            return self._compute_all(flight, attempt, "prefix not held", now_s)
+        return [self._send_prefill(flight, attempt, message.lease, now_s)]
 
     def _on_prefill_started(
         self, flight: _Flight, attempt: _Attempt, message: PrefillStarted, now_s: float
@@ -336,6 +446,8 @@ class RouterMachine:
         if not flight.tokens:
             flight.stamps.prefill_started_s = now_s
             flight.num_cached_tokens = message.num_cached_tokens
+        attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
+        attempt.holder = None  # a pull of its prefix, and so its lease, is over
         if message.lease is None:
             attempt.kv_ready = True  # nothing will be pulled
             return []
@@ -350,6 +462,10 @@ class RouterMachine:
         self, flight: _Flight, attempt: _Attempt, message: PrefillDone, now_s: float
     ) -> list[RouterEffect]:
         attempt.prefilled = True
+        if attempt.started_s is not None:
+            num_computed_tokens = attempt.base_len - attempt.num_cached_tokens
+            self._rates.observe_prefill(num_computed_tokens, now_s - attempt.started_s)
+        self._record(flight, attempt.prefill, attempt.base_len)
         self.view.workers[attempt.prefill].release_prefill(attempt.seq_id)
         effects = self._deliver(flight, [message.token], now_s)
         if message.finish is not None:
@@ -357,6 +473,24 @@ class RouterMachine:
         if attempt.lease is not None:
             effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))
         return effects
+
+    def _on_kv_ready(
+        self, flight: _Flight, attempt: _Attempt, message: KvReady, now_s: float
+    ) -> None:
+        attempt.kv_ready = True
+        if len(flight.tokens) <= 1:
+            flight.stamps.kv_ready_s = now_s
+            flight.kv_transfer_s = message.transfer_s
+            flight.kv_exposed_s = message.exposed_s
+        block_bytes = self.view.workers[attempt.decode].info.layout.block_bytes
+        self._rates.observe_pull(message.num_pulled_blocks * block_bytes, message.transfer_s)
+        self._record(flight, attempt.decode, attempt.base_len)
+
+    def _record(self, flight: _Flight, worker_id: WorkerId, num_tokens: int) -> None:
+        """A worker holds the KV of so many leading tokens of a request."""
+        worker = self.view.workers.get(worker_id)
+        if worker is not None and len(self.view.workers) > 1:
+            self.prefixes.record(worker_id, flight.leading_hashes(num_tokens, worker))
 
     def _on_tokens(self, flight: _Flight, message: Tokens, now_s: float) -> list[RouterEffect]:
         effects = self._deliver(flight, message.token_ids, now_s)
@@ -383,16 +517,28 @@ class RouterMachine:
     def _on_worker_lost(self, worker_id: WorkerId, reason: str, now_s: float) -> list[RouterEffect]:
         if self.view.workers.pop(worker_id, None) is None:
             return []
+        self.prefixes.forget(worker_id)
         self.counters["worker lost", reason] += 1
         effects: list[RouterEffect] = []
         for flight in self._youngest_first():
+            flight.kept_tokens.pop(worker_id, None)
             attempt = flight.attempt
             if attempt is None:
                 continue
             needs_prefill = not (attempt.prefilled and attempt.kv_ready)
             if attempt.decode == worker_id or (attempt.prefill == worker_id and needs_prefill):
                 effects += self._retry(flight, "worker lost", now_s)
+            elif attempt.holder == worker_id:
+                effects += self._on_holder_lost(flight, attempt, now_s)
         return effects
+
+    def _on_holder_lost(
+        self, flight: _Flight, attempt: _Attempt, now_s: float
+    ) -> list[RouterEffect]:
+        if attempt.offer_due_s is not None:
+            return self._compute_all(flight, attempt, "prefix holder lost", now_s)
+        attempt.holder = None  # the prefill worker notices by itself
+        return []
 
     def _youngest_first(self) -> list[_Flight]:
         """In this order those that go back to the head of the queue keep their order there."""
@@ -416,7 +562,10 @@ class RouterMachine:
         flight.attempt = None
         del self._by_seq[attempt.seq_id]
         effects: list[RouterEffect] = []
-        for worker_id in dict.fromkeys((attempt.prefill, attempt.decode)):
+        concerned = [attempt.prefill, attempt.decode]
+        if attempt.holder is not None:
+            concerned.append(attempt.holder)
+        for worker_id in dict.fromkeys(concerned):
             worker = self.view.workers.get(worker_id)
             if worker is None:
                 continue
@@ -430,8 +579,12 @@ class RouterMachine:
         self, flight: _Flight, outcome: Outcome, now_s: float, *, tell_workers: bool = True
     ) -> list[RouterEffect]:
         request_id = flight.request.request_id
-        if flight.attempt is None and request_id in self._queue:
+        attempt = flight.attempt
+        if attempt is None and request_id in self._queue:
             self._queue.remove(request_id)
+        if attempt is not None and attempt.prefilled and attempt.kv_ready:
+            # The last token was not fed back: its KV is nowhere.
+            self._record(flight, attempt.decode, len(flight.token_ids) - 1)
         effects = self._end_attempt(flight, tell_workers=tell_workers)
         del self._flights[request_id]
         self.counters["ended", type(outcome).__name__.lower()] += 1
@@ -441,8 +594,8 @@ class RouterMachine:
         effects: list[RouterEffect] = []
         for flight in self._youngest_first():
             if self._deadline_s(flight) > now_s:
-                continue
-            if flight.attempt is not None:
+                effects += self._stop_waiting_for_offer(flight, now_s)
+            elif flight.attempt is not None:
                 effects += self._retry(flight, "no news in time", now_s)
             elif flight.tokens:
                 effects += self._end(flight, Failed("no worker had room in time"), now_s)
@@ -450,6 +603,15 @@ class RouterMachine:
                 outcome = Rejected("no worker had room in time", self._config.queue_timeout_s / 2)
                 effects += self._end(flight, outcome, now_s)
         return effects
+
+    def _stop_waiting_for_offer(self, flight: _Flight, now_s: float) -> list[RouterEffect]:
+        """The holder is told too: should it offer yet, nobody would come."""
+        attempt = flight.attempt
+        if attempt is None or attempt.offer_due_s is None or attempt.offer_due_s > now_s:
+            return []
+        assert attempt.holder is not None
+        cancel = SendTo(attempt.holder, Cancel(attempt.seq_id))
+        return [cancel, *self._compute_all(flight, attempt, "prefix offer late", now_s)]
 
     def _deadline_s(self, flight: _Flight) -> float:
         if flight.attempt is None:
@@ -480,6 +642,8 @@ def _timeline(flight: _Flight, now_s: float) -> Timeline:
         kv_wait_s=kv_wait_s,
         decode_queue_s=decode_queue_s,
         first_step_s=first_step_s,
+        kv_transfer_s=flight.kv_transfer_s,
+        kv_exposed_s=flight.kv_exposed_s,
         num_cached_tokens=flight.num_cached_tokens,
         attempts=flight.num_attempts,
         prefill_worker=flight.workers[0],

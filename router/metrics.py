@@ -54,7 +54,10 @@ _OUTCOME_NAMES: dict[type[Outcome], str] = {
     Failed: "failed",
     Cancelled: "cancelled",
 }
-_STAGES = tuple(name for name in Timeline.__struct_fields__ if name.endswith("_s"))
+_MEASURES = ("kv_transfer_s", "kv_exposed_s")  # beside the stages: they overlap with them
+_STAGES = tuple(
+    name for name in Timeline.__struct_fields__ if name.endswith("_s") and name not in _MEASURES
+)
 _BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
 _VLLM_NAMES = {
     "baton_ttft_seconds": "vllm:time_to_first_token_seconds",
@@ -74,6 +77,12 @@ class GatewayMetrics:
         self.itl = self._histogram("itl", "Gap between two updates of a stream", ITL_BUCKETS_S)
         self.tpot = self._histogram("tpot", "Time per token after the first", ITL_BUCKETS_S)
         self.e2e = self._histogram("e2e", "HTTP request to last token", E2E_BUCKETS_S)
+        self.kv_transfer = self._histogram(
+            "kv_transfer", "KV blocks on their way to a decode worker", STAGE_BUCKETS_S
+        )
+        self.kv_exposed = self._histogram(
+            "kv_exposed", "Of the KV transfer, what prefill did not hide", STAGE_BUCKETS_S
+        )
         self.stages = Histogram(
             "baton_stage_seconds",
             "Where the time of a request went",
@@ -150,6 +159,10 @@ class RequestMeter:
         if timeline is not None:
             for name, seconds in _stages(timeline):
                 self._metrics.stages.labels(name).observe(seconds)
+            if timeline.kv_transfer_s is not None:
+                self._metrics.kv_transfer.observe(timeline.kv_transfer_s)
+            if timeline.kv_exposed_s is not None:
+                self._metrics.kv_exposed.observe(timeline.kv_exposed_s)
         if not isinstance(outcome, Finished):
             return
         self._metrics.e2e.observe(now_s - self._received_s)
@@ -258,13 +271,25 @@ def _worker_metrics(port: RouterPort) -> Iterator[Metric]:
         for worker, load in loads:
             gauge.add_metric(worker, getattr(load, name))
         yield gauge
-    for name in sorted({name for _, load in loads for name in load.counters}):
+    yield from _worker_counters(loads)
+
+
+def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
+    """What the workers count by "name" or "name:reason"; a reason becomes a label."""
+    by_name: dict[str, list[tuple[tuple[str, str], str, float]]] = {}
+    for worker, load in loads:
+        for key, value in load.counters.items():
+            name, _, reason = key.partition(":")
+            by_name.setdefault(_metric_name(name), []).append((worker, reason, value))
+    for name, counts in sorted(by_name.items()):
+        labels = ["worker", "role"]
+        if any(reason for _, reason, _ in counts):
+            labels.append("reason")
         counter = CounterMetricFamily(
-            f"baton_worker_{_metric_name(name)}", "Counted by the worker", labels=["worker", "role"]
+            f"baton_worker_{name}", "Counted by the worker", labels=labels
         )
-        for worker, load in loads:
-            if name in load.counters:
-                counter.add_metric(worker, load.counters[name])
+        for worker, reason, value in counts:
+            counter.add_metric([*worker, reason][: len(labels)], value)
         yield counter
 
 

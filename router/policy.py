@@ -5,11 +5,13 @@ room now: ask again when something changes) or with `Impossible` (no live worker
 this).
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from engine.messages import Role, WorkerId
 from router.view import ClusterView, WorkerView
+
+_Worker = tuple[WorkerId, WorkerView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Need:
 
     num_tokens: int  # to prefill
     max_len: int  # tokens at the end of the answer, prompt included
+    kept_tokens: Mapping[WorkerId, int] = field(default_factory=dict)  # left by earlier attempts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,13 @@ def least_loaded(
 ) -> Placement | Busy | Impossible:
     """The prefill worker with the shortest backlog, the decode worker with the most free KV.
 
+    A decode worker where an earlier attempt left KV goes before the others: it pulls only the rest.
+    Among prefill workers with equal backlogs, one from which it can pull is taken.
+
     A prompt waits in the router until some prefill worker's backlog is under the bound, so nobody
     waits behind a long prompt while another worker idles. A mixed worker that prefills goes on
-    decoding.
+    decoding. Severed workers are not put together while there are others, even if those are busy:
+    to wait for them is quicker than to fail again.
     """
     prefillers = [(i, w) for i, w in view.workers.items() if w.info.role.prefills]
     decoders = [(i, w) for i, w in view.workers.items() if w.info.role.decodes]
@@ -69,18 +76,79 @@ def least_loaded(
     open_decoders = [(i, w) for i, w in decoders if _has_room(w, need)]
     if not open_prefillers or not open_decoders:
         return Busy()
-    prefill, worker = min(open_prefillers, key=lambda item: (item[1].reserved_tokens, item[0]))
+    partners = _partners(view, open_prefillers, open_decoders)
+    if not partners and _partners(view, prefillers, decoders):
+        return Busy()
+    if partners:
+        open_prefillers = [item for item in open_prefillers if item[0] in partners]
+
+    def cost(item: _Worker) -> tuple[int, int, WorkerId]:
+        worker_id, worker = item
+        kept = (need.kept_tokens.get(i, 0) for i, _ in partners.get(worker_id, ()))
+        return worker.reserved_tokens, -max(kept, default=0), worker_id
+
+    prefill, worker = min(open_prefillers, key=cost)
     if worker.info.role is Role.MIXED:
         return Placement(prefill, prefill)
-    return Placement(prefill, _emptiest(open_decoders))
+    return Placement(prefill, _best_decoder(partners.get(prefill, open_decoders), need))
 
 
-def _emptiest(workers: Iterable[tuple[WorkerId, WorkerView]]) -> WorkerId:
-    """Of decode workers, the one with the smallest share of its KV promised."""
-    chosen, _ = min(
-        workers, key=lambda item: (item[1].reserved_blocks / item[1].info.num_blocks, item[0])
+def _partners(
+    view: ClusterView, prefillers: Iterable[_Worker], decoders: Sequence[_Worker]
+) -> dict[WorkerId, list[_Worker]]:
+    """For each prefill worker the decode workers that KV can reach from it; only those that have
+    any, but for mixed workers, which need none.
+    """
+    return {
+        worker_id: reached
+        for worker_id, worker in prefillers
+        if (reached := [item for item in decoders if (worker_id, item[0]) not in view.severed])
+        or worker.info.role is Role.MIXED
+    }
+
+
+def prefix_source(
+    view: ClusterView,
+    sink_id: WorkerId,
+    held_blocks: Mapping[WorkerId, int],
+    pays: Callable[[int], bool],
+) -> WorkerId | None:
+    """The worker to pull a prompt's prefix from before `sink_id` computes it, if that pays.
+
+    It is the one that holds most; `held_blocks` counts the leading blocks that each worker holds.
+    `pays` says whether to pull so many blocks is quicker than to compute them.
+    """
+    sink = view.workers[sink_id]
+    here = held_blocks.get(sink_id, 0)
+    sources = [
+        (-num_blocks, worker_id)
+        for worker_id, num_blocks in held_blocks.items()
+        if num_blocks > here and _can_exchange(view.workers.get(worker_id), sink)
+    ]
+    if not sources:
+        return None
+    most, source_id = min(sources)
+    return source_id if pays(-most - here) else None
+
+
+def _can_exchange(source: WorkerView | None, sink: WorkerView) -> bool:
+    """Whether blocks of the one mean the same in the other."""
+    return (
+        source is not None
+        and source.info.fingerprint == sink.info.fingerprint
+        and source.info.layout.difference(sink.info.layout) is None
     )
-    return chosen
+
+
+def _best_decoder(workers: Iterable[tuple[WorkerId, WorkerView]], need: Need) -> WorkerId:
+    """The one that kept most of the prompt; among equals, the smallest share of its KV promised."""
+
+    def cost(item: tuple[WorkerId, WorkerView]) -> tuple[int, float, WorkerId]:
+        worker_id, worker = item
+        share = worker.reserved_blocks / worker.info.num_blocks
+        return -need.kept_tokens.get(worker_id, 0), share, worker_id
+
+    return min(workers, key=cost)[0]
 
 
 def decode_blocks(worker: WorkerView, need: Need) -> int:

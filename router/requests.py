@@ -61,15 +61,21 @@ class Timeline(msgspec.Struct, frozen=True):
     The first four sum to the time from the HTTP request to its first token (TTFT). The last three
     sum to the gap between the first and the second token; they are None where there was no second
     token, and `kv_wait_s` is zero where prefill and decode ran in one worker.
+
+    Two measures beside the stages, None where no KV was handed over: `kv_transfer_s`, while blocks
+    were on their way to the decode worker, and of that `kv_exposed_s`, after the last block was
+    computed. The difference was hidden behind prefill.
     """
 
     route_s: float  # validate, apply the chat template, tokenise
     queue_s: float  # wait in the router for a worker
-    prefill_queue_s: float  # wait in the prefill worker
+    prefill_queue_s: float  # wait in the prefill worker, a pull of its prefix included
     prefill_compute_s: float  # first chunk to first token
     kv_wait_s: float | None = None  # first token to all KV in the decode worker
     decode_queue_s: float | None = None  # KV there to the first decode step
     first_step_s: float | None = None  # first decode step to the second token
+    kv_transfer_s: float | None = None
+    kv_exposed_s: float | None = None
     num_cached_tokens: int = 0
     attempts: int = 1
     prefill_worker: str = ""

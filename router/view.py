@@ -43,9 +43,19 @@ class WorkerView:
 
 @dataclass(slots=True)
 class ClusterView:
-    """All live workers; only the router machine changes it."""
+    """All live workers; only the router machine changes it.
+
+    `severed` are pairs of a source and a sink between which KV lately did not arrive though both
+    live, each with the time at which it will be tried again.
+    """
 
     workers: dict[WorkerId, WorkerView] = field(default_factory=dict)
+    severed: dict[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
+
+    def forget_severed(self, now_s: float) -> None:
+        """Lets pairs be tried again whose time has come."""
+        if self.severed:
+            self.severed = {pair: at_s for pair, at_s in self.severed.items() if at_s > now_s}
 
     def validate(self) -> None:
         """Asserts that every sum is the sum of its parts."""

@@ -50,10 +50,13 @@ from engine.messages import (
     GivenBack,
     Incarnation,
     KvReady,
+    LeaseRef,
     Limits,
+    OfferPrefix,
     Prefill,
     PrefillDone,
     PrefillStarted,
+    PrefixOffered,
     Role,
     Sampling,
     SeqId,
@@ -65,11 +68,13 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
+from engine.offers import PrefixOffers
 from engine.worker import Scheduler, WorkerCore
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
     Data,
     Identity,
+    Offers,
     Read,
     ToSink,
     ToSource,
@@ -80,6 +85,7 @@ from kvtransfer.messages import (
 from kvtransfer.protocol import (
     CloseSource,
     Fetch,
+    Means,
     SendBlocks,
     SendToSink,
     SendToSource,
@@ -96,7 +102,7 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 11
 LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 2),))
 PARTS = ("steps", "transfer", "orders", "events")  # two threads, and the queue of each
-TIMING = Timing(ttl_s=6.0, hold_every_s=1.0, silence_s=3.0)
+TIMING = Timing(ttl_s=6.0, hold_every_s=1.0, reread_s=1.5, silence_s=3.0)
 
 Kv = int  # what the model keeps of one token; garbage is negative
 
@@ -289,6 +295,8 @@ class FakeWorker:
         )
         schedulers: list[Scheduler] = [self.decode] if shape.role.decodes else []
         schedulers += [self.prefill] if shape.role.prefills else []
+        self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=self.endpoint.address)
+        schedulers.append(self.offers)
         self.core = WorkerCore(schedulers, self.pool, shape.max_batch_tokens)
         self.inbox: deque[Event] = deque()
         self.plan: BatchPlan | None = None  # what runs now
@@ -324,17 +332,20 @@ class FakeWorker:
         self.endpoint.sink.validate()
         self._check_holders()
         for block, block_hash in self.pool.known():
-            kvs = self._cluster.block_contents[block_hash]
+            kvs = self._cluster.block_contents.get(block_hash)
             assert self.runner.memory[block] == kvs, f"block {block} holds something else"
 
     def _check_holders(self) -> None:
         """Every hold on a block is somebody's: no block can leak or be let go twice."""
-        tables = [job.seq.block_table for job in self.prefill._computing.values()]
-        tables += [running.seq.block_table for running in self.decode._running.values()]
-        tables += [arriving.seq.block_table for arriving in self.decode._arriving.values()]
-        leases = [lease.block_ids for lease in self.prefill._leases.values()]
-        pulls = [a.pulled or () for a in self.decode._arriving.values() if not a.kv_here]
-        pulls += self.decode._aborting.values()
+        prefill, decode = self.prefill, self.decode
+        pulling = [*prefill._pulling.values(), *prefill._aborting.values()]
+        arriving = [*decode._arriving.values(), *decode._aborting.values()]
+        holders = [*prefill._computing.values(), *pulling, *arriving, *decode._running.values()]
+        tables = [holder.seq.block_table for holder in holders]
+        leases = [lease.block_ids for lease in prefill._leases.values()]
+        leases += [offer.block_ids for offer in self.offers._offers.values()]
+        pulls = [job.pulled for job in pulling]
+        pulls += [a.pulled or () for a in arriving if not a.kv_here]
         owned, leased, in_flight = self.pool.holders()
         assert owned == self._tally(tables)
         assert leased == self._tally(leases)
@@ -352,7 +363,8 @@ class FakeWorker:
         """Sequences that wait or run here."""
         prefill, decode = self.prefill, self.decode
         waiting = {job.seq.seq_id for job in prefill._waiting}
-        return waiting | {*prefill._computing, *decode._queued, *decode._arriving, *decode._running}
+        prefilling = {*prefill._pulling, *prefill._computing}
+        return waiting | prefilling | {*decode._queued, *decode._arriving, *decode._running}
 
     def is_at_rest(self) -> bool:
         """Holds nothing."""
@@ -399,15 +411,14 @@ class FakeEndpoint:
             identity=identity,
             num_blocks=worker.shape.num_blocks,
             token="secret",
-            shm=None,
             timing=TIMING,
+            offers=Offers(),
         )
         self.sink = SinkMachine(
             incarnation=incarnation,
             identity=identity,
             token="secret",
             timing=TIMING,
-            window_blocks=worker.shape.window_blocks,
         )
         self.orders: deque[Effect] = deque()
 
@@ -450,7 +461,8 @@ class FakeEndpoint:
                     good.append(index)
         self._do_sink(self.sink.receive(address, message, now_s))
         if isinstance(message, Data):
-            self._do_sink(self.sink.fetched(message.lease_id, tuple(good), now_s))
+            fetched = self.sink.fetched(message.lease_id, good, now_s, sent_by_source=True)
+            self._do_sink(fetched)
 
     def _write(self, block: BlockId, kvs: list[Kv]) -> None:
         assert self.worker.pool.is_in_flight(block), "a pull writes into a stranger's block"
@@ -461,11 +473,11 @@ class FakeEndpoint:
             match effect:
                 case SendToSink(peer, message):
                     self._cluster.send_to_sink(peer, message, [])
-                case SendBlocks(peer, lease_id, indices, block_ids):
-                    assert all(self.worker.pool.is_leased(b) for b in block_ids)
-                    payload = [list(self.worker.runner.memory[b]) for b in block_ids]
-                    data = Data(lease_id, list(indices), [0] * len(indices))
-                    self._cluster.send_to_sink(peer, data, payload)
+                case SendBlocks():
+                    assert all(self.worker.pool.is_leased(b) for b in effect.block_ids)
+                    payload = [list(self.worker.runner.memory[b]) for b in effect.block_ids]
+                    data = Data(effect.lease_id, list(effect.indices), 0)
+                    self._cluster.send_to_sink(effect.peer, data, payload)
                 case LeaseEnded():
                     self.worker.inbox.append(effect)
 
@@ -477,7 +489,7 @@ class FakeEndpoint:
                 case SendToSource(address, message):
                     self._cluster.send_to_source(self, address, message)
                 case UseSource(address):
-                    self.sink.use_transport(address, "fake")
+                    self.sink.use_transport(address, self._means())
                 case Fetch():
                     todo += self._fetch(effect)
                 case CloseSource(address):
@@ -494,7 +506,12 @@ class FakeEndpoint:
         source = self._cluster.endpoint_at(effect.address)
         for copy in effect.copies:
             self._write(copy.block_id, source.worker.runner.memory[copy.source_block])
-        return self.sink.fetched(effect.lease_id, tuple(indices), self._cluster.now_s)
+        now_s = self._cluster.now_s
+        return self.sink.fetched(effect.lease_id, indices, now_s, sent_by_source=False)
+
+    def _means(self) -> Means:
+        shape = self.worker.shape
+        return Means("fake", window_blocks=shape.window_blocks, resends=not shape.copies_at_once)
 
 
 # ---------------------------------------------------------------- a gateway
@@ -502,10 +519,14 @@ class FakeEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where an attempt runs. One worker for both keeps the sequence where it was prefilled."""
+    """Where an attempt runs. One worker for both keeps the sequence where it was prefilled.
+
+    `holder` is asked to offer the prompt's prefix before.
+    """
 
     prefill: WorkerId
     decode: WorkerId
+    holder: WorkerId | None = None
 
 
 @dataclass(slots=True)
@@ -523,6 +544,7 @@ class Ask:
     seq_id: SeqId | None = None
     num_attempts: int = 0
     news: list[type] = field(default_factory=list)  # of the present attempt
+    waits_for_offer: bool = False
 
     @property
     def route(self) -> Route:
@@ -556,8 +578,25 @@ class FakeGateway:
         seq_id = SeqId(f"{ask.name}.{ask.num_attempts}")
         ask.seq_id, ask.news = seq_id, []
         self.asks[seq_id] = ask
+        ask.waits_for_offer = ask.route.holder is not None
+        if ask.route.holder is not None:
+            self._send(ask.route.holder, OfferPrefix(seq_id, ask.token_ids))
+        else:
+            self._prefill(ask, None)
+
+    def stop_waiting(self, ask: Ask) -> None:
+        """The offer of a prefix has not come in time."""
+        if ask.waits_for_offer:
+            assert ask.seq_id is not None
+            assert ask.route.holder is not None
+            self._send(ask.route.holder, Cancel(ask.seq_id))
+            self._prefill(ask, None)
+
+    def _prefill(self, ask: Ask, prefix: LeaseRef | None) -> None:
+        assert ask.seq_id is not None
+        ask.waits_for_offer = False
         kind = Generate if ask.route.prefill == ask.route.decode else Prefill
-        message = kind(seq_id, ask.token_ids, ask.sampling, ask.limits)
+        message = kind(ask.seq_id, ask.token_ids, ask.sampling, ask.limits, prefix)
         self._send(ask.route.prefill, message)
 
     def cancel(self, ask: Ask) -> None:
@@ -585,7 +624,11 @@ class FakeGateway:
             return  # of an attempt that is over
         self._check_order(ask, message)
         match message:
+            case PrefixOffered(_, lease):
+                if ask.waits_for_offer:
+                    self._prefill(ask, lease)
             case PrefillStarted(seq_id, num_cached_tokens, lease):
+                assert not ask.waits_for_offer
                 assert num_cached_tokens < len(ask.token_ids)
                 if lease is not None:
                     assert ask.route.prefill != ask.route.decode
@@ -604,7 +647,9 @@ class FakeGateway:
                 pass
             case Tokens(_, token_ids, finish):
                 self._deliver(ask, token_ids, finish)
-            case GivenBack():
+            case GivenBack(num_kept_tokens=num_kept_tokens):
+                assert num_kept_tokens <= len(ask.token_ids)
+                assert num_kept_tokens % BLOCK_SIZE == 0
                 self.retry(ask)
             case other:
                 raise AssertionError(f"unexpected message: {other}")
@@ -635,7 +680,10 @@ class FakeGateway:
     def _end_attempt(self, ask: Ask) -> None:
         assert ask.seq_id is not None
         del self.asks[ask.seq_id]
-        for worker_id in dict.fromkeys((ask.route.prefill, ask.route.decode)):
+        route = ask.route
+        may_be_offered = route.holder is not None and PrefillStarted not in ask.news
+        concerned = [route.prefill, route.decode, *([route.holder] if may_be_offered else [])]
+        for worker_id in dict.fromkeys(w for w in concerned if w is not None):
             self._send(worker_id, Cancel(ask.seq_id))
 
     def _send(self, worker_id: WorkerId, message: ToWorker) -> None:
@@ -673,17 +721,18 @@ class FakeCluster:
         prompt: Sequence[int],
         *,
         limits: Limits,
-        routes: Sequence[tuple[str, str]],
+        routes: Sequence[tuple[str, ...]],
         seed: int = 0,
     ) -> Ask:
-        """A client asks. Each attempt takes the next route, (prefill worker, decode worker)."""
+        """A client asks. Each attempt takes the next route: prefill worker, decode worker and,
+        where there is one, the worker that is asked for the prefix."""
         sampling = Sampling(seed=seed)
         ask = Ask(
             name=f"r{len(self.asks)}",
             prompt=tuple(prompt),
             sampling=sampling,
             limits=limits,
-            routes=[Route(WorkerId(p), WorkerId(d)) for p, d in routes],
+            routes=[Route(*map(WorkerId, route)) for route in routes],
             expected=answer(prompt, sampling, limits),
         )
         self.asks.append(ask)

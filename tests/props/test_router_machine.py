@@ -6,7 +6,7 @@ none among workers.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -29,9 +29,11 @@ from engine.messages import (
     LeaseRef,
     Limits,
     LoadReport,
+    OfferPrefix,
     Prefill,
     PrefillDone,
     PrefillStarted,
+    PrefixOffered,
     RequestId,
     Role,
     Sampling,
@@ -57,7 +59,8 @@ from router.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.requests import Cancelled, Failed, Finished, Outcome, Rejected, Request
+from router.prefixes import Rates
+from router.requests import Cancelled, Finished, Outcome, Rejected, Request
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 NUM_BLOCKS, MAX_RUNNING = 8, 3
@@ -68,6 +71,7 @@ CONFIG = RouterConfig(
     slowest_prefill_tokens_per_s=10.0,
     max_attempts=3,
     prefill_backlog_tokens=12,
+    offer_timeout_s=2.0,
 )
 VOCAB_SIZE = 7
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
@@ -98,6 +102,7 @@ class Seq:
     token_ids: list[int]
     limits: Limits
     kind: type
+    prefix: LeaseRef | None = None
     started: bool = False
     kv_here: bool = False
     first_token: int | None = None
@@ -118,6 +123,9 @@ class FakeWorker:
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque()
         self.seqs: dict[str, Seq] = {}
+        self.asked: dict[str, int] = {}  # offers to be answered: blocks of the prompt
+        self.offers: dict[str, LeaseRef] = {}  # by the sequence that they are for
+        self.released: list[LeaseRef] = []  # foreign leases that are not needed any more
         self._seen: set[str] = set()
 
     @property
@@ -136,20 +144,30 @@ class FakeWorker:
                 assert self.role.prefills or isinstance(message, Decode)
                 self._seen.add(message.seq_id)
                 seq = Seq(list(message.token_ids), message.limits, type(message))
+                if not isinstance(message, Decode):
+                    seq.prefix = message.prefix
                 self.seqs[message.seq_id] = seq
             case FirstToken(seq_id, token):
                 assert seq_id in self._seen, "the first token came before its sequence"
                 if seq_id in self.seqs:
                     assert token == next_token(self.seqs[seq_id].token_ids)
                     self.seqs[seq_id].first_token = token
+            case OfferPrefix(seq_id, token_ids):
+                assert seq_id not in self.asked
+                assert seq_id not in self.offers
+                self.asked[seq_id] = (len(token_ids) - 1) // LAYOUT.block_size
             case Cancel(seq_id):
                 self.seqs.pop(seq_id, None)
+                self.asked.pop(seq_id, None)
+                self.offers.pop(seq_id, None)
             case other:
                 raise AssertionError(f"not for a worker: {other}")
 
     def work(self, rng: random.Random) -> None:
         """Does the next thing for some sequence."""
-        if self.seqs:
+        if self.asked and rng.random() < 0.5:
+            self._offer(rng)
+        elif self.seqs:
             seq_id = rng.choice(list(self.seqs))
             self._advance(seq_id, self.seqs[seq_id], rng)
 
@@ -157,17 +175,27 @@ class FakeWorker:
         """Frees itself of some sequence."""
         if self.seqs:
             seq_id = rng.choice(list(self.seqs))
-            del self.seqs[seq_id]
-            self._say(GivenBack(seq_id, "no room"))
+            seq = self.seqs.pop(seq_id)
+            kept = LAYOUT.block_size * rng.randint(0, len(seq.token_ids) // LAYOUT.block_size)
+            self._say(GivenBack(seq_id, "no room", kept))
 
     def report(self) -> None:
         self._say(LoadReport(1, 1, 1, 1, 1, 0, len(self.seqs), 0))
+
+    def _offer(self, rng: random.Random) -> None:
+        seq_id, num_blocks = self.asked.popitem()
+        lease = None
+        if (num_held := rng.randint(0, num_blocks)) > 0:
+            lease = self.offers[seq_id] = self._lease_ref(f"{seq_id}.prefix", num_held)
+        self._say(PrefixOffered(seq_id, lease))
 
     def _advance(self, seq_id: str, seq: Seq, rng: random.Random) -> None:
         if seq.kind is Decode:
             self._advance_arriving(seq_id, seq)
         elif not seq.started:
             seq.started = True
+            if seq.prefix is not None:
+                self.released.append(seq.prefix)
             self._say(PrefillStarted(seq_id, 0, self._lease(seq_id, seq)))
         elif not seq.kv_here:
             seq.kv_here = True
@@ -183,7 +211,7 @@ class FakeWorker:
     def _advance_arriving(self, seq_id: str, seq: Seq) -> None:
         if not seq.kv_here:
             seq.kv_here = True
-            self._say(KvReady(seq_id, 1, 0, "fake"))
+            self._say(KvReady(seq_id, 1, 0, "fake", 0.01, 0.005))
         elif not seq.decoding and seq.first_token is not None:
             seq.decoding = True
             seq.token_ids.append(seq.first_token)
@@ -202,8 +230,11 @@ class FakeWorker:
     def _lease(self, seq_id: str, seq: Seq) -> LeaseRef | None:
         if seq.kind is Generate or seq.limits.max_len <= len(seq.token_ids) + 1:
             return None
+        return self._lease_ref(seq_id, LAYOUT.num_blocks_for(len(seq.token_ids)))
+
+    def _lease_ref(self, lease_id: str, num_blocks: int) -> LeaseRef:
         address = TransferAddress(self.name, "life", f"fake://{self.name}")
-        return LeaseRef(seq_id, address, LAYOUT.num_blocks_for(len(seq.token_ids)))
+        return LeaseRef(lease_id, address, num_blocks)
 
     def _say(self, message: ToGateway) -> None:
         self.outbox.append(encode_frame([message]))
@@ -222,11 +253,20 @@ class Client:
     gone: bool = False
 
 
+class EverythingPays(Rates):
+    """No time is modelled here: whatever could be pulled is."""
+
+    def pull_pays(self, num_blocks: int, layout: KVLayout) -> bool:
+        assert num_blocks > 0
+        return True
+
+
 class World:
     """A router machine, the workers that are alive, and everybody's messages."""
 
     def __init__(self) -> None:
         self.machine = RouterMachine(CONFIG)
+        self.machine._rates = EverythingPays()
         self.now_s = 100.0
         self.workers: dict[str, FakeWorker] = {}
         self.clients: dict[str, Client] = {}
@@ -261,6 +301,14 @@ class World:
         if worker.inbox:
             worker.take()
 
+    def work(self, worker: FakeWorker, rng: random.Random) -> None:
+        worker.work(rng)
+        while worker.released:
+            lease = worker.released.pop()
+            holder = self.workers.get(lease.source.worker_id)
+            if holder is not None:
+                holder.offers.pop(lease.lease_id.removesuffix(".prefix"), None)
+
     def tell(self, worker: FakeWorker) -> None:
         if worker.outbox:
             (message,) = decode_to_gateway(worker.outbox.popleft())
@@ -279,7 +327,7 @@ class World:
                 break
             for worker in list(self.workers.values()):
                 self.take(worker)
-                worker.work(rng)
+                self.work(worker, rng)
                 self.tell(worker)
             self.pass_time(0.01)
         assert self.machine.num_flights == self.machine.queue_len == 0
@@ -293,6 +341,8 @@ class World:
             while worker.inbox:
                 worker.take()
             assert not worker.seqs, "a worker was not told that nobody wants this any more"
+            assert not worker.asked
+            assert not worker.offers, "a prefix stays offered to nobody"
 
     # ------------------------------------------------------------ what must hold
 
@@ -324,6 +374,11 @@ class World:
         self.validate()
 
     def _send(self, worker_id: str, message: ToWorker) -> None:
+        if isinstance(message, Prefill | Generate) and message.prefix is not None:
+            source = message.prefix.source.worker_id
+            assert source != worker_id, "a worker is to pull from itself"
+            assert message.prefix.lease_id == f"{message.seq_id}.prefix"
+            assert source in self.workers
         self.workers[worker_id].inbox.append(encode_frame([message]))
 
     def _end(self, client: Client, outcome: Outcome) -> None:
@@ -376,7 +431,7 @@ class Requests(RuleBasedStateMachine):
             if act == "t":
                 self.world.take(worker)
             elif act == "w":
-                worker.work(self.rng)
+                self.world.work(worker, self.rng)
             else:
                 self.world.tell(worker)
 
@@ -404,6 +459,16 @@ TestRequests = Requests.TestCase
 TestRequests.settings = settings(deadline=None, max_examples=80, stateful_step_count=50)
 
 
+def some_prompt(rng: random.Random, world: World) -> list[int]:
+    """A new one, or one that goes on from an earlier answer."""
+    clients = list(world.clients.values())
+    if clients and rng.random() < 0.5:
+        earlier = rng.choice(clients)
+        conversation = [*earlier.request.token_ids, *earlier.token_ids]
+        return [*conversation[:13], rng.randrange(VOCAB_SIZE)]
+    return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
+
+
 def busy_day(rng: random.Random, *, troubles: float) -> World:
     """Many requests, and now and then trouble."""
     world = World()
@@ -411,10 +476,10 @@ def busy_day(rng: random.Random, *, troubles: float) -> World:
         world.join(name)
     for _ in range(400):
         if rng.random() < 0.25:
-            prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
+            prompt = some_prompt(rng, world)
             world.ask(prompt, rng.randint(1, 12), rng.choice([(), (0,), (1, 2)]))
         for worker in list(world.workers.values()):
-            for act in (world.take, world.tell, lambda w: w.work(rng)):
+            for act in (world.take, world.tell, lambda w: world.work(w, rng)):
                 if rng.random() < 0.7:
                     act(worker)
         if rng.random() < troubles:
@@ -450,4 +515,15 @@ def test_a_day_with_trouble_ends_every_request_once_and_none_wrongly(seed):
     world = busy_day(rng, troubles=rng.choice([0.1, 0.3, 0.6]))
     outcomes = [client.outcomes[0] for client in world.clients.values()]
     assert any(isinstance(outcome, Finished) for outcome in outcomes)
-    assert any(isinstance(outcome, Failed | Cancelled) for outcome in outcomes)
+
+
+def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
+    counted: Counter[tuple[str, str]] = Counter()
+    for seed in range(20):
+        world = busy_day(random.Random(seed), troubles=0.3)
+        counted += world.machine.counters
+    for outcome in ("finished", "rejected", "failed", "cancelled"):
+        assert counted["ended", outcome] > 0, outcome
+    assert counted["prefix offer", "asked"] > 100
+    for reason in ("prefix not held", "prefix offer late", "prefix holder lost"):
+        assert counted["fallback", reason] > 0, reason

@@ -1,4 +1,4 @@
-"""A prefill, a decode and a mixed worker, in every order that steps and messages can take.
+"""Two prefill workers, a decode and a mixed one, in every order that steps and messages can take.
 
 Clients come and go, gateways die, threads stand still, time passes; the pools are so small that
 sequences wait, evict, and are given back. Whatever happens, each client is answered with exactly
@@ -6,6 +6,7 @@ the tokens of the reference, and when all is over every block is free and every 
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import permutations
 
@@ -22,16 +23,31 @@ from prefill.scheduler import PrefillScheduler
 from tests.fakes import PARTS, VOCAB_SIZE, Ask, FakeCluster, FakeGateway, WorkerShape
 
 NUM_GATEWAYS = 2
-ROUTES = list(permutations([("p", "d"), ("p", "m"), ("m", "m")]))
+PATHS = [("p", "d"), ("p", "m"), ("m", "m")]
+OFFERED = [("q", "d", "p"), ("q", "m", "d"), ("p", "d", "m"), ("m", "m", "p"), ("q", "d", "d")]
+ROUTES = [
+    *permutations(PATHS),
+    *[(offered, *PATHS) for offered in OFFERED],
+    tuple(OFFERED),
+]
 STEMS = [tuple((7 * i * i + k) % VOCAB_SIZE for i in range(16)) for k in (1, 4)]
 STEM_LENS = (0, 3, 4, 8, 11, 16)
+MAX_STEM_LEN = max(STEM_LENS)
 STOPS = ((), (3,), (1, 5))
 MAX_SUFFIX_LEN = 5
 MAX_ANSWER_LEN = 10  # with a stem and a suffix it fits into the smallest pool
 SECONDS = (0.3, 1.0, 4.0, 7.0)
 RUNS = range(16)
+PREFIX_EVENTS = (
+    "prefix_offers:held",
+    "prefix_offers:not_held",
+    "pulled_prefix_blocks",
+    "fallbacks:prefix_without_memory",
+    "fallbacks:prefix_pull_failed",
+    "kept_blocks",
+)
 SIZES = {
-    "num_blocks": (8, 9, 12),
+    "num_blocks": (8, 9, 12, 32),
     "max_batch_tokens": (5, 8, 12),
     "chunk_tokens": (2, 4, 5, 9),
     "max_running": (1, 2, 4),
@@ -45,7 +61,8 @@ class Traffic:
     """A cluster, and all that can be done to it from outside."""
 
     def __init__(self, prefill: WorkerShape, decode: WorkerShape, mixed: WorkerShape) -> None:
-        self.cluster = FakeCluster({"p": prefill, "d": decode, "m": mixed})
+        shapes = {"p": prefill, "q": prefill, "d": decode, "m": mixed}
+        self.cluster = FakeCluster(shapes)
         self._num_gateways = 0
         self.gateways = [self._new_gateway() for _ in range(NUM_GATEWAYS)]
 
@@ -56,12 +73,20 @@ class Traffic:
         gateway: int,
         answer_lens: tuple[int, int],
         stops: tuple[int, ...],
-        routes: Sequence[tuple[str, str]],
+        routes: Sequence[tuple[str, ...]],
         seed: int,
     ) -> None:
         shortest, longest = answer_lens
         limits = Limits(len(prompt) + longest, len(prompt) + shortest, stops)
         self.cluster.submit(self.gateways[gateway], prompt, limits=limits, routes=routes, seed=seed)
+
+    def conversation(self, which: int) -> tuple[int, ...]:
+        """The beginning of an earlier prompt with its answer, to be asked on."""
+        asks = self.cluster.asks
+        if not asks:
+            return ()
+        ask = asks[which % len(asks)]
+        return (ask.prompt + ask.expected.token_ids)[:MAX_STEM_LEN]
 
     def cancel(self, which: int) -> None:
         for gateway, ask in self._live(which):
@@ -70,6 +95,10 @@ class Traffic:
     def retry(self, which: int) -> None:
         for gateway, ask in self._live(which):
             gateway.retry(ask)
+
+    def stop_waiting(self, which: int) -> None:
+        for gateway, ask in self._live(which):
+            gateway.stop_waiting(ask)
 
     def lose_gateway(self, which: int, num_arriving: int) -> None:
         """Another one takes its place; its clients do not come back."""
@@ -99,6 +128,7 @@ class Traffic:
             counts = worker.pool.counts()
             assert counts.free + counts.cached == worker.shape.num_blocks
             assert worker.endpoint.source.num_leases == worker.prefill.num_leases == 0
+            assert worker.offers.num_leases == 0
             assert worker.endpoint.sink.num_pulls == 0
 
     def _live(self, which: int) -> list[tuple[FakeGateway, Ask]]:
@@ -157,6 +187,18 @@ class WorkersOfAllRoles(RuleBasedStateMachine):
         fields = {"gateway": gateway, "stops": stops, "routes": routes, "seed": seed}
         self.do(self.traffic.ask, prompt, answer_lens=lens, **fields)
 
+    @rule(
+        which=st.integers(0, 9),
+        token=st.integers(0, VOCAB_SIZE - 1),
+        gateway=GATEWAYS,
+        lens=answer_lens(),
+        routes=st.sampled_from(ROUTES),
+    )
+    def ask_on(self, which, token, gateway, lens, routes):
+        prompt = (*self.traffic.conversation(which), token)
+        fields = {"gateway": gateway, "stops": (), "routes": routes, "seed": 0}
+        self.do(self.traffic.ask, prompt, answer_lens=lens, **fields)
+
     @rule(num_moves=st.integers(1, 40), seed=SEEDS)
     def go_on(self, num_moves, seed):
         self.do(self.traffic.go_on, num_moves, random.Random(seed))
@@ -175,6 +217,11 @@ class WorkersOfAllRoles(RuleBasedStateMachine):
     def retry(self, which):
         self.do(self.traffic.retry, which)
 
+    @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
+    @rule(which=st.integers(0, 9))
+    def stop_waiting(self, which):
+        self.do(self.traffic.stop_waiting, which)
+
     @rule(which=GATEWAYS, num_arriving=st.integers(0, 3))
     def lose_gateway(self, which, num_arriving):
         self.do(self.traffic.lose_gateway, which, num_arriving)
@@ -183,11 +230,11 @@ class WorkersOfAllRoles(RuleBasedStateMachine):
     def wait(self, seconds):
         self.do(self.traffic.wait, seconds)
 
-    @rule(worker=st.sampled_from("pdm"), part=st.sampled_from(PARTS))
+    @rule(worker=st.sampled_from("pqdm"), part=st.sampled_from(PARTS))
     def block(self, worker, part):
         self.do(self.traffic.block, worker, part)
 
-    @rule(which=GATEWAYS, worker=st.sampled_from("pdm"))
+    @rule(which=GATEWAYS, worker=st.sampled_from("pqdm"))
     def block_link(self, which, worker):
         self.do(self.traffic.block_link, which, worker)
 
@@ -215,13 +262,14 @@ def random_shape(role: Role, rng: random.Random) -> WorkerShape:
     return WorkerShape(role, **{name: rng.choice(c) for name, c in SIZES.items()})
 
 
-def random_prompt(rng: random.Random) -> tuple[int, ...]:
-    stem = rng.choice(STEMS)[: rng.choice(STEM_LENS)]
+def random_prompt(traffic: Traffic, rng: random.Random) -> tuple[int, ...]:
+    fresh = rng.choice(STEMS)[: rng.choice(STEM_LENS)]
+    stem = rng.choice([fresh, traffic.conversation(rng.randrange(100))])
     return stem + tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(1, MAX_SUFFIX_LEN)))
 
 
-def random_traffic(seed: int, num_events: int) -> None:
-    """Busier and longer than what hypothesis comes to."""
+def random_traffic(seed: int, num_events: int) -> Counter[str]:
+    """Busier and longer than what hypothesis comes to. Returns what the schedulers counted."""
     rng = random.Random(seed)
     roles = (Role.PREFILL, Role.DECODE, Role.MIXED)
     traffic = Traffic(*(random_shape(role, rng) for role in roles))
@@ -229,7 +277,7 @@ def random_traffic(seed: int, num_events: int) -> None:
     def ask() -> None:
         longest = rng.randint(1, MAX_ANSWER_LEN)
         traffic.ask(
-            random_prompt(rng),
+            random_prompt(traffic, rng),
             gateway=rng.randrange(NUM_GATEWAYS),
             answer_lens=(rng.randrange(longest), longest),
             stops=rng.choice(STOPS),
@@ -242,15 +290,20 @@ def random_traffic(seed: int, num_events: int) -> None:
         ask: 0.3,
         lambda: traffic.cancel(rng.randrange(100)): 0.1,
         lambda: traffic.retry(rng.randrange(100)): 0.01,
+        lambda: traffic.stop_waiting(rng.randrange(100)): 0.02,
         lambda: traffic.lose_gateway(rng.randrange(NUM_GATEWAYS), rng.randrange(4)): 0.01,
         lambda: traffic.wait(rng.choice(SECONDS)): 0.03,
-        lambda: traffic.block(rng.choice("pdm"), rng.choice(PARTS)): 0.15,
-        lambda: traffic.block_link(rng.randrange(NUM_GATEWAYS), rng.choice("pdm")): 0.1,
+        lambda: traffic.block(rng.choice("pqdm"), rng.choice(PARTS)): 0.15,
+        lambda: traffic.block_link(rng.randrange(NUM_GATEWAYS), rng.choice("pqdm")): 0.1,
         traffic.cluster.unblock: 0.08,
     }
     for event in rng.choices(list(events), list(events.values()), k=num_events):
         event()
     traffic.finish(rng)
+    counted: Counter[str] = Counter()
+    for worker in traffic.cluster.workers.values():
+        counted.update(worker.core.load(0, {}).counters)
+    return counted
 
 
 @pytest.mark.parametrize("seed", RUNS)
@@ -258,7 +311,39 @@ def test_nobody_is_answered_wrongly_or_forgotten_in_a_long_run(seed):
     random_traffic(seed, num_events=300)
 
 
+def test_prefixes_are_offered_pulled_and_given_up_in_long_runs():
+    counted: Counter[str] = Counter()
+    for seed in RUNS:
+        counted += random_traffic(seed, num_events=300)
+    for name in PREFIX_EVENTS:
+        assert counted[name] > 0, f"no run came to {name}"
+
+
 # ---------------------------------------------------------------- would it be noticed?
+
+
+def _keep_what_has_not_arrived(self, arrived, pool):
+    """Of a pull that has begun to bring blocks, the next one counts as well."""
+    _keep(self, range(max(arrived, default=-2) + 2), pool)
+
+
+def _forget_the_aborted_prefix(self, seq_id):
+    """A cancelled prompt lets go of blocks that its pull still writes to."""
+    effects = _cancel_prompt(self, seq_id)
+    if (job := self._aborting.pop(seq_id, None)) is not None:
+        self._pool.end_write(job.pulled)
+        job.seq.release(self._pool)
+    return effects
+
+
+def _count_all_as_pulled(self, seq_id, failed):
+    """A prefix pull that failed is taken for done."""
+    return _on_pull_ended(self, seq_id, None)
+
+
+def _lease_no_idle_block(self, blocks):
+    """Only blocks that somebody owns stay where they are for a lease."""
+    _lease(self, [block for block in blocks if block not in self._idle])
 
 
 def _grow_too_early(self, job, num_ready):
@@ -270,10 +355,16 @@ def _grow_too_early(self, job, num_ready):
 def _forget_the_aborted(self, seq_id):
     """A cancelled pull is forgotten before it has ended."""
     effects = _cancel(self, seq_id)
-    self._pool.end_write(self._aborting.pop(seq_id, ()))
+    if (arriving := self._aborting.pop(seq_id, None)) is not None:
+        self._pool.end_write(arriving.pulled)
+        arriving.seq.release(self._pool)
     return effects
 
 
+_lease = BlockPool.lease
+_keep = EngineSequence.keep_pulled
+_cancel_prompt = PrefillScheduler._cancel
+_on_pull_ended = PrefillScheduler._on_pull_ended
 _grow = PrefillScheduler._grow
 _cancel = DecodeScheduler._cancel
 
@@ -282,6 +373,18 @@ MISTAKES = {
     "a stop is not banned": (EngineSequence, "banned", lambda self: ()),
     "a half computed block is leased": (PrefillScheduler, "_grow", _grow_too_early),
     "an aborted pull holds nothing": (DecodeScheduler, "_cancel", _forget_the_aborted),
+    "a cancelled prefix pull holds nothing": (
+        PrefillScheduler,
+        "_cancel",
+        _forget_the_aborted_prefix,
+    ),
+    "a failed prefix pull is taken for done": (
+        PrefillScheduler,
+        "_on_pull_ended",
+        _count_all_as_pulled,
+    ),
+    "what has not arrived is kept": (EngineSequence, "keep_pulled", _keep_what_has_not_arrived),
+    "an offered prefix is not leased": (BlockPool, "lease", _lease_no_idle_block),
     "a finished lease keeps its blocks": (BlockPool, "end_lease", lambda self, blocks: None),
 }
 

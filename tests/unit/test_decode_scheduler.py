@@ -246,14 +246,15 @@ def test_blocks_of_an_aborted_pull_stay_in_flight_until_nothing_writes_to_them()
     )
 
 
-def test_a_pull_that_ends_well_just_before_its_abort_gives_its_blocks_back_too():
+def test_a_pull_that_ends_well_just_before_its_abort_leaves_its_blocks_cached():
     rig().play(
         [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (decode("a", 9), [hold("a", 3)]),
+            (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
             (cancel("a"), [abort("a")]),
             (pull_done("a"), []),
-            (Blocks(), blocks(free=8)),
+            (Blocks(), blocks(free=6, cached=2)),
+            (cancel("a"), []),
         ]
     )
 
@@ -272,7 +273,7 @@ def test_memory_of_an_aborted_pull_is_not_given_to_others():
     )
 
 
-def test_cached_blocks_of_an_aborted_pull_are_let_go_at_once():
+def test_cached_blocks_of_an_aborted_pull_are_let_go_when_it_is_over():
     r = rig()
     arrive(r, "a", 8)
     r.play(
@@ -281,7 +282,9 @@ def test_cached_blocks_of_an_aborted_pull_are_let_go_at_once():
             (decode("b", 12), [hold("b", 3)]),
             (Step(), [pull("b", (2, 2))]),
             (cancel("b"), [abort("b")]),
-            (Blocks(), blocks(free=5, cached=2, in_flight=1)),
+            (Blocks(), blocks(free=5, owned=2, in_flight=1)),
+            (pull_failed("b", "aborted"), []),
+            (Blocks(), blocks(free=6, cached=2)),
         ]
     )
 
@@ -375,6 +378,81 @@ def test_blocks_of_a_failed_pull_are_not_found_by_others():
             (pull_failed("a"), [given_back("a", "pull failed: why")]),
             (decode("b", 8), [hold("b", 2)]),
             (Step(), [pull("b", (0, 0), (1, 1))]),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- pulls that resume
+
+
+@pytest.mark.parametrize(
+    ("arrived", "kept", "missing"),
+    [
+        ((), 0, [0, 1, 2]),
+        ((0,), 1, [1, 2]),
+        ((1, 0), 2, [2]),
+        ((0, 2), 1, [1, 2]),  # behind a gap
+        ((1, 2), 0, [0, 1, 2]),
+        ((0, 1, 2), 2, [2]),  # the last block is not full, so it has no hash
+    ],
+)
+def test_the_next_attempt_pulls_only_what_a_failed_pull_did_not_bring(arrived, kept, missing):
+    r = rig()
+    r.take(decode("a", 10))
+    r.step()
+    r.play(
+        [
+            (
+                pull_failed("a", arrived=arrived),
+                [given_back("a", "pull failed: why", kept=4 * kept)],
+            ),
+            (Blocks(), blocks(free=8 - kept, cached=kept)),
+            (decode("b", 10), [hold("b", 3)]),
+        ]
+    )
+    (started,) = r.step()
+    assert [index for index, _ in started.blocks] == missing
+    assert r.decode.counters["kept_blocks"] == kept
+
+
+def test_what_a_failed_pull_brought_continues_what_was_cached():
+    r = rig()
+    arrive(r, "a", 4)
+    r.take(cancel("a"))
+    r.play(
+        [
+            (decode("b", 13), [hold("b", 4)]),
+            (Step(), [pull("b", (1, 1), (2, 2), (3, 3))]),
+            (pull_failed("b", arrived=[1]), [given_back("b", "pull failed: why", kept=8)]),
+            (Blocks(), blocks(free=6, cached=2)),
+            (decode("c", 13), [hold("c", 4)]),
+        ]
+    )
+    (started,) = r.step()
+    assert [index for index, _ in started.blocks] == [2, 3]
+
+
+def test_what_a_cancelled_pull_brought_stays_too():
+    rig().play(
+        [
+            (decode("a", 9), [hold("a", 3)]),
+            (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
+            (cancel("a"), [abort("a")]),
+            (pull_failed("a", "aborted", [0]), []),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_how_long_a_pull_took_is_told():
+    rig().play(
+        [
+            (decode("a", 6), [hold("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (
+                pull_done("a", transfer_s=0.5, exposed_s=0.125),
+                [kv_ready("a", 2, transfer_s=0.5, exposed_s=0.125)],
+            ),
         ]
     )
 

@@ -32,6 +32,8 @@ TIMELINE = Timeline(
     prefill_queue_s=0.03,
     prefill_compute_s=0.04,
     kv_wait_s=0.05,
+    kv_transfer_s=0.06,
+    kv_exposed_s=0.007,
     num_cached_tokens=3,
     prefill_worker="p0",
 )

@@ -1,5 +1,6 @@
 """Health, readiness, models, version and metrics."""
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from test_gateway_kit import (
     CONTEXT_LEN,
@@ -75,6 +76,30 @@ def test_an_answer_is_measured():
     stages = found["baton_stage_seconds_sum"]
     assert stages[(("stage", "prefill_compute"),)] == TIMELINE.prefill_compute_s
     assert (("stage", "decode_queue"),) not in stages  # there was no such stage
+    assert not any("kv_transfer" in key[0] for key in stages)  # it is none
+    assert found["baton_kv_transfer_seconds_sum"] == {(): TIMELINE.kv_transfer_s}
+    assert found["baton_kv_exposed_seconds_sum"] == {(): TIMELINE.kv_exposed_s}
+
+
+def test_an_answer_without_a_handover_has_no_transfer():
+    timeline = msgspec.structs.replace(TIMELINE, kv_transfer_s=None, kv_exposed_s=None)
+    app = make_app(FakeRouter([Update(token_ids=(EOS,), outcome=STOP, timeline=timeline)]))
+    ask(app)
+    found = samples(app)
+    assert found["baton_kv_transfer_seconds_count"] == {(): 0.0}
+    assert found["baton_kv_exposed_seconds_count"] == {(): 0.0}
+
+
+def test_a_counter_that_one_worker_gives_a_reason_for_and_another_does_not_is_one_series():
+    router = FakeRouter()
+    for name, counters in (("p0", {"fallbacks": 1.0}), ("d0", {"fallbacks:no shm": 2.0})):
+        load = LoadReport(0, 0, 0, 0, 0, 0, 0, 0, counters)
+        router.statuses[WorkerId(name)] = WorkerStatus(Role.MIXED, load, 0, 0)
+    found = samples(make_app(router))["baton_worker_fallbacks_total"]
+    assert {(dict(key)["worker"], dict(key)["reason"]): n for key, n in found.items()} == {
+        ("p0", ""): 1.0,
+        ("d0", "no shm"): 2.0,
+    }
 
 
 def test_requests_are_counted_by_their_outcome():
@@ -103,7 +128,12 @@ def test_workers_and_router_are_shown_as_they_are():
         waiting_seqs=6,
         running_seqs=8,
         open_leases=9,
-        counters={"preempted": 2.0, "pulled.bytes_total": 3.0},
+        counters={
+            "preempted": 2.0,
+            "pulled.bytes_total": 3.0,
+            "pulls_failed:source_silent": 4.0,
+            "pulls_failed:a block arrived damaged": 5.0,
+        },
     )
     quiet = WorkerStatus(role=Role.PREFILL, load=None, reserved_blocks=0, reserved_tokens=0)
     busy = WorkerStatus(role=Role.DECODE, load=load, reserved_blocks=0, reserved_tokens=0)
@@ -116,6 +146,12 @@ def test_workers_and_router_are_shown_as_they_are():
     assert found["baton_worker_running_seqs"] == {worker: 8.0}
     assert found["baton_worker_preempted_total"] == {worker: 2.0}
     assert found["baton_worker_pulled_bytes_total"] == {worker: 3.0}
+    failed = found["baton_worker_pulls_failed_total"]
+    assert {dict(key)["reason"]: value for key, value in failed.items()} == {
+        "source_silent": 4.0,
+        "a block arrived damaged": 5.0,
+    }
+    assert {dict(key)["worker"] for key in failed} == {"d0"}
     assert found["baton_queue_requests"] == {(): 7.0}
     events = found["baton_router_events_total"]
     assert events == {(("event", "retry"), ("reason", "worker lost")): 3.0}

@@ -22,6 +22,7 @@ from engine.messages import (
     Hello,
     LeaseRef,
     Limits,
+    OfferPrefix,
     Prefill,
     PrefillDone,
     PrefillStarted,
@@ -48,6 +49,7 @@ SAMPLES = [  # of which broken frames are made
         LeaseRef("a.0", TransferAddress("w", "1", "tcp://w"), 1),
     ),
     FirstToken("a.0", 7),
+    OfferPrefix("a.0", [3, 4]),
     Cancel("a.0"),
 ]
 

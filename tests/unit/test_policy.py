@@ -1,10 +1,19 @@
 """Placement: who is chosen, when to wait, and what can never be."""
 
+import msgspec
 import pytest
 
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
-from router.policy import Busy, Impossible, Need, Placement, decode_blocks, least_loaded
+from router.policy import (
+    Busy,
+    Impossible,
+    Need,
+    Placement,
+    decode_blocks,
+    least_loaded,
+    prefix_source,
+)
 from router.view import ClusterView, WorkerView
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
@@ -33,6 +42,33 @@ def place(*workers: WorkerView, need: Need = NEED):
 
 
 P0, D0, M0 = worker("p0"), worker("d0"), worker("m0")
+
+
+@pytest.mark.parametrize(
+    ("workers", "severed", "expected"),
+    [
+        (["p0", "p1", "d0"], ["p0 d0"], Placement("p1", "d0")),
+        (["p0", "d0", "d1"], ["p0 d0"], Placement("p0", "d1")),
+        (["p0", "p1", "d0", "d1"], ["p0 d0", "p1 d1"], Placement("p0", "d1")),
+        (["p0", "p1", "d0", "d1"], ["p0 d0", "p0 d1", "p1 d0"], Placement("p1", "d1")),
+        (["p0", "p1", "d0"], ["p0 d0", "p1 d0"], Placement("p0", "d0")),
+        (["p0", "m0", "d0"], ["p0 d0", "p0 m0"], Placement("m0", "m0")),
+        (["m0"], ["m0 d0"], Placement("m0", "m0")),
+    ],
+    ids=["prefill", "decode", "the first pair", "the last pair", "all", "mixed", "lost"],
+)
+def test_workers_between_which_kv_does_not_arrive_are_kept_apart(workers, severed, expected):
+    view = ClusterView(
+        {name: worker(name) for name in workers}, {tuple(pair.split()): 9.0 for pair in severed}
+    )
+    assert least_loaded(view, NEED, BACKLOG) == expected
+
+
+@pytest.mark.parametrize("busy", [worker("p1", tokens=19), worker("d1", blocks=9)])
+def test_to_wait_for_workers_that_kv_can_reach_is_better_than_to_try_again(busy):
+    workers = [worker("p0"), worker("d0"), busy]
+    view = ClusterView({w.info.worker_id: w for w in workers}, {("p0", "d0"): 9.0})
+    assert least_loaded(view, NEED, BACKLOG) == Busy()
 
 
 @pytest.mark.parametrize(
@@ -163,3 +199,69 @@ def test_choosing_changes_nothing():
 @pytest.mark.parametrize(("max_len", "blocks"), [(1, 1), (4, 1), (5, 2), (16, 4)])
 def test_decode_memory_is_reserved_for_the_longest_answer(max_len, blocks):
     assert decode_blocks(D0, Need(1, max_len)) == blocks
+
+
+# ---------------------------------------------------------------- what earlier attempts left
+
+
+@pytest.mark.parametrize(
+    ("kept", "chosen"),
+    [
+        ({}, "d0"),
+        ({"d1": 4}, "d1"),
+        ({"d1": 4, "d2": 8}, "d2"),
+        ({"d3": 100, "d1": 4}, "d1"),
+        ({"gone": 100}, "d0"),
+        ({"d1": 4, "d2": 4}, "d2"),
+    ],
+    ids=["nothing", "something", "more", "no room", "lost", "the emptier of two"],
+)
+def test_a_request_goes_back_to_where_an_earlier_attempt_left_blocks(kept, chosen):
+    decoders = [D0, worker("d1", blocks=3), worker("d2", blocks=2)]
+    full = worker("d3", blocks=8)
+    need = Need(num_tokens=8, max_len=16, kept_tokens=kept)
+    assert place(P0, *decoders, full, need=need) == Placement("p0", chosen)
+
+
+# ---------------------------------------------------------------- where a prefix comes from
+
+
+def source(held, *, sink="p0", pays=lambda num_blocks: True, others=()):
+    workers = [worker("p0"), worker("p1"), worker("d0"), *others]
+    view = ClusterView({w.info.worker_id: w for w in workers})
+    return prefix_source(view, sink, held, pays)
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ({}, None),
+        ({"p0": 5}, None),
+        ({"p0": 5, "p1": 5}, None),
+        ({"p0": 5, "p1": 4}, None),
+        ({"p0": 5, "p1": 6}, "p1"),
+        ({"p1": 6, "d0": 7}, "d0"),
+        ({"p1": 6, "d0": 6}, "d0"),
+        ({"gone": 9, "p1": 6}, "p1"),
+    ],
+    ids=["nobody", "itself", "as much", "less", "more", "most", "by name", "lost"],
+)
+def test_a_prefix_comes_from_whoever_holds_most_of_it_and_more_than_is_here(held, expected):
+    assert source(held) == expected
+
+
+def test_whether_it_pays_depends_on_the_blocks_that_are_not_here():
+    asked = []
+    assert source({"p0": 2, "p1": 6}, pays=lambda n: asked.append(n) or False) is None
+    assert asked == [4]
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [{"fingerprint": "other"}, {"layout": KVLayout(8, KVFormat.FP32, LAYOUT.sections)}],
+    ids=["model", "layout"],
+)
+def test_a_prefix_does_not_come_from_a_worker_whose_blocks_mean_something_else(stranger):
+    other = worker("p2")
+    other.info = msgspec.structs.replace(other.info, **stranger)
+    assert source({"p2": 9, "p1": 3}, others=[other]) == "p1"

@@ -8,18 +8,26 @@ from test_worker_core_kit import (
     Ran,
     Rig,
     Step,
+    abort,
     blocks,
     cancel,
+    decoding,
     ended,
+    generate,
     given_back,
     grown,
     here,
+    hold_prefix,
     lost,
     opened,
     prefill,
     prefilled,
+    pull,
+    pull_done,
+    pull_failed,
     revoked,
     started,
+    token,
 )
 
 from engine.messages import Role
@@ -291,6 +299,196 @@ def test_a_lease_of_a_computed_prompt_ends_without_a_word(reason):
             (ended("a", reason), []),
             (Blocks(), blocks(free=7, cached=1)),
             (ended("a", reason), []),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- offered prefixes
+
+
+def test_an_offered_prefix_is_pulled_and_the_rest_computed():
+    r = rig()
+    r.play(
+        [
+            (prefill("a", 11, prefix=2), [hold_prefix("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (Blocks(), blocks(free=5, owned=1, in_flight=2)),
+            (Step(), []),
+            (
+                pull_done("a"),
+                [opened("a", 3), grown("a", 0, 1), started("a", cached=8, lease=here("a", 3))],
+            ),
+            (Blocks(), blocks(free=5, leased=3)),
+            (Step(), [Ran("a", 8, 11), grown("a", 2), prefilled("a")]),
+            (ended("a", "released"), []),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+    assert r.prefill.counters == {"pulled_prefix_blocks": 2}
+
+
+def test_what_is_cached_here_is_not_pulled():
+    r = rig()
+    compute(r, "a", 4)
+    r.take(ended("a", "released"))
+    r.play(
+        [
+            (prefill("b", 13, more=1, prefix=3), [hold_prefix("b", 3)]),
+            (Step(), [pull("b", (1, 1), (2, 2))]),
+            (pull_done("b"), [started("b", cached=12)]),
+            (Step(), [Ran("b", 12, 13), *done("b")]),
+        ]
+    )
+
+
+def test_an_offer_of_what_is_cached_here_is_given_up():
+    r = rig()
+    compute(r, "a", 8)
+    r.take(ended("a", "released"))
+    r.play(
+        [
+            (prefill("b", 9, more=1, prefix=2), [hold_prefix("b", 2)]),
+            (Step(), [abort("b"), started("b", cached=8), Ran("b", 8, 9), *done("b")]),
+            (pull_failed("b", "aborted"), []),
+        ]
+    )
+    assert not r.prefill.counters
+
+
+@pytest.mark.parametrize(("num_tokens", "pulled"), [(8, 1), (9, 2)])
+def test_a_pulled_prefix_leaves_a_token_to_sample_from(num_tokens, pulled):
+    r = rig()
+    r.play(
+        [
+            (prefill("a", num_tokens, more=1, prefix=2), [hold_prefix("a", 2)]),
+            (Step(), [pull("a", *((i, i) for i in range(pulled)))]),
+            (pull_done("a"), [started("a", cached=4 * pulled)]),
+            (Step(), [Ran("a", 4 * pulled, num_tokens), *done("a")]),
+        ]
+    )
+
+
+def test_others_go_ahead_of_a_prompt_that_pulls():
+    rig().play(
+        [
+            (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
+            (prefill("b", range(20, 25), more=1), []),
+            (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 5), *done("b")]),
+            (pull_done("a"), [started("a", cached=8)]),
+            (Step(), [Ran("a", 8, 9), *done("a")]),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrived", "kept"), [((), 0), ((0,), 1), ((1,), 0), ((0, 2), 1), ((0, 1, 2), 3)]
+)
+def test_what_a_pull_does_not_bring_is_computed(arrived, kept):
+    r = rig(chunk=16)
+    r.play(
+        [
+            (prefill("a", 13, more=1, prefix=3), [hold_prefix("a", 3)]),
+            (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
+            (pull_failed("a", arrived=arrived), [started("a", cached=4 * kept)]),
+            (Blocks(), blocks(free=4, owned=4)),
+            (Step(), [Ran("a", 4 * kept, 13), *done("a")]),
+            (Blocks(), blocks(free=5, cached=3)),
+        ]
+    )
+    assert r.prefill.counters["fallbacks:prefix_pull_failed"] == 1
+    assert r.prefill.counters["pulled_prefix_blocks"] == kept
+
+
+def test_an_offer_that_ends_while_the_prompt_waits_costs_nothing_but_the_pull():
+    r = rig()
+    r.play(
+        [
+            (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
+            (pull_failed("a", "source silent"), []),
+            (pull_failed("a", "source silent"), []),
+            (Step(), [started("a"), Ran("a", 0, 8)]),
+        ]
+    )
+    assert r.prefill.counters == {"fallbacks:prefix_pull_failed": 1}
+
+
+def test_a_pull_that_fails_twice_is_computed_once():
+    rig().play(
+        [
+            (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (pull_failed("a", "source silent"), [started("a")]),
+            (pull_failed("a", "lease was lost while waiting"), []),
+            (Step(), [Ran("a", 0, 8)]),
+        ]
+    )
+
+
+def test_prompts_that_wait_for_memory_hold_no_offers():
+    r = rig(num_blocks=4)
+    compute(r, "a", 12)
+    r.play(
+        [
+            (prefill("b", range(50, 58), more=1, prefix=1), [hold_prefix("b", 1)]),
+            (prefill("c", range(60, 68), more=1, prefix=1), [hold_prefix("c", 1)]),
+            (Step(), [abort("b"), abort("c")]),
+            (Step(), []),
+            (pull_failed("b", "aborted"), []),
+            (pull_failed("c", "aborted"), []),
+            (cancel("c"), []),
+            (ended("a", "released"), []),
+            (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
+        ]
+    )
+    assert r.prefill.counters == {"fallbacks:prefix_without_memory": 2}
+
+
+def test_a_prompt_that_continues_here_pulls_its_prefix_too():
+    r = Rig(Role.MIXED)
+    r.play(
+        [
+            (generate("a", 6, prefix=1), [hold_prefix("a", 1)]),
+            (Step(), [pull("a", (0, 0))]),
+            (pull_done("a"), [started("a", cached=4)]),
+            (Step(7), [Ran("a", 4, 6), prefilled("a", 7)]),
+            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+        ]
+    )
+
+
+def test_a_prompt_cancelled_while_it_waits_gives_its_offer_up():
+    rig().play(
+        [
+            (prefill("a", 9, prefix=2), [hold_prefix("a", 2)]),
+            (cancel("a"), [abort("a")]),
+            (pull_failed("a", "aborted"), []),
+            (Step(), []),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "cached"),
+    [
+        (pull_failed("a", "aborted"), 0),
+        (pull_failed("a", "aborted", [0]), 1),
+        (pull_done("a"), 2),
+    ],
+    ids=["nothing came", "a block came", "all came"],
+)
+@pytest.mark.parametrize("why", [cancel("a"), lost("g")], ids=["cancelled", "gateway lost"])
+def test_blocks_of_an_aborted_pull_stay_in_flight_until_nothing_writes_to_them(why, end, cached):
+    rig().play(
+        [
+            (prefill("a", 9, prefix=2), [hold_prefix("a", 2)]),
+            (Step(), [pull("a", (0, 0), (1, 1))]),
+            (why, [abort("a")]),
+            (Blocks(), blocks(free=5, owned=1, in_flight=2)),
+            (why, []),
+            (Step(), []),
+            (end, []),
+            (Blocks(), blocks(free=8 - cached, cached=cached)),
+            (end, []),
         ]
     )
 

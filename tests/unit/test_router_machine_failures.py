@@ -22,7 +22,15 @@ from engine.messages import (
     ToGateway,
     Tokens,
 )
-from router.machine import ClientGone, Deliver, End, FromWorker, Tick, WorkerLost
+from router.machine import (
+    SEVERED_S,
+    ClientGone,
+    Deliver,
+    End,
+    FromWorker,
+    Tick,
+    WorkerLost,
+)
 from router.requests import Cancelled, Failed, Finished, Rejected
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -198,6 +206,24 @@ def test_news_of_a_request_that_is_over_change_nothing(worker, message):
     driver.handle(ClientGone(RequestId("r")))
     assert driver.say(worker, message) == []
     assert is_idle(driver)
+
+
+def test_after_a_failed_pull_its_two_workers_are_kept_apart_for_a_while():
+    driver = in_stage("prefilled", "p0", "p1", "d0")
+    effects = driver.say("d0", GivenBack("r.0", "pull failed: source silent"))
+    assert [worker for worker, _ in sent(effects, Prefill)] == ["p1"]
+    driver.hand_over("r.1", prefill="p1")
+    driver.say("d0", Tokens("r.1", [5], FinishReason.LENGTH))
+    assert [worker for worker, _ in sent(driver.ask("soon"), Prefill)] == ["p1"]
+    driver.say("p1", PrefillDone("soon.0", 9, FinishReason.STOP))
+    driver.now_s += SEVERED_S
+    assert [worker for worker, _ in sent(driver.ask("later"), Prefill)] == ["p0"]
+
+
+def test_a_preempted_request_says_nothing_of_the_way_between_two_workers():
+    driver = in_stage("answering", "p0", "p1", "d0")
+    effects = driver.say("d0", GivenBack("r.0", "preempted"))
+    assert [worker for worker, _ in sent(effects, Prefill)] == ["p0"]
 
 
 def test_a_retry_goes_on_where_the_answer_was():

@@ -181,3 +181,25 @@ def test_stages_sum_in_whatever_order_news_come_and_whichever_is_missing(order, 
     assert to_second(timeline) == driver.now_s - first_s
     parts = [timeline.kv_wait_s, timeline.decode_queue_s, timeline.first_step_s]
     assert min(*stages(timeline), *parts) >= 0
+
+
+def test_how_long_blocks_travelled_is_told_beside_the_stages_and_changes_none():
+    driver = Driver("p0", "d0")
+    driver.ask()
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
+    first = delivered(driver.say("p0", PrefillDone("r.0", 9, None), after_s=2))
+    assert (first.timeline.kv_transfer_s, first.timeline.kv_exposed_s) == (None, None)
+    driver.say("d0", KvReady("r.0", 2, 0, "shm", transfer_s=1.5, exposed_s=0.25), after_s=0.5)
+    second = delivered(driver.say("d0", Tokens("r.0", [8]), after_s=1))
+    assert (second.timeline.kv_transfer_s, second.timeline.kv_exposed_s) == (1.5, 0.25)
+    assert to_second(second.timeline) == 1.5
+
+
+def test_where_nothing_is_handed_over_nothing_travels():
+    driver = Driver("m0")
+    driver.ask()
+    driver.say("m0", PrefillStarted("r.0", 0, None))
+    driver.say("m0", PrefillDone("r.0", 9, None))
+    end = driver.say("m0", Tokens("r.0", [8], FinishReason.STOP))
+    [timeline] = [e.timeline for e in end if isinstance(e, End)]
+    assert (timeline.kv_transfer_s, timeline.kv_exposed_s) == (None, None)

@@ -40,9 +40,11 @@ from engine.messages import (
     LeaseId,
     LeaseRef,
     Limits,
+    OfferPrefix,
     Prefill,
     PrefillDone,
     PrefillStarted,
+    PrefixOffered,
     Role,
     Sampling,
     SeqId,
@@ -51,6 +53,7 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
+from engine.offers import PrefixOffers
 from engine.worker import Scheduler, WorkerCore
 from prefill.scheduler import PrefillScheduler
 
@@ -81,15 +84,29 @@ def _fields(name, prompt, more, least, stops, seed) -> dict[str, object]:
     }
 
 
-def prefill(name, prompt, *, more=ROOM, least=0, stops=(), seed=0, gateway="g") -> FromGateway:
-    """A prompt, given by its tokens or their number, and bounds of the answer's length."""
+def prefill(
+    name, prompt, *, more=ROOM, least=0, stops=(), seed=0, prefix=0, gateway="g"
+) -> FromGateway:
+    """A prompt, given by its tokens or their number, and bounds of the answer's length.
+
+    `prefix` blocks of it are offered by another worker.
+    """
     fields = _fields(name, prompt, more, least, stops, seed)
-    return FromGateway(GatewayId(gateway), Prefill(**fields))
+    lease = there(f"{name}.prefix", prefix) if prefix else None
+    return FromGateway(GatewayId(gateway), Prefill(**fields, prefix=lease))
 
 
-def generate(name, prompt, *, more=ROOM, least=0, stops=(), seed=0, gateway="g") -> FromGateway:
+def generate(
+    name, prompt, *, more=ROOM, least=0, stops=(), seed=0, prefix=0, gateway="g"
+) -> FromGateway:
     fields = _fields(name, prompt, more, least, stops, seed)
-    return FromGateway(GatewayId(gateway), Generate(**fields))
+    lease = there(f"{name}.prefix", prefix) if prefix else None
+    return FromGateway(GatewayId(gateway), Generate(**fields, prefix=lease))
+
+
+def offer_prefix(name, prompt, gateway="g") -> FromGateway:
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    return FromGateway(GatewayId(gateway), OfferPrefix(SeqId(name), tokens))
 
 
 def decode(name, prompt, *, more=ROOM, least=0, stops=(), seed=0, gateway="g") -> FromGateway:
@@ -114,12 +131,12 @@ def ended(name, reason) -> LeaseEnded:
     return LeaseEnded(LeaseId(name), reason)
 
 
-def pull_done(name) -> PullDone:
-    return PullDone(SeqId(name), "shm")
+def pull_done(name, *, transfer_s=0.0, exposed_s=0.0) -> PullDone:
+    return PullDone(SeqId(name), "shm", transfer_s, exposed_s)
 
 
-def pull_failed(name, reason="why") -> PullFailed:
-    return PullFailed(SeqId(name), reason)
+def pull_failed(name, reason="why", arrived=()) -> PullFailed:
+    return PullFailed(SeqId(name), reason, tuple(arrived))
 
 
 class Step:
@@ -183,6 +200,16 @@ def hold(name, num_blocks) -> HoldLease:
     return HoldLease(SeqId(name), there(name, num_blocks))
 
 
+def hold_prefix(name, num_blocks) -> HoldLease:
+    return HoldLease(SeqId(name), there(f"{name}.prefix", num_blocks))
+
+
+def offered(name, num_blocks, gateway="g") -> Emit:
+    """The answer to an offer asked for; no blocks, no lease."""
+    lease = here(f"{name}.prefix", num_blocks) if num_blocks else None
+    return emit(PrefixOffered(SeqId(name), lease), gateway)
+
+
 def abort(name) -> AbortPull:
     return AbortPull(SeqId(name))
 
@@ -191,8 +218,9 @@ def pull(name, *blocks: tuple[int, int]) -> StartPull:
     return StartPull(SeqId(name), tuple((i, BlockId(b)) for i, b in blocks))
 
 
-def kv_ready(name, pulled, cached=0, gateway="g") -> Emit:
-    return emit(KvReady(SeqId(name), pulled, cached, "shm"), gateway)
+def kv_ready(name, pulled, cached=0, *, transfer_s=0.0, exposed_s=0.0, gateway="g") -> Emit:
+    ready = KvReady(SeqId(name), pulled, cached, "shm", transfer_s, exposed_s)
+    return emit(ready, gateway)
 
 
 def decoding(name, gateway="g") -> Emit:
@@ -203,8 +231,8 @@ def token(name, token=SAMPLED, finish=None, gateway="g") -> Emit:
     return emit(Tokens(SeqId(name), [token], finish), gateway)
 
 
-def given_back(name, reason, gateway="g") -> Emit:
-    return emit(GivenBack(SeqId(name), reason), gateway)
+def given_back(name, reason, *, kept=0, gateway="g") -> Emit:
+    return emit(GivenBack(SeqId(name), reason, kept), gateway)
 
 
 def blocks(*, free=0, cached=0, owned=0, leased=0, in_flight=0) -> list[BlockCounts]:
@@ -229,6 +257,8 @@ class Rig:
         )
         schedulers: list[Scheduler] = [self.decode] if role.decodes else []
         schedulers += [self.prefill] if role.prefills else []
+        self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=HERE)
+        schedulers.append(self.offers)
         self.core = WorkerCore(schedulers, self.pool, budget)
         self.rows: tuple[Row, ...] = ()  # of the last step
 

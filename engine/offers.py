@@ -1,0 +1,145 @@
+"""Prefixes that this worker holds, leased to others on demand.
+
+A gateway that places a prompt where less of it is cached than here asks this worker to offer what
+it holds (`OfferPrefix`); the other worker pulls under that lease instead of computing. Every worker
+offers, whatever its role: what a decode worker holds of a conversation, answers included, is the
+beginning of the next prompt.
+
+Life of an offer: opened complete, for its blocks are computed already; it ends like any lease, by
+release, by the gateway's `Cancel` or loss, or for want of a sign of its sink. An offer takes cached
+blocks out of the free list but none from a sequence, and whoever holds one may not wait for memory
+(see `prefill.scheduler`), so offers cannot keep workers waiting for each other.
+
+No forward pass comes of it: a scheduler without rows. It knows no clock, tensor or socket.
+
+Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAST 2025.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.batch import Row
+from engine.blocks import BlockId, BlockPool, hash_blocks
+from engine.events import (
+    Adopted,
+    Effect,
+    Emit,
+    Event,
+    FromGateway,
+    GatewayLost,
+    GrowLease,
+    LeaseEnded,
+    OpenLease,
+    RevokeLease,
+)
+from engine.messages import (
+    Cancel,
+    GatewayId,
+    LeaseId,
+    LeaseRef,
+    OfferPrefix,
+    PrefixOffered,
+    SeqId,
+    TransferAddress,
+)
+from engine.worker import Scheduled
+
+
+def prefix_lease_id(seq_id: SeqId) -> LeaseId:
+    """The id of the lease on a prefix; the one that hands a sequence over is called like it."""
+    return LeaseId(f"{seq_id}.prefix")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    gateway_id: GatewayId
+    block_ids: tuple[BlockId, ...]
+
+
+class PrefixOffers:
+    """The offers of one worker that have not ended."""
+
+    def __init__(self, pool: BlockPool, *, block_size: int, address: TransferAddress) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._address = address
+        self._offers: dict[LeaseId, _Offer] = {}
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def num_waiting(self) -> int:
+        """Nothing waits here."""
+        return 0
+
+    @property
+    def num_running(self) -> int:
+        """Nothing is computed here."""
+        return 0
+
+    @property
+    def num_leases(self) -> int:
+        """Offers that have not ended."""
+        return len(self._offers)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Prefixes offered, and how often nothing was held."""
+        return self._counters
+
+    def accepts(self, kind: type) -> bool:
+        """No sequence lives here."""
+        return False
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Takes note of an event."""
+        match event:
+            case FromGateway(gateway_id, OfferPrefix() as message):
+                return self._offer(gateway_id, message)
+            case FromGateway(_, Cancel(seq_id)):
+                lease_id = prefix_lease_id(seq_id)
+                return [RevokeLease(lease_id)] if lease_id in self._offers else []
+            case GatewayLost(gateway_id):
+                mine = [i for i, offer in self._offers.items() if offer.gateway_id == gateway_id]
+                return [RevokeLease(lease_id) for lease_id in mine]
+            case LeaseEnded(lease_id):
+                if (offer := self._offers.pop(lease_id, None)) is not None:
+                    self._pool.end_lease(offer.block_ids)
+                return []
+            case _:
+                return []
+
+    def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
+        """There is nothing to compute."""
+        return Scheduled()
+
+    def advance(self, row: Row, token: int | None, now_s: float) -> list[Effect | Adopted]:
+        """Never called: there are no rows."""
+        raise AssertionError("an offer has no rows")
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        for offer in self._offers.values():
+            assert offer.block_ids
+            assert len(set(offer.block_ids)) == len(offer.block_ids)
+
+    def _offer(self, gateway_id: GatewayId, message: OfferPrefix) -> list[Effect]:
+        lease_id = prefix_lease_id(message.seq_id)
+        if lease_id in self._offers:
+            return []  # asked twice, answered once
+        # One token at least is left to compute, or there would be nothing to sample from.
+        num_tokens = len(message.token_ids) - 1
+        hashes = hash_blocks(message.token_ids[:num_tokens], self._block_size)
+        block_ids = tuple(self._pool.match(hashes))
+        if not block_ids:
+            self._counters["prefix_offers:not_held"] += 1
+            return [Emit(gateway_id, PrefixOffered(message.seq_id, None))]
+        self._counters["prefix_offers:held"] += 1
+        self._pool.lease(block_ids)
+        self._offers[lease_id] = _Offer(gateway_id, block_ids)
+        lease = LeaseRef(lease_id, self._address, len(block_ids))
+        return [
+            OpenLease(lease_id, len(block_ids)),
+            GrowLease(lease_id, block_ids),
+            Emit(gateway_id, PrefixOffered(message.seq_id, lease)),
+        ]
