@@ -50,7 +50,7 @@ class Answer:
     num_output_tokens: int
     num_prompt_tokens: int | None  # None: the server sent no usage
     num_cached_tokens: int | None
-    timeline_s: Mapping[str, float]  # Baton's stages; empty from other servers
+    timeline_s: Mapping[str, float]  # Baton's stages and KV times; empty from other servers
 
     @property
     def ttft_s(self) -> float:
@@ -212,7 +212,7 @@ class AnswerReader:
 
 
 def _stages(timeline: Mapping[str, object]) -> dict[str, float]:
-    """The durations: a stage not reached is null, and counts or names beside them are no stages."""
+    """The durations, those of the KV transfer beside the stages among them; null ones left out."""
     return {
         name.removesuffix("_s"): value
         for name, value in timeline.items()

@@ -3,6 +3,7 @@
 baton bench serve --url http://127.0.0.1:8000 --rate 4 --requests 200 --json serve.json
 baton bench engine --peer vllm=/path/to/its/python --json engine.json
 baton bench quality --json quality.json
+baton bench kv --peer mooncake=/path/to/its/python --json kv.json
 """
 
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from bench.answers import Endpoint
 from bench.engine_cli import engine
+from bench.kv_cli import kv
 from bench.load import Slo, figures_of_runs, kinds_with_example, warnings
 from bench.machine import commit, hardware
 from bench.plan import Ask, Load, Plan, Target, check, config_of, quick
@@ -27,6 +29,7 @@ from engine.errors import BatonError
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(engine)
 app.command()(quality)
+app.command()(kv)
 
 
 @app.callback()

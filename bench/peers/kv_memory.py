@@ -1,0 +1,48 @@
+"""Memory with scattered blocks for the movers of `baton bench kv`; stdlib and numpy only.
+
+Imported by movers in Baton's own Python and, as a script's neighbour, in that of a peer.
+"""
+
+import mmap
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+
+class Memory:
+    """Anonymous memory in huge pages where the system allows it, all of it touched.
+
+    `array` is [num_bytes] uint8; `blocks` shows it as [num_blocks, block_bytes].
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+        self.array: Any = np.frombuffer(mapped, np.uint8)
+        self.array[:] = 0
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return int(self.array.ctypes.data)
+
+    def blocks(self, block_bytes: int) -> Any:
+        """The whole blocks that fit, as rows."""
+        num_blocks = len(self.array) // block_bytes
+        return self.array[: num_blocks * block_bytes].reshape(num_blocks, block_bytes)
+
+
+def fill(array: Any, seed: int) -> None:
+    """Random bytes everywhere: no two blocks are alike, and none like one of another seed."""
+    flat = array.reshape(-1)
+    rng = np.random.Generator(np.random.SFC64(seed))
+    flat[:] = np.frombuffer(rng.bytes(flat.nbytes), np.uint8)
+
+
+def digest(rows: Any, blocks: list[int]) -> str:
+    """Of the bytes of these blocks, one after the other."""
+    hashed = blake2b(digest_size=16)
+    for block in blocks:
+        hashed.update(rows[block])
+    return hashed.hexdigest()
