@@ -32,9 +32,9 @@ from engine.events import (
 )
 from engine.messages import Incarnation, WorkerId
 from engine.messages import TransferAddress as Address
-from kvtransfer.memory import SharedPool
+from kvtransfer.memory import Pool
 from kvtransfer.messages import Identity, Offers, ToSource
-from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, Region, has_rdma
+from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
 from kvtransfer.protocol import Peer, SinkMachine, SourceMachine, Timing
 from kvtransfer.readers import Transport
 from kvtransfer.sink_end import SinkEnd
@@ -67,7 +67,7 @@ class TransferEndpoint:
         self,
         config: EndpointConfig,
         *,
-        pool: SharedPool,
+        pool: Pool,
         clock: Clock,
         on_event: Callable[[Event], None],
         on_crash: Callable[[BaseException], None],
@@ -91,6 +91,7 @@ class TransferEndpoint:
         offers = Offers(
             shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,
             nixl=self._nixl.offer() if self._nixl is not None else None,
+            sends=self._pool.blocks is not None,
         )
         self.source = SourceMachine(
             incarnation=config.incarnation,
@@ -116,6 +117,7 @@ class TransferEndpoint:
         self._sink_end = SinkEnd(
             self.sink,
             self._pool.blocks,
+            self._pool.block_bytes,
             transport=config.transport,
             timing=config.timing,
             clock=self._clock,
@@ -153,22 +155,21 @@ class TransferEndpoint:
         del self._source_end, self._sink_end  # they refer to this; the pool is to go at once
 
     def _open_nixl(self) -> NixlAgent | None:
-        """An agent where the configuration asks for it, or RDMA makes it worth its price."""
+        """An agent where the configuration or GPU memory asks for it, or RDMA makes it worth it."""
         config = self._config
-        wanted = config.transport is Transport.NIXL
+        wanted = config.transport is Transport.NIXL or self._pool.blocks is None
         if not wanted and not (config.transport is Transport.AUTO and has_rdma()):
             return None
-        address, num_bytes = self._pool.region()
         agent = NixlAgent(
             f"{config.worker_id}.{config.incarnation}",
-            Region(address, num_bytes),
+            self._pool.region(),
             record_bytes=self._pool.block_bytes,
         )
         try:
             agent.open()
         except NixlUnavailable as error:
             if wanted:
-                raise ConfigError(f"worker.kv_transport nixl: {error}") from error
+                raise ConfigError(f"KV cannot be moved over NIXL: {error}") from error
             self._count("fallbacks:nixl_unavailable")
             log.warning("transfers do without NIXL: %s", error)
             return None

@@ -1,13 +1,16 @@
 """The bytes of a worker's KV pool, and other workers' pools mapped from the same host.
 
-A pool lives in a memfd: anonymous shared memory with no name in any file system, so that a process
-killed at any moment leaves nothing behind. A process of the same host opens it through
-/proc/PID/fd/FD, and checks the inode and the size, so that a recycled process id is not believed.
+A pool in host memory lives in a memfd: anonymous shared memory with no name in any file system, so
+that a process killed at any moment leaves nothing behind. A process of the same host opens it
+through /proc/PID/fd/FD, and checks the inode and the size, so that a recycled process id is not
+believed. A pool in a GPU's memory is the runner's; only its address is known here.
 """
 
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +30,54 @@ class ShmUnavailable(Exception):
 def boot_id() -> str:
     """Identifies this host until it restarts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a pool lies: `kind` is DRAM, or VRAM of that device."""
+
+    address: int
+    num_bytes: int
+    kind: str = "DRAM"
+    device_id: int = 0
+
+
+class Pool(Protocol):
+    """Memory of KV blocks, for as long as an endpoint is open."""
+
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The pool as [num_blocks, block_bytes] bytes; None where the host cannot reach it."""
+        ...
+
+    def region(self) -> Region:
+        """The pool in this process."""
+        ...
+
+    def offer(self) -> ShmOffer | None:
+        """What another process needs to map it, if any can."""
+        ...
+
+
+class DevicePool:
+    """A pool in a GPU's memory, which somebody else owns: only NIXL reads from it and into it."""
+
+    blocks = None
+
+    def __init__(self, address: int, num_blocks: int, block_bytes: int, device_id: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self._region = Region(address, num_blocks * block_bytes, "VRAM", device_id)
+
+    def region(self) -> Region:
+        """The pool on its device."""
+        return self._region
+
+    def offer(self) -> None:
+        """No process can map it."""
 
 
 class SharedPool:
@@ -72,10 +123,10 @@ class SharedPool:
         flat = np.frombuffer(self._map_of(), np.uint8, count=num_bytes)
         return flat.reshape(self.num_blocks, self.block_bytes)
 
-    def region(self) -> tuple[int, int]:
-        """Address and bytes of the pool in this process."""
+    def region(self) -> Region:
+        """The pool in this process."""
         blocks = self.blocks
-        return blocks.ctypes.data, blocks.nbytes
+        return Region(blocks.ctypes.data, blocks.nbytes)
 
     def offer(self) -> ShmOffer:
         """What another process needs to map this pool."""

@@ -55,10 +55,11 @@ class NixlOffer(msgspec.Struct, frozen=True):
 
 
 class Offers(msgspec.Struct, frozen=True):
-    """Ways to read a source's pool besides asking it to send."""
+    """Ways to read a source's pool; `sends` says whether it can be asked to send."""
 
     shm: ShmOffer | None = None
     nixl: NixlOffer | None = None
+    sends: bool = True
 
 
 # ---------------------------------------------------------------- sink to source

@@ -60,6 +60,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.clock import Clock, MonotonicClock
+from kvtransfer.memory import Region
 from kvtransfer.messages import NixlOffer
 from kvtransfer.records import Piece
 
@@ -75,16 +76,6 @@ READ_ID_BYTES = 8
 
 class NixlUnavailable(Exception):
     """NIXL cannot be used here, or not with that source; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Memory to be registered; `kind` is DRAM or VRAM."""
-
-    address: int
-    num_bytes: int
-    kind: str = "DRAM"
-    device_id: int = 0
 
 
 def has_rdma() -> bool:

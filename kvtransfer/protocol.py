@@ -152,22 +152,15 @@ class UseSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """One block of a lease to fetch: its index there, its id at the source, its place here."""
-
-    index: int
-    source_block: int
-    block_id: BlockId
-
-
-@dataclass(frozen=True, slots=True)
 class Fetch:
     """Sink: bring these blocks here; `fetched`, `damaged` or `fetch_failed` is to be called."""
 
     seq_id: SeqId
     address: str
     lease_id: LeaseId
-    copies: tuple[Copy, ...]
+    indices: tuple[int, ...]  # in the lease
+    source_blocks: tuple[int, ...]  # their ids at the source
+    block_ids: tuple[BlockId, ...]  # and here
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,7 +503,7 @@ class SinkMachine:
         arrived = pull.asked.intersection(indices)
         source.num_asked -= len(arrived)
         pull.asked -= arrived
-        pull.here.update(dict.fromkeys(i for i in indices if i in arrived))
+        pull.here.update(dict.fromkeys([i for i in indices if i in arrived]))
         if sent_by_source:
             pull.good |= arrived
         pull.waiting_s = now_s
@@ -685,9 +678,16 @@ class SinkMachine:
             pull.asked_s = now_s
             pull.busy(now_s)
             source.num_asked += len(batch)
-            copies = tuple(Copy(i, pull.source_blocks[i], pull.wanted[i]) for i in batch)
-            address = source.address.address
-            effects.append(Fetch(pull.seq_id, address, pull.lease.lease_id, copies))
+            effects.append(
+                Fetch(
+                    pull.seq_id,
+                    source.address.address,
+                    pull.lease.lease_id,
+                    indices=tuple(batch),
+                    source_blocks=tuple([pull.source_blocks[i] for i in batch]),
+                    block_ids=tuple([pull.wanted[i] for i in batch]),
+                )
+            )
         return effects
 
     def _next_batch(self, source: _Source, pull: _Pull) -> list[int]:

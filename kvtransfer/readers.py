@@ -104,15 +104,14 @@ class ShmReader:
 
     def fetch(self, fetch: Fetch) -> Sequence[News]:
         """All blocks are in place afterwards."""
-        there = [copy.source_block for copy in fetch.copies]
-        here = [copy.block_id for copy in fetch.copies]
+        there, here = fetch.source_blocks, fetch.block_ids
         if self._wire.pieces is not None:
             copy_records(self._local, here, self._source, there, self._wire.pieces)
         else:
             records = np.empty((len(there), self._wire.record_bytes), np.uint8)
             pack(self._wire, self._source, there, records)
             unpack(self._wire, records, range(len(there)), self._local, here)
-        return [Arrived(fetch.lease_id, tuple(copy.index for copy in fetch.copies))]
+        return [Arrived(fetch.lease_id, fetch.indices)]
 
     def poll(self) -> Sequence[News]:
         """Nothing: `fetch` does it all."""
@@ -146,7 +145,7 @@ class ZmqReader:
 
     def fetch(self, fetch: Fetch) -> Sequence[News]:
         """No block is in place yet."""
-        self._send(Read(fetch.lease_id, [copy.index for copy in fetch.copies]))
+        self._send(Read(fetch.lease_id, list(fetch.indices)))
         return ()
 
     def take(self, data: Data, payload: memoryview, places: Sequence[BlockId | None]) -> News:
@@ -195,8 +194,7 @@ class OneSidedReader:
         """No block is in place yet."""
         read_id = next(self._read_ids)
         self._reads[read_id] = fetch
-        there = [copy.source_block for copy in fetch.copies]
-        self._reader.fetch(read_id, there, [copy.block_id for copy in fetch.copies])
+        self._reader.fetch(read_id, fetch.source_blocks, fetch.block_ids)
         return ()
 
     def poll(self) -> Sequence[News]:
@@ -204,11 +202,10 @@ class OneSidedReader:
         news: list[News] = []
         for read_id, reason in self._reader.poll() if self._reads else ():
             fetch = self._reads.pop(read_id)
-            indices = tuple(copy.index for copy in fetch.copies)
             if reason is None:
-                news.append(Arrived(fetch.lease_id, indices))
+                news.append(Arrived(fetch.lease_id, fetch.indices))
             else:
-                news.append(Broken(fetch.lease_id, indices, reason))
+                news.append(Broken(fetch.lease_id, fetch.indices, reason))
         return news
 
     def cancel(self, seq_id: SeqId) -> None:

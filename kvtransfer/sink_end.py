@@ -68,7 +68,8 @@ class SinkEnd:
     def __init__(  # noqa: PLR0913 - wiring
         self,
         machine: SinkMachine,
-        pool: Blocks,
+        pool: Blocks | None,
+        block_bytes: int,
         *,
         transport: Transport,
         timing: Timing,
@@ -79,6 +80,7 @@ class SinkEnd:
     ) -> None:
         self._machine = machine
         self._pool = pool
+        self._block_bytes = block_bytes
         self._transport = transport
         self._timing = timing
         self._clock = clock
@@ -161,7 +163,7 @@ class SinkEnd:
         now_s = self._clock.now_s()
         if isinstance(news, Arrived):
             self._count("pulled_blocks", len(news.indices))
-            self._count("pulled_bytes", len(news.indices) * self._pool.shape[1])
+            self._count("pulled_bytes", len(news.indices) * self._block_bytes)
             return self._machine.fetched(
                 news.lease_id, news.indices, now_s, sent_by_source=news.sent_by_source
             )
@@ -244,9 +246,17 @@ class SinkEnd:
                 return self._open_shm(use)
             case Transport.NIXL:
                 return self._open_nixl(use)
-        return ZmqReader(use.wire, self._pool, lambda read: self._send(use.address, read))
+        if not use.source.offers.sends:
+            raise Unfit("source cannot send what is in a GPU's memory")
+        return ZmqReader(use.wire, self._host_pool(), lambda read: self._send(use.address, read))
+
+    def _host_pool(self) -> Blocks:
+        if self._pool is None:
+            raise Unfit("KV here is in a GPU's memory")
+        return self._pool
 
     def _open_shm(self, use: UseSource) -> Reader:
+        pool = self._host_pool()
         offer = use.source.offers.shm
         if offer is None:
             self._fall_back(Transport.SHM, "not_offered")
@@ -257,7 +267,7 @@ class SinkEnd:
         except ShmUnavailable as error:
             self._fall_back(Transport.SHM, "unavailable")
             raise Unfit(str(error)) from error
-        return ShmReader(use.wire, blocks, self._pool)
+        return ShmReader(use.wire, blocks, pool)
 
     def _open_nixl(self, use: UseSource) -> Reader:
         offer = use.source.offers.nixl
@@ -302,7 +312,7 @@ class SinkEnd:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.ROUTING_ID, b"sink" + secrets.token_bytes(12))
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, max(self._pool.shape[1], FRAME_BYTES, MAX_MESSAGE_BYTES))
+        socket.set(zmq.MAXMSGSIZE, max(self._block_bytes, FRAME_BYTES, MAX_MESSAGE_BYTES))
         set_heartbeat(socket, self._timing)
         try:
             socket.connect(address)

@@ -78,7 +78,7 @@ class SourceEnd:
     def __init__(
         self,
         machine: SourceMachine,
-        pool: Blocks,
+        pool: Blocks | None,
         *,
         timing: Timing,
         on_ended: Callable[[LeaseEnded], None],
@@ -189,6 +189,7 @@ class SourceEnd:
             return False
         payload = buffer[:num_bytes]
         records = payload.reshape(len(read.block_ids), read.wire.record_bytes)
+        assert self._pool is not None, "a sink is not let in that would ask"
         pack(read.wire, self._pool, read.block_ids, records)
         data = Data(read.lease_id, list(read.indices), checksum(payload.data))
         tracker = self._send(read.peer, encode(data), payload.data)

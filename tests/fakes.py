@@ -498,16 +498,15 @@ class FakeEndpoint:
                     self.worker.inbox.append(effect)
 
     def _fetch(self, effect: Fetch) -> list[SinkEffect]:
-        indices = [copy.index for copy in effect.copies]
         if not self.worker.shape.copies_at_once:
-            read = Read(effect.lease_id, indices)
+            read = Read(effect.lease_id, list(effect.indices))
             self._cluster.send_to_source(self, effect.address, read)
             return []
         source = self._cluster.endpoint_at(effect.address)
-        for copy in effect.copies:
-            self._write(copy.block_id, source.worker.runner.memory[copy.source_block])
+        for block_id, source_block in zip(effect.block_ids, effect.source_blocks, strict=True):
+            self._write(block_id, source.worker.runner.memory[source_block])
         now_s = self._cluster.now_s
-        return self.sink.fetched(effect.lease_id, indices, now_s, sent_by_source=False)
+        return self.sink.fetched(effect.lease_id, effect.indices, now_s, sent_by_source=False)
 
     def _means(self) -> Means:
         shape = self.worker.shape

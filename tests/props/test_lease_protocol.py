@@ -279,15 +279,15 @@ class Sink:
                     self.end(self.pulls[seq_id], effect)
 
     def fetch(self, effect: Fetch) -> list[SinkEffect]:
-        indices = [copy.index for copy in effect.copies]
         if not self.copies_at_once:
-            self.world.post_to_source(self, effect.address, Read(effect.lease_id, indices))
+            read = Read(effect.lease_id, list(effect.indices))
+            self.world.post_to_source(self, effect.address, read)
             return []
-        for copy in effect.copies:
-            content = self.mapped[effect.address].memory[copy.source_block]
-            self.write(copy.block_id, content, effect.lease_id)
+        for source_block, block in zip(effect.source_blocks, effect.block_ids, strict=True):
+            content = self.mapped[effect.address].memory[source_block]
+            self.write(block, content, effect.lease_id)
         return self.machine.fetched(
-            effect.lease_id, tuple(indices), self.world.now_s, sent_by_source=False
+            effect.lease_id, effect.indices, self.world.now_s, sent_by_source=False
         )
 
     def end(self, pull: Pull, event: PullDone | PullFailed) -> None:

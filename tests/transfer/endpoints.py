@@ -22,7 +22,7 @@ from engine.events import (
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
-from kvtransfer.memory import SharedPool
+from kvtransfer.memory import Pool, SharedPool
 from kvtransfer.messages import Identity
 from kvtransfer.protocol import Timing
 from kvtransfer.readers import Transport
@@ -118,6 +118,7 @@ def worker(
     fingerprint: str = "model",
     shard: Shard = Shard(),  # noqa: B008 - frozen
     kv_wire_dtype: KVFormat | None = None,
+    as_pool: Callable[[SharedPool], Pool] = lambda pool: pool,
     timing: Timing = TIMING,
 ) -> Iterator[Worker]:
     """An open endpoint; closed, and its thread gone, afterwards."""
@@ -135,7 +136,7 @@ def worker(
     )
     endpoint = TransferEndpoint(
         config,
-        pool=pool,
+        pool=as_pool(pool),
         clock=MonotonicClock(),
         on_event=events.put,
         on_crash=crashes.append,

@@ -22,7 +22,6 @@ from kvtransfer.messages import (
 from kvtransfer.protocol import (
     MAX_DAMAGED,
     CloseSource,
-    Copy,
     Fetch,
     Means,
     SendToSource,
@@ -207,8 +206,9 @@ def test_a_source_whose_blocks_cannot_be_read_is_refused():
 def test_a_pull_in_one_go():
     sink = attached()
     assert sink.receive(ADDRESS, Ready("l", 0, [7, 8]), 0.1) == []
-    copies = (Copy(0, 7, 50), Copy(1, 8, 51))
-    assert sink.start("s", ((0, 50), (1, 51)), 0.2) == [Fetch("s", ADDRESS, "l", copies)]
+    assert sink.start("s", ((0, 50), (1, 51)), 0.2) == [
+        Fetch("s", ADDRESS, "l", (0, 1), (7, 8), (50, 51))
+    ]
     assert copied(sink, 0, 1, now_s=0.3) == [to(Release("l", 0))]
     assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.4) == [
         PullDone("s", "zmq", pytest.approx(0.2), pytest.approx(0.2))
@@ -221,11 +221,11 @@ def test_what_becomes_ready_later_is_fetched_then():
     sink = attached()
     assert sink.start("s", ((0, 50), (1, 51)), 0.1) == []
     assert sink.receive(ADDRESS, Ready("l", 0, [7]), 0.2) == [
-        Fetch("s", ADDRESS, "l", (Copy(0, 7, 50),))
+        Fetch("s", ADDRESS, "l", (0,), (7,), (50,))
     ]
     assert copied(sink, 0, now_s=0.3) == []
     assert sink.receive(ADDRESS, Ready("l", 1, [8]), 0.4) == [
-        Fetch("s", ADDRESS, "l", (Copy(1, 8, 51),))
+        Fetch("s", ADDRESS, "l", (1,), (8,), (51,))
     ]
     assert copied(sink, 1, now_s=0.5) == [to(Release("l", 0))]
 
@@ -234,7 +234,7 @@ def test_only_what_is_wanted_is_fetched():
     sink = attached()
     sink.start("s", ((2, 52),), 0.1)
     assert sink.receive(ADDRESS, Ready("l", 0, [6, 7, 8]), 0.2) == [
-        Fetch("s", ADDRESS, "l", (Copy(2, 8, 52),))
+        Fetch("s", ADDRESS, "l", (2,), (8,), (52,))
     ]
     assert copied(sink, 2, now_s=0.3) == [to(Release("l", 0))]
 
@@ -259,7 +259,7 @@ def test_a_start_before_the_source_has_answered_waits():
     assert sink.start("s", ((0, 50),), 0.1) == []
     sink.receive(ADDRESS, ACCEPT, 0.2)
     (effect,) = sink.receive(ADDRESS, Ready("l", 0, [7]), 0.3)
-    assert effect == Fetch("s", ADDRESS, "l", (Copy(0, 7, 50),))
+    assert effect == Fetch("s", ADDRESS, "l", (0,), (7,), (50,))
 
 
 def test_a_start_after_the_lease_was_lost_fails_at_once():
@@ -297,9 +297,9 @@ def test_ready_blocks_are_taken_in_order_and_once(told, fetched):
     for first, blocks in told:
         for effect in sink.receive(ADDRESS, Ready("l", first, blocks), 0.1):
             assert isinstance(effect, Fetch)
-            copies += effect.copies
+            copies += zip(effect.indices, effect.source_blocks, effect.block_ids, strict=True)
         sink.validate()
-    assert copies == [Copy(i, block, 50 + i) for i, block in fetched]
+    assert copies == [(i, block, 50 + i) for i, block in fetched]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_no_more_blocks_are_requested_than_the_window_allows():
     sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2, 3]), 0.0)
 
     def requested(effects):
-        return [copy.index for e in effects if isinstance(e, Fetch) for copy in e.copies]
+        return [index for e in effects if isinstance(e, Fetch) for index in e.indices]
 
     assert requested(sink.start("s", tuple((i, 50 + i) for i in range(4)), 0.0)) == [0, 1]
     assert sink.receive(ADDRESS, Ready("l", 4, []), 0.1) == []
@@ -398,7 +398,7 @@ def test_blocks_that_cannot_be_brought_end_the_pull():
 
 def test_damaged_blocks_are_asked_for_again_and_again_but_not_for_ever():
     sink = pulling()
-    again = [Fetch("s", ADDRESS, "l", (Copy(1, 1, 51), Copy(2, 2, 52)))]
+    again = [Fetch("s", ADDRESS, "l", (1, 2), (1, 2), (51, 52))]
     for _ in range(MAX_DAMAGED):
         assert sink.damaged("l", (1, 2), 0.1) == again
         sink.validate()
@@ -422,8 +422,8 @@ def test_a_fetch_brings_no_more_than_a_batch():
     sink = attached(batch_blocks=3)
     sink.receive(ADDRESS, Ready("l", 0, [6, 7, 8, 9]), 0.1)
     assert sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.2) == [
-        Fetch("s", ADDRESS, "l", (Copy(0, 6, 50), Copy(1, 7, 51), Copy(2, 8, 52))),
-        Fetch("s", ADDRESS, "l", (Copy(3, 9, 53),)),
+        Fetch("s", ADDRESS, "l", (0, 1, 2), (6, 7, 8), (50, 51, 52)),
+        Fetch("s", ADDRESS, "l", (3,), (9,), (53,)),
     ]
 
 
@@ -434,7 +434,7 @@ def test_the_window_is_shared_by_the_pulls_of_a_source_oldest_first():
         sink.receive(ADDRESS, Ready(name, 0, [0, 1, 2, 3]), 0.0)
 
     def fetched(effects):
-        return [(e.lease_id, c.index) for e in effects for c in e.copies]
+        return [(e.lease_id, index) for e in effects for index in e.indices]
 
     blocks = tuple((i, 50 + i) for i in range(4))
     assert fetched(sink.start("s", blocks, 0.0)) == [("l", 0), ("l", 1), ("l", 2)]
@@ -449,16 +449,16 @@ def test_a_full_window_is_not_filled_block_by_block():
     sink = attached(batch_blocks=2, window_blocks=3)
     sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2, 3]), 0.0)
     blocks = tuple((i, 50 + i) for i in range(4))
-    first = Fetch("s", ADDRESS, "l", (Copy(0, 0, 50), Copy(1, 1, 51)))
+    first = Fetch("s", ADDRESS, "l", (0, 1), (0, 1), (50, 51))
     assert sink.start("s", blocks, 0.0) == [first]
-    assert sent(sink, 1) == [Fetch("s", ADDRESS, "l", (Copy(2, 2, 52), Copy(3, 3, 53)))]
+    assert sent(sink, 1) == [Fetch("s", ADDRESS, "l", (2, 3), (2, 3), (52, 53))]
 
 
 def test_blocks_lost_on_the_way_are_asked_for_again():
     sink = pulling()
     sent(sink, 0, 2, now_s=0.5)
     assert sink.next_wake_s() == TIMING.hold_every_s
-    again = Fetch("s", ADDRESS, "l", (Copy(1, 1, 51), Copy(3, 3, 53)))
+    again = Fetch("s", ADDRESS, "l", (1, 3), (1, 3), (51, 53))
     sink.receive(ADDRESS, Ready("l", 4, []), 1.9)
     assert again not in sink.sweep(1.9)
     assert again in sink.sweep(TIMING.reread_s)
