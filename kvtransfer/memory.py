@@ -3,12 +3,14 @@
 A pool in host memory lives in a memfd: anonymous shared memory with no name in any file system, so
 that a process killed at any moment leaves nothing behind. A process of the same host opens it
 through /proc/PID/fd/FD, and checks the inode and the size, so that a recycled process id is not
-believed. A pool in a GPU's memory is the runner's; only its address is known here.
+believed. Pools are sealed against shrinking, and nothing else is mapped: who reads a page that is
+gone is killed (SIGBUS). A pool in a GPU's memory is the runner's; only its address is known here.
 """
 
 import mmap
 import os
 from dataclasses import dataclass
+from fcntl import F_ADD_SEALS, F_GET_SEALS, F_SEAL_SHRINK, fcntl
 from pathlib import Path
 from typing import Protocol
 
@@ -103,9 +105,10 @@ class SharedPool:
             self._map_of().madvise(mmap.MADV_HUGEPAGE)  # as far as `shmem_enabled` allows
 
     def _take(self, num_bytes: int, flags: int) -> None:
-        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | flags)
+        fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, num_bytes)
+            fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
             self._map = mmap.mmap(fd, num_bytes)  # reserves huge pages, or fails
         except OSError:
             os.close(fd)
@@ -146,7 +149,7 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
     if offer.boot_id != boot_id():
         raise ShmUnavailable("source is on another host")
     num_bytes = num_blocks * block_bytes
-    if not num_bytes <= offer.num_bytes < num_bytes + HUGE_PAGE_BYTES:
+    if num_blocks < 1 or not num_bytes <= offer.num_bytes < num_bytes + HUGE_PAGE_BYTES:
         raise ShmUnavailable("offered size does not match the layout")
     try:
         # Where processes are numbered anew (in a container), this may be a pipe of a stranger.
@@ -158,9 +161,11 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
         stat = os.fstat(fd)
         if (stat.st_ino, stat.st_size) != (offer.inode, offer.num_bytes):
             raise ShmUnavailable("the source's memory is gone")
+        if not fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK:
+            raise ShmUnavailable("the source's memory may shrink")
         mapped = mmap.mmap(fd, offer.num_bytes, prot=mmap.PROT_READ)
-    except OSError as error:
-        raise ShmUnavailable(f"cannot map the source's memory: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: it shrank just before it was sealed
+        raise ShmUnavailable(f"cannot map the source's memory: {error}") from error
     finally:
         os.close(fd)
     flat = np.frombuffer(mapped, np.uint8, count=num_bytes)

@@ -45,13 +45,14 @@ from the environment as the library is loaded, which says UCX_LOG_LEVEL=error fo
 Sources: NIXL, src/plugins/ucx/ucx_backend.cpp (`release`, `nixlUcxSharedThread`) and ucx_utils.cpp.
 """
 
+import ctypes
 import importlib
 import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -448,6 +449,7 @@ class _Engine:
 
 def _load() -> Any:
     """The NIXL package that is installed. Raises NixlUnavailable."""
+    _bind_system_libnl()
     reasons = []
     raises = logging.raiseExceptions
     for package in PACKAGES:
@@ -464,6 +466,17 @@ def _load() -> Any:
         logger.setLevel(logging.WARNING)
         return module
     raise NixlUnavailable("; ".join(reasons))
+
+
+def _bind_system_libnl() -> None:
+    """Loads the host's own libnl-route, if it has one, before NIXL brings its copy.
+
+    UCX loads the host's libibverbs, and with it this library. Loaded after the copy it would take
+    the copy's functions for its own, and at the end of the process unregister from lists that it
+    never was in: a segmentation fault on hosts that are made for RDMA.
+    """
+    with suppress(OSError):
+        ctypes.CDLL("libnl-route-3.so.200", mode=os.RTLD_NOW)
 
 
 def _errors(api: Any) -> tuple[type[Exception], ...]:

@@ -52,11 +52,11 @@ def agree(source: Identity, sink: Identity) -> Wire:
     if source.fingerprint != sink.fingerprint:
         raise Disagreement("fingerprint")
     _check_shards(source, sink)
-    alike = msgspec.structs.replace(sink.layout, kv_format=source.layout.kv_format)
-    field = difference(source.layout, source.shard, alike, sink.shard)
+    field = difference(_plain(source.layout), source.shard, _plain(sink.layout), sink.shard)
     if field is not None:
         raise Disagreement(f"layout.{field}")
     travels_as = _wire_format(source, sink)
+    alike = msgspec.structs.replace(sink.layout, kv_format=source.layout.kv_format)
     pieces = plan_pieces(source.layout, source.shard, alike, sink.shard)
     if not pieces:
         raise Disagreement("shard")
@@ -82,6 +82,11 @@ def _check_shards(source: Identity, sink: Identity) -> None:
         for section in one.layout.sections:
             if section.num_kv_heads * one.shard.size % other.shard.size:
                 raise Disagreement("shard")
+
+
+def _plain(layout: KVLayout) -> KVLayout:
+    """The layout in a format that any other layout can have as well."""
+    return msgspec.structs.replace(layout, kv_format=KVFormat.FP32)
 
 
 def _wire_format(source: Identity, sink: Identity) -> KVFormat:

@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,9 +18,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.memory import SharedPool
+from kvtransfer.memory import Region, SharedPool
 from kvtransfer.messages import NixlOffer
-from kvtransfer.nixl_backend import PACKAGES, NixlAgent, NixlReader, NixlUnavailable, Region
+from kvtransfer.nixl_backend import PACKAGES, NixlAgent, NixlReader, NixlUnavailable
 from kvtransfer.records import Piece
 
 if not any(importlib.util.find_spec(package) for package in PACKAGES):
@@ -35,7 +37,7 @@ SPAWN = multiprocessing.get_context("spawn")  # a fork must not use the agents o
 def open_agent(name: str, num_blocks: int = NUM_BLOCKS) -> tuple[NixlAgent, SharedPool]:
     pool = SharedPool(num_blocks, BLOCK_BYTES)
     pool.open()
-    agent = NixlAgent(name, Region(*pool.region()), record_bytes=BLOCK_BYTES)
+    agent = NixlAgent(name, pool.region(), record_bytes=BLOCK_BYTES)
     agent.open()
     return agent, pool
 
@@ -382,3 +384,22 @@ def test_closing_gives_threads_and_files_back():
         for number in range(4):
             read_once(f"again-{number}")
         assert held() == before
+
+
+USES_NIXL = """
+import numpy as np
+from kvtransfer.memory import Region
+from kvtransfer.nixl_backend import NixlAgent
+memory = np.zeros(2**20, np.uint8)
+agent = NixlAgent("one", Region(memory.ctypes.data, memory.nbytes), record_bytes=4096)
+agent.open()
+agent.close()
+print("closed", flush=True)
+"""
+
+
+def test_a_process_that_used_nixl_ends_well():
+    done = subprocess.run(
+        [sys.executable, "-c", USES_NIXL], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
