@@ -32,7 +32,7 @@ from engine.events import (
 )
 from engine.messages import Incarnation, WorkerId
 from engine.messages import TransferAddress as Address
-from kvtransfer.memory import Pool
+from kvtransfer.memory import Pool, keep_freed_memory
 from kvtransfer.messages import Identity, Offers, ToSource
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
 from kvtransfer.protocol import Peer, SinkMachine, SourceMachine, Timing
@@ -87,6 +87,7 @@ class TransferEndpoint:
         Raises ConfigError where the wanted transport is not to be had.
         """
         config = self._config
+        keep_freed_memory()
         self._nixl = self._open_nixl()
         offers = Offers(
             shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,

@@ -7,6 +7,7 @@ believed. Pools are sealed against shrinking, and nothing else is mapped: who re
 gone is killed (SIGBUS). A pool in a GPU's memory is the runner's; only its address is known here.
 """
 
+import ctypes
 import mmap
 import os
 from dataclasses import dataclass
@@ -21,12 +22,25 @@ from engine.layout import ALIGNMENT_BYTES
 from kvtransfer.messages import ShmOffer
 
 HUGE_PAGE_BYTES = 2 * 2**20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 
 class ShmUnavailable(Exception):
     """A pool cannot be mapped here; the message says why."""
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep what is freed, up to a bound, instead of giving it back.
+
+    ZeroMQ allocates a message for each frame that comes. By default glibc returns such large ones
+    to the system and takes their pages anew, zeroed, for the next: a tenth of a pull's time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc's; others have ways of their own
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # its maximum
+        mallopt(M_TRIM_THRESHOLD, 128 * 2**20)
 
 
 def boot_id() -> str:

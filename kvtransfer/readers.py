@@ -30,7 +30,7 @@ from kvtransfer.packing import pack, unpack
 from kvtransfer.protocol import Fetch, Means
 from kvtransfer.wire import Wire
 
-FRAME_BYTES = 2**20  # of one Data: so many are hashed and copied while they are in a cache
+FRAME_BYTES = 2 * 2**20  # of one Data: fewer cost more in calls, more fall out of the caches
 BATCH_BYTES = 8 * 2**20  # of one Fetch
 WINDOW_BYTES = 32 * 2**20  # on their way from one source
 
