@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install serve test check format test-core clean
+.PHONY: install serve test check format test-core fuzz clean
 
 install: .venv/.installed
 
@@ -28,6 +28,10 @@ test: install test-core
 # The unit tests in an environment that has neither torch nor Ray: the proof that the core needs none.
 test-core: .venv-core/.installed
 	.venv-core/bin/python -m pytest -q tests/unit
+
+# What peers may send, for longer than the tests do: some minutes.
+fuzz: install
+	$(BIN)/python -m tests.fuzz.decoders -runs=200000
 
 .venv-core/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-core

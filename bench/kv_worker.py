@@ -22,6 +22,7 @@ from bench.peers.driver import drive, stdout_for_answers
 from bench.peers.kv_memory import digest, fill
 from engine.blocks import BlockId
 from engine.clock import MonotonicClock
+from engine.config import Transport
 from engine.events import (
     Event,
     GrowLease,
@@ -37,7 +38,6 @@ from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import SharedPool
 from kvtransfer.messages import Identity
 from kvtransfer.protocol import Timing
-from kvtransfer.readers import Transport
 
 SOURCE_SEED = 1
 PULL_TIMEOUT_S = 30.0

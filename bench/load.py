@@ -28,6 +28,10 @@ TBT_SHARE = 0.1
 LATE_MS = 10.0  # a client later than this at p99 is not the load that was asked for
 LENGTH_TOLERANCE = 0.1
 CACHED_SHARE = 0.1
+MEASURES = {  # in the timeline beside the stages, with which they overlap
+    "kv_transfer": "kv/transfer",
+    "kv_exposed": "kv/exposed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +193,13 @@ def _requests(run: Run, kinds: Iterable[str]) -> dict[str, Figure]:
 
 
 def _timeline(answers: Sequence[Answer]) -> dict[str, Figure]:
-    stages: dict[str, list[float]] = {}
+    samples_s: dict[str, list[float]] = {}
     for answer in answers:
-        for stage, stage_s in answer.timeline_s.items():
-            stages.setdefault(stage, []).append(stage_s)
+        for name, value_s in answer.timeline_s.items():
+            samples_s.setdefault(MEASURES.get(name, f"timeline/{name}"), []).append(value_s)
     return {
-        f"timeline/{stage}": Figure(sum(values_s) / len(values_s) * 1e3, "ms")
-        for stage, values_s in stages.items()
+        name: Figure(sum(values_s) / len(values_s) * 1e3, "ms")
+        for name, values_s in samples_s.items()
     }
 
 

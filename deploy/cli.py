@@ -13,16 +13,16 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from bench.cli import app as bench_app
 from deploy.chat import ChatClient, converse, first_model
 from deploy.cluster import BUNDLED_MODEL, Deployment, Pools
 from deploy.launcher import Launcher, ProcessLauncher
 from deploy.processes import GatewayReady
-from engine.config import WeightFormat, load_config
+from engine.config import Transport, WeightFormat, load_config
 from engine.errors import BatonError
 from engine.layout import KVFormat
-from kvtransfer.readers import Transport
 
 app = typer.Typer(
     help="Baton serves large language models with prefill and decode on separate pools.",
@@ -54,6 +54,12 @@ def serve(  # noqa: PLR0913 - a command's options
     model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
     weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
     kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached K and V")] = None,
+    decode_kv_dtype: Annotated[
+        KVFormat | None, typer.Option(help="format in decode workers [default: --kv-dtype]")
+    ] = None,
+    kv_wire_dtype: Annotated[
+        KVFormat | None, typer.Option(help="format between workers [default: as it is held]")
+    ] = None,
     kv_mib: Annotated[int | None, typer.Option(help="KV memory of each worker, MiB")] = None,
     kv_transport: Annotated[Transport | None, typer.Option(help="how KV moves")] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
@@ -68,6 +74,8 @@ def serve(  # noqa: PLR0913 - a command's options
         "gateway.model_name": model_name or (None if model != BUNDLED_MODEL else "baton-bundled"),
         "worker.weights": weights,
         "worker.kv_dtype": kv_dtype,
+        "worker.decode_kv_dtype": decode_kv_dtype,
+        "worker.kv_wire_dtype": kv_wire_dtype,
         "worker.kv_mib": kv_mib,
         "worker.kv_transport": kv_transport,
         "worker.block_size": block_size,
@@ -164,7 +172,9 @@ def main() -> None:
     try:
         app()
     except BatonError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

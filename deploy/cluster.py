@@ -2,16 +2,22 @@
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+
+import msgspec
 
 from deploy.launcher import Launcher
 from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
-from engine.config import Config
+from engine.config import Config, WorkerConfig
 from engine.errors import ConfigError
+from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Role, WorkerId
+from kvtransfer.messages import Identity
+from kvtransfer.wire import Disagreement, agree
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "engine" / "model" / "bundled" / "target"
 
@@ -70,13 +76,15 @@ class Deployment:
             raise ConfigError(f"{self._model}: no such model directory")
         roles = self._pools.workers()
         token = secrets.token_hex(16)
+        configs = {role: config_of(role, self._config.worker) for _, role in roles}
+        check_formats(configs)
         self._launcher.open()
         specs = [
             WorkerSpec(
                 worker_id=worker_id,
                 role=role,
                 model=str(self._model.resolve()),
-                config=self._config.worker,
+                config=configs[role],
                 token=token,
                 threads=self._config.worker.threads or _threads_each(len(roles)),
                 log_level=self.log_level,
@@ -99,6 +107,54 @@ class Deployment:
                 log_level=self.log_level,
             )
         )
+
+
+def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
+    """What workers of that role are started with: `kv_dtype` is the format of their pool."""
+    kv_dtype = config.kv_dtype
+    if role is Role.DECODE and config.decode_kv_dtype is not None:
+        kv_dtype = config.decode_kv_dtype
+    return msgspec.structs.replace(config, kv_dtype=kv_dtype, decode_kv_dtype=None)
+
+
+def check_formats(configs: Mapping[Role, WorkerConfig]) -> None:
+    """Raises ConfigError if KV could not get from a worker that prefills to one that decodes."""
+    for source, sink in product(configs, configs):
+        if source.prefills and sink.decodes and not _exchange(configs[source], configs[sink]):
+            raise ConfigError(_refusal(configs[source], configs[sink]))
+
+
+def _exchange(source: WorkerConfig, sink: WorkerConfig) -> bool:
+    """Whether the formats of two workers go together."""
+    try:
+        agree(_identity(source), _identity(sink))
+    except Disagreement:
+        return False
+    return True
+
+
+def _identity(config: WorkerConfig) -> Identity:
+    """As a worker of some model: which one makes no difference to formats."""
+    layout = KVLayout(config.block_size, config.kv_dtype, (KVSection(1, 1, head_dim=2),))
+    return Identity("", layout, kv_wire_dtype=config.kv_wire_dtype)
+
+
+def _refusal(source: WorkerConfig, sink: WorkerConfig) -> str:
+    """Names the flags, and what they could be."""
+    ends = f"--kv-dtype {source.kv_dtype}"
+    if sink.kv_dtype != source.kv_dtype:
+        ends += f" and --decode-kv-dtype {sink.kv_dtype}"
+    wire = source.kv_wire_dtype
+    given = "without --kv-wire-dtype" if wire is None else f"with --kv-wire-dtype {wire}"
+    fit = [
+        kv_format
+        for kv_format in KVFormat
+        if _exchange(
+            msgspec.structs.replace(source, kv_wire_dtype=kv_format),
+            msgspec.structs.replace(sink, kv_wire_dtype=kv_format),
+        )
+    ]
+    return f"{ends} cannot be combined {given}; possible are: {', '.join(fit) or 'none'}"
 
 
 def _threads_each(num_workers: int) -> int:

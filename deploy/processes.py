@@ -23,6 +23,7 @@ from engine.config import GatewayConfig, RouterConfig, WorkerConfig
 from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 from kvtransfer.memory import SharedPool
+from kvtransfer.native.library import is_native
 from router.gateway import GatewaySettings, create_app
 from router.service import Router
 from router.tokenizer import load_text_model
@@ -123,6 +124,7 @@ class WorkerService:
 
         await asyncio.to_thread(runner.open, allocate)
         warm_up_s = await asyncio.to_thread(runner.warm_up)
+        await asyncio.to_thread(is_native)  # so that no pull waits for a compiler
         identity = WorkerIdentity(
             spec.worker_id, spec.role, runner.fingerprint, spec.token, spec.host
         )

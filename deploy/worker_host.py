@@ -24,6 +24,7 @@ from engine.clock import Clock
 from engine.config import WorkerConfig
 from engine.errors import ProtocolError
 from engine.events import Effect, Emit, Event, FromGateway, GatewayLost
+from engine.layout import KVFormat
 from engine.messages import (
     PROTOCOL_VERSION,
     GatewayId,
@@ -43,7 +44,6 @@ from engine.worker import Scheduler, WorkerCore
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import SharedPool
 from kvtransfer.messages import Identity
-from kvtransfer.readers import Transport
 from prefill.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
@@ -94,9 +94,13 @@ class WorkerHost:
             EndpointConfig(
                 worker_id=self._identity.worker_id,
                 incarnation=self._incarnation,
-                identity=Identity(self._identity.fingerprint, self._runner.layout),
+                identity=Identity(
+                    self._identity.fingerprint,
+                    self._runner.layout,
+                    kv_wire_dtype=self._config.kv_wire_dtype,
+                ),
                 token=self._identity.token,
-                transport=Transport(self._config.kv_transport),
+                transport=self._config.kv_transport,
                 host=self._identity.host,
             ),
             pool=self._memory,
@@ -186,10 +190,11 @@ class WorkerHost:
             worker_id=self._identity.worker_id,
             incarnation=self._incarnation,
             role=self._identity.role,
-            fingerprint=self._identity.fingerprint,
+            fingerprint=served_as(self._identity.fingerprint, self._config.kv_wire_dtype),
             layout=self._runner.layout,
             num_blocks=self._runner.num_blocks,
             max_running=self._config.max_running,
+            kv_wire_dtype=self._config.kv_wire_dtype,
         )
 
     async def _read_all(self, gateway_id: GatewayId, frames: AsyncIterator[bytes]) -> None:
@@ -280,6 +285,11 @@ class WorkerHost:
             while not outbox.empty():
                 outbox.get_nowait()
             outbox.put_nowait(None)
+
+
+def served_as(fingerprint: str, kv_wire_dtype: KVFormat | None) -> str:
+    """What a gateway is told: answers change also with what KV is converted to for the way."""
+    return fingerprint if kv_wire_dtype is None else f"{fingerprint}-wire_{kv_wire_dtype}"
 
 
 async def _send_all(outbox: "asyncio.Queue[bytes | None]", send: Send) -> None:

@@ -29,6 +29,15 @@ class WeightFormat(StrEnum):
     FP8 = "fp8"
 
 
+class Transport(StrEnum):
+    """Which ways KV may move between workers; AUTO chooses for each pair of them."""
+
+    AUTO = "auto"
+    SHM = "shm"
+    NIXL = "nixl"
+    ZMQ = "zmq"
+
+
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
     if not holds:
         raise ValueError(message)
@@ -40,11 +49,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16  # tokens
     weights: WeightFormat = WeightFormat.AUTO
     kv_dtype: KVFormat = KVFormat.FP32
+    decode_kv_dtype: KVFormat | None = None  # of decode workers; None: as all others
+    kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
     kv_mib: int = 512  # memory of the KV pool
     max_batch_tokens: int = 512  # tokens of one step
     chunk_tokens: int = 256  # tokens of one prompt in one step
     max_running: int = 64  # sequences that decode at once
-    kv_transport: str = "auto"  # auto, shm or zmq
+    kv_transport: Transport = Transport.AUTO
     threads: int | None = None  # torch threads; None shares the cores among the workers
 
     def __post_init__(self) -> None:
@@ -53,10 +64,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(
             self.max_running <= self.max_batch_tokens,
             "worker.max_running must not exceed worker.max_batch_tokens",
-        )
-        _require(
-            self.kv_transport in ("auto", "shm", "zmq"),
-            "worker.kv_transport must be auto, shm or zmq",
         )
         _require(self.threads is None or self.threads > 0, "worker.threads must be positive")
 

@@ -19,7 +19,7 @@ from typing import Annotated, NewType
 import msgspec
 
 from engine.errors import ProtocolError
-from engine.layout import KVLayout
+from engine.layout import KVFormat, KVLayout
 
 PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 64 * 2**20
@@ -184,6 +184,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     layout: KVLayout
     num_blocks: int
     max_running: int
+    kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from engine.clock import Clock
+from engine.config import Transport
 from engine.errors import ConfigError
 from engine.events import (
     AbortPull,
@@ -36,7 +37,6 @@ from kvtransfer.memory import Pool, keep_freed_memory
 from kvtransfer.messages import Identity, Offers, ToSource
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
 from kvtransfer.protocol import Peer, SinkMachine, SourceMachine, Timing
-from kvtransfer.readers import Transport
 from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
 

@@ -6,7 +6,7 @@ source answers with `Attached` or `AttachRefused`; the version is compared befor
 followed by one payload frame, the records of its blocks one after the other.
 """
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 TRANSFER_VERSION = 2
 MAX_BLOCKS_PER_READ = 4096
+
+Reason = Annotated[str, msgspec.Meta(max_length=128)]  # it is logged, and passed on to a gateway
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -118,7 +120,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 class AttachRefused(msgspec.Struct, frozen=True, tag=True):
     """The source's other answer to Attach: `field` is what does not agree."""
 
-    field: str
+    field: Reason
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -145,7 +147,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """A lease is over. `released` confirms that it held until the Release of `pull_id` arrived."""
 
     lease_id: LeaseId
-    reason: str
+    reason: Reason
     pull_id: int | None = None
 
 

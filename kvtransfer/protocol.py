@@ -98,6 +98,15 @@ from kvtransfer.wire import Disagreement, Wire, agree
 Peer = bytes  # routing id of a sink's connection at the source's socket
 
 RELEASED = "released"
+END_REASONS = {  # of a source that is believed: they name a counter at the sink
+    RELEASED,
+    "revoked",
+    "expired",
+    "unknown",
+    "held by another",
+    "bad read",
+    "bad message",
+}
 MAX_ATTACHED_PEERS = 4096
 MAX_DAMAGED = 3  # of one pull: more is no accident
 
@@ -310,7 +319,7 @@ class SourceMachine:
 
     def _read(self, peer: Peer, wire: Wire, lease: _Lease, message: Read) -> list[SourceEffect]:
         ready = len(lease.block_ids)
-        valid = len(message.indices) <= MAX_BLOCKS_PER_READ
+        valid = self._offers.sends and len(message.indices) <= MAX_BLOCKS_PER_READ
         if not valid or not all(0 <= i < ready for i in message.indices):
             return self._end(message.lease_id, "bad read")
         blocks = tuple(lease.block_ids[i] for i in message.indices)
@@ -572,6 +581,7 @@ class SinkMachine:
             assert set().union(*parts) == set(pull.wanted or ())
             assert sum(map(len, parts)) == len(pull.wanted or ())
             assert pull.good <= set(pull.here)
+            assert len(pull.source_blocks) <= pull.lease.num_blocks
             assert not pull.done or (pull.releasing and len(pull.good) == len(pull.here))
             assert (pull.busy_s is not None) == bool(pull.asked or pull.releasing != pull.done)
 
@@ -603,6 +613,8 @@ class SinkMachine:
         address = source.address.address
         if message.incarnation != source.address.incarnation:
             return self._lose_source(address, "source restarted")
+        if source.attached:
+            return []  # it was asked once; its blocks are read as it said then
         try:
             wire = agree(message.identity, self._identity)
         except Disagreement as error:
@@ -647,7 +659,8 @@ class SinkMachine:
         if pull.releasing and confirmed and not pull.done:
             self._forget(pull)
             return [self._done(pull, now_s)]
-        return [*self._drop(pull, f"lease {message.reason}"), *self._advance_all(source, now_s)]
+        reason = message.reason if message.reason in END_REASONS else "ended"
+        return [*self._drop(pull, f"lease {reason}"), *self._advance_all(source, now_s)]
 
     # ------------------------------------------------------------ pulling
 

@@ -14,13 +14,13 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from engine.blocks import BlockId
+from engine.config import Transport
 from engine.messages import LeaseId, SeqId
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, Read
@@ -33,15 +33,6 @@ from kvtransfer.wire import Wire
 FRAME_BYTES = 2 * 2**20  # of one Data: fewer cost more in calls, more fall out of the caches
 BATCH_BYTES = 8 * 2**20  # of one Fetch
 WINDOW_BYTES = 32 * 2**20  # on their way from one source
-
-
-class Transport(StrEnum):
-    """Which backends a deployment allows; AUTO chooses for each pair of workers."""
-
-    AUTO = "auto"
-    SHM = "shm"
-    NIXL = "nixl"
-    ZMQ = "zmq"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import zmq
 
 from engine.clock import Clock
+from engine.config import Transport
 from engine.errors import ProtocolError
 from engine.events import PullDone, PullFailed
 from engine.messages import SeqId
@@ -34,7 +35,6 @@ from kvtransfer.readers import (
     OneSidedReader,
     Reader,
     ShmReader,
-    Transport,
     ZmqReader,
 )
 from kvtransfer.source_end import MAX_MESSAGE_BYTES, set_heartbeat
@@ -157,7 +157,10 @@ class SinkEnd:
             raise ProtocolError("Data has too many frames")
         if not isinstance(link.reader, ZmqReader):
             raise ProtocolError("Data that nobody asked for")
-        return link.reader.take(message, frame.buffer, self._machine.places(address, message))
+        places = self._machine.places(address, message)
+        if all(place is None for place in places):
+            return None  # nobody waits for it: not of this source, or not any more
+        return link.reader.take(message, frame.buffer, places)
 
     def _take_news(self, news: News) -> list[SinkEffect]:
         now_s = self._clock.now_s()

@@ -582,8 +582,10 @@ class RouterMachine:
         attempt = flight.attempt
         if attempt is None and request_id in self._queue:
             self._queue.remove(request_id)
-        if attempt is not None and attempt.prefilled and attempt.kv_ready:
-            # The last token was not fed back: its KV is nowhere.
+        has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready
+        if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
+            # Where a first token was the last nothing was handed over. The last token of any answer
+            # was not fed back: its KV is nowhere.
             self._record(flight, attempt.decode, len(flight.token_ids) - 1)
         effects = self._end_attempt(flight, tell_workers=tell_workers)
         del self._flights[request_id]

@@ -132,9 +132,13 @@ def prefix_source(
 
 
 def _can_exchange(source: WorkerView | None, sink: WorkerView) -> bool:
-    """Whether blocks of the one mean the same in the other."""
+    """Whether blocks of the one mean the same in the other, and arrive as they were.
+
+    A prefix that was rounded on its way would be cached as if it had been computed.
+    """
     return (
         source is not None
+        and sink.info.kv_wire_dtype in (None, sink.info.layout.kv_format)
         and source.info.fingerprint == sink.info.fingerprint
         and source.info.layout.difference(sink.info.layout) is None
     )

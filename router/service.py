@@ -11,15 +11,19 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.clock import Clock
 from engine.config import RouterConfig
 from engine.errors import LayoutMismatch, ProtocolError
+from engine.layout import KVLayout
 from engine.messages import (
     PROTOCOL_VERSION,
     GatewayId,
     Hello,
     Refused,
     RequestId,
+    Role,
     ToWorker,
     Welcome,
     WorkerId,
@@ -72,6 +76,7 @@ class Router:
         self._links: dict[WorkerId, _Link] = {}
         self._clients: dict[RequestId, asyncio.Queue[Update]] = {}
         self._fingerprint = ""
+        self._layouts: dict[Role, KVLayout] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._crash: BaseException | None = None
 
@@ -127,8 +132,8 @@ class Router:
         return None
 
     def fingerprint(self) -> str:
-        """The model's and configuration's fingerprint; empty until a worker is known."""
-        return self._fingerprint
+        """Identifies model and configuration in answers; empty until a worker is known."""
+        return _fingerprint_of_answers(self._fingerprint, self._layouts)
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
         """All live workers."""
@@ -227,21 +232,35 @@ class Router:
             self._handle(WorkerLost(info.worker_id, reason))
 
     def _check_identity(self, info: Welcome) -> None:
-        """All workers of a gateway serve one model with one KV layout."""
+        """All workers of a gateway serve one model, each pool in one KV layout.
+
+        Layouts of two pools may differ in the format.
+        """
         if info.worker_id in self._links:
             raise ProtocolError(f"two workers are called {info.worker_id}")
         if not self._fingerprint:
             self._fingerprint = info.fingerprint
         if info.fingerprint != self._fingerprint:
             raise LayoutMismatch("fingerprint", self._fingerprint, info.fingerprint)
-        for worker in self.machine.view.workers.values():
-            field = worker.info.layout.difference(info.layout)
+        for role, ours in self._layouts.items():
+            kv_format = info.layout.kv_format if role is info.role else ours.kv_format
+            theirs = msgspec.structs.replace(info.layout, kv_format=kv_format)
+            field = ours.difference(theirs)
             if field is not None:
                 raise LayoutMismatch(
-                    f"layout.{field}",
-                    getattr(worker.info.layout, field),
-                    getattr(info.layout, field),
+                    f"layout.{field}", getattr(ours, field), getattr(theirs, field)
                 )
+        self._layouts[info.role] = info.layout
+
+
+def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) -> str:
+    """Model and weights, and the formats of KV: by role, if there are several."""
+    if not layouts:
+        return fingerprint
+    formats = {role: layouts[role].kv_format for role in sorted(layouts)}
+    if len(set(formats.values())) == 1:
+        return f"{fingerprint}-{next(iter(formats.values()))}"
+    return "-".join([fingerprint, *(f"{role}_{formats[role]}" for role in formats)])
 
 
 def _merged(first: Update, second: Update) -> Update:

@@ -116,7 +116,7 @@ def load(
         context_len=_context_len(model.config.get_text_config(decoder=True)),
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(model),
-        fingerprint=fingerprint(path, dtype=str(dtype), kv_format=kv_format),
+        fingerprint=fingerprint(path, dtype=str(dtype)),
         quant_method=method,
     )
 

@@ -7,9 +7,10 @@ A checkpoint is a directory as transformers saves it:
     or, if there is no safetensors file, one *.gguf
 
 Two workers may exchange KV only if they serve the same model in the same way. The fingerprint says
-so: a hash of the config, the tokenizer, the safetensors headers (names, types, shapes) and a few
-bytes of every tensor, since fine-tunes of one model share all the rest; of a GGUF file, its size
-and bytes at even distances. Weights are not read in full.
+so, of all but the layout of KV, which is compared by itself: a hash of the config, the tokenizer,
+the safetensors headers (names, types, shapes) and a few bytes of every tensor, since fine-tunes of
+one model share all the rest; of a GGUF file, its size and bytes at even distances. Weights are not
+read in full.
 """
 
 import json
@@ -112,10 +113,10 @@ def read_header(file: Path) -> dict[str, dict]:
     return header
 
 
-def fingerprint(path: Path, *, dtype: str, kv_format: str) -> str:
-    """16 hex digits that are equal where model, tokenizer, weight type and KV format are."""
+def fingerprint(path: Path, *, dtype: str) -> str:
+    """16 hex digits that are equal where model, tokenizer and weight type are."""
     digest = blake2b(digest_size=8)
-    for part in chain((dtype, kv_format), _described(path)):
+    for part in chain((dtype,), _described(path)):
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

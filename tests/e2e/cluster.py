@@ -4,23 +4,39 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
-from deploy.cluster import BUNDLED_MODEL
+import pytest
+
+from deploy.cluster import BUNDLED_MODEL, config_of
 from deploy.launcher import ProcessLauncher
 from deploy.processes import WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
-from engine.config import RouterConfig, WorkerConfig
+from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Limits, LoadReport, RequestId, Role, Sampling, WorkerId
+from kvtransfer.nixl_backend import PACKAGES
 from router.requests import Finished, Outcome, Request, Timeline
 from router.service import Router
+from router.view import WorkerView
 
 TOKEN = "internal-token-of-the-tests"
 DEADLINE_S = 60.0
+TRANSPORTS = (
+    Transport.SHM,
+    Transport.ZMQ,
+    pytest.param(
+        Transport.NIXL,
+        marks=pytest.mark.skipif(
+            not any(map(find_spec, PACKAGES)),
+            reason=f"neither {' nor '.join(PACKAGES)} is installed",
+        ),
+    ),
+)
 
 
 @dataclass(slots=True)
@@ -43,6 +59,12 @@ class Workers:
     def addresses(self) -> list[str]:
         return [ready.address for ready in self.ready.values()]
 
+    @property
+    def live(self) -> set[WorkerId]:
+        """Those whose process has not ended."""
+        processes = self.launcher.processes
+        return {WorkerId(p.name) for p in processes if p.exit_status() is None}
+
     def kill(self, worker_id: str) -> None:
         """kill -9 of one worker that this test started."""
         os.kill(self.ready[WorkerId(worker_id)].pid, signal.SIGKILL)
@@ -50,13 +72,22 @@ class Workers:
 
 @contextmanager
 def workers(
-    roles: Sequence[Role], *, model: Path = BUNDLED_MODEL, config: WorkerConfig | None = None
+    roles: Sequence[Role],
+    *,
+    model: Path = BUNDLED_MODEL,
+    config: WorkerConfig | Mapping[Role, WorkerConfig] | None = None,
 ) -> Iterator[Workers]:
-    """Starts one process per role; on leaving, every one of them is gone."""
+    """Starts one process per role; on leaving, every one of them is gone.
+
+    `config` is the deployment's, or that of each role.
+    """
     launcher = ProcessLauncher()
     config = config or WorkerConfig(kv_mib=64)
+    configs = (
+        config if isinstance(config, Mapping) else {role: config_of(role, config) for role in roles}
+    )
     specs = [
-        WorkerSpec(WorkerId(f"{role}-{i}"), role, str(model), config, TOKEN, threads=1)
+        WorkerSpec(WorkerId(f"{role}-{i}"), role, str(model), configs[role], TOKEN, threads=1)
         for i, role in enumerate(roles)
     ]
     try:
@@ -71,24 +102,53 @@ def workers(
 
 @asynccontextmanager
 async def router(running: Workers, config: RouterConfig | None = None) -> AsyncIterator[Router]:
-    """A router that all workers have joined."""
-    r = Router(
-        running.addresses, config=config or RouterConfig(), token=TOKEN, clock=MonotonicClock()
-    )
+    """A router that all workers have joined. When all is asked, they hold nothing for anybody."""
+    async with _linked(running.addresses, config or RouterConfig()) as r:
+        await until(lambda: len(r.workers()) == len(running.addresses), "all workers joined")
+        yield r
+        assert r.machine.num_flights == 0
+        r.machine.validate()
+        await conserved(running)  # before the router leaves, for whom workers would free everything
+
+
+async def conserved(running: Workers) -> None:
+    """Waits until live workers have reported that every block is free or cached, none missing.
+
+    They report to a gateway of its own, so nothing that was said before counts.
+    """
+    addresses = [running.ready[worker_id].address for worker_id in running.live]
+    async with _linked(addresses, RouterConfig()) as r:
+        view = r.machine.view.workers
+
+        def odd() -> dict[WorkerId, LoadReport | None]:
+            return {
+                worker_id: view[worker_id].load if worker_id in view else None
+                for worker_id in running.live
+                if worker_id not in view or not balances(view[worker_id])
+            }
+
+        await until(lambda: not odd(), lambda: f"blocks are free or cached, not so at {odd()}")
+
+
+@asynccontextmanager
+async def _linked(addresses: Sequence[str], config: RouterConfig) -> AsyncIterator[Router]:
+    r = Router(list(addresses), config=config, token=TOKEN, clock=MonotonicClock())
     await r.open()
     try:
-        await until(lambda: len(r.workers()) == len(running.addresses), "all workers joined")
         yield r
     finally:
         await r.close()
 
 
-async def until(holds: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Polls until `holds`."""
+async def until(
+    holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+) -> None:
+    """Polls until `holds`; `what` says what did not happen."""
     clock = MonotonicClock()
     end_s = clock.now_s() + deadline_s
     while not holds():
-        assert clock.now_s() < end_s, f"did not happen in {deadline_s} s: {what}"
+        late = clock.now_s() >= end_s
+        assert not late, f"not in {deadline_s} s: {what if isinstance(what, str) else what()}"
         await asyncio.sleep(0.02)
 
 
@@ -150,3 +210,15 @@ def is_clean(load: LoadReport | None) -> bool:
         or load.running_seqs
         or load.open_leases
     )
+
+
+def balances(worker: WorkerView) -> bool:
+    """Whether a worker holds nothing for anybody and every block of its pool is accounted for."""
+    load = worker.load
+    return is_clean(load) and load.free_blocks + load.cached_blocks == worker.info.num_blocks
+
+
+def counted(r: Router, name: str) -> dict[str, float]:
+    """A counter of the workers as they last reported it, by worker; 0 where it is not there."""
+    loads = {worker_id: status.load for worker_id, status in r.workers().items()}
+    return {i: load.counters.get(name, 0) if load is not None else 0 for i, load in loads.items()}

@@ -10,7 +10,7 @@ from deploy.cluster import BUNDLED_MODEL
 from engine.config import WeightFormat, WorkerConfig
 from engine.messages import Role, Sampling
 from tests.checkpoints import tiny_checkpoint
-from tests.e2e.cluster import Workers, ask_all, prompts, request, router, workers
+from tests.e2e.cluster import TRANSPORTS, Workers, ask_all, prompts, request, router, workers
 
 pytestmark = pytest.mark.torch
 
@@ -18,6 +18,15 @@ PAIR = (Role.PREFILL, Role.DECODE)
 NEW_TOKENS = 24
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = prompts(20, vocab_size=4096, seed=1)
+SAMPLINGS = [
+    Sampling(
+        temperature=0.3 + 0.1 * (i % 8),
+        top_p=(1.0, 0.9)[i % 2],
+        top_k=(0, 50)[i % 3 > 0],
+        seed=i,
+    )
+    for i in range(20)
+]
 
 
 def generate(model: Path, inputs: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
@@ -66,16 +75,11 @@ def fp32_config(**settings):
     return WorkerConfig(weights=WeightFormat.FP32, **settings)
 
 
-@pytest.fixture(scope="module")
-def shm_pair():
-    with workers(PAIR, config=fp32_config(kv_mib=64, kv_transport="shm", chunk_tokens=48)) as pair:
-        yield pair
-
-
-@pytest.fixture(scope="module")
-def zmq_pair():
-    with workers(PAIR, config=fp32_config(kv_mib=64, kv_transport="zmq", chunk_tokens=48)) as pair:
-        yield pair
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def pair(request):
+    config = fp32_config(kv_mib=64, kv_transport=request.param, chunk_tokens=48)
+    with workers(PAIR, config=config) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -83,31 +87,23 @@ def expected() -> list[list[int]]:
     return generate(BUNDLED_MODEL, PROMPTS, NEW_TOKENS)
 
 
-@pytest.mark.parametrize("at_once", [1, 16])
-def test_greedy_tokens_handed_over_in_shared_memory_equal_generate(shm_pair, expected, at_once):
-    assert serve(shm_pair, PROMPTS, [GREEDY] * 20, at_once) == expected
-
-
-@pytest.mark.parametrize("at_once", [1, 16])
-def test_greedy_tokens_handed_over_by_zmq_equal_generate(zmq_pair, expected, at_once):
-    assert serve(zmq_pair, PROMPTS, [GREEDY] * 20, at_once) == expected
-
-
-def test_sampled_tokens_are_the_same_colocated_and_disaggregated(shm_pair):
-    samplings = [
-        Sampling(
-            temperature=0.3 + 0.1 * (i % 8),
-            top_p=(1.0, 0.9)[i % 2],
-            top_k=(0, 50)[i % 3 > 0],
-            seed=i,
-        )
-        for i in range(20)
-    ]
+@pytest.fixture(scope="module")
+def colocated() -> list[list[int]]:
+    """Sampled tokens where prefill and decode run in one worker."""
     with workers([Role.MIXED], config=fp32_config(kv_mib=64)) as mixed:
-        colocated = serve(mixed, PROMPTS, samplings, at_once=1)
-        assert serve(mixed, PROMPTS, samplings, at_once=16) == colocated
-    assert serve(shm_pair, PROMPTS, samplings, at_once=1) == colocated
-    assert serve(shm_pair, PROMPTS, samplings, at_once=16) == colocated
+        alone = serve(mixed, PROMPTS, SAMPLINGS, at_once=1)
+        assert serve(mixed, PROMPTS, SAMPLINGS, at_once=16) == alone
+    return alone
+
+
+@pytest.mark.parametrize("at_once", [1, 16])
+def test_greedy_tokens_after_a_handoff_equal_generate(pair, expected, at_once):
+    assert serve(pair, PROMPTS, [GREEDY] * 20, at_once) == expected
+
+
+@pytest.mark.parametrize("at_once", [1, 16])
+def test_sampled_tokens_are_the_same_colocated_and_disaggregated(pair, colocated, at_once):
+    assert serve(pair, PROMPTS, SAMPLINGS, at_once) == colocated
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma"])

@@ -2,14 +2,26 @@
 
 import asyncio
 import random
+from itertools import count
 
 import pytest
 
-from engine.config import RouterConfig, WorkerConfig
+from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Role, Sampling
+from router.metrics import GatewayMetrics
 from router.requests import Failed, Finished, Rejected
 from router.service import Router
-from tests.e2e.cluster import ask, is_clean, prompts, request, router, until, workers
+from tests.e2e.cluster import (
+    DEADLINE_S,
+    TRANSPORTS,
+    ask,
+    counted,
+    prompts,
+    request,
+    router,
+    until,
+    workers,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -17,20 +29,7 @@ NUM_REQUESTS = 200
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_running=16)
 
 
-async def all_clean(r: Router) -> None:
-    """Waits until fresh load reports say that no worker holds anything."""
-    await until(
-        lambda: all(is_clean(worker.load) for worker in r.workers().values()),
-        "every block free or cached, no lease open",
-    )
-    for worker in r.workers().values():
-        load = worker.load
-        assert load is not None
-        total = load.free_blocks + load.cached_blocks
-        assert total == r.machine.view.workers[next(iter(r.workers()))].info.num_blocks
-
-
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
     rng = random.Random(3)
     inputs = prompts(NUM_REQUESTS, vocab_size=4096, seed=4, longest=300)
@@ -69,9 +68,6 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
     async def run() -> list[str]:
         async with router(running) as r:
             ends = await asyncio.gather(*(one(r, i) for i in range(NUM_REQUESTS)))
-            assert r.machine.num_flights == 0
-            r.machine.validate()
-            await all_clean(r)
             return ends
 
     with workers([Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE], config=config) as running:
@@ -79,6 +75,54 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
     assert len(ends) == NUM_REQUESTS
     assert ends.count("finished") > 50
     assert ends.count("left") > 50
+
+
+def test_transfers_are_counted_and_what_went_wrong_is_labelled_with_its_reason():
+    own = {
+        Role.PREFILL: WorkerConfig(kv_mib=64, kv_transport=Transport.ZMQ),
+        Role.DECODE: WorkerConfig(kv_mib=64),  # would rather have shared memory
+    }
+    source, sink = 'role="prefill",worker="prefill-0"', 'role="decode",worker="decode-1"'
+    rng = random.Random(6)
+
+    async def leave_in_the_middle_of_a_pull(r: Router, name: str) -> None:
+        """Prefill takes longer than the client has patience; the pull began with it."""
+        prompt = [rng.randrange(5, 4096) for _ in range(3900)]
+        updates = r.submit(request(name, prompt, max_tokens=9, sampling=Sampling()))
+        try:
+            async with asyncio.timeout(0.3):
+                async for _ in updates:
+                    pass
+        except TimeoutError:
+            pass
+        finally:
+            await updates.aclose()
+
+    async def run() -> None:
+        async with router(running) as r:
+            answer = await ask(r, request("r", [7] * 100, max_tokens=5, sampling=Sampling()))
+            assert isinstance(answer.outcome, Finished)
+            page = GatewayMetrics(r, model_name="m", version="v")
+            async with asyncio.timeout(DEADLINE_S):
+                for i in count():
+                    await leave_in_the_middle_of_a_pull(r, f"left-{i}")
+                    if counted(r, "pulls_failed:aborted")["decode-1"]:
+                        break
+            await until(lambda: counted(r, "leases_ended:released")["prefill-0"] > 0, "released")
+            samples = dict(
+                line.rsplit(maxsplit=1) for line in page.exposition().decode().splitlines()
+            )
+            for name in (
+                f"pulled_bytes_total{{{sink}}}",
+                f"transfer_seconds_total{{{sink}}}",
+                f'pulls_failed_total{{reason="aborted",{sink}}}',
+                f'fallbacks_total{{reason="shm_not_offered",{sink}}}',
+                f'leases_ended_total{{reason="released",{source}}}',
+            ):
+                assert float(samples[f"baton_worker_{name}"]) > 0
+
+    with workers([Role.PREFILL, Role.DECODE], config=own) as running:
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
@@ -109,7 +153,6 @@ def test_a_killed_worker_changes_no_token_of_any_stream(victim):
             assert all(isinstance(a.outcome, Finished) for a in answers)
             retried = max(a.timeline.attempts for a in answers if a.timeline)
             await until(lambda: len(r.workers()) == 3, "the dead worker is noticed")
-            await all_clean(r)
             return undisturbed, [a.token_ids for a in answers], retried
 
     with workers(roles, config=SMALL) as running:
@@ -128,9 +171,6 @@ def test_the_last_decode_worker_dies_and_the_client_gets_a_clear_error():
             late = await ask(r, request("late", [7], max_tokens=5, sampling=Sampling()))
             assert late.outcome == Failed("no decode worker is alive")
             assert r.readiness() == "no decode worker is connected"
-            await until(
-                lambda: all(is_clean(w.load) for w in r.workers().values()), "prefill is clean"
-            )
 
     with workers([Role.PREFILL, Role.DECODE], config=SMALL) as running:
         asyncio.run(run())
@@ -146,7 +186,6 @@ def test_a_full_queue_refuses_and_what_was_accepted_finishes():
             answers = await asyncio.gather(*(ask(r, req) for req in requests))
             kinds = [type(a.outcome) for a in answers]
             assert set(kinds) == {Finished, Rejected}
-            await all_clean(r)
 
     with workers([Role.PREFILL, Role.DECODE], config=SMALL) as running:
         asyncio.run(run())

@@ -22,7 +22,7 @@ from deploy.launcher import ProcessLauncher
 from deploy.processes import WorkerReady, WorkerSpec
 from engine.batch import BatchPlan, Row
 from engine.blocks import BlockId
-from engine.config import WorkerConfig
+from engine.config import Transport, WorkerConfig
 from engine.messages import Role, Sampling, SeqId, WorkerId
 from router.requests import Finished, Request
 from router.service import Router
@@ -40,7 +40,7 @@ from tests.e2e.netns import (
 pytestmark = pytest.mark.torch
 
 CONFIG = WorkerConfig(
-    kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_running=16, kv_transport="zmq"
+    kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_running=16, kv_transport=Transport.ZMQ
 )
 NUM_PROMPTS = 6
 NUM_NEW_TOKENS = 16

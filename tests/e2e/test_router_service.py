@@ -248,7 +248,7 @@ def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
         p0 = FakeWorker("p0", Role.PREFILL)
         async with serving(p0, d0) as router:
             assert router.readiness() is None
-            assert router.fingerprint() == "model"
+            assert router.fingerprint() == "model-fp32"
             assert {i: w.role for i, w in router.workers().items()} == {
                 "p0": Role.PREFILL,
                 "d0": Role.DECODE,
@@ -272,7 +272,21 @@ def test_a_worker_refuses_a_gateway_that_does_not_know_the_token(caplog):
     assert "refused this gateway: wrong internal token" in caplog.text
 
 
+def test_pools_may_differ_in_the_format_of_kv_and_so_does_the_fingerprint_then():
+    async def test() -> None:
+        int8 = msgspec.structs.replace(LAYOUT, kv_format=KVFormat.INT8)
+        p0 = FakeWorker("p0", Role.PREFILL)
+        d0 = FakeWorker("d0", Role.DECODE, layout=int8)
+        async with serving(p0, d0) as router:
+            assert router.readiness() is None
+            assert router.fingerprint() == "model-decode_int8-prefill_fp32"
+
+    run(test())
+
+
 OTHER_LAYOUT = msgspec.structs.replace(LAYOUT, block_size=8)
+OTHER_FORMAT = msgspec.structs.replace(LAYOUT, kv_format=KVFormat.INT8)
+OTHER_POOL = {"role": Role.DECODE, "layout": OTHER_LAYOUT}
 
 
 @pytest.mark.parametrize(
@@ -280,6 +294,8 @@ OTHER_LAYOUT = msgspec.structs.replace(LAYOUT, block_size=8)
     [
         ({"fingerprint": "another model"}, "fingerprint differs"),
         ({"layout": OTHER_LAYOUT}, "layout.block_size differs: ours 4, theirs 8"),
+        ({"layout": OTHER_FORMAT}, "layout.kv_format differs: ours <KVFormat.FP32"),
+        (OTHER_POOL, "layout.block_size differs: ours 4, theirs 8"),
         ({"worker_id": "m0"}, "two workers are called m0"),
         ({"version": PROTOCOL_VERSION + 1}, "protocol version differs"),
     ],

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,16 @@ import openai
 import pytest
 
 from engine.clock import MonotonicClock
+from kvtransfer.nixl_backend import PACKAGES
 
 pytestmark = pytest.mark.torch
 
 START_TIMEOUT_S = 110.0
 STOP_TIMEOUT_S = 45.0
+STEADY_S = 2.0  # workers report once a second
 MARK = "BATON_TEST_MARK"
+KV_MIB = 64  # of each worker
+NUM_BLOCKS = KV_MIB * 2**20 // 98_304
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +50,71 @@ def marked_processes(mark: str) -> list[str]:
     return [line for line in found if line]
 
 
-def poll_until(holds, what: str, deadline_s: float) -> None:
+def poll_until(holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float) -> None:
     clock = MonotonicClock()
     end_s = clock.now_s() + deadline_s
     while not holds():
-        assert clock.now_s() < end_s, f"did not happen in {deadline_s} s: {what}"
+        late = clock.now_s() >= end_s
+        assert not late, f"not in {deadline_s} s: {what if isinstance(what, str) else what()}"
         select.select([], [], [], 0.05)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Every sample, by its name and labels as they are written."""
+    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    samples = (line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+def matching(pattern: str, samples: dict[str, float]) -> dict[str, float]:
+    """Samples whose names begin so."""
+    return {name: value for name, value in samples.items() if re.match(pattern, name)}
+
+
+def held(url: str) -> dict[str, float]:
+    """What shows that workers hold something for somebody, or that blocks are missing."""
+    found = metrics(url)
+    busy = matching(r'baton_worker_blocks\{.*state="(owned|leased|in_flight)"', found)
+    busy |= matching(r"baton_worker_(open_leases|waiting_seqs|running_seqs)\{", found)
+    idle = matching(r'baton_worker_blocks\{.*state="(free|cached)"', found)
+    wrong = {name: value for name, value in busy.items() if value}
+    if sum(idle.values()) != 2 * NUM_BLOCKS:
+        wrong |= idle | {"workers": len(matching("baton_worker_open_leases", found))}
+    return wrong
+
+
+def conserved(url: str) -> None:
+    """Waits until every block is free or cached, and stays so."""
+    clock = MonotonicClock()
+    since_s = clock.now_s()
+
+    def is_steady() -> bool:
+        nonlocal since_s
+        if held(url):
+            since_s = clock.now_s()
+        return clock.now_s() - since_s > STEADY_S
+
+    poll_until(is_steady, lambda: f"nothing is held: {held(url)}", 30)
 
 
 @contextmanager
 def serve(*arguments: str) -> Iterator[Served]:
-    """Runs `baton serve`; interrupts it at the end and looks for processes that it left."""
+    """Runs `baton serve` with two workers; interrupts it at the end.
+
+    Then the workers hold nothing for anybody, and afterwards no process is left.
+    """
     mark = uuid.uuid4().hex
+    options = ["--port", "0", "--kv-mib", str(KV_MIB)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.cli", "serve", "--port", "0", "--kv-mib", "64", *arguments],
+        [sys.executable, "-m", "deploy.cli", "serve", *options, *arguments],
         stderr=subprocess.PIPE,
         env={**os.environ, MARK: mark, "COLUMNS": "200"},
         start_new_session=True,
     )
     try:
-        yield Served(_url(process), process, mark)
+        url = _url(process)
+        yield Served(url, process, mark)
+        conserved(url)
         process.send_signal(signal.SIGINT)
         assert process.wait(STOP_TIMEOUT_S) == 0
         poll_until(lambda: not marked_processes(mark), f"no process is left of {mark}", 20)
@@ -158,12 +207,11 @@ def test_stages_of_the_timeline_sum_to_less_than_the_clients_time(served):
 
 
 def test_metrics_say_where_every_block_is(served):
-    def blocks() -> float:
-        lines = httpx.get(f"{served.url}/metrics", timeout=10).text.splitlines()
-        return sum(float(x.split()[-1]) for x in lines if x.startswith("baton_worker_blocks{"))
+    def blocks() -> dict[str, float]:
+        return matching(r"baton_worker_blocks\{", metrics(served.url))
 
-    poll_until(lambda: blocks() > 0, "workers have reported their blocks", 10)
-    assert blocks() == 2 * (64 * 2**20 // 98_304)
+    poll_until(lambda: sum(blocks().values()) > 0, "workers have reported their blocks", 10)
+    assert sum(blocks().values()) == 2 * NUM_BLOCKS
 
 
 def test_a_client_that_disconnects_frees_everything_at_once(served):
@@ -171,12 +219,7 @@ def test_a_client_that_disconnects_frees_everything_at_once(served):
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
         assert next(response.iter_lines()).startswith("data: ")
 
-    def held() -> float:
-        lines = httpx.get(f"{served.url}/metrics", timeout=10).text.splitlines()
-        held = re.compile(r'baton_worker_blocks\{.*state="(owned|leased|in_flight)"')
-        return sum(float(x.split()[-1]) for x in lines if held.match(x))
-
-    poll_until(lambda: held() == 0, "no block is held", 10)
+    poll_until(lambda: not held(served.url), lambda: f"nothing is held: {held(served.url)}", 10)
 
 
 def test_ray_serves_and_leaves_no_process_behind():
@@ -193,13 +236,13 @@ def test_ray_serves_and_leaves_no_process_behind():
         assert len(marked_processes(running.mark)) > 3
 
 
-def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def run_command(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "deploy.cli", *arguments],
         capture_output=True,
         text=True,
         timeout=START_TIMEOUT_S,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", **environment},
         check=False,
     )
 
@@ -216,6 +259,26 @@ def test_a_model_directory_that_lacks_a_file_names_the_file(tmp_path):
     assert result.returncode == 1
     assert "tokenizer.json" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_kv_formats_that_cannot_be_exchanged_are_one_clear_line():
+    result = run_command("serve", "--launcher", "process", "--decode-kv-dtype", "int8")
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines() == [
+        "error: --kv-dtype fp32 and --decode-kv-dtype int8 cannot be combined without "
+        "--kv-wire-dtype; possible are: int8"
+    ]
+
+
+def test_nixl_where_it_is_not_installed_is_one_clear_line(tmp_path):
+    for package in PACKAGES:
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not [here]')")
+    arguments = ("serve", "--launcher", "process", "--kv-transport", "nixl")
+    result = run_command(*arguments, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    [line] = result.stderr.strip().splitlines()
+    assert re.match(r"error: (prefill|decode)-0: .*\bNIXL\b", line)
+    assert all(f"{package}: not [here]" in line for package in PACKAGES)  # the line is no markup
 
 
 def test_the_version_is_printed():

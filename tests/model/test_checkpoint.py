@@ -34,8 +34,8 @@ def llama(tmp_path, tmp_path_factory):
     return shutil.copytree(tiny_checkpoint(tmp_path_factory, "llama"), tmp_path / "llama")
 
 
-def load_tiny(path):
-    return load(path, kv_format=KVFormat.FP32, block_size=4)
+def load_tiny(path, kv_format=KVFormat.FP32):
+    return load(path, kv_format=kv_format, block_size=4)
 
 
 def refusal(path):
@@ -583,8 +583,8 @@ def test_safetensors_are_served_where_a_gguf_file_lies_beside_them(llama):
     assert load_tiny(llama).quant_method is None
 
 
-def mark(path, *, dtype="float32", kv_format="fp32"):
-    return fingerprint(path, dtype=dtype, kv_format=kv_format)
+def mark(path, *, dtype="float32"):
+    return fingerprint(path, dtype=dtype)
 
 
 def test_the_fingerprint_is_that_of_a_copy(llama, tmp_path_factory):
@@ -595,9 +595,15 @@ def test_the_fingerprint_is_that_of_a_copy(llama, tmp_path_factory):
     assert mark(llama) == mark(tiny_checkpoint(tmp_path_factory, "llama"))
 
 
-def test_the_fingerprint_depends_on_how_the_model_is_served(llama):
+def test_the_fingerprint_depends_on_the_type_of_the_weights(llama):
     assert mark(llama) != mark(llama, dtype="bfloat16")
-    assert mark(llama) != mark(llama, kv_format="bf16")
+
+
+def test_the_fingerprint_does_not_depend_on_the_format_of_kv(llama):
+    """Workers whose KV is converted on the way serve one model."""
+    held = [load_tiny(llama, kv_format) for kv_format in (KVFormat.FP32, KVFormat.INT8)]
+    assert held[0].layout != held[1].layout
+    assert held[0].fingerprint == held[1].fingerprint
 
 
 def test_the_fingerprint_changes_with_every_part_of_the_checkpoint(llama):

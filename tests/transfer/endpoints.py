@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.blocks import BlockId
 from engine.clock import MonotonicClock
+from engine.config import Transport
 from engine.events import (
     Event,
     GrowLease,
@@ -25,7 +26,6 @@ from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import Pool, SharedPool
 from kvtransfer.messages import Identity
 from kvtransfer.protocol import Timing
-from kvtransfer.readers import Transport
 from kvtransfer.records import Shard
 
 LAYOUT = KVLayout(

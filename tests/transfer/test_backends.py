@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import zmq
 
+from engine.config import Transport
 from engine.events import AbortPull, PullDone, PullFailed, RevokeLease
 from engine.layout import KVFormat
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from kvtransfer import source_end
-from kvtransfer.readers import Transport
 from tests.transfer.endpoints import LAYOUT, NUM_BLOCKS, Timing, fill, is_done, until, worker
 
 BACKENDS = [Transport.SHM, Transport.NIXL, Transport.ZMQ]
@@ -203,7 +203,7 @@ def test_closing_gives_every_descriptor_back():
 SOURCE_PROCESS = """
 import sys
 from engine.messages import LeaseId
-from kvtransfer.readers import Transport
+from engine.config import Transport
 from tests.transfer.endpoints import fill, worker
 with worker("source", Transport(sys.argv[1])) as source:
     fill(source.pool, seed=1)

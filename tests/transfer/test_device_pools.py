@@ -6,10 +6,10 @@ No GPU is needed: a pool of host memory that hides itself goes the same way, but
 import numpy as np
 import pytest
 
+from engine.config import Transport
 from engine.events import PullFailed
 from engine.messages import SeqId
 from kvtransfer.memory import DevicePool, Region, SharedPool
-from kvtransfer.readers import Transport
 from tests.transfer.endpoints import fill, is_done, worker
 
 pytest.importorskip("nixl_cu12", reason="NIXL is not installed")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
+from engine.config import Transport
 from engine.events import AbortPull, LeaseEnded, PullDone, PullFailed
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress
 from kvtransfer import sink_end, source_end
@@ -36,7 +37,7 @@ from kvtransfer.messages import (
     encode,
 )
 from kvtransfer.protocol import MAX_DAMAGED, Timing
-from kvtransfer.readers import Transport, checksum
+from kvtransfer.readers import checksum
 from tests.transfer.endpoints import (
     DEADLINE_S,
     LAYOUT,
@@ -356,7 +357,7 @@ def test_a_source_on_another_host_is_not_mapped(monkeypatch):
 
 SOURCE_PROCESS = """
 import sys
-from kvtransfer.readers import Transport
+from engine.config import Transport
 from tests.transfer.endpoints import NUM_BLOCKS, fill, worker
 with worker("source", Transport.AUTO) as source:
     fill(source.pool, seed=1)

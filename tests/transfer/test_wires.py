@@ -4,11 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from engine.config import Transport
 from engine.events import PullFailed
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import SeqId
 from kvtransfer.formats import convert
-from kvtransfer.readers import Transport
 from kvtransfer.records import Shard
 from tests.transfer.endpoints import NUM_BLOCKS, is_done, worker
 

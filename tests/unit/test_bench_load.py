@@ -109,6 +109,14 @@ def test_stages_are_averaged_over_the_requests_that_report_them():
     assert figures["timeline/kv_wait"] == pytest.approx(1000)
 
 
+def test_measures_of_the_kv_transfer_are_not_stages():
+    handed_over = answer(1.0, kv_wait=0.1, kv_transfer=0.4, kv_exposed=0.2)
+    [figures] = values(run(handed_over, answer(1.0, kv_wait=0.3)))
+    assert figures["kv/transfer"] == pytest.approx(400)
+    assert figures["kv/exposed"] == pytest.approx(200)
+    assert {name for name in figures if name.startswith("timeline/")} == {"timeline/kv_wait"}
+
+
 def test_a_run_as_asked_for_has_nothing_to_warn_of():
     assert warnings([run(answer(1.0, 2.0))], input_len=10, output_len=2) == []
 

@@ -4,7 +4,14 @@ import re
 
 import pytest
 
-from engine.config import Config, GatewayConfig, RouterConfig, WorkerConfig, load_config
+from engine.config import (
+    Config,
+    GatewayConfig,
+    RouterConfig,
+    Transport,
+    WorkerConfig,
+    load_config,
+)
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
@@ -44,12 +51,16 @@ def test_the_environment_overrides_the_file_and_flags_override_both(write):
 def test_values_of_the_environment_are_read_as_what_they_are_for():
     environment = {
         "BATON_WORKER__KV_DTYPE": "bf16",
+        "BATON_WORKER__KV_WIRE_DTYPE": "int8",
+        "BATON_WORKER__KV_TRANSPORT": "nixl",
         "BATON_WORKER__THREADS": "3",
         "BATON_ROUTER__QUEUE_TIMEOUT_S": "1.5",
         "BATON_GATEWAY__MODEL_NAME": "7",
     }
     config = load(environment=environment)
     assert config.worker.kv_dtype is KVFormat.BF16
+    assert config.worker.kv_wire_dtype is KVFormat.INT8
+    assert config.worker.kv_transport is Transport.NIXL
     assert config.worker.threads == 3
     assert config.router.queue_timeout_s == 1.5
     assert config.gateway.model_name == "7"
@@ -92,6 +103,9 @@ def test_an_unknown_key_is_named_wherever_it_comes_from(name, write):
         ("worker.kv_mib", 1.5),
         ("worker.kv_mib", [1]),
         ("worker.kv_dtype", "fp64"),
+        ("worker.decode_kv_dtype", "fp64"),
+        ("worker.kv_wire_dtype", "none"),
+        ("worker.kv_transport", "carrier pigeon"),
         ("worker.threads", "all"),
         ("router.queue_timeout_s", "soon"),
         ("gateway.api_keys", 3),
@@ -112,7 +126,6 @@ def test_a_value_of_the_wrong_type_is_named(key, value):
         ("worker.chunk_tokens", 0),
         ("worker.max_running", 0),
         ("worker.threads", 0),
-        ("worker.kv_transport", "carrier pigeon"),
         ("router.max_queue", 0),
         ("router.queue_timeout_s", 0.0),
         ("router.progress_timeout_s", -1.0),

@@ -250,6 +250,17 @@ def test_a_prefix_comes_from_whoever_holds_most_of_it_and_more_than_is_here(held
     assert source(held) == expected
 
 
+@pytest.mark.parametrize(
+    ("kv_wire_dtype", "expected"), [(None, "p1"), (KVFormat.FP32, "p1"), (KVFormat.INT8, None)]
+)
+def test_a_prefix_that_would_be_rounded_on_its_way_is_computed(kv_wire_dtype, expected):
+    workers = [worker("p0"), worker("p1")]
+    for view in workers:
+        view.info = msgspec.structs.replace(view.info, kv_wire_dtype=kv_wire_dtype)
+    cluster = ClusterView({view.info.worker_id: view for view in workers})
+    assert prefix_source(cluster, "p0", {"p1": 6}, lambda _: True) == expected
+
+
 def test_whether_it_pays_depends_on_the_blocks_that_are_not_here():
     asked = []
     assert source({"p0": 2, "p1": 6}, pays=lambda n: asked.append(n) or False) is None

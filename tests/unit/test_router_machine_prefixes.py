@@ -214,6 +214,14 @@ def test_a_request_returns_to_the_worker_where_its_blocks_are():
     assert set(driver.machine.view.workers["d1"].decode_blocks) == {"r.2"}
 
 
+def test_an_answer_of_one_token_leaves_nothing_at_the_decode_worker():
+    driver = Driver("p0", "d0")
+    driver.ask("r", LONG, max_tokens=1)
+    driver.say("p0", PrefillStarted("r.0", 0, None))
+    driver.say("p0", PrefillDone("r.0", 9, FinishReason.LENGTH))
+    assert driver.machine.prefixes.longest(block_hashes(LONG)) == {"p0": 25}
+
+
 def test_blocks_of_a_worker_that_was_lost_are_not_hoped_for():
     driver = learned("p0", "p1", "d0")
     driver.handle(WorkerLost("d0", "gone"))

@@ -1,0 +1,119 @@
+"""A prompt whose beginning another worker holds: the beginning is pulled, and no token changes.
+
+The gateway pulls where it predicts that to be quicker than computing, from rates that it has
+measured; so each test begins with a prompt of its own, handed over from one worker to the other.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from engine.config import RouterConfig, Transport, WeightFormat, WorkerConfig
+from engine.layout import KVFormat
+from engine.messages import Role, Sampling
+from router.requests import Finished
+from router.service import Router
+from tests.e2e.alone import Formats, answers_alone
+from tests.e2e.cluster import Answer, ask, counted, request, router, until, workers
+
+pytestmark = pytest.mark.torch
+
+ROLES = (Role.PREFILL, Role.PREFILL, Role.DECODE)
+PATIENT = RouterConfig(offer_timeout_s=30.0)  # machines that test also do other things
+BLOCK_SIZE = 16  # tokens
+NUM_TOKENS = 24
+SAMPLING = Sampling(temperature=0.7, seed=3)
+ALIKE = Formats()
+DECODE_IS_WIDER = Formats(prefill=KVFormat.BF16)  # prefixes come from prefill workers alone
+
+
+def config(transport: Transport, formats: Formats) -> WorkerConfig:
+    return WorkerConfig(
+        kv_mib=64,
+        weights=WeightFormat.FP32,
+        kv_dtype=formats.prefill,
+        decode_kv_dtype=formats.decode,
+        kv_transport=transport,
+    )
+
+
+def some_tokens(num: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(5, 4096) for _ in range(num)]
+
+
+WARM_UP = some_tokens(600, seed=1)
+NUM_BLOCKS = 50
+PREFIX = some_tokens(NUM_BLOCKS * BLOCK_SIZE, seed=2)
+FILLER = some_tokens(900, seed=3)
+NEXT_TURN = some_tokens(40, seed=4)
+
+
+async def ask_for(
+    r: Router, name: str, prompt: Sequence[int], num_tokens: int = NUM_TOKENS
+) -> Answer:
+    answer = await ask(r, request(name, prompt, max_tokens=num_tokens, sampling=SAMPLING))
+    assert isinstance(answer.outcome, Finished), answer.outcome
+    return answer
+
+
+async def ask_while_the_first_is_busy(r: Router, prompt: Sequence[int]) -> Answer:
+    """Places a prompt on prefill-1: prefill-0, first among equals, gets another one before it."""
+    _, answer = await asyncio.gather(
+        ask_for(r, "filler", FILLER, num_tokens=1), ask_for(r, "prompt", prompt)
+    )
+    assert answer.timeline is not None
+    assert answer.timeline.prefill_worker == "prefill-1"
+    return answer
+
+
+def answer_alone(prompt: Sequence[int], formats: Formats) -> list[int]:
+    [answer] = answers_alone([prompt], [SAMPLING], num_tokens=NUM_TOKENS, formats=formats)
+    return answer
+
+
+async def reported(r: Router, name: str, by_worker: dict[str, int]) -> None:
+    """Waits until the workers have reported a counter so, and those not named none."""
+    expected = {worker_id: by_worker.get(worker_id, 0) for worker_id in r.workers()}
+    await until(lambda: counted(r, name) == expected, lambda: f"{name}: {counted(r, name)}", 10)
+
+
+@pytest.mark.parametrize("transport", [Transport.SHM, Transport.ZMQ])
+def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed(transport):
+    prompt = PREFIX + NEXT_TURN
+
+    async def run() -> list[int]:
+        async with router(running, PATIENT) as r:
+            await ask_for(r, "warm-up", WARM_UP)
+            held = await ask_for(r, "prefix", [*PREFIX, 7], num_tokens=1)  # nobody decodes
+            assert held.timeline.prefill_worker == "prefill-0"
+            answer = await ask_while_the_first_is_busy(r, prompt)
+            assert answer.timeline.num_cached_tokens == len(PREFIX)
+            assert r.counters()["prefix offer", "asked"] == 1
+            assert not [reason for event, reason in r.counters() if event == "fallback"]
+            await reported(r, "prefix_offers:held", {"prefill-0": 1})
+            await reported(r, "pulled_prefix_blocks", {"prefill-1": NUM_BLOCKS})
+            return answer.token_ids
+
+    with workers(ROLES, config=config(transport, DECODE_IS_WIDER)) as running:
+        token_ids = asyncio.run(run())
+    assert token_ids == answer_alone(prompt, DECODE_IS_WIDER)
+
+
+def test_a_conversation_goes_on_from_the_decode_worker_that_holds_its_last_answer():
+    async def run() -> tuple[list[int], Answer]:
+        async with router(running, PATIENT) as r:
+            await ask_for(r, "warm-up", WARM_UP)
+            first = await ask_for(r, "first", PREFIX, num_tokens=2 * BLOCK_SIZE + 1)
+            prompt = PREFIX + first.token_ids + NEXT_TURN
+            answer = await ask_while_the_first_is_busy(r, prompt)
+            await reported(r, "prefix_offers:held", {"decode-2": 1})
+            await reported(r, "pulled_prefix_blocks", {"prefill-1": NUM_BLOCKS + 2})
+            return prompt, answer
+
+    with workers(ROLES, config=config(Transport.AUTO, ALIKE)) as running:
+        prompt, answer = asyncio.run(run())
+    assert answer.timeline.num_cached_tokens == len(PREFIX) + 2 * BLOCK_SIZE
+    assert answer.token_ids == answer_alone(prompt, ALIKE)

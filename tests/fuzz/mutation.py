@@ -1,0 +1,149 @@
+"""Messages made wrong: between the random bytes that no decoder takes and what a peer would send.
+
+A message is its frames; a script is what one peer sends, in order. A change hits the script (lost,
+doubled, moved), the frames of a message (lost, doubled, cut, flipped bits) or, most often, one
+field: frames are msgpack maps, so a value can become another one and the frame stay well formed.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+Message = tuple[bytes, ...]
+Script = list[Message]
+
+MAX_FRAME_BYTES = 2**19  # half of what sockets take: beyond it a connection ends, which is no news
+MAX_CHANGES = 4
+INTEGERS = (-(2**63), -(2**31), -4096, -1, 0, 1, 2, 3, 64, 4097, 2**31, 2**53, 2**63 - 1, 2**64 - 1)
+TEXTS = ("", "g", "l", "m", "released", "fp32", "int4", "VRAM", "Attach", "Data", "x" * 5000)
+OTHERS = (None, True, 0.5, float("inf"), b"\xff\x00", [], {}, [[]], {"": {}})
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def spoiled(script: Sequence[Message], rng: random.Random) -> Script:
+    """The script but for a few changes; at times none."""
+    result = list(script)
+    for _ in range(rng.randint(0, MAX_CHANGES)):
+        result = changed_once(result, rng)
+    return result
+
+
+def changed_once(script: Script, rng: random.Random) -> Script:
+    """The script but for one of its messages."""
+    if not script:
+        return []
+    result = list(script)
+    index = rng.randrange(len(result))
+    message = result.pop(index)
+    if rng.random() < 0.1:
+        result.insert(rng.randint(0, len(result)), message)
+    else:
+        result[index:index] = _changed(message, rng)
+    return result
+
+
+def _changed(message: Message, rng: random.Random) -> list[Message]:
+    change = rng.choice(["field", "field", "field", "frame", "bytes", "lost", "doubled"])
+    match change:
+        case "field":
+            return [(with_another_field(message[0], rng), *message[1:])]
+        case "frame":
+            return [_with_other_frames(message, rng)]
+        case "bytes":
+            index = rng.randrange(len(message))
+            damaged = with_damage(message[index], rng)
+            return [(*message[:index], damaged, *message[index + 1 :])]
+        case "lost":
+            return []
+    return [message, (with_another_field(message[0], rng), *message[1:])]
+
+
+def _with_other_frames(message: Message, rng: random.Random) -> Message:
+    """A frame more or less, but not none."""
+    frames = list(message)
+    index = rng.randrange(len(frames))
+    if len(frames) > 1 and rng.random() < 0.5:
+        del frames[index]
+    else:
+        frames.insert(index, rng.choice((frames[index], b"", frames[index][:10])))
+    return tuple(frames)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def with_damage(frame: bytes, rng: random.Random) -> bytes:
+    """Cut off, flipped bits, or bytes too many."""
+    damaged = bytearray(frame)
+    match rng.choice(["cut", "flip", "more"]):
+        case "cut":
+            del damaged[rng.randint(0, len(damaged)) :]
+        case "flip" if damaged:
+            for _ in range(rng.randint(1, 8)):
+                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        case _:
+            place = rng.randint(0, len(damaged))
+            damaged[place:place] = rng.randbytes(rng.randint(1, 8))
+    return bytes(damaged)
+
+
+# ---------------------------------------------------------------- fields
+
+
+def with_another_field(frame: bytes, rng: random.Random) -> bytes:
+    """One field of a map in it has another value, or is missing."""
+    try:
+        tree = msgspec.msgpack.decode(frame)
+        places = list(_places(tree))
+    except DECODE_ERRORS:
+        return with_damage(frame, rng)
+    if not places:
+        return with_damage(frame, rng)
+    parent, key = rng.choice(places)
+    if rng.random() < 0.05:
+        del parent[key]
+    else:
+        parent[key] = _another(parent[key], rng)
+    try:
+        changed = msgspec.msgpack.encode(tree)
+    except OverflowError:  # beyond 64 bits
+        return with_damage(frame, rng)
+    return changed if len(changed) <= MAX_FRAME_BYTES else frame
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) of a tree of lists and dictionaries."""
+    if isinstance(tree, dict | list):
+        for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
+            yield tree, key
+            yield from _places(value)
+
+
+def _another(value: Any, rng: random.Random) -> Any:
+    """Mostly of the same type, so that it gets past the decoder."""
+    if rng.random() < 0.1:
+        return rng.choice((*OTHERS, *INTEGERS, *TEXTS))
+    another = ANOTHER.get(type(value))
+    return rng.choice(OTHERS) if another is None else another(value, rng)
+
+
+def _another_integer(value: int, rng: random.Random) -> int:
+    return rng.choice((value - 1, value + 1, value * 2, -value, rng.choice(INTEGERS)))
+
+
+def _another_list(value: list[Any], rng: random.Random) -> list[Any]:
+    times = rng.choice((0, 2, 2, 5000))
+    shuffled = rng.sample(value, len(value))
+    return rng.choice((value * times, shuffled, value[:-1], [*value, *rng.sample(INTEGERS, 3)]))
+
+
+ANOTHER: dict[type, Callable[[Any, random.Random], Any]] = {
+    int: _another_integer,
+    bool: lambda value, _: not value,
+    str: lambda _, rng: rng.choice(TEXTS),
+    bytes: with_damage,
+    list: _another_list,
+    dict: lambda value, rng: dict(rng.sample(list(value.items()), len(value) // 2)),
+}

@@ -1,0 +1,376 @@
+"""What peers may send to each process, and what must not come of it whatever they send.
+
+An input is a byte that names the target, and a script in msgpack: what one peer sends. Targets are
+the two ends of a transfer, whole but for their sockets, and the decoders of gateways and workers. A
+finding is any exception but ProtocolError from a decoder, any at all from an end, an invariant of a
+machine that does not hold, a block sent that is not leased, a byte written to a block that no pull
+wants, or that a pull from an honest source fails meanwhile.
+
+`tests.fuzz.decoders` looks for findings with atheris.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from engine.blocks import BlockId
+from engine.config import Transport
+from engine.errors import ProtocolError
+from engine.events import PullDone
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    Cancel,
+    Decode,
+    Incarnation,
+    LeaseId,
+    LeaseRef,
+    Limits,
+    Prefill,
+    Sampling,
+    SeqId,
+    Tokens,
+    TransferAddress,
+    Welcome,
+    WorkerId,
+    decode_to_gateway,
+    decode_to_worker,
+    encode_frame,
+)
+from kvtransfer.memory import SharedPool
+from kvtransfer.messages import (
+    AttachBody,
+    Attached,
+    AttachRefused,
+    Data,
+    Ended,
+    Hold,
+    Identity,
+    NixlOffer,
+    Offers,
+    Read,
+    Ready,
+    Release,
+    attach,
+    decode_attach_body,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+)
+from kvtransfer.protocol import SinkMachine, SourceMachine, Timing
+from kvtransfer.readers import checksum
+from kvtransfer.sink_end import SinkEnd
+from kvtransfer.source_end import SourceEnd
+from tests.fuzz.mutation import DECODE_ERRORS, Script, spoiled
+
+LAYOUT = KVLayout(block_size=2, kv_format=KVFormat.FP32, sections=(KVSection(1, 2, 8),))
+IDENTITY = Identity("model", LAYOUT)
+SOURCE, SINK = Incarnation("source-1"), Incarnation("sink-1")
+ADDRESS = TransferAddress(WorkerId("source"), SOURCE, "tcp://source")
+TOKEN = "secret"
+HONEST = TransferAddress(WorkerId("honest"), Incarnation("honest-1"), "tcp://honest")
+NUM_BLOCKS = 8
+LEASE, OTHER_LEASE, HONEST_LEASE = LeaseId("l"), LeaseId("m"), LeaseId("g")
+LEASED = (5, 3)  # blocks of the source, of three that are to come
+WANTED = ((0, 6), (1, 2))  # by the sink: (index in the lease, block)
+WANTED_OF_HONEST = 4  # a block
+
+
+class FixedClock:
+    """For the ends: deadlines are not what is fuzzed."""
+
+    def now_s(self) -> float:
+        return 0.0
+
+
+class FakeSocket:
+    """A socket that has received a script, and keeps what is sent."""
+
+    def __init__(self, script: Script) -> None:
+        self._messages = deque(script)
+        self._frames: deque[bytes] = deque()
+        self.sent: list[Any] = []
+
+    def deliver(self, *message: bytes) -> None:
+        """One more message comes."""
+        self._messages.append(message)
+
+    def recv(self, _flags: int = 0, *, copy: bool = True) -> Any:
+        if not self._frames:
+            if not self._messages:
+                raise zmq.Again
+            self._frames.extend(self._messages.popleft())
+        frame = self._frames.popleft()
+        return frame if copy else zmq.Frame(frame)
+
+    def get(self, option: int) -> bool:
+        assert option == zmq.RCVMORE
+        return bool(self._frames)
+
+    def send(self, frame: Any, *_: object, **options: object) -> zmq.MessageTracker | None:
+        self.sent.append(bytes(frame))
+        return zmq.MessageTracker() if options.get("track") else None
+
+    def set(self, *_: object) -> None:
+        """Options make no difference."""
+
+    def connect(self, _address: str) -> None:
+        """There is nobody."""
+
+    def bind_to_random_port(self, _address: str) -> int:
+        return 1
+
+    def close(self, **_: object) -> None:
+        self._messages.clear()
+        self._frames.clear()
+
+
+class FakeContext:
+    """Makes such sockets; those beyond the scripts receive nothing."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self._scripts = deque(scripts)
+        self.sockets: list[FakeSocket] = []
+
+    def socket(self, _kind: int) -> FakeSocket:
+        self.sockets.append(FakeSocket(self._scripts.popleft() if self._scripts else []))
+        return self.sockets[-1]
+
+
+class FakePoller:
+    def register(self, *_: object) -> None:
+        """Nothing is waited for."""
+
+    def unregister(self, *_: object) -> None:
+        """Nor was it."""
+
+
+# ---------------------------------------------------------------- the two ends
+
+
+class World:
+    """Memory that inputs share: the pool of the attacked end, and one that a source offers."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        shape = (NUM_BLOCKS, LAYOUT.block_bytes)
+        self.content = rng.integers(0, 256, shape, dtype=np.uint8)
+        self.pool = self.content.copy()
+        self.offered = SharedPool(*shape)
+        self.offered.open()
+        self.offered.blocks[:] = rng.integers(0, 256, shape, dtype=np.uint8)
+        wanted = {WANTED_OF_HONEST, *dict(WANTED).values()}
+        self.unwanted = [b for b in range(NUM_BLOCKS) if b not in wanted]
+
+
+def attack_source(world: World, script: Script) -> None:
+    """A sink says all that to a source that has a lease open, with two of its blocks ready."""
+    ended: list[object] = []
+    offers = Offers(shm=world.offered.offer())
+    machine = SourceMachine(
+        incarnation=SOURCE,
+        identity=IDENTITY,
+        num_blocks=NUM_BLOCKS,
+        token=TOKEN,
+        timing=Timing(),
+        offers=offers,
+    )
+    end = SourceEnd(
+        machine, world.pool, timing=Timing(), on_ended=ended.append, count=lambda _: None
+    )
+    end.open(FakeContext([(b"peer", *message) for message in script]), "host")  # type: ignore[arg-type]
+    machine.open(LEASE, 3, 0.0)
+    machine.grow(LEASE, tuple(BlockId(b) for b in LEASED), 0.0)
+
+    def handle(peer: bytes, message: Any) -> None:
+        end.perform(machine.receive(peer, message, 0.0))
+        machine.validate()
+
+    for _ in range(1 + len(script)):
+        end.receive(handle)
+        end.send_blocks()
+        machine.validate()
+    assert len(ended) + machine.num_leases == 1
+    assert np.array_equal(world.pool, world.content)
+    _check_blocks(world, end.socket.sent)  # type: ignore[attr-defined]
+
+
+def _check_blocks(world: World, sent: list[bytes]) -> None:
+    """What was sent are blocks of the lease, as their index says."""
+    frames = iter(sent)
+    for frame in frames:
+        assert frame == b"peer"
+        message = decode_to_sink(next(frames))
+        if isinstance(message, Data):
+            payload = next(frames)
+            assert payload == world.content[[LEASED[i] for i in message.indices]].tobytes()
+
+
+def attack_sink(world: World, script: Script) -> None:
+    """A source says all that to a sink that pulls one lease of it and holds another.
+
+    Of an honest source it pulls one too, whose block comes last.
+    """
+    honest_record = world.content[0].tobytes()
+    context = FakeContext(script, _honest_script())
+    ended: list[Any] = []
+    machine = SinkMachine(incarnation=SINK, identity=IDENTITY, token=TOKEN, timing=Timing())
+    end = SinkEnd(
+        machine,
+        world.pool,
+        LAYOUT.block_bytes,
+        transport=Transport.AUTO,
+        timing=Timing(),
+        clock=FixedClock(),
+        nixl=None,
+        on_end=ended.append,
+        count=lambda *_: None,
+    )
+    end.open(context, FakePoller())  # type: ignore[arg-type]
+    end.perform(machine.hold(SeqId("s"), LeaseRef(LEASE, ADDRESS, 3), 0.0))
+    end.perform(machine.hold(SeqId("honest"), LeaseRef(HONEST_LEASE, HONEST, 1), 0.0))
+    end.perform(machine.start(SeqId("honest"), ((0, BlockId(WANTED_OF_HONEST)),), 0.0))
+    end.perform(machine.hold(SeqId("t"), LeaseRef(OTHER_LEASE, ADDRESS, 2), 0.0))
+    end.perform(machine.start(SeqId("s"), tuple((i, BlockId(b)) for i, b in WANTED), 0.0))
+    for _ in range(1 + len(script)):
+        end.receive()
+        machine.validate()
+    end.perform(machine.abort(SeqId("s"), 0.0))
+    machine.validate()
+    context.sockets[1].deliver(
+        encode(Data(HONEST_LEASE, [0], checksum(honest_record))), honest_record
+    )
+    end.receive()
+    machine.validate()
+    assert sorted(event.seq_id for event in ended if event.seq_id != "t") == ["honest", "s"]
+    assert any(isinstance(event, PullDone) and event.seq_id == "honest" for event in ended)
+    assert world.pool[WANTED_OF_HONEST].tobytes() == honest_record
+    end.close()
+    changed = (world.pool != world.content).any(axis=1)
+    assert not changed[world.unwanted].any(), "a block was written that no pull wants"
+    world.pool[:] = world.content
+
+
+def _honest_script() -> Script:
+    attached = Attached(HONEST.incarnation, IDENTITY, NUM_BLOCKS, Offers())
+    return [(encode(attached),), (encode(Ready(HONEST_LEASE, 0, [0])),)]
+
+
+# ---------------------------------------------------------------- inputs
+
+TARGETS = ("source", "sink", "worker", "gateway")
+
+
+def run(world: World, data: bytes) -> None:
+    """One input. Raises what is a finding."""
+    target, script = unpacked(data)
+    for message in script:
+        for frame in message:
+            _decode_all(frame)
+    match target:
+        case "source":
+            attack_source(world, script)
+        case "sink":
+            attack_sink(world, script)
+
+
+def _decode_all(frame: bytes) -> None:
+    """No decoder raises anything but ProtocolError, whoever the frame is for."""
+    for decode in (decode_to_source, decode_to_sink, decode_to_worker, decode_to_gateway):
+        try:
+            decode(frame)
+        except ProtocolError:
+            continue
+    try:
+        decode_attach_body(msgspec.Raw(frame))
+    except ProtocolError:
+        return
+
+
+def packed(target: str, script: Script) -> bytes:
+    """An input."""
+    return bytes([TARGETS.index(target)]) + msgspec.msgpack.encode(script)
+
+
+def unpacked(data: bytes) -> tuple[str, Script]:
+    """The target and script of an input; bytes that are no script are a message themselves."""
+    target = TARGETS[data[0] % len(TARGETS)] if data else TARGETS[0]
+    try:
+        script = msgspec.msgpack.decode(data[1:], type=list[tuple[bytes, ...]])
+    except DECODE_ERRORS:
+        script = [(data[1:],)]
+    return target, [message for message in script if message]
+
+
+def another(data: bytes, rng: random.Random, *, starts: Sequence[bytes]) -> bytes:
+    """A spoiled script: that of `data`, or of one of `starts`, of which any search begins."""
+    if len(data) < 2 or rng.random() < 0.1:
+        data = rng.choice(starts)
+    target, script = unpacked(data)
+    return packed(target, spoiled(script, rng))
+
+
+def seeds(world: World) -> list[bytes]:
+    """What honest peers say; and two lies that take more than one change."""
+    body = AttachBody(TOKEN, SINK, SOURCE, IDENTITY)
+    sink = [
+        attach(body),
+        Hold(LEASE, 0, 0),
+        Read(LEASE, [0, 1]),
+        Hold(LEASE, 2, 1),
+        Release(LEASE, 0),
+    ]
+    offer = NixlOffer("agent", b"metadata", 2**40, 2**20, "DRAM", 0)
+    shm = Attached(SOURCE, IDENTITY, NUM_BLOCKS, Offers(shm=world.offered.offer(), nixl=offer))
+    more = msgspec.structs.replace(shm, num_blocks=2 * NUM_BLOCKS)
+    sends = Attached(SOURCE, IDENTITY, NUM_BLOCKS, Offers())
+    ready = [Ready(LEASE, 0, [5]), Ready(LEASE, 1, [3], 0)]
+    ended = Ended(LEASE, "released", 0)
+    records = world.content[[5, 3]].tobytes()
+    data = Data(LEASE, [0, 1], checksum(records))
+    scripts = [
+        ("source", [(encode(message),) for message in sink]),
+        ("sink", [(encode(m),) for m in (shm, *ready, ended)]),
+        (
+            "sink",
+            [*((encode(m),) for m in (sends, *ready)), (encode(data), records), (encode(ended),)],
+        ),
+        ("sink", [(encode(AttachRefused("token")),)]),
+        ("sink", [(encode(m),) for m in (shm, more, Ready(LEASE, 0, [NUM_BLOCKS, NUM_BLOCKS]))]),
+        ("sink", [(encode(sends),), *[(encode(Data(HONEST_LEASE, [0], 0)), records)] * 5]),
+        ("worker", [(encode_frame(_to_worker()),)]),
+        ("gateway", [(encode_frame(_to_gateway()),)]),
+    ]
+    return [packed(target, script) for target, script in scripts]
+
+
+def _to_worker() -> list[Any]:
+    seq = SeqId("a.0")
+    lease = LeaseRef(LEASE, ADDRESS, 1)
+    return [
+        Prefill(seq, [0, 7], Sampling(), Limits(9, 4, (1, 2)), lease),
+        Decode(seq, [1, 2], Sampling(), Limits(9), lease),
+        Cancel(seq),
+    ]
+
+
+def _to_gateway() -> list[Any]:
+    welcome = msgspec.convert(
+        {
+            "type": "Welcome",
+            "version": 3,
+            "worker_id": "w",
+            "incarnation": "w-1",
+            "role": "mixed",
+            "fingerprint": "model",
+            "layout": msgspec.to_builtins(LAYOUT),
+            "num_blocks": 8,
+            "max_running": 4,
+        },
+        Welcome,
+    )
+    return [welcome, Tokens(SeqId("a.0"), [1, 2])]

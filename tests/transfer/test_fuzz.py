@@ -1,0 +1,493 @@
+"""Whatever a peer says: the thread lives, others are served, and no block changes but a pull's.
+
+One pair of real endpoints meets many scripts, each an honest one with some changes. What stands
+behind the sockets is fuzzed by itself, and much longer, in `tests.fuzz`.
+"""
+
+import logging
+import os
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.blocks import BlockId
+from engine.config import Transport
+from engine.events import LeaseEnded, PullDone, PullFailed, RevokeLease
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
+from kvtransfer.memory import SharedPool, ShmUnavailable, boot_id, map_offer
+from kvtransfer.messages import (
+    AttachBody,
+    Attached,
+    AttachRefused,
+    Data,
+    Ended,
+    Hold,
+    Identity,
+    Offers,
+    Read,
+    Ready,
+    Release,
+    ShmOffer,
+    ToSink,
+    ToSource,
+    attach,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+)
+from kvtransfer.protocol import MAX_DAMAGED, SendToSink, SinkMachine, SourceMachine, Timing
+from kvtransfer.readers import checksum
+from kvtransfer.records import Shard
+from kvtransfer.wire import Disagreement, agree
+from tests.fuzz.mutation import DECODE_ERRORS, Message, Script, changed_once
+from tests.transfer.endpoints import DEADLINE_S, LAYOUT, NUM_BLOCKS, Worker, fill, until, worker
+
+TIMING = Timing(
+    ttl_s=30.0, hold_every_s=0.2, reread_s=30.0, silence_s=30.0
+)  # no deadline ends a pull
+IDENTITY = Identity("model", LAYOUT)
+NUM_OFFERED = 8  # blocks of the source that lies
+TARGETS = (10, 11)  # blocks of the sink for indices 0 and 1 of its lease
+HONEST_TARGET = 20
+FUZZ = settings(max_examples=120)
+CHANGES = st.lists(st.integers(0, 2**32 - 1), max_size=3)  # seeds: fewer are simpler
+
+
+@pytest.fixture(autouse=True)
+def _few_words(caplog):
+    caplog.set_level(logging.ERROR)  # what peers say wrong is a warning each
+
+
+def changed(script: Script, seeds: Sequence[int]) -> Script:
+    """The script with one change for each seed."""
+    return reduce(lambda so_far, seed: changed_once(so_far, random.Random(seed)), seeds, script)
+
+
+def framed(*messages: ToSink | ToSource) -> Script:
+    return [(encode(message),) for message in messages]
+
+
+def validate_always(machine: SourceMachine | SinkMachine) -> None:
+    """After every message, on the endpoint's thread: it does not hold, the thread dies."""
+    receive = machine.receive
+
+    def checked(*arguments):
+        effects = receive(*arguments)
+        machine.validate()
+        return effects
+
+    machine.receive = checked  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- a sink that says anything
+
+
+class RawSink:
+    """A socket connected to a source."""
+
+    def __init__(self, dealer: "zmq.Socket[bytes]", source: Worker) -> None:
+        dealer.linger = 0
+        dealer.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
+        dealer.connect(source.address.address)
+        self._dealer = dealer
+        body = AttachBody("secret", Incarnation("raw"), source.address.incarnation, IDENTITY)
+        self.attach = attach(body)
+
+    def honest_script(self, *, releases: bool) -> Script:
+        lease_id = LeaseId("l")
+        hold, read = Hold(lease_id, 0, 0), Read(lease_id, [0, 1])
+        last = Release(lease_id, 0) if releases else Hold(lease_id, 2, 1)
+        return framed(self.attach, hold, read, last)
+
+    def say(self, script: Script) -> None:
+        for message in script:
+            self._dealer.send_multipart(message)
+
+    def answers(self) -> Iterator[Message]:
+        """All that the source answers to what was said."""
+        for mark in ("nobody's lease", "another"):  # blocks are sent after the first, if with it
+            self.say(framed(self.attach, Hold(LeaseId(mark), 0, 0)))
+            while True:
+                frames = tuple(self._dealer.recv_multipart())
+                if decode_to_sink(frames[0]) == Ended(LeaseId(mark), "unknown"):
+                    break
+                yield frames
+
+
+@contextmanager
+def raw_sink(source: Worker) -> Iterator[RawSink]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        yield RawSink(dealer, source)
+
+
+def test_a_source_survives_whatever_a_sink_says_and_serves_the_others():
+    leased = [5, 3]
+    answered: Counter[str] = Counter()
+    with (
+        worker("source", Transport.ZMQ, timing=TIMING) as source,
+        worker("sink", Transport.ZMQ, timing=TIMING) as sink,
+    ):
+        fill(source.pool, seed=1)
+        content = source.pool.blocks.copy()
+        validate_always(source.endpoint.source)
+
+        @FUZZ
+        @given(CHANGES, st.booleans())
+        def survives(seeds, releases):
+            source.lease("l", [*leased, 7], ready=2)
+            sink.hold("good", source.lease("g", [1]))
+            until(lambda: source.is_held("g"), "held by the good sink")
+            with raw_sink(source) as raw:
+                raw.say(changed(raw.honest_script(releases=releases), seeds))
+                for header, *payload in raw.answers():
+                    message = decode_to_sink(header)
+                    answered[type(message).__name__] += 1
+                    if isinstance(message, Data):  # what was leased and nothing else
+                        blocks = [leased[index] for index in message.indices]
+                        assert payload == [content[blocks].tobytes()]
+            sink.start("good", [(0, HONEST_TARGET)])
+            assert isinstance(sink.end_of_pull(), PullDone)
+            assert np.array_equal(sink.pool.blocks[HONEST_TARGET], content[1])
+            source.endpoint.perform(RevokeLease(LeaseId("l")))
+            assert {source.end_of_lease().lease_id for _ in range(2)} == {"l", "g"}
+            until(lambda: sink.endpoint.sink.num_pulls == 0, "the release is confirmed")
+            assert np.array_equal(source.pool.blocks, content)
+            assert not source.crashes
+            assert source.endpoint.source.num_leases == 0
+
+        survives()
+        assert source.endpoint.counters()["bad_messages"] > 0
+    assert min(answered[kind] for kind in ("Attached", "Ready", "Data", "Ended")) > 0
+
+
+def test_a_source_that_cannot_send_refuses_to_be_asked():
+    """A pool in a GPU's memory: an honest sink was told so, another one asks all the same."""
+    offers = Offers(sends=False)
+    machine = SourceMachine(
+        incarnation=Incarnation("source-1"),
+        identity=IDENTITY,
+        num_blocks=NUM_BLOCKS,
+        token="secret",
+        timing=TIMING,
+        offers=offers,
+    )
+    body = AttachBody("secret", Incarnation("raw"), Incarnation("source-1"), IDENTITY)
+    machine.open(LeaseId("l"), 1, 0.0)
+    machine.grow(LeaseId("l"), (BlockId(1),), 0.0)
+    machine.receive(b"raw", attach(body), 0.0)
+    effects = machine.receive(b"raw", Read(LeaseId("l"), [0]), 0.0)
+    ended = Ended(LeaseId("l"), "bad read")
+    assert effects == [LeaseEnded(LeaseId("l"), "bad read"), SendToSink(b"raw", ended)]
+
+
+# ---------------------------------------------------------------- a source that says anything
+
+
+class RawSource:
+    """A socket to which a sink connects for one lease, and memory that can be mapped."""
+
+    def __init__(self, router: "zmq.Socket[bytes]", offered: SharedPool) -> None:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        self._router = router
+        self._offered = offered
+        self.address = TransferAddress(
+            WorkerId("raw"), Incarnation("raw-1"), f"tcp://127.0.0.1:{port}"
+        )
+
+    def expect(self, timeout_s: float = DEADLINE_S) -> ToSource | None:
+        """The next message, if one comes in time; from now on its sender is spoken to."""
+        if not self._router.poll(int(1000 * timeout_s)):
+            return None
+        self._peer, frame = self._router.recv_multipart()
+        return decode_to_source(frame)
+
+    def say(self, script: Script) -> None:
+        for message in script:
+            self._router.send_multipart([self._peer, *message])
+
+    def attached(self, *, maps: bool) -> Attached:
+        shm = self._offered.offer() if maps else None
+        return Attached(self.address.incarnation, IDENTITY, NUM_OFFERED, Offers(shm=shm))
+
+    def honest_script(self, pull_id: int, *, maps: bool) -> Script:
+        lease_id = LeaseId("l")
+        records = [self._offered.blocks[block].tobytes() for block in (5, 3)]
+        return [
+            *framed(self.attached(maps=maps), Ready(lease_id, 0, [5]), Ready(lease_id, 1, [3], 0)),
+            *([] if maps else [record_message(lease_id, i, r) for i, r in enumerate(records)]),
+            *framed(Ended(lease_id, "released", pull_id)),
+        ]
+
+    def end(self, sink: Worker) -> list[PullDone | PullFailed]:
+        """Lets everything that was said be heard, and what is pulled from here end."""
+        sink.hold("last", LeaseRef(LeaseId("last"), self.address, 1))
+        ends: list[PullDone | PullFailed] = []
+        while not any(end.seq_id == "last" for end in ends):
+            self.say(framed(AttachRefused("enough")))
+            self.expect(0.02)  # it may have connected anew
+            while not sink.events.empty():
+                event = sink.events.get()
+                assert isinstance(event, PullDone | PullFailed)
+                ends.append(event)
+        until(lambda: self.address.address not in sink.connections(), "the connection is closed")
+        return ends
+
+
+@contextmanager
+def raw_source(offered: SharedPool) -> Iterator[RawSource]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        yield RawSource(router, offered)
+
+
+@pytest.fixture
+def offered():
+    pool = SharedPool(NUM_OFFERED, LAYOUT.block_bytes)
+    pool.open()
+    fill(pool, seed=3)
+    yield pool
+    pool.close()
+
+
+def record_message(lease_id: LeaseId, index: int, record: bytes) -> Message:
+    return encode(Data(lease_id, [index], checksum(record))), record
+
+
+def records_sent(script: Script, index: int) -> set[bytes]:
+    """What a sink may take for the block with that index: intact, and said to be it."""
+    found = set()
+    for header, *payload in script:
+        try:
+            data = msgspec.msgpack.decode(header, type=Data)
+        except DECODE_ERRORS:
+            continue
+        if len(payload) == 1 and checksum(payload[0]) == data.checksum:
+            size = LAYOUT.block_bytes
+            for row, i in enumerate(data.indices[:NUM_BLOCKS]):
+                if i == index:
+                    found.add(payload[0][row * size : (row + 1) * size])
+    return found
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["zmq", "shm"])
+def test_a_sink_survives_whatever_a_source_says_and_pulls_from_the_others(offered, maps):
+    outcomes: Counter[type] = Counter()
+    with (
+        worker("honest", Transport.AUTO, timing=TIMING) as honest,
+        worker("sink", Transport.AUTO if maps else Transport.ZMQ, timing=TIMING) as sink,
+    ):
+        fill(honest.pool, seed=1)
+        fill(sink.pool, seed=2)
+        content = sink.pool.blocks.copy()
+        others = [b for b in range(NUM_BLOCKS) if b not in (*TARGETS, HONEST_TARGET)]
+        rows = {row.tobytes() for row in offered.blocks} if maps else set()
+        validate_always(sink.endpoint.sink)
+
+        @FUZZ
+        @given(CHANGES)
+        def survives(seeds):
+            sink.hold("good", honest.lease("g", [1], ready=0))
+            sink.start("good", [(0, HONEST_TARGET)])
+            until(lambda: honest.is_held("g"), "held")
+            with raw_source(offered) as source:
+                pull_id = sink.endpoint.sink._next_pull_id
+                sink.hold("s", LeaseRef(LeaseId("l"), source.address, 2))
+                sink.start("s", list(enumerate(TARGETS)))
+                assert source.expect() is not None
+                script = changed(source.honest_script(pull_id, maps=maps), seeds)
+                source.say(script)
+                ends = source.end(sink)
+            assert sorted(end.seq_id for end in ends) == ["last", "s"]
+            end = next(end for end in ends if end.seq_id == "s")
+            outcomes[type(end)] += 1
+            arrived = (0, 1) if isinstance(end, PullDone) else end.arrived
+            for index, block in enumerate(TARGETS):
+                right = rows | records_sent(script, index)
+                before = set() if index in arrived else {content[block].tobytes()}
+                assert sink.pool.blocks[block].tobytes() in right | before
+            honest.grow("g", [1])
+            assert isinstance(sink.end_of_pull(), PullDone)
+            assert np.array_equal(sink.pool.blocks[HONEST_TARGET], honest.pool.blocks[1])
+            assert honest.end_of_lease() == LeaseEnded(LeaseId("g"), "released")
+            until(lambda: sink.endpoint.sink.num_pulls == 0, "nothing is left")
+            assert np.array_equal(sink.pool.blocks[others], content[others])
+            assert not sink.crashes
+            sink.pool.blocks[:] = content
+
+        survives()
+        assert sink.endpoint.counters()["bad_messages"] > 0
+    assert min(outcomes[PullDone], outcomes[PullFailed]) > 0
+
+
+def test_what_a_source_says_of_itself_again_is_not_believed(offered):
+    with worker("sink", Transport.SHM, timing=TIMING) as sink, raw_source(offered) as source:
+        sink.hold("s", LeaseRef(LeaseId("l"), source.address, 2))
+        sink.start("s", list(enumerate(TARGETS)))
+        source.expect()
+        attached = source.attached(maps=True)
+        more = msgspec.structs.replace(attached, num_blocks=2**40)
+        source.say(framed(attached, more, Ready(LeaseId("l"), 0, [NUM_OFFERED, 2**39])))
+        reason = "source named a block it has not"
+        assert sink.end_of_pull() == PullFailed(SeqId("s"), reason)
+        assert not sink.crashes
+
+
+def test_blocks_of_one_source_cannot_be_spoiled_by_another(offered):
+    with (
+        worker("honest", Transport.ZMQ, timing=TIMING) as honest,
+        worker("sink", Transport.ZMQ, timing=TIMING) as sink,
+        raw_source(offered) as liar,
+    ):
+        sink.hold("good", honest.lease("g", [1], ready=0))
+        sink.start("good", [(0, HONEST_TARGET)])
+        until(lambda: honest.is_held("g"), "held")
+        sink.hold("s", LeaseRef(LeaseId("l"), liar.address, 1))
+        liar.expect()
+        damaged = (encode(Data(LeaseId("g"), [0], 0)), bytes(LAYOUT.block_bytes))
+        liar.say([*framed(liar.attached(maps=False)), *[damaged] * (MAX_DAMAGED + 1)])
+        assert {end.seq_id for end in liar.end(sink)} == {"s", "last"}
+        honest.grow("g", [1])
+        end = sink.end_of_pull()
+        assert isinstance(end, PullDone)
+        assert end.seq_id == "good"
+
+
+# ---------------------------------------------------------------- layouts and shards of nobody
+
+
+def with_layout(**fields: object) -> Identity:
+    return msgspec.structs.replace(IDENTITY, layout=msgspec.structs.replace(LAYOUT, **fields))
+
+
+def with_section(**fields: int) -> Identity:
+    (section,) = LAYOUT.sections
+    return with_layout(sections=(msgspec.structs.replace(section, **fields),))
+
+
+HUGE = 2**64 - 1
+HOSTILE = {
+    "no tokens": (with_layout(block_size=0), "layout.block_size"),
+    "negative tokens": (with_layout(block_size=-16), "layout.block_size"),
+    "huge tokens": (with_layout(block_size=HUGE), "layout.block_size"),
+    "no sections": (with_layout(sections=()), "layout.sections"),
+    "many sections": (with_layout(sections=LAYOUT.sections * 5000), "layout.sections"),
+    "no layers": (with_section(num_layers=0), "layout.sections"),
+    "negative layers": (with_section(num_layers=-1), "layout.sections"),
+    "huge layers": (with_section(num_layers=HUGE), "layout.sections"),
+    "no heads": (with_section(num_kv_heads=0), "layout.sections"),
+    "negative heads": (with_section(num_kv_heads=-2), "layout.sections"),
+    "huge heads": (with_section(num_kv_heads=HUGE), "layout.sections"),
+    "odd head_dim": (with_section(head_dim=17), "layout.sections"),
+    "huge head_dim": (with_section(head_dim=HUGE), "layout.sections"),
+    "other format": (with_layout(kv_format=KVFormat.INT8), "layout.kv_format"),
+    "huge shard": (msgspec.structs.replace(IDENTITY, shard=Shard(0, HUGE)), "shard"),
+    "twice the heads": (msgspec.structs.replace(IDENTITY, shard=Shard(1, 2)), "layout.sections"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_layout_of_nobody_is_refused_by_name_and_costs_nothing(case):
+    identity, field = HOSTILE[case]
+    tracemalloc.start()
+    for source, sink in ((IDENTITY, identity), (identity, IDENTITY)):
+        with pytest.raises(Disagreement) as raised:
+            agree(source, sink)
+        assert raised.value.field == field
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 16 * 2**20
+
+
+def test_both_ends_refuse_layouts_of_nobody_and_live_on(offered):
+    with (
+        worker("source", Transport.ZMQ, timing=TIMING) as source,
+        worker("sink", Transport.ZMQ, timing=TIMING) as sink,
+        raw_source(offered) as liar,
+    ):
+        for number, (identity, field) in enumerate(HOSTILE.values()):
+            with raw_sink(source) as raw:
+                body = AttachBody(
+                    "secret", Incarnation("raw"), source.address.incarnation, identity
+                )
+                raw.say(framed(attach(body)))
+                (answer,) = list(raw.answers())[:1]
+                assert decode_to_sink(answer[0]) == AttachRefused(field)
+            sink.hold(f"s{number}", LeaseRef(LeaseId("l"), liar.address, 1))
+            liar.expect()
+            liar.say(framed(Attached(liar.address.incarnation, identity, 2**60, Offers())))
+            reason = f"source refused: {field} differs"
+            assert sink.end_of_pull() == PullFailed(SeqId(f"s{number}"), reason)
+        assert isinstance(sink.pull("good", source.lease("g", [1]), [(0, 2)]), PullDone)
+
+
+@pytest.mark.parametrize("theirs", [KVFormat.FP32, KVFormat.INT8])
+def test_a_head_that_our_format_cannot_have_is_refused_by_name(theirs):
+    """int4 wants an even head_dim, and what the other says is looked at in our format."""
+
+    def identity(kv_format: KVFormat, head_dim: int) -> Identity:
+        return Identity("model", KVLayout(16, kv_format, (KVSection(1, 1, head_dim),)))
+
+    with pytest.raises(Disagreement) as raised:
+        agree(identity(KVFormat.INT4, 16), identity(theirs, 17))
+    assert raised.value.field == "layout.sections"
+
+
+# ---------------------------------------------------------------- memory that is not what it seems
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, -(2**63), 2**40, HUGE])
+def test_no_number_of_blocks_makes_an_offer_believed(offered, num_blocks):
+    with pytest.raises(ShmUnavailable, match="does not match"):
+        map_offer(offered.offer(), num_blocks, LAYOUT.block_bytes)
+
+
+@pytest.mark.parametrize("field", ["pid", "fd", "inode", "num_bytes"])
+@pytest.mark.parametrize("value", [-(2**63), -1, 0, 2**31, 2**63, HUGE])
+def test_no_number_in_an_offer_is_believed_if_it_is_wrong(offered, field, value):
+    offer = msgspec.structs.replace(offered.offer(), **{field: value})
+    with pytest.raises(ShmUnavailable):
+        map_offer(offer, NUM_OFFERED, LAYOUT.block_bytes)
+
+
+def test_an_empty_file_is_not_mapped(offered):
+    fd = os.memfd_create("empty")
+    offer = ShmOffer(boot_id(), os.getpid(), fd, os.fstat(fd).st_ino, 0)
+    with pytest.raises(ShmUnavailable):
+        map_offer(offer, 0, LAYOUT.block_bytes)
+    os.close(fd)
+
+
+def test_memory_that_its_owner_could_take_away_is_not_mapped():
+    """Who reads what is gone is killed; a pool is sealed against that."""
+    fd = os.memfd_create("unsealed")
+    os.ftruncate(fd, LAYOUT.block_bytes)
+    offer = ShmOffer(boot_id(), os.getpid(), fd, os.fstat(fd).st_ino, LAYOUT.block_bytes)
+    with pytest.raises(ShmUnavailable, match="may shrink"):
+        map_offer(offer, 1, LAYOUT.block_bytes)
+    os.close(fd)
+
+
+def test_a_file_is_not_mapped(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(LAYOUT.block_bytes))
+    with path.open("rb") as file:
+        inode = os.fstat(file.fileno()).st_ino
+        offer = ShmOffer(boot_id(), os.getpid(), file.fileno(), inode, LAYOUT.block_bytes)
+        with pytest.raises(ShmUnavailable):
+            map_offer(offer, 1, LAYOUT.block_bytes)
+
+
+def test_a_pool_cannot_be_made_smaller(offered):
+    with pytest.raises(PermissionError):
+        os.ftruncate(offered.offer().fd, 0)
