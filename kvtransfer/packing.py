@@ -7,24 +7,33 @@ import numpy as np
 from engine.blocks import BlockId
 from kvtransfer.formats import convert
 from kvtransfer.memory import Blocks
-from kvtransfer.native.copying import copy_records
+from kvtransfer.native.copying import checksum, copy_records, gather_records, scatter_records
 from kvtransfer.wire import Wire
 
 
-def pack(wire: Wire, pool: Blocks, block_ids: Sequence[int], out: Blocks) -> None:
-    """Blocks of the source's pool as records [num_blocks, wire.record_bytes] in `out`."""
+def pack(wire: Wire, pool: Blocks, block_ids: Sequence[int], out: Blocks) -> int:
+    """Blocks of the source's pool as records [num_blocks, wire.record_bytes] in `out`.
+
+    Returns the checksum of all of `out`, whose records lie side by side.
+    """
     if wire.stored.kv_format == wire.travels_as:
-        copy_records(out, None, pool, block_ids, wire.packing)
-        return
+        return gather_records(out, pool, block_ids, wire.packing)
     stored = np.empty((len(block_ids), wire.stored.block_bytes), np.uint8)
     copy_records(stored, None, pool, block_ids, wire.packing)
     convert(stored, wire.stored, wire.travels_as, out=out)
+    return checksum(out.data)
 
 
 def unpack(
     wire: Wire, records: Blocks, rows: Sequence[int], pool: Blocks, block_ids: Sequence[BlockId]
-) -> None:
-    """These rows of `records` [num_records, wire.record_bytes] to blocks of the sink's pool."""
-    if wire.travels_as != wire.wanted.kv_format:
-        records = convert(records, wire.layout, wire.wanted.kv_format)
-    copy_records(pool, block_ids, records, rows, wire.unpacking)
+) -> int:
+    """These rows of `records` [num_records, wire.record_bytes] to blocks of the sink's pool.
+
+    Returns the checksum of all of `records`, which lie side by side: it is known only when the
+    blocks are written.
+    """
+    if wire.travels_as == wire.wanted.kv_format:
+        return scatter_records(pool, block_ids, records, rows, wire.unpacking)
+    converted = convert(records, wire.layout, wire.wanted.kv_format)
+    copy_records(pool, block_ids, converted, rows, wire.unpacking)
+    return checksum(records.data)

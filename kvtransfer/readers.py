@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import xxhash
 
 from engine.blocks import BlockId
 from engine.config import Transport
@@ -140,17 +139,20 @@ class ZmqReader:
         return ()
 
     def take(self, data: Data, payload: memoryview, places: Sequence[BlockId | None]) -> News:
-        """Records as they came, and where each goes; None if nobody waits for it."""
+        """Records as they came, and where each goes; None if nobody waits for it.
+
+        Whether they are damaged is known when they are in their places, which belong to this pull
+        alone: nothing else is overwritten, and they are asked for again, or the pull fails.
+        """
         indices = tuple(data.indices)
+        damaged = Broken(data.lease_id, indices, "blocks arrive damaged", damaged=True)
         if payload.nbytes != len(indices) * self._wire.record_bytes:
-            return Broken(data.lease_id, indices, "blocks arrive damaged", damaged=True)
-        if checksum(payload) != data.checksum:
-            return Broken(data.lease_id, indices, "blocks arrive damaged", damaged=True)
+            return damaged
         rows = [row for row, place in enumerate(places) if place is not None]
         blocks = [place for place in places if place is not None]
-        if rows:
-            records = np.frombuffer(payload, np.uint8).reshape(len(indices), -1)
-            unpack(self._wire, records, rows, self._local, blocks)
+        records = np.frombuffer(payload, np.uint8).reshape(len(indices), self._wire.record_bytes)
+        if unpack(self._wire, records, rows, self._local, blocks) != data.checksum:
+            return damaged
         return Arrived(data.lease_id, tuple(indices[row] for row in rows), sent_by_source=True)
 
     def poll(self) -> Sequence[News]:
@@ -222,8 +224,3 @@ class OneSidedReader:
 def num_records(num_bytes: int, wire: Wire) -> int:
     """Blocks that so many bytes hold on the wire; one at least."""
     return max(1, num_bytes // wire.record_bytes)
-
-
-def checksum(records: bytes | memoryview) -> int:
-    """The xxh3-64 of their bytes."""
-    return xxhash.xxh3_64_intdigest(records)

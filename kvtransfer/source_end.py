@@ -28,7 +28,7 @@ from kvtransfer.protocol import (
     SourceMachine,
     Timing,
 )
-from kvtransfer.readers import FRAME_BYTES, checksum, num_records
+from kvtransfer.readers import FRAME_BYTES, num_records
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +190,8 @@ class SourceEnd:
         payload = buffer[:num_bytes]
         records = payload.reshape(len(read.block_ids), read.wire.record_bytes)
         assert self._pool is not None, "a sink is not let in that would ask"
-        pack(read.wire, self._pool, read.block_ids, records)
-        data = Data(read.lease_id, list(read.indices), checksum(payload.data))
+        checksum = pack(read.wire, self._pool, read.block_ids, records)
+        data = Data(read.lease_id, list(read.indices), checksum)
         tracker = self._send(read.peer, encode(data), payload.data)
         if tracker is not None:
             self._staging.lend(buffer, read.peer, tracker)

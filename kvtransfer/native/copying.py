@@ -1,12 +1,18 @@
-"""Copies of many records in one call: from any rows of one array to any rows of another."""
+"""Copies of many records in one call: from any rows of one array to any rows of another.
+
+Of what travels, a frame of records one after the other, the checksum is found while it is filled or
+emptied: each KiB is then read from memory once, not twice. Below 241 bytes XXH3 is another
+algorithm: frames that short are left to numpy and xxhash.
+"""
 
 from array import array
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import byref, c_uint64
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvtransfer.memory import Blocks
 from kvtransfer.native.library import Records, kernels, records_struct
@@ -41,17 +47,66 @@ def copy_records(
     Raises, before anything is written, IndexError where an id or a piece is out of bounds, and
     ValueError where the arrays are not of that kind or the sides name different numbers of records.
     """
-    _check_arrays(sink, source)
-    to, of = _Side(sink, _numbers(sink_ids)), _Side(source, _numbers(source_ids))
+    _copy("baton_copy_records", (sink, sink_ids), (source, source_ids), pieces)
+
+
+def gather_records(frame: Blocks, source: Blocks, source_ids: Ids, pieces: Sequence[Piece]) -> int:
+    """Copies the pieces of each record `source_ids[i]` to record i of the frame; its checksum.
+
+    Raises as `copy_records` does, and ValueError where the frame's records do not lie side by side.
+    """
+    _check_frame(frame)
+    found = c_uint64()
+    by_native = _copy("baton_gather_records", (frame, None), (source, source_ids), pieces, found)
+    return found.value if by_native else checksum(frame.data)
+
+
+def scatter_records(
+    sink: Blocks, sink_ids: Ids, frame: Blocks, rows: Ids, pieces: Sequence[Piece]
+) -> int:
+    """Copies the pieces of record `rows[i]` of the frame to the record `sink_ids[i]`.
+
+    Returns the checksum of the whole frame, not only of these rows. Raises as `gather_records`.
+    """
+    _check_frame(frame)
+    found = c_uint64()
+    by_native = _copy("baton_scatter_records", (sink, sink_ids), (frame, rows), pieces, found)
+    return found.value if by_native else checksum(frame.data)
+
+
+def checksum(frame: bytes | memoryview) -> int:
+    """The xxh3-64 of its bytes: what goes with them over a network."""
+    return xxhash.xxh3_64_intdigest(frame)
+
+
+def _copy(
+    function: str,
+    sink: tuple[Blocks, Ids | None],
+    source: tuple[Blocks, Ids | None],
+    pieces: Sequence[Piece],
+    found: c_uint64 | None = None,
+) -> bool:
+    """Whether C++ did it, by that function, which put the checksum into `found`; else numpy did."""
+    _check_arrays(sink[0], source[0])
+    to, of = _Side(sink[0], _numbers(sink[1])), _Side(source[0], _numbers(source[1]))
     count = _count(to, of)
-    if not _copy_natively(to, of, count, pieces):
-        _check_bounds(to, count, [(piece.sink_offset, piece.num_bytes) for piece in pieces])
-        _check_bounds(of, count, [(piece.source_offset, piece.num_bytes) for piece in pieces])
-        _copy_one_by_one(to, of, count, pieces)
+    if _copy_natively(function, to, of, count, pieces, found):
+        return True
+    _check_bounds(to, count, [(piece.sink_offset, piece.num_bytes) for piece in pieces])
+    _check_bounds(of, count, [(piece.source_offset, piece.num_bytes) for piece in pieces])
+    _copy_one_by_one(to, of, count, pieces)
+    return False
 
 
-def _copy_natively(to: _Side, of: _Side, count: int, pieces: Sequence[Piece]) -> bool:
-    """Whether it did: not without C++, nor where anything is out of bounds."""
+def _copy_natively(
+    function: str,
+    to: _Side,
+    of: _Side,
+    count: int,
+    pieces: Sequence[Piece],
+    found: c_uint64 | None,
+) -> bool:
+    """Whether it did: not without C++, where anything is out of bounds, or a frame too short."""
     library = kernels()
     if library is None:
         return False
@@ -60,7 +115,8 @@ def _copy_natively(to: _Side, of: _Side, count: int, pieces: Sequence[Piece]) ->
         table.extend((piece.source_offset, piece.sink_offset, piece.num_bytes))
     address, _ = table.buffer_info()
     sides = byref(_struct(to)), byref(_struct(of))
-    return bool(library.baton_copy_records(*sides, count, address, len(pieces)))
+    results = () if found is None else (byref(found),)
+    return bool(getattr(library, function)(*sides, count, address, len(pieces), *results))
 
 
 def _copy_one_by_one(to: _Side, of: _Side, count: int, pieces: Sequence[Piece]) -> None:
@@ -79,6 +135,11 @@ def _check_arrays(sink: Blocks, source: Blocks) -> None:
             raise ValueError(f"the {name} is not made of records of bytes")
     if not sink.flags.writeable:
         raise ValueError("the sink is read-only")
+
+
+def _check_frame(frame: Blocks) -> None:
+    if not frame.flags.c_contiguous:
+        raise ValueError("the frame's records do not lie side by side")
 
 
 def _numbers(ids: Ids | None) -> "array[int] | None":

@@ -6,7 +6,7 @@ whoever makes one keeps the arrays alive.
 
 import ctypes
 import logging
-from ctypes import POINTER, Structure, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -62,11 +62,11 @@ class Section(Structure):
     )
 
 
+_COPIES = (POINTER(Records), POINTER(Records), c_int64, c_void_p, c_int64)
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "baton_copy_records": (
-        c_int32,
-        (POINTER(Records), POINTER(Records), c_int64, c_void_p, c_int64),
-    ),
+    "baton_copy_records": (c_int32, _COPIES),
+    "baton_gather_records": (c_int32, (*_COPIES, POINTER(c_uint64))),
+    "baton_scatter_records": (c_int32, (*_COPIES, POINTER(c_uint64))),
     "baton_convert_records": (
         None,
         (

@@ -61,8 +61,8 @@ from kvtransfer.messages import (
     decode_to_source,
     encode,
 )
+from kvtransfer.native.copying import checksum
 from kvtransfer.protocol import SinkMachine, SourceMachine, Timing
-from kvtransfer.readers import checksum
 from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
 from tests.fuzz.mutation import DECODE_ERRORS, Script, spoiled

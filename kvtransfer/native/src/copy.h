@@ -1,4 +1,6 @@
-// Copies of scattered records.
+// Copies of scattered records, and the checksum of a frame while it is filled or emptied.
+//
+// A frame is records one after the other, without a gap: what travels.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +8,7 @@
 #include <cstring>
 
 #include "records.h"
+#include "xxh3.h"
 
 namespace baton {
 
@@ -41,7 +44,10 @@ inline void prefetch_chunk(const Run& run, int64_t offset) {
 // 384 MiB on both sides: 1.3 times the speed of one memcpy a block; 1.05 if only the source's lines
 // are asked for. Stores past the caches reach 1.05 at best, with huge pages too, and what reads the
 // copy next then waits for memory; so there are none, whoever that is.
-inline void copy_run(const Run& run, const Run& next) {
+//
+// What is copied is shown to `seen` while it is in the nearest cache.
+template <class Seen>
+void copy_run(const Run& run, const Run& next, Seen& seen) {
   int64_t i = 0;
   for (; i + kChunkBytes <= run.num_bytes; i += kChunkBytes) {
     const int64_t ahead = i + kAheadBytes;
@@ -51,13 +57,18 @@ inline void copy_run(const Run& run, const Run& next) {
       prefetch_chunk(next, ahead - run.num_bytes);
     }
     std::memcpy(run.sink + i, run.source + i, kChunkBytes);
+    seen(run.sink + i + kChunkBytes, run.source + i + kChunkBytes);
   }
   std::memcpy(run.sink + i, run.source + i, static_cast<size_t>(run.num_bytes - i));
+  seen(run.sink + run.num_bytes, run.source + run.num_bytes);
 }
 
-// Copies runs one behind the other: each is copied when it is known what follows.
+// Copies runs one behind the other: each is copied when it is known what follows. `seen(sink,
+// source)` is called with the ends of what has been copied of a run.
+template <class Seen>
 class Copier {
  public:
+  explicit Copier(Seen seen) : seen_(seen) {}
   ~Copier() { flush({nullptr, nullptr, 0}); }
 
   void add(const Run& run) {
@@ -71,26 +82,72 @@ class Copier {
 
  private:
   void flush(const Run& next) {
-    if (last_.num_bytes > 0) copy_run(last_, next);
+    if (last_.num_bytes > 0) copy_run(last_, next, seen_);
   }
 
+  Seen seen_;
   Run last_{nullptr, nullptr, 0};
 };
 
-// Whether it did so: nothing is written where an id or a piece is out of bounds.
-inline bool copy_records(const Records& sink, const Records& source, int64_t count,
-                         const Piece* pieces, int64_t num_pieces) {
-  if (!sink.has_all(count) || !source.has_all(count)) return false;
-  for (int64_t p = 0; p < num_pieces; ++p)
-    if (!sink.has(pieces[p].sink_offset, pieces[p].num_bytes) ||
-        !source.has(pieces[p].source_offset, pieces[p].num_bytes))
-      return false;
-  Copier copier;
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t p = 0; p < num_pieces; ++p)
-      copier.add({sink.row(i) + pieces[p].sink_offset, source.row(i) + pieces[p].source_offset,
-                  pieces[p].num_bytes});
-  return true;
+// What to copy: the pieces of record i of one side to record i of the other.
+struct Copies {
+  const Records &sink, &source;
+  int64_t count;
+  const Piece* pieces;
+  int64_t num_pieces;
+
+  bool are_within_bounds() const {
+    return sink.has_all(count) && source.has_all(count) &&
+           std::all_of(pieces, pieces + num_pieces, [&](const Piece& piece) {
+             return sink.has(piece.sink_offset, piece.num_bytes) &&
+                    source.has(piece.source_offset, piece.num_bytes);
+           });
+  }
+
+  // Whether bytes of the sink are written from the first to the last, none twice.
+  bool ascend_at_sink() const {
+    for (int64_t p = 1; p < num_pieces; ++p)
+      if (pieces[p].sink_offset < pieces[p - 1].sink_offset + pieces[p - 1].num_bytes) return false;
+    return sink.ids == nullptr;
+  }
+
+  template <class Seen>
+  void perform(Seen seen) const {
+    Copier<Seen> copier(seen);
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t p = 0; p < num_pieces; ++p)
+        copier.add({sink.row(i) + pieces[p].sink_offset, source.row(i) + pieces[p].source_offset,
+                    pieces[p].num_bytes});
+  }
+
+  void perform() const {
+    perform([](const uint8_t*, const uint8_t*) {});
+  }
+};
+
+inline int64_t frame_bytes(const Records& frame) { return frame.num_records * frame.record_bytes; }
+
+inline bool can_be_hashed(const Records& frame) { return frame_bytes(frame) >= Xxh3::kFewestBytes; }
+
+// Measured as above, blocks of 64 KiB and frames of 2 MiB: to copy and hash at once takes 0.82 of
+// the time of one after the other, and 1.1 of that of the copy alone.
+
+// Fills a frame; returns its checksum.
+inline uint64_t gather(const Copies& copies) {
+  Xxh3 hash(copies.sink.bytes, frame_bytes(copies.sink));
+  if (copies.ascend_at_sink()) {
+    copies.perform([&](const uint8_t* sink, const uint8_t*) { hash.advance(sink); });
+  } else {
+    copies.perform();
+  }
+  return hash.digest();
+}
+
+// Copies from a frame; returns the checksum of all of it. Rows that are passed over are read too.
+inline uint64_t scatter(const Copies& copies) {
+  Xxh3 hash(copies.source.bytes, frame_bytes(copies.source));
+  copies.perform([&](const uint8_t*, const uint8_t* source) { hash.advance(source); });
+  return hash.digest();
 }
 
 }  // namespace baton
