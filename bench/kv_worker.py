@@ -35,7 +35,7 @@ from engine.events import (
 )
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, WorkerId
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
-from kvtransfer.memory import SharedPool
+from kvtransfer.memory import host_pool
 from kvtransfer.messages import Identity
 from kvtransfer.protocol import Timing
 
@@ -59,7 +59,7 @@ class End:
     ) -> None:
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         self._num_named = 0
-        self.pool = SharedPool(pool_bytes // block_bytes, block_bytes)
+        self.pool = host_pool(pool_bytes // block_bytes, block_bytes, transport)
         self.pool.open()
         config = EndpointConfig(
             worker_id=WorkerId(name),

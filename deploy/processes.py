@@ -22,7 +22,7 @@ from engine.clock import MonotonicClock
 from engine.config import GatewayConfig, RouterConfig, WorkerConfig
 from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
-from kvtransfer.memory import SharedPool
+from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
 from router.gateway import GatewaySettings, create_app
 from router.service import Router
@@ -114,10 +114,11 @@ class WorkerService:
             weights=spec.config.weights,
             kv_bytes=spec.config.kv_mib * 2**20,
         )
-        pools: list[SharedPool] = []
+        pools: list[PrivatePool | SharedPool] = []
 
         def allocate(num_bytes: int) -> memoryview:
-            pool = SharedPool(runner.num_blocks, num_bytes // runner.num_blocks)
+            block_bytes = num_bytes // runner.num_blocks
+            pool = host_pool(runner.num_blocks, block_bytes, spec.config.kv_transport)
             pool.open()
             pools.append(pool)
             return pool.blocks.reshape(-1).data

@@ -42,7 +42,7 @@ from engine.offers import PrefixOffers
 from engine.rpc import Send, SessionServer
 from engine.worker import Scheduler, WorkerCore
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
-from kvtransfer.memory import SharedPool
+from kvtransfer.memory import Pool
 from kvtransfer.messages import Identity
 from prefill.scheduler import PrefillScheduler
 
@@ -72,7 +72,7 @@ class WorkerHost:
         *,
         config: WorkerConfig,
         runner: Runner,
-        memory: SharedPool,
+        memory: Pool,
         clock: Clock,
         on_crash: Callable[[BaseException], None],
     ) -> None:

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from engine.config import Transport
 from engine.layout import ALIGNMENT_BYTES
 from kvtransfer.messages import ShmOffer
 
@@ -96,6 +97,39 @@ class DevicePool:
         """No process can map it."""
 
 
+class PrivatePool:
+    """A pool's memory for one process: in huge pages, so quicker to read, write and register."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        assert block_bytes % ALIGNMENT_BYTES == 0
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self._map: mmap.mmap | None = None
+
+    def open(self) -> None:
+        """Takes the memory; pages are zero until written."""
+        num_bytes = _in_huge_pages(self.num_blocks * self.block_bytes)
+        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_HUGEPAGE)  # as far as the system allows
+
+    @property
+    def blocks(self) -> Blocks:
+        """The pool as [num_blocks, block_bytes] bytes."""
+        return _rows(self._map, self.num_blocks, self.block_bytes)
+
+    def region(self) -> Region:
+        """The pool in this process."""
+        blocks = self.blocks
+        return Region(blocks.ctypes.data, blocks.nbytes)
+
+    def offer(self) -> None:
+        """No other process can map it."""
+
+    def close(self) -> None:
+        """Lets go of the memory, which goes when the last view of it does."""
+        self._map = None
+
+
 class SharedPool:
     """A pool's memory, made by `open` and readable by other processes of this host."""
 
@@ -110,35 +144,29 @@ class SharedPool:
     def open(self) -> None:
         """Takes the memory, in huge pages where the system has them to spare; it is zeroed."""
         num_bytes = self.num_blocks * self.block_bytes
-        huge = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         try:
-            self._take(huge, os.MFD_HUGETLB)
+            self._map = self._take(_in_huge_pages(num_bytes), os.MFD_HUGETLB)
             self.page_bytes = HUGE_PAGE_BYTES
         except OSError:  # the usual case: none are set aside
-            self._take(num_bytes, 0)
-            self._map_of().madvise(mmap.MADV_HUGEPAGE)  # as far as `shmem_enabled` allows
+            self._map = self._take(num_bytes, 0)
+            self._map.madvise(mmap.MADV_HUGEPAGE)  # as far as `shmem_enabled` allows
 
-    def _take(self, num_bytes: int, flags: int) -> None:
+    def _take(self, num_bytes: int, flags: int) -> mmap.mmap:
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, num_bytes)
             fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
-            self._map = mmap.mmap(fd, num_bytes)  # reserves huge pages, or fails
+            mapped = mmap.mmap(fd, num_bytes)  # reserves huge pages, or fails
         except OSError:
             os.close(fd)
             raise
         self._fd = fd
-
-    def _map_of(self) -> mmap.mmap:
-        assert self._map is not None, "open() first"
-        return self._map
+        return mapped
 
     @property
     def blocks(self) -> Blocks:
         """The pool as [num_blocks, block_bytes] bytes."""
-        num_bytes = self.num_blocks * self.block_bytes
-        flat = np.frombuffer(self._map_of(), np.uint8, count=num_bytes)
-        return flat.reshape(self.num_blocks, self.block_bytes)
+        return _rows(self._map, self.num_blocks, self.block_bytes)
 
     def region(self) -> Region:
         """The pool in this process."""
@@ -182,5 +210,22 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
         raise ShmUnavailable(f"cannot map the source's memory: {error}") from error
     finally:
         os.close(fd)
-    flat = np.frombuffer(mapped, np.uint8, count=num_bytes)
+    return _rows(mapped, num_blocks, block_bytes)
+
+
+def host_pool(num_blocks: int, block_bytes: int, transport: Transport) -> PrivatePool | SharedPool:
+    """A pool for a worker that may use that transport: shared only where others may map it."""
+    may_share = transport in (Transport.AUTO, Transport.SHM)
+    return (SharedPool if may_share else PrivatePool)(num_blocks, block_bytes)
+
+
+def _in_huge_pages(num_bytes: int) -> int:
+    """As many bytes as whole huge pages hold."""
+    return -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
+def _rows(mapped: mmap.mmap | None, num_blocks: int, block_bytes: int) -> Blocks:
+    """The beginning of mapped memory as blocks."""
+    assert mapped is not None, "open() first"
+    flat = np.frombuffer(mapped, np.uint8, count=num_blocks * block_bytes)
     return flat.reshape(num_blocks, block_bytes)

@@ -32,6 +32,7 @@ from kvtransfer.wire import Wire
 FRAME_BYTES = 2 * 2**20  # of one Data: fewer cost more in calls, more fall out of the caches
 BATCH_BYTES = 8 * 2**20  # of one Fetch
 WINDOW_BYTES = 32 * 2**20  # on their way from one source
+READ_BYTES = 32 * 2**20  # of one one-sided read: each costs NIXL an exchange with the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +180,8 @@ class OneSidedReader:
         self._reads: dict[int, Fetch] = {}
         self.means = Means(
             Transport.NIXL,
-            batch_blocks=num_records(BATCH_BYTES, wire),
-            window_blocks=num_records(WINDOW_BYTES, wire),
+            batch_blocks=num_records(READ_BYTES, wire),
+            window_blocks=num_records(2 * READ_BYTES, wire),
         )
 
     def fetch(self, fetch: Fetch) -> Sequence[News]:

@@ -23,7 +23,7 @@ from engine.events import (
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
-from kvtransfer.memory import Pool, SharedPool
+from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
 from kvtransfer.messages import Identity
 from kvtransfer.protocol import Timing
 from kvtransfer.records import Shard
@@ -41,7 +41,7 @@ class Worker:
     """One end, with its pool and everything that it reported."""
 
     endpoint: TransferEndpoint
-    pool: SharedPool
+    pool: PrivatePool | SharedPool
     address: TransferAddress
     events: "queue.Queue[Event]" = field(default_factory=queue.Queue)
     crashes: list[BaseException] = field(default_factory=list)
@@ -103,7 +103,7 @@ def is_done(event: Event, transport: str) -> bool:
     return event.transport == transport and 0 <= event.exposed_s <= event.transfer_s
 
 
-def fill(pool: SharedPool, seed: int) -> None:
+def fill(pool: PrivatePool | SharedPool, seed: int) -> None:
     """Random bytes in every block."""
     rng = np.random.default_rng(seed)
     pool.blocks[:] = rng.integers(0, 256, pool.blocks.shape, dtype=np.uint8)
@@ -118,11 +118,11 @@ def worker(
     fingerprint: str = "model",
     shard: Shard = Shard(),  # noqa: B008 - frozen
     kv_wire_dtype: KVFormat | None = None,
-    as_pool: Callable[[SharedPool], Pool] = lambda pool: pool,
+    as_pool: Callable[[PrivatePool | SharedPool], Pool] = lambda pool: pool,
     timing: Timing = TIMING,
 ) -> Iterator[Worker]:
     """An open endpoint; closed, and its thread gone, afterwards."""
-    pool = SharedPool(NUM_BLOCKS, layout.block_bytes)
+    pool = host_pool(NUM_BLOCKS, layout.block_bytes, transport)
     pool.open()
     events: queue.Queue[Event] = queue.Queue()
     crashes: list[BaseException] = []

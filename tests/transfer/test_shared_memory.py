@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtransfer.memory import SharedPool, ShmUnavailable, map_offer
+from engine.config import Transport
+from kvtransfer.memory import PrivatePool, SharedPool, ShmUnavailable, host_pool, map_offer
 
 NUM_BLOCKS, BLOCK_BYTES = 5, 4096
 
@@ -94,3 +95,23 @@ def test_a_strangers_pipe_in_its_place_does_not_block(pool):
     thread.join(5)
     os.close(reads)
     assert outcomes == ["the source's memory is gone"]
+
+
+def test_a_private_pool_is_zeroed_writable_and_offered_to_nobody():
+    pool = PrivatePool(NUM_BLOCKS, BLOCK_BYTES)
+    pool.open()
+    assert pool.blocks.shape == (NUM_BLOCKS, BLOCK_BYTES)
+    assert not pool.blocks.any()
+    pool.blocks[-1, -1] = 7
+    assert pool.blocks[-1, -1] == 7
+    assert pool.region().num_bytes == NUM_BLOCKS * BLOCK_BYTES
+    assert pool.offer() is None
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"),
+    [("auto", SharedPool), ("shm", SharedPool), ("zmq", PrivatePool), ("nixl", PrivatePool)],
+)
+def test_a_pool_is_shared_only_where_another_worker_may_map_it(transport, kind):
+    assert isinstance(host_pool(NUM_BLOCKS, BLOCK_BYTES, Transport(transport)), kind)
