@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 30.0
+LINK_TIMEOUT_S = 10.0  # a gateway that has no worker by then answers 503 until it has
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -160,7 +161,7 @@ class GatewayService:
         self._spec = spec
 
     async def open(self) -> GatewayReady:
-        """Binds the port and begins to connect to the workers. Raises ConfigError."""
+        """Binds the port and connects to the workers. Raises ConfigError."""
         spec = self._spec
         config = spec.gateway
         clock = MonotonicClock()
@@ -178,6 +179,9 @@ class GatewayService:
         rng = random.Random(os.urandom(16))
         app = create_app(self._router, text, settings=settings, clock=clock, rng=rng)
         await self._router.open()
+        missing = await self._router.wait_until_ready(LINK_TIMEOUT_S)
+        if missing is not None:
+            log.warning("serving all the same: %s", missing)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,

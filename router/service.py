@@ -79,6 +79,7 @@ class Router:
         self._layouts: dict[Role, KVLayout] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._crash: BaseException | None = None
+        self._joined = asyncio.Event()  # set when a worker joins
 
     async def open(self) -> None:
         """Begins to connect to the workers."""
@@ -129,6 +130,17 @@ class Router:
             return "no prefill worker is connected"
         if not any(role.decodes for role in roles):
             return "no decode worker is connected"
+        return None
+
+    async def wait_until_ready(self, timeout_s: float) -> str | None:
+        """Waits until requests can be served, or so long; returns what is missing then."""
+        end_s = self._clock.now_s() + timeout_s
+        while (missing := self.readiness()) is not None:
+            self._joined.clear()
+            try:
+                await asyncio.wait_for(self._joined.wait(), end_s - self._clock.now_s())
+            except TimeoutError:
+                return missing
         return None
 
     def fingerprint(self) -> str:
@@ -216,6 +228,7 @@ class Router:
         self._links[info.worker_id] = link
         log.info("%s worker %s joined", info.role, info.worker_id)
         self._handle(WorkerJoined(info))
+        self._joined.set()
         sender = asyncio.create_task(_send_all(link, client))
         reason = "session ended"
         try:

@@ -258,6 +258,23 @@ def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
     run(test())
 
 
+def test_a_router_can_be_waited_for_but_not_for_ever():
+    async def test() -> None:
+        worker = FakeWorker("m0")
+        address = await worker.open()
+        clock = MonotonicClock()
+        for addresses, missing in (([], "no prefill worker is connected"), ([address], None)):
+            router = Router(addresses, config=RouterConfig(), token=TOKEN, clock=clock)
+            await router.open()
+            timeout_s = DEADLINE_S / 2 if addresses else 0.05
+            assert await router.wait_until_ready(timeout_s) == missing
+            assert router.readiness() == missing
+            await router.close()
+        await worker.close()
+
+    run(test())
+
+
 def test_a_worker_refuses_a_gateway_that_does_not_know_the_token(caplog):
     async def test() -> None:
         worker = FakeWorker()
