@@ -253,7 +253,8 @@ def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
                 "p0": Role.PREFILL,
                 "d0": Role.DECODE,
             }
-            assert p0.hellos == [Hello(PROTOCOL_VERSION, router.gateway_id, TOKEN)]
+            # Once, or again where the first was not answered in time.
+            assert set(p0.hellos) == {Hello(PROTOCOL_VERSION, router.gateway_id, TOKEN)}
 
     run(test())
 
