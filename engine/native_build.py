@@ -5,14 +5,17 @@ the sources, the compiler, the flags and what the processor can do: a home folde
 of machines share keeps one library for each.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FLAGS = (
     "-std=c++20",
@@ -48,6 +51,16 @@ def built_library(sources: Sources, flags: tuple[str, ...] = FLAGS) -> Path:
     if not target.exists():
         _build([compiler, *flags, str(sources.folder / sources.main)], target)
     return target
+
+
+def open_library(path: Path, signatures: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL:
+    """The library in `path`, its functions declared: by name, what each returns and takes."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
 
 
 def find_compiler() -> str:

@@ -24,6 +24,23 @@ def pack(wire: Wire, pool: Blocks, block_ids: Sequence[int], out: Blocks) -> int
     return checksum(out.data)
 
 
+def convert_blocks(
+    wire: Wire,
+    source: Blocks,
+    source_ids: Sequence[int],
+    sink: Blocks,
+    sink_ids: Sequence[BlockId],
+) -> None:
+    """Blocks of the source's pool to blocks of the sink's, by way of what would have travelled."""
+    records = np.empty((len(source_ids), wire.stored.block_bytes), np.uint8)
+    copy_records(records, None, source, source_ids, wire.packing)
+    if wire.stored.kv_format != wire.travels_as:
+        records = convert(records, wire.stored, wire.travels_as)
+    if wire.travels_as != wire.wanted.kv_format:
+        records = convert(records, wire.layout, wire.wanted.kv_format)
+    copy_records(sink, sink_ids, records, None, wire.unpacking)
+
+
 def unpack(
     wire: Wire, records: Blocks, rows: Sequence[int], pool: Blocks, block_ids: Sequence[BlockId]
 ) -> int:

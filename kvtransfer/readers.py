@@ -25,7 +25,7 @@ from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, Read
 from kvtransfer.native.copying import copy_records
 from kvtransfer.nixl_backend import NixlReader
-from kvtransfer.packing import pack, unpack
+from kvtransfer.packing import convert_blocks, unpack
 from kvtransfer.protocol import Fetch, Means
 from kvtransfer.wire import Wire
 
@@ -99,9 +99,7 @@ class ShmReader:
         if self._wire.pieces is not None:
             copy_records(self._local, here, self._source, there, self._wire.pieces)
         else:
-            records = np.empty((len(there), self._wire.record_bytes), np.uint8)
-            pack(self._wire, self._source, there, records)
-            unpack(self._wire, records, range(len(there)), self._local, here)
+            convert_blocks(self._wire, self._source, there, self._local, here)
         return [Arrived(fetch.lease_id, fetch.indices)]
 
     def poll(self) -> Sequence[News]:

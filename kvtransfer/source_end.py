@@ -49,8 +49,13 @@ class Staging:
 
     def take(self, peer: Peer, num_bytes: int) -> Blocks | None:
         """A buffer for that sink, of at least so many bytes; None while it must wait."""
-        self._free += [buffer for tracker, _, buffer in self._sending if tracker.done]
-        self._sending = [lent for lent in self._sending if not lent[0].done]
+        still = []
+        for tracker, holder, buffer in self._sending:  # each is asked once: it may end meanwhile
+            if tracker.done:
+                self._free.append(buffer)
+            else:
+                still.append((tracker, holder, buffer))
+        self._sending = still
         if sum(holder == peer for _, holder, _ in self._sending) >= MAX_BUFFERS_PER_SINK:
             return None
         while self._free:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.layout import KVFormat
-from engine.native_build import BuildError, Sources, built_library
+from engine.native_build import BuildError, Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 
@@ -94,21 +94,11 @@ def records_struct(records: npt.NDArray[np.uint8], ids_address: int | None = Non
     )
 
 
-def open_library(path: Path) -> ctypes.CDLL:
-    """The library in `path`, its functions declared."""
-    library = ctypes.CDLL(str(path))
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
-
-
 @cache
 def kernels() -> ctypes.CDLL | None:
     """The library for this machine, built if need be; None, with a warning, where it cannot be."""
     try:
-        return open_library(built_library(SOURCES))
+        return open_library(built_library(SOURCES), SIGNATURES)
     except (BuildError, OSError) as error:
         log.warning("KV is copied and converted by numpy, C++ is not available: %s", error)
         return None

@@ -19,7 +19,7 @@ from engine.model.native.attention import NativeAttention
 from engine.model.native.linear import PackedLinear
 from engine.model.native.matrix import Team, exact_in_bf16
 from engine.model.runner import TorchRunner
-from engine.native_build import FLAGS, BuildError, built_library
+from engine.native_build import FLAGS, BuildError, built_library, open_library
 from tests.checkpoints import KINDS, tiny_checkpoint
 from tests.model.attention_cases import CASES, case_id, check_attend, check_company
 
@@ -36,7 +36,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @cache
 def avx2_kernels():
-    return library.open_library(built_library(library.SOURCES, AVX2_FLAGS))
+    return open_library(built_library(library.SOURCES, AVX2_FLAGS), library.SIGNATURES)
 
 
 @pytest.fixture(params=["best", "avx2"])

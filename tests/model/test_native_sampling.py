@@ -16,7 +16,7 @@ from engine.model.native import library
 from engine.model.native.matrix import Team
 from engine.model.native.sampling import sample
 from engine.model.runner import TorchRunner
-from engine.native_build import FLAGS, built_library
+from engine.native_build import FLAGS, built_library, open_library
 from tests.checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.torch
@@ -34,7 +34,7 @@ def team_of(kernels, threads):
     if found is None:
         pytest.skip("the C++ kernels cannot be built here")
     if kernels == "avx2":
-        found = library.open_library(built_library(library.SOURCES, AVX2_FLAGS))
+        found = open_library(built_library(library.SOURCES, AVX2_FLAGS), library.SIGNATURES)
     return Team(found, threads)
 
 

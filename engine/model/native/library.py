@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from engine.layout import KVFormat
-from engine.native_build import BuildError, Sources, built_library
+from engine.native_build import BuildError, Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 
@@ -207,21 +207,11 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 }
 
 
-def open_library(path: Path) -> ctypes.CDLL:
-    """The library in `path`, its functions declared."""
-    library = ctypes.CDLL(str(path))
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
-
-
 @cache
 def kernels() -> ctypes.CDLL | None:
     """The library for this machine, built if need be; None, with a warning, where it cannot be."""
     try:
-        return open_library(built_library(SOURCES))
+        return open_library(built_library(SOURCES), SIGNATURES)
     except (BuildError, OSError) as error:
         log.warning("CPU kernels are not available, plain torch is used: %s", error)
         return None
