@@ -210,7 +210,12 @@ def test_metrics_say_where_every_block_is(served):
     def blocks() -> dict[str, float]:
         return matching(r"baton_worker_blocks\{", metrics(served.url))
 
-    poll_until(lambda: sum(blocks().values()) > 0, "workers have reported their blocks", 10)
+    workers = ("prefill-0", "decode-0")
+    poll_until(
+        lambda: all(any(f'"{name}"' in series for series in blocks()) for name in workers),
+        "both workers have reported their blocks",
+        10,
+    )
     assert sum(blocks().values()) == 2 * NUM_BLOCKS
 
 
