@@ -27,7 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.batch import Row
+from engine.batch import Row, RowResult
 from engine.blocks import BlockId, BlockPool
 from engine.events import (
     AbortPull,
@@ -142,9 +142,9 @@ class DecodeScheduler:
         scheduled.effects += self._admit()
         return scheduled
 
-    def advance(self, row: Row, token: int | None, now_s: float) -> list[Effect | Adopted]:
+    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
         """A sequence has its next token."""
-        assert token is not None
+        [token] = result.token_ids
         seq = self._running[row.seq_id].seq
         seq.advance(len(row.token_ids), self._pool)
         finish = seq.append(token)

@@ -38,6 +38,15 @@ class Transport(StrEnum):
     ZMQ = "zmq"
 
 
+class Speculate(StrEnum):
+    """Who proposes tokens that the target verifies, several in a step."""
+
+    OFF = "off"
+    NGRAM = "ngram"  # what followed the same tokens before, in prompt or answer
+    DRAFT = "draft"  # a small model
+    AUTO = "auto"  # the former where it finds something, else the latter if there is one
+
+
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
     if not holds:
         raise ValueError(message)
@@ -57,10 +66,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: int = 64  # sequences that decode at once
     kv_transport: Transport = Transport.AUTO
     threads: int | None = None  # torch threads; None shares the cores among the workers
+    speculate: Speculate = Speculate.OFF
+    draft_model: str | None = None  # directory
+    max_draft_tokens: int = 8  # of one sequence in one step
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "kv_mib", "max_batch_tokens", "chunk_tokens", "max_running"):
+        positive = ("block_size", "kv_mib", "max_batch_tokens", "chunk_tokens", "max_running")
+        for name in (*positive, "max_draft_tokens"):
             _require(getattr(self, name) > 0, f"worker.{name} must be positive")
+        _require(
+            self.speculate is not Speculate.DRAFT or self.draft_model is not None,
+            "worker.speculate = draft needs worker.draft_model",
+        )
         _require(
             self.max_running <= self.max_batch_tokens,
             "worker.max_running must not exceed worker.max_batch_tokens",

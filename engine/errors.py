@@ -48,6 +48,10 @@ class ProtocolError(BatonError):
     """A peer sent something that the protocol does not allow."""
 
 
+class GrammarError(BatonError):
+    """A grammar, schema or expression that cannot be followed; the message says why."""
+
+
 class OutOfBlocks(BatonError):
     """Fewer blocks are free than were asked for."""
 

@@ -21,7 +21,7 @@ import msgspec
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 64 * 2**20
 
 RequestId = NewType("RequestId", str)
@@ -61,22 +61,77 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class GrammarKind(StrEnum):
+    """The language in which a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer must look like."""
+
+    kind: GrammarKind
+    source: str
+
+
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How one token is chosen from logits. Zero temperature is argmax; `top_k` 0 means all."""
+    """How one token is chosen from logits. Zero temperature is argmax; `top_k` 0 means all.
+
+    Penalties and biases change logits before the temperature does, in this order: repetition (of
+    what prompt and answer hold: positive logits are divided by it, others multiplied), frequency
+    (of the answer: subtracted once for each time), presence (of the answer: subtracted once), bias
+    (added). With a `grammar` only what it allows can be chosen.
+
+    With `logprobs`, each token comes with its log-probability and with so many of the likeliest.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[TokenId, float], ...] = ()
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what is likely depends on which tokens there are already, beside the model."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """One token's place in the model's own distribution: softmax of the logits as they come.
+
+    `rank` 1 is the likeliest. `top_ids` are the likeliest tokens, best first.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """When a sequence ends. Lengths in tokens, prompt included."""
+    """Where the answer begins and when it ends. Lengths in tokens, prompt included.
+
+    `prompt_len` is that of the client's prompt, also where a request goes on from an answer begun
+    elsewhere.
+    """
 
     max_len: int
     min_len: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    prompt_len: int = 0
 
     def finish_reason(self, length: int, last_token: int) -> FinishReason | None:
         """Whether a sequence of this length that ends in `last_token` is complete."""
@@ -117,7 +172,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Prefill(msgspec.Struct, frozen=True, tag=True):
     """Compute the KV of `token_ids`, sample one token, and lease the blocks.
 
-    Blocks under `prefix`, another worker's, may be pulled instead of computed.
+    Blocks under `prefix`, another worker's, may be pulled instead of computed. With
+    `prompt_logprobs` all is computed, and each token of the prompt but the first comes with its
+    log-probability and with so many of the likeliest.
     """
 
     seq_id: SeqId
@@ -125,12 +182,15 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     limits: Limits
     prefix: LeaseRef | None = None
+    prompt_logprobs: int | None = None
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
     """Compute the KV of `token_ids` and go on generating in the same worker.
 
-    Blocks under `prefix`, another worker's, may be pulled instead of computed.
+    Blocks under `prefix`, another worker's, may be pulled instead of computed. With
+    `prompt_logprobs` all is computed, and each token of the prompt but the first comes with its
+    log-probability and with so many of the likeliest.
     """
 
     seq_id: SeqId
@@ -138,6 +198,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     limits: Limits
     prefix: LeaseRef | None = None
+    prompt_logprobs: int | None = None
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -207,6 +268,8 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token: int
     finish: FinishReason | None
+    logprobs: Logprobs | None = None  # of `token`, where asked for
+    prompt_logprobs: list[Logprobs] = []  # of the prompt from its second token on
 
 
 class KvReady(msgspec.Struct, frozen=True, tag=True):
@@ -230,11 +293,18 @@ class DecodeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """The next tokens of a sequence."""
+    """The next tokens of a sequence: as many as one step made.
+
+    Of the `num_drafted` tokens that were proposed for this step, the first `num_accepted` were what
+    the model chose.
+    """
 
     seq_id: SeqId
     token_ids: list[int]
     finish: FinishReason | None = None
+    logprobs: list[Logprobs] = []  # one a token, where asked for
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 class PrefixOffered(msgspec.Struct, frozen=True, tag=True):

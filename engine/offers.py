@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.batch import Row
+from engine.batch import Row, RowResult
 from engine.blocks import BlockId, BlockPool, hash_blocks
 from engine.events import (
     Adopted,
@@ -113,7 +113,7 @@ class PrefixOffers:
         """There is nothing to compute."""
         return Scheduled()
 
-    def advance(self, row: Row, token: int | None, now_s: float) -> list[Effect | Adopted]:
+    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
         """Never called: there are no rows."""
         raise AssertionError("an offer has no rows")
 

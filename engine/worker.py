@@ -8,11 +8,11 @@ The host around it owns the threads: it feeds events, runs the plans, and perfor
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.batch import BatchPlan, BatchResult, Row
+from engine.batch import BatchPlan, BatchResult, Row, RowResult
 from engine.blocks import BlockPool
 from engine.events import Adopted, Effect, Emit, Event, FromGateway
 from engine.messages import Decode, Generate, GivenBack, LoadReport, Prefill
@@ -44,8 +44,8 @@ class Scheduler(Protocol):
         """Chooses rows of at most `budget_tokens` tokens in all."""
         ...
 
-    def advance(self, row: Row, token: int | None, now_s: float) -> list[Effect | Adopted]:
-        """A row of this scheduler ran; `token` is what it sampled."""
+    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
+        """A row of this scheduler ran; this is what it came to."""
         ...
 
     @property
@@ -68,15 +68,25 @@ class Scheduler(Protocol):
         ...
 
 
+Observe = Callable[[BatchPlan, BatchResult], None]
+
+
 class WorkerCore:
     """Schedulers, pool and the plan that is running. Owned by one thread."""
 
     def __init__(
-        self, schedulers: Sequence[Scheduler], pool: BlockPool, max_batch_tokens: int
+        self,
+        schedulers: Sequence[Scheduler],
+        pool: BlockPool,
+        max_batch_tokens: int,
+        *,
+        observe: Observe | None = None,
     ) -> None:
+        """`observe` is told what each step was and how long it took."""
         self._schedulers = schedulers
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
+        self._observe = observe
         self._running: list[tuple[Scheduler, Row]] = []
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -112,7 +122,7 @@ class WorkerCore:
         effects: list[Effect] = []
         for scheduler in self._schedulers:
             scheduled = scheduler.schedule(budget, now_s)
-            budget -= sum(len(row.token_ids) for row in scheduled.rows)
+            budget -= sum(len(row.token_ids) + row.max_drafted for row in scheduled.rows)
             effects += scheduled.effects
             self._running += [(scheduler, row) for row in scheduled.rows]
         assert budget >= 0
@@ -122,8 +132,10 @@ class WorkerCore:
     def finish(self, result: BatchResult, now_s: float) -> list[Effect]:
         """Takes the results of the plan in."""
         effects: list[Effect] = []
-        for (scheduler, row), token in zip(self._running, result.tokens, strict=True):
-            for effect in scheduler.advance(row, token, now_s):
+        if self._observe is not None:
+            self._observe(BatchPlan([row for _, row in self._running]), result)
+        for (scheduler, row), row_result in zip(self._running, result.rows, strict=True):
+            for effect in scheduler.advance(row, row_result, now_s):
                 if isinstance(effect, Adopted):
                     effects += self._dispatch(effect, now_s)
                 else:

@@ -28,7 +28,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from engine.batch import Row
+from engine.batch import Row, RowResult
 from engine.blocks import BlockId, BlockPool
 from engine.events import (
     AbortPull,
@@ -158,12 +158,13 @@ class PrefillScheduler:
             budget_tokens -= self._add_row(job, budget_tokens, scheduled)
         return scheduled
 
-    def advance(self, row: Row, token: int | None, now_s: float) -> list[Effect | Adopted]:
+    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
         """A chunk is computed; with the last one comes the first token of the answer."""
         job = self._computing[row.seq_id]
         job.seq.advance(len(row.token_ids), self._pool)
-        if token is None:
+        if not result.token_ids:
             return list(self._grow(job, job.seq.num_computed_tokens // self._block_size))
+        [token] = result.token_ids
         del self._computing[row.seq_id]
         effects: list[Effect | Adopted] = list(self._grow(job, len(job.seq.block_table)))
         finish = job.seq.append(token)

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import chain, count
 
 from decode.scheduler import DecodeScheduler
-from engine.batch import BatchPlan, BatchResult, Row
+from engine.batch import BatchPlan, BatchResult, Row, RowResult
 from engine.blocks import BlockHash, BlockId, BlockPool, hash_blocks
 from engine.events import (
     AbortPull,
@@ -183,7 +183,7 @@ class FakeRunner:
         tokens, writes = self.compute(plan)
         for (block, offset), kv in writes.items():
             self.memory[block][offset] = kv
-        return BatchResult(tokens)
+        return BatchResult([RowResult(() if token is None else (token,)) for token in tokens])
 
     def compute(self, plan: BatchPlan) -> tuple[list[int | None], dict[tuple[BlockId, int], Kv]]:
         """Tokens and writes of a plan, without carrying it out."""

@@ -13,13 +13,12 @@ and so its size, is known. Not thread-safe: one thread runs steps.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
-from engine.batch import BatchPlan, BatchResult, Row
+from engine.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.blocks import BlockId
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
@@ -35,19 +34,6 @@ from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
 WARM_UP_TOKENS = 32
 
 Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Where a step's time went on the host, in seconds.
-
-    A GPU computes while the host goes on: there `forward_s` is the time until the passes are
-    queued, and `sample_s` holds the wait for them.
-    """
-
-    prepare_s: float
-    forward_s: float  # of the draft too
-    sample_s: float
 
 
 class TorchRunner:
@@ -186,7 +172,8 @@ class TorchRunner:
             forward_s=launched_s - prepared_s,
             sample_s=self._clock.now_s() - launched_s,
         )
-        return BatchResult([None if row.sampling is None else next(chosen) for row in rows])
+        results = [RowResult(() if row.sampling is None else (next(chosen),)) for row in rows]
+        return BatchResult(results, self.last_times)
 
     def warm_up(self, clock: Clock | None = None) -> float:
         """Runs a chunk and a step on blocks that nobody owns yet; the seconds that they took."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import BatchPlan, Row
+from engine.batch import BatchPlan, Row, StepTimes
 from engine.config import WeightFormat
 from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVSection
@@ -20,7 +20,7 @@ from engine.messages import Sampling
 from engine.model import bundled, cpu, cuda
 from engine.model import runner as runner_module
 from engine.model.checkpoint import load
-from engine.model.runner import StepTimes, TorchRunner
+from engine.model.runner import TorchRunner
 from tests.checkpoints import COMMON, KINDS, VOCAB_SIZE, save_checkpoint, tiny_checkpoint
 from tests.model.test_cuda import attend_but_pads
 

@@ -65,6 +65,8 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
             return ids if inner is int else st.lists(ids, min_size=1, max_size=4)
         case origin if origin is UnionType:
             return st.one_of([values(part) for part in get_args(kind)])
+        case origin if origin is tuple and Ellipsis not in get_args(kind):
+            return st.tuples(*map(values, get_args(kind)))
         case origin if origin in (list, tuple):
             return st.lists(values(get_args(kind)[0]), max_size=3).map(origin)
         case origin if origin is dict:

@@ -30,7 +30,7 @@ from test_worker_core_kit import (
     token,
 )
 
-from engine.batch import BatchResult
+from engine.batch import BatchResult, RowResult
 from engine.messages import LoadReport, Role
 
 WRONG_ROLE = "wrong role"
@@ -186,7 +186,7 @@ def test_after_a_step_events_are_handled_again():
     rig = Rig(Role.PREFILL)
     rig.take(prefill("a", 5, more=1))
     rig.core.plan(0.0)
-    rig.core.finish(BatchResult([7]), 0.0)
+    rig.core.finish(BatchResult([RowResult((7,))]), 0.0)
     assert rig.core.handle(cancel("a"), 0.0) == []
 
 
@@ -195,7 +195,7 @@ def test_a_result_must_have_one_entry_per_row():
     rig.take(prefill("a", 5))
     rig.core.plan(0.0)
     with pytest.raises(ValueError, match="argument 2"):
-        rig.core.finish(BatchResult([7, 8]), 0.0)
+        rig.core.finish(BatchResult([RowResult((7,)), RowResult((8,))]), 0.0)
 
 
 # ---------------------------------------------------------------- what both schedulers share

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from decode.scheduler import DecodeScheduler
-from engine.batch import BatchResult, Row
+from engine.batch import BatchResult, Row, RowResult
 from engine.blocks import BlockCounts, BlockId, BlockPool
 from engine.events import (
     AbortPull,
@@ -276,7 +276,7 @@ class Rig:
             return list(effects)
         self.rows = tuple(plan.rows)
         left = chain(tokens, repeat(SAMPLED))
-        sampled = [None if row.sampling is None else next(left) for row in plan.rows]
+        sampled = [RowResult(() if r.sampling is None else (next(left),)) for r in plan.rows]
         ran = [Ran(row.seq_id, row.start, row.end) for row in plan.rows]
         return [*effects, *ran, *self.core.finish(BatchResult(sampled), 0.0)]
 
