@@ -29,8 +29,9 @@ test: install test-core
 test-core: .venv-core/.installed
 	.venv-core/bin/python -m pytest -q tests/unit
 
-# What peers may send, for longer than the tests do: some minutes.
+# What peers may send, and what properties hold for, searched for longer than the tests do.
 fuzz: install
+	$(BIN)/python -m pytest --hypothesis-profile search tests/props tests/unit
 	$(BIN)/python -m tests.fuzz.decoders -runs=200000
 
 .venv-core/.installed: pyproject.toml constraints.txt

@@ -17,10 +17,10 @@ from rich.markup import escape
 
 from bench.cli import app as bench_app
 from deploy.chat import ChatClient, converse, first_model
-from deploy.cluster import BUNDLED_MODEL, Deployment, Pools
+from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL, Deployment, Pools
 from deploy.launcher import Launcher, ProcessLauncher
 from deploy.processes import GatewayReady
-from engine.config import Transport, WeightFormat, load_config
+from engine.config import WITH_DRAFT, Speculate, Transport, WeightFormat, load_config
 from engine.errors import BatonError
 from engine.layout import KVFormat
 
@@ -64,6 +64,12 @@ def serve(  # noqa: PLR0913 - a command's options
     kv_transport: Annotated[Transport | None, typer.Option(help="how KV moves")] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
     threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
+    speculate: Annotated[
+        Speculate | None, typer.Option(help="who proposes tokens that the model verifies")
+    ] = None,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="directory of the model that drafts")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
 ) -> None:
@@ -80,7 +86,11 @@ def serve(  # noqa: PLR0913 - a command's options
         "worker.kv_transport": kv_transport,
         "worker.block_size": block_size,
         "worker.threads": threads,
+        "worker.speculate": speculate,
+        "worker.draft_model": None if draft_model is None else str(draft_model.resolve()),
     }
+    if model == BUNDLED_MODEL and draft_model is None and speculate in WITH_DRAFT:
+        flags["worker.draft_model"] = str(BUNDLED_DRAFT)
     default = 0 if mixed else 1
     pools = Pools(
         default if prefill is None else prefill, default if decode is None else decode, mixed

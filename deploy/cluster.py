@@ -19,7 +19,8 @@ from engine.messages import Role, WorkerId
 from kvtransfer.messages import Identity
 from kvtransfer.wire import Disagreement, agree
 
-BUNDLED_MODEL = Path(__file__).parent.parent / "engine" / "model" / "bundled" / "target"
+_BUNDLED = Path(__file__).parent.parent / "engine" / "model" / "bundled"
+BUNDLED_MODEL, BUNDLED_DRAFT = _BUNDLED / "target", _BUNDLED / "draft"
 
 Report = Callable[[str], None]
 
@@ -76,6 +77,9 @@ class Deployment:
             raise ConfigError(f"{self._model}: no such model directory")
         roles = self._pools.workers()
         token = secrets.token_hex(16)
+        draft = self._config.worker.draft_path
+        if draft is not None and not draft.is_dir():
+            raise ConfigError(f"{draft}: no such model directory")
         configs = {role: config_of(role, self._config.worker) for _, role in roles}
         check_formats(configs)
         self._launcher.open()

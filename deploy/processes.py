@@ -110,6 +110,7 @@ class WorkerService:
         torch.set_num_threads(spec.threads)
         runner = TorchRunner(
             Path(spec.model),
+            draft=spec.config.draft_path,
             block_size=spec.config.block_size,
             kv_format=spec.config.kv_dtype,
             weights=spec.config.weights,

@@ -47,6 +47,9 @@ class Speculate(StrEnum):
     AUTO = "auto"  # the former where it finds something, else the latter if there is one
 
 
+WITH_DRAFT = (Speculate.DRAFT, Speculate.AUTO)
+
+
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
     if not holds:
         raise ValueError(message)
@@ -69,6 +72,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculate: Speculate = Speculate.OFF
     draft_model: str | None = None  # directory
     max_draft_tokens: int = 8  # of one sequence in one step
+
+    @property
+    def draft_path(self) -> Path | None:
+        """The model that drafts, where one is wanted and there is one."""
+        if self.draft_model is None or self.speculate not in WITH_DRAFT:
+            return None
+        return Path(self.draft_model)
 
     def __post_init__(self) -> None:
         positive = ("block_size", "kv_mib", "max_batch_tokens", "chunk_tokens", "max_running")

@@ -8,7 +8,10 @@ from hypothesis import settings
 
 NEEDS = {"torch": ("torch", "transformers"), "ray": ("ray",)}  # by mark
 
-settings.register_profile("baton", deadline=None)  # machines that test also do other things
+# No deadlines: machines that test also do other things. A change is judged by the same examples
+# every time; new ones are searched for by `make fuzz`.
+settings.register_profile("baton", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=500)
 settings.load_profile("baton")
 
 
