@@ -80,8 +80,7 @@ async def reported(r: Router, name: str, by_worker: dict[str, int]) -> None:
     await until(lambda: counted(r, name) == expected, lambda: f"{name}: {counted(r, name)}", 10)
 
 
-@pytest.mark.parametrize("transport", [Transport.SHM, Transport.ZMQ])
-def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed(transport):
+def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed():
     prompt = PREFIX + NEXT_TURN
 
     async def run() -> list[int]:
@@ -97,7 +96,7 @@ def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed(t
             await reported(r, "pulled_prefix_blocks", {"prefill-1": NUM_BLOCKS})
             return answer.token_ids
 
-    with workers(ROLES, config=config(transport, DECODE_IS_WIDER)) as running:
+    with workers(ROLES, config=config(Transport.ZMQ, DECODE_IS_WIDER)) as running:
         token_ids = asyncio.run(run())
     assert token_ids == answer_alone(prompt, DECODE_IS_WIDER)
 

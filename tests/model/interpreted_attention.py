@@ -64,7 +64,7 @@ def test_windows_and_softcaps(kv_format):
     check(kv_format, MIXED[2:3], scoring=Scoring(0.3, window=4, softcap=0.7))
 
 
-@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("kv_format", [FP32, INT8, INT4])
 def test_long_contexts_are_split_and_merged(kv_format):
     check(kv_format, LONG_DECODE)
 
@@ -87,7 +87,7 @@ def test_any_block_size(kv_format, block_size):
     check(kv_format, MIXED[1:3], block_size=block_size)
 
 
-@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("kv_format", [BF16, FP8])
 def test_a_bf16_model_on_any_format(kv_format):
     check(kv_format, MIXED[1:2], dtype=torch.bfloat16, tolerance=0.06)  # values reach 12
 
