@@ -3,10 +3,14 @@
     token = argmax(mask(logits / T) + g(seed, position, token_id))      T = 0: argmax(mask(logits))
 
 This draws from softmax(mask(logits / T)). The noise `g` comes from a counter-based generator, so it
-needs no state: the same logits, `Sampling` and position give the same token on any worker, in any
+needs no state: the same logits, `Choice` and position give the same token on any worker, in any
 batch, after any failure.
 
-Masks, in this order: banned ids; then, of the distribution at temperature T,
+Before that, `changes` are made to the logits, where a choice asks for any: penalties, biases, and
+masks of banned ids and of a grammar. Where they leave nothing, or all logits are minus infinity,
+the token is 0: whoever bans all ids has to look at what comes.
+
+**Bounds**, in this order, of the distribution at temperature T:
 
     top_k    ids whose logit is below the k-th largest are masked
     top_p    of what is left, renormalised: the smallest set of largest probabilities that sums to
@@ -17,7 +21,7 @@ Each is a lower bound for the logit, so equal logits share one fate: where a bou
 all the tied ids stay. (In the sums of `top_p` exactly k ids count after `top_k`, ties or not.) The
 best id is never below a bound. Of equal scores the lowest id wins.
 
-The noise: word `token_id % 4` of Philox4x32-10 with counter (token_id // 4, position, 0, 0) and key
+**Noise.** Word `token_id % 4` of Philox4x32-10 with counter (token_id // 4, position, 0, 0) and key
 (low, high 32 bits of the seed) is a number w, u = (w + 1/2) / 2^32 is uniform in (0, 1), and
 g = -log(-log(u)) in fp64.
 
@@ -35,7 +39,8 @@ from itertools import accumulate
 
 import torch
 
-from engine.messages import Sampling
+from engine.messages import Logprobs, Sampling
+from engine.model.changes import Choice, changed, reference_changed
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -44,24 +49,90 @@ MASK_32 = 0xFFFFFFFF
 
 CPU_TILE = 2**14  # counters; what a round touches then stays in a core's cache
 GPU_TILE = 2**22
+LOGPROBS_TILE = 2**22  # logits of which log-probabilities are made at once
 
 
-def sample(
-    logits: torch.Tensor,  # [num_rows, vocab]
-    samplings: Sequence[Sampling],
-    positions: Sequence[int],
-    banned: Sequence[Sequence[int]],
-) -> torch.Tensor:
-    """The token [num_rows] that each row chooses for its position; its `banned` ids never win."""
-    logits = _ban(logits, banned)
-    noisy = [row for row, s in enumerate(samplings) if s.temperature > 0]
+def sample(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    """The token [num_rows] that each row of `logits` [num_rows, vocab] comes to.
+
+    Raises IndexError where an id that a choice names is not in the vocabulary.
+    """
+    logits = changed(logits, choices)
+    noisy = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
     if not noisy:
         return logits.argmax(dim=-1)
-    if len(noisy) == len(samplings):
-        return _draw(logits, samplings, positions)
+    if len(noisy) == len(choices):
+        return _draw(logits, choices)
     index = torch.tensor(noisy, device=logits.device)
-    drawn = _draw(logits[index], [samplings[r] for r in noisy], [positions[r] for r in noisy])
+    drawn = _draw(logits[index], [choices[row] for row in noisy])
     return logits.argmax(dim=-1).index_copy_(0, index, drawn)
+
+
+@torch.inference_mode()
+def logprobs_of(
+    logits: torch.Tensor,  # [num_rows, vocab]
+    token_ids: Sequence[int],
+    num_tops: Sequence[int],
+) -> list[Logprobs]:
+    """Where each row's token stands among its logits, and the `num_tops` likeliest beside it.
+
+    This is the model's own distribution, log_softmax in fp32 of the logits as they come: before
+    changes, temperature and bounds. Tokens with equal logits share a rank; of these the lowest ids
+    come first among the likeliest. A row gets the same bits in any company. Needs memory for
+    `LOGPROBS_TILE` logits, however many there are.
+    """
+    num_rows, vocab = logits.shape
+    step = max(1, LOGPROBS_TILE // vocab)
+    found: list[Logprobs] = []
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        found += _logprobs(logits[rows].float(), token_ids[rows], num_tops[rows])
+    return found
+
+
+def _logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_tops: Sequence[int]
+) -> list[Logprobs]:
+    index = torch.tensor(token_ids, device=logits.device)[:, None]
+    logprobs = logits.log_softmax(dim=-1)
+    ranks = 1 + (logits > logits.gather(1, index)).sum(dim=-1)
+    chosen = logprobs.gather(1, index).flatten().tolist()
+    most = min(max(num_tops), logits.shape[1])
+    if most == 0:
+        return [Logprobs(*values) for values in zip(chosen, ranks.tolist(), strict=True)]
+    top_ids = _best_ids(logits, most)
+    return [
+        Logprobs(logprob, rank, tuple(ids[:num_top]), tuple(values[:num_top]))
+        for logprob, rank, ids, values, num_top in zip(
+            chosen,
+            ranks.tolist(),
+            top_ids.tolist(),
+            logprobs.gather(1, top_ids).tolist(),
+            num_tops,
+            strict=True,
+        )
+    ]
+
+
+def _best_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids [num_rows, k] of the highest of `logits` [num_rows, vocab] fp32, the best first.
+
+    Of equal ones the lowest id comes first, which `topk` alone does not promise.
+    """
+    values, ids = logits.topk(min(k + 1, logits.shape[1]))  # one more shows a tie at the end
+    ids = ids[:, :k]
+    tied = (values[:, 1:] == values[:, :-1]).any(dim=1).nonzero().flatten()
+    if len(tied):
+        ids[tied] = _best_ids_of_tied(logits[tied], k)
+    return ids
+
+
+def _best_ids_of_tied(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The same from numbers no two of which are equal: the float's place in the order, the id."""
+    bits = (logits + 0.0).view(torch.int32).long()  # no zeros below zero are left
+    order = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return MASK_32 - ((order << 32) + (MASK_32 - ids)).topk(k).values.bitwise_and_(MASK_32)
 
 
 def philox(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -101,11 +172,10 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: range) -> to
     return noise.add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()
 
 
-def _draw(
-    logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
-) -> torch.Tensor:
+def _draw(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
     """Tokens of rows whose temperature is not zero."""
     device = logits.device
+    samplings = [choice.sampling for choice in choices]
     best = logits.max(dim=-1, keepdim=True).values.double()
     temperature = _column([s.temperature for s in samplings], device)
     scores = (logits.double() - best).div_(temperature)  # [num_rows, vocab]; the best is 0
@@ -113,8 +183,8 @@ def _draw(
     if bounds is not None:
         scores.masked_fill_(scores < bounds, -torch.inf)
     seeds = torch.tensor([_signed_64(s.seed) for s in samplings], device=device)
-    where = torch.tensor(positions, device=device)
-    _add_noise(scores, seeds, where)
+    positions = torch.tensor([choice.position for choice in choices], device=device)
+    _add_noise(scores, seeds, positions)
     return scores.argmax(dim=-1)
 
 
@@ -137,7 +207,7 @@ def _bounds(
     vocab = logits.shape[1]
     # Rows with top_k need no full sort; kept apart, a group looks at as few of the best as it can.
     few = [row for row, s in enumerate(samplings) if 0 < s.top_k < vocab]
-    many = [row for row, s in enumerate(samplings) if s.top_p < 1 and row not in set(few)]
+    many = [row for row, s in enumerate(samplings) if s.top_p < 1 and not 0 < s.top_k < vocab]
     if not few and not many and not any(s.min_p > 0 for s in samplings):
         return None
     bounds = _column(
@@ -167,15 +237,6 @@ def _num_kept(scores: torch.Tensor, ks: list[int], ps: list[float]) -> torch.Ten
     return torch.minimum(by_top_p, k)
 
 
-def _ban(logits: torch.Tensor, banned: Sequence[Sequence[int]]) -> torch.Tensor:
-    """`logits` with the banned ids of each row at minus infinity."""
-    pairs = [(row, token_id) for row, ids in enumerate(banned) for token_id in ids]
-    if not pairs:
-        return logits
-    rows, ids = torch.tensor(pairs, device=logits.device).T
-    return logits.index_put((rows, ids), logits.new_tensor(-torch.inf))
-
-
 def _column(values: list[float], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
@@ -198,12 +259,12 @@ def reference_philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def reference_sample(
-    logits: Sequence[float], sampling: Sampling, position: int, banned: Sequence[int] = ()
-) -> int:
+def reference_sample(logits: Sequence[float], choice: Choice) -> int:
     """What `sample` chooses for one row, said plainly."""
-    logits = [-math.inf if i in banned else value for i, value in enumerate(logits)]
-    if sampling.temperature == 0:
+    sampling = choice.sampling
+    if not choice.is_plain:
+        logits = reference_changed(logits, choice)
+    if sampling.temperature == 0 or math.isinf(max(logits)):
         return logits.index(max(logits))
     scores = [(value - max(logits)) / sampling.temperature for value in logits]
     survivors = sorted(scores, reverse=True)[: sampling.top_k or None]
@@ -215,7 +276,7 @@ def reference_sample(
     best = (-math.inf, 0)
     for token_id, score in enumerate(scores):
         if score >= lowest:
-            word = reference_philox((token_id // 4, position, 0, 0), key)[token_id % 4]
+            word = reference_philox((token_id // 4, choice.position, 0, 0), key)[token_id % 4]
             noise = -math.log(-math.log((word + 0.5) * 2.0**-32))
             best = max(best, (score + noise, -token_id))
     return -best[1]

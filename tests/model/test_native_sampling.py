@@ -1,7 +1,6 @@
 """The C++ sampler chooses the tokens that the definition chooses, whatever the threads."""
 
 import math
-from functools import cache
 
 import pytest
 import torch
@@ -12,30 +11,15 @@ from engine.batch import BatchPlan, Row
 from engine.messages import Sampling
 from engine.model import cpu
 from engine.model import sampling as definition
-from engine.model.native import library
-from engine.model.native.matrix import Team
 from engine.model.native.sampling import sample
 from engine.model.runner import TorchRunner
-from engine.native_build import FLAGS, built_library, open_library
+from engine.model.sampling import Choice
 from tests.checkpoints import tiny_checkpoint
+from tests.model.teams import team_of
 
 pytestmark = pytest.mark.torch
 
-AVX2_FLAGS = tuple(
-    flag for flag in (*FLAGS, "-mavx2", "-mfma", "-mf16c") if flag != "-march=native"
-)
 INF = math.inf
-
-
-@cache
-def team_of(kernels, threads):
-    """Kept for all tests: a library and its threads."""
-    found = library.kernels()
-    if found is None:
-        pytest.skip("the C++ kernels cannot be built here")
-    if kernels == "avx2":
-        found = open_library(built_library(library.SOURCES, AVX2_FLAGS), library.SIGNATURES)
-    return Team(found, threads)
 
 
 @pytest.fixture(params=["best", "avx2"])
@@ -52,9 +36,17 @@ def check(team, logits, samplings, *, positions=None, banned=None):
     """Both choose the same for every row; what they choose."""
     positions = range(len(samplings)) if positions is None else positions
     banned = [()] * len(samplings) if banned is None else banned
+    return check_choices(team, logits, choices_of(samplings, positions, banned))
+
+
+def choices_of(samplings, positions, banned):
+    return [Choice(*drawn) for drawn in zip(samplings, positions, banned, strict=True)]
+
+
+def check_choices(team, logits, choices):
     before = logits.clone()
-    found = sample(logits, samplings, positions, banned, team=team)
-    expected = definition.sample(logits, samplings, positions, banned)
+    found = sample(logits, choices, team=team)
+    expected = definition.sample(logits, choices)
     assert found.dtype == torch.int64
     assert found.tolist() == expected.tolist()
     assert torch.equal(logits, before)
@@ -155,12 +147,12 @@ def test_plain_python_chooses_the_same(team):
     drawn = [with_seed(kind, 2**63 + 1 + i) for i, kind in enumerate(KINDS.values())]
     for start in range(0, 1000, 50):
         positions = range(start, start + len(drawn))
-        banned = [(i, 3 * i, 74) for i in range(len(drawn))]
+        choices = choices_of(drawn, positions, [(i, 3 * i, 74) for i in range(len(drawn))])
         expected = [
-            definition.reference_sample(row.tolist(), *arguments)
-            for row, *arguments in zip(logits, drawn, positions, banned, strict=True)
+            definition.reference_sample(row.tolist(), choice)
+            for row, choice in zip(logits, choices, strict=True)
         ]
-        assert sample(logits, drawn, positions, banned, team=team).tolist() == expected
+        assert sample(logits, choices, team=team).tolist() == expected
 
 
 def test_a_row_gets_the_same_token_alone_in_company_and_with_any_threads():
@@ -168,27 +160,22 @@ def test_a_row_gets_the_same_token_alone_in_company_and_with_any_threads():
     drawn = [with_seed(kind, i) for i, kind in enumerate([*KINDS.values()] * 2)]
     positions = [100 + i for i in range(30)]
     banned = [(i, i + 1) if i % 4 == 0 else () for i in range(30)]
-    together = sample(logits, drawn, positions, banned, team=team_of("best", 1))
+    choices = choices_of(drawn, positions, banned)
+    together = sample(logits, choices, team=team_of("best", 1))
     for kernels in ("best", "avx2"):
         for threads in (1, 2, 3):
             team = team_of(kernels, threads)
-            assert torch.equal(sample(logits, drawn, positions, banned, team=team), together)
-            alone = [
-                sample(logits[i : i + 1], drawn[i : i + 1], [positions[i]], [banned[i]], team=team)
-                for i in range(30)
-            ]
+            assert torch.equal(sample(logits, choices, team=team), together)
+            alone = [sample(logits[i : i + 1], choices[i : i + 1], team=team) for i in range(30)]
             assert torch.equal(torch.cat(alone), together)
 
 
-def test_banned_ids_lose_and_ids_outside_the_vocabulary_are_refused(team):
+def test_banned_ids_lose(team):
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
     greedy = [Sampling(temperature=0.0)]
     for banned, expected in (((), 1), ((1,), 2), ((1, 2, 1), 3), ((0, 1, 2, 3), 0)):
         assert check(team, logits, greedy, banned=[banned]).tolist() == [expected]
         check(team, logits, [Sampling(top_p=0.5)], banned=[banned])
-    for outside in (-1, 4):
-        with pytest.raises(IndexError, match=f"{outside} … {outside} of a vocabulary of 4"):
-            sample(logits, greedy, [0], [(outside,)], team=team)
 
 
 def test_rows_without_a_finite_best_get_what_the_definition_gives(team):
@@ -216,7 +203,7 @@ def test_scores_that_tie_though_logits_differ_share_one_fate(team):
 
 
 def test_no_rows_are_fine(team):
-    assert sample(torch.empty(0, 9), [], [], [], team=team).shape == (0,)
+    assert sample(torch.empty(0, 9), [], team=team).shape == (0,)
 
 
 def test_tokens_as_good_as_tied_in_fp32_are_told_apart(team):
@@ -261,9 +248,7 @@ def test_a_runner_gives_the_tokens_of_the_definition(tmp_path_factory, monkeypat
     ]
     with torch.inference_mode():
         logits = runner._forward.logits(rows, [3 * i + 2 for i in range(len(rows))])
-    expected = definition.sample(
-        logits, [row.sampling for row in rows], [3] * len(rows), [row.banned for row in rows]
-    )
+    expected = definition.sample(logits, [Choice(row.sampling, 3, row.banned) for row in rows])
     assert list(runner.run(BatchPlan(rows)).tokens) == expected.tolist()
     runner.close()
 

@@ -1,4 +1,4 @@
-"""Samples follow softmax, masks do what they say, and nothing depends on the batch."""
+"""Bounds do what they say, all twins choose the same, and nothing depends on the batch."""
 
 import math
 
@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from engine.messages import Sampling
 from engine.model import sampling as module
-from engine.model.sampling import gumbel_noise, philox, reference_philox, reference_sample, sample
+from engine.model.sampling import (
+    Choice,
+    gumbel_noise,
+    philox,
+    reference_philox,
+    reference_sample,
+    sample,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -42,50 +49,16 @@ def test_noise_is_the_word_of_the_token_id_and_tiles_fit_together(monkeypatch):
             -math.log(-math.log((word + 0.5) / 2**32))
         )
     logits = torch.randn(3, 1001)
-    arguments = [Sampling(seed=i) for i in range(3)], [5, 6, 7], [()] * 3
-    whole = sample(logits, *arguments)
+    choices = [Choice(Sampling(seed=i), 5 + i) for i in range(3)]
+    whole = sample(logits, choices)
     monkeypatch.setattr(module, "CPU_TILE", 64)
-    assert torch.equal(sample(logits, *arguments), whole)
+    assert torch.equal(sample(logits, choices), whole)
 
 
 def counts_over_positions(logits, sampling, num_positions):
-    rows = logits.expand(num_positions, -1)
-    tokens = sample(rows, [sampling] * num_positions, range(num_positions), [()] * num_positions)
-    return torch.bincount(tokens, minlength=logits.numel()).double()
-
-
-def chi_square_is_plausible(counts, probabilities):
-    """Pearson's statistic, within six standard deviations of its mean; rare tokens are pooled."""
-    expected = probabilities * counts.sum()
-    common = expected >= 10
-    expected = torch.cat((expected[common], expected[~common].sum()[None]))
-    counts = torch.cat((counts[common], counts[~common].sum()[None]))
-    statistic = ((counts - expected) ** 2 / expected.clamp_min(1e-9)).sum().item()
-    freedom = len(counts) - 1
-    return abs(statistic - freedom) < 6 * math.sqrt(2 * freedom)
-
-
-@pytest.mark.parametrize(("temperature", "seed"), [(0.5, 1), (1.0, 2), (1.7, 2**63 + 5)])
-def test_samples_of_many_positions_follow_softmax(temperature, seed):
-    logits = torch.randn(41, generator=torch.Generator().manual_seed(seed % 100))
-    counts = counts_over_positions(logits, Sampling(temperature=temperature, seed=seed), 120_000)
-    assert chi_square_is_plausible(counts, torch.softmax(logits.double() / temperature, dim=0))
-
-
-def test_samples_of_many_seeds_follow_softmax_at_one_position():
-    logits = torch.linspace(-1, 1, 13)
-    n = 40_000
-    samplings = [Sampling(seed=seed) for seed in range(n)]
-    tokens = sample(logits.expand(n, -1), samplings, [9] * n, [()] * n)
-    counts = torch.bincount(tokens, minlength=13).double()
-    assert chi_square_is_plausible(counts, torch.softmax(logits.double(), dim=0))
-
-
-def test_masked_samples_follow_the_renormalised_softmax():
-    logits = torch.tensor([3.0, 2.5, 2.0, 1.0, 0.0, -1.0, -4.0])
-    counts = counts_over_positions(logits, Sampling(top_k=4, seed=3), 50_000)
-    assert counts[4:].sum() == 0
-    assert chi_square_is_plausible(counts[:4], torch.softmax(logits[:4].double(), dim=0))
+    choices = [Choice(sampling, position) for position in range(num_positions)]
+    tokens = sample(logits.expand(num_positions, -1), choices)
+    return torch.bincount(tokens, minlength=logits.numel())
 
 
 samplings = st.builds(
@@ -109,9 +82,11 @@ rows = st.tuples(
 @given(st.lists(rows, min_size=1, max_size=6))
 @settings(max_examples=150, deadline=None)
 def test_every_row_of_a_batch_gets_the_token_of_the_plain_twin(batch):
-    logits, samplings, positions, banned = zip(*batch, strict=True)
-    tokens = sample(torch.tensor(logits), samplings, positions, banned)
-    assert tokens.tolist() == [reference_sample(*row) for row in batch]
+    choices = [Choice(*drawn) for _, *drawn in batch]
+    logits = [row[0] for row in batch]
+    assert sample(torch.tensor(logits), choices).tolist() == [
+        reference_sample(*row) for row in zip(logits, choices, strict=True)
+    ]
 
 
 def test_a_row_gets_the_same_token_alone_and_in_any_company():
@@ -126,15 +101,12 @@ def test_a_row_gets_the_same_token_alone_and_in_any_company():
         Sampling(min_p=0.05, seed=8),
         Sampling(top_k=7, seed=9),
     ]
-    samplings = [kinds[i % len(kinds)] for i in range(24)]
-    positions = [100 + i // 3 for i in range(24)]
-    banned = [(i, i + 1) if i % 5 == 0 else () for i in range(24)]
-    together = sample(logits, samplings, positions, banned).tolist()
-    alone = [
-        sample(logits[i : i + 1], samplings[i : i + 1], positions[i : i + 1], banned[i : i + 1])
+    choices = [
+        Choice(kinds[i % len(kinds)], 100 + i // 3, (i, i + 1) if i % 5 == 0 else ())
         for i in range(24)
     ]
-    assert [token.item() for token in alone] == together
+    alone = [sample(logits[i : i + 1], choices[i : i + 1]).item() for i in range(24)]
+    assert alone == sample(logits, choices).tolist()
 
 
 def test_noise_has_the_same_bits_alone_and_in_any_company():
@@ -148,20 +120,20 @@ def test_noise_has_the_same_bits_alone_and_in_any_company():
 def test_zero_temperature_makes_no_noise(monkeypatch):
     monkeypatch.setattr(module, "gumbel_noise", None)
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
-    assert sample(logits, [Sampling(temperature=0.0)], [0], [()]).tolist() == [1]
-    assert sample(logits, [Sampling(temperature=0.0)], [0], [(1,)]).tolist() == [2]
+    assert sample(logits, [Choice(Sampling(temperature=0.0), 0)]).tolist() == [1]
+    assert sample(logits, [Choice(Sampling(temperature=0.0), 0, (1,))]).tolist() == [2]
     assert logits.tolist() == [[0.0, 3.0, 3.0, 1.0]]
 
 
 def test_without_top_k_and_top_p_nothing_is_sorted(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "topk", None)
-    sample(torch.randn(2, 9), [Sampling(min_p=0.1), Sampling()], [0, 0], [(), ()])
+    sample(torch.randn(2, 9), [Choice(Sampling(min_p=0.1), 0), Choice(Sampling(), 0)])
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9, 1e9])
 def test_extreme_temperatures_choose_an_id(temperature):
     logits = torch.tensor([[-50.0, 20.0, 19.0]])
-    token = sample(logits, [Sampling(temperature=temperature, top_p=0.5)], [0], [()]).item()
+    token = sample(logits, [Choice(Sampling(temperature=temperature, top_p=0.5), 0)]).item()
     assert token == 1 if temperature < 1 else token in (0, 1, 2)
 
 
@@ -171,7 +143,7 @@ def test_extreme_temperatures_choose_an_id(temperature):
 )
 def test_the_best_id_survives_every_mask(sampling):
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(1))
-    tokens = sample(logits, [sampling] * 50, range(50), [()] * 50)
+    tokens = sample(logits, [Choice(sampling, position) for position in range(50)])
     assert torch.equal(tokens, logits.argmax(dim=-1))
 
 

@@ -1,57 +1,102 @@
 """Choosing tokens in C++: `engine.model.sampling.sample` on a CPU, the same tokens."""
 
+from array import array
 from collections.abc import Sequence
-from ctypes import c_int32
-from itertools import accumulate, chain
+from ctypes import addressof
+from functools import lru_cache
 
+import numpy as np
 import torch
 
-from engine.messages import Sampling
-from engine.model.native.library import Draw
+from engine.messages import TokenId
+from engine.model.changes import Choice, limited
+from engine.model.native.library import Changes, Draw
 from engine.model.native.matrix import Team
 
 MASK_64 = 2**64 - 1
+CACHED_BIASES = 256
+NUMBER_BYTES = 4
 
 
-def sample(
-    logits: torch.Tensor,
-    samplings: Sequence[Sampling],
-    positions: Sequence[int],
-    banned: Sequence[Sequence[int]],
-    *,
-    team: Team,
-) -> torch.Tensor:
+def sample(logits: torch.Tensor, choices: Sequence[Choice], *, team: Team) -> torch.Tensor:
     """The token [num_rows] int64 of each row of `logits` [num_rows, vocab].
 
     Logits are fp32, or of a type that fp32 holds; a row with NaN gets some token. Raises IndexError
-    where a banned id is not in the vocabulary.
+    where an id that a choice names is not in the vocabulary.
     """
     logits = logits.to(torch.float32).contiguous()
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
-    draws = (Draw * num_rows)(*map(_draw, samplings, positions, [vocab] * num_rows))
-    starts = (c_int32 * (num_rows + 1))(0, *accumulate(map(len, banned)))
-    ids = (c_int32 * starts[num_rows])(*_checked(banned, vocab))
-    team.library.baton_sample(
-        team.handle, logits.data_ptr(), vocab, num_rows, draws, starts, ids, tokens.data_ptr()
+    kept: list[object] = []  # what draws hold the addresses of
+    draws = (Draw * num_rows)(*[draw_of(choice, vocab, kept) for choice in choices])
+    is_done = team.library.baton_sample(
+        team.handle, logits.data_ptr(), vocab, num_rows, draws, tokens.data_ptr()
     )
+    if not is_done:
+        raise IndexError(f"row {tokens.argmin()} names ids beyond a vocabulary of {vocab}")
     return tokens
 
 
-def _draw(sampling: Sampling, position: int, vocab: int) -> Draw:
+def draw_of(choice: Choice, vocab: int, kept: list[object]) -> Draw:
+    """The choice as the kernels see it; valid as long as what is appended to `kept` is."""
+    sampling = choice.sampling
     return Draw(
         sampling.temperature,
         sampling.top_p,
         sampling.min_p,
         sampling.seed & MASK_64,
-        position,
+        choice.position,
         sampling.top_k if 0 < sampling.top_k < vocab else 0,
+        0,
+        None if choice.is_plain else _changes(choice, kept),
     )
 
 
-def _checked(banned: Sequence[Sequence[int]], vocab: int) -> list[int]:
-    """All banned ids, row by row."""
-    ids = list(chain.from_iterable(banned))
-    if ids and not (min(ids) >= 0 and max(ids) < vocab):
-        raise IndexError(f"banned ids {min(ids)} … {max(ids)} of a vocabulary of {vocab}")
-    return ids
+def _changes(choice: Choice, kept: list[object]) -> int:
+    """Address of what `choice` changes."""
+    sampling = choice.sampling
+    changes = Changes(prompt_len=choice.prompt_len, repetition=limited(sampling.repetition_penalty))
+    if sampling.has_penalties:
+        changes.frequency = limited(sampling.frequency_penalty)
+        changes.presence = limited(sampling.presence_penalty)
+        changes.history, changes.num_history = _lent(choice.history or (), kept)
+        changes.drafted, changes.num_drafted = _lent(choice.drafted, kept)
+    if sampling.logit_bias:
+        ids, biases = _biases(sampling.logit_bias)
+        changes.biased, changes.num_biased = _lent(ids, kept)
+        changes.biases, _ = _lent(biases, kept)
+    if choice.banned:
+        changes.banned, changes.num_banned = _lent(choice.banned, kept)
+    if choice.mask is not None:
+        words = np.ascontiguousarray(choice.mask)
+        assert words.dtype == np.uint32
+        changes.mask, changes.num_words = words.ctypes.data, len(words)
+        kept.append(words)
+    kept.append(changes)
+    return addressof(changes)
+
+
+def _lent(numbers: "array | Sequence[TokenId]", kept: list[object]) -> tuple[int, int]:
+    """Address of numbers, int32 where they are no array, and how many there are.
+
+    An array that is looked at cannot grow, so its memory stays where it is.
+    """
+    if not (isinstance(numbers, array) and numbers.itemsize == NUMBER_BYTES):
+        numbers = _int32(numbers)
+    kept.append(memoryview(numbers))
+    return numbers.buffer_info()
+
+
+def _int32(ids: Sequence[TokenId]) -> "array[int]":
+    """Raises IndexError for ids that are in no vocabulary."""
+    try:
+        return array("i", ids)
+    except OverflowError:
+        raise IndexError(f"ids {min(ids)} … {max(ids)} do not fit in 32 bits") from None
+
+
+@lru_cache(maxsize=CACHED_BIASES)
+def _biases(logit_bias: tuple[tuple[TokenId, float], ...]) -> "tuple[array[int], array[float]]":
+    """Ids and biases: converted once a request, not once a token."""
+    biases = dict(logit_bias)
+    return _int32(list(biases)), array("f", map(limited, biases.values()))

@@ -34,15 +34,17 @@
 #include <limits>
 #include <vector>
 
+#include "changes.h"
 #include "simd.h"
 
 namespace baton {
 
-struct Draw {  // `Sampling` and the position of a row
+struct Draw {  // a row's `Choice`
   double temperature, top_p, min_p;
   uint64_t seed;
   int64_t position;
-  int32_t top_k, unused;  // top_k: 0 or less than the vocabulary
+  int32_t top_k, unused;   // top_k: 0 or less than the vocabulary
+  const Changes* changes;  // null where logits are taken as they come
 };
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -119,10 +121,11 @@ class Sampler {
  public:
   explicit Sampler(int vocab) : vocab_(vocab) {}
 
-  // The token of a row of logits; where one is NaN, some token.
-  int64_t choose(const float* logits, const Draw& draw, const int32_t* banned,
-                 const int32_t* banned_end) {
-    logits_ = banned == banned_end ? logits : without(logits, banned, banned_end);
+  // The token of a row of logits; where one is NaN, some token. -1 if an id that is to change is
+  // not in the vocabulary.
+  int64_t choose(const float* logits, const Draw& draw) {
+    logits_ = draw.changes == nullptr ? logits : changed(logits, *draw.changes);
+    if (logits_ == nullptr) return -1;
     const int first_best = find_best();
     if (!(draw.temperature > 0) || !std::isfinite(best_)) return first_best;
     temperature_ = draw.temperature;
@@ -141,10 +144,9 @@ class Sampler {
   static constexpr int kGroup = 4 * kLanes;  // tokens whose noise is made together
   static constexpr int kBisections = 10;  // leave one in a thousand, where logits are spread evenly
 
-  const float* without(const float* logits, const int32_t* banned, const int32_t* banned_end) {
-    allowed_.assign(logits, logits + vocab_);
-    for (; banned != banned_end; ++banned) allowed_[*banned] = -kInfinity;
-    return allowed_.data();
+  const float* changed(const float* logits, const Changes& changes) const {
+    thread_local Changer changer;  // its memory is worth keeping from call to call
+    return changer.apply(logits, vocab_, changes);
   }
 
   double score(float logit) const {
@@ -392,7 +394,6 @@ class Sampler {
   }
 
   int vocab_;
-  std::vector<float> allowed_;  // logits of a row with banned ids
   std::vector<float> kept_;
   std::vector<double> masses_;
 

@@ -1,0 +1,220 @@
+"""What a choice changes about its logits, before temperature and bounds.
+
+All is in fp32, each operation rounded by itself. First all logits of the row are limited to the
+finite numbers, and so is what each of these steps gives, of an id that it concerns:
+
+    1  repetition  of ids in prompt or answer: x / penalty where x > 0, else x * penalty
+    2  frequency   of ids in the answer: x - penalty * (how often it is there)
+    3  presence    of ids in the answer: x - penalty
+    4  bias        x + bias; of an id that is given several, the last counts
+    5  mask        banned ids, and those that a grammar does not allow: minus infinity
+
+So one that is allowed is chosen as long as there is one. Penalties and biases are limited likewise.
+
+On a GPU too, what is done to a batch is a few operations on all its rows that change anything, and
+one copy of ids, numbers and masks to the device. `reference_changed` is the same in plain Python,
+`native/src/changes.h` in C++.
+
+Source of the repetition penalty: Keskar et al., "CTRL", 2019, §4.1.
+"""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from ctypes import c_float
+
+import msgspec
+import numpy as np
+import torch
+
+from engine.messages import Sampling
+
+GREATEST = 2.0**128 - 2.0**104  # finite fp32
+WORD_BITS = 32
+ALL_BITS = 0xFFFFFFFF
+
+
+class Choice(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of a dataclass's time
+    """What one row of logits is asked for: the token at `position`, in the way of `sampling`.
+
+    `banned`      ids that are never chosen
+    `history`     all tokens before `drafted`, prompt and answer; may be left out without penalties
+    `drafted`     tokens that are taken to follow it
+    `prompt_len`  where in these two together the answer begins
+    `mask`        uint32 [words]: id i is allowed if bit i % 32 of word i // 32 is set, and no id
+                  beyond the words is; None allows all
+    """
+
+    sampling: Sampling
+    position: int
+    banned: Sequence[int] = ()
+    history: "array[int] | Sequence[int] | None" = None
+    drafted: Sequence[int] = ()
+    prompt_len: int = 0
+    mask: np.ndarray | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are taken as they come."""
+        return (
+            not self.banned
+            and self.mask is None
+            and not self.sampling.logit_bias
+            and not self.sampling.has_penalties
+        )
+
+
+def changed(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    """`logits` with what choices change about them; the same tensor where that is nothing."""
+    rows = [row for row, choice in enumerate(choices) if not choice.is_plain]
+    if not rows:
+        return logits
+    changing = [choices[row] for row in rows]
+    index, prompt, answer, penalties, biased, biases, banned, words = _brought(
+        [np.array(rows), *_contexts(changing, logits.shape[1]), *_marks(changing, logits.shape[1])],
+        logits.device,
+    )
+    logits = logits.float()
+    x = _finite(logits[index])  # [num_changing, vocab]
+    flat = x.view(-1)
+    if len(prompt) or len(answer):
+        flat.copy_(_penalised(x, prompt, answer, penalties.view(torch.float64)).view(-1))
+    if len(biased):
+        fp32 = biases.view(torch.float64).float()
+        flat.index_copy_(0, biased, _finite(flat[biased] + fp32))
+    if len(words):
+        x.masked_fill_(~_allowed(words.view(len(rows), -1), x.shape[1]), -torch.inf)
+    flat.index_fill_(0, banned, -torch.inf)
+    return logits.index_copy(0, index, x)
+
+
+def _contexts(choices: Sequence[Choice], vocab: int) -> list[np.ndarray]:
+    """Places in the flat logits of what prompts and answers hold, and penalties [3, num_rows]."""
+    prompts, answers = [], []
+    for choice in choices:
+        context = np.empty(0, np.int64)
+        if choice.sampling.has_penalties:
+            parts = ([] if choice.history is None else choice.history, choice.drafted)
+            context = np.concatenate([np.asarray(part, np.int64) for part in parts])
+        prompts.append(context[: choice.prompt_len])
+        answers.append(context[choice.prompt_len :])
+    samplings = [choice.sampling for choice in choices]
+    penalties = [
+        [limited(sampling.repetition_penalty) for sampling in samplings],
+        [limited(sampling.frequency_penalty) for sampling in samplings],
+        [limited(sampling.presence_penalty) for sampling in samplings],
+    ]
+    return [_places(prompts, vocab), _places(answers, vocab), np.array(penalties, np.float64)]
+
+
+def _marks(choices: Sequence[Choice], vocab: int) -> list[np.ndarray]:
+    """Places in the flat logits of biased ids, biases, places of banned ids, and masks as words.
+
+    The words are those of all rows, or of none where no row has a mask.
+    """
+    biases = [dict(choice.sampling.logit_bias) for choice in choices]
+    words = np.empty((0, 2), np.uint32)
+    if any(choice.mask is not None for choice in choices):
+        words = np.stack([_whole_mask(choice.mask, vocab) for choice in choices])
+    return [
+        _places([list(row) for row in biases], vocab),
+        np.array([limited(bias) for row in biases for bias in row.values()], np.float64),
+        _places([choice.banned for choice in choices], vocab),
+        words,
+    ]
+
+
+def limited(number: float) -> float:
+    """The finite number of fp32 next to a penalty or bias, before it is rounded."""
+    return min(max(number, -GREATEST), GREATEST)
+
+
+def _places(ids: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
+    """Where the ids of each row are in flat logits. Raises IndexError."""
+    flat = np.concatenate([np.asarray(row, np.int64) for row in ids])
+    if flat.size and (flat.min() < 0 or flat.max() >= vocab):
+        raise IndexError(f"ids {flat.min()} … {flat.max()} of a vocabulary of {vocab}")
+    return flat + np.repeat(np.arange(len(ids)), [len(row) for row in ids]) * vocab
+
+
+def _whole_mask(mask: np.ndarray | None, vocab: int) -> np.ndarray:
+    """The words of a mask for all ids, an even number of them."""
+    num_words = -(-vocab // (2 * WORD_BITS)) * 2
+    if mask is None:
+        return np.full(num_words, ALL_BITS, np.uint32)
+    whole = np.zeros(num_words, np.uint32)
+    whole[: len(mask)] = mask[:num_words]
+    return whole
+
+
+def _brought(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[torch.Tensor]:
+    """Arrays as int64 on `device`, flat, in one copy."""
+    flat = [np.ascontiguousarray(each).reshape(-1).view(np.int64) for each in arrays]
+    return torch.from_numpy(np.concatenate(flat)).to(device).split([len(each) for each in flat])
+
+
+def _penalised(
+    x: torch.Tensor,  # [num_rows, vocab] fp32
+    prompt: torch.Tensor,  # places in the flat `x`
+    answer: torch.Tensor,
+    penalties: torch.Tensor,  # [3 * num_rows] fp64
+) -> torch.Tensor:
+    """Penalties are tensors: GPUs would multiply by the reciprocal of a number."""
+    repetition, frequency, presence = penalties.float().view(3, len(x), 1)
+    ones = torch.ones_like(answer, dtype=torch.int32)
+    flat_counts = torch.zeros(x.numel(), dtype=torch.int32, device=x.device)
+    counts = flat_counts.scatter_add_(0, answer, ones).view_as(x)
+    in_answer = counts > 0
+    in_context = in_answer.view(-1).index_fill(0, prompt, value=True).view_as(x)
+    repeated = torch.where(x > 0, x / repetition, x * repetition)
+    x = torch.where(in_context, _finite(repeated), x)
+    less_frequent = _finite(x - frequency * counts.float())
+    return torch.where(in_answer, _finite(less_frequent - presence), x)
+
+
+def _finite(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-GREATEST, GREATEST)
+
+
+def _allowed(words: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Bits [num_rows, vocab] of words [num_rows, num_words / 2] int64."""
+    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
+    return ((words.view(torch.int32)[..., None] >> bits) & 1).bool().flatten(1)[:, :vocab]
+
+
+def reference_changed(logits: Sequence[float], choice: Choice) -> list[float]:
+    """Logits with what `choice` changes about them.
+
+    Python computes in fp64. What fp64 gives for one operation on two numbers of fp32, rounded to
+    fp32, is what fp32 gives.
+    """
+    sampling = choice.sampling
+    x = [_finite_fp32(value) for value in logits]
+    if sampling.has_penalties:
+        repetition = _finite_fp32(sampling.repetition_penalty)
+        frequency = _finite_fp32(sampling.frequency_penalty)
+        presence = _finite_fp32(sampling.presence_penalty)
+        context = [*(choice.history or ()), *choice.drafted]
+        for i in Counter(context):
+            x[i] = _finite_fp32(x[i] / repetition if x[i] > 0 else x[i] * repetition)
+        for i, count in Counter(context[choice.prompt_len :]).items():
+            x[i] = _finite_fp32(x[i] - c_float(frequency * count).value)
+            x[i] = _finite_fp32(x[i] - presence)
+    for i, bias in dict(sampling.logit_bias).items():
+        x[i] = _finite_fp32(x[i] + _finite_fp32(bias))
+    return [
+        value if i not in choice.banned and _is_allowed(i, choice.mask) else -math.inf
+        for i, value in enumerate(x)
+    ]
+
+
+def _finite_fp32(value: float) -> float:
+    return limited(c_float(value).value)
+
+
+def _is_allowed(token_id: int, mask: np.ndarray | None) -> bool:
+    if mask is None:
+        return True
+    word, bit = divmod(token_id, WORD_BITS)
+    return word < len(mask) and bool(mask[word] >> np.uint32(bit) & np.uint32(1))
