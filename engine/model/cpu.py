@@ -19,20 +19,25 @@ from torch import nn
 
 from engine.batch import Row
 from engine.blocks import BlockId
+from engine.clock import Clock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
-from engine.messages import Sampling, SeqId
+from engine.messages import SeqId
 from engine.model.attention import AttentionBatch, build_batch
+from engine.model.changes import Choice
 from engine.model.checkpoint import LoadedModel
+from engine.model.draft import Masks, Proposal, draft_step_by_step, has_guide
 from engine.model.hook import forward
 from engine.model.kvcache import KVCache, allocate_buffer
+from engine.model.native import speculate
 from engine.model.native.attention import NativeAttention
-from engine.model.native.decoder import Decoder, NotFused, build
+from engine.model.native.decoder import Decoder, NotFused, PreparedCall, build
 from engine.model.native.library import INT8, INT8_AS_FLOAT, kernels
 from engine.model.native.linear import PackedLinear, Team, pack_linears
 from engine.model.native.sampling import sample as sample_natively
 from engine.model.sampling import sample
+from engine.model.verify import Verified, verify_by_parts
 
 log = logging.getLogger(__name__)
 
@@ -122,32 +127,59 @@ class CpuForward:
         """Logits [len(keep), vocab] of the tokens of the flat batch whose indices are in `keep`."""
         return self.launch(self.prepare(rows, keep))
 
-    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> Prepared:
+    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> Prepared | PreparedCall:
         """The inputs of `launch`: those of `logits`."""
+        if self._decoder is not None:
+            return self._decoder.prepare(rows, keep)
         token_ids = [token for row in rows for token in row.token_ids]
         positions = [position for row in rows for position in range(row.start, row.end)]
         return Prepared(token_ids, positions, keep, build_batch(rows, self._loaded.context.cache))
 
-    def launch(self, prepared: Prepared) -> torch.Tensor:
+    def launch(self, prepared: Prepared | PreparedCall) -> torch.Tensor:
         """Logits [len(keep), vocab]."""
+        if self._decoder is not None:
+            return self._decoder.launch(prepared)
         *numbers, batch = prepared
         self._loaded.context.batch = batch
-        if self._decoder is None:
-            with _one_torch_thread() if self._team is not None else nullcontext():
-                return forward(self._loaded.model, *numbers)
-        return self._decoder.forward(*(torch.tensor(x, dtype=torch.long) for x in numbers), batch)
+        with _one_torch_thread() if self._team is not None else nullcontext():
+            return forward(self._loaded.model, *numbers)
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        samplings: Sequence[Sampling],
-        positions: Sequence[int],
-        banned: Sequence[Sequence[int]],
-    ) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
         """Tokens [num_rows], as `engine.model.sampling.sample` chooses them."""
         if self._team is None:
-            return sample(logits, samplings, positions, banned)
-        return sample_natively(logits, samplings, positions, banned, team=self._team)
+            return sample(logits, choices)
+        return sample_natively(logits, choices, team=self._team)
+
+    def draft(self, proposals: Sequence[Proposal], masks: Masks) -> None:
+        """Has this model, a draft, compute what it shall see of rows, and propose.
+
+        Those that propose most come first. It is one call where no pass has to wait for a mask.
+        """
+        proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
+        if self._decoder is None or has_guide(proposing) or not proposing:
+            draft_step_by_step(self, proposals, masks)
+            return
+        drafted = speculate.draft(
+            self._decoder,
+            [proposal.seen() for proposal in proposals],
+            [proposal.choice(0) for proposal in proposing],
+            [proposal.row.num_to_draft for proposal in proposing],
+        )
+        for proposal, token_ids in zip(proposing, drafted, strict=True):
+            proposal.token_ids = token_ids
+
+    def verify(self, proposals: Sequence[Proposal], masks: Masks, clock: Clock) -> Verified:
+        """Has this model compute rows and what is proposed, and choose; one call where it can."""
+        if self._decoder is None or has_guide(proposals):
+            return verify_by_parts(self, proposals, masks, clock)
+        chosen = speculate.verify(
+            self._decoder,
+            [p.row for p in proposals],
+            [None if p.row.sampling is None else p.choice(0) for p in proposals],
+            [p.token_ids for p in proposals],
+            clock,
+        )
+        return Verified(*chosen)
 
     def _fused(self, team: Team) -> Decoder | None:
         """The model as one call, if it is of that shape and gives the model's own logits."""

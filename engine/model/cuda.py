@@ -33,17 +33,19 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.batch import Row
-from engine.clock import MonotonicClock
+from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
-from engine.messages import Sampling
 from engine.model import fp8, packing, torch_attention, triton_attention
 from engine.model.attention import Attend, AttentionBatch, Extent
+from engine.model.changes import Choice
 from engine.model.checkpoint import LoadedModel
+from engine.model.draft import Masks, Proposal, draft_step_by_step
 from engine.model.hook import PAGED, paged_hook
 from engine.model.kvcache import KVCache
 from engine.model.packing import Inputs, Packing, Shape
 from engine.model.sampling import sample
+from engine.model.verify import Verified, verify_by_parts
 
 log = logging.getLogger(__name__)
 
@@ -205,15 +207,23 @@ class CudaForward:
             return self._compute(inputs, batch, inputs.keep)
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        samplings: Sequence[Sampling],
-        positions: Sequence[int],
-        banned: Sequence[Sequence[int]],
-    ) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
         """Tokens [num_rows], as `engine.model.sampling.sample` chooses them, on the GPU."""
-        return sample(logits, samplings, positions, banned)
+        return sample(logits, choices)
+
+    def draft(self, proposals: Sequence[Proposal], masks: Masks) -> None:
+        """Has this model, a draft, compute what it shall see of rows, and propose.
+
+        All passes but the first are decode steps, and captured. The host waits for each of them.
+        """
+        draft_step_by_step(self, proposals, masks)
+
+    def verify(self, proposals: Sequence[Proposal], masks: Masks, clock: Clock) -> Verified:
+        """Has this model compute rows and what is proposed, and choose.
+
+        Where something is proposed, the pass is no decode step, so it runs eagerly.
+        """
+        return verify_by_parts(self, proposals, masks, clock)
 
     def _prepare(
         self, rows: Sequence[Row], keep: Sequence[int], shape: Shape, pad_len: int = 1

@@ -1,12 +1,13 @@
 """Carries out batch plans with a transformers model.
 
 A step is: one forward pass over all rows as one flat sequence (`cpu`, `cuda`: how depends on the
-device), logits of the rows that sample, one token each, one copy back to the host. On a GPU that
-copy is what waits for the step.
+device), logits of the rows that sample, their tokens (`verify`), one copy back to the host. On a
+GPU that copy is what waits for the step.
 
-With a draft model, a step is its forward pass too, over the same rows and for K and V only: they
-are the second section of each block. A block has both models' or neither's, so whoever comes to
-own it, by prefix or by transfer, can draft at once.
+With a draft model, its passes come first (`draft`): over the rows that it sees, for K and V, and
+over what it proposes for those that want it. Its K and V are the second section of each block. A
+block has both models' or neither's, so whoever comes to own it, by prefix or by transfer, can draft
+at once. Tokens that were proposed elsewhere are verified like the draft model's.
 
 The KV buffer may be memory that other processes read and write: `open` asks for it when the layout,
 and so its size, is known. Not thread-safe: one thread runs steps.
@@ -18,20 +19,22 @@ from pathlib import Path
 import msgspec
 import torch
 
-from engine.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
+from engine.batch import BatchPlan, BatchResult, Row, StepTimes
 from engine.blocks import BlockId
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
 from engine.messages import Sampling, SeqId
-from engine.model import cpu, cuda
+from engine.model import cpu, cuda, verify
 from engine.model.checkpoint import LoadedModel, load, load_draft
 from engine.model.cpu import CpuForward
 from engine.model.cuda import CudaForward
+from engine.model.draft import Masks, Proposal
 from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
 
 WARM_UP_TOKENS = 32
+WARM_UP_DRAFTED = 2
 
 Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
 
@@ -75,6 +78,7 @@ class TorchRunner:
         self.device = device
         self._wanted_weights = weights
         self._clock = MonotonicClock()
+        self._masks = Masks()
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
 
@@ -137,6 +141,7 @@ class TorchRunner:
     def close(self) -> None:
         """Lets go of the model and of the KV buffer, so that its memory can be unmapped."""
         self.buffer = None
+        self._masks.close()
         if self.draft_forward is not None:
             self.draft_forward.close()
             self.draft_forward = None
@@ -151,39 +156,55 @@ class TorchRunner:
         )
 
     def run(self, plan: BatchPlan) -> BatchResult:
-        """Runs one forward pass of each model; then K and V of all tokens are in the buffer."""
-        rows = plan.rows
-        if not rows:
+        """Runs the passes of a plan; then K and V of all its tokens are in the buffer."""
+        if not plan.rows:
             return BatchResult(())
-        assert max(row.end for row in rows) <= self.context_len
-        sampling = [row for row in rows if row.sampling is not None]
+        assert max(row.end + row.max_drafted for row in plan.rows) <= self.context_len
         begin_s = self._clock.now_s()
         with torch.inference_mode():
-            prepared = self._forward.prepare(rows, _last_tokens(rows))
-            drafted = self.draft_forward and self.draft_forward.prepare(rows, keep=())
-            prepared_s = self._clock.now_s()
-            logits = self._forward.launch(prepared)
-            if self.draft_forward is not None:
-                self.draft_forward.launch(drafted)
-            launched_s = self._clock.now_s()
-            chosen = iter(_choose(self._forward, logits, sampling))
+            proposals = [_proposed(row) for row in plan.rows]
+            self._draft(proposals)
+            drafted_s = self._clock.now_s()
+            verified = self._forward.verify(proposals, self._masks, self._clock)
+            results = verify.results(proposals, verified.chosen, verified.logits)
+        computed_s = verified.prepare_s + verified.forward_s
         self.last_times = StepTimes(
-            prepare_s=prepared_s - begin_s,
-            forward_s=launched_s - prepared_s,
-            sample_s=self._clock.now_s() - launched_s,
+            prepare_s=verified.prepare_s,
+            forward_s=verified.forward_s,
+            sample_s=self._clock.now_s() - drafted_s - computed_s,
+            draft_s=drafted_s - begin_s,
         )
-        results = [RowResult(() if row.sampling is None else (next(chosen),)) for row in rows]
         return BatchResult(results, self.last_times)
+
+    def _draft(self, proposals: Sequence[Proposal]) -> None:
+        """Runs the draft model, if there is one, over the rows that it shall see."""
+        if self.draft_forward is None:
+            return
+        seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
+        if seen:
+            seen.sort(key=_num_to_draft, reverse=True)
+            self.draft_forward.draft(seen, self._masks)
 
     def warm_up(self, clock: Clock | None = None) -> float:
         """Runs a chunk and a step on blocks that nobody owns yet; the seconds that they took."""
         clock = clock or MonotonicClock()
         begin_s = clock.now_s()
-        capacity = self.num_blocks * self.block_size
-        num_tokens = min(WARM_UP_TOKENS, self.context_len - 1, capacity - 1)
-        table = [BlockId(i) for i in range(self.layout.num_blocks_for(num_tokens + 1))]
-        for token_ids, start in (([0] * num_tokens, 0), ([0], num_tokens)):
-            row = Row(SeqId("warm-up"), token_ids, start, table, Sampling())
+        capacity = min(self.num_blocks * self.block_size, self.context_len)
+        num_tokens = min(WARM_UP_TOKENS, capacity - 1)
+        num_drafted = min(WARM_UP_DRAFTED, capacity - num_tokens - 1)
+        num_to_draft = 0 if self.draft_forward is None else num_drafted
+        table = [BlockId(i) for i in range(self.layout.num_blocks_for(capacity))]
+        for start, num, drafted in ((0, num_tokens, 0), (num_tokens, 1, num_to_draft)):
+            tokens = [0] * num
+            row = Row(
+                SeqId("warm-up"),
+                tokens,
+                start,
+                table,
+                Sampling(),
+                num_to_draft=drafted,
+                draft_token_ids=tokens,
+            )
             self.run(BatchPlan([row]))
         return clock.now_s() - begin_s
 
@@ -217,25 +238,14 @@ def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int 
     return num_blocks
 
 
-def _last_tokens(rows: list[Row]) -> list[int]:
-    """Index in the flat batch of the last token of each row that samples."""
-    last = []
-    end = 0
-    for row in rows:
-        end += len(row.token_ids)
-        if row.sampling is not None:
-            last.append(end - 1)
-    return last
+def _proposed(row: Row) -> Proposal:
+    """What is proposed to follow a row by whoever made it, as far as its grammar allows."""
+    if not row.draft:
+        return Proposal(row)
+    assert row.num_to_draft == 0
+    num_allowed = len(row.draft) if row.guide is None else row.guide.num_allowed(row.draft)
+    return Proposal(row, list(row.draft[:num_allowed]))
 
 
-def _choose(forward: CpuForward | CudaForward, logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    """Tokens of rows that sample, from their logits [num_rows, vocab]."""
-    if not rows:
-        return []
-    tokens = forward.sample(
-        logits,
-        [row.sampling for row in rows],
-        [row.end for row in rows],
-        [row.banned for row in rows],
-    )
-    return tokens.tolist()
+def _num_to_draft(proposal: Proposal) -> int:
+    return proposal.row.num_to_draft

@@ -8,13 +8,17 @@ result is the model is then tried: its logits must be those of the model itself 
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.batch import Row
 from engine.layout import KVLayout
 from engine.model.attention import AttentionBatch, Scoring
 from engine.model.hook import ForwardContext
@@ -45,6 +49,20 @@ class LayerCall:
     num_heads: int
 
 
+class PackedRows(NamedTuple):
+    """Rows as the kernels read them, and the arrays that `struct` points into."""
+
+    struct: native.Ragged
+    arrays: "tuple[array[int], ...]"
+
+
+class PreparedCall(NamedTuple):
+    """One forward pass, ready to be computed."""
+
+    packed: PackedRows
+    keep: "array[int]"  # int64: indices of the tokens whose logits are wanted
+
+
 class Decoder:
     """A model whose forward pass is one call. Shares its matrices with `PackedLinear` modules."""
 
@@ -67,6 +85,7 @@ class Decoder:
         self.close()
         self._cache = cache_struct(cache)
         self._buffer = cache.buffer
+        self._block_size = cache.layout.block_size
         self._handle = self._team.library.baton_decoder_open(
             self._team.handle, ctypes.byref(self._struct), ctypes.byref(self._cache)
         )
@@ -77,26 +96,68 @@ class Decoder:
             self._team.library.baton_decoder_close(self._handle)
             self._handle = self._buffer = None
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,  # [num_tokens] int64
-        positions: torch.Tensor,  # [num_tokens] int64
-        keep: torch.Tensor,  # [num_keep] int64
-        batch: AttentionBatch,
-    ) -> torch.Tensor:
-        """Logits [num_keep, vocab] fp32 of the tokens whose indices are in `keep`."""
-        logits = torch.empty(len(keep), self.vocab_size)
-        step = native.Pass(
-            token_ids=token_ids.data_ptr(),
-            positions=positions.data_ptr(),
-            keep=keep.data_ptr(),
-            logits=logits.data_ptr(),
-            num_keep=len(keep),
-        )
+    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> PreparedCall:
+        """What `launch` computes: rows, and the tokens of the flat batch whose logits it gives."""
+        return PreparedCall(self.pack(rows), array("q", keep))
+
+    def launch(self, prepared: PreparedCall) -> torch.Tensor:
+        """Logits [num_keep, vocab] fp32."""
+        num_keep = len(prepared.keep)
+        logits = torch.empty(num_keep, self.vocab_size)
+        wanted = native.Wanted(address_of(prepared.keep), logits.data_ptr(), num_keep)
         self._team.library.baton_decoder_forward(
-            self._handle, ctypes.byref(batch_struct(batch)), ctypes.byref(step)
+            self._handle, ctypes.byref(prepared.packed.struct), ctypes.byref(wanted)
         )
         return logits
+
+    def draft(self, rows: PackedRows, logits: torch.Tensor, proposals: native.Proposals) -> None:
+        """All passes of a draft model: fills `proposals`.
+
+        `logits` [proposals.num_rows, vocab] is memory to work in. Raises IndexError where an id
+        that a draw names is not in the vocabulary.
+        """
+        run = self._team.library.baton_decoder_draft
+        self._run(run, rows, logits, proposals)
+
+    def verify(self, rows: PackedRows, logits: torch.Tensor, choices: native.Choices) -> None:
+        """A pass over rows and what is proposed behind them: fills `logits` and `choices`.
+
+        Raises IndexError where an id that a draw names is not in the vocabulary.
+        """
+        run = self._team.library.baton_decoder_verify
+        self._run(run, rows, logits, choices)
+
+    def _run(
+        self, run: Callable, rows: PackedRows, logits: torch.Tensor, struct: ctypes.Structure
+    ) -> None:
+        pointers = ctypes.byref(rows.struct), logits.data_ptr(), ctypes.byref(struct)
+        if not run(self._handle, *pointers):
+            raise IndexError(f"a choice names ids beyond a vocabulary of {self.vocab_size}")
+
+    def pack(self, rows: Sequence[Row], ahead: Sequence[int] = ()) -> PackedRows:
+        """Rows as `draft` and `verify` take them; `ahead` as in `pack`."""
+        return pack(rows, self._block_size, ahead)
+
+
+def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> PackedRows:
+    """Rows as the kernels read them; the first may go on for as many tokens as `ahead` says."""
+    reach = [row.end + num for row, num in zip_longest(rows, ahead, fillvalue=0)]
+    tables = [
+        row.block_table[: -(-end // block_size)] for row, end in zip(rows, reach, strict=True)
+    ]
+    token_ids = array("q", chain.from_iterable(row.token_ids for row in rows))
+    lens = array("i", [len(row.token_ids) for row in rows])
+    ends = array("i", [row.end for row in rows])
+    blocks = array("i", chain.from_iterable(tables))
+    table_lens = array("i", map(len, tables))
+    assert all(num * block_size >= end for num, end in zip(table_lens, reach, strict=True))
+    arrays = token_ids, lens, ends, blocks, table_lens
+    return PackedRows(native.Ragged(*map(address_of, arrays), len(rows)), arrays)
+
+
+def address_of(numbers: "array[int]") -> int:
+    """Where they lie, as long as nothing is appended."""
+    return numbers.buffer_info()[0]
 
 
 def cache_struct(cache: KVCache) -> native.Cache:

@@ -130,15 +130,50 @@ class Batch(Structure):
     )
 
 
-class Pass(Structure):
-    """What a forward pass reads and where its logits go."""
+class Ragged(Structure):
+    """The rows of a forward pass of a decoder."""
 
     _fields_ = (
         ("token_ids", c_void_p),
-        ("positions", c_void_p),
+        ("lens", c_void_p),
+        ("ends", c_void_p),
+        ("tables", c_void_p),
+        ("table_lens", c_void_p),
+        ("num_rows", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Wanted(Structure):
+    """Whose logits a forward pass computes, and where they go."""
+
+    _fields_ = (
         ("keep", c_void_p),
         ("logits", c_void_p),
         ("num_keep", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Changes(Structure):
+    """What a choice changes about its logits."""
+
+    _fields_ = (
+        ("history", c_void_p),
+        ("drafted", c_void_p),
+        ("banned", c_void_p),
+        ("biased", c_void_p),
+        ("biases", c_void_p),
+        ("mask", c_void_p),
+        ("num_history", c_int32),
+        ("num_drafted", c_int32),
+        ("num_banned", c_int32),
+        ("num_biased", c_int32),
+        ("num_words", c_int32),
+        ("prompt_len", c_int32),
+        ("repetition", c_float),
+        ("frequency", c_float),
+        ("presence", c_float),
         ("unused", c_int32),
     )
 
@@ -154,6 +189,32 @@ class Draw(Structure):
         ("position", c_int64),
         ("top_k", c_int32),
         ("unused", c_int32),
+        ("changes", c_void_p),
+    )
+
+
+class Proposals(Structure):
+    """How many tokens each row proposes, how it chooses them, and where they go."""
+
+    _fields_ = (
+        ("counts", c_void_p),
+        ("draws", POINTER(Draw)),
+        ("token_ids", c_void_p),
+        ("num_rows", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Choices(Structure):
+    """How many tokens each row chooses, and how, behind what is proposed; and where they go."""
+
+    _fields_ = (
+        ("counts", c_void_p),
+        ("scored", c_void_p),
+        ("draws", POINTER(Draw)),
+        ("proposed", c_void_p),
+        ("token_ids", c_void_p),
+        ("forward_s", c_double),
     )
 
 
@@ -190,19 +251,18 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "baton_decoder_open": (c_void_p, (c_void_p, POINTER(Model), POINTER(Cache))),
     "baton_decoder_close": (None, (c_void_p,)),
-    "baton_decoder_forward": (None, (c_void_p, POINTER(Batch), POINTER(Pass))),
+    "baton_decoder_forward": (None, (c_void_p, POINTER(Ragged), POINTER(Wanted))),
+    "baton_decoder_draft": (
+        c_int32,
+        (c_void_p, POINTER(Ragged), c_void_p, POINTER(Proposals)),
+    ),
+    "baton_decoder_verify": (
+        c_int32,
+        (c_void_p, POINTER(Ragged), c_void_p, POINTER(Choices)),
+    ),
     "baton_sample": (
-        None,
-        (
-            c_void_p,
-            c_void_p,
-            c_int32,
-            c_int32,
-            POINTER(Draw),
-            POINTER(c_int32),
-            POINTER(c_int32),
-            c_void_p,
-        ),
+        c_int32,
+        (c_void_p, c_void_p, c_int32, c_int32, POINTER(Draw), c_void_p),
     ),
 }
 

@@ -2,6 +2,7 @@
 // the threads of its team; a team serves one caller at a time.
 #include "decoder.h"
 #include "sampling.h"
+#include "speculate.h"
 
 using namespace baton;
 
@@ -119,24 +120,31 @@ void* baton_decoder_open(void* team, const Model* model, const Cache* cache) {
   return new Decoder(*static_cast<Team*>(team), *model, *cache);
 }
 void baton_decoder_close(void* decoder) { delete static_cast<Decoder*>(decoder); }
-void baton_decoder_forward(void* decoder, const Batch* batch, const Pass* pass) {
-  static_cast<Decoder*>(decoder)->forward(*batch, *pass);
+void baton_decoder_forward(void* decoder, const Ragged* rows, const Wanted* wanted) {
+  static_cast<Decoder*>(decoder)->forward(*rows, *wanted);
 }
 
-// The token of each row of logits [num_rows, vocab]; of row r, the ids from banned_starts[r] to
-// banned_starts[r + 1] of banned_ids are banned.
-void baton_sample(void* team_, const float* logits, int32_t vocab, int32_t num_rows,
-                  const Draw* draws, const int32_t* banned_starts, const int32_t* banned_ids,
-                  int64_t* tokens) {
+// The following two return 0 if a draw names an id that is not in the vocabulary, else 1.
+int32_t baton_decoder_draft(void* decoder, const Ragged* rows, float* logits,
+                            const Proposals* proposals) {
+  return Drafter(*static_cast<Decoder*>(decoder), *rows, logits, *proposals).run();
+}
+int32_t baton_decoder_verify(void* decoder, const Ragged* rows, float* logits, Choices* choices) {
+  return Verifier(*static_cast<Decoder*>(decoder), *rows, logits, *choices).run();
+}
+
+// The token of each row of logits [num_rows, vocab]. Returns 0 if one is none, for a draw names an
+// id that is not in the vocabulary, else 1.
+int32_t baton_sample(void* team_, const float* logits, int32_t vocab, int32_t num_rows,
+                     const Draw* draws, int64_t* tokens) {
   Team& team = *static_cast<Team*>(team_);
   struct Job {
     Team& team;
     const float* logits;
     int32_t vocab, num_rows;
     const Draw* draws;
-    const int32_t *banned_starts, *banned_ids;
     int64_t* tokens;
-  } job{team, logits, vocab, num_rows, draws, banned_starts, banned_ids, tokens};
+  } job{team, logits, vocab, num_rows, draws, tokens};
   team.next_task.store(0);
   team.run(
       [](void* context, int) {
@@ -145,12 +153,12 @@ void baton_sample(void* team_, const float* logits, int32_t vocab, int32_t num_r
         for (;;) {
           const int row = j.team.next_task.fetch_add(1, std::memory_order_relaxed);
           if (row >= j.num_rows) break;
-          j.tokens[row] = sampler.choose(j.logits + static_cast<size_t>(row) * j.vocab,
-                                         j.draws[row], j.banned_ids + j.banned_starts[row],
-                                         j.banned_ids + j.banned_starts[row + 1]);
+          j.tokens[row] =
+              sampler.choose(j.logits + static_cast<size_t>(row) * j.vocab, j.draws[row]);
         }
       },
       &job);
+  return std::none_of(tokens, tokens + num_rows, [](int64_t token) { return token < 0; });
 }
 
 }  // extern "C"

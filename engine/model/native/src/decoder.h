@@ -58,14 +58,55 @@ struct Model {
   float logit_softcap;  // 0: none
 };
 
-// What a pass computes; mirrored in library.py.
-struct Pass {
-  const int64_t* token_ids;  // [num_tokens]
-  const int64_t* positions;  // [num_tokens]
-  const int64_t* keep;       // [num_keep]: tokens whose logits are wanted
-  float* logits;             // [num_keep, vocab]
+// The rows of a pass, each of tokens that extend one sequence; mirrored in library.py.
+struct Ragged {
+  const int64_t* token_ids;   // row by row
+  const int32_t* lens;        // [num_rows]: how many each row has
+  const int32_t* ends;        // [num_rows]: context length after them
+  const int32_t* tables;      // block tables, row by row
+  const int32_t* table_lens;  // [num_rows]: blocks, at least as many as `ends` needs
+  int32_t num_rows;
+  int32_t unused;
+};
+
+// What is wanted of a pass; mirrored in library.py.
+struct Wanted {
+  const int64_t* keep;  // [num_keep]: tokens, of the flat batch, whose logits are wanted
+  float* logits;        // [num_keep, vocab]
   int32_t num_keep;
   int32_t unused;
+};
+
+// Rows as attention reads them, and the position of each token.
+class Laid {
+ public:
+  void lay(const Ragged& rows, int block_size) {
+    starts_.assign(1, 0);
+    positions_.clear();
+    slots_.clear();
+    const int widest = *std::max_element(rows.table_lens, rows.table_lens + rows.num_rows);
+    tables_.assign(static_cast<size_t>(rows.num_rows) * widest, 0);
+    const int32_t* table = rows.tables;
+    for (int r = 0; r < rows.num_rows; table += rows.table_lens[r++]) {
+      std::copy_n(table, rows.table_lens[r], tables_.begin() + static_cast<size_t>(r) * widest);
+      starts_.push_back(starts_.back() + rows.lens[r]);
+      for (int64_t position = rows.ends[r] - rows.lens[r]; position < rows.ends[r]; ++position) {
+        positions_.push_back(position);
+        slots_.push_back(table[position / block_size] * static_cast<int64_t>(block_size) +
+                         position % block_size);
+      }
+    }
+    batch_ = {starts_.data(), rows.ends, tables_.data(), slots_.data(), rows.num_rows,
+              starts_.back(), widest, 0};
+  }
+
+  const Batch& batch() const { return batch_; }
+  const int64_t* positions() const { return positions_.data(); }
+
+ private:
+  Batch batch_;
+  std::vector<int32_t> starts_, tables_;
+  std::vector<int64_t> positions_, slots_;
 };
 
 // Memory that grows and is never given back; starts on a cache line, contents are not kept.
@@ -167,17 +208,22 @@ class Decoder {
         query_size_(model.num_heads * cache.head_dim),
         kv_size_(cache.num_kv_heads * cache.head_dim) {}
 
-  void forward(const Batch& batch, const Pass& pass) {
-    batch_ = &batch;
-    pass_ = &pass;
-    attention_.plan(batch, team_.size());
+  void forward(const Ragged& rows, const Wanted& wanted) {
+    laid_.lay(rows, cache_.block_size);
+    batch_ = &laid_.batch();
+    token_ids_ = rows.token_ids;
+    wanted_ = &wanted;
+    attention_.plan(*batch_, team_.size());
     reserve();
     team_.run([](void* self, int thread) { static_cast<Decoder*>(self)->work(thread); }, this);
   }
 
+  Team& team() { return team_; }
+  int vocab() const { return m_.head.rows; }
+
  private:
   void reserve() {
-    const size_t tokens = std::max(batch_->num_tokens, pass_->num_keep);
+    const size_t tokens = std::max(batch_->num_tokens, wanted_->num_keep);
     hidden_stride_ = whole_vecs(m_.hidden);
     qkv_stride_ = whole_vecs(query_size_ + 2 * kv_size_);
     attended_stride_ = whole_vecs(query_size_);
@@ -194,7 +240,7 @@ class Decoder {
     for (int i = 0; i < m_.num_ropes; ++i) rotary_floats_ += m_.ropes[i].rotary_dim;
     rotary_.reserve(tokens * rotary_floats_ * 4);
     size_t most = std::max(attention_.scratch_floats(), kMaxRows * hidden_stride_);
-    most = std::max(most, linear_floats(m_.head, pass_->num_keep, 1));
+    most = std::max(most, linear_floats(m_.head, wanted_->num_keep, 1));
     for (int i = 0; i < m_.num_layers; ++i) {
       const Layer& layer = m_.layers[i];
       for (const Weight* w : {&layer.qkv[0], &layer.output, &layer.down})
@@ -223,7 +269,7 @@ class Decoder {
 
   void embed(int t) {
     float* x = residual_.floats() + t * hidden_stride_;
-    const size_t at = pass_->token_ids[t] * static_cast<size_t>(m_.hidden);
+    const size_t at = token_ids_[t] * static_cast<size_t>(m_.hidden);
     for (int i = 0; i < m_.hidden; ++i)
       x[i] = m_.embedding_scale * (m_.embedding_kind == kBf16
                                        ? bf16_to_float(static_cast<const uint16_t*>(m_.embedding)[at + i])
@@ -233,7 +279,7 @@ class Decoder {
   // Cosines, then sines, of the token's position, for each rope.
   void rotations(int t) {
     float* to = rotary_.floats() + t * rotary_floats_;
-    const float position = static_cast<float>(pass_->positions[t]);
+    const float position = static_cast<float>(laid_.positions()[t]);
     for (int r = 0; r < m_.num_ropes; ++r) {
       const Rope& rope = m_.ropes[r];
       const int half = rope.rotary_dim / 2;
@@ -333,13 +379,13 @@ class Decoder {
   }
 
   void head(int thread) {
-    const int rows = pass_->num_keep;
+    const int rows = wanted_->num_keep;
     pack_rows(m_.head, Share(rows, thread, team_.size()), rows, packed(), [&](int i, int slot) {
-      return normalised(pass_->keep[i], m_.final_norm, thread, slot);
+      return normalised(wanted_->keep[i], m_.final_norm, thread, slot);
     });
     team_.barrier();
     linear(m_.head, rows, thread,
-           Store{pass_->logits, static_cast<size_t>(m_.head.rows), &m_.head, m_.logit_softcap});
+           Store{wanted_->logits, static_cast<size_t>(m_.head.rows), &m_.head, m_.logit_softcap});
   }
 
   // Packs rows of the residual stream, normalised, for `w`.
@@ -393,8 +439,10 @@ class Decoder {
   Cache cache_;
   Attention attention_;
   int query_size_, kv_size_;
+  Laid laid_;  // of the present pass, as are the following three
   const Batch* batch_ = nullptr;
-  const Pass* pass_ = nullptr;
+  const int64_t* token_ids_ = nullptr;
+  const Wanted* wanted_ = nullptr;
   size_t hidden_stride_ = 0, qkv_stride_ = 0, attended_stride_ = 0, wide_stride_ = 0;
   size_t rotary_floats_ = 0, scratch_stride_ = 0;
   Buffer residual_, added_, qkv_, attended_, wide_, packed_, scales_, rotary_, scratch_;

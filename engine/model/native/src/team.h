@@ -60,10 +60,13 @@ class Team {
   std::atomic<int> next_task{0};
 
  private:
-  static constexpr int kSpins = 2000;
+  static constexpr int kSpins = 2000;  // for a job, before sleeping
+  // At a barrier, before yielding. Where there are fewer free cores than threads two of these share
+  // one, and all that is spun away there is time that the other, which is waited for, does not have.
+  static constexpr int kBarrierSpins = 100;
 
   static void pause(int i) {
-    if (i < kSpins) _mm_pause();
+    if (i < kBarrierSpins) _mm_pause();
     else sched_yield();
   }
 

@@ -1,0 +1,188 @@
+// Steps of decoding as one call: all passes of a draft model; the target's pass and what it chooses.
+#pragma once
+
+#include <chrono>
+
+#include "decoder.h"
+#include "sampling.h"
+
+namespace baton {
+
+// Mirrored in library.py, as is the following one.
+struct Proposals {
+  const int32_t* counts;  // [num_rows]: how many tokens each row proposes, none more than the last
+  const Draw* draws;      // [num_rows]: how it chooses the first of them
+  int32_t* token_ids;     // [num_rows, counts[0]]
+  int32_t num_rows;       // of the first pass, the first so many propose
+  int32_t unused;
+};
+
+struct Choices {
+  const int32_t* counts;    // [num_rows]: tokens that each row chooses, one behind all that are
+                            // proposed and one in the place of each of these; or none
+  const int32_t* scored;    // [num_rows]: of its first so many tokens, logits are wanted too
+  const Draw* draws;        // of the rows that choose, how they choose the first token
+  const int32_t* proposed;  // row by row
+  int64_t* token_ids;       // row by row: the choices
+  double forward_s;         // set to what the pass took
+};
+
+// Chooses tokens by all threads of a team.
+class Chooser {
+ public:
+  // What follows `drafted` tokens, in the way that `draw` says for what follows none.
+  struct Ask {
+    const Draw* draw;
+    const int32_t* drafted;
+    int num_drafted;
+  };
+
+  Chooser(Team& team, int vocab) : team_(team), vocab_(vocab), samplers_(team.size(), Sampler(vocab)) {}
+
+  // One token for each row of logits; false if a draw names an id that is not in the vocabulary.
+  bool choose(const std::vector<Ask>& asks, const float* logits, int64_t* tokens) {
+    asks_ = &asks;
+    logits_ = logits;
+    tokens_ = tokens;
+    team_.next_task.store(0);
+    team_.run([](void* self, int thread) { static_cast<Chooser*>(self)->work(thread); }, this);
+    return std::none_of(tokens, tokens + asks.size(), [](int64_t token) { return token < 0; });
+  }
+
+ private:
+  void work(int thread) {
+    for (;;) {
+      const size_t i = team_.next_task.fetch_add(1, std::memory_order_relaxed);
+      if (i >= asks_->size()) return;
+      const Ask& ask = (*asks_)[i];
+      Draw draw = *ask.draw;
+      draw.position += ask.num_drafted;
+      Changes changes;
+      if (draw.changes != nullptr) {
+        changes = *draw.changes;
+        changes.drafted = ask.drafted;
+        changes.num_drafted = ask.num_drafted;
+        draw.changes = &changes;
+      }
+      tokens_[i] = samplers_[thread].choose(logits_ + i * vocab_, draw);
+    }
+  }
+
+  Team& team_;
+  size_t vocab_;
+  std::vector<Sampler> samplers_;  // one a thread
+  const std::vector<Ask>* asks_ = nullptr;
+  const float* logits_ = nullptr;
+  int64_t* tokens_ = nullptr;
+};
+
+// Proposes. The first pass computes the rows as they come; each further one has the token that a row
+// chose last, of the rows that propose more. Rows that propose come first, those that propose most
+// before others, so that the rows of a pass are always the first ones of the pass before.
+class Drafter {
+ public:
+  // `logits`: of the rows that propose.
+  Drafter(Decoder& decoder, const Ragged& rows, float* logits, const Proposals& proposals)
+      : decoder_(decoder), rows_(rows), logits_(logits), to_(proposals),
+        chooser_(decoder.team(), decoder.vocab()), ones_(to_.num_rows, 1),
+        ends_(rows.ends, rows.ends + to_.num_rows), latest_(to_.num_rows), keep_(to_.num_rows) {}
+
+  // False if a draw names an id that is not in the vocabulary.
+  bool run() {
+    int64_t end = -1;
+    for (int r = 0; r < to_.num_rows; ++r) keep_[r] = end += rows_.lens[r];
+    decoder_.forward(rows_, {keep_.data(), logits_, to_.num_rows, 0});
+    for (int step = 0; num_proposing(step) > 0; ++step) {
+      if (step > 0) extend(num_proposing(step));
+      if (!choose(step, num_proposing(step))) return false;
+    }
+    return true;
+  }
+
+ private:
+  int num_proposing(int step) const {
+    return static_cast<int>(
+        std::count_if(to_.counts, to_.counts + to_.num_rows, [&](int n) { return n > step; }));
+  }
+
+  int32_t* drafted(int row) { return to_.token_ids + static_cast<size_t>(row) * to_.counts[0]; }
+
+  // Computes the latest token of the first rows.
+  void extend(int num_rows) {
+    for (int r = 0; r < num_rows; ++r) {
+      ++ends_[r];
+      keep_[r] = r;
+    }
+    const Ragged tokens{latest_.data(), ones_.data(), ends_.data(), rows_.tables,
+                        rows_.table_lens, num_rows, 0};
+    decoder_.forward(tokens, {keep_.data(), logits_, num_rows, 0});
+  }
+
+  bool choose(int step, int num_rows) {
+    asks_.clear();
+    for (int r = 0; r < num_rows; ++r) asks_.push_back({to_.draws + r, drafted(r), step});
+    if (!chooser_.choose(asks_, logits_, latest_.data())) return false;
+    for (int r = 0; r < num_rows; ++r) drafted(r)[step] = static_cast<int32_t>(latest_[r]);
+    return true;
+  }
+
+  Decoder& decoder_;
+  const Ragged& rows_;
+  float* logits_;
+  const Proposals& to_;
+  Chooser chooser_;
+  std::vector<int32_t> ones_, ends_;
+  std::vector<int64_t> latest_, keep_;  // of each row: the token it chose last; whose logits it needs
+  std::vector<Chooser::Ask> asks_;
+};
+
+// Verifies: computes rows with what is proposed behind them, and chooses in the place of that.
+class Verifier {
+ public:
+  Verifier(Decoder& decoder, const Ragged& rows, float* logits, Choices& choices)
+      : decoder_(decoder), logits_(logits), of_(choices), lens_(rows.lens, rows.lens + rows.num_rows),
+        ends_(rows.ends, rows.ends + rows.num_rows) {
+    const Draw* draw = of_.draws;
+    const int32_t* proposed = of_.proposed;
+    const int64_t* own = rows.token_ids;
+    for (int r = 0; r < rows.num_rows; own += rows.lens[r++]) {
+      const int64_t begin = static_cast<int64_t>(token_ids_.size());
+      const int count = of_.counts[r], num_proposed = std::max(count - 1, 0);
+      token_ids_.insert(token_ids_.end(), own, own + rows.lens[r]);
+      token_ids_.insert(token_ids_.end(), proposed, proposed + num_proposed);
+      for (int i = 0; i < count; ++i) {
+        asks_.push_back({draw, proposed, i});
+        keep_.push_back(begin + rows.lens[r] - 1 + i);
+      }
+      for (int i = 0; i < of_.scored[r]; ++i) scored_.push_back(begin + i);
+      draw += count > 0;
+      proposed += num_proposed;
+      lens_[r] += num_proposed;
+      ends_[r] += num_proposed;
+    }
+    keep_.insert(keep_.end(), scored_.begin(), scored_.end());
+    rows_ = {token_ids_.data(), lens_.data(), ends_.data(), rows.tables, rows.table_lens,
+             rows.num_rows, 0};
+  }
+
+  // False if a draw names an id that is not in the vocabulary.
+  bool run() {
+    const auto begin = std::chrono::steady_clock::now();
+    decoder_.forward(rows_, {keep_.data(), logits_, static_cast<int32_t>(keep_.size()), 0});
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    of_.forward_s = took.count();
+    Chooser chooser(decoder_.team(), decoder_.vocab());
+    return asks_.empty() || chooser.choose(asks_, logits_, of_.token_ids);
+  }
+
+ private:
+  Decoder& decoder_;
+  float* logits_;
+  Choices& of_;
+  std::vector<int32_t> lens_, ends_;
+  std::vector<int64_t> token_ids_, keep_, scored_;
+  std::vector<Chooser::Ask> asks_;
+  Ragged rows_;
+};
+
+}  // namespace baton
