@@ -15,6 +15,12 @@ continues it elsewhere or later with the same tokens; its blocks stay cached her
 Blocks that a prefix hit finds here are not pulled. A cancelled sequence keeps its blocks until the
 transfer endpoint has reported that nothing writes into them any more.
 
+A running sequence has a row of one token, or of more where a `Speculator` has something drafted:
+an n-gram of its own, or as many tokens as the draft model shall propose. Blocks for drafted tokens
+are those that nobody else is promised; what the rejected ones needed comes back after the step.
+The draft model may leave sequences out; its K and V of them are made up for when it drafts again,
+and when a block is full, which others cannot find before.
+
 Of a pull that fails or is cancelled half-way, the blocks that are here stay cached, so the next
 attempt on this worker pulls only the rest; the gateway is told how much that is.
 
@@ -25,8 +31,11 @@ Sources: continuous batching, Yu et al., Orca, OSDI 2022; two owners of a block,
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
+from decode.acceptance import Proposer
+from decode.ngram import Match, NgramIndex
+from decode.speculation import MAX_UNSEEN_TOKENS, Candidate, Proposal, Speculator
 from engine.batch import Row, RowResult
 from engine.blocks import BlockId, BlockPool
 from engine.events import (
@@ -42,6 +51,8 @@ from engine.events import (
     PullFailed,
     StartPull,
 )
+from engine.guide import Guides
+from engine.intake import Intake
 from engine.messages import (
     Cancel,
     Decode,
@@ -55,6 +66,9 @@ from engine.messages import (
 )
 from engine.sequence import Sequence
 from engine.worker import Scheduled
+
+INDEXED_TOKENS = 256  # of long prompts together, in one step
+CATCH_UP_TOKENS = 512  # that the draft model makes up for in one step, of sequences that it leaves
 
 
 @dataclass(slots=True)
@@ -70,19 +84,40 @@ class _Arriving:
 @dataclass(slots=True)
 class _Running:
     seq: Sequence
-    has_run: bool = field(default=False)
+    ngrams: NgramIndex | None = None
+    has_run: bool = False
+    # In the step that is planned or runs:
+    match: Match | None = None
+    proposal: Proposal | None = None
+    is_seen: bool = False  # by the draft model
 
 
 class DecodeScheduler:
     """Sequences arriving and running; `max_running` bounds the two together."""
 
-    def __init__(
-        self, pool: BlockPool, *, block_size: int, max_running: int, growth_tokens: int = 128
+    def __init__(  # noqa: PLR0913 - all but the first four have defaults
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_running: int,
+        growth_tokens: int = 128,
+        speculator: Speculator | None = None,
+        guides: Guides | None = None,
+        vocab_size: int | None = None,
+        context_len: int | None = None,
     ) -> None:
+        """Where the runner has a draft model there must be a speculator, be it one that drafts
+        nothing: it sees to it that blocks are complete. Without `guides`, sequences with a grammar
+        are given back; so are those that do not fit the vocabulary or the context.
+        """
         self._pool = pool
         self._block_size = block_size
         self._max_running = max_running
         self._growth_tokens = growth_tokens
+        self._speculator = speculator
+        self._has_draft_model = speculator is not None and speculator.has_draft_model
+        self._intake = Intake(block_size, guides, vocab_size, context_len)
         self._queued: OrderedDict[SeqId, _Arriving] = OrderedDict()
         self._arriving: dict[SeqId, _Arriving] = {}
         self._running: dict[SeqId, _Running] = {}  # oldest first
@@ -101,7 +136,15 @@ class DecodeScheduler:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Sequences preempted, and blocks that pulls left here without coming to their end."""
+        """What has happened here.
+
+        preempted              sequences given back for want of memory
+        kept_blocks            blocks that pulls left here without coming to their end
+        steps, step_tokens     steps that decoded, and the tokens that they came to
+        spec_steps             of those steps, the ones in which anything was drafted
+        drafted:<proposer>     tokens verified; accepted:<proposer>, of these, the ones kept
+        accepted_len:<tokens>  drafts of which so many tokens were kept
+        """
         return self._counters
 
     def accepts(self, kind: type) -> bool:
@@ -124,34 +167,59 @@ class DecodeScheduler:
             case PullFailed():
                 return self._on_pull_failed(event)
             case Adopted(seq):
-                self._running[seq.seq_id] = _Running(seq)
-                return []
+                return self._adopt(seq)
             case _:
                 return []
 
     def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
-        """One token of every running sequence; admits what the pool has room for."""
+        """A row of every running sequence; admits what the pool has room for."""
         scheduled = Scheduled()
         scheduled.effects += self._make_room()
-        for running in list(self._running.values())[:budget_tokens]:
+        chosen = list(self._running.values())[:budget_tokens]
+        admitted = self._admit()
+        if self._speculator is not None and chosen:
+            # Of what plain rows leave, half is for drafts: prompts must get on beside them.
+            self._draft(chosen, self._speculator, (budget_tokens - len(chosen)) // 2)
+        for running in chosen:
             seq = running.seq
             if not running.has_run:
                 running.has_run = True
                 scheduled.effects.append(Emit(seq.gateway_id, DecodeStarted(seq.seq_id)))
-            scheduled.rows.append(self._row(seq))
-        scheduled.effects += self._admit()
+            scheduled.rows.append(self._row(running))
+        scheduled.effects += admitted
+        if chosen:
+            self._counters["steps"] += 1
+            self._counters["spec_steps"] += any(r.proposal is not None for r in chosen)
         return scheduled
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
-        """A sequence has its next token."""
-        [token] = result.token_ids
-        seq = self._running[row.seq_id].seq
-        seq.advance(len(row.token_ids), self._pool)
-        finish = seq.append(token)
-        if finish is not None:
-            del self._running[row.seq_id]
-            seq.release(self._pool)
-        return [Emit(seq.gateway_id, Tokens(row.seq_id, [token], finish))]
+        """A sequence has its next tokens."""
+        running = self._running[row.seq_id]
+        seq = running.seq
+        finish = None
+        taken: list[int] = []
+        for token in result.token_ids:
+            taken.append(token)
+            finish = seq.append(token)
+            if finish is not None:
+                break  # what was kept behind the end is not wanted
+        num_accepted = min(result.num_accepted, len(taken))
+        num_computed = len(row.token_ids) + num_accepted
+        seq.advance(num_computed, self._pool, num_draft_tokens=self._num_seen(row, result, seq))
+        self._count(running, result, num_tokens=len(taken), num_accepted=num_accepted)
+        if finish is None:
+            seq.trim(self._pool)
+        else:
+            self._leave(row.seq_id)
+        tokens = Tokens(
+            seq_id=row.seq_id,
+            token_ids=taken,
+            finish=finish,
+            logprobs=list(result.logprobs[: len(taken)]),
+            num_drafted=result.num_drafted,
+            num_accepted=num_accepted,
+        )
+        return [Emit(seq.gateway_id, tokens)]
 
     def validate(self) -> None:
         """Asserts the scheduler's invariants."""
@@ -171,22 +239,32 @@ class DecodeScheduler:
         for running in self._running.values():
             seq = running.seq
             assert seq.num_computed_tokens == len(seq.token_ids) - 1
+            assert len(seq.block_table) <= seq.num_blocks
+            assert self._has_draft_model or seq.num_unseen_tokens == 0
 
     # ------------------------------------------------------------ arrival
 
     def _enqueue(self, gateway_id: GatewayId, message: Decode) -> list[Effect]:
-        seq = Sequence(
-            seq_id=message.seq_id,
-            gateway_id=gateway_id,
-            token_ids=list(message.token_ids),
-            sampling=message.sampling,
-            limits=message.limits,
-            block_size=self._block_size,
-        )
+        if self._is_known(message.seq_id):
+            return [Emit(gateway_id, GivenBack(message.seq_id, "the id is in use"))]
+        seq = self._intake.open(gateway_id, message)
+        if isinstance(seq, GivenBack):
+            return [Emit(gateway_id, seq)]
         if self._blocks_of(len(seq.token_ids) + 1) > self._pool.num_blocks:
             return [Emit(seq.gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
         self._queued[seq.seq_id] = _Arriving(seq)
         return [HoldLease(seq.seq_id, message.lease)]
+
+    def _is_known(self, seq_id: SeqId) -> bool:
+        states = (self._queued, self._arriving, self._running, self._aborting)
+        return any(seq_id in state for state in states)
+
+    def _adopt(self, seq: Sequence) -> list[Effect]:
+        if self._is_known(seq.seq_id):
+            seq.release(self._pool)
+            return [Emit(seq.gateway_id, GivenBack(seq.seq_id, "the id is in use"))]
+        self._run(seq)
+        return []
 
     def _admit(self) -> list[Effect]:
         """Gives memory to queued sequences and starts their pulls."""
@@ -211,11 +289,15 @@ class DecodeScheduler:
 
     def _has_room(self, candidate: Sequence) -> bool:
         """Whether its prompt fits, and with it the growth to come unless nothing else runs."""
-        admitted = [r.seq for r in self._running.values()]
-        admitted += [a.seq for a in self._arriving.values()]
+        admitted = self._admitted()
         if not admitted:
             return candidate.num_blocks - len(candidate.block_table) <= self._pool.num_idle
         return sum(map(self._soon_blocks, (candidate, *admitted))) <= self._pool.num_idle
+
+    def _admitted(self) -> list[Sequence]:
+        """Sequences that have memory and will need more."""
+        admitted = [r.seq for r in self._running.values()]
+        return admitted + [a.seq for a in self._arriving.values()]
 
     def _soon_blocks(self, seq: Sequence) -> int:
         """Blocks that it lacks for the tokens it has and the next `growth_tokens`."""
@@ -245,25 +327,34 @@ class DecodeScheduler:
             transfer_s=done.transfer_s,
             exposed_s=done.exposed_s,
         )
-        self._join_if_complete(arriving)
-        return [Emit(seq.gateway_id, ready)]
+        return [Emit(seq.gateway_id, ready), *self._join_if_complete(arriving)]
 
     def _on_first_token(self, seq_id: SeqId, token: int) -> list[Effect]:
         arriving = self._arriving.get(seq_id) or self._queued.get(seq_id)
         if arriving is None:
             return []
+        if not self._intake.knows(token):
+            given_back = GivenBack(seq_id, "the first token is not in the vocabulary")
+            return [Emit(arriving.seq.gateway_id, given_back), *self._cancel(seq_id)]
         arriving.first_token = token
-        self._join_if_complete(arriving)
+        return self._join_if_complete(arriving)
+
+    def _join_if_complete(self, arriving: _Arriving) -> list[Effect]:
+        if not arriving.kv_here or arriving.first_token is None:
+            return []
+        seq = arriving.seq
+        del self._arriving[seq.seq_id]
+        finish = seq.append(arriving.first_token)
+        if finish is not None:  # nobody should have handed it over
+            seq.release(self._pool)
+            return [Emit(seq.gateway_id, Tokens(seq.seq_id, [], finish))]
+        self._run(seq)
         return []
 
-    def _join_if_complete(self, arriving: _Arriving) -> None:
-        if not arriving.kv_here or arriving.first_token is None:
-            return
-        seq = arriving.seq
-        finish = seq.append(arriving.first_token)
-        assert finish is None, "a complete sequence was handed over"
-        del self._arriving[seq.seq_id]
-        self._running[seq.seq_id] = _Running(seq)
+    def _run(self, seq: Sequence) -> None:
+        uses_ngrams = self._speculator is not None and self._speculator.uses_ngrams
+        ngrams = NgramIndex(seq.token_ids) if uses_ngrams else None
+        self._running[seq.seq_id] = _Running(seq, ngrams)
 
     def _on_pull_failed(self, failed: PullFailed) -> list[Effect]:
         seq_id = failed.seq_id
@@ -300,7 +391,16 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------ running
 
-    def _row(self, seq: Sequence) -> Row:
+    def _row(self, running: _Running) -> Row:
+        seq, proposal = running.seq, running.proposal
+        draft: list[int] = []
+        num_to_draft = 0
+        if proposal is not None and proposal.proposer is Proposer.DRAFT:
+            num_to_draft = proposal.num_tokens
+        elif proposal is not None:
+            assert running.ngrams is not None
+            assert running.match is not None
+            draft = running.ngrams.follow(running.match, proposal.num_tokens)
         return Row(
             seq_id=seq.seq_id,
             token_ids=seq.token_ids[-1:],
@@ -308,7 +408,134 @@ class DecodeScheduler:
             block_table=seq.block_table,
             sampling=seq.sampling,
             banned=seq.banned(),
+            draft=draft,
+            num_to_draft=num_to_draft,
+            draft_token_ids=seq.token_ids[seq.num_draft_tokens :] if running.is_seen else (),
+            history=seq.history,
+            prompt_len=seq.limits.prompt_len,
+            guide=seq.guide,
         )
+
+    def _num_seen(self, row: Row, result: RowResult, seq: Sequence) -> int | None:
+        """Tokens of which the draft model has K and V after a step; None where there is none.
+
+        It has proposed its last token without computing it.
+        """
+        if not self._has_draft_model:
+            return None
+        if not row.draft_token_ids:
+            return seq.num_draft_tokens
+        proposed = result.num_drafted if row.num_to_draft else 0
+        num_seen = row.end + min(result.num_accepted, max(proposed - 1, 0))
+        return min(num_seen, len(seq.token_ids))
+
+    def _count(
+        self, running: _Running, result: RowResult, *, num_tokens: int, num_accepted: int
+    ) -> None:
+        """Takes note of what came of a draft."""
+        self._counters["step_tokens"] += num_tokens
+        proposal = running.proposal
+        if proposal is None or self._speculator is None:
+            return
+        self._counters[f"drafted:{proposal.proposer}"] += result.num_drafted
+        self._counters[f"accepted:{proposal.proposer}"] += num_accepted
+        self._counters[f"accepted_len:{num_accepted}"] += 1
+        self._speculator.learn(
+            running.seq.seq_id,
+            proposal,
+            num_drafted=result.num_drafted,
+            num_accepted=result.num_accepted,
+        )
+
+    def _leave(self, seq_id: SeqId) -> Sequence:
+        """A running sequence is over here."""
+        seq = self._running.pop(seq_id).seq
+        seq.release(self._pool)
+        if self._speculator is not None:
+            self._speculator.forget(seq_id)
+        return seq
+
+    # ------------------------------------------------------------ drafts
+
+    def _draft(self, chosen: list[_Running], speculator: Speculator, budget_tokens: int) -> None:
+        """Decides what is drafted, within budget and memory, and whom the draft model sees."""
+        if speculator.is_on:
+            self._propose(chosen, speculator, budget_tokens)
+        if self._has_draft_model:
+            self._look(chosen, speculator)
+
+    def _propose(self, chosen: list[_Running], speculator: Speculator, budget_tokens: int) -> None:
+        for proposal, running in zip(
+            speculator.plan(self._candidates(chosen, speculator)), chosen, strict=True
+        ):
+            running.proposal = None
+            if proposal is None:
+                continue
+            num_tokens = min(proposal.num_tokens, budget_tokens)
+            num_tokens = self._take_blocks(running.seq, num_tokens)
+            budget_tokens -= num_tokens
+            if num_tokens:
+                running.proposal = replace(proposal, num_tokens=num_tokens)
+
+    def _candidates(self, chosen: list[_Running], speculator: Speculator) -> list[Candidate]:
+        to_index = INDEXED_TOKENS
+        candidates = []
+        for running in chosen:
+            seq = running.seq
+            if running.ngrams is not None:
+                # Also where others have long prompts, an answer's own new tokens are taken in.
+                to_index -= running.ngrams.index(max(to_index, speculator.max_draft_tokens + 1))
+                running.match = running.ngrams.find()
+            candidates.append(
+                Candidate(
+                    seq_id=seq.seq_id,
+                    context_len=len(seq.token_ids),
+                    max_tokens=min(speculator.max_draft_tokens, seq.max_drafted()),
+                    match_len=running.match.length if running.match is not None else 0,
+                    num_unseen=seq.num_unseen_tokens,
+                )
+            )
+        return candidates
+
+    def _take_blocks(self, seq: Sequence, num_tokens: int) -> int:
+        """Blocks for so many drafted tokens; returns for how many of them there is room.
+
+        Those that others may need soon stay where they are.
+        """
+        length = len(seq.token_ids)
+        num_missing = self._blocks_of(length + num_tokens) - len(seq.block_table)
+        if num_missing > 0:
+            others = sum(map(self._soon_blocks, self._admitted())) - self._soon_blocks(seq)
+            num_blocks = min(num_missing, self._pool.num_idle, self._pool.num_idle - others)
+            seq.block_table += self._pool.allocate(max(num_blocks, 0))
+        return min(num_tokens, len(seq.block_table) * self._block_size - length)
+
+    def _look(self, chosen: list[_Running], speculator: Speculator) -> None:
+        """Which sequences the draft model computes: those that it drafts for, and others of which a
+        block would be full if it had seen them.
+        """
+        late: list[_Running] = []
+        num_passes = 1
+        for running in chosen:
+            seq, proposal = running.seq, running.proposal
+            running.is_seen = proposal is not None and proposal.proposer is Proposer.DRAFT
+            if running.is_seen:
+                num_passes = 0
+            elif len(seq.token_ids) // self._block_size > seq.num_draft_tokens // self._block_size:
+                late.append(running)
+        late.sort(key=lambda running: running.seq.num_unseen_tokens)
+        num_tokens, num_seen = 0, 0
+        for running in late:
+            num_unseen = running.seq.num_unseen_tokens
+            if num_unseen > MAX_UNSEEN_TOKENS or (num_tokens and num_tokens > CATCH_UP_TOKENS):
+                break
+            num_tokens += num_unseen + 1
+            num_seen += 1
+        if num_seen and speculator.may_catch_up(num_tokens, num_passes):
+            for running in late[:num_seen]:
+                running.is_seen = True
+
+    # ------------------------------------------------------------ memory and ends
 
     def _make_room(self) -> list[Effect]:
         """Gives running sequences the blocks of their next tokens; the youngest may have to go."""
@@ -329,13 +556,12 @@ class DecodeScheduler:
 
     def _preempt(self, seq_id: SeqId) -> list[Effect]:
         self._counters["preempted"] += 1
-        seq = self._running.pop(seq_id).seq
-        seq.release(self._pool)
+        seq = self._leave(seq_id)
         return [Emit(seq.gateway_id, GivenBack(seq_id, "preempted"))]
 
     def _cancel(self, seq_id: SeqId) -> list[Effect]:
-        if (running := self._running.pop(seq_id, None)) is not None:
-            running.seq.release(self._pool)
+        if seq_id in self._running:
+            self._leave(seq_id)
             return []
         if self._queued.pop(seq_id, None) is not None:
             return [AbortPull(seq_id)]

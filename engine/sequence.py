@@ -1,9 +1,11 @@
 """One request's progress inside one worker."""
 
+from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.blocks import BlockHash, BlockId, BlockPool, hash_block, hash_blocks
+from engine.guide import Guide
 from engine.messages import FinishReason, GatewayId, Limits, Sampling, SeqId
 
 
@@ -14,6 +16,12 @@ class Sequence:
     Always `num_cached_tokens <= num_computed_tokens <= len(token_ids)`, and the block table covers
     at least the computed tokens. Cached are those that this sequence did not compute: they were
     found here or pulled.
+
+    Of the computed tokens, the draft model's KV too is here for the first `num_draft_tokens`, which
+    are all where there is no draft model. A block is full for others only when it has both.
+
+    `history` is what penalties look at: the tokens once more, packed. `guide` is where the answer
+    stands in its grammar.
     """
 
     seq_id: SeqId
@@ -26,16 +34,26 @@ class Sequence:
     block_table: list[BlockId] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_cached_tokens: int = 0
     num_hashed_blocks: int = 0  # blocks whose hash the pool knows
+    history: "array[int] | None" = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         self.block_hashes = hash_blocks(self.token_ids, self.block_size, self.salt)
+        if self.sampling.has_penalties:
+            self.history = array("i", self.token_ids)
 
     @property
     def num_blocks(self) -> int:
         """Blocks that all present tokens need."""
         return -(-len(self.token_ids) // self.block_size)
+
+    @property
+    def num_unseen_tokens(self) -> int:
+        """Computed tokens that the draft model has not seen."""
+        return self.num_computed_tokens - self.num_draft_tokens
 
     def banned(self) -> tuple[int, ...]:
         """Ids that may not come next: those that would end the sequence before its least length."""
@@ -43,16 +61,42 @@ class Sequence:
             return ()
         return self.limits.stop_token_ids
 
-    def append(self, token: int) -> FinishReason | None:
-        """Adds a sampled token; says whether the sequence is now complete."""
-        self.token_ids.append(token)
-        return self.limits.finish_reason(len(self.token_ids), token)
+    def max_drafted(self) -> int:
+        """How many tokens a step may draft, for all that follows to be what single steps choose.
 
-    def advance(self, num_tokens: int, pool: BlockPool) -> None:
-        """Counts tokens as computed and tells the pool which blocks are full now."""
+        The answer does not grow beyond its greatest length, and what is banned for the first token
+        of the step is banned for its last.
+        """
+        length = len(self.token_ids)
+        end = self.limits.max_len
+        if self.banned():
+            end = min(end, self.limits.min_len)
+        return max(end - length - 1, 0)
+
+    def append(self, token: int) -> FinishReason | None:
+        """Adds a token that was chosen; says whether the sequence is now complete."""
+        self.token_ids.append(token)
+        if self.history is not None:
+            self.history.append(token)
+        finish = self.limits.finish_reason(len(self.token_ids), token)
+        if self.guide is not None and finish is None:
+            self.guide.consume(token)
+        return finish
+
+    def advance(
+        self, num_tokens: int, pool: BlockPool, *, num_draft_tokens: int | None = None
+    ) -> None:
+        """Counts tokens as computed and tells the pool which blocks are full now.
+
+        The draft model has all of them too, or the first `num_draft_tokens` of the sequence.
+        """
         self.num_computed_tokens += num_tokens
         assert self.num_computed_tokens <= len(self.token_ids)
-        num_full = self.num_computed_tokens // self.block_size
+        if num_draft_tokens is None:
+            num_draft_tokens = self.num_computed_tokens
+        assert self.num_draft_tokens <= num_draft_tokens <= self.num_computed_tokens
+        self.num_draft_tokens = num_draft_tokens
+        num_full = num_draft_tokens // self.block_size
         for i in range(self.num_hashed_blocks, num_full):
             if i == len(self.block_hashes):
                 parent = self.block_hashes[-1] if self.block_hashes else None
@@ -61,12 +105,20 @@ class Sequence:
             pool.set_hash(self.block_table[i], self.block_hashes[i])
         self.num_hashed_blocks = max(self.num_hashed_blocks, num_full)
 
+    def trim(self, pool: BlockPool) -> None:
+        """Gives back blocks behind those that the tokens need: they were for rejected drafts."""
+        num_blocks = self.num_blocks
+        if len(self.block_table) > num_blocks:
+            pool.disown(self.block_table[num_blocks:])
+            del self.block_table[num_blocks:]
+
     def adopt_cached(self, blocks: list[BlockId], pool: BlockPool) -> None:
         """Starts from a prefix hit: owns `blocks` and counts their tokens as computed."""
         assert not self.block_table
         pool.own(blocks)
         self.block_table.extend(blocks)
-        self.num_computed_tokens = self.num_cached_tokens = len(blocks) * self.block_size
+        num_tokens = len(blocks) * self.block_size
+        self.num_computed_tokens = self.num_cached_tokens = self.num_draft_tokens = num_tokens
         self.num_hashed_blocks = len(blocks)
 
     def keep_pulled(self, arrived: Collection[int], pool: BlockPool) -> None:
@@ -86,4 +138,5 @@ class Sequence:
         """Lets go of every block: nothing is computed any more."""
         pool.disown(self.block_table)
         self.block_table = []
-        self.num_computed_tokens = self.num_cached_tokens = self.num_hashed_blocks = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_draft_tokens = 0
+        self.num_hashed_blocks = 0

@@ -13,6 +13,9 @@ lease and passes the sequence on to the decode scheduler of this worker. A prefi
 here is not computed again, except for its last token, without which there is nothing to sample
 from.
 
+A prompt whose log-probabilities are asked for is computed from its first token on, whatever is
+cached or offered; they are collected over its chunks and sent with its first token.
+
 An offered prefix is held from arrival on, but not while memory is short: a worker that waited for
 memory and held another's could wait for ever if the other did the same. Nothing depends on the
 pull: what it does not bring is computed. A sequence cancelled meanwhile keeps its blocks until the
@@ -26,7 +29,7 @@ sglang#24527.
 
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.batch import Row, RowResult
 from engine.blocks import BlockId, BlockPool
@@ -47,6 +50,8 @@ from engine.events import (
     RevokeLease,
     StartPull,
 )
+from engine.guide import Guides
+from engine.intake import Intake
 from engine.messages import (
     Cancel,
     FinishReason,
@@ -55,6 +60,7 @@ from engine.messages import (
     GivenBack,
     LeaseId,
     LeaseRef,
+    Logprobs,
     Prefill,
     PrefillDone,
     PrefillStarted,
@@ -73,6 +79,8 @@ class _Job:
     pulled: tuple[BlockId, ...] = ()  # being written, from the first block that was not cached
     lease_id: LeaseId | None = None  # open, from the first chunk until it ends
     num_leased_ready: int = 0  # blocks that the lease has grown by
+    num_top: int | None = None  # log-probabilities of the prompt are wanted, with so many others
+    scored: list[Logprobs] = field(default_factory=list)  # what has come of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +93,25 @@ class _Lease:
 class PrefillScheduler:
     """Prompts waiting, pulling a prefix, being computed, and leased out."""
 
-    def __init__(
-        self, pool: BlockPool, *, block_size: int, chunk_tokens: int, address: TransferAddress
+    def __init__(  # noqa: PLR0913 - all but the first four have defaults
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        chunk_tokens: int,
+        address: TransferAddress,
+        guides: Guides | None = None,
+        vocab_size: int | None = None,
+        context_len: int | None = None,
     ) -> None:
+        """Without `guides`, prompts of answers with a grammar are given back; so are those that do
+        not fit the vocabulary or the context.
+        """
         self._pool = pool
         self._block_size = block_size
         self._chunk_tokens = chunk_tokens
         self._address = address
+        self._intake = Intake(block_size, guides, vocab_size, context_len)
         self._waiting: deque[_Job] = deque()
         self._pulling: dict[SeqId, _Job] = {}
         self._aborting: dict[SeqId, _Job] = {}  # cancelled; their pulls may still write
@@ -162,13 +182,15 @@ class PrefillScheduler:
         """A chunk is computed; with the last one comes the first token of the answer."""
         job = self._computing[row.seq_id]
         job.seq.advance(len(row.token_ids), self._pool)
+        job.scored += result.scored
         if not result.token_ids:
             return list(self._grow(job, job.seq.num_computed_tokens // self._block_size))
         [token] = result.token_ids
         del self._computing[row.seq_id]
         effects: list[Effect | Adopted] = list(self._grow(job, len(job.seq.block_table)))
         finish = job.seq.append(token)
-        done = PrefillDone(row.seq_id, token, finish)
+        logprobs = result.logprobs[0] if result.logprobs else None
+        done = PrefillDone(row.seq_id, token, finish, logprobs, job.scored)
         effects.append(Emit(job.seq.gateway_id, done))
         return effects + self._leave(job, finish)
 
@@ -196,23 +218,36 @@ class PrefillScheduler:
     # ------------------------------------------------------------ arrival
 
     def _enqueue(self, gateway_id: GatewayId, message: Prefill | Generate) -> list[Effect]:
-        seq = Sequence(
-            seq_id=message.seq_id,
-            gateway_id=gateway_id,
-            token_ids=list(message.token_ids),
-            sampling=message.sampling,
-            limits=message.limits,
-            block_size=self._block_size,
-        )
+        if self._is_known(message.seq_id):
+            return [Emit(gateway_id, GivenBack(message.seq_id, "the id is in use"))]
+        seq = self._intake.open(gateway_id, message)
+        if isinstance(seq, GivenBack):
+            return [Emit(gateway_id, seq)]
         if seq.num_blocks > self._pool.num_blocks:
             return [Emit(gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
-        self._waiting.append(_Job(seq, isinstance(message, Prefill), message.prefix))
-        return [] if message.prefix is None else [HoldLease(seq.seq_id, message.prefix)]
+        job = _Job(seq, isinstance(message, Prefill), num_top=message.prompt_logprobs)
+        self._waiting.append(job)
+        if message.prefix is None:
+            return []
+        held: Effect = HoldLease(seq.seq_id, message.prefix)
+        if job.num_top is not None:
+            return [held, AbortPull(seq.seq_id)]  # the source need not keep it
+        job.prefix = message.prefix
+        return [held]
+
+    def _is_known(self, seq_id: SeqId) -> bool:
+        states = (self._pulling, self._aborting, self._computing)
+        return (
+            any(seq_id in state for state in states)
+            or LeaseId(seq_id) in self._leases
+            or any(job.seq.seq_id == seq_id for job in self._waiting)
+        )
 
     def _start(self, job: _Job, scheduled: Scheduled) -> bool:
         """Takes blocks for a prompt, and starts to pull its prefix. False if memory is short."""
         seq = job.seq
-        cached = self._pool.match(seq.block_hashes[: self._reusable_blocks(seq)])
+        num_reusable = self._reusable_blocks(seq) if job.num_top is None else 0
+        cached = self._pool.match(seq.block_hashes[:num_reusable])
         seq.adopt_cached(cached, self._pool)
         missing = seq.num_blocks - len(cached)
         if missing > self._pool.num_idle:
@@ -320,14 +355,21 @@ class PrefillScheduler:
         num = min(budget_tokens, self._chunk_tokens, len(seq.token_ids) - start)
         if num <= 0:
             return 0
+        token_ids = seq.token_ids[start : start + num]
         last = start + num == len(seq.token_ids)
         row = Row(
             seq_id=seq.seq_id,
-            token_ids=seq.token_ids[start : start + num],
+            token_ids=token_ids,
             start=start,
             block_table=seq.block_table,
             sampling=seq.sampling if last else None,
             banned=seq.banned() if last else (),
+            draft_token_ids=token_ids,
+            history=seq.history if last else None,
+            prompt_len=seq.limits.prompt_len,
+            guide=seq.guide if last else None,
+            scored=() if job.num_top is None else seq.token_ids[start + 1 : start + num + 1],
+            num_top=job.num_top or 0,
         )
         scheduled.rows.append(row)
         return num

@@ -1,7 +1,10 @@
 """Workers in memory: the real cores and protocol machines around a fake model, network and gateway.
 
     FakeRunner     a model whose KV is a list of numbers, each made of all tokens before it; a wrong
-                   block table, or a block overwritten in use, changes every token that follows
+                   block table, or a block overwritten in use, changes every token that follows;
+                   and its draft model, which may read only what it has computed itself
+    FakeGuides     grammars that forbid some tokens, depending on all of the answer before
+    WilfulSpeculator   drafts for no reason
     SpoilingPool   fills with garbage what nobody may read
     FakeEndpoint   the real SourceMachine and SinkMachine, connected by queues
     FakeWorker     the real WorkerCore around these
@@ -19,9 +22,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 
+import numpy as np
+
+from decode.acceptance import Proposer
 from decode.scheduler import DecodeScheduler
-from engine.batch import BatchPlan, BatchResult, Row, RowResult
+from decode.speculation import Candidate, Proposal, Speculator
+from engine.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.blocks import BlockHash, BlockId, BlockPool, hash_blocks
+from engine.config import Speculate
+from engine.errors import GrammarError
 from engine.events import (
     AbortPull,
     Effect,
@@ -48,10 +57,12 @@ from engine.messages import (
     GatewayId,
     Generate,
     GivenBack,
+    Grammar,
     Incarnation,
     KvReady,
     LeaseRef,
     Limits,
+    Logprobs,
     OfferPrefix,
     Prefill,
     PrefillDone,
@@ -104,41 +115,106 @@ LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 2),))
 PARTS = ("steps", "transfer", "orders", "events")  # two threads, and the queue of each
 TIMING = Timing(ttl_s=6.0, hold_every_s=1.0, reread_s=1.5, silence_s=3.0)
 
-Kv = int  # what the model keeps of one token; garbage is negative
+Kv = tuple[int, int]  # what target and draft model keep of one token; garbage is negative
+TARGET, DRAFT = 0, 1
+Writes = dict[tuple[BlockId, int, int], int]  # by block, offset and model
+WILFUL = "wilful"  # beside the modes of `Speculate`
 
 
 # ---------------------------------------------------------------- the model
 
 
-def kv_of(context: int, token: int) -> Kv:
+def kv_of(context: int, token: int) -> int:
     """K and V of a token, given what its predecessors amount to."""
     return abs(hash((context, token)))
 
 
-def attend(kvs: Iterable[Kv]) -> int:
-    """What a context amounts to; 0 when there is none."""
-    context = 0
-    for kv in kvs:
-        context = hash((context, kv))
-    return context
+def extend(context: int, kv: int) -> int:
+    """What a context amounts to with one token more; it is 0 when there is none."""
+    return hash((context, kv))
 
 
-def choose(context: int, sampling: Sampling, banned: Sequence[int]) -> int:
+def contexts_of(token_ids: Iterable[int], context: int = 0) -> tuple[list[int], list[int]]:
+    """K and V of tokens behind a context, and what that amounts to after each."""
+    kvs, contexts = [], []
+    for token in token_ids:
+        kvs.append(kv_of(context, token))
+        context = extend(context, kvs[-1])
+        contexts.append(context)
+    return kvs, contexts
+
+
+def kvs_of(token_ids: Iterable[int]) -> list[Kv]:
+    """What a block holds of every token when both models have computed it."""
+    return [(kv, kv) for kv in contexts_of(token_ids)[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """All that a token depends on beside its context."""
+
+    sampling: Sampling
+    banned: Sequence[int] = ()
+    history: Sequence[int] | None = None
+    prompt_len: int = 0
+    allowed: Sequence[int] = range(VOCAB_SIZE)
+
+
+def choose(context: int, asked: Asked) -> int:
     """The token that follows a context."""
-    token = hash((context, sampling.seed)) % VOCAB_SIZE
-    while token in banned:
+    facts: list[object] = [context, asked.sampling.seed]
+    if asked.sampling.has_penalties:
+        assert asked.history is not None
+        facts += [tuple(asked.history), asked.prompt_len]
+    token = hash(tuple(facts)) % VOCAB_SIZE
+    while token in asked.banned or token not in asked.allowed:
         token = (token + 1) % VOCAB_SIZE
     return token
 
 
-def kvs_of(token_ids: Iterable[int]) -> list[Kv]:
-    """K and V of every token, computed in one go."""
-    kvs: list[Kv] = []
-    context = 0
-    for token in token_ids:
-        kvs.append(kv_of(context, token))
-        context = hash((context, kvs[-1]))
-    return kvs
+def logprobs_of(context: int, token: int, num_top: int) -> Logprobs:
+    """Some numbers that depend on all that they should depend on."""
+    likeliest = tuple(range(num_top))
+    return Logprobs(float(hash((context, token)) % 97), token, likeliest, (0.0,) * num_top)
+
+
+class FakeGuide:
+    """Which tokens may come next depends on all tokens of the answer so far."""
+
+    def __init__(self, modulus: int, answer: Sequence[int]) -> None:
+        self._modulus = modulus
+        self._answer: list[int] = []
+        for token in answer:
+            self.consume(token)
+
+    def consume(self, token_id: int) -> None:
+        assert token_id in self.allowed(), "the grammar forbids this token"
+        self._answer.append(token_id)
+
+    def num_allowed(self, ahead: Sequence[int]) -> int:
+        for i, token in enumerate(ahead):
+            if token not in self.allowed(ahead[:i]):
+                return i
+        return len(ahead)
+
+    def masks(self, ahead: Sequence[int]) -> np.ndarray:
+        assert self.num_allowed(ahead) == len(ahead)
+        words = [sum(1 << t for t in self.allowed(ahead[:i])) for i in range(len(ahead) + 1)]
+        return np.array(words, dtype=np.uint32)[:, None]
+
+    def allowed(self, ahead: Sequence[int] = ()) -> list[int]:
+        answer = [*self._answer, *ahead]
+        seen = 5 * len(answer) + sum(answer)
+        return [token for token in range(VOCAB_SIZE) if (seen + token) % self._modulus]
+
+
+class FakeGuides:
+    """Follows grammars whose source is a number."""
+
+    def open(self, grammar: Grammar, answer: Sequence[int]) -> FakeGuide:
+        if not grammar.source.isdigit():
+            raise GrammarError("not a number")
+        return FakeGuide(int(grammar.source), answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +223,62 @@ class Answer:
 
     token_ids: tuple[int, ...]
     finish: FinishReason
+    logprobs: tuple[Logprobs, ...]  # one a token, where asked for
 
 
 def answer(prompt: Sequence[int], sampling: Sampling, limits: Limits) -> Answer:
-    """The reference: no blocks, no batches, no workers."""
+    """The reference: no blocks, no batches, no workers, no drafts."""
     token_ids = list(prompt)
+    logprobs: list[Logprobs] = []
+    guide = None if sampling.grammar is None else FakeGuides().open(sampling.grammar, ())
     while True:
         may_stop = len(token_ids) + 1 > limits.min_len
-        banned = () if may_stop else limits.stop_token_ids
-        token_ids.append(choose(attend(kvs_of(token_ids)), sampling, banned))
+        asked = Asked(
+            sampling,
+            banned=() if may_stop else limits.stop_token_ids,
+            history=token_ids,
+            prompt_len=len(prompt),
+            allowed=range(VOCAB_SIZE) if guide is None else guide.allowed(),
+        )
+        context = contexts_of(token_ids)[1][-1]
+        token_ids.append(choose(context, asked))
+        if guide is not None:
+            guide.consume(token_ids[-1])
+        if sampling.logprobs is not None:
+            logprobs.append(logprobs_of(context, token_ids[-1], sampling.logprobs))
         answered = tuple(token_ids[len(prompt) :])
         if may_stop and token_ids[-1] in limits.stop_token_ids:
-            return Answer(answered, FinishReason.STOP)
+            return Answer(answered, FinishReason.STOP, tuple(logprobs))
         if len(token_ids) >= limits.max_len:
-            return Answer(answered, FinishReason.LENGTH)
+            return Answer(answered, FinishReason.LENGTH, tuple(logprobs))
+
+
+def prompt_logprobs_of(prompt: Sequence[int], num_top: int) -> list[Logprobs]:
+    """The reference for all tokens of a prompt but the first."""
+    contexts = contexts_of(prompt)[1]
+    pairs = zip(contexts, prompt[1:], strict=False)
+    return [logprobs_of(context, token, num_top) for context, token in pairs]
 
 
 class FakeRunner:
-    """A `Runner` that keeps K and V in `memory[block][offset]` and reads them by block table."""
+    """A `Runner` that keeps K and V in `memory[block][offset]` and reads them by block table.
 
-    def __init__(self, num_blocks: int, layout: KVLayout = LAYOUT) -> None:
+    Its draft model keeps what the target keeps, so that each step can check whether it reads
+    anything that it has not computed. The share `right` of its proposals are the target's choice.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        layout: KVLayout = LAYOUT,
+        *,
+        has_draft_model: bool = True,
+        right: float = 0.7,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self._has_draft_model = has_draft_model
+        self._right = right
         self._garbage = count(1)
         self.memory: list[list[Kv]] = [[] for _ in range(num_blocks)]
         self.spoil(BlockId(i) for i in range(num_blocks))
@@ -176,40 +286,141 @@ class FakeRunner:
     def spoil(self, blocks: Iterable[BlockId]) -> None:
         """Makes what blocks hold useless; no two spoilt tokens are the same."""
         for block in blocks:
-            self.memory[block] = [-next(self._garbage) for _ in range(self.layout.block_size)]
+            garbage = [-next(self._garbage) for _ in range(self.layout.block_size)]
+            self.memory[block] = [(kv, kv) for kv in garbage]
 
     def run(self, plan: BatchPlan) -> BatchResult:
         """Computes every row from memory as it was before the step, then writes."""
-        tokens, writes = self.compute(plan)
-        for (block, offset), kv in writes.items():
-            self.memory[block][offset] = kv
-        return BatchResult([RowResult(() if token is None else (token,)) for token in tokens])
+        results, writes = self.compute(plan)
+        for (block, offset, model), kv in writes.items():
+            kept = list(self.memory[block][offset])
+            kept[model] = kv
+            self.memory[block][offset] = (kept[TARGET], kept[DRAFT])
+        num_tokens = sum(len(row.token_ids) + row.max_drafted for row in plan.rows)
+        num_drafted = sum(len(row.draft_token_ids) + row.num_to_draft for row in plan.rows)
+        times = StepTimes(0.0, 1e-3 + 1e-5 * num_tokens, 0.0, draft_s=1e-5 * num_drafted)
+        return BatchResult(results, times)
 
-    def compute(self, plan: BatchPlan) -> tuple[list[int | None], dict[tuple[BlockId, int], Kv]]:
-        """Tokens and writes of a plan, without carrying it out."""
-        tokens: list[int | None] = []
-        writes: dict[tuple[BlockId, int], Kv] = {}
-        for row in plan.rows:
-            assert row.token_ids, "a row computes nothing"
-            context = attend(self._read(row))
-            for position, token in enumerate(row.token_ids, row.start):
-                kv = kv_of(context, token)
-                context = hash((context, kv))
-                slot = self._slot(row, position)
+    def compute(self, plan: BatchPlan) -> tuple[list[RowResult], Writes]:
+        """What a plan comes to, without carrying it out."""
+        writes: Writes = {}
+        return [self._compute_row(row, writes) for row in plan.rows], writes
+
+    def _compute_row(self, row: Row, writes: Writes) -> RowResult:
+        assert row.token_ids, "a row computes nothing"
+        draft = list(row.draft)
+        if self._has_draft_model and row.draft_token_ids:
+            draft += self._propose(row, writes)
+        if row.guide is not None:
+            draft = draft[: row.guide.num_allowed(draft)]
+        context = 0
+        for position in range(row.start):
+            context = extend(context, self._read(row, position)[TARGET])
+        kvs, contexts = contexts_of([*row.token_ids, *draft], context)
+        self._write(row, row.start, kvs, (TARGET, DRAFT)[: 2 - self._has_draft_model], writes)
+        tokens: list[int] = []
+        if row.sampling is not None:
+            contexts_sampled = contexts[len(row.token_ids) - 1 :]
+            for i, context_sampled in enumerate(contexts_sampled):
+                tokens.append(choose(context_sampled, self._asked(row, draft[:i])))
+                if i == len(draft) or tokens[-1] != draft[i]:
+                    break
+        num_top = row.sampling and row.sampling.logprobs
+        places = zip(contexts[len(row.token_ids) - 1 :], tokens, strict=False)
+        logprobs = [] if num_top is None else [logprobs_of(c, t, num_top) for c, t in places]
+        scored = zip(contexts, row.scored, strict=False)
+        return RowResult(
+            token_ids=tuple(tokens),
+            num_drafted=len(draft),
+            logprobs=tuple(logprobs),
+            scored=tuple(logprobs_of(context, token, row.num_top) for context, token in scored),
+        )
+
+    def _propose(self, row: Row, writes: Writes) -> list[int]:
+        """The draft model's part of a row."""
+        start = row.end - len(row.draft_token_ids)
+        assert start <= row.start
+        assert list(row.draft_token_ids[-len(row.token_ids) :]) == list(row.token_ids)
+        context = 0
+        for position in range(start):
+            target, draft = self._read(row, position)
+            assert draft == target >= 0, f"the draft model has not computed position {position}"
+            context = extend(context, draft)
+        kvs, contexts = contexts_of(row.draft_token_ids, context)
+        self._write(row, start, kvs, (DRAFT,), writes)
+        context = contexts[-1]
+        proposed: list[int] = []
+        for _ in range(row.num_to_draft):
+            if proposed:
+                kvs, (context,) = contexts_of(proposed[-1:], context)
+                self._write(row, row.end + len(proposed) - 1, kvs, (DRAFT,), writes)
+            token = choose(context, self._asked(row, proposed))
+            is_right = hash((context, 17)) % 1000 < 1000 * self._right
+            proposed.append(token if is_right else (token + 1) % VOCAB_SIZE)
+            if row.guide is not None and row.guide.num_allowed(proposed) < len(proposed):
+                proposed[-1] = token
+        return proposed
+
+    def _asked(self, row: Row, ahead: list[int]) -> Asked:
+        assert row.sampling is not None
+        allowed = list(range(VOCAB_SIZE))
+        if row.guide is not None:
+            (word,) = row.guide.masks(ahead)[-1]
+            allowed = [t for t in allowed if int(word) >> t & 1]
+        history = None if row.history is None else [*row.history, *ahead]
+        return Asked(row.sampling, row.banned, history, row.prompt_len, allowed)
+
+    def _read(self, row: Row, position: int) -> Kv:
+        block, offset = self._slot(row, position)
+        return self.memory[block][offset]
+
+    def _write(
+        self, row: Row, start: int, kvs: list[int], models: Sequence[int], writes: Writes
+    ) -> None:
+        for position, kv in enumerate(kvs, start):
+            for model in models:
+                slot = (*self._slot(row, position), model)
                 assert slot not in writes, f"two rows write to slot {slot}"
                 writes[slot] = kv
-            sampled = row.sampling and choose(context, row.sampling, row.banned)
-            tokens.append(sampled)
-        return tokens, writes
-
-    def _read(self, row: Row) -> Iterator[Kv]:
-        for position in range(row.start):
-            block, offset = self._slot(row, position)
-            yield self.memory[block][offset]
 
     def _slot(self, row: Row, position: int) -> tuple[BlockId, int]:
         index, offset = divmod(position, self.layout.block_size)
         return row.block_table[index], offset
+
+
+class WilfulSpeculator:
+    """In place of a `Speculator`: who drafts how much is decided by lot."""
+
+    def __init__(self, rng: random.Random, *, has_draft_model: bool) -> None:
+        self._rng = rng
+        self.max_draft_tokens = rng.randint(1, 5)
+        self.has_draft_model = has_draft_model
+        self.uses_ngrams = self.is_on = True
+
+    def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
+        return [self._propose(candidate) for candidate in candidates]
+
+    def _propose(self, candidate: Candidate) -> Proposal | None:
+        ways = [Proposer.DRAFT] if self.has_draft_model else []
+        ways += [Proposer.NGRAM] if candidate.match_len else []
+        if not ways or candidate.max_tokens == 0 or self._rng.randrange(3) == 0:
+            return None
+        num_tokens = self._rng.randint(1, candidate.max_tokens)
+        return Proposal(self._rng.choice(ways), num_tokens, candidate.match_len)
+
+    def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
+        return self._rng.randrange(2) == 0
+
+    def learn(
+        self, seq_id: SeqId, proposal: Proposal, *, num_drafted: int, num_accepted: int
+    ) -> None:
+        assert 0 <= num_accepted <= num_drafted <= proposal.num_tokens
+
+    def forget(self, seq_id: SeqId) -> None:
+        pass
+
+    def observe(self, plan: BatchPlan, result: BatchResult) -> None:
+        pass
 
 
 # ---------------------------------------------------------------- a worker
@@ -269,6 +480,17 @@ class WorkerShape:
     growth_tokens: int = 4
     copies_at_once: bool = True  # as shared memory does; otherwise bytes travel in Data
     window_blocks: int = MAX_BLOCKS_PER_READ
+    has_draft_model: bool = True  # the same in all workers of a cluster
+    speculate: Speculate | str = Speculate.OFF  # or WILFUL
+
+    def speculator(self) -> Speculator:
+        """What decides about drafts in such a worker."""
+        if self.speculate == WILFUL:
+            rng = random.Random(self.num_blocks)
+            return WilfulSpeculator(rng, has_draft_model=self.has_draft_model)  # type: ignore[return-value]
+        return Speculator(
+            Speculate(self.speculate), max_draft_tokens=5, has_draft_model=self.has_draft_model
+        )
 
 
 class FakeWorker:
@@ -278,26 +500,34 @@ class FakeWorker:
         self.worker_id = WorkerId(name)
         self.shape = shape
         self._cluster = cluster
-        self.runner = FakeRunner(shape.num_blocks)
+        self.runner = FakeRunner(shape.num_blocks, has_draft_model=shape.has_draft_model)
         self.pool = SpoilingPool(self.runner)
         self.endpoint = FakeEndpoint(self, cluster)
+        speculator = shape.speculator()
         self.decode = DecodeScheduler(
             self.pool,
             block_size=BLOCK_SIZE,
             max_running=shape.max_running,
             growth_tokens=shape.growth_tokens,
+            speculator=speculator,
+            guides=FakeGuides(),
+            vocab_size=VOCAB_SIZE,
         )
         self.prefill = PrefillScheduler(
             self.pool,
             block_size=BLOCK_SIZE,
             chunk_tokens=shape.chunk_tokens,
             address=self.endpoint.address,
+            guides=FakeGuides(),
+            vocab_size=VOCAB_SIZE,
         )
         schedulers: list[Scheduler] = [self.decode] if shape.role.decodes else []
         schedulers += [self.prefill] if shape.role.prefills else []
         self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=self.endpoint.address)
         schedulers.append(self.offers)
-        self.core = WorkerCore(schedulers, self.pool, shape.max_batch_tokens)
+        self.core = WorkerCore(
+            schedulers, self.pool, shape.max_batch_tokens, observe=speculator.observe
+        )
         self.inbox: deque[Event] = deque()
         self.plan: BatchPlan | None = None  # what runs now
         self.stuck: set[str] = set()  # what stands still: see PARTS
@@ -311,7 +541,8 @@ class FakeWorker:
         if self.plan is not None:
             rows = self.plan.rows
             lengths = [len(row.token_ids) for row in rows]
-            assert sum(lengths) <= self.shape.max_batch_tokens
+            num_drafted = sum(row.max_drafted for row in rows)
+            assert sum(lengths) + num_drafted <= self.shape.max_batch_tokens
             assert max(lengths) <= self.shape.chunk_tokens
             assert len({row.seq_id for row in rows}) == len(rows)
             self._early = self.runner.compute(self.plan)
@@ -538,6 +769,7 @@ class Ask:
     limits: Limits
     routes: Sequence[Route]  # of its attempts, in turn
     expected: Answer
+    num_top: int | None = None  # log-probabilities of the prompt are asked for
     tokens: list[int] = field(default_factory=list)
     outcome: str | None = None  # finished, cancelled or lost
     seq_id: SeqId | None = None
@@ -595,7 +827,8 @@ class FakeGateway:
         assert ask.seq_id is not None
         ask.waits_for_offer = False
         kind = Generate if ask.route.prefill == ask.route.decode else Prefill
-        message = kind(ask.seq_id, ask.token_ids, ask.sampling, ask.limits, prefix)
+        num_top = None if ask.tokens else ask.num_top
+        message = kind(ask.seq_id, ask.token_ids, ask.sampling, ask.limits, prefix, num_top)
         self._send(ask.route.prefill, message)
 
     def cancel(self, ask: Ask) -> None:
@@ -634,8 +867,11 @@ class FakeGateway:
                     self._lease_sent.add(seq_id)
                     decode = Decode(seq_id, ask.token_ids, ask.sampling, ask.limits, lease)
                     self._send(ask.route.decode, decode)
-            case PrefillDone(seq_id, token, finish):
-                self._deliver(ask, [token], finish)
+            case PrefillDone(seq_id, token, finish, logprobs, prompt_logprobs):
+                asked = ask.num_top if not ask.tokens else None
+                wanted = [] if asked is None else prompt_logprobs_of(ask.prompt, asked)
+                assert prompt_logprobs == wanted, f"the prompt of {ask.name} was scored wrongly"
+                self._deliver(ask, [token], finish, [] if logprobs is None else [logprobs])
                 if finish is None and seq_id in self._lease_sent:
                     self._send(ask.route.decode, FirstToken(seq_id, token))
             case KvReady(_, num_pulled_blocks, num_cached_blocks):
@@ -644,8 +880,9 @@ class FakeGateway:
                 assert num_pulled_blocks + num_cached_blocks == expected_blocks
             case DecodeStarted():
                 pass
-            case Tokens(_, token_ids, finish):
-                self._deliver(ask, token_ids, finish)
+            case Tokens(_, token_ids, finish, logprobs, num_drafted, num_accepted):
+                assert 0 <= len(token_ids) - 1 <= num_accepted <= num_drafted
+                self._deliver(ask, token_ids, finish, logprobs)
             case GivenBack(num_kept_tokens=num_kept_tokens):
                 assert num_kept_tokens <= len(ask.token_ids)
                 assert num_kept_tokens % BLOCK_SIZE == 0
@@ -653,8 +890,17 @@ class FakeGateway:
             case other:
                 raise AssertionError(f"unexpected message: {other}")
 
-    def _deliver(self, ask: Ask, token_ids: list[int], finish: FinishReason | None) -> None:
+    def _deliver(
+        self,
+        ask: Ask,
+        token_ids: list[int],
+        finish: FinishReason | None,
+        logprobs: list[Logprobs],
+    ) -> None:
+        num_before = len(ask.tokens)
         ask.tokens += token_ids
+        expected_logprobs = ask.expected.logprobs[num_before : len(ask.tokens)]
+        assert tuple(logprobs) == expected_logprobs, f"{ask.name} was scored wrongly"
         expected = ask.expected.token_ids[: len(ask.tokens)]
         assert tuple(ask.tokens) == expected, f"{ask.name} was answered wrongly"
         complete = len(ask.tokens) == len(ask.expected.token_ids)
@@ -721,11 +967,12 @@ class FakeCluster:
         *,
         limits: Limits,
         routes: Sequence[tuple[str, ...]],
-        seed: int = 0,
+        sampling: Sampling | None = None,
+        num_top: int | None = None,
     ) -> Ask:
         """A client asks. Each attempt takes the next route: prefill worker, decode worker and,
         where there is one, the worker that is asked for the prefix."""
-        sampling = Sampling(seed=seed)
+        sampling = Sampling() if sampling is None else sampling
         ask = Ask(
             name=f"r{len(self.asks)}",
             prompt=tuple(prompt),
@@ -733,6 +980,7 @@ class FakeCluster:
             limits=limits,
             routes=[Route(*map(WorkerId, route)) for route in routes],
             expected=answer(prompt, sampling, limits),
+            num_top=num_top,
         )
         self.asks.append(ask)
         self._learn([*ask.prompt, *ask.expected.token_ids])

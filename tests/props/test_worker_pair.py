@@ -17,12 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from decode.scheduler import DecodeScheduler
 from engine.blocks import BlockPool
-from engine.messages import Limits, Role, WorkerId
+from engine.config import Speculate
+from engine.messages import Grammar, GrammarKind, Limits, Role, Sampling, WorkerId
 from engine.sequence import Sequence as EngineSequence
 from prefill.scheduler import PrefillScheduler
-from tests.fakes import PARTS, VOCAB_SIZE, Ask, FakeCluster, FakeGateway, WorkerShape
+from tests.fakes import PARTS, VOCAB_SIZE, WILFUL, Ask, FakeCluster, FakeGateway, WorkerShape
 
 NUM_GATEWAYS = 2
+ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 PATHS = [("p", "d"), ("p", "m"), ("m", "m")]
 OFFERED = [("q", "d", "p"), ("q", "m", "d"), ("p", "d", "m"), ("m", "m", "p"), ("q", "d", "d")]
 ROUTES = [
@@ -31,6 +33,14 @@ ROUTES = [
     tuple(OFFERED),
 ]
 STEMS = [tuple((7 * i * i + k) % VOCAB_SIZE for i in range(16)) for k in (1, 4)]
+SAMPLINGS = (
+    Sampling(),
+    Sampling(seed=1),
+    Sampling(seed=2, repetition_penalty=1.5, logprobs=2),
+    Sampling(seed=3, grammar=Grammar(GrammarKind.REGEX, "3")),
+    Sampling(seed=4, grammar=Grammar(GrammarKind.REGEX, "4"), presence_penalty=1.0),
+)
+NUM_TOPS = (*6 * [None], 0, 2)
 STEM_LENS = (0, 3, 4, 8, 11, 16)
 MAX_STEM_LEN = max(STEM_LENS)
 STOPS = ((), (3,), (1, 5))
@@ -54,7 +64,18 @@ SIZES = {
     "growth_tokens": (0, 4, 12),
     "copies_at_once": (True, False),
     "window_blocks": (1, 2, 64),
+    "speculate": (WILFUL, *Speculate),
 }
+SPECULATION_EVENTS = (
+    "drafted:ngram",
+    "accepted:ngram",
+    "drafted:draft",
+    "accepted:draft",
+    "accepted_len:0",
+    "accepted_len:2",
+    "spec_steps",
+    "preempted",
+)
 
 
 class Traffic:
@@ -74,11 +95,20 @@ class Traffic:
         answer_lens: tuple[int, int],
         stops: tuple[int, ...],
         routes: Sequence[tuple[str, ...]],
-        seed: int,
+        sampling: Sampling,
+        num_top: int | None,
     ) -> None:
         shortest, longest = answer_lens
-        limits = Limits(len(prompt) + longest, len(prompt) + shortest, stops)
-        self.cluster.submit(self.gateways[gateway], prompt, limits=limits, routes=routes, seed=seed)
+        length = len(prompt)
+        limits = Limits(length + longest, length + shortest, stops, prompt_len=length)
+        self.cluster.submit(
+            self.gateways[gateway],
+            prompt,
+            limits=limits,
+            routes=routes,
+            sampling=sampling,
+            num_top=num_top,
+        )
 
     def conversation(self, which: int) -> tuple[int, ...]:
         """The beginning of an earlier prompt with its answer, to be asked on."""
@@ -91,6 +121,13 @@ class Traffic:
     def cancel(self, which: int) -> None:
         for gateway, ask in self._live(which):
             gateway.cancel(ask)
+
+    def cancel_pulling(self) -> None:
+        """Those whose prefix is being written: a moment that a blind choice seldom meets."""
+        for gateway in self.gateways:
+            for ask in list(gateway.asks.values()):
+                if ask.seq_id in self.cluster.workers[ask.route.prefill].prefill._pulling:
+                    gateway.cancel(ask)
 
     def retry(self, which: int) -> None:
         for gateway, ask in self._live(which):
@@ -141,9 +178,13 @@ class Traffic:
         return self.cluster.add_gateway(f"g{self._num_gateways}")
 
 
-def shapes(role: Role) -> "st.SearchStrategy[WorkerShape]":
+@st.composite
+def shapes(draw) -> list[WorkerShape]:
+    """Of a prefill, a decode and a mixed worker."""
+    has_draft_model = draw(st.booleans())
     sizes = {name: st.sampled_from(choices) for name, choices in SIZES.items()}
-    return st.builds(WorkerShape, st.just(role), **sizes)
+    sizes["has_draft_model"] = st.just(has_draft_model)
+    return [draw(st.builds(WorkerShape, st.just(role), **sizes)) for role in ROLES]
 
 
 def prompts() -> "st.SearchStrategy[tuple[int, ...]]":
@@ -165,9 +206,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 class WorkersOfAllRoles(RuleBasedStateMachine):
     """Hypothesis chooses what is done to the cluster, and shrinks what breaks it."""
 
-    @initialize(prefill=shapes(Role.PREFILL), decode=shapes(Role.DECODE), mixed=shapes(Role.MIXED))
-    def start(self, prefill: WorkerShape, decode: WorkerShape, mixed: WorkerShape) -> None:
-        self.traffic = Traffic(prefill, decode, mixed)
+    @initialize(shapes=shapes())
+    def start(self, shapes: list[WorkerShape]) -> None:
+        self.traffic = Traffic(*shapes)
         self.is_sound = True
 
     def do(self, act: Callable[..., None], *args: object, **kwargs: object) -> None:
@@ -181,10 +222,12 @@ class WorkersOfAllRoles(RuleBasedStateMachine):
         lens=answer_lens(),
         stops=st.sampled_from(STOPS),
         routes=st.sampled_from(ROUTES),
-        seed=st.integers(0, 1),
+        sampling=st.sampled_from(SAMPLINGS),
+        num_top=st.sampled_from(NUM_TOPS),
     )
-    def ask(self, prompt, gateway, lens, stops, routes, seed):
-        fields = {"gateway": gateway, "stops": stops, "routes": routes, "seed": seed}
+    def ask(self, prompt, gateway, lens, stops, routes, sampling, num_top):
+        fields = {"gateway": gateway, "stops": stops, "routes": routes}
+        fields |= {"sampling": sampling, "num_top": num_top}
         self.do(self.traffic.ask, prompt, answer_lens=lens, **fields)
 
     @rule(
@@ -196,7 +239,8 @@ class WorkersOfAllRoles(RuleBasedStateMachine):
     )
     def ask_on(self, which, token, gateway, lens, routes):
         prompt = (*self.traffic.conversation(which), token)
-        fields = {"gateway": gateway, "stops": (), "routes": routes, "seed": 0}
+        fields = {"gateway": gateway, "stops": (), "routes": routes}
+        fields |= {"sampling": SAMPLINGS[0], "num_top": None}
         self.do(self.traffic.ask, prompt, answer_lens=lens, **fields)
 
     @rule(num_moves=st.integers(1, 40), seed=SEEDS)
@@ -258,8 +302,13 @@ TestWorkersOfAllRoles.settings = settings(
 # ---------------------------------------------------------------- long runs
 
 
-def random_shape(role: Role, rng: random.Random) -> WorkerShape:
-    return WorkerShape(role, **{name: rng.choice(c) for name, c in SIZES.items()})
+def random_shapes(rng: random.Random) -> list[WorkerShape]:
+    has_draft_model = rng.random() < 0.7
+    shapes = []
+    for role in ROLES:
+        sizes = {name: rng.choice(c) for name, c in SIZES.items()}
+        shapes.append(WorkerShape(role, has_draft_model=has_draft_model, **sizes))
+    return shapes
 
 
 def random_prompt(traffic: Traffic, rng: random.Random) -> tuple[int, ...]:
@@ -271,8 +320,7 @@ def random_prompt(traffic: Traffic, rng: random.Random) -> tuple[int, ...]:
 def random_traffic(seed: int, num_events: int) -> Counter[str]:
     """Busier and longer than what hypothesis comes to. Returns what the schedulers counted."""
     rng = random.Random(seed)
-    roles = (Role.PREFILL, Role.DECODE, Role.MIXED)
-    traffic = Traffic(*(random_shape(role, rng) for role in roles))
+    traffic = Traffic(*random_shapes(rng))
 
     def ask() -> None:
         longest = rng.randint(1, MAX_ANSWER_LEN)
@@ -282,13 +330,15 @@ def random_traffic(seed: int, num_events: int) -> Counter[str]:
             answer_lens=(rng.randrange(longest), longest),
             stops=rng.choice(STOPS),
             routes=rng.choice(ROUTES),
-            seed=rng.randrange(2),
+            sampling=rng.choice(SAMPLINGS),
+            num_top=rng.choice(NUM_TOPS),
         )
 
     events: dict[Callable[[], None], float] = {
         lambda: traffic.go_on(rng.randint(1, 24), rng): 1.0,
         ask: 0.3,
         lambda: traffic.cancel(rng.randrange(100)): 0.1,
+        traffic.cancel_pulling: 0.05,
         lambda: traffic.retry(rng.randrange(100)): 0.01,
         lambda: traffic.stop_waiting(rng.randrange(100)): 0.02,
         lambda: traffic.lose_gateway(rng.randrange(NUM_GATEWAYS), rng.randrange(4)): 0.01,
@@ -311,11 +361,11 @@ def test_nobody_is_answered_wrongly_or_forgotten_in_a_long_run(seed):
     random_traffic(seed, num_events=300)
 
 
-def test_prefixes_are_offered_pulled_and_given_up_in_long_runs():
+def test_long_runs_come_to_all_that_can_happen():
     counted: Counter[str] = Counter()
     for seed in RUNS:
         counted += random_traffic(seed, num_events=300)
-    for name in PREFIX_EVENTS:
+    for name in PREFIX_EVENTS + SPECULATION_EVENTS:
         assert counted[name] > 0, f"no run came to {name}"
 
 
@@ -361,6 +411,46 @@ def _forget_the_aborted(self, seq_id):
     return effects
 
 
+def _see_all_that_was_accepted(self, row, result, seq):
+    """The draft model is thought to have computed the last token that it proposed."""
+    if not self._has_draft_model or not row.draft_token_ids:
+        return _num_seen(self, row, result, seq)
+    return min(row.end + result.num_accepted, len(seq.token_ids))
+
+
+def _see_what_was_left_out(self, row, result, seq):
+    """The draft model is thought to compute every row."""
+    return None
+
+
+def _draft_as_if_nothing_was_banned(self):
+    return max(self.limits.max_len - len(self.token_ids) - 1, 0)
+
+
+def _take_all_that_was_accepted(self, row, result, now_s):
+    """Tokens behind a stop count too."""
+    effects = _advance(self, row, result, now_s)
+    effects[0].message.token_ids[:] = result.token_ids
+    return effects
+
+
+def _append_without_history(self, token):
+    history, self.history = self.history, None
+    finish = _append(self, token)
+    self.history = history
+    return finish
+
+
+def _append_without_guide(self, token):
+    guide, self.guide = self.guide, None
+    finish = _append(self, token)
+    self.guide = guide
+    return finish
+
+
+_append = EngineSequence.append
+_num_seen = DecodeScheduler._num_seen
+_advance = DecodeScheduler.advance
 _lease = BlockPool.lease
 _keep = EngineSequence.keep_pulled
 _cancel_prompt = PrefillScheduler._cancel
@@ -386,6 +476,25 @@ MISTAKES = {
     "what has not arrived is kept": (EngineSequence, "keep_pulled", _keep_what_has_not_arrived),
     "an offered prefix is not leased": (BlockPool, "lease", _lease_no_idle_block),
     "a finished lease keeps its blocks": (BlockPool, "end_lease", lambda self, blocks: None),
+    "the draft model has seen its last proposal": (
+        DecodeScheduler,
+        "_num_seen",
+        _see_all_that_was_accepted,
+    ),
+    "the draft model has seen what it left out": (
+        DecodeScheduler,
+        "_num_seen",
+        _see_what_was_left_out,
+    ),
+    "a draft goes on when a stop is banned no longer": (
+        EngineSequence,
+        "max_drafted",
+        _draft_as_if_nothing_was_banned,
+    ),
+    "tokens behind a stop are taken": (DecodeScheduler, "advance", _take_all_that_was_accepted),
+    "blocks of rejected tokens are kept": (EngineSequence, "trim", lambda self, pool: None),
+    "penalties do not see the answer": (EngineSequence, "append", _append_without_history),
+    "a grammar does not see the answer": (EngineSequence, "append", _append_without_guide),
 }
 
 

@@ -26,11 +26,12 @@ from test_worker_core_kit import (
     pull_done,
     pull_failed,
     revoked,
+    score,
     started,
     token,
 )
 
-from engine.messages import Role
+from engine.messages import Role, Sampling
 
 
 def rig(**sizes) -> Rig:
@@ -646,3 +647,93 @@ def test_waiting_and_running_prompts_are_counted():
     assert (r.prefill.num_waiting, r.prefill.num_running, r.prefill.num_leases) == (3, 0, 0)
     r.step()
     assert (r.prefill.num_waiting, r.prefill.num_running, r.prefill.num_leases) == (2, 1, 1)
+
+
+# ---------------------------------------------------------------- log-probabilities, rows
+
+
+def test_the_tokens_of_a_prompt_are_scored_chunk_by_chunk():
+    r = rig(chunk=4)
+    r.take(prefill("a", 9, more=1, num_top=2))
+    scored = []
+    for _ in range(3):
+        (*_, last) = r.step()
+        scored.append((list(r.rows[0].scored), r.rows[0].num_top))
+    assert scored == [([1, 2, 3, 4], 2), ([5, 6, 7, 8], 2), ([], 2)]
+    assert last.message.prompt_logprobs == [score(i) for i in range(1, 9)]
+
+
+def test_a_prompt_that_is_scored_is_computed_whatever_is_cached():
+    r = rig()
+    compute(r, "a", 8)
+    r.take(ended("a", "released"))
+    r.take(prefill("b", 8, more=1, num_top=0))
+    assert r.step()[:2] == [started("b"), Ran("b", 0, 8)]
+    r.play([(Blocks(), blocks(free=6, cached=2))])
+
+
+def test_a_prompt_that_is_scored_gives_an_offered_prefix_up():
+    rig().play(
+        [
+            (prefill("a", 8, more=1, num_top=0, prefix=1), [hold_prefix("a", 1), abort("a")]),
+            (pull_failed("a", "aborted"), []),
+            (Blocks(), blocks(free=8)),
+        ]
+    )
+
+
+def test_other_prompts_are_not_scored():
+    r = rig()
+    r.take(prefill("a", 6, more=1))
+    (*_, last) = r.step()
+    assert (r.rows[0].scored, r.rows[0].num_top) == ((), 0)
+    assert (last.message.logprobs, last.message.prompt_logprobs) == (None, [])
+
+
+def test_the_first_token_comes_with_its_log_probability():
+    r = rig()
+    r.take(prefill("a", 6, more=1, sampling=Sampling(logprobs=0)))
+    (*_, last) = r.step(7)
+    assert last.message.logprobs == score(7)
+
+
+def test_the_draft_model_computes_every_chunk_and_penalties_see_the_whole_prompt():
+    r = rig(chunk=4)
+    r.take(prefill("a", 6, sampling=Sampling(repetition_penalty=2.0)))
+    r.step()
+    (row,) = r.rows
+    assert (list(row.draft_token_ids), row.history) == ([0, 1, 2, 3], None)
+    r.step()
+    (row,) = r.rows
+    assert (list(row.draft_token_ids), row.prompt_len) == ([4, 5], 6)
+    assert list(row.history)[:6] == list(range(6))
+
+
+def test_an_adopted_sequence_keeps_its_history():
+    r = Rig(Role.MIXED)
+    r.take(generate("a", 6, sampling=Sampling(repetition_penalty=2.0)))
+    r.step(7)
+    r.step(8)
+    assert list(r.rows[0].history) == [0, 1, 2, 3, 4, 5, 7, 8]
+
+
+# ---------------------------------------------------------------- messages that nobody should send
+
+
+def test_an_id_that_is_in_use_is_not_used_twice():
+    reason = "the id is in use"
+    r = rig(chunk=4)
+    r.take(prefill("a", 6))
+    r.play([(prefill("a", 6, gateway="g2"), [given_back("a", reason, gateway="g2")])])
+    r.step()
+    r.play([(prefill("a", 6), [given_back("a", reason)])])
+    r.step()  # it is leased now
+    r.play([(prefill("a", 6), [given_back("a", reason)])])
+    r.take(ended("a", "released"))
+    r.play([(prefill("a", 6), [])])
+
+
+def test_what_the_runner_could_not_compute_is_given_back():
+    r = rig(vocab_size=50)
+    reason = "a token id is not in the vocabulary"
+    r.play([(prefill("a", [50]), [given_back("a", reason)]), (Step(), [])])

@@ -1,5 +1,7 @@
 """One request's progress: tokens, blocks, hashes, and when it is complete."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.blocks import BlockCounts, BlockPool, hash_blocks
@@ -162,3 +164,78 @@ def test_appending_says_when_the_sequence_is_complete():
     seq = sequence(range(3), max_len=5)
     assert [seq.append(9), seq.append(9)] == [None, LENGTH]
     assert seq.token_ids == [0, 1, 2, 9, 9]
+
+
+# ---------------------------------------------------------------- drafts, penalties, grammars
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ({"max_len": 5}, 1),
+        ({"max_len": 4}, 0),
+        ({"max_len": 3}, 0),
+        ({"min_len": 4, "stop_token_ids": (7,)}, 0),
+        ({"min_len": 6, "stop_token_ids": (7,)}, 2),
+        ({"min_len": 3, "stop_token_ids": (7,)}, 96),
+        ({"min_len": 6}, 96),
+    ],
+)
+def test_a_draft_ends_before_the_answer_does_and_before_stops_are_allowed(limits, most):
+    assert sequence(range(3), **limits).max_drafted() == most
+
+
+def test_a_block_is_full_for_others_when_the_draft_model_has_it_too(pool):
+    seq = sequence(range(9))
+    seq.block_table = pool.allocate(3)
+    seq.advance(8, pool, num_draft_tokens=3)
+    assert (pool.match(seq.block_hashes), seq.num_unseen_tokens) == ([], 5)
+    seq.advance(1, pool, num_draft_tokens=8)
+    assert pool.match(seq.block_hashes) == seq.block_table[:2]
+    assert seq.num_unseen_tokens == 1
+
+
+@pytest.mark.parametrize("num_draft_tokens", [3, 10])
+def test_the_draft_model_forgets_nothing_and_is_never_ahead(pool, num_draft_tokens):
+    seq = sequence(range(9))
+    seq.block_table = pool.allocate(3)
+    seq.advance(8, pool, num_draft_tokens=5)
+    with pytest.raises(AssertionError):
+        seq.advance(1, pool, num_draft_tokens=num_draft_tokens)
+
+
+def test_adopted_and_released_blocks_have_both_models_or_neither(pool):
+    first = sequence(range(8))
+    first.block_table = pool.allocate(2)
+    first.advance(8, pool)
+    seq = sequence(range(11))
+    seq.adopt_cached(pool.match(seq.block_hashes), pool)
+    assert seq.num_unseen_tokens == 0
+    seq.release(pool)
+    assert (seq.num_draft_tokens, seq.num_unseen_tokens) == (0, 0)
+
+
+def test_blocks_behind_the_tokens_are_given_back(pool):
+    seq = sequence(range(6))
+    seq.block_table = pool.allocate(4)
+    seq.trim(pool)
+    assert len(seq.block_table) == 2
+    seq.trim(pool)
+    assert pool.counts().owned == 2
+
+
+def test_only_penalties_make_a_history():
+    plain, penalised = sequence(range(3)), sequence(range(3))
+    penalised.sampling = Sampling(frequency_penalty=0.5)
+    penalised.__post_init__()
+    penalised.append(9)
+    assert plain.history is None
+    assert list(penalised.history) == [0, 1, 2, 9]
+
+
+def test_a_grammar_follows_the_answer_up_to_its_last_token():
+    consumed = []
+    seq = sequence(range(3), max_len=6, stop_token_ids=(7,))
+    seq.guide = SimpleNamespace(consume=consumed.append)
+    assert [seq.append(token) for token in (4, 5, 7)] == [None, None, FinishReason.STOP]
+    assert consumed == [4, 5]

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, repeat
 
+from decode.acceptance import Proposer
 from decode.scheduler import DecodeScheduler
+from decode.speculation import Proposal
 from engine.batch import BatchResult, Row, RowResult
 from engine.blocks import BlockCounts, BlockId, BlockPool
 from engine.events import (
@@ -40,6 +42,7 @@ from engine.messages import (
     LeaseId,
     LeaseRef,
     Limits,
+    Logprobs,
     OfferPrefix,
     Prefill,
     PrefillDone,
@@ -60,6 +63,7 @@ from prefill.scheduler import PrefillScheduler
 BLOCK_SIZE = 4
 ROOM = 100  # tokens that an answer may have where nothing else is said
 SAMPLED = 99  # what every step samples where nothing else is said
+PLAIN = Sampling()
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
@@ -73,33 +77,43 @@ HERE, THERE = address("here"), address("there")
 # ---------------------------------------------------------------- events
 
 
-def _fields(name, prompt, more, least, stops, seed) -> dict[str, object]:
+def _fields(name, prompt, more, least, stops, sampling) -> dict[str, object]:
     tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
-    limits = Limits(len(tokens) + more, len(tokens) + least, stops)
+    limits = Limits(len(tokens) + more, len(tokens) + least, stops, len(tokens))
     return {
         "seq_id": SeqId(name),
         "token_ids": tokens,
-        "sampling": Sampling(seed=seed),
+        "sampling": sampling,
         "limits": limits,
     }
 
 
 def prefill(
-    name, prompt, *, more=ROOM, least=0, stops=(), seed=0, prefix=0, gateway="g"
+    name,
+    prompt,
+    *,
+    more=ROOM,
+    least=0,
+    stops=(),
+    sampling=PLAIN,
+    prefix=0,
+    num_top=None,
+    gateway="g",
 ) -> FromGateway:
     """A prompt, given by its tokens or their number, and bounds of the answer's length.
 
     `prefix` blocks of it are offered by another worker.
     """
-    fields = _fields(name, prompt, more, least, stops, seed)
+    fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(f"{name}.prefix", prefix) if prefix else None
-    return FromGateway(GatewayId(gateway), Prefill(**fields, prefix=lease))
+    message = Prefill(**fields, prefix=lease, prompt_logprobs=num_top)
+    return FromGateway(GatewayId(gateway), message)
 
 
 def generate(
-    name, prompt, *, more=ROOM, least=0, stops=(), seed=0, prefix=0, gateway="g"
+    name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, prefix=0, gateway="g"
 ) -> FromGateway:
-    fields = _fields(name, prompt, more, least, stops, seed)
+    fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(f"{name}.prefix", prefix) if prefix else None
     return FromGateway(GatewayId(gateway), Generate(**fields, prefix=lease))
 
@@ -109,8 +123,10 @@ def offer_prefix(name, prompt, gateway="g") -> FromGateway:
     return FromGateway(GatewayId(gateway), OfferPrefix(SeqId(name), tokens))
 
 
-def decode(name, prompt, *, more=ROOM, least=0, stops=(), seed=0, gateway="g") -> FromGateway:
-    fields = _fields(name, prompt, more, least, stops, seed)
+def decode(
+    name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, gateway="g"
+) -> FromGateway:
+    fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(name, -(-len(fields["token_ids"]) // BLOCK_SIZE))
     return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease))
 
@@ -140,9 +156,12 @@ def pull_failed(name, reason="why", arrived=()) -> PullFailed:
 
 
 class Step:
-    """The core plans, what it plans is run, and the rows that sample get these tokens."""
+    """The core plans, what it plans is run, and the rows that sample get these tokens.
 
-    def __init__(self, *tokens: int) -> None:
+    Several tokens for one row are a tuple: all but the last were drafted and kept.
+    """
+
+    def __init__(self, *tokens: int | tuple[int, ...]) -> None:
         self.tokens = tokens
 
 
@@ -231,6 +250,12 @@ def token(name, token=SAMPLED, finish=None, gateway="g") -> Emit:
     return emit(Tokens(SeqId(name), [token], finish), gateway)
 
 
+def tokens(name, *token_ids, drafted=0, accepted=None, finish=None) -> Emit:
+    """What a step with a draft came to."""
+    num_accepted = len(token_ids) - 1 if accepted is None else accepted
+    return emit(Tokens(SeqId(name), list(token_ids), finish, [], drafted, num_accepted))
+
+
 def given_back(name, reason, *, kept=0, gateway="g") -> Emit:
     return emit(GivenBack(SeqId(name), reason, kept), gateway)
 
@@ -242,18 +267,65 @@ def blocks(*, free=0, cached=0, owned=0, leased=0, in_flight=0) -> list[BlockCou
 # ---------------------------------------------------------------- the worker under test
 
 
+class FixedSpeculator:
+    """In place of a `Speculator`: always the same draft, where there may be one."""
+
+    def __init__(self, proposer: Proposer | None, num_tokens=3, *, has_draft_model=True) -> None:
+        self.max_draft_tokens = self.num_tokens = num_tokens
+        self.proposer = proposer
+        self.has_draft_model = has_draft_model
+        self.uses_ngrams = proposer is Proposer.NGRAM
+        self.is_on = True
+        self.may_see = True
+        self.forgotten: list[SeqId] = []
+        self.learned: list[tuple[SeqId, int, int]] = []
+
+    def plan(self, candidates):
+        return [self._proposal(candidate) for candidate in candidates]
+
+    def _proposal(self, candidate):
+        num_tokens = min(candidate.max_tokens, self.num_tokens)
+        if self.proposer is None or (self.uses_ngrams and not candidate.match_len):
+            return None
+        return Proposal(self.proposer, num_tokens, candidate.match_len) if num_tokens else None
+
+    def may_catch_up(self, num_tokens, num_passes):
+        return self.may_see
+
+    def learn(self, seq_id, proposal, *, num_drafted, num_accepted):
+        self.learned.append((seq_id, num_drafted, num_accepted))
+
+    def forget(self, seq_id):
+        self.forgotten.append(seq_id)
+
+
 class Rig:
     """A core of one role around a small pool."""
 
     def __init__(
-        self, role: Role, *, num_blocks=8, budget=16, chunk=8, max_running=4, growth=0
+        self,
+        role: Role,
+        *,
+        num_blocks=8,
+        budget=16,
+        chunk=8,
+        max_running=4,
+        growth=0,
+        speculator=None,
+        **intake,
     ) -> None:
+        """`intake`: guides, vocab_size, context_len."""
         self.pool = BlockPool(num_blocks)
         self.decode = DecodeScheduler(
-            self.pool, block_size=BLOCK_SIZE, max_running=max_running, growth_tokens=growth
+            self.pool,
+            block_size=BLOCK_SIZE,
+            max_running=max_running,
+            growth_tokens=growth,
+            speculator=speculator,
+            **intake,
         )
         self.prefill = PrefillScheduler(
-            self.pool, block_size=BLOCK_SIZE, chunk_tokens=chunk, address=HERE
+            self.pool, block_size=BLOCK_SIZE, chunk_tokens=chunk, address=HERE, **intake
         )
         schedulers: list[Scheduler] = [self.decode] if role.decodes else []
         schedulers += [self.prefill] if role.prefills else []
@@ -269,14 +341,14 @@ class Rig:
             return self.step(*event.tokens)
         return list(self.core.handle(event, 0.0))
 
-    def step(self, *tokens: int) -> list[Effect | Ran]:
+    def step(self, *tokens: int | tuple[int, ...]) -> list[Effect | Ran]:
         plan, effects = self.core.plan(0.0)
         self.rows = ()
         if plan is None:
             return list(effects)
         self.rows = tuple(plan.rows)
         left = chain(tokens, repeat(SAMPLED))
-        sampled = [RowResult(() if r.sampling is None else (next(left),)) for r in plan.rows]
+        sampled = [_result(r, () if r.sampling is None else next(left)) for r in plan.rows]
         ran = [Ran(row.seq_id, row.start, row.end) for row in plan.rows]
         return [*effects, *ran, *self.core.finish(BatchResult(sampled), 0.0)]
 
@@ -285,3 +357,19 @@ class Rig:
         for number, (event, expected) in enumerate(table, start=1):
             assert self.take(event) == expected, f"event {number}"
             self.core.validate()
+
+
+def _result(row: Row, chosen: int | tuple[int, ...]) -> RowResult:
+    token_ids = (chosen,) if isinstance(chosen, int) else chosen
+    num_top = None if row.sampling is None else row.sampling.logprobs
+    return RowResult(
+        token_ids,
+        row.max_drafted,
+        logprobs=() if num_top is None else tuple(map(score, token_ids)),
+        scored=tuple(map(score, row.scored)),
+    )
+
+
+def score(token_id: int) -> Logprobs:
+    """What the rig says of a token."""
+    return Logprobs(-float(token_id), token_id)

@@ -1,0 +1,84 @@
+"""How likely a drafted token is what the target chooses: counted, and slowly forgotten.
+
+A draft ends at its first wrong token, so one of which `a` tokens were kept is `a` hits in `a`
+tries, and one try more if it was not kept whole. A sequence is thought to be like all others until
+it has shown what it is like itself, and is slowly forgotten while nothing is drafted for it.
+"""
+
+from collections import defaultdict
+from enum import StrEnum
+
+from engine.messages import SeqId
+
+
+class Proposer(StrEnum):
+    """Who proposes."""
+
+    NGRAM = "ngram"
+    DRAFT = "draft"
+
+
+Kind = tuple[Proposer, int]  # the proposer, and for n-grams the length of the match
+
+# Before anything is known: the share of tokens kept, which counts like so many tries.
+_FIRST = {
+    (Proposer.DRAFT, 0): 0.6,
+    (Proposer.NGRAM, 2): 0.3,
+    (Proposer.NGRAM, 3): 0.5,
+    (Proposer.NGRAM, 4): 0.7,
+    (Proposer.NGRAM, 8): 0.85,
+    (Proposer.NGRAM, 16): 0.9,
+}
+_FIRST_TRIES = 6.0
+_TRIES_OF_ALL = 4.0  # all sequences together count so much for one of them
+_MEMORY_OF_ALL = 0.993  # what a try weighs when the next has come
+_MEMORY_OF_ONE = 0.97
+_MEMORY_WHILE_IDLE = 0.98  # for each time that nothing is chosen to be drafted
+_HIGHEST = 0.995  # a share of one would draft without end
+
+
+class _Count:
+    __slots__ = ("hits", "tries")
+
+    def __init__(self, hits: float = 0.0, tries: float = 0.0) -> None:
+        self.hits = hits
+        self.tries = tries
+
+    def add(self, hits: int, tries: int, memory: float) -> None:
+        kept = memory**tries
+        self.hits = self.hits * kept + hits
+        self.tries = self.tries * kept + tries
+
+
+class Acceptance:
+    """The share of drafted tokens that are kept, by sequence and kind of proposal."""
+
+    def __init__(self) -> None:
+        self._all = {kind: _Count(p * _FIRST_TRIES, _FIRST_TRIES) for kind, p in _FIRST.items()}
+        self._one: defaultdict[SeqId, dict[Kind, _Count]] = defaultdict(dict)
+
+    def of(self, seq_id: SeqId, kind: Kind) -> float:
+        """The share to be expected of a sequence's next draft."""
+        everybody = self._all[kind]
+        share = everybody.hits / everybody.tries
+        own = self._one.get(seq_id)
+        if own is not None and (count := own.get(kind)) is not None:
+            share = (count.hits + _TRIES_OF_ALL * share) / (count.tries + _TRIES_OF_ALL)
+        return min(share, _HIGHEST)
+
+    def learn(self, seq_id: SeqId, kind: Kind, num_drafted: int, num_accepted: int) -> None:
+        """A draft was verified."""
+        tries = num_accepted + (num_accepted < num_drafted)
+        self._all[kind].add(num_accepted, tries, _MEMORY_OF_ALL)
+        own = self._one[seq_id].setdefault(kind, _Count())
+        own.add(num_accepted, tries, _MEMORY_OF_ONE)
+
+    def idle(self, seq_id: SeqId) -> None:
+        """It was not worth while to draft for a sequence."""
+        for count in self._one.get(seq_id, {}).values():
+            count.hits *= _MEMORY_WHILE_IDLE
+            count.tries *= _MEMORY_WHILE_IDLE
+
+    def forget(self, seq_id: SeqId) -> None:
+        """A sequence is gone."""
+        self._one.pop(seq_id, None)
