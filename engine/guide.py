@@ -31,6 +31,14 @@ class Guide(Protocol):
         """
         ...
 
+    @property
+    def fault(self) -> str | None:
+        """Why the answer cannot be continued, if so: following the grammar has become too costly.
+
+        Nothing is allowed then. The sequence is to be given back.
+        """
+        ...
+
 
 class Guides(Protocol):
     """Makes guides for one tokenizer."""

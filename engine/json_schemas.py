@@ -1,0 +1,241 @@
+"""Which JSON Schemas an answer can be held to, and what is made of them before they are compiled.
+
+llguidance compiles most of JSON Schema and refuses by name most of what it does not know. This
+module closes the rest of the gap, so that whatever the compiler lets through validates: it refuses
+what would be followed wrongly, and tightens the formats that are followed too loosely. It knows
+schemas as decoded JSON, and neither tokens nor the compiler.
+
+What is refused here, and why:
+
+- `minProperties` that may need two keys of the client's choosing: a key may come twice
+- references that do not lead to a subschema of the same document: nothing is fetched
+- numbers that a double does not hold, which the compiler rounds
+- `prefixItems` with `additionalItems`, of which drafts differ on the former
+- patterns in which Rust's syntax of character classes differs from ECMA-262's
+- more nesting, references included, than a compiler's stack should be trusted with
+
+Sources: JSON Schema 2020-12, core and validation; RFC 3339 §5.6; llguidance, docs/json_schema.md.
+"""
+
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from math import prod
+from typing import Any
+from urllib.parse import quote, unquote
+
+from engine.errors import GrammarError
+
+MAX_NESTING = 64  # subschemas inside one another
+MAX_DEPTH = 200  # the same, through references too
+MAX_EXACT_INT = 2**53  # beyond, not every integer is a double
+MAX_COMMON_MULTIPLE = 2**31
+
+Json = Any
+Schema = dict[str, Any]
+
+_ONE = ("items", "additionalItems", "additionalProperties")
+_MANY = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_UPPER = ("maximum", "exclusiveMaximum")
+_LOWER = ("minimum", "exclusiveMinimum")
+_VALUES = ("const", "enum")
+_COMBINING = {"$ref", "anyOf", "oneOf", "multipleOf"}
+
+# The compiler's formats accept 29 February in all years and a second 60 in all minutes.
+_YEAR = r"(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][48]|[2468]0|[13579][26])00)"
+_DATE = rf"({_YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_TIME = r"[0-9]{2}:[0-9]{2}:[0-5]"
+_TIGHTER = {"date": f"^{_DATE}$", "time": f"^{_TIME}", "date-time": f"^{_DATE}[tT]{_TIME}"}
+
+
+def followed(schema: Json) -> Schema:
+    """A schema that allows nothing which `schema` forbids, ready to be compiled.
+
+    Raises GrammarError for what cannot be followed; what the compiler refuses is left to it.
+    """
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("a schema must be an object or a boolean")
+    if schema is False:
+        raise GrammarError("nothing satisfies the schema false")
+    return {} if schema is True else _Rewriting(schema).result
+
+
+class _Rewriting:
+    """One document on its way."""
+
+    def __init__(self, root: Schema) -> None:
+        if "x-guidance" in root:
+            raise _refusal("#", "x-guidance is not supported")
+        self._children: dict[str, list[str]] = {}  # by pointer: what compiling it goes on with
+        self._multiples: set[Decimal] = set()
+        self._combines = False
+        self.result: Schema = self._rewrite(root, "#", nesting=0)
+        self._check_multiples()
+        self._check_references()
+
+    def _rewrite(self, schema: Json, at: str, nesting: int) -> Json:
+        if nesting > MAX_NESTING:
+            raise GrammarError(f"the schema is nested more than {MAX_NESTING} deep")
+        self._children[at] = []
+        if not isinstance(schema, dict):
+            return schema
+        _check_keywords(schema, at)
+        if _is_number(schema.get("multipleOf")):
+            self._multiples.add(abs(Decimal(str(schema["multipleOf"]))))
+        self._combines |= "allOf" in schema or len(_COMBINING & schema.keys()) > 1
+        result = {k: self._rewrite_keyword(k, v, at, nesting) for k, v in schema.items()}
+        if isinstance(schema.get("$ref"), str):
+            self._children[at].append(pointer := _pointer(schema["$ref"]))
+            result["$ref"] = quote(pointer, safe="#/~")
+        return _tightened(result)
+
+    def _rewrite_keyword(self, keyword: str, value: Json, at: str, nesting: int) -> Json:
+        if keyword in _NAMED and isinstance(value, dict):
+            entries = {name: f"{at}/{keyword}/{_escaped(name)}" for name in value}
+            if keyword in ("properties", "patternProperties"):
+                self._children[at] += entries.values()
+            return {
+                name: self._rewrite(value[name], to, nesting + 1) for name, to in entries.items()
+            }
+        if keyword in _MANY and isinstance(value, list):
+            places = [f"{at}/{keyword}/{i}" for i in range(len(value))]
+            self._children[at] += places
+            return [self._rewrite(v, to, nesting + 1) for v, to in zip(value, places, strict=True)]
+        if keyword in _ONE and isinstance(value, dict):
+            self._children[at].append(f"{at}/{keyword}")
+            return self._rewrite(value, f"{at}/{keyword}", nesting + 1)
+        return value
+
+    def _check_multiples(self) -> None:
+        """The compiler multiplies those that meet in 32 bits, and does not look."""
+        digits = max((-int(m.as_tuple().exponent) for m in self._multiples), default=0)
+        scaled = [m.scaleb(max(digits, 0)) for m in self._multiples]
+        if self._combines and len(scaled) > 1 and prod(scaled) > MAX_COMMON_MULTIPLE:
+            raise _refusal("#", "multipleOf is too fine together with another one")
+
+    def _check_references(self) -> None:
+        """That all lead somewhere, and how deep they lead: each is followed once, as compiled."""
+        seen: set[str] = set()
+
+        def visit(at: str, depth: int) -> None:
+            if depth > MAX_DEPTH:
+                raise GrammarError(f"the schema's references lead more than {MAX_DEPTH} deep")
+            for child in self._children[at]:
+                if child in self._children and child not in seen:
+                    seen.add(child)
+                    visit(child, depth + 1)
+                elif child not in self._children:
+                    raise GrammarError(f"$ref {child!r} does not lead to a subschema")
+
+        visit("#", 0)
+
+
+def _check_keywords(schema: Schema, at: str) -> None:
+    """Refuses what the compiler would let through and not follow."""
+    if at != "#" and "$id" in schema:
+        raise _refusal(at, "$id is supported at the top only")
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not (reference == "#" or reference.startswith("#/")):
+        raise _refusal(at, f"$ref must begin with '#/', and is {reference!r}")
+    if "prefixItems" in schema and "additionalItems" in schema:
+        raise _refusal(at, "prefixItems and additionalItems cannot be combined")
+    required, least = schema.get("required", []), schema.get("minProperties", 0)
+    num_required = len({str(name) for name in required}) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > num_required + 1:
+        raise _refusal(at, "minProperties may exceed the number of required properties by one only")
+    for keyword in _NUMBERS:
+        if isinstance(schema.get(keyword), bool):
+            raise _refusal(at, f"{keyword} must be a number")
+    for keyword in (*_NUMBERS, *_VALUES):
+        if any(abs(number) > MAX_EXACT_INT for number in _numbers_in(_clamped(schema, keyword))):
+            raise _refusal(at, f"{keyword} holds a number too large to be followed exactly")
+    for pattern in _patterns_of(schema):
+        if (fault := regex_fault(pattern)) is not None:
+            raise _refusal(at, f"pattern {pattern!r}: {fault}")
+
+
+def _patterns_of(schema: Schema) -> Iterator[str]:
+    if isinstance(schema.get("pattern"), str):
+        yield schema["pattern"]
+    if isinstance(schema.get("patternProperties"), dict):
+        yield from schema["patternProperties"]
+
+
+def _tightened(schema: Schema) -> Schema:
+    """With bounds that are exact, and a pattern beside a format that allows too much alone."""
+    result = {keyword: _clamped(schema, keyword) for keyword in schema}
+    if schema.get("uniqueItems") is False:  # the only value that asks for nothing
+        del result["uniqueItems"]
+    name, others = schema.get("format"), schema.get("allOf", [])
+    if isinstance(name, str) and name in _TIGHTER and isinstance(others, list):
+        result["allOf"] = [*others, {"pattern": _TIGHTER[name]}]
+    return result
+
+
+def _clamped(schema: Schema, keyword: str) -> Json:
+    """The value of a keyword; a bound that is out of reach of exact numbers is drawn closer."""
+    value: Json = schema.get(keyword)
+    if keyword in _UPPER and _is_number(value) and value > MAX_EXACT_INT:
+        return MAX_EXACT_INT
+    if keyword in _LOWER and _is_number(value) and value < -MAX_EXACT_INT:
+        return -MAX_EXACT_INT
+    return value
+
+
+def _numbers_in(value: Json) -> Iterator[int | float]:
+    """The numbers of a value, however deep: iterative, as nothing bounds its depth here."""
+    pending = [value]
+    while pending:
+        match pending.pop():
+            case bool():
+                pass
+            case int() | float() as number:
+                yield number
+            case list() as items:
+                pending += items
+            case dict() as entries:
+                pending += entries.values()
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def regex_fault(pattern: str) -> str | None:
+    """Why an ECMA-262 pattern would mean something else in Rust's syntax, or None.
+
+    In a character class Rust nests classes and knows the operators `&&`, `--` and `~~`.
+    """
+    inside = False
+    for part in re.finditer(r"\\.|\[\^?\]?|\]|&&|--|~~|.", pattern, re.DOTALL):
+        text = part[0]
+        if inside and text[0] == "[":
+            return "an unescaped '[' in a character class"
+        if inside and text in ("&&", "--", "~~"):
+            return f"{text!r} in a character class"
+        if text[0] == "[":
+            if text.endswith("]"):
+                return "a character class that begins with ']'"
+            inside = True
+        elif text == "]":
+            inside = False
+    return None
+
+
+def _pointer(reference: str) -> str:
+    """A reference's fragment, written as this module writes pointers."""
+    return "#" + "".join(
+        "/" + _escaped(part.replace("~1", "/").replace("~0", "~"))
+        for part in unquote(reference).split("/")[1:]
+    )
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _refusal(at: str, why: str) -> GrammarError:
+    return GrammarError(f"{why} (at {at})")
