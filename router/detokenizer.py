@@ -63,7 +63,7 @@ class Detokenizer:
         return text
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)  # none but shown ones
 
     def _show(self, text: str) -> str:
         shown = text[self._shown_len :]
@@ -111,6 +111,11 @@ class StopFinder:
         self._held = text[cut:]
         return text[:cut]
 
+    @property
+    def held_len(self) -> int:
+        """Characters that are held."""
+        return len(self._held)
+
     def flush(self) -> str:
         """The held text: nothing follows that could make it a stop string."""
         held, self._held = self._held, ""
@@ -144,6 +149,16 @@ class AnswerText:
     def stopped(self) -> bool:
         """Whether a stop string has ended the answer."""
         return self._stop.found
+
+    @property
+    def held_len(self) -> int:
+        """Characters that are complete and not shown: they could begin a stop string."""
+        return self._stop.held_len
+
+    def ends_with(self, token_id: int) -> bool:
+        """Whether this token, if it is the next one, ends the answer and is not shown."""
+        length = self._prompt_len + self.num_tokens + 1
+        return self._limits.finish_reason(length, token_id) is FinishReason.STOP
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that may be shown now. Tokens after a stop string are neither shown nor counted."""

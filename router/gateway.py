@@ -9,7 +9,8 @@ The life of one call of an answer endpoint:
    leave; when it does, whatever runs is cancelled and awaited.
 2. The body becomes a `Request`: checked, templated, tokenised, in a thread where it is long.
 3. The router's updates become text, and text becomes a response, whose head waits for the first
-   token.
+   token. Several choices are several requests to the router, whose updates come as they like; one
+   that fails fails the answer.
 4. At the end, at a stop string or when the client has left, the router's iterator is closed: that
    is what cancels the request on the workers.
 """
@@ -18,9 +19,9 @@ import asyncio
 import hmac
 import importlib.metadata
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -36,20 +37,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
-from engine.messages import FinishReason, RequestId
-from router.detokenizer import AnswerText
+from engine.messages import RequestId
+from router.answers import Choice, Piece, TextRules
 from router.metrics import GatewayMetrics, RequestMeter
 from router.openai_schema import (
     ApiError,
     Body,
     ChatBody,
     CompletionBody,
+    body_of,
+    check_num_choices,
     check_stop_token_ids,
-    decode_body,
+    checked_structure,
+    decode_fields,
     limits_of,
+    nth_seed,
+    prompt_logprobs_of,
     sampling_of,
 )
-from router.requests import Finished, Outcome, Request, RouterPort, Timeline, Update
+from router.requests import Finished, Outcome, Request, RouterPort
 from router.sse import (
     CHAT,
     COMPLETION,
@@ -59,13 +65,17 @@ from router.sse import (
     Heading,
     StreamedAnswer,
     WholeAnswer,
+    Wish,
     error_body,
     send_invalid,
 )
+from router.structured import FIELDS as STRUCTURE_FIELDS
 from router.tokenizer import TextModel
+from router.tool_calls import ToolCallParser
 
 LONG_BODY_BYTES = 4096  # about a millisecond of encoding; a thread costs a tenth of that
 TIMELINE_HEADER = "x-baton-timeline"
+_SLOW_FIELDS = tuple(name.encode() for name in STRUCTURE_FIELDS)  # grammars take milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,7 @@ class GatewaySettings:
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     default_max_tokens: int | None = None  # None: the rest of the context
+    max_choices: int = 16  # of one answer, those included that `best_of` leaves out
     api_keys: tuple[str, ...] = ()  # empty: open to everyone
 
 
@@ -129,14 +140,20 @@ class _Service:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A call that passed all checks."""
+    """A call that passed all checks. Of its requests, the best `num_shown` are answered with."""
 
-    request: Request
+    requests: tuple[Request, ...]
+    num_shown: int
     model: str
-    stop: tuple[str, ...]
+    rules: TextRules
     stream: bool
-    include_usage: bool
-    usage_in_every_chunk: bool
+    calls_tools: bool
+    wish: Wish
+
+    @property
+    def first(self) -> Request:
+        """The one whose prompt all others share."""
+        return self.requests[0]
 
 
 class _Answers:
@@ -171,21 +188,29 @@ class _Answers:
             meter.refuse()
             await send_invalid(send, error)
             return
-        meter.accept(received_s, len(job.request.token_ids))
-        writer = self._writer(job, send, include_timeline=headers.get(TIMELINE_HEADER) == "1")
-        progress = _Progress(job, service.text, meter)
-        piece = await _follow(service, job.request, progress, writer)
-        fingerprint = service.port.fingerprint()
-        if piece:
-            await writer.text(piece, progress.num_tokens, fingerprint)
-        await writer.end(progress.ending(), fingerprint)
+        meter.accept(received_s, len(job.first.token_ids))
+        if headers.get(TIMELINE_HEADER) == "1":
+            job = replace(job, wish=replace(job.wish, timeline=True))
+        writer = self._writer(job, send)
+        choices = [
+            Choice(
+                index,
+                request,
+                service.text,
+                rules=job.rules,
+                parser=ToolCallParser(service.rng) if job.calls_tools else None,
+                meter=meter.choice(),
+            )
+            for index, request in enumerate(job.requests)
+        ]
+        await _answer_with(service, choices, writer, job.num_shown, meter)
 
     async def _job(self, data: bytes, received_s: float) -> _Job:
         request_id = RequestId(
             f"{self._dialect.id_prefix}{self._service.rng.getrandbits(128):032x}"
         )
         random_seed = self._service.rng.getrandbits(64)
-        if len(data) < LONG_BODY_BYTES:
+        if len(data) < LONG_BODY_BYTES and not any(name in data for name in _SLOW_FIELDS):
             return self._parse(data, request_id, random_seed, received_s)
         return await asyncio.to_thread(self._parse, data, request_id, random_seed, received_s)
 
@@ -193,10 +218,13 @@ class _Answers:
         self, data: bytes, request_id: RequestId, random_seed: int, received_s: float
     ) -> _Job:
         settings, text = self._service.settings, self._service.text
-        body = decode_body(data, self._body_type)
+        fields = decode_fields(data)
+        body = body_of(fields, self._body_type)
         model = _served_model(body.model, settings)
+        structure = checked_structure(fields, text.added_token_id)
         check_stop_token_ids(body, text.vocab_size)
-        token_ids = tuple(body.encode(text))
+        check_num_choices(body, settings.max_choices)
+        token_ids = tuple(body.encode(text, structure.tools))
         limits = limits_of(
             body,
             prompt_len=len(token_ids),
@@ -204,88 +232,148 @@ class _Answers:
             default_max_tokens=settings.default_max_tokens,
             stop_token_ids=() if body.ignore_eos else settings.eos_token_ids,
         )
-        sampling = sampling_of(body, vocab_size=text.vocab_size, random_seed=random_seed)
-        options = body.stream_options
+        sampling = sampling_of(
+            body,
+            vocab_size=text.vocab_size,
+            random_seed=random_seed,
+            grammar=structure.grammar,
+        )
+        scored = prompt_logprobs_of(body)
+        leader = Request(request_id, token_ids, sampling, limits, received_s, scored)
         return _Job(
-            request=Request(request_id, token_ids, sampling, limits, received_s),
+            requests=(leader, *_followers(leader, body.num_candidates)),
+            num_shown=body.num_choices,
             model=model,
-            stop=body.stop_strings,
+            rules=TextRules(body.stop_strings, scored=body.num_top_logprobs is not None),
             stream=bool(body.stream),
-            include_usage=bool(options and options.include_usage),
-            usage_in_every_chunk=bool(options and options.continuous_usage_stats),
+            calls_tools=structure.calls,
+            wish=_wish(body, token_ids, text),
         )
 
-    def _writer(self, job: _Job, send: Send, *, include_timeline: bool) -> AnswerWriter:
+    def _writer(self, job: _Job, send: Send) -> AnswerWriter:
         heading = Heading(
             dialect=self._dialect,
-            answer_id=job.request.request_id,
+            answer_id=job.first.request_id,
             created=unix_time_s(),
             model=job.model,
-            prompt_tokens=len(job.request.token_ids),
-            include_usage=job.include_usage,
-            usage_in_every_chunk=job.usage_in_every_chunk,
-            include_timeline=include_timeline,
+            prompt_tokens=len(job.first.token_ids),
+            num_choices=len(job.requests),
+            fingerprint=self._service.port.fingerprint,
+            bytes_of=self._service.text.bytes_of,
+            wish=job.wish,
         )
         return StreamedAnswer(heading, send) if job.stream else WholeAnswer(heading, send)
 
 
-class _Progress:
-    """How far one answer has come: updates in, text out."""
-
-    def __init__(self, job: _Job, text: TextModel, meter: RequestMeter) -> None:
-        request = job.request
-        self.outcome: Outcome | None = None
-        self._timeline: Timeline | None = None
-        self._prompt_len = len(request.token_ids)
-        self._meter = meter
-        self._text = AnswerText(
-            text.detokenizer(request.token_ids),
-            prompt_len=self._prompt_len,
-            limits=request.limits,
-            stop=job.stop,
+def _followers(leader: Request, num_candidates: int) -> list[Request]:
+    """The other candidates: each is what a request of its own with that seed would come to."""
+    return [
+        replace(
+            leader,
+            request_id=RequestId(f"{leader.request_id}-{index}"),
+            sampling=nth_seed(leader.sampling, index),
+            prompt_logprobs=None,  # one is enough
+            leader=leader.request_id,
         )
-
-    def take(self, update: Update, now_s: float) -> str:
-        """The text that this update makes ready to be shown."""
-        text = self._text.push(update.token_ids)
-        if update.token_ids:
-            self._meter.tokens(len(update.token_ids), now_s)
-        if isinstance(update.outcome, Finished):
-            text += self._text.finish()
-        self._timeline = update.timeline or self._timeline
-        self.outcome = Finished(FinishReason.STOP) if self._text.stopped else update.outcome
-        if self.outcome is not None:
-            self._meter.end(self.outcome, self._timeline, now_s)
-        return text
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the answer so far."""
-        return self._text.num_tokens
-
-    def ending(self) -> Ending:
-        """The end of the answer; only when there is an outcome."""
-        assert self.outcome is not None, "the router's iterator ended without an outcome"
-        return Ending(self.outcome, self._prompt_len, self._text.num_tokens, self._timeline)
+        for index in range(1, num_candidates)
+    ]
 
 
-async def _follow(
-    service: _Service, request: Request, progress: _Progress, writer: AnswerWriter
-) -> str:
-    """Writes all of the answer but its last piece, which it returns.
+def _wish(body: Body, token_ids: tuple[int, ...], text: TextModel) -> Wish:
+    options = body.stream_options
+    echo = ""
+    if isinstance(body, CompletionBody) and body.echo:
+        echo = body.prompt_text(token_ids, text)
+    return Wish(
+        usage=bool(options and options.include_usage),
+        usage_in_every_chunk=bool(options and options.continuous_usage_stats),
+        echo=echo,
+        num_top=body.num_top_logprobs,
+        num_prompt_top=body.prompt_logprobs,
+    )
+
+
+async def _answer_with(
+    service: _Service,
+    choices: list[Choice],
+    writer: AnswerWriter,
+    num_shown: int,
+    meter: RequestMeter,
+) -> None:
+    """Follows the choices to their ends, and writes all that is to be shown of them."""
+    if len(choices) == 1:
+        last = await _follow(service, choices[0], writer.write)
+    else:
+        last = await _follow_all(service, choices, writer.write)
+    outcome = last.outcome
+    assert outcome is not None
+    meter.end(outcome, choices[last.choice].last_s)
+    if not last.is_empty or last.finish is not None:
+        await writer.write(last)
+    await writer.end(_ending(choices, outcome, num_shown))
+
+
+Write = Callable[[Piece], Awaitable[None]]
+
+
+async def _follow(service: _Service, choice: Choice, write: Write) -> Piece:
+    """Writes all of a choice but its last piece, which it returns.
 
     So the iterator is closed, and a request that a stop string ended is cancelled, before anything
     waits for the client to take the end of the answer.
     """
-    updates = service.port.submit(request)
+    updates = service.port.submit(choice.request)
     async with aclosing(updates):
         async for update in updates:
-            piece = progress.take(update, service.clock.now_s())
-            if progress.outcome is not None:
+            piece = choice.take(update, service.clock.now_s())
+            if piece.outcome is not None:
                 return piece
             if update.token_ids:
-                await writer.text(piece, progress.num_tokens, service.port.fingerprint())
-    return ""
+                await write(piece)
+    raise AssertionError("the router's iterator ended without an outcome")
+
+
+async def _follow_all(service: _Service, choices: list[Choice], write: Write) -> Piece:
+    """Writes the pieces of several choices as they come, up to the last one, which it returns.
+
+    That is the last of all, or the first one of a choice that failed: the others are cancelled. A
+    choice waits until its piece is taken, so a client that reads slowly gets larger pieces.
+    """
+    pieces: asyncio.Queue[Piece] = asyncio.Queue(maxsize=1)
+
+    async def follow(choice: Choice) -> None:
+        await pieces.put(await _follow(service, choice, pieces.put))
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(follow(choice)) for choice in choices]  # the leader's first
+        num_open = len(choices)
+        while True:
+            piece = await pieces.get()
+            num_open -= piece.outcome is not None
+            has_failed = piece.outcome is not None and piece.finish is None
+            if num_open == 0 or has_failed:
+                for task in tasks:
+                    task.cancel()
+                return piece
+            await write(piece)
+
+
+def _ending(choices: list[Choice], outcome: Outcome, num_shown: int) -> Ending:
+    first = choices[0]
+    timelines = [choice.timeline for choice in choices if choice.timeline is not None]
+    shown = list(range(len(choices)))
+    if num_shown < len(choices) and isinstance(outcome, Finished):
+        shown.sort(key=lambda index: -choices[index].mean_logprob)
+    return Ending(
+        outcome=outcome,
+        shown=tuple(shown[:num_shown]),
+        prompt_tokens=len(first.request.token_ids),
+        completion_tokens=sum(choice.num_tokens for choice in choices),
+        timeline=first.timeline,
+        num_drafted_tokens=sum(timeline.num_drafted_tokens for timeline in timelines),
+        num_accepted_tokens=sum(timeline.num_accepted_tokens for timeline in timelines),
+        prompt_entries=first.prompt_entries,
+    )
 
 
 def _served_model(name: str | None, settings: GatewaySettings) -> str:

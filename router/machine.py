@@ -16,6 +16,16 @@ Where another worker holds more of the prompt than the one that is to compute it
 is predicted to be quicker, the holder is asked to offer it first, and `Prefill` or `Generate` takes
 the offered lease along. No offer in time, or none at all, only means that all is computed.
 
+Of a group of requests that share a prompt only the leader is queued. The others are held back until
+its prompt is computed and its KV is at its decode worker, or until that will not be; they are then
+first in the queue, and go to the same two workers where these have room. From then on each lives,
+fails over and ends by itself.
+
+A decode worker that runs out of memory gives its youngest sequence back. That is no failure of the
+attempt, if it brought a token at all, and does not count as one. The request is first in the queue
+again, and stays there until some worker has room: one that gave it back, when it has reported room
+for all of it, or after a back-off that grows.
+
 Every accepted request ends in exactly one of Finished, Rejected, Failed, Cancelled. A placement
 reserves, in the same call, what it chose; every end of an attempt gives that back and tells all
 workers concerned, whatever the reason.
@@ -24,6 +34,7 @@ The machine knows no socket, no clock and no text. Events and time go in, effect
 """
 
 from collections import Counter, deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,6 +50,7 @@ from engine.messages import (
     KvReady,
     LeaseRef,
     LoadReport,
+    Logprobs,
     OfferPrefix,
     Prefill,
     PrefillDone,
@@ -53,11 +65,13 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
+from router.groups import HeldBack
 from router.policy import (
     Busy,
     Impossible,
     Need,
     Placement,
+    SharedPrompt,
     decode_blocks,
     least_loaded,
     prefix_source,
@@ -67,6 +81,9 @@ from router.requests import Cancelled, Failed, Finished, Outcome, Rejected, Requ
 from router.view import ClusterView, WorkerView
 
 SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
+PREEMPTED = "preempted"  # why a worker gives back a sequence for which it has no memory
+FIRST_BACK_OFF_S = 1.0  # about the time between two load reports
+MAX_BACK_OFF_S = 8.0
 
 # ---------------------------------------------------------------- events
 
@@ -133,6 +150,8 @@ class Deliver:
     request_id: RequestId
     token_ids: tuple[int, ...]
     timeline: Timeline | None = None
+    logprobs: tuple[Logprobs, ...] = ()  # one a token, where asked for
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +205,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Flight:
-    """One accepted request. `attempt` is None while it is queued."""
+    """One accepted request. `attempt` is None while it is queued or held back."""
 
     request: Request
     stamps: _Stamps
@@ -194,7 +213,14 @@ class _Flight:
     tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
     attempt: _Attempt | None = None
     num_attempts: int = 0
+    num_preemptions: int = 0  # attempts that do not count
+    preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # when last, by whom
+    back_off_until_s: float | None = None
+    leads: bool = True  # followers are held back for it
+    shared: SharedPrompt | None = None  # of its leader, or its own when it leads no more
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     kv_transfer_s: float | None = None
     kv_exposed_s: float | None = None
     workers: tuple[str, str] = ("", "")
@@ -204,6 +230,15 @@ class _Flight:
     @property
     def token_ids(self) -> list[int]:
         return [*self.request.token_ids, *self.tokens]
+
+    @property
+    def length(self) -> int:
+        return len(self.request.token_ids) + len(self.tokens)
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """What an attempt is to tell of the prompt: nothing, once the client has been told."""
+        return None if self.tokens else self.request.prompt_logprobs
 
     def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:
         block_size = worker.info.layout.block_size
@@ -220,13 +255,14 @@ class RouterMachine:
         self._rates = Rates()
         self._flights: dict[RequestId, _Flight] = {}
         self._queue: deque[RequestId] = deque()
+        self._held = HeldBack()
         self._by_seq: dict[SeqId, RequestId] = {}
         self.counters: Counter[tuple[str, str]] = Counter()
 
     @property
     def queue_len(self) -> int:
         """Requests that wait for a worker."""
-        return len(self._queue)
+        return len(self._queue) + len(self._held)
 
     @property
     def num_flights(self) -> int:
@@ -254,9 +290,13 @@ class RouterMachine:
 
     def next_wake_s(self) -> float | None:
         """When the next deadline falls due."""
-        deadlines = [self._deadline_s(flight) for flight in self._flights.values()]
-        offers = [f.attempt.offer_due_s for f in self._flights.values() if f.attempt is not None]
-        deadlines += [due_s for due_s in offers if due_s is not None]
+        flights = self._flights.values()
+        # Those that are held back wait for their leader, which has a deadline.
+        deadlines = [self._deadline_s(f) for f in flights if f.request.request_id not in self._held]
+        others = [f.attempt.offer_due_s for f in flights if f.attempt is not None]
+        if self._queue:  # only its head is waited for
+            others.append(self._flights[self._queue[0]].back_off_until_s)
+        deadlines += [due_s for due_s in others if due_s is not None]
         return min(deadlines, default=None)
 
     def validate(self) -> None:
@@ -264,8 +304,11 @@ class RouterMachine:
         self.view.validate()
         self.prefixes.validate()
         assert self.prefixes.workers == set(self.view.workers)
-        queued = {i for i, f in self._flights.items() if f.attempt is None}
+        waiting = {i for i, f in self._flights.items() if f.attempt is None}
+        held = {i for i in waiting if i in self._held}
+        queued = waiting - held
         assert queued == set(self._queue)
+        self._validate_groups(held)
         assert len(self._queue) == len(queued)
         attempts = {f.attempt.seq_id: f.attempt for f in self._flights.values() if f.attempt}
         assert set(attempts) == set(self._by_seq)
@@ -287,18 +330,54 @@ class RouterMachine:
             else:
                 assert attempt.offer_due_s is None
 
+    def _validate_groups(self, held: Set[RequestId]) -> None:
+        self._held.validate()
+        assert len(self._held) == len(held)
+        for request_id in held:
+            leader = self._flights[request_id].request.leader
+            assert leader is not None
+            assert leader not in self._held
+            assert self._flights[leader].leads, "held back for nobody"
+
     # ------------------------------------------------------------ arrival and placement
 
     def _on_arrived(self, request: Request, now_s: float) -> list[RouterEffect]:
         flight = _Flight(request, _Stamps(arrived_s=now_s), now_s)
         assert request.request_id not in self._flights
-        if len(self._queue) >= self._config.max_queue:
+        if self.queue_len >= self._config.max_queue:
             self.counters["rejected", "queue full"] += 1
-            message = f"{len(self._queue)} requests are waiting already"
+            message = f"{self.queue_len} requests are waiting already"
             return [End(request.request_id, Rejected(message, 1.0), _timeline(flight, now_s))]
         self._flights[request.request_id] = flight
+        leader = None if request.leader is None else self._flights.get(request.leader)
+        if leader is not None and leader.leads:
+            flight.leads = False
+            self._held.hold(request.request_id, leader.request.request_id)
+            return []
+        flight.shared = None if leader is None else leader.shared
         self._queue.append(request.request_id)
         return []
+
+    def _release_followers(self, leader: _Flight, now_s: float) -> None:
+        """Queues those that were held back: there is nothing to wait for any more."""
+        leader.leads = False
+        leader.shared = self._shared_prompt(leader)
+        for request_id in reversed(self._held.release(leader.request.request_id)):
+            flight = self._flights[request_id]
+            flight.shared, flight.last_news_s = leader.shared, now_s
+            self._queue.appendleft(request_id)
+
+    def _shared_prompt(self, leader: _Flight) -> SharedPrompt | None:
+        attempt = leader.attempt
+        if attempt is None or not attempt.prefilled:
+            return None
+        worker = self.view.workers.get(attempt.prefill)
+        if worker is None:
+            return None
+        # A worker computes one token at least, or there would be nothing to sample from.
+        block_size = worker.info.layout.block_size
+        num_tokens = (len(leader.request.token_ids) - 1) // block_size * block_size
+        return SharedPrompt(Placement(attempt.prefill, attempt.decode), num_tokens)
 
     def _place_all(self, now_s: float) -> list[RouterEffect]:
         """Places queued requests in order, as far as there is room."""
@@ -306,10 +385,7 @@ class RouterMachine:
         self.view.forget_severed(now_s)
         while self._queue:
             flight = self._flights[self._queue[0]]
-            request = flight.request
-            base_len = len(request.token_ids) + len(flight.tokens)
-            max_len = request.limits.max_len
-            need = Need(base_len, max_len, flight.kept_tokens)
+            need = _need(flight, now_s)
             choice = least_loaded(self.view, need, self._config.prefill_backlog_tokens)
             match choice:
                 case Busy():
@@ -329,12 +405,14 @@ class RouterMachine:
         flight.num_attempts += 1
         flight.attempt = _Attempt(seq_id, placement.prefill, placement.decode, need.num_tokens)
         flight.workers = (placement.prefill, placement.decode)
+        flight.back_off_until_s = None
         self._by_seq[seq_id] = request.request_id
         flight.last_news_s = now_s
         if not flight.tokens:
             flight.stamps.placed_s = now_s
         decode_worker = self.view.workers[placement.decode]
-        self.view.workers[placement.prefill].reserve_prefill(seq_id, need.num_tokens)
+        num_to_compute = need.tokens_to_compute(placement.prefill)
+        self.view.workers[placement.prefill].reserve_prefill(seq_id, num_to_compute)
         decode_worker.reserve_decode(seq_id, decode_blocks(decode_worker, need))
         return [self._ask_or_prefill(flight, flight.attempt, now_s)]
 
@@ -348,7 +426,7 @@ class RouterMachine:
         return SendTo(holder, OfferPrefix(attempt.seq_id, flight.token_ids))
 
     def _prefix_source(self, flight: _Flight, attempt: _Attempt) -> WorkerId | None:
-        if len(self.view.workers) < 2:
+        if len(self.view.workers) < 2 or flight.prompt_logprobs is not None:
             return None  # and nothing is hashed
         sink = self.view.workers[attempt.prefill]
         # One token at least is computed, or there would be nothing to sample from.
@@ -366,7 +444,14 @@ class RouterMachine:
         attempt.offer_due_s = None
         flight.last_news_s = now_s
         kind = Prefill if attempt.hands_over else Generate
-        message = kind(attempt.seq_id, flight.token_ids, request.sampling, request.limits, prefix)
+        message = kind(
+            seq_id=attempt.seq_id,
+            token_ids=flight.token_ids,
+            sampling=request.sampling,
+            limits=request.limits,
+            prefix=prefix,
+            prompt_logprobs=flight.prompt_logprobs,
+        )
         return SendTo(attempt.prefill, message)
 
     def _compute_all(
@@ -384,7 +469,7 @@ class RouterMachine:
     ) -> list[RouterEffect]:
         if isinstance(message, LoadReport):
             if (worker := self.view.workers.get(worker_id)) is not None:
-                worker.load = message
+                worker.load, worker.reported_s = message, now_s
             return []
         if isinstance(message, Welcome | Refused):
             return []  # the link deals with these
@@ -404,6 +489,7 @@ class RouterMachine:
                 return self._on_prefill_done(flight, attempt, message, now_s)
             case KvReady():
                 self._on_kv_ready(flight, attempt, message, now_s)
+                self._release_if_computed(flight, attempt, now_s)
                 return []
             case DecodeStarted():
                 if len(flight.tokens) == 1:
@@ -424,7 +510,16 @@ class RouterMachine:
             self._record(flight, worker_id, min(message.num_kept_tokens, attempt.base_len))
         if worker_id == attempt.decode and attempt.hands_over and not attempt.kv_ready:
             self.view.severed[attempt.prefill, attempt.decode] = now_s + SEVERED_S
+        if message.reason == PREEMPTED and flight.length > attempt.base_len:
+            self._back_off(flight, worker_id, now_s)
         return self._retry(flight, message.reason, now_s)
+
+    def _back_off(self, flight: _Flight, worker_id: WorkerId, now_s: float) -> None:
+        """The attempt got somewhere, and only memory was short: it does not count."""
+        flight.preempted_s[worker_id] = now_s
+        back_off_s = FIRST_BACK_OFF_S * 2**flight.num_preemptions
+        flight.back_off_until_s = now_s + min(back_off_s, MAX_BACK_OFF_S)
+        flight.num_preemptions += 1
 
     def _on_prefix_offered(
         self, flight: _Flight, worker_id: WorkerId, message: PrefixOffered, now_s: float
@@ -467,12 +562,21 @@ class RouterMachine:
             self._rates.observe_prefill(num_computed_tokens, now_s - attempt.started_s)
         self._record(flight, attempt.prefill, attempt.base_len)
         self.view.workers[attempt.prefill].release_prefill(attempt.seq_id)
-        effects = self._deliver(flight, [message.token], now_s)
+        logprobs = () if message.logprobs is None else (message.logprobs,)
+        prompt_logprobs = tuple(message.prompt_logprobs)
+        effects: list[RouterEffect] = [
+            self._deliver(flight, [message.token], logprobs, now_s, prompt_logprobs=prompt_logprobs)
+        ]
         if message.finish is not None:
             return effects + self._end(flight, Finished(message.finish), now_s)
+        self._release_if_computed(flight, attempt, now_s)
         if attempt.lease is not None:
             effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))
         return effects
+
+    def _release_if_computed(self, flight: _Flight, attempt: _Attempt, now_s: float) -> None:
+        if flight.leads and attempt.prefilled and attempt.kv_ready:
+            self._release_followers(flight, now_s)
 
     def _on_kv_ready(
         self, flight: _Flight, attempt: _Attempt, message: KvReady, now_s: float
@@ -493,20 +597,35 @@ class RouterMachine:
             self.prefixes.record(worker_id, flight.leading_hashes(num_tokens, worker))
 
     def _on_tokens(self, flight: _Flight, message: Tokens, now_s: float) -> list[RouterEffect]:
-        effects = self._deliver(flight, message.token_ids, now_s)
+        flight.num_drafted_tokens += message.num_drafted
+        flight.num_accepted_tokens += message.num_accepted
+        logprobs = tuple(message.logprobs)
+        effects: list[RouterEffect] = [self._deliver(flight, message.token_ids, logprobs, now_s)]
         if message.finish is not None:
             # Both workers are done with it: there is nobody to tell.
             effects += self._end(flight, Finished(message.finish), now_s, tell_workers=False)
         return effects
 
-    def _deliver(self, flight: _Flight, tokens: list[int], now_s: float) -> list[RouterEffect]:
-        if not flight.tokens:
-            flight.stamps.first_token_s = now_s
-        elif len(flight.tokens) == 1:
-            flight.stamps.second_token_s = now_s
-        timeline = _timeline(flight, now_s) if len(flight.tokens) < 2 else None
+    def _deliver(
+        self,
+        flight: _Flight,
+        tokens: list[int],
+        logprobs: tuple[Logprobs, ...],
+        now_s: float,
+        *,
+        prompt_logprobs: tuple[Logprobs, ...] = (),
+    ) -> Deliver:
+        num_before = len(flight.tokens)
         flight.tokens += tokens
-        return [Deliver(flight.request.request_id, tuple(tokens), timeline)]
+        timeline = None
+        if num_before < 2:
+            if num_before == 0:
+                flight.stamps.first_token_s = now_s
+            if len(flight.tokens) > 1:
+                flight.stamps.second_token_s = now_s
+            timeline = _timeline(flight, now_s)
+        request_id = flight.request.request_id
+        return Deliver(request_id, tuple(tokens), timeline, logprobs, prompt_logprobs)
 
     # ------------------------------------------------------------ ends and new beginnings
 
@@ -522,6 +641,7 @@ class RouterMachine:
         effects: list[RouterEffect] = []
         for flight in self._youngest_first():
             flight.kept_tokens.pop(worker_id, None)
+            flight.preempted_s.pop(worker_id, None)
             attempt = flight.attempt
             if attempt is None:
                 continue
@@ -547,8 +667,9 @@ class RouterMachine:
     def _retry(self, flight: _Flight, reason: str, now_s: float) -> list[RouterEffect]:
         """Ends the attempt and puts the request first in the queue."""
         self.counters["retried", reason] += 1
+        self._release_followers(flight, now_s)
         effects = self._end_attempt(flight)
-        if flight.num_attempts >= self._config.max_attempts:
+        if flight.num_attempts - flight.num_preemptions >= self._config.max_attempts:
             message = f"given up after {flight.num_attempts} attempts; the last one: {reason}"
             return effects + self._end(flight, Failed(message), now_s)
         flight.last_news_s = now_s
@@ -580,7 +701,10 @@ class RouterMachine:
     ) -> list[RouterEffect]:
         request_id = flight.request.request_id
         attempt = flight.attempt
-        if attempt is None and request_id in self._queue:
+        self._release_followers(flight, now_s)
+        if request_id in self._held:
+            self._held.discard(request_id)
+        elif attempt is None and request_id in self._queue:
             self._queue.remove(request_id)
         has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready
         if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
@@ -595,6 +719,8 @@ class RouterMachine:
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
         effects: list[RouterEffect] = []
         for flight in self._youngest_first():
+            if flight.request.request_id in self._held:
+                continue
             if self._deadline_s(flight) > now_s:
                 effects += self._stop_waiting_for_offer(flight, now_s)
             elif flight.attempt is not None:
@@ -624,6 +750,19 @@ class RouterMachine:
         return flight.last_news_s + timeout_s
 
 
+def _need(flight: _Flight, now_s: float) -> Need:
+    """What the next attempt needs. Only a first one is kept close to the leader's."""
+    if flight.back_off_until_s is not None and flight.back_off_until_s <= now_s:
+        flight.back_off_until_s = None
+    return Need(
+        num_tokens=flight.length,
+        max_len=flight.request.limits.max_len,
+        kept_tokens=flight.kept_tokens,
+        shared=flight.shared if flight.num_attempts == 0 else None,
+        preempted_s={} if flight.back_off_until_s is None else flight.preempted_s,
+    )
+
+
 def _timeline(flight: _Flight, now_s: float) -> Timeline:
     """The stages; one that a lost attempt or an early end left out counts as zero."""
     stamps = flight.stamps
@@ -647,6 +786,8 @@ def _timeline(flight: _Flight, now_s: float) -> Timeline:
         kv_transfer_s=flight.kv_transfer_s,
         kv_exposed_s=flight.kv_exposed_s,
         num_cached_tokens=flight.num_cached_tokens,
+        num_drafted_tokens=flight.num_drafted_tokens,
+        num_accepted_tokens=flight.num_accepted_tokens,
         attempts=flight.num_attempts,
         prefill_worker=flight.workers[0],
         decode_worker=flight.workers[1],

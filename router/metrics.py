@@ -7,6 +7,15 @@ scrapes. Each app has its own registry: no globals.
 Series that mean what a vLLM series means are exported a second time under vLLM's name with its
 `model_name` label, so that existing dashboards work.
 
+What the workers count comes with their load reports, by "name" or "name:reason", and is exported as
+`baton_worker_<name>_total`, but for what speculation counts, which has names of its own:
+
+    drafted:<proposer>    tokens that a proposer put forward     baton_draft_tokens_total
+    accepted:<proposer>   of these, what the model chose too     baton_accepted_tokens_total
+    accepted_len:<n>      drafts of which n tokens were kept     baton_accepted_length
+
+Tokens per step are `baton_worker_step_tokens_total` over `baton_worker_steps_total`.
+
 An inter-token latency is observed once for each update of a stream, which is once a step: tokens
 that speculation yields together arrive together, and count as one gap.
 """
@@ -20,6 +29,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
@@ -58,6 +68,12 @@ _MEASURES = ("kv_transfer_s", "kv_exposed_s")  # beside the stages: they overlap
 _STAGES = tuple(
     name for name in Timeline.__struct_fields__ if name.endswith("_s") and name not in _MEASURES
 )
+ACCEPTED_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
+_BY_PROPOSER = {  # name in a load report: name here, name of vLLM's, text
+    "drafted": ("draft_tokens", "num_draft_tokens", "Tokens proposed to the model"),
+    "accepted": ("accepted_tokens", "num_accepted_tokens", "Proposed tokens that were kept"),
+}
+_ACCEPTED_LEN = "accepted_len"
 _BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
 _VLLM_NAMES = {
     "baton_ttft_seconds": "vllm:time_to_first_token_seconds",
@@ -121,16 +137,17 @@ class GatewayMetrics:
 
 
 class RequestMeter:
-    """Measures one request. Whoever does not say how it ended has left: it counts as cancelled."""
+    """Measures one HTTP request, which may have several choices.
+
+    Whoever does not say how it ended has left: it counts as cancelled.
+    """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self.outcome = "cancelled"
         self._metrics = metrics
         self._received_s = 0.0
         self._prompt_tokens = 0
-        self._first_s: float | None = None
-        self._last_s = 0.0
-        self._num_tokens = 0
+        self._is_answered = False
 
     def accept(self, received_s: float, prompt_tokens: int) -> None:
         """The request is valid and goes to the router."""
@@ -141,12 +158,39 @@ class RequestMeter:
         """The request is not valid."""
         self.outcome = "invalid"
 
-    def tokens(self, num_tokens: int, now_s: float) -> None:
-        """More tokens of the answer."""
-        if self._first_s is None:
-            self._first_s = now_s
+    def choice(self) -> "ChoiceMeter":
+        """Measures one choice of its answer."""
+        return ChoiceMeter(self._metrics, self)
+
+    def first_tokens(self, now_s: float) -> None:
+        """A choice has its first token; that of the request is the first of all."""
+        if not self._is_answered:
+            self._is_answered = True
             self._metrics.num_prompt_tokens += self._prompt_tokens
             self._metrics.ttft.observe(now_s - self._received_s)
+
+    def end(self, outcome: Outcome, now_s: float) -> None:
+        """The router is done with the request."""
+        self.outcome = _OUTCOME_NAMES[type(outcome)]
+        if isinstance(outcome, Finished):
+            self._metrics.e2e.observe(now_s - self._received_s)
+
+
+class ChoiceMeter:
+    """Measures one choice: gaps between tokens are those of one stream of tokens."""
+
+    def __init__(self, metrics: GatewayMetrics, request: RequestMeter) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._num_tokens = 0
+
+    def tokens(self, num_tokens: int, now_s: float) -> None:
+        """More tokens of the choice."""
+        if self._first_s is None:
+            self._first_s = now_s
+            self._request.first_tokens(now_s)
         else:
             self._metrics.itl.observe(now_s - self._last_s)
         self._last_s = now_s
@@ -154,8 +198,7 @@ class RequestMeter:
         self._metrics.num_generation_tokens += num_tokens
 
     def end(self, outcome: Outcome, timeline: Timeline | None, now_s: float) -> None:
-        """The router is done with the request."""
-        self.outcome = _OUTCOME_NAMES[type(outcome)]
+        """The router is done with the choice."""
         if timeline is not None:
             for name, seconds in _stages(timeline):
                 self._metrics.stages.labels(name).observe(seconds)
@@ -163,10 +206,7 @@ class RequestMeter:
                 self._metrics.kv_transfer.observe(timeline.kv_transfer_s)
             if timeline.kv_exposed_s is not None:
                 self._metrics.kv_exposed.observe(timeline.kv_exposed_s)
-        if not isinstance(outcome, Finished):
-            return
-        self._metrics.e2e.observe(now_s - self._received_s)
-        if self._first_s is not None and self._num_tokens > 1:
+        if isinstance(outcome, Finished) and self._first_s is not None and self._num_tokens > 1:
             self._metrics.tpot.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
 
 
@@ -230,9 +270,17 @@ class _VllmNames(Collector):
         yield self._gauge("vllm:num_requests_running", "Sequences in running batches", running)
         waiting = self._port.queue_len() + sum(load.waiting_seqs for load in loads)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting", waiting)
+        for name, (_, vllm_name, text) in _BY_PROPOSER.items():
+            counts = (_by_reason(load, name).values() for load in loads)
+            yield self._counter(f"vllm:spec_decode_{vllm_name}", text, sum(map(sum, counts)))
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         metric = GaugeMetricFamily(name, text, labels=list(self._labels))
+        metric.add_metric(list(self._labels.values()), value)
+        return metric
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        metric = CounterMetricFamily(name, text, labels=list(self._labels))
         metric.add_metric(list(self._labels.values()), value)
         return metric
 
@@ -271,15 +319,54 @@ def _worker_metrics(port: RouterPort) -> Iterator[Metric]:
         for worker, load in loads:
             gauge.add_metric(worker, getattr(load, name))
         yield gauge
+    yield from _speculation(loads)
     yield from _worker_counters(loads)
 
 
+def _by_reason(load: LoadReport, name: str) -> dict[str, float]:
+    """What a worker counted under a name, by reason."""
+    prefix = f"{name}:"
+    counts = load.counters.items()
+    return {key.removeprefix(prefix): n for key, n in counts if key.startswith(prefix)}
+
+
+def _speculation(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
+    for name, (our_name, _, text) in _BY_PROPOSER.items():
+        counter = CounterMetricFamily(
+            f"baton_{our_name}", text, labels=["worker", "role", "proposer"]
+        )
+        for worker, load in loads:
+            for proposer, count in _by_reason(load, name).items():
+                counter.add_metric([*worker, proposer], count)
+        yield counter
+    lengths = HistogramMetricFamily(
+        "baton_accepted_length", "Tokens kept of one draft", labels=["worker", "role"]
+    )
+    for worker, load in loads:
+        counts = {int(n): count for n, count in _by_reason(load, _ACCEPTED_LEN).items()}
+        if counts:
+            num_tokens = sum(n * count for n, count in counts.items())
+            lengths.add_metric(worker, _cumulative(counts), num_tokens)
+    yield lengths
+
+
+def _cumulative(counts: Mapping[int, float]) -> list[tuple[str, float]]:
+    """Counts of all lengths up to each bound, as Prometheus wants them."""
+    bounds = [
+        (str(float(bound)), sum(count for n, count in counts.items() if n <= bound))
+        for bound in ACCEPTED_LENGTH_BUCKETS
+    ]
+    return [*bounds, ("+Inf", sum(counts.values()))]
+
+
 def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
-    """What the workers count by "name" or "name:reason"; a reason becomes a label."""
+    """Everything else that the workers count; a reason becomes a label."""
     by_name: dict[str, list[tuple[tuple[str, str], str, float]]] = {}
     for worker, load in loads:
         for key, value in load.counters.items():
             name, _, reason = key.partition(":")
+            if name in _BY_PROPOSER or name == _ACCEPTED_LEN:
+                continue
             by_name.setdefault(_metric_name(name), []).append((worker, reason, value))
     for name, counts in sorted(by_name.items()):
         labels = ["worker", "role"]

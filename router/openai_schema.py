@@ -2,57 +2,50 @@
 
 Pure: bytes in, a checked body or an error out. What Baton cannot do is refused by name instead of
 being ignored, since an answer without the asked-for penalty or schema is a wrong answer; fields
-that nobody knows are ignored, since clients send their own. It does not know the router or HTTP.
+that nobody knows are ignored, since clients send their own. It does not know the router or HTTP;
+what the fields about schemas, grammars and tools ask for is `router.structured`'s business.
 
 Sources: OpenAI API reference, chat completions and completions; for `top_k`, `min_p`, `min_tokens`,
-`ignore_eos` and `stop_token_ids`, vLLM's OpenAI-compatible server.
+`ignore_eos`, `stop_token_ids`, `repetition_penalty` and `prompt_logprobs`, vLLM's OpenAI-compatible
+server.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from engine.errors import InvalidRequest
-from engine.messages import Limits, Sampling
+from engine.messages import Grammar, Limits, Sampling
+from router.structured import Structure, structure_of, validate
 from router.tokenizer import TextModel
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 512  # characters
 MAX_STOP_TOKEN_IDS = 128
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_ID_DIGITS = 10
+MAX_TOP_LOGPROBS = 20
 UINT64_MASK = 2**64 - 1
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LEN)]
 Count = Annotated[int, Meta(ge=1)]
+TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 
-# The values of each refused field that ask for nothing. Compared with their types: for completions,
-# `"logprobs": 0` asks for log probabilities and `false` does not.
-_REFUSED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
+# The values of each refused field that ask for nothing. Compared with their types: `1` is not
+# `true`.
+Refused = dict[str, tuple[object, ...]]
+_REFUSED: Refused = {
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -65,7 +58,6 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
 }
-_NOT_YET = ("n", "best_of")
 
 
 class ApiError(InvalidRequest):
@@ -93,7 +85,7 @@ class ContentPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message. Tool calls of earlier turns are handed to the chat template as they are."""
+    """One message. Of the tool calls of earlier turns, only the template knows what to expect."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -106,6 +98,7 @@ class Body(msgspec.Struct, kw_only=True):
     """Fields that both endpoints share; null means absent everywhere."""
 
     prompt_field: ClassVar[str]
+    refused: ClassVar[Refused]  # what only the other endpoint can do
 
     model: str | None = None
     stream: bool | None = None
@@ -120,8 +113,14 @@ class Body(msgspec.Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    n: Count | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    prompt_logprobs: TopCount | None = None
 
-    def encode(self, text: TextModel) -> list[int]:
+    def encode(self, text: TextModel, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The prompt's token ids. Raises InvalidRequest."""
         raise NotImplementedError
 
@@ -129,6 +128,21 @@ class Body(msgspec.Struct, kw_only=True):
     def wanted_tokens(self) -> int | None:
         """The longest answer that the client asked for, if it said."""
         return self.max_tokens
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported with each one; None: nothing is."""
+        raise NotImplementedError
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are shown."""
+        return self.n or 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers that are generated: the best are shown."""
+        return self.num_choices
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -140,31 +154,48 @@ class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions."""
 
     prompt_field = "messages"
+    refused: ClassVar[Refused] = {"best_of": (1,), "echo": (False,)}
 
     messages: list[ChatMessage] = []
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopCount | None = None
 
-    def encode(self, text: TextModel) -> list[int]:
-        """The messages through the chat template."""
+    def encode(self, text: TextModel, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The messages, and the tools that may be called, through the chat template."""
         if not self.messages:
             raise _invalid("messages must not be empty", "messages")
-        return text.encode_chat([_template_message(i, m) for i, m in enumerate(self.messages)])
+        messages = [_template_message(i, m) for i, m in enumerate(self.messages)]
+        return text.encode_chat(messages, tools or None)
 
     @property
     def wanted_tokens(self) -> int | None:
         """`max_completion_tokens`, or its older name."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """`top_logprobs`, if `logprobs` are asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class CompletionBody(Body, kw_only=True):
     """POST /v1/completions."""
 
     prompt_field = "prompt"
+    refused: ClassVar[Refused] = {
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+    }
 
     prompt: str | list[str | int | list[int]] | None = None
+    best_of: Count | None = None
+    echo: bool | None = None
+    logprobs: bool | TopCount | None = None
 
-    def encode(self, text: TextModel) -> list[int]:
-        """The prompt, which may be text or token ids."""
+    def encode(self, text: TextModel, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The prompt, which may be text or token ids. There are no tools here."""
         prompt = _single_prompt(self.prompt)
         if not prompt:
             raise _invalid("prompt must not be empty", "prompt")
@@ -173,28 +204,66 @@ class CompletionBody(Body, kw_only=True):
         _check_in_vocabulary(prompt, text.vocab_size, "prompt")
         return prompt
 
+    def prompt_text(self, token_ids: Sequence[int], text: TextModel) -> str:
+        """What `echo` puts before the answer."""
+        prompt = _single_prompt(self.prompt)
+        return prompt if isinstance(prompt, str) else text.decode_text(token_ids)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """`logprobs`; some clients say `false` for none."""
+        return None if self.logprobs is False else self.logprobs
+
+    @property
+    def num_candidates(self) -> int:
+        """`best_of`, which is `n` if not given."""
+        return self.best_of or self.num_choices
+
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def decode_body(data: bytes, body_type: type[BodyT]) -> BodyT:
-    """The body of a request, its fields checked one by one. Raises ApiError."""
+def decode_fields(data: bytes) -> dict[str, Any]:
+    """The fields of a request's body as they came. Raises ApiError."""
     try:
         fields = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         raise ApiError("the body must be a JSON object", code="invalid_json")
-    _refuse_unsupported(fields)
+    return fields
+
+
+def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
+    """The body with these fields, which are checked one by one. Raises ApiError."""
+    _refuse_unsupported(fields, _REFUSED | body_type.refused)
     try:
         body = msgspec.convert(fields, body_type)
     except msgspec.ValidationError as error:
         raise _from_validation(error) from error
     _check_stream_options(body)
+    _check_logprobs(body)
+    if isinstance(body, CompletionBody):
+        _check_completion(body)
     return body
 
 
-def sampling_of(body: Body, *, vocab_size: int, random_seed: int) -> Sampling:
+def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | None]) -> Structure:
+    """What the answer shall look like, if that can be followed. Raises ApiError.
+
+    Takes milliseconds where there is a grammar.
+    """
+    try:
+        structure = structure_of(fields, token_of=token_of)
+        validate(structure, fields)
+    except InvalidRequest as error:
+        raise _invalid(error.message, error.param) from error
+    return structure
+
+
+def sampling_of(
+    body: Body, *, vocab_size: int, random_seed: int, grammar: Grammar | None = None
+) -> Sampling:
     """How tokens are chosen; `random_seed` serves where the client gave none."""
     seed = random_seed if body.seed is None else body.seed
     return Sampling(
@@ -203,7 +272,33 @@ def sampling_of(body: Body, *, vocab_size: int, random_seed: int) -> Sampling:
         top_k=min(max(body.top_k or 0, 0), vocab_size),
         min_p=body.min_p or 0.0,
         seed=seed & UINT64_MASK,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        grammar=grammar,
+        logprobs=_scored(body),
     )
+
+
+def nth_seed(sampling: Sampling, index: int) -> Sampling:
+    """How the tokens of one choice of several are chosen: the first one's as if it were alone."""
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & UINT64_MASK)
+
+
+def prompt_logprobs_of(body: Body) -> int | None:
+    """How many of the likeliest tokens are wanted for each token of the prompt; None: nothing."""
+    wanted = [body.prompt_logprobs]
+    if isinstance(body, CompletionBody) and body.echo:
+        wanted.append(body.num_top_logprobs)
+    return max((count for count in wanted if count is not None), default=None)
+
+
+def check_num_choices(body: Body, max_choices: int) -> None:
+    """Raises ApiError if more answers are asked for than the operator allows."""
+    for name, count in (("n", body.num_choices), ("best_of", body.num_candidates)):
+        if count > max_choices:
+            raise _invalid(f"{name} is {count}; at most {max_choices} are allowed", name)
 
 
 def limits_of(
@@ -224,6 +319,7 @@ def limits_of(
         max_len=prompt_len + max_tokens,
         min_len=prompt_len + min_tokens,
         stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *(body.stop_token_ids or ())])),
+        prompt_len=prompt_len,
     )
 
 
@@ -246,13 +342,33 @@ def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: i
     return wanted
 
 
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    for name, harmless in _REFUSED.items():
+def _scored(body: Body) -> int | None:
+    """Candidates are compared by their log-probabilities, whether these are shown or not."""
+    if body.num_candidates > body.num_choices:
+        return body.num_top_logprobs or 0
+    return body.num_top_logprobs
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    token_ids = [_token_id(key) for key in biases]
+    _check_in_vocabulary(token_ids, vocab_size, "logit_bias")
+    if len(set(token_ids)) < len(token_ids):
+        raise _invalid("logit_bias names a token id twice", "logit_bias")
+    return tuple(zip(token_ids, biases.values(), strict=True))
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
+        raise _invalid(f"logit_bias: {key[:40]!r} is no token id", "logit_bias")
+    return int(key)
+
+
+def _refuse_unsupported(fields: dict[str, Any], refused: Refused) -> None:
+    for name, harmless in refused.items():
         value = fields.get(name)
         if value is None or any(type(value) is type(ok) and value == ok for ok in harmless):
             continue
-        message = f"{name} > 1 is not supported yet" if name in _NOT_YET else _unsupported(name)
-        raise ApiError(message, param=name, code="unsupported_parameter")
+        raise _unsupported(name)
 
 
 def _check_stream_options(body: Body) -> None:
@@ -263,6 +379,24 @@ def _check_stream_options(body: Body) -> None:
         raise _invalid("stream_options is allowed only with stream", "stream_options")
 
 
+def _check_logprobs(body: Body) -> None:
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        raise _invalid("top_logprobs needs logprobs", "top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs", "in a stream")
+
+
+def _check_completion(body: CompletionBody) -> None:
+    if body.logprobs is True:
+        raise _invalid("logprobs: expected an integer", "logprobs")
+    if body.num_candidates < body.num_choices:
+        raise _invalid(f"best_of is {body.best_of}, less than n", "best_of")
+    if body.stream and body.num_candidates > body.num_choices:
+        raise _unsupported("best_of", "in a stream")
+    if body.stream and body.echo and body.num_top_logprobs is not None:
+        raise _unsupported("echo", "with logprobs in a stream")
+
+
 def _single_prompt(prompt: str | list[str | int | list[int]] | None) -> str | list[int] | None:
     """`prompt` is text, token ids, or a list of one of these."""
     if prompt is None or isinstance(prompt, str):
@@ -271,8 +405,7 @@ def _single_prompt(prompt: str | list[str | int | list[int]] | None) -> str | li
     if len(ids) == len(prompt):
         return ids
     if len(prompt) > 1:
-        message = "a batch of prompts is not supported yet"
-        raise ApiError(message, param="prompt", code="unsupported_parameter")
+        raise _unsupported("prompt", "as a batch of prompts")
     only = prompt[0]
     assert not isinstance(only, int)
     return only
@@ -285,10 +418,26 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         "role": role,
         "content": _content(message, f"messages[{index}].content"),
         "name": message.name,
-        "tool_calls": message.tool_calls,
+        "tool_calls": _template_calls(message.tool_calls),
         "tool_call_id": message.tool_call_id,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _template_calls(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Clients write the arguments as JSON in a string, templates expect what it says."""
+    return None if calls is None else [_template_call(call) for call in calls]
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    match call:
+        case {"function": {"arguments": str(arguments)} as function}:
+            try:
+                decoded = msgspec.json.decode(arguments)
+            except (ValueError, RecursionError):
+                return call  # text that an answer was cut short in
+            return {**call, "function": {**function, "arguments": decoded}}
+    return call
 
 
 def _content(message: ChatMessage, param: str) -> str:
@@ -329,5 +478,6 @@ def _invalid(message: str, param: str | None) -> ApiError:
     return ApiError(message, param=param, code="invalid_value")
 
 
-def _unsupported(name: str) -> str:
-    return f"{name} is not supported"
+def _unsupported(name: str, circumstance: str = "") -> ApiError:
+    message = f"{name} is not supported {circumstance}".rstrip()
+    return ApiError(message, param=name, code="unsupported_parameter")

@@ -15,20 +15,36 @@ _Worker = tuple[WorkerId, WorkerView]
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Both workers are the same where prefill and decode run in one."""
+
+    prefill: WorkerId
+    decode: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """Where another request had the same prompt computed, and how much of it is found there."""
+
+    placement: Placement
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Need:
     """What a placement must provide for."""
 
     num_tokens: int  # to prefill
     max_len: int  # tokens at the end of the answer, prompt included
     kept_tokens: Mapping[WorkerId, int] = field(default_factory=dict)  # left by earlier attempts
+    shared: SharedPrompt | None = None
+    preempted_s: Mapping[WorkerId, float] = field(default_factory=dict)  # when, and by whom
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Both workers are the same where prefill and decode run in one."""
-
-    prefill: WorkerId
-    decode: WorkerId
+    def tokens_to_compute(self, worker_id: WorkerId) -> int:
+        """Tokens that a worker would have to prefill."""
+        if self.shared is None or self.shared.placement.prefill != worker_id:
+            return self.num_tokens
+        return self.num_tokens - self.shared.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +64,12 @@ def least_loaded(
 ) -> Placement | Busy | Impossible:
     """The prefill worker with the shortest backlog, the decode worker with the most free KV.
 
-    A decode worker where an earlier attempt left KV goes before the others: it pulls only the rest.
-    Among prefill workers with equal backlogs, one from which it can pull is taken.
+    If the two workers that share the prompt have room, it is these. A decode worker where an
+    earlier attempt left KV goes before the others: it pulls only the rest. Among prefill workers
+    with equal backlogs, one from which it can pull is taken.
+
+    A decode worker that ran out of memory under this request is open to it again when it has
+    reported room for all of it: what this gateway promised to it is not all that it holds.
 
     A prompt waits in the router until some prefill worker's backlog is under the bound, so nobody
     waits behind a long prompt while another worker idles. A mixed worker that prefills goes on
@@ -76,6 +96,10 @@ def least_loaded(
     open_decoders = [(i, w) for i, w in decoders if _has_room(w, need)]
     if not open_prefillers or not open_decoders:
         return Busy()
+    if need.shared is not None:
+        near = need.shared.placement
+        if _is_open(view, near, open_prefillers, open_decoders):
+            return near
     partners = _partners(view, open_prefillers, open_decoders)
     if not partners and _partners(view, prefillers, decoders):
         return Busy()
@@ -85,12 +109,26 @@ def least_loaded(
     def cost(item: _Worker) -> tuple[int, int, WorkerId]:
         worker_id, worker = item
         kept = (need.kept_tokens.get(i, 0) for i, _ in partners.get(worker_id, ()))
-        return worker.reserved_tokens, -max(kept, default=0), worker_id
+        backlog = worker.reserved_tokens + need.tokens_to_compute(worker_id)
+        return backlog, -max(kept, default=0), worker_id
 
     prefill, worker = min(open_prefillers, key=cost)
     if worker.info.role is Role.MIXED:
         return Placement(prefill, prefill)
     return Placement(prefill, _best_decoder(partners.get(prefill, open_decoders), need))
+
+
+def _is_open(
+    view: ClusterView,
+    placement: Placement,
+    prefillers: Iterable[_Worker],
+    decoders: Iterable[_Worker],
+) -> bool:
+    return (
+        any(worker_id == placement.prefill for worker_id, _ in prefillers)
+        and any(worker_id == placement.decode for worker_id, _ in decoders)
+        and (placement.prefill, placement.decode) not in view.severed
+    )
 
 
 def _partners(
@@ -173,9 +211,20 @@ def _could_prefill(worker: WorkerView, need: Need) -> bool:
 
 def _has_room(worker: WorkerView, need: Need) -> bool:
     blocks = worker.reserved_blocks + decode_blocks(worker, need)
-    return blocks <= worker.info.num_blocks and len(worker.decode_blocks) < worker.info.max_running
+    if blocks > worker.info.num_blocks or len(worker.decode_blocks) >= worker.info.max_running:
+        return False
+    preempted_s = need.preempted_s.get(worker.info.worker_id)
+    return preempted_s is None or _has_reported_room(worker, need, preempted_s)
+
+
+def _has_reported_room(worker: WorkerView, need: Need, since_s: float) -> bool:
+    load = worker.load
+    if load is None or worker.reported_s <= since_s:
+        return False
+    return load.free_blocks + load.cached_blocks >= decode_blocks(worker, need)
 
 
 def _has_backlog_room(worker: WorkerView, need: Need, prefill_backlog_tokens: int) -> bool:
     backlog = worker.reserved_tokens
-    return backlog == 0 or backlog + need.num_tokens <= prefill_backlog_tokens
+    more = need.tokens_to_compute(worker.info.worker_id)
+    return backlog == 0 or backlog + more <= prefill_backlog_tokens

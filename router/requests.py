@@ -11,18 +11,33 @@ from typing import Protocol
 
 import msgspec
 
-from engine.messages import FinishReason, Limits, LoadReport, RequestId, Role, Sampling, WorkerId
+from engine.messages import (
+    FinishReason,
+    Limits,
+    LoadReport,
+    Logprobs,
+    RequestId,
+    Role,
+    Sampling,
+    WorkerId,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client asked, validated and tokenised. Lengths in `limits` include the prompt."""
+    """What the client asked, validated and tokenised. Lengths in `limits` include the prompt.
+
+    Several answers to one prompt are a group of requests, each with a seed and a life of its own.
+    All but one name that one as their `leader`; it must have been submitted before them.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
     sampling: Sampling
     limits: Limits
     received_s: float  # when the HTTP request came in
+    prompt_logprobs: int | None = None  # as in `engine.messages.Prefill`
+    leader: RequestId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,9 @@ class Timeline(msgspec.Struct, frozen=True):
     Two measures beside the stages, None where no KV was handed over: `kv_transfer_s`, while blocks
     were on their way to the decode worker, and of that `kv_exposed_s`, after the last block was
     computed. The difference was hidden behind prefill.
+
+    Of the `num_drafted_tokens` that speculation proposed, `num_accepted_tokens` were what the model
+    chose; both are complete at the end of the request only.
     """
 
     route_s: float  # validate, apply the chat template, tokenise
@@ -77,6 +95,8 @@ class Timeline(msgspec.Struct, frozen=True):
     kv_transfer_s: float | None = None
     kv_exposed_s: float | None = None
     num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     attempts: int = 1
     prefill_worker: str = ""
     decode_worker: str = ""
@@ -87,11 +107,15 @@ class Update:
     """News of one request. With an `outcome` it is the last one.
 
     The timeline comes with the first two tokens and with the outcome; the latest is the truest.
+    Log-probabilities come where they were asked for: those of an answer's tokens with the tokens,
+    those of the prompt, from its second token on, with the first token.
     """
 
     token_ids: tuple[int, ...] = ()
     outcome: Outcome | None = None
     timeline: Timeline | None = None
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,8 +182,14 @@ class Router:
         match effect:
             case SendTo(worker_id, message):
                 frames.setdefault(worker_id, []).append(message)
-            case Deliver(request_id, token_ids, timeline):
-                self._update(request_id, Update(token_ids=token_ids, timeline=timeline))
+            case Deliver(request_id):
+                update = Update(
+                    token_ids=effect.token_ids,
+                    timeline=effect.timeline,
+                    logprobs=effect.logprobs,
+                    prompt_logprobs=effect.prompt_logprobs,
+                )
+                self._update(request_id, update)
             case End(request_id, outcome, timeline):
                 self._update(request_id, Update(outcome=outcome, timeline=timeline))
 
@@ -281,6 +287,8 @@ def _merged(first: Update, second: Update) -> Update:
         token_ids=first.token_ids + second.token_ids,
         outcome=second.outcome,
         timeline=second.timeline or first.timeline,
+        logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
     )
 
 

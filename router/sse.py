@@ -5,8 +5,9 @@ that is refused before it gets a status that says so. Everything of a chunk that
 from token to token is encoded once. It does not know where tokens come from.
 """
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,85 +15,170 @@ import msgspec
 from starlette.types import Send
 
 from engine.errors import InvalidRequest
+from router.answers import CallDelta, Piece
+from router.logprobs import (
+    BytesOf,
+    ChatLogprobs,
+    CompletionLogprobs,
+    Entry,
+    LogprobsWriter,
+    prompt_logprobs,
+)
 from router.requests import Cancelled, Failed, Finished, Outcome, Rejected, Timeline
+from router.tool_calls import CallArguments, CallBegun
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 MAX_RETRY_AFTER_S = 3600.0
+LONG_PROMPT_TOKENS = 256  # more take milliseconds to tell of, with twenty alternatives each
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one endpoint writes an answer: the pieces of a chunk's only choice around what varies."""
+    """How one endpoint writes an answer: the pieces of a chunk's only choice around what varies.
+
+    A choice's chunk is `[{"index":` index `text_start` text `text_end` logprobs and so on.
+    """
 
     id_prefix: str
     object_name: str
     chunk_name: str
-    first_choice: bytes  # of the chunk that begins the stream; empty: there is none
-    text_choice: tuple[bytes, bytes]
-    finish_choice: tuple[bytes, bytes]
+    is_chat: bool
+    text_start: bytes
+    text_end: bytes
+    finish_start: bytes  # of the chunk that ends the choice
 
-    def whole_choice(self, text: str, finish_reason: str) -> dict[str, Any]:
-        """The choice of an answer that is sent at once."""
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
-        if self.first_choice:
-            return choice | {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return choice | {"text": text}
+    def whole_choice(
+        self,
+        text: str,
+        calls: Sequence[CallDelta],
+        finish_reason: str,
+        logprobs: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """A choice of an answer that is sent at once, without its index."""
+        choice: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
+        if not self.is_chat:
+            return choice | {"text": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": _whole_calls(calls)}
+        return choice | {"message": message}
+
+    def logprobs_writer(self, bytes_of: BytesOf, num_top: int) -> LogprobsWriter:
+        """For one choice."""
+        return (ChatLogprobs if self.is_chat else CompletionLogprobs)(bytes_of, num_top)
 
 
-_UNFINISHED = b',"logprobs":null,"finish_reason":null}]'
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    calls = [delta for delta in deltas if isinstance(delta, CallBegun)]
+    arguments = [""] * len(calls)
+    for delta in deltas:
+        if isinstance(delta, CallArguments):
+            arguments[delta.index] += delta.text
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+        for call, text in zip(calls, arguments, strict=True)
+    ]
+
+
+def _call_delta(delta: CallDelta) -> dict[str, Any]:
+    """As streams have it: the name comes first, with no arguments yet."""
+    if isinstance(delta, CallArguments):
+        return {"index": delta.index, "function": {"arguments": delta.text}}
+    function = {"name": delta.name, "arguments": ""}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+
+
+_INDEX = b'[{"index":'
+_ROLE = b',"delta":{"role":"assistant","content":""}'
+_CALLS = b',"delta":{"tool_calls":['
+_UNSCORED = b',"logprobs":null'
+_UNFINISHED = b',"finish_reason":null}]'
 
 CHAT = Dialect(
     id_prefix="chatcmpl-",
     object_name="chat.completion",
     chunk_name="chat.completion.chunk",
-    first_choice=b'[{"index":0,"delta":{"role":"assistant","content":""}' + _UNFINISHED,
-    text_choice=(b'[{"index":0,"delta":{"content":', b"}" + _UNFINISHED),
-    finish_choice=(b'[{"index":0,"delta":{},"logprobs":null,"finish_reason":', b"}]"),
+    is_chat=True,
+    text_start=b',"delta":{"content":',
+    text_end=b"}",
+    finish_start=b',"delta":{},"logprobs":null,"finish_reason":',
 )
 COMPLETION = Dialect(
     id_prefix="cmpl-",
     object_name="text_completion",
     chunk_name="text_completion",
-    first_choice=b"",
-    text_choice=(b'[{"index":0,"text":', _UNFINISHED),
-    finish_choice=(b'[{"index":0,"text":"","logprobs":null,"finish_reason":', b"}]"),
+    is_chat=False,
+    text_start=b',"text":',
+    text_end=b"",
+    finish_start=b',"text":"","logprobs":null,"finish_reason":',
 )
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """What the client wants beside the text.
+
+    `echo` is the prompt, which each choice begins with; `num_top` of the likeliest tokens come with
+    each one, and None means no log-probabilities at all.
+    """
+
+    usage: bool = False
+    usage_in_every_chunk: bool = False
+    timeline: bool = False
+    echo: str = ""
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Heading:
-    """What every chunk of one answer repeats, and what the client wants beside the text."""
+    """What every chunk of one answer repeats, and what its choices have in common."""
 
     dialect: Dialect
     answer_id: str
     created: int
     model: str
     prompt_tokens: int
-    include_usage: bool
-    usage_in_every_chunk: bool
-    include_timeline: bool
+    num_choices: int
+    fingerprint: Callable[[], str]  # known when the answer begins
+    bytes_of: BytesOf
+    wish: Wish
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an answer ended. `timeline` is None where the router gave none."""
+    """How an answer ended.
+
+    Of the choices, `shown` are sent in this order; all of them count. `timeline` is the first
+    one's, None where the router gave none.
+    """
 
     outcome: Outcome
+    shown: tuple[int, ...]
     prompt_tokens: int
     completion_tokens: int
     timeline: Timeline | None
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    prompt_entries: tuple[Entry, ...] = ()
 
     def usage(self) -> dict[str, Any]:
-        """Token counts as OpenAI names them."""
+        """Token counts as OpenAI names them. What was drafted is told where anything was."""
         details = None
         if self.timeline is not None:
             details = {"cached_tokens": self.timeline.num_cached_tokens}
         counts = _usage(self.prompt_tokens, self.completion_tokens)
-        return {**counts, "prompt_tokens_details": details}
+        usage: dict[str, Any] = {**counts, "prompt_tokens_details": details}
+        if self.num_drafted_tokens:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.num_accepted_tokens,
+                "rejected_prediction_tokens": self.num_drafted_tokens - self.num_accepted_tokens,
+            }
+        return usage
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -104,16 +190,13 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 class AnswerWriter(Protocol):
-    """Sends one answer: text as it comes, then its ending."""
+    """Sends one answer: pieces of its choices as they come, then its ending."""
 
-    async def text(self, text: str, num_tokens: int, fingerprint: str) -> None:
-        """More of the answer, perhaps empty; the first call means that there is an answer.
-
-        `num_tokens` counts the tokens of the whole answer so far.
-        """
+    async def write(self, piece: Piece) -> None:
+        """More of a choice, perhaps nothing; the first call means that there is an answer."""
         ...
 
-    async def end(self, ending: Ending, fingerprint: str) -> None:
+    async def end(self, ending: Ending) -> None:
         """The last call, and the only one where there was no token."""
         ...
 
@@ -124,24 +207,55 @@ class WholeAnswer:
     def __init__(self, heading: Heading, send: Send) -> None:
         self._heading = heading
         self._send = send
-        self._pieces: list[str] = []
+        self._pieces: list[list[Piece]] = [[] for _ in range(heading.num_choices)]
 
-    async def text(self, text: str, num_tokens: int, fingerprint: str) -> None:
-        """Keeps the text."""
-        self._pieces.append(text)
+    async def write(self, piece: Piece) -> None:
+        """Keeps the piece."""
+        self._pieces[piece.choice].append(piece)
 
-    async def end(self, ending: Ending, fingerprint: str) -> None:
+    async def end(self, ending: Ending) -> None:
         """Sends everything, or the error."""
         if not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
+        long = len(ending.prompt_entries) > LONG_PROMPT_TOKENS
+        data = await asyncio.to_thread(self._body, ending) if long else self._body(ending)
+        await _send_data(self._send, 200, data, {"x-request-id": self._heading.answer_id})
+
+    def _body(self, ending: Ending) -> bytes:
         heading = self._heading
-        choice = heading.dialect.whole_choice("".join(self._pieces), ending.outcome.reason.value)
-        body = _head(heading, heading.dialect.object_name, fingerprint)
-        body |= {"choices": [choice], "usage": ending.usage()}
-        if heading.include_timeline:
+        body = _head(heading, heading.dialect.object_name)
+        choices = [self._choice(index, ending) for index in ending.shown]
+        body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
+        body["usage"] = ending.usage()
+        if heading.wish.num_prompt_top is not None:
+            self._tell_prompt_logprobs(body, ending.prompt_entries, heading.wish.num_prompt_top)
+        if heading.wish.timeline:
             body["baton_timeline"] = ending.timeline
-        await send_json(self._send, 200, body, {"x-request-id": heading.answer_id})
+        return _encode(body)
+
+    def _choice(self, index: int, ending: Ending) -> dict[str, Any]:
+        pieces, wish, dialect = self._pieces[index], self._heading.wish, self._heading.dialect
+        finish = pieces[-1].finish
+        assert finish is not None
+        logprobs = None
+        if wish.num_top is not None:
+            entries = [entry for piece in pieces for entry in piece.entries]
+            if wish.echo:
+                entries[:0] = ending.prompt_entries
+            writer = dialect.logprobs_writer(self._heading.bytes_of, wish.num_top)
+            logprobs = writer.shape(entries)
+        text = wish.echo + "".join(piece.text for piece in pieces)
+        calls = [delta for piece in pieces for delta in piece.calls]
+        return dialect.whole_choice(text, calls, finish, logprobs)
+
+    def _tell_prompt_logprobs(
+        self, body: dict[str, Any], entries: tuple[Entry, ...], num_top: int
+    ) -> None:
+        """vLLM has them once in a chat's answer, and in each choice of a completion."""
+        scores = prompt_logprobs(entries, self._heading.bytes_of, num_top)
+        for place in [body] if self._heading.dialect.is_chat else body["choices"]:
+            place["prompt_logprobs"] = scores
 
 
 class StreamedAnswer:
@@ -151,41 +265,55 @@ class StreamedAnswer:
         self._heading = heading
         self._send = send
         self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
+        self._unfinished = heading.num_choices
+        self._last = b""  # the end of the last choice, which is sent with the end of the answer
 
-    async def text(self, text: str, num_tokens: int, fingerprint: str) -> None:
-        """Sends a chunk, unless all text is held back."""
-        data, chunk = await self._open(fingerprint)
-        if text:
-            data += chunk.text(text, num_tokens)
+    async def write(self, piece: Piece) -> None:
+        """Sends a chunk, unless there is nothing to show."""
+        chunk = self._chunk
+        data = b""
+        if chunk is None:
+            data, chunk = await self._open()
+        if piece.text or piece.entries:
+            data += chunk.text(piece)
+        if piece.calls:
+            data += chunk.calls(piece)
+        if piece.finish is not None:
+            self._unfinished -= 1
+            finish = chunk.finish(piece.choice, piece.finish)
+            if self._unfinished:
+                data += finish
+            else:
+                self._last = finish
         if data:
             await self._send_body(data, more_body=True)
 
-    async def end(self, ending: Ending, fingerprint: str) -> None:
+    async def end(self, ending: Ending) -> None:
         """Sends the last chunks. A stream that breaks off has no [DONE]."""
         outcome = ending.outcome
         if self._chunk is None and not isinstance(outcome, Finished):
             await send_failure(self._send, outcome)
             return
-        data, chunk = await self._open(fingerprint)
+        data, chunk = await self._open()
         if isinstance(outcome, Finished):
-            data += chunk.finish(outcome.reason.value) + self._extras(chunk, ending) + DONE
+            data += self._last + self._extras(chunk, ending) + DONE
         elif not isinstance(outcome, Cancelled):
             data += b"data: " + _encode(_failure_body(outcome)) + b"\n\n"
         await self._send_body(data, more_body=False)
 
     def _extras(self, chunk: "_ChunkEncoder", ending: Ending) -> bytes:
         data = b""
-        if self._heading.include_usage:
+        if self._heading.wish.usage:
             data += chunk.extra(b"usage", ending.usage())
-        if self._heading.include_timeline:
+        if self._heading.wish.timeline:
             data += chunk.extra(b"baton_timeline", ending.timeline)
         return data
 
-    async def _open(self, fingerprint: str) -> tuple[bytes, "_ChunkEncoder"]:
-        """Sends the head if it is not sent yet; the first chunk and the encoder of the others."""
+    async def _open(self) -> tuple[bytes, "_ChunkEncoder"]:
+        """Sends the head if it is not sent yet; the first chunks and the encoder of the others."""
         if self._chunk is not None:
             return b"", self._chunk
-        self._chunk = _ChunkEncoder(self._heading, fingerprint)
+        self._chunk = _ChunkEncoder(self._heading)
         headers = {
             "cache-control": "no-cache",
             "x-accel-buffering": "no",  # nginx would collect events
@@ -201,36 +329,64 @@ class StreamedAnswer:
 class _ChunkEncoder:
     """Events of one stream; what they share is encoded once."""
 
-    def __init__(self, heading: Heading, fingerprint: str) -> None:
-        dialect = heading.dialect
-        head = _encode(_head(heading, dialect.chunk_name, fingerprint)).removesuffix(b"}")
+    def __init__(self, heading: Heading) -> None:
+        dialect, wish = heading.dialect, heading.wish
+        head = _encode(_head(heading, dialect.chunk_name)).removesuffix(b"}")
+        indices = [str(index).encode() for index in range(heading.num_choices)]
         self._before = b"data: " + head + b',"choices":'
-        self._after = b',"usage":null}\n\n' if heading.include_usage else b"}\n\n"
+        self._before_index = [self._before + _INDEX + index for index in indices]
+        self._before_text = [before + dialect.text_start for before in self._before_index]
+        self._after = b',"usage":null}\n\n' if wish.usage else b"}\n\n"
+        self._after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
         self._dialect = dialect
-        before_text, after_text = dialect.text_choice
-        self._before_text = self._before + before_text
-        self._after_text = after_text + self._after
-        self._counted_after_text = after_text if heading.usage_in_every_chunk else None
+        self._wish = wish
+        self._is_plain = wish.num_top is None and not wish.usage_in_every_chunk
         self._prompt_tokens = heading.prompt_tokens
+        self._logprobs = [
+            dialect.logprobs_writer(heading.bytes_of, wish.num_top or 0) for _ in indices
+        ]
 
     def first(self) -> bytes:
-        choice = self._dialect.first_choice
-        return self._before + choice + self._after if choice else b""
+        """What each choice begins with."""
+        data = b""
+        for before, before_text in zip(self._before_index, self._before_text, strict=True):
+            if self._dialect.is_chat:
+                data += before + _ROLE + _UNSCORED + _UNFINISHED + self._after
+            if self._wish.echo:
+                data += before_text + _encode(self._wish.echo) + self._after_text
+        return data
 
-    def text(self, text: str, num_tokens: int) -> bytes:
-        if self._counted_after_text is None:
-            return self._before_text + _encode(text) + self._after_text
-        usage = _encode(_usage(self._prompt_tokens, num_tokens))
-        after = self._counted_after_text + b',"usage":' + usage + b"}\n\n"
-        return self._before_text + _encode(text) + after
+    def text(self, piece: Piece) -> bytes:
+        text = self._before_text[piece.choice] + _encode(piece.text)
+        if self._is_plain:
+            return text + self._after_text
+        return text + self._dialect.text_end + self._scores(piece) + self._counted(piece)
 
-    def finish(self, reason: str) -> bytes:
-        before, after = self._dialect.finish_choice
-        return self._before + before + _encode(reason) + after + self._after
+    def calls(self, piece: Piece) -> bytes:
+        """One chunk for each part of a call."""
+        before, after = self._before_index[piece.choice] + _CALLS, b"]}" + _UNSCORED + _UNFINISHED
+        deltas = (_encode(_call_delta(delta)) for delta in piece.calls)
+        return b"".join(before + delta + after + self._after for delta in deltas)
+
+    def finish(self, index: int, reason: str) -> bytes:
+        before = self._before_index[index] + self._dialect.finish_start
+        return before + _encode(reason) + b"}]" + self._after
 
     def extra(self, name: bytes, value: object) -> bytes:
         """A chunk without choices."""
         return self._before + b'[],"' + name + b'":' + _encode(value) + b"}\n\n"
+
+    def _scores(self, piece: Piece) -> bytes:
+        if self._wish.num_top is None:
+            return _UNSCORED + _UNFINISHED
+        scores = self._logprobs[piece.choice].shape(piece.entries)
+        return b',"logprobs":' + _encode(scores) + _UNFINISHED
+
+    def _counted(self, piece: Piece) -> bytes:
+        """The end of a chunk, with the usage of its choice so far where that is wanted."""
+        if not self._wish.usage_in_every_chunk:
+            return self._after
+        return b',"usage":' + _encode(_usage(self._prompt_tokens, piece.num_tokens)) + b"}\n\n"
 
 
 def error_body(
@@ -263,7 +419,12 @@ async def send_json(
     send: Send, status: int, body: object, headers: Mapping[str, str] | None = None
 ) -> None:
     """A complete JSON response."""
-    data = _encode(body)
+    await _send_data(send, status, _encode(body), headers)
+
+
+async def _send_data(
+    send: Send, status: int, data: bytes, headers: Mapping[str, str] | None
+) -> None:
     await _send_head(send, status, JSON, {"content-length": str(len(data)), **(headers or {})})
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -283,11 +444,11 @@ def _failure_body(outcome: Outcome) -> dict[str, Any]:
     return error_body(message, kind="server_error", code="request_failed")
 
 
-def _head(heading: Heading, object_name: str, fingerprint: str) -> dict[str, Any]:
+def _head(heading: Heading, object_name: str) -> dict[str, Any]:
     return {
         "id": heading.answer_id,
         "object": object_name,
         "created": heading.created,
         "model": heading.model,
-        "system_fingerprint": fingerprint or None,
+        "system_fingerprint": heading.fingerprint() or None,
     }

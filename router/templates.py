@@ -38,11 +38,15 @@ class ChatTemplate:
         except TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt, ready for the assistant's answer. Raises InvalidRequest."""
         try:
             return self._template.render(
-                **self._special_tokens, messages=messages, add_generation_prompt=True
+                **self._special_tokens, messages=messages, tools=tools, add_generation_prompt=True
             )
         except _TEMPLATE_FAULTS as error:
             message = f"the chat template refused the messages: {error}"

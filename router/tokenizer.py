@@ -8,6 +8,7 @@ use that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from engine.errors import CheckpointError, InvalidRequest
 from router.detokenizer import Detokenizer
 from router.templates import ChatTemplate
+from router.token_bytes import TokenBytes
 
 Config = dict[str, Any]
 
@@ -36,22 +38,42 @@ class TextModel:
         self.eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
         self._template = template
+        self._added_ids = {token.content: token_id for token_id, token in added}
         self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
 
     def encode_text(self, text: str) -> list[int]:
         """A plain prompt, with the special tokens that the tokenizer adds to every text."""
         return self._tokenizer.encode(text, add_special_tokens=True).ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
         """A conversation; the template writes the special tokens. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
-        text = self._template.render(messages)
+        text = self._template.render(messages, tools)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """Decodes one answer to this prompt."""
-        return Detokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=self._hidden_ids)
+    def decode_text(self, token_ids: Sequence[int]) -> str:
+        """All of a text at once, without its special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    @cached_property
+    def bytes_of(self) -> TokenBytes:
+        """The bytes that each token stands for."""
+        return TokenBytes(self._tokenizer)
+
+    def added_token_id(self, content: str) -> int | None:
+        """The id of a token that was added for this text, and never comes of other tokens."""
+        return self._added_ids.get(content)
+
+    def detokenizer(self, prompt_ids: Sequence[int], shown: Sequence[str] = ()) -> Detokenizer:
+        """Decodes one answer to this prompt. Special tokens are hidden, but for those `shown`."""
+        shown_ids = {self._added_ids.get(content) for content in shown}
+        hidden_ids = self._hidden_ids - shown_ids if shown else self._hidden_ids
+        return Detokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
 
 
 def load_text_model(directory: Path) -> TextModel:

@@ -15,6 +15,7 @@ class WorkerView:
 
     info: Welcome
     load: LoadReport | None = None
+    reported_s: float = 0.0  # when `load` came
     prefill_tokens: dict[SeqId, int] = field(default_factory=dict)
     decode_blocks: dict[SeqId, int] = field(default_factory=dict)
     reserved_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Requests across workers that come, go, give back, stall and die.
+"""Requests, alone and in groups, across workers that come, go, give back, stall and die.
 
 A fake worker computes each token from all tokens before it, so a retry that loses, repeats or
 changes one is seen at once. Messages keep their order between the router and one worker, and have
@@ -47,6 +47,7 @@ from engine.messages import (
     encode_frame,
 )
 from router.machine import (
+    PREEMPTED,
     Arrived,
     ClientGone,
     Deliver,
@@ -172,15 +173,17 @@ class FakeWorker:
             self._advance(seq_id, self.seqs[seq_id], rng)
 
     def give_back(self, rng: random.Random) -> None:
-        """Frees itself of some sequence."""
+        """Frees itself of some sequence: of one that it decodes, for want of memory."""
         if self.seqs:
             seq_id = rng.choice(list(self.seqs))
             seq = self.seqs.pop(seq_id)
             kept = LAYOUT.block_size * rng.randint(0, len(seq.token_ids) // LAYOUT.block_size)
-            self._say(GivenBack(seq_id, "no room", kept))
+            generates = seq.kind is Generate and seq.kv_here
+            reason = PREEMPTED if seq.decoding or generates else "no room"
+            self._say(GivenBack(seq_id, reason, kept))
 
-    def report(self) -> None:
-        self._say(LoadReport(1, 1, 1, 1, 1, 0, len(self.seqs), 0))
+    def report(self, rng: random.Random) -> None:
+        self._say(LoadReport(rng.randint(0, NUM_BLOCKS), 0, 1, 1, 1, 0, len(self.seqs), 0))
 
     def _offer(self, rng: random.Random) -> None:
         seq_id, num_blocks = self.asked.popitem()
@@ -270,6 +273,8 @@ class World:
         self.now_s = 100.0
         self.workers: dict[str, FakeWorker] = {}
         self.clients: dict[str, Client] = {}
+        self.placed: dict[str, str] = {}  # each attempt, at a worker
+        self.num_followers: Counter[bool] = Counter()  # with their leader, or elsewhere
 
     # ------------------------------------------------------------ what can happen
 
@@ -282,12 +287,18 @@ class World:
         if self.workers.pop(name, None) is not None:
             self._handle(WorkerLost(name, "gone"))
 
-    def ask(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> None:
-        name = f"r{len(self.clients)}"
+    def ask(
+        self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], num_choices: int = 1
+    ) -> None:
+        """Asks for several answers to one prompt."""
+        leader = None
         limits = Limits(len(prompt) + max_tokens, len(prompt) + 1, stop)
-        request = Request(RequestId(name), tuple(prompt), Sampling(), limits, self.now_s)
-        self.clients[name] = Client(request)
-        self._handle(Arrived(request))
+        for _ in range(num_choices):
+            name = RequestId(f"r{len(self.clients)}")
+            request = Request(name, tuple(prompt), Sampling(), limits, self.now_s, None, leader)
+            self.clients[name] = Client(request)
+            self._handle(Arrived(request))
+            leader = leader or name
 
     def leave(self, rng: random.Random) -> None:
         live = [c for c in self.clients.values() if not c.outcomes]
@@ -322,7 +333,7 @@ class World:
 
     def run_down(self, rng: random.Random) -> None:
         """Nothing goes wrong any more: all requests end."""
-        for _ in range(2000):
+        for _ in range(3000):  # longer than anybody waits in the queue
             if self.machine.num_flights == 0:
                 break
             for worker in list(self.workers.values()):
@@ -379,7 +390,22 @@ class World:
             assert source != worker_id, "a worker is to pull from itself"
             assert message.prefix.lease_id == f"{message.seq_id}.prefix"
             assert source in self.workers
+        if isinstance(message, Prefill | Generate):
+            self._check_follower(worker_id, message.seq_id)
         self.workers[worker_id].inbox.append(encode_frame([message]))
+
+    def _check_follower(self, worker_id: str, seq_id: str) -> None:
+        """It was held back until its leader's prompt was computed, or that was not to be."""
+        name, _, attempt = seq_id.partition(".")
+        leader_name = self.clients[name].request.leader
+        self.placed[seq_id] = worker_id
+        if leader_name is None or attempt != "0":
+            return
+        leader = self.clients[leader_name]
+        has_lost_an_attempt = f"{leader_name}.0" not in self.machine._by_seq
+        assert leader.outcomes or leader.token_ids or has_lost_an_attempt
+        if leader.token_ids and not leader.outcomes and not has_lost_an_attempt:
+            self.num_followers[worker_id == self.placed[f"{leader_name}.0"]] += 1
 
     def _end(self, client: Client, outcome: Outcome) -> None:
         client.outcomes.append(outcome)
@@ -413,9 +439,10 @@ class Requests(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=14),
         max_tokens=st.one_of(st.integers(1, 12), st.just(100)),
         stop=st.sampled_from([(), (0,), (1, 2)]),
+        num_choices=st.sampled_from([1, 1, 2, 3]),
     )
-    def ask(self, prompt, max_tokens, stop):
-        self.world.ask(prompt, max_tokens, stop)
+    def ask(self, prompt, max_tokens, stop, num_choices):
+        self.world.ask(prompt, max_tokens, stop, num_choices)
 
     @rule()
     def leave(self):
@@ -440,6 +467,12 @@ class Requests(RuleBasedStateMachine):
     def give_back(self, number):
         workers = list(self.world.workers.values())
         workers[number % len(workers)].give_back(self.rng)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(number=st.integers(0, 5))
+    def report(self, number):
+        workers = list(self.world.workers.values())
+        workers[number % len(workers)].report(self.rng)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 10.0, 12.0, 25.0]))
     def pass_time(self, seconds):
@@ -477,7 +510,8 @@ def busy_day(rng: random.Random, *, troubles: float) -> World:
     for _ in range(400):
         if rng.random() < 0.25:
             prompt = some_prompt(rng, world)
-            world.ask(prompt, rng.randint(1, 12), rng.choice([(), (0,), (1, 2)]))
+            stop = rng.choice([(), (0,), (1, 2)])
+            world.ask(prompt, rng.randint(1, 12), stop, rng.choice([1, 1, 1, 2, 3]))
         for worker in list(world.workers.values()):
             for act in (world.take, world.tell, lambda w: world.work(w, rng)):
                 if rng.random() < 0.7:
@@ -491,7 +525,7 @@ def busy_day(rng: random.Random, *, troubles: float) -> World:
             elif trouble == 2 and world.workers:
                 rng.choice(list(world.workers.values())).give_back(rng)
             elif trouble == 3 and world.workers:
-                rng.choice(list(world.workers.values())).report()
+                rng.choice(list(world.workers.values())).report(rng)
             elif trouble == 4:
                 world.pass_time(rng.choice([9.0, 25.0]))
         if rng.random() < 0.1:
@@ -519,11 +553,16 @@ def test_a_day_with_trouble_ends_every_request_once_and_none_wrongly(seed):
 
 def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
     counted: Counter[tuple[str, str]] = Counter()
+    followers: Counter[bool] = Counter()
     for seed in range(20):
         world = busy_day(random.Random(seed), troubles=0.3)
         counted += world.machine.counters
+        followers += world.num_followers
     for outcome in ("finished", "rejected", "failed", "cancelled"):
         assert counted["ended", outcome] > 0, outcome
     assert counted["prefix offer", "asked"] > 100
     for reason in ("prefix not held", "prefix offer late", "prefix holder lost"):
         assert counted["fallback", reason] > 0, reason
+    assert counted["retried", PREEMPTED] > 20
+    assert followers[True] > 100  # found the prompt where it was computed
+    assert followers[True] > followers[False]

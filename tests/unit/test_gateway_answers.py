@@ -247,7 +247,9 @@ def test_a_prompt_is_text_or_tokens_or_a_list_of_one(prompt, token_ids):
 
 def test_limits_are_absolute():
     fields = {"max_tokens": 5, "min_tokens": 2, "stop_token_ids": [9, EOS]}
-    assert asked(complete, fields).limits == Limits(max_len=7, min_len=4, stop_token_ids=(EOS, 9))
+    assert asked(complete, fields).limits == Limits(
+        max_len=7, min_len=4, stop_token_ids=(EOS, 9), prompt_len=2
+    )
 
 
 def test_without_max_tokens_the_rest_of_the_context_may_be_used():

@@ -1,6 +1,7 @@
 """Every bad input gets OpenAI's error shape, the right status, and the name of what is wrong."""
 
 import asyncio
+import re
 
 import pytest
 from test_gateway_kit import (
@@ -58,23 +59,68 @@ BAD_FIELDS = [
     ("stream", "yes", 400, VALUE),
     ("stream_options", {"include_usage": True}, 400, VALUE),
     ("ignore_eos", 1, 400, VALUE),
-    ("n", 2, 400, UNSUPPORTED),
-    ("n", "1", 400, UNSUPPORTED),
-    ("best_of", 2, 400, UNSUPPORTED),
-    ("echo", True, 400, UNSUPPORTED),
+    ("n", 0, 400, VALUE),
+    ("n", 17, 400, VALUE),
+    ("n", "1", 400, VALUE),
+    ("n", True, 400, VALUE),
     ("suffix", "x", 400, UNSUPPORTED),
-    ("logprobs", True, 400, UNSUPPORTED),
-    ("logprobs", 0, 400, UNSUPPORTED),
-    ("top_logprobs", 3, 400, UNSUPPORTED),
-    ("logit_bias", {"1": 5}, 400, UNSUPPORTED),
-    ("presence_penalty", 0.5, 400, UNSUPPORTED),
-    ("frequency_penalty", -0.5, 400, UNSUPPORTED),
-    ("repetition_penalty", 1.1, 400, UNSUPPORTED),
-    ("response_format", {"type": "json_object"}, 400, UNSUPPORTED),
-    ("tools", [{"type": "function"}], 400, UNSUPPORTED),
-    ("tool_choice", "required", 400, UNSUPPORTED),
+    ("prompt_logprobs", -1, 400, VALUE),
+    ("prompt_logprobs", 21, 400, VALUE),
+    ("prompt_logprobs", True, 400, VALUE),
+    ("logprobs", "yes", 400, VALUE),
+    ("logit_bias", {"1": 101}, 400, VALUE),
+    ("logit_bias", {"1": "up"}, 400, VALUE),
+    ("logit_bias", {"260": 1}, 400, VALUE),
+    ("logit_bias", {"-1": 1}, 400, VALUE),
+    ("logit_bias", {"a": 1}, 400, VALUE),
+    ("logit_bias", {"²": 1}, 400, VALUE),
+    ("logit_bias", {"1": 1, "01": 2}, 400, VALUE),
+    ("logit_bias", {"9" * 5000: 1}, 400, VALUE),
+    ("logit_bias", {f"{i:06}": 1 for i in range(1025)}, 400, VALUE),
+    ("logit_bias", [1], 400, VALUE),
+    ("presence_penalty", 2.1, 400, VALUE),
+    ("frequency_penalty", -2.1, 400, VALUE),
+    ("repetition_penalty", 0, 400, VALUE),
+    ("repetition_penalty", 2.1, 400, VALUE),
+    ("response_format", {"type": "poem"}, 400, VALUE),
+    ("response_format", {"type": "json_schema"}, 400, VALUE),
     ("functions", [{}], 400, UNSUPPORTED),
-    ("guided_json", {}, 400, UNSUPPORTED),
+    ("structured_outputs", {"regex": "("}, 400, VALUE),
+    ("structured_outputs", {}, 400, VALUE),
+    ("guided_json", {"type": "nothing"}, 400, VALUE),
+    ("guided_regex", "(", 400, VALUE),
+    ("guided_choice", [], 400, VALUE),
+    ("guided_grammar", "start: (", 400, VALUE),
+]
+
+BAD_CHAT_FIELDS = [
+    ({"best_of": 2}, "best_of", UNSUPPORTED),
+    ({"echo": True}, "echo", UNSUPPORTED),
+    ({"logprobs": 0}, "logprobs", VALUE),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", VALUE),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", VALUE),
+    ({"top_logprobs": 3}, "top_logprobs", VALUE),
+    ({"logprobs": False, "top_logprobs": 3}, "top_logprobs", VALUE),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", UNSUPPORTED),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", VALUE),
+    ({"tools": [{"type": "function"}], "tool_choice": "must"}, "tools[0].function", VALUE),
+    ({"tool_choice": "required"}, "tool_choice", VALUE),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", VALUE),
+    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", VALUE),
+]
+
+BAD_COMPLETION_FIELDS = [
+    ({"logprobs": True}, "logprobs", VALUE),
+    ({"logprobs": 21}, "logprobs", VALUE),
+    ({"logprobs": -1}, "logprobs", VALUE),
+    ({"top_logprobs": 3}, "top_logprobs", UNSUPPORTED),
+    ({"best_of": 17}, "best_of", VALUE),
+    ({"n": 3, "best_of": 2}, "best_of", VALUE),
+    ({"best_of": 2, "stream": True}, "best_of", UNSUPPORTED),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", UNSUPPORTED),
+    ({"echo": True, "logprobs": 0, "stream": True}, "echo", UNSUPPORTED),
+    ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
+    ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
 ]
 
 BAD_PROMPTS = [
@@ -151,7 +197,18 @@ def test_a_bad_field_is_named(ask, field, value, status, code):
     router = FakeRouter()
     reply = ask(router, {field: value})
     assert_error(reply, status, code, reply.json()["error"]["param"])
-    assert reply.json()["error"]["param"].partition("[")[0] == field
+    assert re.split(r"[.\[]", reply.json()["error"]["param"])[0] == field
+    assert router.requests == []
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "param", "code"),
+    [(chat, *case) for case in BAD_CHAT_FIELDS]
+    + [(complete, *case) for case in BAD_COMPLETION_FIELDS],
+)
+def test_fields_that_do_not_go_together_or_belong_elsewhere_are_named(ask, fields, param, code):
+    router = FakeRouter()
+    assert_error(ask(router, fields), 400, code, param)
     assert router.requests == []
 
 

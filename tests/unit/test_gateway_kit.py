@@ -79,10 +79,18 @@ class Never:
 
 
 class FakeRouter:
-    """Plays a script of updates to every request, and keeps what it was asked."""
+    """Plays a script of updates to every request, and keeps what it was asked.
 
-    def __init__(self, script: list[Update | Never | Exception] | None = None) -> None:
+    With `more_scripts`, the second request is given the first of these, and so on.
+    """
+
+    def __init__(
+        self,
+        script: list[Update | Never | Exception] | None = None,
+        *more_scripts: list[Update | Never | Exception],
+    ) -> None:
         self.script = script if script is not None else answer("hi")
+        self.more_scripts = more_scripts
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.live = 0
@@ -92,11 +100,12 @@ class FakeRouter:
         self.events: dict[tuple[str, str], int] = {}
 
     async def submit(self, request: Request) -> AsyncIterator[Update]:
+        number = len(self.requests)
         self.requests.append(request)
         self.live += 1
         ended = False
         try:
-            for step in self.script:
+            for step in self._script_of(number):
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, Never):
@@ -109,6 +118,9 @@ class FakeRouter:
             self.live -= 1
             if not ended:
                 self.cancelled.append(request.request_id)
+
+    def _script_of(self, number: int) -> list[Update | Never | Exception]:
+        return self.more_scripts[number - 1] if number and self.more_scripts else self.script
 
     def readiness(self) -> str | None:
         return self.not_ready

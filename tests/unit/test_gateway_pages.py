@@ -161,6 +161,48 @@ def test_workers_and_router_are_shown_as_they_are():
     assert found["vllm:num_requests_waiting"] == {model: 13.0}
 
 
+def test_speculation_is_told_by_proposer_and_by_accepted_length():
+    router = FakeRouter()
+    counters = {
+        "drafted:ngram": 40.0,
+        "drafted:draft": 10.0,
+        "accepted:ngram": 30.0,
+        "accepted:draft": 0.0,
+        "accepted_len:0": 5.0,
+        "accepted_len:4": 7.0,
+        "accepted_len:40": 1.0,
+        "steps": 50.0,
+        "step_tokens": 120.0,
+    }
+    load = LoadReport(0, 0, 0, 0, 0, 0, 0, 0, counters)
+    for name in ("d0", "d1"):
+        router.statuses[WorkerId(name)] = WorkerStatus(Role.DECODE, load, 0, 0)
+    found = samples(make_app(router))
+
+    def of_d0(series):
+        labels = [("role", "decode"), ("worker", "d0")]
+        return {
+            tuple(v for k, v in key if (k, v) not in labels): value
+            for key, value in found[series].items()
+            if ("worker", "d0") in key
+        }
+
+    assert of_d0("baton_draft_tokens_total") == {("ngram",): 40.0, ("draft",): 10.0}
+    assert of_d0("baton_accepted_tokens_total") == {("ngram",): 30.0, ("draft",): 0.0}
+    lengths = {float(bound): n for (bound,), n in of_d0("baton_accepted_length_bucket").items()}
+    assert lengths[0.0] == lengths[3.0] == 5.0
+    assert lengths[4.0] == lengths[32.0] == 12.0
+    assert lengths[float("inf")] == 13.0
+    assert of_d0("baton_accepted_length_count") == {(): 13.0}
+    assert of_d0("baton_accepted_length_sum") == {(): 4 * 7.0 + 40.0}
+    assert of_d0("baton_worker_step_tokens_total") == {(): 120.0}
+    assert of_d0("baton_worker_steps_total") == {(): 50.0}
+    assert not any("worker_drafted" in name or "worker_accepted" in name for name in found)
+    model = (("model_name", "tiny"),)
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == {model: 100.0}
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == {model: 60.0}
+
+
 def test_series_that_mean_what_vllms_mean_also_have_its_names():
     app = make_app(FakeRouter())
     ask(app)

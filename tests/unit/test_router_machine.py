@@ -248,9 +248,9 @@ def test_a_prefill_worker_lost_after_the_kv_is_over_costs_nothing(pair):
 def test_a_sequence_that_is_given_back_is_placed_again(pair):
     pair.ask()
     pair.hand_over()
-    effects = pair.say("d0", GivenBack("r.0", "preempted"))
+    effects = pair.say("d0", GivenBack("r.0", "no room"))
     assert sent(effects, Prefill)[0][1].token_ids == [1, 2, 3, 4, 5, 9]
-    assert pair.machine.counters["retried", "preempted"] == 1
+    assert pair.machine.counters["retried", "no room"] == 1
 
 
 def test_a_request_that_fails_everywhere_ends_with_the_last_reason(pair):

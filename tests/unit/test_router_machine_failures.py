@@ -220,15 +220,15 @@ def test_after_a_failed_pull_its_two_workers_are_kept_apart_for_a_while():
     assert [worker for worker, _ in sent(driver.ask("later"), Prefill)] == ["p0"]
 
 
-def test_a_preempted_request_says_nothing_of_the_way_between_two_workers():
+def test_a_request_given_back_later_says_nothing_of_the_way_between_two_workers():
     driver = in_stage("answering", "p0", "p1", "d0")
-    effects = driver.say("d0", GivenBack("r.0", "preempted"))
+    effects = driver.say("d0", GivenBack("r.0", "no room"))
     assert [worker for worker, _ in sent(effects, Prefill)] == ["p0"]
 
 
 def test_a_retry_goes_on_where_the_answer_was():
     driver = in_stage("answering", "p0", "d0")
-    driver.say("d0", GivenBack("r.0", "preempted"))
+    driver.say("d0", GivenBack("r.0", "no room"))
     [(_, decode)] = sent(driver.say("p0", PrefillStarted("r.1", 4, LEASE)), Decode)
     assert decode.token_ids == [*PROMPT, 9, 8, 7]
     effects = driver.say("p0", PrefillDone("r.1", 6, None))

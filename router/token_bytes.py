@@ -1,0 +1,85 @@
+"""The bytes that a token stands for, which need not be whole characters.
+
+Where logarithms of probabilities are reported token by token, a token must be told from all others,
+and decoding one token alone shows the same replacement character for many of them. What a token's
+name means depends on the tokenizer's decoder:
+
+    ByteLevel     each letter of the name stands for one byte (GPT-2's table)
+    ByteFallback  `<0xE2>` is one byte; other names are text in which spaces are written otherwise
+    others        what decoding the token alone gives
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+_FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """Bytes by token id, for one tokenizer; unknown ids, which pad a vocabulary, have none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
+        decoders = list(_decoders(_decoder_of(tokenizer)))
+        kinds = {decoder["type"] for decoder in decoders}
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_fallback = "ByteFallback" in kinds
+        self._spelled = [pair for decoder in decoders for pair in _replacement(decoder)]
+
+    def __call__(self, token_id: int) -> bytes:
+        """What the token adds to a text."""
+        if (content := self._added.get(token_id)) is not None:
+            return content.encode()
+        name = self._tokenizer.id_to_token(token_id)
+        if name is None:
+            return b""
+        if self._is_byte_level:
+            return b"".join(_BYTE_OF_LETTER.get(letter) or letter.encode() for letter in name)
+        if self._has_fallback and (match := _FALLBACK_BYTE.fullmatch(name)) is not None:
+            return bytes([int(match[1], 16)])
+        if not self._spelled:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        for spelling, meaning in self._spelled:
+            name = name.replace(spelling, meaning)
+        return name.encode()
+
+
+def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The decoder as `tokenizer.json` has it. Its pickled state is that, without the vocabulary."""
+    decoder = tokenizer.decoder
+    return None if decoder is None else msgspec.json.decode(decoder.__getstate__())
+
+
+def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """A decoder, or the members of a sequence of them."""
+    if decoder is None:
+        return
+    if decoder["type"] != "Sequence":
+        yield decoder
+    for member in decoder.get("decoders", []):
+        yield from _decoders(member)
+
+
+def _replacement(decoder: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """How names spell what text writes otherwise, spaces above all."""
+    if decoder["type"] == "Metaspace":
+        yield decoder["replacement"], " "
+    if decoder["type"] == "Replace" and "String" in decoder["pattern"]:
+        yield decoder["pattern"]["String"], decoder["content"]
+
+
+def _letters() -> Iterator[tuple[str, bytes]]:
+    """GPT-2 writes printable bytes as they are, the others as letters from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = count(256)
+    for byte in range(256):
+        yield chr(byte if byte in printable else next(others)), bytes([byte])
+
+
+_BYTE_OF_LETTER = dict(_letters())
