@@ -17,10 +17,11 @@ import msgspec
 import uvicorn
 import uvloop
 
-from deploy.worker_host import WorkerHost, WorkerIdentity
+from deploy.worker_host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import MonotonicClock
 from engine.config import GatewayConfig, RouterConfig, WorkerConfig
 from engine.errors import ConfigError
+from engine.grammars import LlGuides
 from engine.messages import Role, WorkerId
 from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
@@ -136,6 +137,16 @@ class WorkerService:
             identity,
             config=spec.config,
             runner=runner,
+            model=ModelFacts(
+                vocab_size=runner.vocab_size,
+                context_len=runner.context_len,
+                has_draft_model=runner.draft_forward is not None,
+                guides=LlGuides(
+                    Path(spec.model) / "tokenizer.json",
+                    vocab_size=runner.vocab_size,
+                    eos_token_ids=runner.eos_token_ids,
+                ),
+            ),
             memory=pools[0],
             clock=MonotonicClock(),
             on_crash=die,
@@ -176,6 +187,7 @@ class GatewayService:
             eos_token_ids=text.eos_token_ids,
             max_body_bytes=config.max_body_bytes,
             api_keys=config.api_keys,
+            max_choices=config.max_choices,
         )
         rng = random.Random(os.urandom(16))
         app = create_app(self._router, text, settings=settings, clock=clock, rng=rng)

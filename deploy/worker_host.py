@@ -9,6 +9,7 @@ so that others see it gone instead of silent.
 """
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import queue
@@ -18,21 +19,28 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculator
 from engine.batch import Runner
 from engine.blocks import BlockPool
 from engine.clock import Clock
 from engine.config import WorkerConfig
-from engine.errors import ProtocolError
+from engine.errors import GrammarError, ProtocolError
 from engine.events import Effect, Emit, Event, FromGateway, GatewayLost
+from engine.grammars import LlGuides
 from engine.layout import KVFormat
 from engine.messages import (
     PROTOCOL_VERSION,
+    Decode,
     GatewayId,
+    Generate,
+    Grammar,
     Hello,
     Incarnation,
+    Prefill,
     Refused,
     Role,
     ToGateway,
+    TransferAddress,
     Welcome,
     WorkerId,
     decode_to_worker,
@@ -63,15 +71,26 @@ class WorkerIdentity:
     host: str = "127.0.0.1"
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What schedulers know of the model."""
+
+    vocab_size: int
+    context_len: int
+    has_draft_model: bool
+    guides: LlGuides
+
+
 class WorkerHost:
     """A worker from open to close. `on_crash` ends the process."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a worker
         self,
         identity: WorkerIdentity,
         *,
         config: WorkerConfig,
         runner: Runner,
+        model: ModelFacts,
         memory: Pool,
         clock: Clock,
         on_crash: Callable[[BaseException], None],
@@ -79,6 +98,7 @@ class WorkerHost:
         self._identity = identity
         self._config = config
         self._runner = runner
+        self._model = model
         self._memory = memory
         self._clock = clock
         self._on_crash = on_crash
@@ -109,28 +129,48 @@ class WorkerHost:
             on_crash=self._on_crash,
         )
         address = self._endpoint.open()
+        self._core = self._open_core(address)
+        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+        self._thread.start()
+        self._server = SessionServer(self._session, self._identity.host)
+        return await self._server.open()
+
+    def _open_core(self, address: TransferAddress) -> WorkerCore:
+        config, model = self._config, self._model
         pool = BlockPool(self._runner.num_blocks)
         block_size = self._runner.layout.block_size
+        speculator = Speculator(
+            config.speculate,
+            max_draft_tokens=config.max_draft_tokens,
+            has_draft_model=model.has_draft_model,
+        )
         schedulers: list[Scheduler] = []
         if self._identity.role.decodes:
             schedulers.append(
-                DecodeScheduler(pool, block_size=block_size, max_running=self._config.max_running)
+                DecodeScheduler(
+                    pool,
+                    block_size=block_size,
+                    max_running=config.max_running,
+                    speculator=speculator,
+                    guides=model.guides,
+                    vocab_size=model.vocab_size,
+                    context_len=model.context_len,
+                )
             )
         if self._identity.role.prefills:
             schedulers.append(
                 PrefillScheduler(
                     pool,
                     block_size=block_size,
-                    chunk_tokens=self._config.chunk_tokens,
+                    chunk_tokens=config.chunk_tokens,
                     address=address,
+                    guides=model.guides,
+                    vocab_size=model.vocab_size,
+                    context_len=model.context_len,
                 )
             )
         schedulers.append(PrefixOffers(pool, block_size=block_size, address=address))
-        self._core = WorkerCore(schedulers, pool, self._config.max_batch_tokens)
-        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
-        self._thread.start()
-        self._server = SessionServer(self._session, self._identity.host)
-        return await self._server.open()
+        return WorkerCore(schedulers, pool, config.max_batch_tokens, observe=speculator.observe)
 
     async def close(self) -> None:
         """Ends sessions and threads."""
@@ -205,8 +245,17 @@ class WorkerHost:
                 log.warning("cut off gateway %s: %s", gateway_id, error)
                 return
             for message in messages:
-                if not isinstance(message, Hello):  # a second one means nothing
-                    self._inbox.put(FromGateway(gateway_id, message))
+                if isinstance(message, Hello):
+                    continue  # a second one means nothing
+                if isinstance(message, Prefill | Generate | Decode):
+                    await self._prepare_grammar(message.sampling.grammar)
+                self._inbox.put(FromGateway(gateway_id, message))
+
+    async def _prepare_grammar(self, grammar: Grammar | None) -> None:
+        """Compiles it here: no step shall wait for that. What is wrong with it is said there."""
+        if grammar is not None:
+            with contextlib.suppress(GrammarError):
+                await asyncio.to_thread(self._model.guides.prepare, grammar)
 
     # ------------------------------------------------------------ steps (step thread)
 

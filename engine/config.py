@@ -119,10 +119,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_name: str | None = None  # None: the name of the model's directory
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
+    max_choices: int = 16  # of one request: `n`, `best_of`
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
         _require(self.max_body_bytes > 0, "gateway.max_body_bytes must be positive")
+        _require(self.max_choices > 0, "gateway.max_choices must be positive")
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,18 +1,11 @@
 """`baton serve` as a user runs it: the command, HTTP, public clients, and a clean end."""
 
-import contextlib
 import json
 import os
 import re
-import select
-import signal
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import openai
@@ -20,121 +13,18 @@ import pytest
 
 from engine.clock import MonotonicClock
 from kvtransfer.nixl_backend import PACKAGES
+from tests.e2e.served import (
+    START_TIMEOUT_S,
+    Served,
+    held,
+    marked_processes,
+    matching,
+    metrics,
+    poll_until,
+    serve,
+)
 
 pytestmark = pytest.mark.torch
-
-START_TIMEOUT_S = 110.0
-STOP_TIMEOUT_S = 45.0
-STEADY_S = 2.0  # workers report once a second
-MARK = "BATON_TEST_MARK"
-KV_MIB = 64  # of each worker
-NUM_BLOCKS = KV_MIB * 2**20 // 98_304
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A running `baton serve`."""
-
-    url: str
-    process: "subprocess.Popen[bytes]"
-    mark: str
-
-
-def marked_processes(mark: str) -> list[str]:
-    """Command lines of all live processes that descend from a command with this mark."""
-    found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # gone, or not ours
-            if f"{MARK}={mark}".encode() in environ.read_bytes().split(b"\0"):
-                found.append((environ.parent / "cmdline").read_bytes().decode(errors="replace"))
-    return [line for line in found if line]
-
-
-def poll_until(holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float) -> None:
-    clock = MonotonicClock()
-    end_s = clock.now_s() + deadline_s
-    while not holds():
-        late = clock.now_s() >= end_s
-        assert not late, f"not in {deadline_s} s: {what if isinstance(what, str) else what()}"
-        select.select([], [], [], 0.05)
-
-
-def metrics(url: str) -> dict[str, float]:
-    """Every sample, by its name and labels as they are written."""
-    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
-    samples = (line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in samples}
-
-
-def matching(pattern: str, samples: dict[str, float]) -> dict[str, float]:
-    """Samples whose names begin so."""
-    return {name: value for name, value in samples.items() if re.match(pattern, name)}
-
-
-def held(url: str) -> dict[str, float]:
-    """What shows that workers hold something for somebody, or that blocks are missing."""
-    found = metrics(url)
-    busy = matching(r'baton_worker_blocks\{.*state="(owned|leased|in_flight)"', found)
-    busy |= matching(r"baton_worker_(open_leases|waiting_seqs|running_seqs)\{", found)
-    idle = matching(r'baton_worker_blocks\{.*state="(free|cached)"', found)
-    wrong = {name: value for name, value in busy.items() if value}
-    if sum(idle.values()) != 2 * NUM_BLOCKS:
-        wrong |= idle | {"workers": len(matching("baton_worker_open_leases", found))}
-    return wrong
-
-
-def conserved(url: str) -> None:
-    """Waits until every block is free or cached, and stays so."""
-    clock = MonotonicClock()
-    since_s = clock.now_s()
-
-    def is_steady() -> bool:
-        nonlocal since_s
-        if held(url):
-            since_s = clock.now_s()
-        return clock.now_s() - since_s > STEADY_S
-
-    poll_until(is_steady, lambda: f"nothing is held: {held(url)}", 30)
-
-
-@contextmanager
-def serve(*arguments: str) -> Iterator[Served]:
-    """Runs `baton serve` with two workers; interrupts it at the end.
-
-    Then the workers hold nothing for anybody, and afterwards no process is left.
-    """
-    mark = uuid.uuid4().hex
-    options = ["--port", "0", "--kv-mib", str(KV_MIB)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.cli", "serve", *options, *arguments],
-        stderr=subprocess.PIPE,
-        env={**os.environ, MARK: mark, "COLUMNS": "200"},
-        start_new_session=True,
-    )
-    try:
-        url = _url(process)
-        yield Served(url, process, mark)
-        conserved(url)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(STOP_TIMEOUT_S) == 0
-        poll_until(lambda: not marked_processes(mark), f"no process is left of {mark}", 20)
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def _url(process) -> str:
-    """Reads what the command prints until the URL comes."""
-    clock = MonotonicClock()
-    end_s = clock.now_s() + START_TIMEOUT_S
-    printed = b""
-    while (found := re.search(rb"serving \S+ at (http://\S+)", printed)) is None:
-        ready, _, _ = select.select([process.stderr], [], [], max(0.0, end_s - clock.now_s()))
-        piece = os.read(process.stderr.fileno(), 4096) if ready else b""
-        assert piece, f"baton serve did not start: {printed.decode()}"
-        printed += piece
-    return found[1].decode()
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +106,7 @@ def test_metrics_say_where_every_block_is(served):
         "both workers have reported their blocks",
         10,
     )
-    assert sum(blocks().values()) == 2 * NUM_BLOCKS
+    assert sum(blocks().values()) == served.num_blocks
 
 
 def test_a_client_that_disconnects_frees_everything_at_once(served):
@@ -224,7 +114,7 @@ def test_a_client_that_disconnects_frees_everything_at_once(served):
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
         assert next(response.iter_lines()).startswith("data: ")
 
-    poll_until(lambda: not held(served.url), lambda: f"nothing is held: {held(served.url)}", 10)
+    poll_until(lambda: not held(served), lambda: f"nothing is held: {held(served)}", 10)
 
 
 def test_ray_serves_and_leaves_no_process_behind():

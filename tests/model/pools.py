@@ -1,0 +1,260 @@
+"""Requests through real schedulers and runners in this process, without sockets and a router.
+
+    colocated      one worker prefills and decodes
+    handed over    one worker prefills, another decodes; KV is copied from pool to pool
+
+What a gateway does is done in its simplest form: all is sent at once, and what a worker gives back
+is sent again as it stands then.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculator
+from engine.blocks import BlockId, BlockPool
+from engine.config import Speculate
+from engine.events import (
+    AbortPull,
+    Effect,
+    Emit,
+    Event,
+    FromGateway,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+)
+from engine.guide import Guides
+from engine.messages import (
+    Decode,
+    FirstToken,
+    GatewayId,
+    Generate,
+    GivenBack,
+    Incarnation,
+    LeaseId,
+    Limits,
+    Logprobs,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    Role,
+    Sampling,
+    SeqId,
+    Tokens,
+    TransferAddress,
+    WorkerId,
+)
+from engine.worker import Scheduler, WorkerCore
+from prefill.scheduler import PrefillScheduler
+
+GATEWAY = GatewayId("here")
+MAX_STEPS = 20_000
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request and what has come of it."""
+
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    answer: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_given_back: int = 0
+    is_finished: bool = False
+
+    @property
+    def limits(self) -> Limits:
+        length = len(self.token_ids)
+        return Limits(
+            max_len=length + self.max_tokens,
+            min_len=length + self.min_tokens,
+            stop_token_ids=self.stop_token_ids,
+            prompt_len=length,
+        )
+
+
+class Worker:
+    """A core over an opened runner, whose pool is empty."""
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        runner,
+        *,
+        speculate: Speculate = Speculate.OFF,
+        guides: Guides | None = None,
+        max_running: int = 32,
+        num_blocks: int | None = None,
+        growth_tokens: int = 128,
+    ) -> None:
+        self.address = TransferAddress(WorkerId(name), Incarnation(name), "")
+        self.runner = runner
+        self.inbox: deque[Event] = deque()
+        self.pool = BlockPool(num_blocks or runner.num_blocks)
+        size = runner.layout.block_size
+        self.speculator = Speculator(
+            speculate, max_draft_tokens=8, has_draft_model=runner.draft_forward is not None
+        )
+        self.schedulers: list[Scheduler] = []
+        if role.decodes:
+            decode = DecodeScheduler(
+                self.pool,
+                block_size=size,
+                max_running=max_running,
+                growth_tokens=growth_tokens,
+                speculator=self.speculator,
+                guides=guides,
+            )
+            self.schedulers.append(decode)
+        if role.prefills:
+            prefill = PrefillScheduler(
+                self.pool, block_size=size, chunk_tokens=64, address=self.address, guides=guides
+            )
+            self.schedulers.append(prefill)
+        self.core = WorkerCore(self.schedulers, self.pool, 256, observe=self.speculator.observe)
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """The runner's pool, uint8 [num_blocks, block_bytes]."""
+        flat = np.frombuffer(self.runner.buffer, np.uint8)
+        return flat.reshape(-1, self.runner.layout.block_bytes)
+
+
+class Pools:
+    """The workers, and the requests that they answer."""
+
+    def __init__(self, prefill: Worker, decode: Worker) -> None:
+        """The same worker twice is colocated serving."""
+        self._prefill = prefill
+        self._decode = decode
+        self._workers = list(dict.fromkeys((prefill, decode)))
+        self._asked: dict[SeqId, Asked] = {}
+        self._granted: dict[LeaseId, list[BlockId]] = {}  # blocks of a lease that are computed
+        self._lease_of: dict[SeqId, LeaseId] = {}
+        self._lease_blocks: dict[LeaseId, int] = {}
+        self._wanted: dict[SeqId, tuple[tuple[int, BlockId], ...]] = {}  # pulls that wait
+        self._num_attempts = 0
+
+    def answer(self, requests: Sequence[Asked]) -> list[Asked]:
+        """Answers all of them together; every block is free or cached afterwards."""
+        for asked in requests:
+            self._send(asked)
+        for _ in range(MAX_STEPS):
+            if not (self._asked or any(worker.inbox for worker in self._workers)):
+                break
+            for worker in self._workers:
+                self._take_events(worker)
+                plan, effects = worker.core.plan(0.0)
+                self._perform(worker, effects)
+                if plan is not None:
+                    result = worker.runner.run(plan)
+                    self._perform(worker, worker.core.finish(result, 0.0))
+        assert not self._asked, f"{len(self._asked)} requests are not finished"
+        for worker in self._workers:
+            worker.core.validate()
+            counts = worker.pool.counts()
+            assert counts.free + counts.cached == counts.total, counts
+        return list(requests)
+
+    def _send(self, asked: Asked) -> None:
+        self._num_attempts += 1
+        seq_id = SeqId(f"s{self._num_attempts}")
+        self._asked[seq_id] = asked
+        kind = Generate if self._prefill is self._decode else Prefill
+        token_ids = [*asked.token_ids, *asked.answer]
+        self._tell(self._prefill, kind(seq_id, token_ids, asked.sampling, asked.limits))
+
+    def _tell(self, worker: Worker, message) -> None:
+        worker.inbox.append(FromGateway(GATEWAY, message))
+
+    def _take_events(self, worker: Worker) -> None:
+        while worker.inbox:
+            self._perform(worker, worker.core.handle(worker.inbox.popleft(), 0.0))
+
+    def _perform(self, worker: Worker, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Emit(_, message):
+                    self._on_message(message)
+                case OpenLease(lease_id, num_blocks):
+                    self._granted[lease_id], self._lease_blocks[lease_id] = [], num_blocks
+                case GrowLease(lease_id, block_ids):
+                    self._granted[lease_id] += block_ids
+                    self._pull_what_is_there()
+                case RevokeLease(lease_id):
+                    self._end_lease(lease_id, "revoked")
+                case HoldLease(seq_id, lease):
+                    self._lease_of[seq_id] = lease.lease_id
+                case StartPull(seq_id, blocks):
+                    self._wanted[seq_id] = blocks
+                    self._pull_what_is_there()
+                case AbortPull(seq_id):
+                    if self._wanted.pop(seq_id, None) is not None:
+                        worker.inbox.append(PullFailed(seq_id, "aborted"))
+
+    def _pull_what_is_there(self) -> None:
+        """Carries out the pulls whose lease has grown to its full length."""
+        for seq_id, blocks in list(self._wanted.items()):
+            lease_id = self._lease_of[seq_id]
+            granted = self._granted.get(lease_id, [])
+            if len(granted) < self._lease_blocks.get(lease_id, 1):
+                continue
+            del self._wanted[seq_id]
+            for index, block in blocks:
+                self._decode.blocks[block] = self._prefill.blocks[granted[index]]
+            self._decode.inbox.append(PullDone(seq_id, "copied"))
+            self._end_lease(lease_id, "released")
+
+    def _end_lease(self, lease_id: LeaseId, reason: str) -> None:
+        if self._granted.pop(lease_id, None) is not None:
+            self._prefill.inbox.append(LeaseEnded(lease_id, reason))
+
+    def _on_message(self, message) -> None:
+        asked = self._asked.get(message.seq_id)
+        if asked is None:
+            return
+        match message:
+            case PrefillStarted(seq_id, _, lease) if lease is not None:
+                token_ids = [*asked.token_ids, *asked.answer]
+                decode = Decode(seq_id, token_ids, asked.sampling, asked.limits, lease)
+                self._tell(self._decode, decode)
+            case PrefillDone(seq_id, token, finish):
+                asked.answer.append(token)
+                asked.logprobs += [] if message.logprobs is None else [message.logprobs]
+                self._finish(seq_id, finish)
+                if finish is None and self._prefill is not self._decode:
+                    self._tell(self._decode, FirstToken(seq_id, token))
+            case Tokens(seq_id, token_ids, finish):
+                asked.answer += token_ids
+                asked.logprobs += message.logprobs
+                asked.num_drafted += message.num_drafted
+                asked.num_accepted += message.num_accepted
+                self._finish(seq_id, finish)
+            case GivenBack(seq_id):
+                asked.num_given_back += 1
+                del self._asked[seq_id]
+                self._send(asked)
+
+    def _finish(self, seq_id: SeqId, finish: object) -> None:
+        if finish is not None:
+            self._asked.pop(seq_id).is_finished = True
+
+
+def counted(worker: Worker) -> Mapping[str, float]:
+    """What its schedulers have counted."""
+    return worker.core.load(0, {}).counters
