@@ -19,6 +19,7 @@ from pathlib import Path
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
 TURNS = ("<|system|>", "<|user|>", "<|assistant|>")
+ANSWER_BEGINS = TURNS[2]
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, *TURNS)
 
 CHAT_TEMPLATE = (

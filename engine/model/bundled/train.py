@@ -1,24 +1,25 @@
 """Trains the bundled model: tokenizer, target and draft, from CPython's standard library.
 
-    python -m engine.model.bundled.train --minutes 120 --out engine/model/bundled
+    python -m engine.model.bundled.train --minutes 240 --out engine/model/bundled
+    python -m engine.model.bundled.train --draft-only --minutes 60 --lessons /tmp/lessons.pt
 
 1. A byte-level BPE tokenizer of 4,096 tokens.
 2. The target, a Llama shape of 5.8 M parameters, by next-token loss.
-3. The draft, a Llama shape of 0.9 M parameters with the same tokenizer, distilled from the target:
-   from the middle of the run on, each batch also lowers KL(target || draft).
-4. Held-out perplexity and draft agreement, measured on files that were never trained on, are
-   written into MODEL_CARD.md with the weights (bf16 safetensors).
+3. The draft, a Llama shape of 2.0 M parameters with the same tokenizer, distilled from the target
+   on text that the target writes (`on_policy`, `distil`). `--draft-only` begins here, with the
+   tokenizer and the target below --out.
+4. Held-out perplexity and draft agreement (`evaluate`), measured on files that were never trained
+   on and on answers to prompts from them, go into MODEL_CARD.md with the weights (bf16
+   safetensors).
 
-The schedule is a function of elapsed time, not of steps, so the run ends when it was told to on any
-machine. Hidden matrices are trained by Muon (Jordan et al., 2024), the rest by AdamW.
+The run ends when it was told to on any machine.
 """
 
 import argparse
 import json
-import math
 import platform
 import random
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,12 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.model.bundled import corpus
+from engine.clock import MonotonicClock
+from engine.model.bundled import corpus, on_policy
+from engine.model.bundled.distil import Done, begin_as, distil
+from engine.model.bundled.evaluate import TEMPERATURES, evaluate
+from engine.model.bundled.muon import Optimisers
+from engine.model.bundled.on_policy import Lessons, Prompts, Written
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096
@@ -37,10 +43,12 @@ SHORT_WINDOW = 512
 LONG_WINDOWS = (2048, 4096)
 DIALOGUE_SHARE = 0.2
 LIBRARY_REPEATS = 2  # the library is read twice as often as its tests
-DRAFT_FROM = 0.5  # shares of the run's time
-DECAY_FROM = 0.65
-LONG_FROM = 0.85
-MUON_LR, ADAM_LR, DRAFT_LR = 0.02, 3e-3, 3e-3
+LONG_FROM = 0.85  # shares of the target's time
+DRAFT_SHARE = 0.4  # of the run's time; of that, for the target to write in:
+WRITING_SHARE = 0.2
+CHECKPOINT_EVERY_S = 600.0
+MUON_LR, ADAM_LR = 0.02, 3e-3
+JUDGED_PROMPTS = 64
 
 PRE_TOKEN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,8 +61,8 @@ def target_config() -> LlamaConfig:
 
 
 def draft_config() -> LlamaConfig:
-    """0.9 M parameters: 2 layers, 128 wide, 2 heads of 64, 1 KV head."""
-    return _llama(layers=2, hidden=128, heads=2, kv_heads=1, ffn=384)
+    """2.0 M parameters: the target's first layer and last, with half of their MLPs."""
+    return _llama(layers=2, hidden=256, heads=4, kv_heads=2, ffn=384)
 
 
 def _llama(*, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> LlamaConfig:
@@ -96,11 +104,12 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token streams, int64 [num_tokens]: training code, training dialogues, held-out files."""
+    """Token streams, int64 [num_tokens]: what is trained on, and what is held out."""
 
     code: torch.Tensor
     dialogues: torch.Tensor
     held_out: torch.Tensor
+    held_out_dialogues: torch.Tensor
 
 
 def encode(tokenizer: Tokenizer, docs: list[corpus.Document], rng: random.Random) -> Corpus:
@@ -108,78 +117,15 @@ def encode(tokenizer: Tokenizer, docs: list[corpus.Document], rng: random.Random
     docs = list(docs)
     rng.shuffle(docs)
     encoded = tokenizer.encode_batch([d.text for d in docs], add_special_tokens=False)
-    code: list[np.ndarray] = []
-    dialogues: list[np.ndarray] = []
-    held_out: list[np.ndarray] = []
+    parts: dict[tuple[bool, bool], list[np.ndarray]] = {
+        (held_out, is_dialogue): [] for held_out in (False, True) for is_dialogue in (False, True)
+    }
     for doc, encoding in zip(docs, encoded, strict=True):
         ids = np.asarray(encoding.ids, dtype=np.int64)
-        if doc.held_out:
-            if not doc.is_dialogue:
-                held_out.append(ids)
-        elif doc.is_dialogue:
-            dialogues.append(ids)
-        else:
-            code.extend([ids] * (1 if doc.is_test_code else LIBRARY_REPEATS))
-    rng.shuffle(code)
-    return Corpus(*(torch.from_numpy(np.concatenate(part)) for part in (code, dialogues, held_out)))
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised by five Newton-Schulz steps (Jordan et al., 2024).
-
-    torch.optim.Muon does the same in bfloat16, which CPUs without AVX-512 BF16 multiply fifteen
-    times slower than float32; this one stays in float32.
-    """
-
-    def __init__(self, params: list[torch.nn.Parameter], lr: float) -> None:
-        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.01})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update of every matrix that has a gradient."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                m = state.setdefault("momentum", torch.zeros_like(p))
-                m.lerp_(p.grad, 1 - group["momentum"])
-                update = _orthogonalise(p.grad.lerp(m, group["momentum"]))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
-
-
-def _orthogonalise(g: torch.Tensor) -> torch.Tensor:
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = g.T if g.shape[0] > g.shape[1] else g
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        s = x @ x.T
-        x = a * x + (b * s + c * s @ s) @ x
-    return x.T if g.shape[0] > g.shape[1] else x
-
-
-def optimisers(
-    model: LlamaForCausalLM, muon_lr: float, adam_lr: float
-) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings and norms."""
-    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
-    rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layers" in n)]
-    adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    result: list[torch.optim.Optimizer] = [Muon(hidden, lr=muon_lr), adam]
-    for optimiser in result:
-        for group in optimiser.param_groups:
-            group["peak_lr"] = group["lr"]
-    return result
-
-
-def schedule(share: float) -> float:
-    """Learning rate as a fraction of its peak after `share` of the run: warm-up, flat, linear."""
-    if share < 0.01:
-        return max(share / 0.01, 0.01)
-    if share < DECAY_FROM:
-        return 1.0
-    return max((1 - share) / (1 - DECAY_FROM), 0.0)
+        once = doc.held_out or doc.is_dialogue or doc.is_test_code
+        parts[doc.held_out, doc.is_dialogue].extend([ids] * (1 if once else LIBRARY_REPEATS))
+    rng.shuffle(parts[False, False])
+    return Corpus(*(torch.from_numpy(np.concatenate(part)) for part in parts.values()))
 
 
 def sample_batch(data: Corpus, window: int, rng: random.Random) -> torch.Tensor:
@@ -190,46 +136,6 @@ def sample_batch(data: Corpus, window: int, rng: random.Random) -> torch.Tensor:
         start = rng.randrange(len(stream) - window - 1)
         rows.append(stream[start : start + window + 1])
     return torch.stack(rows)
-
-
-def distillation_loss(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
-    """Mean KL(target || draft); both [tokens, vocab], no gradient into the target."""
-    target_log = target_logits.detach().log_softmax(-1)
-    return F.kl_div(
-        draft_logits.log_softmax(-1), target_log, log_target=True, reduction="batchmean"
-    )
-
-
-@torch.no_grad()
-def evaluate(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: torch.Tensor, max_windows: int
-) -> dict[str, float]:
-    """Held-out perplexity of both, and how often the draft's token is the target's.
-
-    `agreement_greedy` compares argmax; `agreement_sampled` adds the same Gumbel noise to both, as
-    Baton's decoder does at temperature 1.
-    """
-    window = 1024
-    num = min(max_windows, (len(held_out) - 1) // window)
-    losses, draft_losses, greedy, sampled = [], [], [], []
-    generator = torch.Generator().manual_seed(0)
-    for i in range(num):
-        chunk = held_out[i * window : (i + 1) * window + 1]
-        x, y = chunk[None, :-1], chunk[1:]
-        logits, draft_logits = target(x).logits[0].float(), draft(x).logits[0].float()
-        losses.append(F.cross_entropy(logits, y).item())
-        draft_losses.append(F.cross_entropy(draft_logits, y).item())
-        greedy.append((logits.argmax(-1) == draft_logits.argmax(-1)).float().mean().item())
-        noise = -torch.empty_like(logits).exponential_(generator=generator).log()
-        same = (logits + noise).argmax(-1) == (draft_logits + noise).argmax(-1)
-        sampled.append(same.float().mean().item())
-    return {
-        "held_out_tokens": float(num * window),
-        "perplexity": math.exp(np.mean(losses)),
-        "draft_perplexity": math.exp(np.mean(draft_losses)),
-        "agreement_greedy": float(np.mean(greedy)),
-        "agreement_sampled": float(np.mean(sampled)),
-    }
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
@@ -251,116 +157,228 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-CARD = """\
+TARGET_CARD = """\
 # Baton's bundled model
 
 A byte-pair tokenizer of {vocab:,} tokens, a Llama-shaped target of {target_params:,} parameters and a
-draft of {draft_params:,} with the same tokenizer, distilled from the target. Weights are bf16
-safetensors, {size_mb:.1f} MB in all. It exists so that Baton's quick start, tests and benchmarks run
-with no network. It completes Python plausibly and answers "Write a Python function `name`: what it
-does" with something that looks like Python. It is far too small to be right: it knows nothing of
-the world, and nothing that it writes should be run.
+draft with the same tokenizer, distilled from the target. Weights are bf16 safetensors. It exists so
+that Baton's quick start, tests and benchmarks run with no network. It completes Python plausibly and
+answers "Write a Python function `name`: what it does" with something that looks like Python. It is
+far too small to be right: it knows nothing of the world, and nothing that it writes should be run.
 
 Trained by `python -m engine.model.bundled.train` from the standard library of CPython {python}
 (source, docstrings and tests; PSF License Version 2, see NOTICE); one file in {held_out_one_in} was held out.
 
-| figure | value |
+| target | |
 |---|---|
 | training text | {train_tokens:,} tokens, of which {dialogue_tokens:,} in dialogues made from functions and docstrings |
 | tokens trained on | {seen_tokens:,} in {steps:,} steps, {minutes:.0f} minutes on {cores} CPU cores |
 | context | {positions:,} tokens (windows of {short} tokens, then of {long} in the last {long_share:.0%}) |
-| held-out perplexity, target | {perplexity:.2f} on {held_out_tokens:,.0f} tokens |
-| held-out perplexity, draft | {draft_perplexity:.2f} |
-| draft agrees with target, greedy | {agreement_greedy:.1%} of positions |
-| draft agrees with target, sampled at temperature 1 with common noise | {agreement_sampled:.1%} of positions |
+"""
+
+DRAFT_HEADING = "## The draft"
+DRAFT_CARD = """\
+## The draft
+
+A Llama shape of {draft_params:,} parameters, {layers} layers {hidden} wide: the target's embedding, its
+first layer and its last, with half of their MLPs, trained on to give the target's distribution on
+text that the target writes. Agreement is the share of positions where draft and target choose the
+same token after the same text, with the same noise where they sample: what verification keeps of
+first drafts. Answers are the target's, to {num_prompts} prompts from held-out files (code and questions), up
+to their end or to {window} tokens with the prompt. All in fp32.
+
+| draft | |
+|---|---|
+| text that it learned from, most of it written by the target | {lesson_tokens:,} tokens |
+| tokens trained on | {draft_seen_tokens:,} in {draft_steps:,} steps, {draft_minutes:.0f} minutes on {draft_cores} |
+| held-out text | {held_out_tokens:,.0f} tokens |
+| perplexity there, target | {perplexity:.2f} |
+| perplexity there, draft | {draft_perplexity:.2f} |
+
+| draft agrees with target | greedy | temperature 0.7 | temperature 1 |
+|---|---|---|---|
+| on the target's answers | {generated_agreement_0_0:.1%} | {generated_agreement_0_7:.1%} | {generated_agreement_1_0:.1%} |
+| on held-out text | {agreement_0_0:.1%} | {agreement_0_7:.1%} | {agreement_1_0:.1%} |
 """
 
 
-def backward(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM | None, batch: torch.Tensor
-) -> torch.Tensor:
-    """Gradients of one batch, int64 [rows, window + 1]; returns the target's loss."""
-    x, y = batch[:, :-1], batch[:, 1:].reshape(-1)
-    logits = target(x, use_cache=False).logits.flatten(0, 1)
-    loss = F.cross_entropy(logits, y)
-    loss.backward()
-    if draft is not None:
-        draft_logits = draft(x, use_cache=False).logits.flatten(0, 1)
-        distillation_loss(logits, draft_logits).backward()
-    return loss
+def train_target(
+    data: Corpus, tokenizer: Tokenizer, out: Path, *, minutes: float, rng: random.Random
+) -> None:
+    """Trains for so long and writes target/ and the target's part of the card below `out`."""
+    clock = MonotonicClock()
+    target = LlamaForCausalLM(target_config())
+    optimisers = Optimisers(target, muon_lr=MUON_LR, adam_lr=ADAM_LR)
+    begin_s = saved_s = clock.now_s()
+    step = 0
+
+    def checkpoint() -> None:
+        save(target, tokenizer, out / "target")
+        card = TARGET_CARD.format(
+            vocab=VOCAB_SIZE,
+            target_params=target.num_parameters(),
+            python=platform.python_version(),
+            held_out_one_in=corpus.HELD_OUT_ONE_IN,
+            train_tokens=len(data.code) + len(data.dialogues),
+            dialogue_tokens=len(data.dialogues),
+            seen_tokens=step * BATCH_TOKENS,
+            steps=step,
+            minutes=(clock.now_s() - begin_s) / 60,
+            cores=torch.get_num_threads(),
+            positions=MAX_POSITIONS,
+            short=SHORT_WINDOW,
+            long=" and ".join(map(str, LONG_WINDOWS)),
+            long_share=1 - LONG_FROM,
+        )
+        (out / "MODEL_CARD.md").write_text(card)
+
+    while (share := (clock.now_s() - begin_s) / (minutes * 60)) < 1:
+        window = SHORT_WINDOW if share < LONG_FROM else LONG_WINDOWS[step % 2]
+        batch = sample_batch(data, window, rng)
+        logits = target(batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].reshape(-1))
+        loss.backward()
+        optimisers.step(share)
+        step += 1
+        if step % 20 == 0:
+            rate = step * BATCH_TOKENS / (clock.now_s() - begin_s)
+            print(f"{step} {share:.3f} loss {loss.item():.3f} {rate:.0f} tokens/s", flush=True)
+        if clock.now_s() - saved_s > CHECKPOINT_EVERY_S:
+            checkpoint()
+            saved_s = clock.now_s()
+    checkpoint()
 
 
-def facts(data: Corpus, target: LlamaForCausalLM, draft: LlamaForCausalLM) -> dict[str, object]:
-    """What the model card says that does not depend on how training goes."""
-    return {
-        "vocab": VOCAB_SIZE,
-        "target_params": sum(p.numel() for p in target.parameters()),
-        "draft_params": sum(p.numel() for p in draft.parameters()),
-        "python": platform.python_version(),
-        "held_out_one_in": corpus.HELD_OUT_ONE_IN,
-        "train_tokens": len(data.code) + len(data.dialogues),
-        "dialogue_tokens": len(data.dialogues),
-        "cores": torch.get_num_threads(),
-        "positions": MAX_POSITIONS,
-        "short": SHORT_WINDOW,
-        "long": " and ".join(str(w) for w in LONG_WINDOWS),
-        "long_share": 1 - LONG_FROM,
-    }
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """What the draft is trained with and judged by; all but `target` in tokens of `tokenizer`."""
+
+    target: LlamaForCausalLM
+    tokenizer: Tokenizer
+    lessons: Sequence[Lessons]
+    held_out: torch.Tensor
+    answers: Sequence[Written]
+
+
+def train_draft(inputs: DraftInputs, out: Path, *, minutes: float, rng: random.Random) -> None:
+    """Trains for so long and writes draft/ and the draft's part of the card below `out`."""
+    clock = MonotonicClock()
+    begin_s = clock.now_s()
+    draft = LlamaForCausalLM(draft_config())
+    begin_as(draft, inputs.target, inputs.lessons[0].windows[:8].long())
+
+    def checkpoint(done: Done, max_windows: int = 8) -> None:
+        minutes = (clock.now_s() - begin_s) / 60
+        save(draft, inputs.tokenizer, out / "draft")
+        figures = evaluate(inputs.target, draft, inputs.held_out, inputs.answers, max_windows)
+        print(json.dumps({"steps": done.steps, "loss": done.loss, **figures}), flush=True)
+        write_draft_card(out / "MODEL_CARD.md", inputs, draft, done, minutes, figures)
+
+    done = distil(
+        draft,
+        inputs.lessons,
+        seconds=minutes * 60,
+        rng=rng,
+        clock=clock,
+        checkpoint=checkpoint,
+    )
+    checkpoint(done, max_windows=64)
+
+
+def write_draft_card(
+    path: Path,
+    inputs: DraftInputs,
+    draft: LlamaForCausalLM,
+    done: Done,
+    minutes: float,
+    figures: dict[str, float],
+) -> None:
+    """Replaces what the card says of the draft."""
+    cores = torch.get_num_threads()
+    text = DRAFT_CARD.format(
+        draft_params=draft.num_parameters(),
+        layers=draft.config.num_hidden_layers,
+        hidden=draft.config.hidden_size,
+        num_prompts=len(inputs.answers[0].windows),
+        window=on_policy.WINDOW,
+        lesson_tokens=sum(lesson.num_tokens for lesson in inputs.lessons),
+        draft_seen_tokens=done.tokens,
+        draft_steps=done.steps,
+        draft_minutes=minutes,
+        draft_cores=f"{cores} CPU core{'s' if cores > 1 else ''}",
+        **figures,
+    )
+    of_target = path.read_text().partition(DRAFT_HEADING)[0].rstrip()
+    path.write_text(f"{of_target}\n\n{text}")
+
+
+def lessons_of(
+    target: Path, prompts: Prompts, cache: Path | None, *, seconds: float, rng: random.Random
+) -> list[Lessons]:
+    """Those in the file `cache` if there is one, else new ones, which are left there."""
+    if cache is not None and cache.exists():
+        return [Lessons(*tensors) for tensors in torch.load(cache)]
+    lessons = on_policy.gather(target, prompts, seconds=seconds, rng=rng, clock=MonotonicClock())
+    if cache is not None:
+        torch.save([(x.windows, x.top_ids, x.top_logprobs) for x in lessons], cache)
+    return lessons
+
+
+def prompts_of(code: torch.Tensor, dialogues: torch.Tensor, tokenizer: Tokenizer) -> Prompts:
+    """Prompts cut from these token streams."""
+    ends, begins = map(tokenizer.token_to_id, (corpus.END_OF_TEXT, corpus.ANSWER_BEGINS))
+    return Prompts(code, dialogues, end_of_text=ends, answer_begins=begins)
+
+
+def judged_answers(target: Path, prompts: Prompts) -> list[Written]:
+    """The same ones whenever the target is the same."""
+    return [
+        on_policy.answers(
+            target, prompts, temperature=temperature, num=JUDGED_PROMPTS, rng=random.Random(0)
+        )
+        for temperature in TEMPERATURES
+    ]
 
 
 def main() -> None:
-    """Trains for the given time and writes target/, draft/ and MODEL_CARD.md below --out."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=120)
+    """Trains for the given time; writes target/, draft/ and MODEL_CARD.md below --out."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=240)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--draft-only", action="store_true")
+    parser.add_argument("--lessons", type=Path, help="file that keeps what the draft learns from")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
 
+    folder = args.out / "target"
     docs = list(corpus.documents(corpus.standard_library()))
-    tokenizer = train_tokenizer([d.text for d in docs if not (d.held_out or d.is_dialogue)])
+    if args.draft_only:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer([d.text for d in docs if not (d.held_out or d.is_dialogue)])
     data = encode(tokenizer, docs, rng)
     print(f"{len(data.code):,} code, {len(data.dialogues):,} dialogue tokens", flush=True)
-    target, draft = LlamaForCausalLM(target_config()), LlamaForCausalLM(draft_config())
-    target_opts = optimisers(target, MUON_LR, ADAM_LR)
-    draft_opts = optimisers(draft, MUON_LR, DRAFT_LR)
-    card = facts(data, target, draft)
+    draft_minutes = args.minutes * (1 if args.draft_only else DRAFT_SHARE)
+    if not args.draft_only:
+        minutes = args.minutes - draft_minutes
+        train_target(data, tokenizer, args.out, minutes=minutes, rng=rng)
 
-    def checkpoint(step: int, max_windows: int) -> None:
-        target.eval(), draft.eval()
-        figures = evaluate(target, draft, data.held_out, max_windows)
-        target.train(), draft.train()
-        save(target, tokenizer, args.out / "target")
-        save(draft, tokenizer, args.out / "draft")
-        card.update(figures)
-        card["steps"], card["seen_tokens"] = step, step * BATCH_TOKENS
-        card["minutes"] = (time.monotonic() - started_s) / 60
-        card["size_mb"] = sum(f.stat().st_size for f in args.out.rglob("*.safetensors")) / 1e6
-        (args.out / "MODEL_CARD.md").write_text(CARD.format(**card))
-        print(json.dumps({"step": step, **figures}), flush=True)
-
-    started_s = last_save_s = time.monotonic()
-    step = 0
-    while (share := (time.monotonic() - started_s) / (args.minutes * 60)) < 1:
-        drafting = share >= DRAFT_FROM
-        window = SHORT_WINDOW if share < LONG_FROM else LONG_WINDOWS[step % 2]
-        batch = sample_batch(data, window, rng)
-        loss = backward(target, draft if drafting else None, batch)
-        for optimiser in [*target_opts, *(draft_opts if drafting else [])]:
-            for group in optimiser.param_groups:
-                group["lr"] = group["peak_lr"] * schedule(share)
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        step += 1
-        if step % 20 == 0:
-            elapsed_s = time.monotonic() - started_s
-            rate = step * BATCH_TOKENS / elapsed_s
-            print(f"{step} {share:.3f} loss {loss.item():.3f} {rate:.0f} tokens/s", flush=True)
-        if time.monotonic() - last_save_s > 600:
-            checkpoint(step, max_windows=32)
-            last_save_s = time.monotonic()
-    checkpoint(step, max_windows=256)
+    prompts = prompts_of(data.code, data.dialogues, tokenizer)
+    seconds = draft_minutes * WRITING_SHARE * 60
+    inputs = DraftInputs(
+        target=LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+        tokenizer=tokenizer,
+        lessons=lessons_of(folder, prompts, args.lessons, seconds=seconds, rng=rng),
+        held_out=data.held_out,
+        answers=judged_answers(
+            folder, prompts_of(data.held_out, data.held_out_dialogues, tokenizer)
+        ),
+    )
+    train_draft(inputs, args.out, minutes=draft_minutes * (1 - WRITING_SHARE), rng=rng)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""The bundled draft: a smaller Llama that learns to think what the target thinks.
+
+It begins as a part of the target: the embedding, the first layer and the last, each with all of its
+heads but only the half of its MLP that matters most. (Of all pairs of layers these two come
+closest to the whole; without heads it is much farther off than without half of the MLP.) At batch
+1 a pass costs hardly more than one of half the width, which would have to begin from nothing.
+
+The loss is KL(target || draft) over the windows of `on_policy`. The target's share of it was
+computed when the windows were scored, so a step costs the draft's passes alone.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaForCausalLM
+
+from engine.clock import Clock
+from engine.model.bundled.muon import Optimisers
+from engine.model.bundled.on_policy import Lessons
+
+BATCH_TOKENS = 1024
+MUON_LR, ADAM_LR = 0.01, 5e-4
+CHECKPOINT_EVERY_S = 600.0
+SMALLEST_SHARE = 1e-4  # of the tokens beyond the likeliest ones: fp16 may leave them less than none
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How far training has come."""
+
+    steps: int
+    tokens: int
+    loss: float  # of the last step
+
+
+@torch.no_grad()
+def begin_as(draft: LlamaForCausalLM, target: LlamaForCausalLM, windows: torch.Tensor) -> None:
+    """Copies the target's embedding, first layer and last layer, as far as they fit the draft.
+
+    Both have the same width and heads; the draft has two layers, whose MLPs get what adds most to
+    the target's residual stream on `windows` [num_windows, window] int64.
+    """
+    copy = {"model.embed_tokens.weight", "model.norm.weight"}
+    state = {name: value for name, value in target.state_dict().items() if name in copy}
+    weighed = _weigh_mlps(target, windows)
+    for mine, theirs in enumerate((0, len(target.model.layers) - 1)):
+        kept = weighed[theirs].topk(draft.config.intermediate_size).indices
+        for name, value in target.model.layers[theirs].state_dict().items():
+            if "gate_proj" in name or "up_proj" in name:
+                value = value[kept]
+            elif "down_proj" in name:
+                value = value[:, kept]
+            state[f"model.layers.{mine}.{name}"] = value
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    draft.load_state_dict(state)
+
+
+def _weigh_mlps(target: LlamaForCausalLM, windows: torch.Tensor) -> list[torch.Tensor]:
+    """For each layer, what each channel [intermediate] of its MLP adds: root mean square."""
+    weighed: list[torch.Tensor] = []
+
+    def weigh(down: torch.nn.Linear, inputs: tuple[torch.Tensor, ...]) -> None:
+        channels = inputs[0].flatten(0, 1)
+        weighed.append(channels.square().mean(0).sqrt() * down.weight.norm(dim=0))
+
+    hooks = [layer.mlp.down_proj.register_forward_pre_hook(weigh) for layer in target.model.layers]
+    target(windows, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return weighed
+
+
+def distillation_loss(
+    draft_logits: torch.Tensor,  # [num_tokens, vocab]
+    top_ids: torch.Tensor,  # [num_tokens, top] int64
+    top_logprobs: torch.Tensor,  # [num_tokens, top]: the target's
+) -> torch.Tensor:
+    """Mean KL(target || draft), all tokens beyond the target's likeliest being one."""
+    draft_logprobs = draft_logits.gather(-1, top_ids) - draft_logits.logsumexp(-1, keepdim=True)
+    shares = top_logprobs.exp()
+    rest = (1 - shares.sum(-1)).clamp_min(SMALLEST_SHARE)
+    draft_rest = (1 - draft_logprobs.exp().sum(-1)).clamp_min(SMALLEST_SHARE)
+    of_top = (shares * (top_logprobs - draft_logprobs)).sum(-1)
+    return (of_top + rest * (rest.log() - draft_rest.log())).mean()
+
+
+def distil(
+    draft: LlamaForCausalLM,
+    lessons: Sequence[Lessons],
+    *,
+    seconds: float,
+    rng: random.Random,
+    clock: Clock,
+    checkpoint: Callable[[Done], None],
+) -> Done:
+    """Trains the draft for so long, and at least one step; calls `checkpoint` now and then."""
+    optimisers = Optimisers(draft, muon_lr=MUON_LR, adam_lr=ADAM_LR)
+    begin_s = saved_s = clock.now_s()
+    done = Done(0, 0, 0.0)
+    while (share := (clock.now_s() - begin_s) / seconds) < 1 or not done.steps:
+        draft.train()
+        logits, *expected = _batch(draft, lessons, rng)
+        loss = distillation_loss(logits, *expected)
+        loss.backward()
+        optimisers.step(min(share, 1.0))
+        done = Done(done.steps + 1, done.tokens + len(logits), loss.item())
+        if clock.now_s() - saved_s > CHECKPOINT_EVERY_S:
+            checkpoint(done)
+            saved_s = clock.now_s()
+    return done
+
+
+def _batch(
+    draft: LlamaForCausalLM, lessons: Sequence[Lessons], rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Arguments of `distillation_loss` for windows of one length: each by its share of tokens."""
+    lesson = rng.choices(lessons, weights=[lesson.windows.numel() for lesson in lessons])[0]
+    num_rows = min(max(1, BATCH_TOKENS // lesson.window), len(lesson.windows))
+    rows = rng.sample(range(len(lesson.windows)), num_rows)
+    logits = draft(lesson.windows[rows].long(), use_cache=False).logits
+    top_ids, top_logprobs = lesson.top_ids[rows].long(), lesson.top_logprobs[rows].float()
+    return logits.flatten(0, 1), top_ids.flatten(0, 1), top_logprobs.flatten(0, 1)
