@@ -4,6 +4,7 @@ baton bench serve --url http://127.0.0.1:8000 --rate 4 --requests 200 --json ser
 baton bench engine --peer vllm=/path/to/its/python --json engine.json
 baton bench quality --json quality.json
 baton bench kv --peer mooncake=/path/to/its/python --json kv.json
+baton bench speculate --json speculate.json
 """
 
 from pathlib import Path
@@ -23,6 +24,7 @@ from bench.plots import plot_cdfs, require_matplotlib
 from bench.quality_cli import quality
 from bench.report import Report, results_of, write_json
 from bench.serve import Measured, measure
+from bench.speculate_cli import speculate
 from bench.tables import print_failures, print_report, print_warnings
 from engine.errors import BatonError
 
@@ -30,6 +32,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(engine)
 app.command()(quality)
 app.command()(kv)
+app.command()(speculate)
 
 
 @app.callback()

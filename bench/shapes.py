@@ -9,14 +9,30 @@ activations, attention scores and logits are all of the order of one, as in trai
 engine that confuses heads or positions answers differently from one that does not.
 
 How fast an engine runs does not depend on the weights' values; what it answers means nothing.
+
+    pair = cached_pair("88m", seed=0)                   target, draft, stranger
+
+How fast it runs with speculation does depend on them: a draft has to agree with its target as a
+trained one would, and where text repeats, so have the target's choices. So the target of a pair
+drafts for itself. Its first layer is as above; what the others' MLPs add is scaled down, just so
+much that the first layer, with the target's embedding, last norm and output matrix, chooses the
+same token about four times in five. These are the draft's checkpoint. What attention adds is scaled
+down in all layers until the next token is mostly a matter of the last one, so that an answer comes
+again where its question does. The output matrix is scaled up: chances are as uneven as those of
+trained models, and noise of temperature 0.7 does not outweigh what the draft gets wrong.
+
+The draft costs what a draft of its size costs, and the target what any model of its shape does; how
+often they agree is found out by running them. A stranger has the draft's shape and nothing to do
+with the target.
 """
 
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from itertools import islice, product
 from pathlib import Path
@@ -27,10 +43,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.errors import ConfigError
 
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 NORM_EPS = 1e-5
 ROPE_THETA = 10_000.0
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 FORMAT = 1  # raise it when the files made from one shape and seed change
+
+DRAFT_LAYERS = 1
 
 Tensor = tuple[str, tuple[int, ...]]
 
@@ -73,6 +92,55 @@ SHAPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """What matrices of a pair's target are multiplied by, beside those of a plain checkpoint."""
+
+    attention: float = 0.02  # its output, in every layer
+    late_mlps: float = 0.2  # what those behind the draft's layers add, all together
+    logits: float = 4.0
+
+    def of(self, name: str, num_layers: int) -> float:
+        """Of one tensor of a model of so many layers."""
+        if name == HEAD:
+            return self.logits
+        if name.endswith("o_proj.weight"):
+            return self.attention
+        if name.endswith("down_proj.weight") and int(name.split(".")[2]) >= DRAFT_LAYERS:
+            return self.late_mlps / math.sqrt(num_layers - DRAFT_LAYERS)
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What weights a checkpoint has: those of `shape`, or of its first layers only."""
+
+    shape: Shape
+    seed: int
+    gains: Gains | None = None  # None: all are one
+    num_kept_layers: int | None = None  # None: all
+
+    @property
+    def kept_shape(self) -> Shape:
+        """The shape of the checkpoint."""
+        if self.num_kept_layers is None:
+            return self.shape
+        return replace(self.shape, num_layers=self.num_kept_layers)
+
+    def gain(self, name: str) -> float:
+        """What the weights of this tensor are multiplied by."""
+        return 1.0 if self.gains is None else self.gains.of(name, self.shape.num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Folders of a target and of two drafts, one that agrees with it and one that does not."""
+
+    target: Path
+    draft: Path
+    stranger: Path
+
+
 def shape_named(name: str) -> Shape:
     """The shape of that name. Raises ConfigError with the names there are."""
     if name not in SHAPES:
@@ -88,16 +156,29 @@ def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
 
 def cached_checkpoint(name: str, seed: int, *, cache: Path | None = None) -> Path:
     """Folder of the checkpoint of that shape and seed, made where it is not there yet."""
-    shape = shape_named(name)
-    key = json.dumps([FORMAT, seed, asdict(shape)]).encode()
-    path = (cache or cache_dir()) / f"{name}-{blake2b(key, digest_size=6).hexdigest()}"
-    if not path.is_dir():
-        make_checkpoint(path, shape, seed)
-    return path
+    return _cached(name, Recipe(shape_named(name), seed), cache or cache_dir())
+
+
+def cached_pair(name: str, seed: int, *, cache: Path | None = None) -> Pair:
+    """Folders of a target of that shape and of its drafts, made where they are not there yet."""
+    folder = cache or cache_dir()
+    target = Recipe(shape_named(name), seed, Gains())
+    draft = replace(target, num_kept_layers=DRAFT_LAYERS)
+    return Pair(
+        target=_cached(f"{name}-target", target, folder),
+        draft=_cached(f"{name}-draft", draft, folder),
+        stranger=_cached(f"{name}-stranger", replace(draft, seed=seed + 1), folder),
+    )
 
 
 def make_checkpoint(path: Path, shape: Shape, seed: int) -> None:
+    """Writes a checkpoint whose layers are all alike."""
+    write_checkpoint(path, Recipe(shape, seed))
+
+
+def write_checkpoint(path: Path, recipe: Recipe) -> None:
     """Writes the checkpoint. `path` appears complete or not at all, whoever else makes it too."""
+    shape = recipe.kept_shape
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
     try:
@@ -106,7 +187,7 @@ def make_checkpoint(path: Path, shape: Shape, seed: int) -> None:
         _write_json(scratch / "generation_config.json", generation)
         tokenizer_of(shape.vocab_size).save(str(scratch / "tokenizer.json"))
         _write_json(scratch / "tokenizer_config.json", _tokenizer_config(shape))
-        _write_weights(scratch / "model.safetensors", shape, seed)
+        _write_weights(scratch / "model.safetensors", recipe)
         scratch.chmod(0o755)
         _move(scratch, path)
     finally:
@@ -156,7 +237,7 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
         yield prefix + "mlp.up_proj.weight", (ffn, hidden)
         yield prefix + "mlp.down_proj.weight", (hidden, ffn)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (shape.vocab_size, hidden)
+    yield HEAD, (shape.vocab_size, hidden)
 
 
 def tokenizer_of(vocab_size: int) -> Tokenizer:
@@ -192,20 +273,23 @@ def _tokenizer_config(shape: Shape) -> dict[str, object]:
     }
 
 
-def _write_weights(path: Path, shape: Shape, seed: int) -> None:
+def _write_weights(path: Path, recipe: Recipe) -> None:
     """A safetensors file: length of the header (8 bytes), the header (JSON), the tensors."""
+    kept = dict(tensors_of(recipe.kept_shape))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, size in tensors_of(shape):
+    for name, size in kept.items():
         begin, end = end, end + 2 * int(np.prod(size))
         header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(recipe.seed)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, size in tensors_of(shape):
-            file.write(to_bfloat16(_values(name, size, rng)).tobytes())
+        for name, size in tensors_of(recipe.shape):
+            values = _values(name, size, rng)  # drawn also where they are not kept
+            if name in kept:
+                file.write(to_bfloat16(values * np.float32(recipe.gain(name))).tobytes())
 
 
 def _values(name: str, size: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -213,6 +297,22 @@ def _values(name: str, size: tuple[int, ...], rng: np.random.Generator) -> np.nd
         return np.ones(size, dtype=np.float32)
     num_inputs = size[1] if name != EMBEDDING else 1
     return rng.standard_normal(size, dtype=np.float32) * np.float32(num_inputs**-0.5)
+
+
+def _cached(name: str, recipe: Recipe, cache: Path) -> Path:
+    path = cache / f"{name}-{blake2b(_key(recipe), digest_size=6).hexdigest()}"
+    if not path.is_dir():
+        write_checkpoint(path, recipe)
+    return path
+
+
+def _key(recipe: Recipe) -> bytes:
+    """What the files depend on; of plain checkpoints as it was before there were others."""
+    parts: list[object] = [FORMAT, recipe.seed, asdict(recipe.shape)]
+    if recipe.gains is not None or recipe.num_kept_layers is not None:
+        gains = None if recipe.gains is None else asdict(recipe.gains)
+        parts.append([DRAFT_LAYERS, gains, recipe.num_kept_layers])
+    return json.dumps(parts).encode()
 
 
 def _write_json(path: Path, value: object) -> None:

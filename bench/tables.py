@@ -21,10 +21,15 @@ LABELS = {
 }
 
 
-def print_report(console: Console, report: Report, *, title: str) -> None:
-    """Where and how it was measured, then every result."""
+def print_head(console: Console, report: Report, *, title: str) -> None:
+    """What was measured, where and how."""
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
+
+
+def print_report(console: Console, report: Report, *, title: str) -> None:
+    """Where and how it was measured, then every result."""
+    print_head(console, report, title=title)
     console.print(_tables(report.results))
 
 
@@ -33,8 +38,7 @@ def print_speeds(console: Console, report: Report, *, title: str) -> None:
     speeds = [result for result in report.results if result.unit == "tokens/s"]
     beside = {_beside(speed, kind) for speed in speeds for kind in RATES}
     shown = beside | {speed.name for speed in speeds}
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
+    print_head(console, report, title=title)
     console.print(_speed_table(speeds, {result.name: result for result in report.results}))
     if any(speed.peers for speed in speeds):
         console.print(_peer_table([speed for speed in speeds if speed.peers]))
@@ -53,8 +57,7 @@ def print_pivot(console: Console, report: Report, *, title: str) -> None:
     for setting in dict.fromkeys(_statistic(result) for result in report.results):
         row = [cells.get(f"{thing}/{setting}", "") for thing in things]
         table.add_row(setting.replace("_", " "), *row)
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
+    print_head(console, report, title=title)
     console.print(table)
 
 

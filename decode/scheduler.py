@@ -54,6 +54,7 @@ from engine.events import (
 from engine.guide import Guides
 from engine.intake import Intake
 from engine.messages import (
+    PREEMPTED,
     Cancel,
     Decode,
     DecodeStarted,
@@ -196,6 +197,9 @@ class DecodeScheduler:
         """A sequence has its next tokens."""
         running = self._running[row.seq_id]
         seq = running.seq
+        if (fault := seq.fault) is not None:
+            self._leave(row.seq_id)
+            return [Emit(seq.gateway_id, GivenBack(row.seq_id, fault, hopeless=True))]
         finish = None
         taken: list[int] = []
         for token in result.token_ids:
@@ -557,7 +561,7 @@ class DecodeScheduler:
     def _preempt(self, seq_id: SeqId) -> list[Effect]:
         self._counters["preempted"] += 1
         seq = self._leave(seq_id)
-        return [Emit(seq.gateway_id, GivenBack(seq_id, "preempted"))]
+        return [Emit(seq.gateway_id, GivenBack(seq_id, PREEMPTED))]
 
     def _cancel(self, seq_id: SeqId) -> list[Effect]:
         if seq_id in self._running:

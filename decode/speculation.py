@@ -33,6 +33,7 @@ from engine.batch import BatchPlan, BatchResult, Row
 from engine.config import Speculate
 from engine.messages import SeqId
 
+_LASTING = 32  # steps that a choice is thought to last, for what has to be made up for first
 _LEAST_GAIN = 1.02  # of the rate, for drafting to be worth it
 _ROUNDS = 3
 _PROBED_ROWS = 8  # one token of each
@@ -78,7 +79,7 @@ class _Option:
     share: float  # of its tokens that are likely to be kept
     token_s: float
     max_tokens: int
-    first_s: float = 0.0  # what comes before the first
+    first_s: float = 0.0  # what comes before the first, once
     match_len: int = 0
 
     def num_worth(self, rate: float, max_tokens: int) -> int:
@@ -99,7 +100,7 @@ class _Option:
         if self.share <= rate * (self.token_s + shared_s):
             return 0.0
         num = self.num_worth(rate, self.max_tokens)
-        seconds = self.first_s + num * (self.token_s + shared_s)
+        seconds = self.first_s / _LASTING + num * (self.token_s + shared_s)
         return self.expected(num) - rate * seconds
 
 
@@ -161,7 +162,7 @@ class Speculator:
             self._plain_every = min(2 * self._plain_every, _PLAIN_EVERY)
             return [None] * len(candidates)
         key = [(candidate.seq_id, candidate.match_len) for candidate in candidates]
-        is_learned = self._cost.target.num_steps >= _ENOUGH_STEPS
+        is_learned = self._cost.target.num_since_start >= _ENOUGH_STEPS
         if key == self._choice_key and self._num_reused < _REUSED and is_learned:
             self._num_reused += 1
         else:
@@ -262,7 +263,7 @@ class Speculator:
         """Lengths under the best depth, and what step comes of it, from one without them."""
         worth = [(o, num) for o in drafts if (num := o.num_worth(rate, o.max_tokens)) > 0]
         best_depth, best_tokens, best_s = 0, tokens, seconds
-        seconds += sum(option.first_s for option, _ in worth)
+        seconds += sum(option.first_s for option, _ in worth) / _LASTING
         for depth in range(1, max((num for _, num in worth), default=0) + 1):
             seconds += self._cost.draft_pass_s
             for option, num in worth:
@@ -369,6 +370,8 @@ class Speculator:
         self._cost.learn_target(
             _features(plan.rows, result, drafted), times.total_s - times.draft_s
         )
+        if self._cost.target.num_since_start == 0:  # what a plain step takes is not known any more
+            self._plain_every = _FIRST_PLAIN
         if drafts and times.draft_s > 0:
             self._cost.learn_draft(*_draft_work(plan.rows), times.draft_s)
 
@@ -378,7 +381,7 @@ class Speculator:
         if has_drafts != self._had_drafts:
             self._had_drafts, self._num_like = has_drafts, 1
             return True
-        if has_drafts and self._cost.target.num_steps < _ENOUGH_STEPS:
+        if self._cost.target.num_since_start < _ENOUGH_STEPS:
             return True
         return num_like % (_LEARN_EVERY_DRAFT if has_drafts else _LEARN_EVERY) == 0
 

@@ -41,6 +41,7 @@ class StepFit:
     def __init__(self, prior: Sequence[float], spread: Sequence[float]) -> None:
         self.weights: list[float] = list(prior)
         self.num_steps = 0
+        self.num_since_start = 0  # steps since learning last started
         self._scale = sum(prior)
         self._mean = np.array(prior)
         self._variance = np.array(spread) ** 2
@@ -65,6 +66,7 @@ class StepFit:
         Special steps are those that may all be slower than thought while the others are not.
         """
         self.num_steps += 1
+        self.num_since_start += 1
         predicted = max(self.predict(x), _LEAST * y)
         if self.num_steps == 1:
             self.scale(y / predicted)
@@ -72,8 +74,8 @@ class StepFit:
         error = y / predicted - 1
         if self._is_change(error, is_special=is_special):
             self._start()
-        fastest, slowest = _YOUNG_ERRORS if self._num_young > 0 else _ERRORS
-        self._num_young -= 1
+        is_young = self.num_since_start <= _YOUNG
+        fastest, slowest = _YOUNG_ERRORS if is_young else _ERRORS
         error = min(max(error, fastest), slowest)
         self._correct(np.array(x) / predicted, error, _NOISE)
         if (np.diagonal(self._covariance) < self._variance).all():
@@ -104,7 +106,7 @@ class StepFit:
     def _start(self) -> None:
         """Believes little of what it knows."""
         self._surprises = {False: 0, True: 0}
-        self._num_young = _YOUNG
+        self.num_since_start = 0
         self._covariance = np.diag(np.maximum(self._variance, self._mean**2))
 
 
@@ -126,8 +128,12 @@ class StepCost:
 
     @property
     def verifying_s(self) -> float:
-        """What is added when any row has drafted tokens, however few."""
-        return max(self.target.weights[3], 0.0)
+        """What is added when any row has drafted tokens, however few.
+
+        It and the price of a token were learned together and are right together: it may be below
+        zero, but never so much that a token would cost nothing.
+        """
+        return max(self.target.weights[3], -max(self.target.weights[4], 0.0))
 
     def drafted_s(self, context: float) -> float:
         """One more drafted token behind `context` thousands of tokens, to be verified."""

@@ -32,11 +32,11 @@ class Intake:
         """The sequence that a message asks for, or why there is none."""
         fault = self._fault(message)
         if fault is not None:
-            return GivenBack(message.seq_id, fault)
+            return GivenBack(message.seq_id, fault, hopeless=True)
         try:
             guide = self._open_guide(message)
         except GrammarError as error:
-            return GivenBack(message.seq_id, f"grammar: {error}")
+            return GivenBack(message.seq_id, f"grammar: {error}", hopeless=True)
         return Sequence(
             seq_id=message.seq_id,
             gateway_id=gateway_id,

@@ -22,6 +22,7 @@ from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
 
 PROTOCOL_VERSION = 4
+PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
 MAX_FRAME_BYTES = 64 * 2**20
 
 RequestId = NewType("RequestId", str)
@@ -317,12 +318,14 @@ class PrefixOffered(msgspec.Struct, frozen=True, tag=True):
 class GivenBack(msgspec.Struct, frozen=True, tag=True):
     """The worker runs this sequence no longer; the gateway places it again.
 
-    The KV of the first `num_kept_tokens` of its prompt stays cached in the worker.
+    The KV of the first `num_kept_tokens` of its prompt stays cached in the worker. Where it is
+    `hopeless`, every other worker would give it back too.
     """
 
     seq_id: SeqId
     reason: str
     num_kept_tokens: int = 0
+    hopeless: bool = False
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):

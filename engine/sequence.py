@@ -55,6 +55,13 @@ class Sequence:
         """Computed tokens that the draft model has not seen."""
         return self.num_computed_tokens - self.num_draft_tokens
 
+    @property
+    def fault(self) -> str | None:
+        """Why its grammar cannot be followed any further, if so: what was chosen last is void."""
+        if self.guide is None or self.guide.fault is None:
+            return None
+        return f"grammar: {self.guide.fault}"
+
     def banned(self) -> tuple[int, ...]:
         """Ids that may not come next: those that would end the sequence before its least length."""
         if len(self.token_ids) + 1 > self.limits.min_len:

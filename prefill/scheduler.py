@@ -187,6 +187,8 @@ class PrefillScheduler:
             return list(self._grow(job, job.seq.num_computed_tokens // self._block_size))
         [token] = result.token_ids
         del self._computing[row.seq_id]
+        if (fault := job.seq.fault) is not None:
+            return self._give_up(job, fault)
         effects: list[Effect | Adopted] = list(self._grow(job, len(job.seq.block_table)))
         finish = job.seq.append(token)
         logprobs = result.logprobs[0] if result.logprobs else None
@@ -382,6 +384,13 @@ class PrefillScheduler:
         if job.lease_id is not None and finish is not None:
             return [RevokeLease(job.lease_id)]
         return []
+
+    def _give_up(self, job: _Job, fault: str) -> list[Effect | Adopted]:
+        """Nobody can go on with this answer."""
+        job.seq.release(self._pool)
+        given_back = GivenBack(job.seq.seq_id, fault, hopeless=True)
+        revoked = [] if job.lease_id is None else [RevokeLease(job.lease_id)]
+        return [Emit(job.seq.gateway_id, given_back), *revoked]
 
     # ------------------------------------------------------------ ends
 

@@ -41,6 +41,7 @@ from functools import partial
 from engine.blocks import BlockHash
 from engine.config import RouterConfig
 from engine.messages import (
+    PREEMPTED,
     Cancel,
     Decode,
     DecodeStarted,
@@ -81,7 +82,6 @@ from router.requests import Cancelled, Failed, Finished, Outcome, Rejected, Requ
 from router.view import ClusterView, WorkerView
 
 SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
-PREEMPTED = "preempted"  # why a worker gives back a sequence for which it has no memory
 FIRST_BACK_OFF_S = 1.0  # about the time between two load reports
 MAX_BACK_OFF_S = 8.0
 
@@ -505,6 +505,8 @@ class RouterMachine:
     ) -> list[RouterEffect]:
         attempt = flight.attempt
         assert attempt is not None
+        if message.hopeless:
+            return self._end(flight, Failed(message.reason), now_s)
         if message.num_kept_tokens > 0:
             flight.kept_tokens[worker_id] = message.num_kept_tokens
             self._record(flight, worker_id, min(message.num_kept_tokens, attempt.base_len))

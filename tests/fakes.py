@@ -184,6 +184,7 @@ class FakeGuide:
     def __init__(self, modulus: int, answer: Sequence[int]) -> None:
         self._modulus = modulus
         self._answer: list[int] = []
+        self.fault: str | None = None
         for token in answer:
             self.consume(token)
 

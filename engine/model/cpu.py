@@ -37,6 +37,7 @@ from engine.model.native.library import INT8, INT8_AS_FLOAT, kernels
 from engine.model.native.linear import PackedLinear, Team, pack_linears
 from engine.model.native.sampling import sample as sample_natively
 from engine.model.sampling import sample
+from engine.model.threads import one_torch_thread
 from engine.model.verify import Verified, verify_by_parts
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class CpuForward:
             return self._decoder.launch(prepared)
         *numbers, batch = prepared
         self._loaded.context.batch = batch
-        with _one_torch_thread() if self._team is not None else nullcontext():
+        with one_torch_thread() if self._team is not None else nullcontext():
             return forward(self._loaded.model, *numbers)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
@@ -215,22 +216,6 @@ class CpuForward:
             start = row.end
         self._decoder = context.cache = context.batch = None
         return torch.cat(found)
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Meanwhile torch computes by itself, between jobs of the team.
-
-    Its threads would spin against the team's; and where they part a tensor, functions such as silu
-    compute the elements beside the cut with other last bits, so that results would depend on how
-    many tokens a batch has.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ speculative decoding", 2024).
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from engine.messages import Logprobs
 from engine.model.changes import Choice
 from engine.model.draft import Forward, Masks, Proposal
 from engine.model.sampling import logprobs_of
+from engine.model.threads import one_torch_thread
 
 
 class Verified(NamedTuple):
@@ -146,5 +148,7 @@ def _shared_out(
 ) -> dict[int, tuple[Logprobs, ...]]:
     """`logprobs_of` all tokens of some rows in one go: `num_tops` is one number a row."""
     tops = [num for num, ids in zip(num_tops, token_ids, strict=True) for _ in ids]
-    found = iter(logprobs_of(logits, [token for ids in token_ids for token in ids], tops))
+    tokens = [token for ids in token_ids for token in ids]
+    with one_torch_thread() if logits.is_cpu else nullcontext():
+        found = iter(logprobs_of(logits, tokens, tops))
     return {i: tuple(next(found) for _ in ids) for i, ids in zip(asking, token_ids, strict=True)}

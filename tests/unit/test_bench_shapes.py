@@ -13,8 +13,10 @@ from bench import shapes
 from bench.shapes import (
     SHAPES,
     SPECIAL_TOKENS,
+    Gains,
     cache_dir,
     cached_checkpoint,
+    cached_pair,
     config_of,
     make_checkpoint,
     shape_named,
@@ -139,3 +141,57 @@ def test_the_cache_is_where_the_user_wants_it(tmp_path):
 def test_an_unknown_shape_is_told_with_those_that_there_are():
     with pytest.raises(ConfigError, match="'9b' is none of 88m, tiny"):
         shape_named("9b")
+
+
+# Pairs
+
+PAIR = replace(TINY, num_layers=3)
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHAPES, "small", PAIR)
+    return cached_pair("small", 0, cache=tmp_path)
+
+
+def test_a_draft_is_the_first_layer_of_its_target(pair):
+    target, draft = tensors_in(pair.target), tensors_in(pair.draft)
+    assert {name: values.shape for name, values in draft.items()} == dict(
+        tensors_of(replace(PAIR, num_layers=shapes.DRAFT_LAYERS))
+    )
+    for name, values in draft.items():
+        assert (values == target[name]).all()
+    config = json.loads((pair.draft / "config.json").read_text())
+    assert config["num_hidden_layers"] == shapes.DRAFT_LAYERS
+
+
+def test_a_target_differs_from_the_plain_checkpoint_by_its_gains(pair, tmp_path):
+    make_checkpoint(tmp_path / "plain", PAIR, seed=0)
+    plain, target = tensors_in(tmp_path / "plain"), tensors_in(pair.target)
+    gains = Gains()
+    expected = {
+        "lm_head.weight": 4.0,
+        "model.layers.0.self_attn.o_proj.weight": 0.02,
+        "model.layers.2.self_attn.o_proj.weight": 0.02,
+        "model.layers.0.mlp.down_proj.weight": 1.0,
+        "model.layers.1.mlp.down_proj.weight": 0.2 / math.sqrt(2),
+        "model.layers.2.mlp.down_proj.weight": 0.2 / math.sqrt(2),
+    }
+    for name, values in target.items():
+        gain = expected.get(name, 1.0 if "o_proj" not in name else 0.02)
+        assert gains.of(name, num_layers=3) == pytest.approx(gain)
+        np.testing.assert_allclose(values, gain * plain[name], rtol=2**-6)  # both rounded to bf16
+
+
+def test_a_stranger_has_the_drafts_shape_and_other_weights(pair):
+    draft, stranger = tensors_in(pair.draft), tensors_in(pair.stranger)
+    assert draft.keys() == stranger.keys()
+    for name, values in draft.items():
+        assert values.shape == stranger[name].shape
+        assert values.ndim == 1 or not (values == stranger[name]).all()
+
+
+def test_a_pair_is_made_once(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "write_checkpoint", None)
+    assert cached_pair("small", 0, cache=tmp_path) == pair
+    assert len({pair.target, pair.draft, pair.stranger}) == len(list(tmp_path.iterdir())) == 3

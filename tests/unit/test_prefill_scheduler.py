@@ -736,4 +736,4 @@ def test_an_id_that_is_in_use_is_not_used_twice():
 def test_what_the_runner_could_not_compute_is_given_back():
     r = rig(vocab_size=50)
     reason = "a token id is not in the vocabulary"
-    r.play([(prefill("a", [50]), [given_back("a", reason)]), (Step(), [])])
+    r.play([(prefill("a", [50]), [given_back("a", reason, hopeless=True)]), (Step(), [])])

