@@ -82,6 +82,7 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
             fields = {f.name: values(f.type) for f in msgspec.structs.fields(origin)}
             return st.builds(origin, **fields)
     return {
+        bool: st.booleans(),
         int: st.integers(-(2**63), 2**64 - 1),
         float: st.floats(allow_nan=False),
         str: st.text(max_size=6),
