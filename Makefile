@@ -23,7 +23,7 @@ check: install
 	$(BIN)/lint-imports
 
 test: install test-core
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests --ignore tests/unit
 
 # The unit tests in an environment that has neither torch nor Ray: the proof that the core needs none.
 test-core: .venv-core/.installed
@@ -36,7 +36,7 @@ fuzz: install
 
 .venv-core/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-core
-	.venv-core/bin/pip install --quiet -c constraints.txt -e '.[test]'
+	.venv-core/bin/pip install --quiet -c constraints.txt -e '.[bench,test]'
 	@touch $@
 
 format: install

@@ -463,8 +463,11 @@ class DecodeScheduler:
 
     def _draft(self, chosen: list[_Running], speculator: Speculator, budget_tokens: int) -> None:
         """Decides what is drafted, within budget and memory, and whom the draft model sees."""
-        if speculator.is_on:
+        if speculator.is_on and not speculator.rests():
             self._propose(chosen, speculator, budget_tokens)
+        else:
+            for running in chosen:
+                running.proposal = None
         if self._has_draft_model:
             self._look(chosen, speculator)
 

@@ -40,12 +40,15 @@ _PROBED_ROWS = 8  # one token of each
 _FEWEST_STEPS, _MOST_STEPS = 8, 2048  # between two probes
 _SHARES = {"probes": 0.005, "catching up": 0.01}  # of all time
 _CREDIT_STEPS = 400  # of whose time the share is not lost if it is not used
+_EARN_EVERY = 16  # steps whose time is shared out together
 _NEARLY = 0.9
 _FIRST_PLAIN, _PLAIN_EVERY = 2, 128  # steps with drafts: at first, and later
-_LEARN_EVERY = 8  # steps without
+_LEARN_EVERY = 8  # steps without; after many, more rarely
+_SETTLED, _LEARN_EVERY_SETTLED = 256, 64
 _ENOUGH_STEPS = 32  # to learn from, until it is enough
 _LEARN_EVERY_DRAFT = 4  # steps with drafts, then
 _REUSED = 3  # steps in which a choice is still good for the same sequences, then
+_REST = 15  # steps for which it stays with that nothing is worth it
 _THOUSAND = 1000.0
 MAX_UNSEEN_TOKENS = 1024  # a sequence of which the draft model has left out more is lost to it
 
@@ -138,6 +141,7 @@ class Speculator:
         self._probed: set[SeqId] = set()
         self._step_s: float | None = None  # what steps have been taking
         self._credit_s = dict.fromkeys(_SHARES, 0.0)
+        self._earned_s, self._num_earned = 0.0, 0  # seconds and steps not shared out yet
         self._had_drafts = False  # the last step, and how many were like it
         self._num_like = 0
         self._num_since_plain = 0
@@ -145,6 +149,7 @@ class Speculator:
         self._choice: list[Proposal | None] = []
         self._choice_key: list[tuple[SeqId, int]] = []
         self._num_reused = 0
+        self._num_rest = 0  # steps for which nothing is to be weighed
 
     # ------------------------------------------------------------ choosing
 
@@ -152,6 +157,17 @@ class Speculator:
     def is_on(self) -> bool:
         """Whether anything is ever drafted."""
         return bool(self._probing)
+
+    def rests(self) -> bool:
+        """Whether nothing is to be drafted in the next step, without weighing it again.
+
+        That is so for some steps after nothing was worth it. Where n-grams are used each step is
+        weighed: a match may come at any time.
+        """
+        if self._num_rest == 0 or self.uses_ngrams:
+            return False
+        self._num_rest -= 1
+        return True
 
     def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
         """What to draft for each of the sequences of the next step."""
@@ -175,7 +191,19 @@ class Speculator:
         used = {proposal.proposer for proposal in proposals if proposal is not None}
         self._num_since_plain += bool(used)
         self._probe(candidates, proposals, used)
+        if not any(proposals):
+            self._rest()
         return proposals
+
+    def _rest(self) -> None:
+        """Stays with nothing for some steps, though not beyond the next probe.
+
+        One that is due and cannot be paid for yet is not waited for from step to step.
+        """
+        waits = [probing.interval - probing.num_idle - 1 for probing in self._probing.values()]
+        self._num_rest = min([_REST, *(wait for wait in waits if wait >= 0)])
+        for probing in self._probing.values():
+            probing.num_idle += self._num_rest
 
     def _choose(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
         """What is best, as far as it is known."""
@@ -358,21 +386,25 @@ class Speculator:
     def observe(self, plan: BatchPlan, result: BatchResult) -> None:
         """How long a step took. Steps that compute prompts tell nothing about the others."""
         times = result.times
+        if not (self._probing or self.has_draft_model):
+            return
         if times is None or times.total_s <= 0 or not plan.rows:
             return
         self._earn(times.total_s)
+        has_drafts = False
+        for row in plan.rows:
+            if row.sampling is None or len(row.token_ids) > 1:
+                return
+            has_drafts = has_drafts or row.max_drafted > 0
+        if not self._is_telling(has_drafts=has_drafts):
+            return
         drafted = sum(r.num_drafted for r in result.rows)
-        drafts = any(row.draft_token_ids for row in plan.rows)
-        if any(row.sampling is None or len(row.token_ids) > 1 for row in plan.rows):
-            return
-        if not self._is_telling(has_drafts=bool(drafted or drafts)):
-            return
         self._cost.learn_target(
             _features(plan.rows, result, drafted), times.total_s - times.draft_s
         )
         if self._cost.target.num_since_start == 0:  # what a plain step takes is not known any more
             self._plain_every = _FIRST_PLAIN
-        if drafts and times.draft_s > 0:
+        if times.draft_s > 0 and any(row.draft_token_ids for row in plan.rows):
             self._cost.learn_draft(*_draft_work(plan.rows), times.draft_s)
 
     def _is_telling(self, *, has_drafts: bool) -> bool:
@@ -383,7 +415,9 @@ class Speculator:
             return True
         if self._cost.target.num_since_start < _ENOUGH_STEPS:
             return True
-        return num_like % (_LEARN_EVERY_DRAFT if has_drafts else _LEARN_EVERY) == 0
+        if has_drafts:
+            return num_like % _LEARN_EVERY_DRAFT == 0
+        return num_like % (_LEARN_EVERY if num_like < _SETTLED else _LEARN_EVERY_SETTLED) == 0
 
     def _earn(self, seconds: float) -> None:
         """Shares of the time are to spend, up to what a number of steps brings."""
@@ -391,10 +425,15 @@ class Speculator:
             self._step_s = seconds
             # Blocks that fill at once are not to wait.
             self._credit_s["catching up"] = self._most_s("catching up")
-        self._step_s += 0.05 * (min(seconds, 2 * self._step_s) - self._step_s)
+        self._earned_s += min(seconds, 2 * self._step_s)
+        self._num_earned += 1
+        if self._num_earned < _EARN_EVERY:
+            return
+        self._step_s += 0.5 * (self._earned_s / self._num_earned - self._step_s)
         for purpose, share in _SHARES.items():
-            credit_s = self._credit_s[purpose] + share * seconds
+            credit_s = self._credit_s[purpose] + share * self._earned_s
             self._credit_s[purpose] = min(credit_s, self._most_s(purpose))
+        self._earned_s, self._num_earned = 0.0, 0
 
     def _most_s(self, purpose: str) -> float:
         return _SHARES[purpose] * _CREDIT_STEPS * (self._step_s or 0.0)

@@ -409,6 +409,9 @@ class WilfulSpeculator:
         num_tokens = self._rng.randint(1, candidate.max_tokens)
         return Proposal(self._rng.choice(ways), num_tokens, candidate.match_len)
 
+    def rests(self):
+        return False
+
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
         return self._rng.randrange(2) == 0
 

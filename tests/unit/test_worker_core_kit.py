@@ -289,6 +289,9 @@ class FixedSpeculator:
             return None
         return Proposal(self.proposer, num_tokens, candidate.match_len) if num_tokens else None
 
+    def rests(self):
+        return False
+
     def may_catch_up(self, num_tokens, num_passes):
         return self.may_see
 
