@@ -60,11 +60,8 @@ def narrowed() -> list[list[int]]:
     return answers_alone(PROMPTS, SAMPLINGS, num_tokens=NUM_TOKENS, formats=FP32_TO_INT8)
 
 
-@pytest.mark.parametrize("transport", [Transport.SHM, Transport.ZMQ])
-def test_int8_decode_workers_go_on_from_what_fp32_prefill_workers_computed(
-    transport, wide, narrowed
-):
-    with workers(PAIR, config=config(FP32_TO_INT8, transport)) as running:
+def test_int8_decode_workers_go_on_from_what_fp32_prefill_workers_computed(wide, narrowed):
+    with workers(PAIR, config=config(FP32_TO_INT8, Transport.SHM)) as running:
         first, fingerprint = serve(running, at_once=1)
         together, _ = serve(running, at_once=16)
     assert first == narrowed

@@ -4,7 +4,7 @@
     handed over    one worker prefills, another decodes; KV is copied from pool to pool
 
 What a gateway does is done in its simplest form: all is sent at once, and what a worker gives back
-is sent again as it stands then.
+is sent again, as it stands then, when another request has ended.
 """
 
 from collections import deque
@@ -34,6 +34,7 @@ from engine.events import (
 )
 from engine.guide import Guides
 from engine.messages import (
+    Cancel,
     Decode,
     FirstToken,
     GatewayId,
@@ -149,6 +150,7 @@ class Pools:
         self._lease_blocks: dict[LeaseId, int] = {}
         self._wanted: dict[SeqId, tuple[tuple[int, BlockId], ...]] = {}  # pulls that wait
         self._num_attempts = 0
+        self._given_back: deque[Asked] = deque()
 
     def answer(self, requests: Sequence[Asked]) -> list[Asked]:
         """Answers all of them together; every block is free or cached afterwards."""
@@ -165,6 +167,7 @@ class Pools:
                     result = worker.runner.run(plan)
                     self._perform(worker, worker.core.finish(result, 0.0))
         assert not self._asked, f"{len(self._asked)} requests are not finished"
+        assert not self._given_back
         for worker in self._workers:
             worker.core.validate()
             counts = worker.pool.counts()
@@ -223,6 +226,9 @@ class Pools:
     def _end_lease(self, lease_id: LeaseId, reason: str) -> None:
         if self._granted.pop(lease_id, None) is not None:
             self._prefill.inbox.append(LeaseEnded(lease_id, reason))
+            for seq_id in [s for s in self._wanted if self._lease_of[s] == lease_id]:
+                del self._wanted[seq_id]
+                self._decode.inbox.append(PullFailed(seq_id, reason))
 
     def _on_message(self, message) -> None:
         asked = self._asked.get(message.seq_id)
@@ -237,8 +243,9 @@ class Pools:
                 asked.answer.append(token)
                 asked.logprobs += [] if message.logprobs is None else [message.logprobs]
                 self._finish(seq_id, finish)
-                if finish is None and self._prefill is not self._decode:
-                    self._tell(self._decode, FirstToken(seq_id, token))
+                if self._prefill is not self._decode:
+                    more = FirstToken(seq_id, token) if finish is None else Cancel(seq_id)
+                    self._tell(self._decode, more)
             case Tokens(seq_id, token_ids, finish):
                 asked.answer += token_ids
                 asked.logprobs += message.logprobs
@@ -248,11 +255,19 @@ class Pools:
             case GivenBack(seq_id):
                 asked.num_given_back += 1
                 del self._asked[seq_id]
-                self._send(asked)
+                self._given_back.append(asked)
+                self._go_on()
 
     def _finish(self, seq_id: SeqId, finish: object) -> None:
         if finish is not None:
             self._asked.pop(seq_id).is_finished = True
+            self._go_on(1)
+
+    def _go_on(self, num_requests: int = 0) -> None:
+        """Sends again what was given back, when others have ended: there is room then."""
+        while self._given_back and (num_requests > 0 or not self._asked):
+            self._send(self._given_back.popleft())
+            num_requests -= 1
 
 
 def counted(worker: Worker) -> Mapping[str, float]:
