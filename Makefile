@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install serve test check format test-core fuzz clean
+.PHONY: install serve test check format test-core test-long fuzz clean
 
 install: .venv/.installed
 
@@ -28,6 +28,10 @@ test: install test-core
 # The unit tests in an environment that has neither torch nor Ray: the proof that the core needs none.
 test-core: .venv-core/.installed
 	.venv-core/bin/python -m pytest -q tests/unit
+
+# Code for GPUs, interpreted on a CPU: some minutes, when that code changes.
+test-long: install
+	$(BIN)/python -m pytest -m long tests/model
 
 # What peers may send, and what properties hold for, searched for longer than the tests do.
 fuzz: install

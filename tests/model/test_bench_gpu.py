@@ -41,6 +41,7 @@ def session(budget_s=100.0):
 # ------------------------------------------------------------ the command
 
 
+@pytest.mark.long
 def test_everything_runs_on_a_cpu_and_is_reported(tmp_path, capsys):
     path = tmp_path / "gpu.json"
     assert gpu.main([*ON_A_CPU, "--json", str(path)]) == 0

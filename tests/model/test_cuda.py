@@ -286,6 +286,7 @@ def test_a_step_can_be_prepared_before_the_last_one_is_launched(loaded):
         torch.testing.assert_close(forward.launch(step), logits, rtol=0, atol=0)
 
 
+@pytest.mark.long
 @needs_triton
 def test_over_the_triton_kernels_steps_are_those_of_the_hook():
     check_under_interpreter("interpreted_cuda.py")
@@ -379,6 +380,7 @@ def random_model(num_layers, *, kv_format=KVFormat.FP32):
     )
 
 
+@pytest.mark.long
 def test_layers_share_what_is_compiled_and_compute_the_same():
     num_graphs = {}
     for num_layers in (2, 5):

@@ -28,6 +28,7 @@ HOPPER_SHARED_BYTES = 232448  # that a program may have
 HOPPER_SMS = 132
 
 
+@pytest.mark.long
 @needs_triton
 def test_the_kernels_equal_the_reference_under_the_interpreter():
     check_under_interpreter("interpreted_attention.py")
