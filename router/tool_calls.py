@@ -19,15 +19,6 @@ _decoder = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call. `arguments` is JSON as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class Content:
     """More text for the user."""
 
@@ -112,22 +103,6 @@ class ToolCallParser:
             yield CallArguments(self.num_calls - 1, self._pending[:end])
             fed = self._pending = self._pending[tail.end() :]
             self._has_name = False
-
-
-def parse_tool_calls(text: str, rng: random.Random) -> tuple[str | None, list[ToolCall]]:
-    """Content, None if there is none, and calls of a whole answer."""
-    parser = ToolCallParser(rng)
-    content, begun, arguments = "", dict[int, CallBegun](), dict[int, str]()
-    for delta in [*parser.feed(text), *parser.finish()]:
-        match delta:
-            case Content(more):
-                content += more
-            case CallBegun(index):
-                begun[index] = delta
-            case CallArguments(index, more):
-                arguments[index] = arguments.get(index, "") + more
-    calls = [ToolCall(call.id, call.name, arguments.get(i, "")) for i, call in begun.items()]
-    return content or None, calls
 
 
 def _length_of_partial_mark(text: str) -> int:

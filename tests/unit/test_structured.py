@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from router.tool_calls import (
     CallBegun,
     Content,
     ToolCallParser,
-    parse_tool_calls,
 )
 from tests.schemas import faults, terseness, write_answer
 
@@ -42,6 +42,31 @@ TOOLS = [
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
 OTHER_CALL = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
 NAMED = {"type": "function", "function": {"name": "get"}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call. `arguments` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+def parse_tool_calls(text: str, rng: random.Random) -> tuple[str | None, list[ToolCall]]:
+    """Content, None if there is none, and calls of a whole answer."""
+    parser = ToolCallParser(rng)
+    content, begun, arguments = "", dict[int, CallBegun](), dict[int, str]()
+    for delta in [*parser.feed(text), *parser.finish()]:
+        match delta:
+            case Content(more):
+                content += more
+            case CallBegun(index):
+                begun[index] = delta
+            case CallArguments(index, more):
+                arguments[index] = arguments.get(index, "") + more
+    calls = [ToolCall(call.id, call.name, arguments.get(i, "")) for i, call in begun.items()]
+    return content or None, calls
 
 
 @cache
