@@ -11,7 +11,7 @@ steps, from its beginning. The index takes some 300 bytes a token.
 Sources: prompt lookup decoding, Saxena, 2023; copying with overlap, Ziv and Lempel, 1977.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SIZES = (4, 3, 2)  # tokens, longest first
 LONGER = (16, 8)  # a match is told to be so long, if it is, beyond the longest size
@@ -21,8 +21,7 @@ _BITS = 33
 _MASKS = tuple((1 << _BITS * size) - 1 for size in SIZES)
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The sequence ends with `length` tokens that also end before `start`."""
 
     start: int

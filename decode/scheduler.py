@@ -31,7 +31,9 @@ Sources: continuous batching, Yu et al., Orca, OSDI 2022; two owners of a block,
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from decode.acceptance import Proposer
 from decode.ngram import Match, NgramIndex
@@ -482,7 +484,11 @@ class DecodeScheduler:
             num_tokens = self._take_blocks(running.seq, num_tokens)
             budget_tokens -= num_tokens
             if num_tokens:
-                running.proposal = replace(proposal, num_tokens=num_tokens)
+                running.proposal = (
+                    proposal
+                    if num_tokens == proposal.num_tokens
+                    else msgspec.structs.replace(proposal, num_tokens=num_tokens)
+                )
 
     def _candidates(self, chosen: list[_Running], speculator: Speculator) -> list[Candidate]:
         to_index = INDEXED_TOKENS

@@ -9,9 +9,9 @@ batch makes without it; as that rate changes with what is drafted, it is found b
 So a full batch, where a token more in the pass costs much, or a poor draft, comes to no draft at
 all. What is not drafted is not learned about, hence
 
-    probes     a token each for some sequences where none is worth it; the next comes after twice as
-               many steps if they are wrong, soon if they are kept; all together may cost a small
-               share of the time
+    trials     a few tokens for some sequences where none is worth it, in some steps on end, since
+               the first one finds caches cold; the next trial comes after twice as many steps if
+               they are wrong, soon if they are kept; all may cost a small share of the time
     plain      a step without drafts now and then while there are drafts in all others, since the
     steps      gain is measured against them
     catching   the draft model's own K and V of tokens that it left out, so that full blocks can be
@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
+
 from decode.acceptance import Acceptance, Proposer
 from decode.stepcost import StepCost
 from engine.batch import BatchPlan, BatchResult, Row
@@ -36,25 +38,27 @@ from engine.messages import SeqId
 _LASTING = 32  # steps that a choice is thought to last, for what has to be made up for first
 _LEAST_GAIN = 1.02  # of the rate, for drafting to be worth it
 _ROUNDS = 3
-_PROBED_ROWS = 8  # one token of each
-_FEWEST_STEPS, _MOST_STEPS = 8, 2048  # between two probes
-_SHARES = {"probes": 0.005, "catching up": 0.01}  # of all time
-_CREDIT_STEPS = 400  # of whose time the share is not lost if it is not used
+_TRIED_ROWS = 8
+_TRIED_TOKENS = 2  # of each of these
+_TRIED_STEPS = 5  # on end
+_FEWEST_STEPS, _MOST_STEPS = 8, 2048  # between two trials
+_SHARES = {"trials": 0.006, "catching up": 0.01}  # of all time
+_CREDIT_STEPS = {"trials": 1600, "catching up": 400}  # whose share is not lost if it is not used
 _EARN_EVERY = 16  # steps whose time is shared out together
+_BETWEEN_RATE = 0.1
 _NEARLY = 0.9
 _FIRST_PLAIN, _PLAIN_EVERY = 2, 128  # steps with drafts: at first, and later
 _LEARN_EVERY = 8  # steps without; after many, more rarely
 _SETTLED, _LEARN_EVERY_SETTLED = 256, 64
 _ENOUGH_STEPS = 32  # to learn from, until it is enough
-_LEARN_EVERY_DRAFT = 4  # steps with drafts, then
-_REUSED = 3  # steps in which a choice is still good for the same sequences, then
+_LEARN_EVERY_DRAFT = 16  # steps with drafts, then
+_REUSED = 7  # steps in which a choice is still good for the same sequences, then
 _REST = 15  # steps for which it stays with that nothing is worth it
 _THOUSAND = 1000.0
 MAX_UNSEEN_TOKENS = 1024  # a sequence of which the draft model has left out more is lost to it
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """A sequence of the next step."""
 
     seq_id: SeqId
@@ -64,8 +68,7 @@ class Candidate:
     num_unseen: int = 0  # tokens that the draft model has to compute before it proposes
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True):
     """What is to be drafted for a sequence."""
 
     proposer: Proposer
@@ -108,18 +111,20 @@ class _Option:
 
 
 @dataclass(slots=True)
-class _Probing:
+class _Trials:
     """When a proposer that is not used is tried again."""
 
     interval: int = _FEWEST_STEPS
     num_idle: int = 0  # steps
+    num_left: int = 0  # steps of the trial that is under way
+    num_rows: int = 0  # in it
 
     def is_due(self) -> bool:
         self.num_idle += 1
         return self.num_idle >= self.interval
 
     def used(self) -> None:
-        self.num_idle, self.interval = 0, _FEWEST_STEPS
+        self.num_idle, self.interval, self.num_left = 0, _FEWEST_STEPS, 0
 
     def tried(self) -> None:
         """Until it is known how it went, as if it had failed."""
@@ -137,10 +142,13 @@ class Speculator:
         self._cost = StepCost()
         self._acceptance = Acceptance()
         used = {Proposer.NGRAM: self.uses_ngrams, Proposer.DRAFT: self.uses_draft_model}
-        self._probing = {proposer: _Probing() for proposer, is_used in used.items() if is_used}
-        self._probed: set[SeqId] = set()
+        self._trials = {proposer: _Trials() for proposer, is_used in used.items() if is_used}
+        self._tried: set[SeqId] = set()
         self._step_s: float | None = None  # what steps have been taking
+        self._between_s = 0.0  # what passes between two of them, one right after the other
+        self._last_s: float | None = None  # when the last one ended
         self._credit_s = dict.fromkeys(_SHARES, 0.0)
+        self._advanced_s = 0.0  # for catching up in the present step, as predicted
         self._earned_s, self._num_earned = 0.0, 0  # seconds and steps not shared out yet
         self._had_drafts = False  # the last step, and how many were like it
         self._num_like = 0
@@ -156,7 +164,7 @@ class Speculator:
     @property
     def is_on(self) -> bool:
         """Whether anything is ever drafted."""
-        return bool(self._probing)
+        return bool(self._trials)
 
     def rests(self) -> bool:
         """Whether nothing is to be drafted in the next step, without weighing it again.
@@ -171,7 +179,7 @@ class Speculator:
 
     def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
         """What to draft for each of the sequences of the next step."""
-        if not self._probing or not candidates:
+        if not self._trials or not candidates:
             return [None] * len(candidates)
         if self._num_since_plain >= self._plain_every and self._cost.is_known:
             self._num_since_plain = 0
@@ -190,26 +198,26 @@ class Speculator:
         ]
         used = {proposal.proposer for proposal in proposals if proposal is not None}
         self._num_since_plain += bool(used)
-        self._probe(candidates, proposals, used)
+        self._try(candidates, proposals, used)
         if not any(proposals):
             self._rest()
         return proposals
 
     def _rest(self) -> None:
-        """Stays with nothing for some steps, though not beyond the next probe.
+        """Stays with nothing for some steps, though not beyond the next trial.
 
         One that is due and cannot be paid for yet is not waited for from step to step.
         """
-        waits = [probing.interval - probing.num_idle - 1 for probing in self._probing.values()]
+        waits = [trials.interval - trials.num_idle - 1 for trials in self._trials.values()]
         self._num_rest = min([_REST, *(wait for wait in waits if wait >= 0)])
-        for probing in self._probing.values():
-            probing.num_idle += self._num_rest
+        for trials in self._trials.values():
+            trials.num_idle += self._num_rest
 
     def _choose(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
         """What is best, as far as it is known."""
         proposals: list[Proposal | None] = [None] * len(candidates)
         read = sum(c.context_len for c in candidates) / _THOUSAND
-        base_s = self._cost.plain_s(len(candidates), read)
+        base_s = self._cost.plain_s(len(candidates), read) + self._between_s
         rate = len(candidates) / base_s
         options = [
             option
@@ -292,6 +300,7 @@ class Speculator:
         worth = [(o, num) for o in drafts if (num := o.num_worth(rate, o.max_tokens)) > 0]
         best_depth, best_tokens, best_s = 0, tokens, seconds
         seconds += sum(option.first_s for option, _ in worth) / _LASTING
+        seconds += self._cost.draft_start_s if worth else 0.0
         for depth in range(1, max((num for _, num in worth), default=0) + 1):
             seconds += self._cost.draft_pass_s
             for option, num in worth:
@@ -303,20 +312,20 @@ class Speculator:
         lengths = [(option, min(num, best_depth)) for option, num in worth]
         return lengths, best_tokens, best_s
 
-    # ------------------------------------------------------------ probes and catching up
+    # ------------------------------------------------------------ trials and catching up
 
-    def _probe(
+    def _try(
         self,
         candidates: Sequence[Candidate],
         proposals: list[Proposal | None],
         used: set[Proposer],
     ) -> None:
         """Tries a proposer that has long been idle."""
-        for proposer, probing in self._probing.items():
+        for proposer, trials in self._trials.items():
             if proposer in used:
-                probing.used()
+                trials.used()
                 continue
-            if not probing.is_due():
+            if trials.num_left == 0 and not trials.is_due():
                 continue
             options = [
                 option
@@ -328,25 +337,31 @@ class Speculator:
             if not options:
                 continue
             options.sort(key=lambda o: (-o.match_len, o.first_s))
-            if num_rows := self._afford(options[:_PROBED_ROWS], proposer):
-                probing.tried()
-                for option in options[:num_rows]:
-                    proposals[option.index] = Proposal(proposer, 1, option.match_len)
-                    self._probed.add(candidates[option.index].seq_id)
+            options = options[:_TRIED_ROWS]
+            if trials.num_left == 0:
+                if not (num_rows := self._afford(options, proposer)):
+                    continue
+                trials.tried()
+                trials.num_left, trials.num_rows = _TRIED_STEPS, num_rows
+            trials.num_left -= 1
+            for option in options[: trials.num_rows]:
+                num_tokens = min(_TRIED_TOKENS, option.max_tokens)
+                proposals[option.index] = Proposal(proposer, num_tokens, option.match_len)
+                self._tried.add(candidates[option.index].seq_id)
 
     def _afford(self, options: list[_Option], proposer: Proposer) -> int:
-        """For how many of these a probe is paid: for all, unless what there is will not grow."""
-        pass_s = self._cost.draft_pass_s if proposer is Proposer.DRAFT else 0.0
-        costs_s = accumulate(
-            (option.first_s + option.token_s for option in options),
-            initial=self._cost.verifying_s + pass_s,
-        )
-        credit_s = self._credit_s["probes"]
+        """For how many of these a trial is paid: for all, unless what there is will not grow."""
+        fixed_s = self._cost.verifying_s
+        if proposer is Proposer.DRAFT:
+            fixed_s += self._cost.draft_start_s + _TRIED_TOKENS * self._cost.draft_pass_s
+        rows_s = (_TRIED_TOKENS * o.token_s + o.first_s / _TRIED_STEPS for o in options)
+        costs_s = (_TRIED_STEPS * s for s in accumulate(rows_s, initial=fixed_s))
+        credit_s = self._credit_s["trials"]
         totals_s = [s for s in costs_s if s <= credit_s or not self._cost.is_known]
         is_all = len(totals_s) == len(options) + 1
-        if len(totals_s) <= 1 or not (is_all or credit_s > _NEARLY * self._most_s("probes")):
+        if len(totals_s) <= 1 or not (is_all or credit_s > _NEARLY * self._most_s("trials")):
             return 0
-        self._spend("probes", totals_s[-1])
+        self._spend("trials", totals_s[-1])
         return len(totals_s) - 1
 
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
@@ -354,8 +369,12 @@ class Speculator:
 
         If so it is counted as done.
         """
-        seconds = self._cost.draft_pass_s * num_passes + self._cost.draft_token_s * num_tokens
-        return self._spend("catching up", seconds)
+        pass_s = self._cost.draft_start_s + self._cost.draft_pass_s
+        seconds = pass_s * num_passes + self._cost.draft_token_s * num_tokens
+        if not self._spend("catching up", seconds):
+            return False
+        self._advanced_s = seconds
+        return True
 
     def _spend(self, purpose: str, seconds: float) -> bool:
         if not self._cost.is_known:
@@ -373,29 +392,32 @@ class Speculator:
         """What came of a proposal. One that was not even verified, for its grammar, was wrong."""
         kind = (proposal.proposer, proposal.match_len)
         self._acceptance.learn(seq_id, kind, max(num_drafted, 1), num_accepted)
-        if seq_id in self._probed:
-            self._probed.discard(seq_id)
+        if seq_id in self._tried:
+            self._tried.discard(seq_id)
             if 0 < num_drafted == num_accepted:
-                self._probing[proposal.proposer].interval = _FEWEST_STEPS
+                self._trials[proposal.proposer].interval = _FEWEST_STEPS
 
     def forget(self, seq_id: SeqId) -> None:
         """A sequence is gone."""
         self._acceptance.forget(seq_id)
-        self._probed.discard(seq_id)
+        self._tried.discard(seq_id)
 
-    def observe(self, plan: BatchPlan, result: BatchResult) -> None:
-        """How long a step took. Steps that compute prompts tell nothing about the others."""
+    def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:
+        """How long a step took that just ended. Those that compute prompts tell little."""
         times = result.times
-        if not (self._probing or self.has_draft_model):
+        if not (self._trials or self.has_draft_model):
             return
         if times is None or times.total_s <= 0 or not plan.rows:
             return
         self._earn(times.total_s)
-        has_drafts = False
+        self._learn_between(times.total_s, now_s)
+        advanced_s, self._advanced_s = self._advanced_s, 0.0
+        has_drafts = any(row.max_drafted for row in plan.rows)
+        if advanced_s and not has_drafts:  # all that the draft model did was to catch up
+            self._credit_s["catching up"] += advanced_s - times.draft_s
         for row in plan.rows:
             if row.sampling is None or len(row.token_ids) > 1:
                 return
-            has_drafts = has_drafts or row.max_drafted > 0
         if not self._is_telling(has_drafts=has_drafts):
             return
         drafted = sum(r.num_drafted for r in result.rows)
@@ -408,15 +430,18 @@ class Speculator:
             self._cost.learn_draft(*_draft_work(plan.rows), times.draft_s)
 
     def _is_telling(self, *, has_drafts: bool) -> bool:
-        """Whether a step is one to learn from: after a change of kind, and every few later."""
+        """Whether a step is one to learn from: some after a change of kind, and every few later.
+
+        The first step with drafts finds caches cold.
+        """
         num_like, self._num_like = self._num_like, self._num_like + 1
         if has_drafts != self._had_drafts:
             self._had_drafts, self._num_like = has_drafts, 1
-            return True
+            return not has_drafts
         if self._cost.target.num_since_start < _ENOUGH_STEPS:
             return True
         if has_drafts:
-            return num_like % _LEARN_EVERY_DRAFT == 0
+            return num_like < _TRIED_STEPS or num_like % _LEARN_EVERY_DRAFT == 0
         return num_like % (_LEARN_EVERY if num_like < _SETTLED else _LEARN_EVERY_SETTLED) == 0
 
     def _earn(self, seconds: float) -> None:
@@ -435,8 +460,14 @@ class Speculator:
             self._credit_s[purpose] = min(credit_s, self._most_s(purpose))
         self._earned_s, self._num_earned = 0.0, 0
 
+    def _learn_between(self, seconds: float, now_s: float) -> None:
+        """A step that took so long ended. More than its own time before it was no haste."""
+        last_s, self._last_s = self._last_s, now_s
+        if last_s is not None and 0 <= (between_s := now_s - last_s - seconds) < seconds:
+            self._between_s += _BETWEEN_RATE * (between_s - self._between_s)
+
     def _most_s(self, purpose: str) -> float:
-        return _SHARES[purpose] * _CREDIT_STEPS * (self._step_s or 0.0)
+        return _SHARES[purpose] * _CREDIT_STEPS[purpose] * (self._step_s or 0.0)
 
 
 def _features(rows: Sequence[Row], result: BatchResult, drafted: int) -> tuple[float, ...]:

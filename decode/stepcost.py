@@ -2,7 +2,7 @@
 
     target_s = [1, rows, read, verifies, drafted] · weights     drafted: tokens verified beyond one
                                                                 a row; verifies: 1 if there are any
-    draft_s  = [passes, tokens] · weights                       of the draft model
+    draft_s  = [1, passes, tokens] · weights                    of the draft model
 
 with `read` the tokens of context that attention reads, in thousands, once for each token computed.
 Each is a regression by recursive least squares. Old steps count less and less; errors are relative,
@@ -31,8 +31,8 @@ _CHEAPEST = 1e-3  # a drafted token, as a share of a step
 # Seconds, and how far each may be from the truth.
 _TARGET = (0.9e-3, 0.02e-3, 0.005e-3, 0.02e-3, 0.03e-3)
 _TARGET_SPREAD = (0.5e-3, 0.02e-3, 0.01e-3, 0.5e-3, 0.05e-3)
-_DRAFT = (0.1e-3, 0.002e-3)
-_DRAFT_SPREAD = (0.1e-3, 0.004e-3)
+_DRAFT = (0.03e-3, 0.1e-3, 0.002e-3)
+_DRAFT_SPREAD = (0.1e-3, 0.1e-3, 0.004e-3)
 
 
 class StepFit:
@@ -141,14 +141,19 @@ class StepCost:
         return max(seconds, _CHEAPEST * self.target.weights[0])
 
     @property
+    def draft_start_s(self) -> float:
+        """What the passes of the draft model in one step cost, however few."""
+        return max(self.draft.weights[0], 0.0)
+
+    @property
     def draft_pass_s(self) -> float:
         """One more pass of the draft model."""
-        return max(self.draft.weights[0], 0.0)
+        return max(self.draft.weights[1], 0.0)
 
     @property
     def draft_token_s(self) -> float:
         """One more token in such a pass."""
-        return max(self.draft.weights[1], 0.0)
+        return max(self.draft.weights[2], 0.0)
 
     def learn_target(self, x: Sequence[float], seconds: float) -> None:
         """A step of the target, by its features."""
@@ -161,4 +166,4 @@ class StepCost:
 
     def learn_draft(self, num_passes: int, num_tokens: int, seconds: float) -> None:
         """The draft model's part of a step."""
-        self.draft.learn((num_passes, num_tokens), seconds)
+        self.draft.learn((1.0, num_passes, num_tokens), seconds)

@@ -11,8 +11,9 @@ between 1 and k + 1, and to the same ones that k + 1 steps without a draft would
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine.blocks import BlockId
 from engine.guide import Guide
@@ -20,8 +21,7 @@ from engine.layout import KVLayout
 from engine.messages import Logprobs, Sampling, SeqId
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of a dataclass's time
     """Compute `token_ids` at positions `start`, `start + 1`, …; K and V go into the block table.
 
     With `sampling`, also choose the token that follows; `banned` ids are never chosen. The block
@@ -64,15 +64,13 @@ class Row:
         return len(self.draft) + self.num_to_draft
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(msgspec.Struct, frozen=True):
     """Rows of one forward pass, of different sequences."""
 
     rows: Sequence[Row]
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(msgspec.Struct, frozen=True):
     """What a row came to: nothing where it chooses no token.
 
     `token_ids` are the drafted tokens that were kept and the one that the target chose behind them.
@@ -90,8 +88,7 @@ class RowResult:
         return max(len(self.token_ids) - 1, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(msgspec.Struct, frozen=True):
     """Where a step's time went on the host, in seconds.
 
     A GPU computes while the host goes on: there `forward_s` is the time until the passes are
@@ -109,8 +106,7 @@ class StepTimes:
         return self.draft_s + self.prepare_s + self.forward_s + self.sample_s
 
 
-@dataclass(frozen=True, slots=True)
-class BatchResult:
+class BatchResult(msgspec.Struct, frozen=True):
     """What each row came to, and how long it took where the runner says."""
 
     rows: Sequence[RowResult]

@@ -7,6 +7,8 @@ the transfer endpoint, which never sees a pool.
 
 from dataclasses import dataclass
 
+import msgspec
+
 from engine.blocks import BlockId
 from engine.messages import (
     Cancel,
@@ -87,8 +89,7 @@ Event = FromGateway | GatewayLost | LeaseEnded | PullDone | PullFailed | Adopted
 # ---------------------------------------------------------------- effects
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):  # one a token
     """Send a message to a gateway, in the frame of this step."""
 
     gateway_id: GatewayId

@@ -68,7 +68,7 @@ class Scheduler(Protocol):
         ...
 
 
-Observe = Callable[[BatchPlan, BatchResult], None]
+Observe = Callable[[BatchPlan, BatchResult, float], None]
 
 
 class WorkerCore:
@@ -82,7 +82,7 @@ class WorkerCore:
         *,
         observe: Observe | None = None,
     ) -> None:
-        """`observe` is told what each step was and how long it took."""
+        """`observe` is told what each step was, how long it took, and when it ended."""
         self._schedulers = schedulers
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
@@ -133,7 +133,7 @@ class WorkerCore:
         """Takes the results of the plan in."""
         effects: list[Effect] = []
         if self._observe is not None:
-            self._observe(BatchPlan([row for _, row in self._running]), result)
+            self._observe(BatchPlan([row for _, row in self._running]), result, now_s)
         for (scheduler, row), row_result in zip(self._running, result.rows, strict=True):
             for effect in scheduler.advance(row, row_result, now_s):
                 if isinstance(effect, Adopted):

@@ -423,7 +423,7 @@ class WilfulSpeculator:
     def forget(self, seq_id: SeqId) -> None:
         pass
 
-    def observe(self, plan: BatchPlan, result: BatchResult) -> None:
+    def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:
         pass
 
 

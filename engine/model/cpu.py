@@ -169,18 +169,56 @@ class CpuForward:
         for proposal, token_ids in zip(proposing, drafted, strict=True):
             proposal.token_ids = token_ids
 
+    def drafts_along(self, draft: "CpuForward", proposals: Sequence[Proposal]) -> bool:
+        """Whether `verify` can have `draft` propose in the same call."""
+        both = self._decoder is not None and draft._decoder is not None
+        return both and not has_guide(proposals)
+
+    def draft_and_verify(
+        self,
+        draft: "CpuForward",
+        seen: Sequence[Proposal],
+        proposals: Sequence[Proposal],
+        clock: Clock,
+    ) -> Verified:
+        """`draft.draft` of those of the proposals that are `seen`, and `verify`, as one call."""
+        proposing = [proposal for proposal in seen if proposal.row.num_to_draft > 0]
+        place_of = {id(proposal): place for place, proposal in enumerate(proposals)}
+        for proposal in proposing:
+            proposal.token_ids = [0] * proposal.row.num_to_draft  # to be filled in
+        drafting = speculate.Drafting(
+            draft._decoder,
+            [proposal.seen() for proposal in seen],
+            [place_of[id(proposal)] for proposal in proposing],
+            [proposal.row.num_to_draft for proposal in proposing],
+        )
+        chosen = self._verify(proposals, clock, drafting)
+        for proposal, token_ids in zip(proposing, chosen.drafted, strict=True):
+            proposal.token_ids = token_ids
+        times = chosen.forward_s, chosen.prepare_s, chosen.draft_s
+        return Verified(chosen.token_ids, chosen.logits, *times)
+
     def verify(self, proposals: Sequence[Proposal], masks: Masks, clock: Clock) -> Verified:
         """Has this model compute rows and what is proposed, and choose; one call where it can."""
         if self._decoder is None or has_guide(proposals):
             return verify_by_parts(self, proposals, masks, clock)
-        chosen = speculate.verify(
+        chosen = self._verify(proposals, clock)
+        return Verified(chosen.token_ids, chosen.logits, chosen.forward_s, chosen.prepare_s)
+
+    def _verify(
+        self,
+        proposals: Sequence[Proposal],
+        clock: Clock,
+        drafting: speculate.Drafting | None = None,
+    ) -> speculate.Chosen:
+        return speculate.verify(
             self._decoder,
             [p.row for p in proposals],
             [None if p.row.sampling is None else p.choice(0) for p in proposals],
             [p.token_ids for p in proposals],
             clock,
+            drafting,
         )
-        return Verified(*chosen)
 
     def _fused(self, team: Team) -> Decoder | None:
         """The model as one call, if it is of that shape and gives the model's own logits."""

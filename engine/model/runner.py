@@ -32,6 +32,7 @@ from engine.model.cpu import CpuForward
 from engine.model.cuda import CudaForward
 from engine.model.draft import Masks, Proposal
 from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
+from engine.model.verify import Verified
 
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
@@ -163,27 +164,35 @@ class TorchRunner:
         begin_s = self._clock.now_s()
         with torch.inference_mode():
             proposals = [_proposed(row) for row in plan.rows]
-            self._draft(proposals)
-            drafted_s = self._clock.now_s()
-            verified = self._forward.verify(proposals, self._masks, self._clock)
+            verified = self._drafted_and_verified(proposals)
             results = verify.results(proposals, verified.chosen, verified.logits)
-        computed_s = verified.prepare_s + verified.forward_s
+        computed_s = verified.prepare_s + verified.forward_s + verified.draft_s
         self.last_times = StepTimes(
             prepare_s=verified.prepare_s,
             forward_s=verified.forward_s,
-            sample_s=self._clock.now_s() - drafted_s - computed_s,
-            draft_s=drafted_s - begin_s,
+            sample_s=self._clock.now_s() - begin_s - computed_s,
+            draft_s=verified.draft_s,
         )
         return BatchResult(results, self.last_times)
 
-    def _draft(self, proposals: Sequence[Proposal]) -> None:
-        """Runs the draft model, if there is one, over the rows that it shall see."""
-        if self.draft_forward is None:
-            return
+    def _drafted_and_verified(self, proposals: Sequence[Proposal]) -> Verified:
+        """Runs the draft model over the rows that it shall see, and the target over all."""
+        draft, clock = self.draft_forward, self._clock
         seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
-        if seen:
-            seen.sort(key=_num_to_draft, reverse=True)
-            self.draft_forward.draft(seen, self._masks)
+        if draft is None or not seen:
+            return self._forward.verify(proposals, self._masks, clock)
+        seen.sort(key=_num_to_draft, reverse=True)
+        if (
+            isinstance(self._forward, CpuForward)
+            and isinstance(draft, CpuForward)
+            and seen[0].row.num_to_draft > 0
+            and self._forward.drafts_along(draft, proposals)
+        ):
+            return self._forward.draft_and_verify(draft, seen, proposals, clock)
+        begin_s = clock.now_s()
+        draft.draft(seen, self._masks)
+        draft_s = clock.now_s() - begin_s
+        return self._forward.verify(proposals, self._masks, clock)._replace(draft_s=draft_s)
 
     def warm_up(self, clock: Clock | None = None) -> float:
         """Runs a chunk and a step on blocks that nobody owns yet; the seconds that they took."""

@@ -31,6 +31,7 @@ class Verified(NamedTuple):
     logits: torch.Tensor  # [wanted, vocab]
     forward_s: float
     prepare_s: float
+    draft_s: float = 0.0  # of a draft model's passes, where they were part of it
 
 
 def verify_by_parts(
@@ -85,6 +86,9 @@ def results(
 ) -> list[RowResult]:
     """What each row comes to, from the tokens `chosen` for its choices."""
     kept = _kept(proposals, chosen)
+    if not any(map(_asks_for_logprobs, proposals)):
+        pairs = zip(proposals, kept, strict=True)
+        return [RowResult(tokens, len(proposal.token_ids)) for proposal, tokens in pairs]
     logprobs = _logprobs(proposals, kept, logits)
     scored = _scored(proposals, logits[len(chosen) :])
     return [
@@ -109,6 +113,11 @@ def _kept(proposals: Sequence[Proposal], chosen: Sequence[int]) -> list[tuple[in
         kept.append(tuple(chosen[begin:end]))
         begin += len(proposal.token_ids) + 1
     return kept
+
+
+def _asks_for_logprobs(proposal: Proposal) -> bool:
+    row = proposal.row
+    return bool(row.scored) or (row.sampling is not None and row.sampling.logprobs is not None)
 
 
 def _logprobs(

@@ -7,14 +7,17 @@ What a gateway does is done in its simplest form: all is sent at once, and what 
 is sent again, as it stands then, when another request has ended.
 """
 
+import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from decode.acceptance import Proposer
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculator
+from decode.speculation import Candidate, Proposal, Speculator
 from engine.blocks import BlockId, BlockPool
 from engine.config import Speculate
 from engine.events import (
@@ -88,6 +91,32 @@ class Asked:
         )
 
 
+class KeenSpeculator(Speculator):
+    """Where the real one, which looks at the machine, drafts nothing, the lot decides."""
+
+    def __init__(self, mode: Speculate, **options: Any) -> None:
+        super().__init__(mode, **options)
+        self._rng = random.Random(0)
+
+    def rests(self) -> bool:
+        return False
+
+    def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
+        proposals = super().plan(candidates)
+        return [
+            proposal or self._by_lot(candidate)
+            for proposal, candidate in zip(proposals, candidates, strict=True)
+        ]
+
+    def _by_lot(self, candidate: Candidate) -> Proposal | None:
+        ways = [Proposer.DRAFT] if self.uses_draft_model else []
+        ways += [Proposer.NGRAM] if self.uses_ngrams and candidate.match_len else []
+        if not ways or candidate.max_tokens == 0 or self._rng.randrange(4):
+            return None
+        way, num_tokens = self._rng.choice(ways), self._rng.randint(1, candidate.max_tokens)
+        return Proposal(way, num_tokens, candidate.match_len if way is Proposer.NGRAM else 0)
+
+
 class Worker:
     """A core over an opened runner, whose pool is empty."""
 
@@ -102,13 +131,14 @@ class Worker:
         max_running: int = 32,
         num_blocks: int | None = None,
         growth_tokens: int = 128,
+        speculator: type[Speculator] = Speculator,
     ) -> None:
         self.address = TransferAddress(WorkerId(name), Incarnation(name), "")
         self.runner = runner
         self.inbox: deque[Event] = deque()
         self.pool = BlockPool(num_blocks or runner.num_blocks)
         size = runner.layout.block_size
-        self.speculator = Speculator(
+        self.speculator = speculator(
             speculate, max_draft_tokens=8, has_draft_model=runner.draft_forward is not None
         )
         self.schedulers: list[Scheduler] = []

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -107,7 +106,7 @@ def acceptance(bench, *, num_to_draft=3, num_steps=12):
         token_ids, start, num = prompt, 0, 0
         for _ in range(num_steps):
             row = Row(SeqId("s"), token_ids, start, table, GREEDY[0].sampling)
-            row = replace(row, draft_token_ids=token_ids, num_to_draft=num)
+            row = msgspec.structs.replace(row, draft_token_ids=token_ids, num_to_draft=num)
             [result] = runner.run(BatchPlan([row])).rows
             drafts.append((result.num_drafted, result.num_accepted, 1))
             start += len(token_ids) + result.num_accepted

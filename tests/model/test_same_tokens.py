@@ -10,7 +10,7 @@ from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL
 from engine.config import Speculate, WeightFormat
 from engine.grammars import LlGuides
 from engine.messages import Grammar, GrammarKind, Role, Sampling
-from tests.model.pools import Asked, Pools, Worker, counted
+from tests.model.pools import Asked, KeenSpeculator, Pools, Worker, counted
 
 pytestmark = pytest.mark.torch
 
@@ -108,15 +108,36 @@ def check(found: list[Asked], expected: list[Asked]) -> None:
 
 @pytest.mark.parametrize("speculate", [Speculate.NGRAM, Speculate.DRAFT, Speculate.AUTO])
 def test_speculation_changes_no_token_colocated(runners, guides, expected, speculate):
-    worker = Worker("mixed", Role.MIXED, runners[0], speculate=speculate, guides=guides)
+    worker = Worker(
+        "mixed",
+        Role.MIXED,
+        runners[0],
+        speculate=speculate,
+        guides=guides,
+        speculator=KeenSpeculator,
+    )
     check(Pools(worker, worker).answer(requests(NUM_REQUESTS, seed=1)), expected)
     assert _num_drafted(worker) > 0
 
 
 @pytest.mark.parametrize("speculate", list(Speculate))
 def test_speculation_changes_no_token_handed_over(runners, guides, expected, speculate):
-    source = Worker("prefill", Role.PREFILL, runners[0], speculate=speculate, guides=guides)
-    sink = Worker("decode", Role.DECODE, runners[1], speculate=speculate, guides=guides)
+    source = Worker(
+        "prefill",
+        Role.PREFILL,
+        runners[0],
+        speculate=speculate,
+        guides=guides,
+        speculator=KeenSpeculator,
+    )
+    sink = Worker(
+        "decode",
+        Role.DECODE,
+        runners[1],
+        speculate=speculate,
+        guides=guides,
+        speculator=KeenSpeculator,
+    )
     check(Pools(source, sink).answer(requests(NUM_REQUESTS, seed=1)), expected)
     assert (_num_drafted(sink) > 0) == (speculate is not Speculate.OFF)
 
@@ -132,6 +153,7 @@ def test_sequences_that_had_to_go_for_want_of_memory_come_back_with_the_same_tok
         runners[1],
         speculate=speculate,
         guides=guides,
+        speculator=KeenSpeculator,
         num_blocks=24,
         growth_tokens=1,  # nobody is kept out for what others may need later
     )
@@ -146,7 +168,14 @@ def test_other_requests_are_no_exception(runners, guides, seed, speculate):
     plain = Worker("plain", Role.MIXED, runners[0], guides=guides)
     wanted = Pools(plain, plain).answer(requests(12, seed))
     source = Worker("prefill", Role.PREFILL, runners[0], guides=guides)
-    sink = Worker("decode", Role.DECODE, runners[1], speculate=speculate, guides=guides)
+    sink = Worker(
+        "decode",
+        Role.DECODE,
+        runners[1],
+        speculate=speculate,
+        guides=guides,
+        speculator=KeenSpeculator,
+    )
     check(Pools(source, sink).answer(requests(12, seed)), wanted)
 
 

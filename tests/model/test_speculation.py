@@ -6,11 +6,11 @@ proposed, what was kept. What they come to is compared with what they come to wi
 
 import random
 from array import array
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -505,7 +505,7 @@ def test_a_grammar_cuts_off_what_it_does_not_allow(pair):
     allowed = np.flatnonzero(client.guide._allowed(client.answer))
     refused = [i for i in range(VOCAB_SIZE) if not client.guide._allowed([*client.answer, 400])[i]]
     for draft, num in (([int(allowed[0])], 1), ([], 0), ([refused[0]] * 4, None)):
-        again = replace(row, draft=draft)
+        again = msgspec.structs.replace(row, draft=draft)
         (result,) = pair.run(BatchPlan([again])).rows
         expected = client.guide.num_allowed(draft) if num is None else num
         assert result.num_drafted == expected

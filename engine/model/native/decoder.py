@@ -11,7 +11,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,7 @@ class Decoder:
         self._keep = keep
         self._handle: int | None = None
         self.vocab_size = struct.head.rows
+        self._logits = torch.empty(0, self.vocab_size)
 
     def weights(self) -> Iterator[native.Weight]:
         """Every matrix, as this decoder sees it. Changes count from the next `open` on."""
@@ -110,6 +111,12 @@ class Decoder:
         )
         return logits
 
+    def logits(self, num_rows: int) -> torch.Tensor:
+        """Memory [num_rows, vocab] for a call's logits: the same one for every call."""
+        if num_rows > len(self._logits):
+            self._logits = torch.empty(2 * num_rows, self.vocab_size)
+        return self._logits[:num_rows]
+
     def draft(self, rows: PackedRows, logits: torch.Tensor, proposals: native.Proposals) -> None:
         """All passes of a draft model: fills `proposals`.
 
@@ -127,11 +134,31 @@ class Decoder:
         run = self._team.library.baton_decoder_verify
         self._run(run, rows, logits, choices)
 
+    def draft_and_verify(
+        self,
+        rows: PackedRows,
+        logits: torch.Tensor,
+        choices: native.Choices,
+        *,
+        draft: "Decoder",
+        seen: PackedRows,
+        drafting: native.Drafting,
+    ) -> None:
+        """As `verify`, after `draft`, which computes the rows `seen`, has made its proposals."""
+        run = self._team.library.baton_decoder_speculate
+        more = draft._handle, ctypes.byref(seen.struct), ctypes.byref(drafting)
+        self._run(run, rows, logits, choices, *more)
+
     def _run(
-        self, run: Callable, rows: PackedRows, logits: torch.Tensor, struct: ctypes.Structure
+        self,
+        run: Callable,
+        rows: PackedRows,
+        logits: torch.Tensor,
+        struct: ctypes.Structure,
+        *more: object,
     ) -> None:
         pointers = ctypes.byref(rows.struct), logits.data_ptr(), ctypes.byref(struct)
-        if not run(self._handle, *pointers):
+        if not run(self._handle, *pointers, *more):
             raise IndexError(f"a choice names ids beyond a vocabulary of {self.vocab_size}")
 
     def pack(self, rows: Sequence[Row], ahead: Sequence[int] = ()) -> PackedRows:
@@ -141,18 +168,26 @@ class Decoder:
 
 def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> PackedRows:
     """Rows as the kernels read them; the first may go on for as many tokens as `ahead` says."""
-    reach = [row.end + num for row, num in zip_longest(rows, ahead, fillvalue=0)]
-    tables = [
-        row.block_table[: -(-end // block_size)] for row, end in zip(rows, reach, strict=True)
-    ]
-    token_ids = array("q", chain.from_iterable(row.token_ids for row in rows))
-    lens = array("i", [len(row.token_ids) for row in rows])
-    ends = array("i", [row.end for row in rows])
-    blocks = array("i", chain.from_iterable(tables))
-    table_lens = array("i", map(len, tables))
-    assert all(num * block_size >= end for num, end in zip(table_lens, reach, strict=True))
-    arrays = token_ids, lens, ends, blocks, table_lens
-    return PackedRows(native.Ragged(*map(address_of, arrays), len(rows)), arrays)
+    token_ids: list[int] = []
+    lens: list[int] = []
+    ends: list[int] = []
+    table_lens: list[int] = []
+    blocks: list[int] = []
+    for row, num_ahead in zip_longest(rows, ahead, fillvalue=0):
+        token_ids += row.token_ids
+        num_tokens = len(row.token_ids)
+        end = row.start + num_tokens
+        num_blocks = -(-(end + num_ahead) // block_size)
+        assert len(row.block_table) >= num_blocks
+        lens.append(num_tokens)
+        ends.append(end)
+        table_lens.append(num_blocks)
+        blocks += row.block_table[:num_blocks]
+    ids, numbers = array("q", token_ids), array("i", lens + ends + table_lens + blocks)
+    first, num_rows = address_of(numbers), len(lens)
+    nth = [first + n * num_rows * numbers.itemsize for n in range(4)]
+    struct = native.Ragged(address_of(ids), nth[0], nth[1], nth[3], nth[2], num_rows)
+    return PackedRows(struct, (ids, numbers))
 
 
 def address_of(numbers: "array[int]") -> int:

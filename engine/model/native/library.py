@@ -6,7 +6,7 @@ whoever makes one keeps the tensors alive (`keep`).
 
 import ctypes
 import logging
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -178,27 +178,12 @@ class Changes(Structure):
     )
 
 
-class Draw(Structure):
-    """How a row's token is chosen; `top_k` is 0 or below the size of the vocabulary."""
-
-    _fields_ = (
-        ("temperature", c_double),
-        ("top_p", c_double),
-        ("min_p", c_double),
-        ("seed", c_uint64),
-        ("position", c_int64),
-        ("top_k", c_int32),
-        ("unused", c_int32),
-        ("changes", c_void_p),
-    )
-
-
 class Proposals(Structure):
     """How many tokens each row proposes, how it chooses them, and where they go."""
 
     _fields_ = (
         ("counts", c_void_p),
-        ("draws", POINTER(Draw)),
+        ("draws", c_void_p),
         ("token_ids", c_void_p),
         ("num_rows", c_int32),
         ("unused", c_int32),
@@ -211,10 +196,23 @@ class Choices(Structure):
     _fields_ = (
         ("counts", c_void_p),
         ("scored", c_void_p),
-        ("draws", POINTER(Draw)),
+        ("draws", c_void_p),
         ("proposed", c_void_p),
         ("token_ids", c_void_p),
         ("forward_s", c_double),
+    )
+
+
+class Drafting(Structure):
+    """Which rows of a verification a draft model proposes for first, and how many tokens."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("counts", c_void_p),
+        ("logits", c_void_p),
+        ("num_rows", c_int32),
+        ("unused", c_int32),
+        ("seconds", c_double),
     )
 
 
@@ -260,9 +258,16 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (c_void_p, POINTER(Ragged), c_void_p, POINTER(Choices)),
     ),
+    "baton_decoder_speculate": (
+        c_int32,
+        (
+            *(c_void_p, POINTER(Ragged), c_void_p, POINTER(Choices)),
+            *(c_void_p, POINTER(Ragged), POINTER(Drafting)),
+        ),
+    ),
     "baton_sample": (
         c_int32,
-        (c_void_p, c_void_p, c_int32, c_int32, POINTER(Draw), c_void_p),
+        (c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p),
     ),
 }
 

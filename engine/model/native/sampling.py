@@ -4,18 +4,21 @@ from array import array
 from collections.abc import Sequence
 from ctypes import addressof
 from functools import lru_cache
+from struct import Struct
 
 import numpy as np
 import torch
 
 from engine.messages import TokenId
 from engine.model.changes import Choice, limited
-from engine.model.native.library import Changes, Draw
+from engine.model.native.library import Changes
 from engine.model.native.matrix import Team
 
 MASK_64 = 2**64 - 1
 CACHED_BIASES = 256
 NUMBER_BYTES = 4
+# The kernels' `Draw`: temperature, top_p, min_p, seed, position, top_k (0: all), 0, changes.
+DRAW = Struct("=dddQqiiQ")
 
 
 def sample(logits: torch.Tensor, choices: Sequence[Choice], *, team: Team) -> torch.Tensor:
@@ -28,7 +31,7 @@ def sample(logits: torch.Tensor, choices: Sequence[Choice], *, team: Team) -> to
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
     kept: list[object] = []  # what draws hold the addresses of
-    draws = (Draw * num_rows)(*[draw_of(choice, vocab, kept) for choice in choices])
+    draws = draws_of(choices, vocab, kept)
     is_done = team.library.baton_sample(
         team.handle, logits.data_ptr(), vocab, num_rows, draws, tokens.data_ptr()
     )
@@ -37,10 +40,16 @@ def sample(logits: torch.Tensor, choices: Sequence[Choice], *, team: Team) -> to
     return tokens
 
 
-def draw_of(choice: Choice, vocab: int, kept: list[object]) -> Draw:
-    """The choice as the kernels see it; valid as long as what is appended to `kept` is."""
+def draws_of(choices: Sequence[Choice], vocab: int, kept: list[object]) -> int:
+    """Address of the choices as the kernels see them; good as long as what `kept` gets is kept."""
+    draws = array("B", b"".join([_draw(choice, vocab, kept) for choice in choices]))
+    kept.append(draws)
+    return draws.buffer_info()[0]
+
+
+def _draw(choice: Choice, vocab: int, kept: list[object]) -> bytes:
     sampling = choice.sampling
-    return Draw(
+    return DRAW.pack(
         sampling.temperature,
         sampling.top_p,
         sampling.min_p,
@@ -48,7 +57,7 @@ def draw_of(choice: Choice, vocab: int, kept: list[object]) -> Draw:
         choice.position,
         sampling.top_k if 0 < sampling.top_k < vocab else 0,
         0,
-        None if choice.is_plain else _changes(choice, kept),
+        0 if choice.is_plain else _changes(choice, kept),
     )
 
 

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -12,16 +12,31 @@ from engine.clock import Clock
 from engine.model.changes import Choice
 from engine.model.native import library as native
 from engine.model.native.decoder import Decoder, address_of
-from engine.model.native.sampling import draw_of
+from engine.model.native.sampling import draws_of
+
+
+class Drafting(NamedTuple):
+    """A draft model, and rows of a verification for which it is to propose tokens first.
+
+    `seen` are rows as it computes them; the first ones propose, as many as `rows` says which they
+    are in the verification. `counts`, none greater than the one before, is how many tokens each.
+    """
+
+    decoder: Decoder
+    seen: Sequence[Row]
+    rows: Sequence[int]
+    counts: Sequence[int]
 
 
 class Chosen(NamedTuple):
     """What came of a verification."""
 
     token_ids: list[int]  # row by row: the choice in the place of each proposed token, and behind
-    logits: torch.Tensor  # [choices, then scored tokens; vocab]
+    logits: torch.Tensor  # [choices, then scored tokens; vocab], until the next call
     forward_s: float
     prepare_s: float
+    drafted: Sequence[list[int]] = ()  # of each row that was drafted for
+    draft_s: float = 0.0
 
 
 def draft(
@@ -34,21 +49,14 @@ def draft(
     the vocabulary.
     """
     num_rows, longest = len(choices), counts[0]
-    numbers, token_ids = array("i", counts), array("i", bytes(4 * num_rows * longest))
+    numbers, proposed = array("i", counts), array("i", bytes(4 * num_rows * longest))
     kept: list[object] = []
-    proposals = native.Proposals(
-        counts=address_of(numbers),
-        draws=_draws(choices, decoder.vocab_size, kept),
-        token_ids=address_of(token_ids),
-        num_rows=num_rows,
-    )
-    logits = torch.empty(num_rows, decoder.vocab_size)
-    decoder.draft(decoder.pack(rows, ahead=counts), logits, proposals)
+    draws = draws_of(choices, decoder.vocab_size, kept)
+    proposals = native.Proposals(address_of(numbers), draws, address_of(proposed), num_rows)
+    decoder.draft(decoder.pack(rows, ahead=counts), decoder.logits(num_rows), proposals)
+    token_ids = proposed.tolist()
     starts = range(0, num_rows * longest, longest)
-    return [
-        token_ids[start : start + count].tolist()
-        for start, count in zip(starts, counts, strict=True)
-    ]
+    return [token_ids[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
 def verify(
@@ -57,35 +65,46 @@ def verify(
     choices: Sequence[Choice | None],
     proposed: Sequence[Sequence[int]],
     clock: Clock,
+    drafting: Drafting | None = None,
 ) -> Chosen:
     """Computes each row and what is proposed behind it, and chooses in the place of all that.
 
     A row's choice says how the token behind its own is chosen; it has None if nothing is chosen,
-    nor proposed. Raises IndexError where an id that a choice names is not in the vocabulary.
+    nor proposed. With `drafting`, what `proposed` holds for its rows is replaced first. Raises
+    IndexError where an id that a choice names is not in the vocabulary.
     """
     begin_s = clock.now_s()
     lens = [len(token_ids) for token_ids in proposed]
     pairs = zip(choices, lens, strict=True)
-    counts = array("i", [0 if choice is None else 1 + length for choice, length in pairs])
-    scored = array("i", [len(row.scored) for row in rows])
-    behind = array("i", chain.from_iterable(proposed))
-    num_choices = sum(counts)
+    counts = [0 if choice is None else 1 + length for choice, length in pairs]
+    scored = [len(row.scored) for row in rows]
+    num_rows, num_choices = len(counts), sum(counts)
+    numbers = array("i", [*counts, *scored, *chain.from_iterable(proposed)])
+    nth = [address_of(numbers) + n * num_rows * numbers.itemsize for n in range(3)]
     token_ids = array("q", bytes(8 * num_choices))
-    logits = torch.empty(num_choices + sum(scored), decoder.vocab_size)
+    logits = decoder.logits(num_choices + sum(scored))
     kept: list[object] = []
-    struct = native.Choices(
-        counts=address_of(counts),
-        scored=address_of(scored),
-        draws=_draws([c for c in choices if c is not None], decoder.vocab_size, kept),
-        proposed=address_of(behind),
-        token_ids=address_of(token_ids),
-    )
+    draws = draws_of([c for c in choices if c is not None], decoder.vocab_size, kept)
+    struct = native.Choices(nth[0], nth[1], draws, nth[2], address_of(token_ids))
     packed = decoder.pack(rows, ahead=lens)
+    if drafting is None:
+        prepared_s = clock.now_s()
+        decoder.verify(packed, logits, struct)
+        return Chosen(token_ids.tolist(), logits, struct.forward_s, prepared_s - begin_s)
+    which = array("i", [*drafting.rows, *drafting.counts])
+    num_drafting = len(drafting.rows)
+    order = native.Drafting(
+        rows=address_of(which),
+        counts=address_of(which) + num_drafting * which.itemsize,
+        logits=drafting.decoder.logits(num_drafting).data_ptr(),
+        num_rows=num_drafting,
+    )
+    seen = drafting.decoder.pack(drafting.seen, ahead=drafting.counts)
     prepared_s = clock.now_s()
-    decoder.verify(packed, logits, struct)
-    return Chosen(token_ids.tolist(), logits, struct.forward_s, prepared_s - begin_s)
-
-
-def _draws(choices: Sequence[Choice], vocab_size: int, kept: list[object]) -> object:
-    """The choices as the kernels see them; `kept` keeps alive what they have the addresses of."""
-    return (native.Draw * len(choices))(*[draw_of(choice, vocab_size, kept) for choice in choices])
+    decoder.draft_and_verify(
+        packed, logits, struct, draft=drafting.decoder, seen=seen, drafting=order
+    )
+    ends = list(accumulate(lens, initial=2 * num_rows))
+    drafted = [numbers[ends[row] : ends[row + 1]].tolist() for row in drafting.rows]
+    times = struct.forward_s, prepared_s - begin_s
+    return Chosen(token_ids.tolist(), logits, *times, drafted, order.seconds)

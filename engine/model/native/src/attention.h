@@ -228,7 +228,7 @@ class Attention {
     float* keys = scratch;                     // [kTile / kPanel][padded][kPanel]
     float* values = keys + kTile * padded_;    // [kTile][padded]
     float* scores = values + kTile * padded_;  // [queries, kTile]
-    std::fill_n(keys, 2 * kTile * padded_, 0.0f);  // what pads a head stays so
+    if (padded_ != cache_.head_dim) std::fill_n(keys, 2 * kTile * padded_, 0.0f);  // pads stay so
     alignas(64) float key_scales[kTile], value_scales[kTile];
     Places keys_at[2], values_at[2];  // of this tile and the next
     const int begin = std::max(partition * kPartition, oldest / kTile * kTile);

@@ -124,13 +124,19 @@ void baton_decoder_forward(void* decoder, const Ragged* rows, const Wanted* want
   static_cast<Decoder*>(decoder)->forward(*rows, *wanted);
 }
 
-// The following two return 0 if a draw names an id that is not in the vocabulary, else 1.
+// The following three return 0 if a draw names an id that is not in the vocabulary, else 1.
 int32_t baton_decoder_draft(void* decoder, const Ragged* rows, float* logits,
                             const Proposals* proposals) {
   return Drafter(*static_cast<Decoder*>(decoder), *rows, logits, *proposals).run();
 }
 int32_t baton_decoder_verify(void* decoder, const Ragged* rows, float* logits, Choices* choices) {
   return Verifier(*static_cast<Decoder*>(decoder), *rows, logits, *choices).run();
+}
+// Both, one after the other.
+int32_t baton_decoder_speculate(void* decoder, const Ragged* rows, float* logits, Choices* choices,
+                                void* draft, const Ragged* seen, Drafting* drafting) {
+  return propose(*static_cast<Decoder*>(draft), *seen, *drafting, *choices, rows->num_rows) &&
+         Verifier(*static_cast<Decoder*>(decoder), *rows, logits, *choices).run();
 }
 
 // The token of each row of logits [num_rows, vocab]. Returns 0 if one is none, for a draw names an

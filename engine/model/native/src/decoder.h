@@ -376,6 +376,7 @@ class Decoder {
       rms_norm(y, norm, m_.hidden, m_.epsilon, y);
       for (int i = 0; i < m_.hidden; ++i) sum[i] += y[i];
     }
+    team_.barrier();  // the head shares its rows out otherwise
   }
 
   void head(int thread) {

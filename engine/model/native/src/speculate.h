@@ -8,7 +8,7 @@
 
 namespace baton {
 
-// Mirrored in library.py, as is the following one.
+// Mirrored in library.py, as are the following two.
 struct Proposals {
   const int32_t* counts;  // [num_rows]: how many tokens each row proposes, none more than the last
   const Draw* draws;      // [num_rows]: how it chooses the first of them
@@ -22,10 +22,24 @@ struct Choices {
                             // proposed and one in the place of each of these; or none
   const int32_t* scored;    // [num_rows]: of its first so many tokens, logits are wanted too
   const Draw* draws;        // of the rows that choose, how they choose the first token
-  const int32_t* proposed;  // row by row
+  int32_t* proposed;        // row by row
   int64_t* token_ids;       // row by row: the choices
   double forward_s;         // set to what the pass took
 };
+
+// Rows of a verification whose tokens a draft model is to propose first.
+struct Drafting {
+  const int32_t* rows;    // [num_rows]: which they are, in the order in which the draft sees them
+  const int32_t* counts;  // [num_rows]: as in Proposals
+  float* logits;          // [num_rows, vocab]: memory to work in
+  int32_t num_rows;
+  int32_t unused;
+  double seconds;         // set to what all passes of the draft took
+};
+
+inline double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
 
 // Chooses tokens by all threads of a team.
 class Chooser {
@@ -169,8 +183,7 @@ class Verifier {
   bool run() {
     const auto begin = std::chrono::steady_clock::now();
     decoder_.forward(rows_, {keep_.data(), logits_, static_cast<int32_t>(keep_.size()), 0});
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-    of_.forward_s = took.count();
+    of_.forward_s = seconds_since(begin);
     Chooser chooser(decoder_.team(), decoder_.vocab());
     return asks_.empty() || chooser.choose(asks_, logits_, of_.token_ids);
   }
@@ -184,5 +197,30 @@ class Verifier {
   std::vector<Chooser::Ask> asks_;
   Ragged rows_;
 };
+
+// Has a draft model propose for rows of a verification: fills their places in `choices.proposed`.
+// `seen`: the rows as it computes them. False as above.
+inline bool propose(Decoder& draft, const Ragged& seen, Drafting& drafting, const Choices& choices,
+                    int num_rows) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<int> draw_of(num_rows), place_of(num_rows);
+  for (int r = 0, draw = 0, place = 0; r < num_rows; ++r) {
+    draw_of[r] = draw;
+    place_of[r] = place;
+    draw += choices.counts[r] > 0;
+    place += std::max(choices.counts[r] - 1, 0);
+  }
+  const int num = drafting.num_rows, longest = drafting.counts[0];
+  std::vector<Draw> draws(num);
+  std::vector<int32_t> token_ids(static_cast<size_t>(num) * longest);
+  for (int i = 0; i < num; ++i) draws[i] = choices.draws[draw_of[drafting.rows[i]]];
+  const Proposals proposals{drafting.counts, draws.data(), token_ids.data(), num, 0};
+  if (!Drafter(draft, seen, drafting.logits, proposals).run()) return false;
+  for (int i = 0; i < num; ++i)
+    std::copy_n(token_ids.data() + static_cast<size_t>(i) * longest, drafting.counts[i],
+                choices.proposed + place_of[drafting.rows[i]]);
+  drafting.seconds = seconds_since(begin);
+  return true;
+}
 
 }  // namespace baton
