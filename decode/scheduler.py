@@ -54,7 +54,7 @@ from engine.events import (
     StartPull,
 )
 from engine.guide import Guides
-from engine.intake import Intake
+from engine.intake import Intake, ReadPrompt, read_prompt
 from engine.messages import (
     PREEMPTED,
     Cancel,
@@ -68,7 +68,7 @@ from engine.messages import (
     Tokens,
 )
 from engine.sequence import Sequence
-from engine.worker import Scheduled
+from engine.worker import Scheduled, Workload
 
 INDEXED_TOKENS = 256  # of long prompts together, in one step
 CATCH_UP_TOKENS = 512  # that the draft model makes up for in one step, of sequences that it leaves
@@ -109,10 +109,12 @@ class DecodeScheduler:
         guides: Guides | None = None,
         vocab_size: int | None = None,
         context_len: int | None = None,
+        read: ReadPrompt = read_prompt,
     ) -> None:
         """Where the runner has a draft model there must be a speculator, be it one that drafts
         nothing: it sees to it that blocks are complete. Without `guides`, sequences with a grammar
-        are given back; so are those that do not fit the vocabulary or the context.
+        are given back; so are those that do not fit the vocabulary or the context. `read` as in
+        `engine.intake.Intake`.
         """
         self._pool = pool
         self._block_size = block_size
@@ -120,7 +122,7 @@ class DecodeScheduler:
         self._growth_tokens = growth_tokens
         self._speculator = speculator
         self._has_draft_model = speculator is not None and speculator.has_draft_model
-        self._intake = Intake(block_size, guides, vocab_size, context_len)
+        self._intake = Intake(block_size, guides, vocab_size, context_len, read)
         self._queued: OrderedDict[SeqId, _Arriving] = OrderedDict()
         self._arriving: dict[SeqId, _Arriving] = {}
         self._running: dict[SeqId, _Running] = {}  # oldest first
@@ -136,6 +138,17 @@ class DecodeScheduler:
     def num_running(self) -> int:
         """Sequences that generate."""
         return len(self._running)
+
+    @property
+    def workload(self) -> Workload:
+        """The sequences here, at their present lengths; those that were cancelled do not count."""
+        seqs = [a.seq for a in (*self._queued.values(), *self._arriving.values())]
+        seqs += [running.seq for running in self._running.values()]
+        return Workload(
+            decode_seqs=len(seqs),
+            decode_blocks=sum(seq.num_blocks for seq in seqs),
+            context_tokens=sum(len(seq.token_ids) for seq in seqs),
+        )
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -202,13 +215,7 @@ class DecodeScheduler:
         if (fault := seq.fault) is not None:
             self._leave(row.seq_id)
             return [Emit(seq.gateway_id, GivenBack(row.seq_id, fault, hopeless=True))]
-        finish = None
-        taken: list[int] = []
-        for token in result.token_ids:
-            taken.append(token)
-            finish = seq.append(token)
-            if finish is not None:
-                break  # what was kept behind the end is not wanted
+        taken, finish = seq.extend(result.token_ids)  # what is behind the end is not wanted
         num_accepted = min(result.num_accepted, len(taken))
         num_computed = len(row.token_ids) + num_accepted
         seq.advance(num_computed, self._pool, num_draft_tokens=self._num_seen(row, result, seq))

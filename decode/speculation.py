@@ -36,7 +36,7 @@ from engine.config import Speculate
 from engine.messages import SeqId
 
 _LASTING = 32  # steps that a choice is thought to last, for what has to be made up for first
-_LEAST_GAIN = 1.02  # of the rate, for drafting to be worth it
+_LEAST_GAIN = 1.04  # of the rate, for drafting to be worth it
 _ROUNDS = 3
 _TRIED_ROWS = 8
 _TRIED_TOKENS = 2  # of each of these
@@ -139,7 +139,8 @@ class Speculator:
         self.has_draft_model = has_draft_model
         self.uses_ngrams = mode in (Speculate.NGRAM, Speculate.AUTO)
         self.uses_draft_model = has_draft_model and mode in (Speculate.DRAFT, Speculate.AUTO)
-        self._cost = StepCost()
+        self._cost = StepCost()  # of steps with so many rows as the latest, of `_costs`
+        self._costs: dict[int, StepCost] = {}
         self._acceptance = Acceptance()
         used = {Proposer.NGRAM: self.uses_ngrams, Proposer.DRAFT: self.uses_draft_model}
         self._trials = {proposer: _Trials() for proposer, is_used in used.items() if is_used}
@@ -181,6 +182,7 @@ class Speculator:
         """What to draft for each of the sequences of the next step."""
         if not self._trials or not candidates:
             return [None] * len(candidates)
+        self._turn_to(len(candidates))
         if self._num_since_plain >= self._plain_every and self._cost.is_known:
             self._num_since_plain = 0
             self._plain_every = min(2 * self._plain_every, _PLAIN_EVERY)
@@ -412,6 +414,7 @@ class Speculator:
         self._earn(times.total_s)
         self._learn_between(times.total_s, now_s)
         advanced_s, self._advanced_s = self._advanced_s, 0.0
+        self._turn_to(len(plan.rows))
         has_drafts = any(row.max_drafted for row in plan.rows)
         if advanced_s and not has_drafts:  # all that the draft model did was to catch up
             self._credit_s["catching up"] += advanced_s - times.draft_s
@@ -428,6 +431,14 @@ class Speculator:
             self._plain_every = _FIRST_PLAIN
         if times.draft_s > 0 and any(row.draft_token_ids for row in plan.rows):
             self._cost.learn_draft(*_draft_work(plan.rows), times.draft_s)
+
+    def _turn_to(self, num_rows: int) -> None:
+        """Reckons with what steps of so many rows cost."""
+        size = num_rows.bit_length()
+        if size not in self._costs:
+            nearest = min(self._costs, key=lambda known: abs(known - size), default=None)
+            self._costs[size] = StepCost() if nearest is None else self._costs[nearest].begun_anew()
+        self._cost = self._costs[size]
 
     def _is_telling(self, *, has_drafts: bool) -> bool:
         """Whether a step is one to learn from: some after a change of kind, and every few later.

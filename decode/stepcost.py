@@ -7,16 +7,20 @@
 with `read` the tokens of context that attention reads, in thousands, once for each token computed.
 Each is a regression by recursive least squares. Old steps count less and less; errors are relative,
 since times span decades; an error that is large is cut, since a step that was interrupted says
-nothing about the next; but when many are large in a row the machine has changed, and learning
-starts anew from the latest.
+nothing about the next. But when many are large in a row the machine has changed. If it is those of
+steps without drafts it has become slower or faster, and with it all that it does; if those of steps
+with drafts, learning starts anew from the latest.
+
+What a token more costs depends on how many there are: little while the time goes into reading
+weights, much when it goes into computing. So each size of batch, to a power of two, has its own.
 
 Before the first step the weights are those of a small model on a CPU; their proportions matter and
 not their unit, for the first step that is timed scales them.
 """
 
+import copy
 from collections.abc import Sequence
-
-import numpy as np
+from operator import mul
 
 _NOISE = 0.05  # of a step's time, as a share of it
 _MEMORY = 0.99  # what a step weighs when the next has come
@@ -36,32 +40,41 @@ _DRAFT_SPREAD = (0.1e-3, 0.1e-3, 0.004e-3)
 
 
 class StepFit:
-    """y ≈ weights · x."""
+    """y ≈ weights · x.
+
+    In plain Python: vectors are so short that a tenth of the time of a step would go into calling
+    a library for them.
+    """
 
     def __init__(self, prior: Sequence[float], spread: Sequence[float]) -> None:
         self.weights: list[float] = list(prior)
         self.num_steps = 0
         self.num_since_start = 0  # steps since learning last started
         self._scale = sum(prior)
-        self._mean = np.array(prior)
-        self._variance = np.array(spread) ** 2
+        self._variance = [x**2 for x in spread]
         self._surprises = {False: 0, True: 0}  # above zero if too slow, below if too fast
-        self._start()
+        self.doubt()
 
     def scale(self, factor: float) -> None:
         """All weights are so much larger than thought."""
         self._scale *= factor
-        self._variance *= factor**2
-        self._mean *= factor
-        self.weights = self._mean.tolist()
-        self._start()
+        self._variance = [x * factor**2 for x in self._variance]
+        self.weights = [x * factor for x in self.weights]
+        self.doubt()
+
+    def keep_pace(self, factor: float) -> None:
+        """As `scale`, and what was learned of their proportions stays."""
+        covariance = [[value * factor**2 for value in row] for row in self._covariance]
+        num_since_start = self.num_since_start
+        self.scale(factor)
+        self._covariance, self.num_since_start = covariance, num_since_start
 
     def predict(self, x: Sequence[float]) -> float:
         """Seconds that a step of these features takes."""
-        return sum(weight * feature for weight, feature in zip(self.weights, x, strict=True))
+        return _dot(self.weights, x)
 
-    def learn(self, x: Sequence[float], y: float, *, is_special: bool = False) -> None:
-        """A step of these features took `y` seconds.
+    def learn(self, x: Sequence[float], y: float, *, is_special: bool = False) -> float:
+        """A step of these features took `y` seconds; by how much all has turned out to be slower.
 
         Special steps are those that may all be slower than thought while the others are not.
         """
@@ -70,29 +83,37 @@ class StepFit:
         predicted = max(self.predict(x), _LEAST * y)
         if self.num_steps == 1:
             self.scale(y / predicted)
-            return
+            return y / predicted
         error = y / predicted - 1
         if self._is_change(error, is_special=is_special):
-            self._start()
+            if not is_special and self.num_since_start > _YOUNG:
+                self.keep_pace(y / predicted)
+                return y / predicted
+            self.doubt()
         is_young = self.num_since_start <= _YOUNG
         fastest, slowest = _YOUNG_ERRORS if is_young else _ERRORS
         error = min(max(error, fastest), slowest)
-        self._correct(np.array(x) / predicted, error, _NOISE)
-        if (np.diagonal(self._covariance) < self._variance).all():
-            self._covariance /= _MEMORY
-        self.weights = self._mean.tolist()
+        self._correct([feature / predicted for feature in x], error, _NOISE)
+        covariance = self._covariance
+        if all(covariance[i][i] < variance for i, variance in enumerate(self._variance)):
+            self._covariance = [[value / _MEMORY for value in row] for row in covariance]
+        return 1.0
 
     def lean(self, index: int) -> None:
         """A weight is rather nothing than something that others explain as well."""
-        feature = np.zeros(len(self._mean))
-        feature[index] = 1 / self._scale
-        self._correct(feature, -float(self._mean[index]) / self._scale, _LEANING)
+        features = [0.0] * len(self.weights)
+        features[index] = 1 / self._scale
+        self._correct(features, -self.weights[index] / self._scale, _LEANING)
 
-    def _correct(self, features: np.ndarray, error: float, noise: float) -> None:
-        spread = self._covariance @ features
-        gain = spread / (noise**2 + float(features @ spread))
-        self._mean = self._mean + gain * error
-        self._covariance -= np.outer(gain, spread)
+    def _correct(self, features: Sequence[float], error: float, noise: float) -> None:
+        spread = [_dot(row, features) for row in self._covariance]
+        size = noise**2 + _dot(features, spread)
+        gain = [x / size for x in spread]
+        for i, g in enumerate(gain):
+            self.weights[i] += g * error
+            row = self._covariance[i]
+            for j, s in enumerate(spread):
+                row[j] -= g * s
 
     def _is_change(self, error: float, *, is_special: bool) -> bool:
         count = self._surprises[is_special]
@@ -103,11 +124,19 @@ class StepFit:
         self._surprises[is_special] = count
         return abs(count) >= _SURPRISES
 
-    def _start(self) -> None:
-        """Believes little of what it knows."""
+    def doubt(self) -> None:
+        """Believes little of what it knows, and learns anew."""
         self._surprises = {False: 0, True: 0}
         self.num_since_start = 0
-        self._covariance = np.diag(np.maximum(self._variance, self._mean**2))
+        variances = [max(v, w**2) for v, w in zip(self._variance, self.weights, strict=True)]
+        self._covariance = [
+            [variance if i == j else 0.0 for j in range(len(variances))]
+            for i, variance in enumerate(variances)
+        ]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(map(mul, a, b))
 
 
 class StepCost:
@@ -116,6 +145,13 @@ class StepCost:
     def __init__(self) -> None:
         self.target = StepFit(_TARGET, _TARGET_SPREAD)
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
+
+    def begun_anew(self) -> "StepCost":
+        """The same, of which little is believed: a first guess for batches of another size."""
+        other = copy.deepcopy(self)
+        other.target.doubt()
+        other.draft.doubt()
+        return other
 
     @property
     def is_known(self) -> bool:
@@ -157,10 +193,10 @@ class StepCost:
 
     def learn_target(self, x: Sequence[float], seconds: float) -> None:
         """A step of the target, by its features."""
-        if not self.is_known and self.draft.num_steps == 0:
-            self.draft.scale(seconds / self.target.predict(x))
-        is_special = x[3] > 0
-        self.target.learn(x, seconds, is_special=is_special)
+        is_first, is_special = not self.is_known, x[3] > 0
+        factor = self.target.learn(x, seconds, is_special=is_special)
+        if factor != 1.0:
+            (self.draft.scale if is_first else self.draft.keep_pace)(factor)
         if is_special:
             self.target.lean(3)
 
