@@ -62,9 +62,12 @@ class NgramIndex:
 
     def find(self) -> Match | None:
         """The most recent occurrence, among what is indexed, of the longest run at the end."""
-        key = 0
-        for token in self._token_ids[-SIZES[0] :]:
-            key = key << _BITS | (token + 1)
+        if self.num_missing == 0:
+            key = self._key << _BITS | (self._token_ids[-1] + 1)
+        else:
+            key = 0
+            for token in self._token_ids[-SIZES[0] :]:
+                key = key << _BITS | (token + 1)
         for size, mask, places in zip(SIZES, _MASKS, self._places, strict=True):
             start = places.get(key & mask)
             if start is not None:

@@ -146,7 +146,7 @@ class Speculator:
         self._trials = {proposer: _Trials() for proposer, is_used in used.items() if is_used}
         self._tried: set[SeqId] = set()
         self._step_s: float | None = None  # what steps have been taking
-        self._between_s = 0.0  # what passes between two of them, one right after the other
+        self._between_s = 0.0  # what lately passed between two of them, where there was no break
         self._last_s: float | None = None  # when the last one ended
         self._credit_s = dict.fromkeys(_SHARES, 0.0)
         self._advanced_s = 0.0  # for catching up in the present step, as predicted
@@ -219,7 +219,7 @@ class Speculator:
         """What is best, as far as it is known."""
         proposals: list[Proposal | None] = [None] * len(candidates)
         read = sum(c.context_len for c in candidates) / _THOUSAND
-        base_s = self._cost.plain_s(len(candidates), read) + self._between_s
+        base_s = self._cost.plain_s(len(candidates), read)
         rate = len(candidates) / base_s
         options = [
             option
@@ -233,8 +233,8 @@ class Speculator:
                 self._acceptance.idle(candidate.seq_id)
         return proposals
 
-    def _options(self, index: int, candidate: Candidate) -> list[_Option]:
-        """The ways to draft for a candidate."""
+    def _options(self, index: int, candidate: Candidate, rate: float = 0.0) -> list[_Option]:
+        """The ways to draft for a candidate, but for those that cannot be worth it at this rate."""
         if candidate.max_tokens <= 0:
             return []
         options = []
@@ -243,15 +243,17 @@ class Speculator:
         if self.uses_ngrams and candidate.match_len:
             length = candidate.match_len
             share = self._acceptance.of(seq_id, (Proposer.NGRAM, length))
-            options.append(
-                _Option(index, Proposer.NGRAM, share, drafted_s, max_tokens, match_len=length)
-            )
+            if share > rate * drafted_s:
+                options.append(
+                    _Option(index, Proposer.NGRAM, share, drafted_s, max_tokens, match_len=length)
+                )
         if self.uses_draft_model and candidate.num_unseen <= MAX_UNSEEN_TOKENS:
             share = self._acceptance.of(seq_id, (Proposer.DRAFT, 0))
             token_s = cost.draft_token_s
             first_s = token_s * candidate.num_unseen
             token_s += drafted_s
-            options.append(_Option(index, Proposer.DRAFT, share, token_s, max_tokens, first_s))
+            if share > rate * token_s:
+                options.append(_Option(index, Proposer.DRAFT, share, token_s, max_tokens, first_s))
         return options
 
     def _best_option(
@@ -259,7 +261,7 @@ class Speculator:
     ) -> _Option | None:
         """The one that adds most at the present rate, as if all rows shared the draft's passes."""
         best, best_surplus = None, 0.0
-        for option in self._options(index, candidate):
+        for option in self._options(index, candidate, rate):
             is_draft = option.proposer is Proposer.DRAFT
             shared_s = self._cost.draft_pass_s / num_rows if is_draft else 0.0
             surplus = option.surplus(rate, shared_s)
@@ -412,7 +414,7 @@ class Speculator:
         if times is None or times.total_s <= 0 or not plan.rows:
             return
         self._earn(times.total_s)
-        self._learn_between(times.total_s, now_s)
+        step_s = times.total_s + self._passed_before(times.total_s, now_s)
         advanced_s, self._advanced_s = self._advanced_s, 0.0
         self._turn_to(len(plan.rows))
         has_drafts = any(row.max_drafted for row in plan.rows)
@@ -424,9 +426,7 @@ class Speculator:
         if not self._is_telling(has_drafts=has_drafts):
             return
         drafted = sum(r.num_drafted for r in result.rows)
-        self._cost.learn_target(
-            _features(plan.rows, result, drafted), times.total_s - times.draft_s
-        )
+        self._cost.learn_target(_features(plan.rows, result, drafted), step_s - times.draft_s)
         if self._cost.target.num_since_start == 0:  # what a plain step takes is not known any more
             self._plain_every = _FIRST_PLAIN
         if times.draft_s > 0 and any(row.draft_token_ids for row in plan.rows):
@@ -471,11 +471,17 @@ class Speculator:
             self._credit_s[purpose] = min(credit_s, self._most_s(purpose))
         self._earned_s, self._num_earned = 0.0, 0
 
-    def _learn_between(self, seconds: float, now_s: float) -> None:
-        """A step that took so long ended. More than its own time before it was no haste."""
+    def _passed_before(self, seconds: float, now_s: float) -> float:
+        """What passed since the last step before one that took so long and just ended.
+
+        Planning is part of it, and drafts make that longer. If it is more than the step itself
+        there was nothing to do for a while: then it is what passed lately.
+        """
         last_s, self._last_s = self._last_s, now_s
-        if last_s is not None and 0 <= (between_s := now_s - last_s - seconds) < seconds:
-            self._between_s += _BETWEEN_RATE * (between_s - self._between_s)
+        if last_s is not None and 0 <= (before_s := now_s - last_s - seconds) < seconds:
+            self._between_s += _BETWEEN_RATE * (before_s - self._between_s)
+            return before_s
+        return self._between_s
 
     def _most_s(self, purpose: str) -> float:
         return _SHARES[purpose] * _CREDIT_STEPS[purpose] * (self._step_s or 0.0)

@@ -4,12 +4,13 @@
                                                                 a row; verifies: 1 if there are any
     draft_s  = [1, passes, tokens] · weights                    of the draft model
 
-with `read` the tokens of context that attention reads, in thousands, once for each token computed.
-Each is a regression by recursive least squares. Old steps count less and less; errors are relative,
-since times span decades; an error that is large is cut, since a step that was interrupted says
-nothing about the next. But when many are large in a row the machine has changed. If it is those of
-steps without drafts it has become slower or faster, and with it all that it does; if those of steps
-with drafts, learning starts anew from the latest.
+`target_s` is a step without the latter, from the end of the step before: planning counts. `read` is
+the tokens of context that attention reads, in thousands, once for each token computed. Each is a
+regression by recursive least squares. Old steps count less and less; errors are relative, since
+times span decades; an error that is large is cut, since a step that was interrupted says nothing
+about the next. But when many are large in a row the machine has changed. If it is those of steps
+without drafts it has become slower or faster, and with it all that it does; if those of steps with
+drafts, learning starts anew from the latest.
 
 What a token more costs depends on how many there are: little while the time goes into reading
 weights, much when it goes into computing. So each size of batch, to a power of two, has its own.
@@ -53,6 +54,7 @@ class StepFit:
         self._scale = sum(prior)
         self._variance = [x**2 for x in spread]
         self._surprises = {False: 0, True: 0}  # above zero if too slow, below if too fast
+        self._covariance: list[list[float]] = []
         self.doubt()
 
     def scale(self, factor: float) -> None:
@@ -136,7 +138,7 @@ class StepFit:
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(map(mul, a, b))
+    return float(sum(map(mul, a, b)))
 
 
 class StepCost:
