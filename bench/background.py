@@ -4,6 +4,7 @@ From Linux's /proc: what all cores did that was not idle, time stolen by a hyper
 what our processes did. A process is ours if its session is one of those given. All in clock ticks.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,11 @@ def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
     except OSError:
         return None
     return Reading(total, busy, session_ticks(_processes(proc), frozenset(sessions)))
+
+
+def session_seconds(session: int, proc: Path = PROC) -> float:
+    """CPU time of all processes of a session, in steps of a tick."""
+    return session_ticks(_processes(proc), frozenset({session})) / os.sysconf("SC_CLK_TCK")
 
 
 def share_of_others(before: Reading | None, after: Reading | None) -> float | None:

@@ -5,6 +5,9 @@ baton bench engine --peer vllm=/path/to/its/python --json engine.json
 baton bench quality --json quality.json
 baton bench kv --peer mooncake=/path/to/its/python --json kv.json
 baton bench speculate --json speculate.json
+baton bench router --json router.json
+baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/its/python
+baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
 """
 
 from pathlib import Path
@@ -16,6 +19,7 @@ from rich.console import Console
 
 from bench.answers import Endpoint
 from bench.engine_cli import engine
+from bench.gateway_cli import gateway
 from bench.kv_cli import kv
 from bench.load import Slo, figures_of_runs, kinds_with_example, warnings
 from bench.machine import commit, hardware
@@ -23,7 +27,9 @@ from bench.plan import Ask, Load, Plan, Target, check, config_of, quick
 from bench.plots import plot_cdfs, require_matplotlib
 from bench.quality_cli import quality
 from bench.report import Report, results_of, write_json
+from bench.router_cli import router
 from bench.serve import Measured, measure
+from bench.simulator.comparison_cli import simulator
 from bench.speculate_cli import speculate
 from bench.tables import print_failures, print_report, print_warnings
 from engine.errors import BatonError
@@ -32,7 +38,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(engine)
 app.command()(quality)
 app.command()(kv)
+app.command()(gateway)
 app.command()(speculate)
+app.command()(router)
+app.command()(simulator)
 
 
 @app.callback()

@@ -228,7 +228,7 @@ class DecodeScheduler:
             seq_id=row.seq_id,
             token_ids=taken,
             finish=finish,
-            logprobs=list(result.logprobs[: len(taken)]),
+            logprobs=list(result.logprobs[: len(taken)]) if result.logprobs else [],
             num_drafted=result.num_drafted,
             num_accepted=num_accepted,
         )

@@ -16,11 +16,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from bench.cli import app as bench_app
+from bench.planner.cli import plan_command
+from bench.simulator.cli import simulate_command
 from deploy.chat import ChatClient, converse, first_model
 from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL, Deployment, Pools
 from deploy.launcher import Launcher, ProcessLauncher
 from deploy.processes import GatewayReady
-from engine.config import WITH_DRAFT, Speculate, Transport, WeightFormat, load_config
+from engine.config import (
+    WITH_DRAFT,
+    RouterPolicy,
+    Speculate,
+    Transport,
+    WeightFormat,
+    load_config,
+)
 from engine.errors import BatonError
 from engine.layout import KVFormat
 
@@ -31,6 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.command(name="simulate")(simulate_command)
+app.command(name="plan")(plan_command)
 
 WATCH_EVERY_S = 1.0
 
@@ -70,6 +81,9 @@ def serve(  # noqa: PLR0913 - a command's options
     draft_model: Annotated[
         Path | None, typer.Option(help="directory of the model that drafts")
     ] = None,
+    policy: Annotated[
+        RouterPolicy | None, typer.Option(help="how the router chooses workers")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
 ) -> None:
@@ -78,6 +92,7 @@ def serve(  # noqa: PLR0913 - a command's options
         "gateway.host": host,
         "gateway.port": port,
         "gateway.model_name": model_name or (None if model != BUNDLED_MODEL else "baton-bundled"),
+        "router.policy": policy,
         "worker.weights": weights,
         "worker.kv_dtype": kv_dtype,
         "worker.decode_kv_dtype": decode_kv_dtype,

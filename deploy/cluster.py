@@ -2,11 +2,13 @@
 
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -55,6 +57,8 @@ class Deployment:
         self._config = config
         self.log_level = "warning"
         self.workers: dict[WorkerId, WorkerReady] = {}
+        self.gateways: list[GatewayReady] = []
+        self._siblings: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self, report: Report) -> GatewayReady:
         """Starts everything and reports on it; on failure nothing is left. Raises ConfigError."""
@@ -71,6 +75,8 @@ class Deployment:
     def close(self) -> None:
         """Stops everything."""
         self._launcher.close()
+        if self._siblings is not None:
+            self._siblings.cleanup()
 
     def _open(self, report: Report) -> GatewayReady:
         if not self._model.is_dir():
@@ -100,7 +106,7 @@ class Deployment:
             started = list(threads.map(self._launcher.start_worker, specs))
         self.workers = {spec.worker_id: ready for spec, ready in zip(specs, started, strict=True)}
         report("starting the gateway")
-        return self._launcher.start_gateway(
+        self.gateways = self._start_gateways(
             GatewaySpec(
                 workers=tuple(ready.address for ready in self.workers.values()),
                 model=str(self._model.resolve()),
@@ -111,6 +117,24 @@ class Deployment:
                 log_level=self.log_level,
             )
         )
+        return self.gateways[0]
+
+    def _start_gateways(self, spec: GatewaySpec) -> list[GatewayReady]:
+        """All processes of the gateway: the others listen where the first one does."""
+        num_processes = spec.gateway.processes
+        if num_processes == 1:
+            return [self._launcher.start_gateway(spec)]
+        self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
+        siblings = self._siblings.name
+        replace = msgspec.structs.replace
+        first = self._launcher.start_gateway(replace(spec, name="gateway-0", siblings=siblings))
+        gateway = replace(spec.gateway, port=urlsplit(first.url).port)
+        others = [
+            replace(spec, name=f"gateway-{i}", process=i, siblings=siblings, gateway=gateway)
+            for i in range(1, num_processes)
+        ]
+        with ThreadPoolExecutor(len(others)) as threads:
+            return [first, *threads.map(self._launcher.start_gateway, others)]
 
 
 def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:

@@ -124,7 +124,7 @@ class ProcessLauncher:
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway process."""
-        return self._add("gateway", "gateway").start(spec, GatewayReady)
+        return self._add(spec.name, "gateway").start(spec, GatewayReady)
 
     def dead(self) -> list[str]:
         """Processes that ended, each named once."""

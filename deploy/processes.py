@@ -25,8 +25,10 @@ from engine.grammars import LlGuides
 from engine.messages import Role, WorkerId
 from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
+from router.connection import Connection
 from router.gateway import GatewaySettings, create_app
 from router.service import Router
+from router.siblings import Siblings
 from router.tokenizer import load_text_model
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,9 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     router: RouterConfig
     token: str
     log_level: str = "warning"
+    name: str = "gateway"
+    process: int = 0  # which of those that share the port; the first one sees that it is free
+    siblings: str | None = None  # a directory, where several share it
 
 
 class GatewayReady(msgspec.Struct, frozen=True):
@@ -171,13 +176,14 @@ class GatewayService:
 
     def __init__(self, spec: GatewaySpec) -> None:
         self._spec = spec
+        self._siblings: Siblings | None = None
 
     async def open(self) -> GatewayReady:
         """Binds the port and connects to the workers. Raises ConfigError."""
         spec = self._spec
         config = spec.gateway
         clock = MonotonicClock()
-        sock = _bind(config.host, config.port)
+        sock = _bind(config, is_first=spec.process == 0)
         self._router = Router(list(spec.workers), config=spec.router, token=spec.token, clock=clock)
         text = load_text_model(Path(spec.model))
         model_name = config.model_name or Path(spec.model).name
@@ -190,7 +196,18 @@ class GatewayService:
             max_choices=config.max_choices,
         )
         rng = random.Random(os.urandom(16))
-        app = create_app(self._router, text, settings=settings, clock=clock, rng=rng)
+        if spec.siblings is not None:
+            self._siblings = Siblings(Path(spec.siblings), str(spec.process))
+        app = create_app(
+            self._router,
+            text,
+            settings=settings,
+            clock=clock,
+            rng=rng,
+            siblings=self._siblings,
+        )
+        if self._siblings is not None:
+            await self._siblings.open()
         await self._router.open()
         missing = await self._router.wait_until_ready(LINK_TIMEOUT_S)
         if missing is not None:
@@ -198,7 +215,8 @@ class GatewayService:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Connection,
+                proxy_headers=False,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -213,6 +231,8 @@ class GatewayService:
         """Finishes what can be finished in a few seconds, then ends all sessions."""
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=CLOSE_TIMEOUT_S / 2)
+        if self._siblings is not None:
+            await self._siblings.close()
         await self._router.close()
 
 
@@ -225,9 +245,18 @@ def service_of(kind: str, spec: bytes) -> tuple[Service[object], str]:
     return GatewayService(gateway), gateway.log_level
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(config: GatewayConfig, *, is_first: bool) -> socket.socket:
+    """Listens, with others of the same user where several processes share the port.
+
+    The kernel hands connections out among all that listen, without a word to anybody who was there
+    before: so the first one looks whether anybody is.
+    """
+    host, port, shares = config.host, config.port, config.processes > 1
     try:
-        return socket.create_server((host, port), backlog=2048)
+        if shares and is_first:
+            with socket.create_server((host, port)) as alone:
+                port = alone.getsockname()[1]
+        return socket.create_server((host, port), backlog=2048, reuse_port=shares)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 

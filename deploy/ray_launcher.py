@@ -78,7 +78,7 @@ class RayLauncher:
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway actor."""
-        return msgspec.json.decode(self._start("gateway", "gateway", spec), type=GatewayReady)
+        return msgspec.json.decode(self._start(spec.name, "gateway", spec), type=GatewayReady)
 
     def dead(self) -> list[str]:
         """Actors whose standing ping failed, each named once."""

@@ -1,6 +1,6 @@
 """One worker: the threads around a `WorkerCore`.
 
-    asyncio thread   gRPC sessions of gateways
+    asyncio thread   gRPC sessions of gateways, and who follows the block events
     step thread      owns core, pool and runner: takes events, runs plans, performs effects
     transfer thread  the endpoint: leases and pulls
 
@@ -18,9 +18,13 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
+from deploy.block_publisher import BlockPublisher
 from engine.batch import Runner
+from engine.block_events import EventLog
 from engine.blocks import BlockPool
 from engine.clock import Clock
 from engine.config import WorkerConfig
@@ -130,6 +134,17 @@ class WorkerHost:
         )
         address = self._endpoint.open()
         self._core = self._open_core(address)
+        self._publisher = BlockPublisher(
+            EventLog(
+                block_size=self._runner.layout.block_size,
+                with_token_ids=self._config.publish_token_ids,
+            ),
+            worker_id=self._identity.worker_id,
+            incarnation=self._incarnation,
+            clock=self._clock,
+            host=self._identity.host,
+        )
+        self._events = self._publisher.open()
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
         self._server = SessionServer(self._session, self._identity.host)
@@ -137,7 +152,7 @@ class WorkerHost:
 
     def _open_core(self, address: TransferAddress) -> WorkerCore:
         config, model = self._config, self._model
-        pool = BlockPool(self._runner.num_blocks)
+        pool = self._pool = BlockPool(self._runner.num_blocks, keeps_news=True)
         block_size = self._runner.layout.block_size
         speculator = Speculator(
             config.speculate,
@@ -178,6 +193,7 @@ class WorkerHost:
         self._stopping = True
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, 30)
+        self._publisher.close()
         await asyncio.to_thread(self._endpoint.close)
         self._core.validate()
 
@@ -235,6 +251,7 @@ class WorkerHost:
             num_blocks=self._runner.num_blocks,
             max_running=self._config.max_running,
             kv_wire_dtype=self._config.kv_wire_dtype,
+            events=self._events,
         )
 
     async def _read_all(self, gateway_id: GatewayId, frames: AsyncIterator[bytes]) -> None:
@@ -270,6 +287,7 @@ class WorkerHost:
                     next_report_s = now_s + REPORT_EVERY_S
                     self._report()
                 busy = self._step()
+                self._publish()
         except BaseException as error:
             self._on_crash(error)
             raise
@@ -313,8 +331,15 @@ class WorkerHost:
             frame = encode_frame(messages)
             self._loop.call_soon_threadsafe(self._post, gateway_id, frame)
 
+    def _publish(self) -> None:
+        """Tells what became cached, and what is no longer, in the step and before it."""
+        news = self._pool.take_news()
+        if news:
+            self._loop.call_soon_threadsafe(self._publisher.publish, news)
+
     def _report(self) -> None:
         load = self._core.load(self._endpoint.source.num_leases, self._endpoint.counters())
+        load = msgspec.structs.replace(load, num_event_batches=self._publisher.num_batches)
         frame = encode_frame([load])
         self._loop.call_soon_threadsafe(self._post_all, frame)
 

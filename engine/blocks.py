@@ -14,17 +14,20 @@ its content until the free list, least recently used first, comes round to it. S
 A block's hash covers its tokens and all tokens before it, so equal hashes mean equal prefixes; a
 salt keeps the prefixes of tenants apart.
 
+What becomes cached and what is evicted is noted as news, where somebody takes them.
+
 Sources: two owners of a transferred block, sglang#24527 and TensorRT-LLM#12542; chained block
 hashes, vLLM's prefix cache.
 """
 
+import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NewType
-
-import numpy as np
+from operator import mul
+from typing import NamedTuple, NewType
 
 from engine.errors import OutOfBlocks
 
@@ -36,17 +39,31 @@ HASH_BYTES = 16
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
     """Hash of one full block, given its predecessor's; `salt` has at most 64 bytes."""
+    return _hash(parent, _packed(token_ids), salt)
+
+
+def _hash(parent: BlockHash | None, packed: bytes | memoryview, salt: bytes) -> BlockHash:
     h = blake2b(parent or b"", digest_size=HASH_BYTES, key=salt)
-    h.update(np.asarray(token_ids, dtype="<u4").tobytes())
+    h.update(packed)
     return BlockHash(h.digest())
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    """Four bytes each, little-endian."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, salt: bytes = b"") -> list[BlockHash]:
     """Hashes of the full blocks of `token_ids`; a last, partial block has none."""
     hashes: list[BlockHash] = []
     parent: BlockHash | None = None
-    for end in range(block_size, len(token_ids) + 1, block_size):
-        parent = hash_block(parent, token_ids[end - block_size : end], salt)
+    packed = memoryview(_packed(token_ids)).cast("B")
+    width = 4 * block_size
+    for start in range(0, len(packed) - width + 1, width):
+        parent = _hash(parent, packed[start : start + width], salt)
         hashes.append(parent)
     return hashes
 
@@ -67,17 +84,39 @@ class BlockCounts:
         return self.free + self.cached + self.owned + self.leased + self.in_flight
 
 
-class BlockPool:
-    """Hands out block ids and remembers which hold which prefix. Owned by one thread."""
+class Stored(NamedTuple):
+    """A block can be found by its hash from now on. It follows `parent` in its prompt."""
 
-    def __init__(self, num_blocks: int) -> None:
+    block_hash: BlockHash
+    parent: BlockHash | None
+    token_ids: Sequence[int] = ()  # what it holds, where that was said
+
+
+class Evicted(NamedTuple):
+    """A block cannot be found by its hash any more."""
+
+    block_hash: BlockHash
+
+
+CacheNews = Stored | Evicted
+
+
+class BlockPool:
+    """Hands out block ids and remembers which hold which prefix. Owned by one thread.
+
+    With `keeps_news` it notes what becomes cached and what is evicted, until that is taken.
+    """
+
+    def __init__(self, num_blocks: int, *, keeps_news: bool = False) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
+        self._news: list[CacheNews] | None = [] if keeps_news else None
         self._owned = [0] * num_blocks
         self._leased = [0] * num_blocks
         self._in_flight = [0] * num_blocks
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
+        self._num_cached = 0  # idle blocks whose hash is known
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
         # a prefix hit takes a block out of the middle.
         self._idle: OrderedDict[BlockId, None] = OrderedDict(
@@ -91,15 +130,13 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Where every block is now."""
-        in_flight = leased = owned = 0
-        for own, lease, flight in zip(self._owned, self._leased, self._in_flight, strict=True):
-            if flight:
-                in_flight += 1
-            elif lease:
-                leased += 1
-            elif own:
-                owned += 1
-        cached = sum(self._hash[b] is not None for b in self._idle)
+        # Counted by what C does quickly: a worker reports this every second.
+        in_flight = self.num_blocks - self._in_flight.count(0)
+        leased = self.num_blocks - self._leased.count(0)
+        if in_flight and leased:
+            leased -= sum(map(bool, map(mul, self._in_flight, self._leased)))
+        owned = self.num_blocks - len(self._idle) - leased - in_flight
+        cached = self._num_cached
         return BlockCounts(
             free=len(self._idle) - cached,
             cached=cached,
@@ -124,15 +161,38 @@ class BlockPool:
             raise OutOfBlocks(num_blocks, len(self._idle))
         blocks = [self._idle.popitem(last=False)[0] for _ in range(num_blocks)]
         for block in blocks:
-            self._forget(block)
+            if self._hash[block] is not None:
+                self._num_cached -= 1
+                self._forget(block)
             self._owned[block] = 1
         return blocks
 
-    def set_hash(self, block: BlockId, block_hash: BlockHash) -> None:
-        """Says that `block` is full and what it holds. Of two equal blocks the first is found."""
+    def set_hash(
+        self,
+        block: BlockId,
+        block_hash: BlockHash,
+        *,
+        parent: BlockHash | None = None,
+        token_ids: Sequence[int] = (),
+    ) -> None:
+        """Says that `block` is full and what it holds. Of two equal blocks the first is found.
+
+        `parent` is the hash of the block before it; that and the tokens are only told on.
+        """
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
+            self._num_cached += block in self._idle
+            if self._news is not None:
+                self._news.append(Stored(block_hash, parent, token_ids))
+
+    def take_news(self) -> list[CacheNews]:
+        """What became cached and what was evicted since the last call, in order."""
+        news = self._news
+        if not news:
+            return []
+        self._news = []
+        return news
 
     def own(self, blocks: Iterable[BlockId]) -> None:
         """One more sequence uses these blocks."""
@@ -160,11 +220,20 @@ class BlockPool:
 
     def validate(self) -> None:
         """Asserts every invariant of the pool."""
-        assert self.counts().total == self.num_blocks
+        counts = self.counts()
+        holders = list(zip(self._in_flight, self._leased, self._owned, strict=True))
+        assert counts.in_flight == sum(flight > 0 for flight, _, _ in holders)
+        assert counts.leased == sum(lease > 0 and not flight for flight, lease, _ in holders)
+        assert counts.owned == sum(
+            own > 0 and not (flight or lease) for flight, lease, own in holders
+        )
+        assert counts.cached == sum(self._hash[block] is not None for block in self._idle)
+        assert counts.total == self.num_blocks
         for block in range(self.num_blocks):
-            holders = self._owned[block] + self._leased[block] + self._in_flight[block]
-            assert min(self._owned[block], self._leased[block], self._in_flight[block]) >= 0
-            assert (holders == 0) == (BlockId(block) in self._idle), f"block {block} is misplaced"
+            assert min(holders[block]) >= 0
+            assert (sum(holders[block]) == 0) == (BlockId(block) in self._idle), (
+                f"block {block} is misplaced"
+            )
         for block_hash, held in self._by_hash.items():
             assert self._hash[held] == block_hash
         assert sum(h is not None for h in self._hash) == len(self._by_hash)
@@ -172,7 +241,9 @@ class BlockPool:
     def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> None:
         for block in blocks:
             holders[block] += 1
-            self._idle.pop(block, None)
+            if block in self._idle:
+                del self._idle[block]
+                self._num_cached -= self._hash[block] is not None
 
     def _let_go(self, holders: list[int], blocks: Iterable[BlockId]) -> None:
         for block in blocks:
@@ -182,9 +253,13 @@ class BlockPool:
                 self._idle[block] = None
                 if self._hash[block] is None:
                     self._idle.move_to_end(block, last=False)
+                else:
+                    self._num_cached += 1
 
     def _forget(self, block: BlockId) -> None:
         block_hash = self._hash[block]
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hash[block] = None
+            if self._news is not None:
+                self._news.append(Evicted(block_hash))

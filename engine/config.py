@@ -50,6 +50,17 @@ class Speculate(StrEnum):
 WITH_DRAFT = (Speculate.DRAFT, Speculate.AUTO)
 
 
+class RouterPolicy(StrEnum):
+    """Which workers a request is given to."""
+
+    SLO = "slo"  # least predicted time to first token, within the bound on the time per token
+    PREFIX = "prefix"  # where most of the prompt is cached, against backlog
+    LEAST_LOADED = "least-loaded"
+    POWER_OF_TWO = "power-of-two"  # the less loaded of two drawn by chance
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+
+
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
     if not holds:
         raise ValueError(message)
@@ -72,6 +83,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculate: Speculate = Speculate.OFF
     draft_model: str | None = None  # directory
     max_draft_tokens: int = 8  # of one sequence in one step
+    publish_token_ids: bool = False  # with block events, for others' indexers: all can read them
 
     @property
     def draft_path(self) -> Path | None:
@@ -98,17 +110,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How requests are admitted and placed."""
 
+    policy: RouterPolicy = RouterPolicy.SLO
+    seed: int | None = None  # of the generator by which ties fall; None: each gateway its own
     max_queue: int = 1024  # requests waiting for a worker
     queue_timeout_s: float = 60.0
     progress_timeout_s: float = 60.0  # a worker that sends no news of a request for so long
     slowest_prefill_tokens_per_s: float = 100.0  # a prompt is given so much longer
     max_attempts: int = 5  # placements of one request
-    prefill_backlog_tokens: int = 1024  # a prefill worker with more is given no other prompt
+    prefill_backlog_s: float = 0.05  # a prefill worker with more to do is given no other prompt
+    prefill_backlog_tokens: int = 1024  # the same, while nobody knows how fast it is
     offer_timeout_s: float = 1.0  # a prompt waits so long for the offer of a cached prefix
+    slo_ttft_s: float | None = None  # who is predicted to wait longer is refused; None: nobody
+    slo_tpot_s: float | None = None  # decode workers are filled as far as they keep this pace
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            _require(getattr(self, name) > 0, f"router.{name} must be positive")
+            if name in ("policy", "seed"):
+                continue
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"router.{name} must be positive")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,6 +136,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    processes: int = 1  # that share the port, each with a core's worth of connections
     model_name: str | None = None  # None: the name of the model's directory
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20
@@ -124,6 +145,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
         _require(self.max_body_bytes > 0, "gateway.max_body_bytes must be positive")
+        _require(self.processes > 0, "gateway.processes must be positive")
         _require(self.max_choices > 0, "gateway.max_choices must be positive")
 
 

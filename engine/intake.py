@@ -5,32 +5,65 @@ could be carried out at all: one request that the runner cannot compute would en
 every other request with it. What fails is given back with the reason.
 """
 
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from math import isfinite
+from typing import NamedTuple
 
+from engine.blocks import BlockHash, hash_blocks
 from engine.errors import GrammarError
 from engine.guide import Guide, Guides
-from engine.messages import Decode, GatewayId, Generate, GivenBack, Prefill, Sampling
+from engine.messages import (
+    Decode,
+    GatewayId,
+    Generate,
+    GivenBack,
+    OfferPrefix,
+    Prefill,
+    Sampling,
+)
 from engine.sequence import Sequence
 
 MAX_ID = 2**31 - 1  # token ids are packed into 32 bits with a sign
 MAX_SEED = 2**64 - 1
 
 
+class PromptFacts(NamedTuple):
+    """What is read off a message's tokens: hashes of all full blocks, and the largest id."""
+
+    block_hashes: Items[BlockHash]
+    largest_id: int
+
+
+ReadPrompt = Callable[[Prefill | Generate | Decode | OfferPrefix, int], PromptFacts]
+
+
+def read_prompt(message: Prefill | Generate | Decode | OfferPrefix, block_size: int) -> PromptFacts:
+    """The facts of a message's tokens."""
+    token_ids = message.token_ids
+    return PromptFacts(hash_blocks(token_ids, block_size), max(token_ids))
+
+
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Turns messages into sequences; None is an unknown bound, or no grammars."""
+    """Turns messages into sequences; None is an unknown bound, or no grammars.
+
+    `read` may be another way to the same facts, for who knows them already.
+    """
 
     block_size: int
     guides: Guides | None = None
     vocab_size: int | None = None
     context_len: int | None = None
+    read: ReadPrompt = read_prompt
 
     def open(
         self, gateway_id: GatewayId, message: Prefill | Generate | Decode
     ) -> Sequence | GivenBack:
         """The sequence that a message asks for, or why there is none."""
-        fault = self._fault(message)
+        facts = self.read(message, self.block_size)
+        fault = self._fault(message, facts.largest_id)
         if fault is not None:
             return GivenBack(message.seq_id, fault, hopeless=True)
         try:
@@ -44,6 +77,7 @@ class Intake:
             sampling=message.sampling,
             limits=message.limits,
             block_size=self.block_size,
+            block_hashes=list(facts.block_hashes),
             guide=guide,
         )
 
@@ -63,10 +97,10 @@ class Intake:
             raise GrammarError("this worker follows none")
         return self.guides.open(grammar, message.token_ids[message.limits.prompt_len :])
 
-    def _fault(self, message: Prefill | Generate | Decode) -> str | None:
+    def _fault(self, message: Prefill | Generate | Decode, largest_id: int) -> str | None:
         limits, sampling, length = message.limits, message.sampling, len(message.token_ids)
         ids = (*limits.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-        if not all(map(self.knows, (max(message.token_ids), *ids))):
+        if not all(map(self.knows, (largest_id, *ids))):
             return "a token id is not in the vocabulary"
         if not 0 <= limits.prompt_len <= length:
             return "the prompt is longer than the tokens"

@@ -21,7 +21,7 @@ import msgspec
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
 MAX_FRAME_BYTES = 64 * 2**20
 
@@ -151,6 +151,13 @@ class TransferAddress(msgspec.Struct, frozen=True):
     address: str  # ZeroMQ endpoint of its transfer socket
 
 
+class EventsAddress(msgspec.Struct, frozen=True):
+    """Where a worker tells which blocks it holds cached: see `engine.block_events`."""
+
+    published: str  # ZeroMQ endpoint that batches of events come from
+    asked: str  # ZeroMQ endpoint that answers who missed some
+
+
 class LeaseRef(msgspec.Struct, frozen=True):
     """A lease as its sink knows it. It covers `num_blocks` blocks, in the order of the prompt."""
 
@@ -247,6 +254,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     max_running: int
     kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
+    events: EventsAddress | None = None  # None: it does not tell what it caches
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -328,8 +336,28 @@ class GivenBack(msgspec.Struct, frozen=True, tag=True):
     hopeless: bool = False
 
 
+class StepReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a step was and how long it took: what its cost is learned from.
+
+    Of the chunks of prompts, each from p to n, the sums of n - p and of n² - p²; of the sequences
+    that decoded, how many and the tokens of their contexts.
+    """
+
+    seconds: float
+    num_prefill_tokens: int = 0
+    prefill_squares: int = 0
+    num_rows: int = 0
+    num_context_tokens: int = 0
+
+
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """What a worker holds now. Blocks are counted once each and sum to the pool."""
+    """What a worker holds now. Blocks are counted once each and sum to the pool.
+
+    Four numbers tell a gateway what others have promised to it: the tokens of all prompts that wait
+    or are being computed, cached ones included; the sequences that decode or wait to, the blocks
+    that their present lengths need, and the tokens of their contexts. `steps` are some of those
+    since the last report.
+    """
 
     free_blocks: int
     cached_blocks: int
@@ -340,6 +368,12 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     running_seqs: int
     open_leases: int
     counters: dict[str, float] = {}
+    num_event_batches: int = 0  # published so far: see `engine.block_events`
+    prompt_tokens: int = 0
+    decode_seqs: int = 0
+    decode_blocks: int = 0
+    context_tokens: int = 0
+    steps: list[StepReport] = []
 
 
 ToWorker = Hello | Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.batch import Row, RowResult
-from engine.blocks import BlockId, BlockPool, hash_blocks
+from engine.blocks import BlockId, BlockPool
 from engine.events import (
     Adopted,
     Effect,
@@ -33,6 +33,7 @@ from engine.events import (
     OpenLease,
     RevokeLease,
 )
+from engine.intake import ReadPrompt, read_prompt
 from engine.messages import (
     Cancel,
     GatewayId,
@@ -43,7 +44,7 @@ from engine.messages import (
     SeqId,
     TransferAddress,
 )
-from engine.worker import Scheduled
+from engine.worker import Scheduled, Workload
 
 
 def prefix_lease_id(seq_id: SeqId) -> LeaseId:
@@ -60,8 +61,17 @@ class _Offer:
 class PrefixOffers:
     """The offers of one worker that have not ended."""
 
-    def __init__(self, pool: BlockPool, *, block_size: int, address: TransferAddress) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        address: TransferAddress,
+        read: ReadPrompt = read_prompt,
+    ) -> None:
+        """`read` as in `engine.intake.Intake`."""
         self._pool = pool
+        self._read = read
         self._block_size = block_size
         self._address = address
         self._offers: dict[LeaseId, _Offer] = {}
@@ -76,6 +86,11 @@ class PrefixOffers:
     def num_running(self) -> int:
         """Nothing is computed here."""
         return 0
+
+    @property
+    def workload(self) -> Workload:
+        """What is offered is computed already."""
+        return Workload()
 
     @property
     def num_leases(self) -> int:
@@ -128,9 +143,9 @@ class PrefixOffers:
         if lease_id in self._offers:
             return []  # asked twice, answered once
         # One token at least is left to compute, or there would be nothing to sample from.
-        num_tokens = len(message.token_ids) - 1
-        hashes = hash_blocks(message.token_ids[:num_tokens], self._block_size)
-        block_ids = tuple(self._pool.match(hashes))
+        num_blocks = (len(message.token_ids) - 1) // self._block_size
+        hashes = self._read(message, self._block_size).block_hashes
+        block_ids = tuple(self._pool.match(hashes[:num_blocks]))
         if not block_ids:
             self._counters["prefix_offers:not_held"] += 1
             return [Emit(gateway_id, PrefixOffered(message.seq_id, None))]

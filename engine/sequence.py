@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Collection
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from engine.blocks import BlockHash, BlockId, BlockPool, hash_block, hash_blocks
@@ -16,6 +17,8 @@ class Sequence:
     Always `num_cached_tokens <= num_computed_tokens <= len(token_ids)`, and the block table covers
     at least the computed tokens. Cached are those that this sequence did not compute: they were
     found here or pulled.
+
+    `block_hashes` are those of all full blocks of the tokens, computed here unless they are given.
 
     Of the computed tokens, the draft model's KV too is here for the first `num_draft_tokens`, which
     are all where there is no draft model. A block is full for others only when it has both.
@@ -41,7 +44,8 @@ class Sequence:
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
-        self.block_hashes = hash_blocks(self.token_ids, self.block_size, self.salt)
+        if not self.block_hashes:
+            self.block_hashes = hash_blocks(self.token_ids, self.block_size, self.salt)
         if self.sampling.has_penalties:
             self.history = array("i", self.token_ids)
 
@@ -90,6 +94,23 @@ class Sequence:
             self.guide.consume(token)
         return finish
 
+    def extend(self, tokens: Tokens[int]) -> tuple[list[int], FinishReason | None]:
+        """Adds tokens up to the one that completes the sequence; says which, and if one does."""
+        if self.guide is None and not self.limits.stop_token_ids:
+            room = max(self.limits.max_len - len(self.token_ids), 1)
+            taken = list(tokens[:room])
+            self.token_ids += taken
+            if self.history is not None:
+                self.history.extend(taken)
+            return taken, FinishReason.LENGTH if taken and len(taken) >= room else None
+        taken = []
+        for token in tokens:
+            taken.append(token)
+            finish = self.append(token)
+            if finish is not None:
+                return taken, finish
+        return taken, None
+
     def advance(
         self, num_tokens: int, pool: BlockPool, *, num_draft_tokens: int | None = None
     ) -> None:
@@ -104,13 +125,19 @@ class Sequence:
         assert self.num_draft_tokens <= num_draft_tokens <= self.num_computed_tokens
         self.num_draft_tokens = num_draft_tokens
         num_full = num_draft_tokens // self.block_size
+        if num_full > self.num_hashed_blocks:
+            self._tell_hashes(num_full, pool)
+
+    def _tell_hashes(self, num_full: int, pool: BlockPool) -> None:
         for i in range(self.num_hashed_blocks, num_full):
+            parent = self.block_hashes[i - 1] if i else None
+            tokens = self.token_ids[i * self.block_size : (i + 1) * self.block_size]
             if i == len(self.block_hashes):
-                parent = self.block_hashes[-1] if self.block_hashes else None
-                tokens = self.token_ids[i * self.block_size : (i + 1) * self.block_size]
                 self.block_hashes.append(hash_block(parent, tokens, self.salt))
-            pool.set_hash(self.block_table[i], self.block_hashes[i])
-        self.num_hashed_blocks = max(self.num_hashed_blocks, num_full)
+            pool.set_hash(
+                self.block_table[i], self.block_hashes[i], parent=parent, token_ids=tokens
+            )
+        self.num_hashed_blocks = num_full
 
     def trim(self, pool: BlockPool) -> None:
         """Gives back blocks behind those that the tokens need: they were for rejected drafts."""

@@ -5,6 +5,10 @@ under one token budget (decode first: its rows are short and somebody is waiting
 and hands the results back. Everything else that happens is an event.
 
 The host around it owns the threads: it feeds events, runs the plans, and performs the effects.
+
+What a step cost is reported for those from which a gateway can learn: plain decode steps and chunks
+of prompts, timed by the runner. Left out are steps with drafts, of the draft model's or verified,
+and prompts whose log-probabilities are asked for: tokens alone do not say what these cost.
 """
 
 from collections import Counter
@@ -15,7 +19,9 @@ from typing import Protocol
 from engine.batch import BatchPlan, BatchResult, Row, RowResult
 from engine.blocks import BlockPool
 from engine.events import Adopted, Effect, Emit, Event, FromGateway
-from engine.messages import Decode, Generate, GivenBack, LoadReport, Prefill
+from engine.messages import Decode, Generate, GivenBack, LoadReport, Prefill, StepReport
+
+MAX_STEPS_OF_A_KIND = 8  # in one report: of those that only decode, and of others
 
 
 @dataclass(slots=True)
@@ -24,6 +30,16 @@ class Scheduled:
 
     rows: list[Row] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a scheduler has accepted and not finished: see `LoadReport`."""
+
+    prompt_tokens: int = 0
+    decode_seqs: int = 0
+    decode_blocks: int = 0
+    context_tokens: int = 0
 
 
 class Scheduler(Protocol):
@@ -59,6 +75,11 @@ class Scheduler(Protocol):
         ...
 
     @property
+    def workload(self) -> Workload:
+        """What is still to be done for the sequences here."""
+        ...
+
+    @property
     def counters(self) -> Mapping[str, int]:
         """What has happened here since the start, by "name" or "name:reason"."""
         ...
@@ -69,6 +90,35 @@ class Scheduler(Protocol):
 
 
 Observe = Callable[[BatchPlan, BatchResult, float], None]
+
+
+class StepSamples:
+    """Steps of one kind since the last report: all, or as many as fit, spread evenly over them."""
+
+    def __init__(self, max_kept: int = MAX_STEPS_OF_A_KIND) -> None:
+        self._max_kept = max_kept
+        self._kept: list[StepReport] = []
+        self._stride = 1
+        self._num_passed = 0
+
+    def wants_next(self) -> bool:
+        """Whether the step that has just ended is one to keep."""
+        self._num_passed += 1
+        return self._num_passed >= self._stride
+
+    def keep(self, step: StepReport) -> None:
+        """Keeps a step; of those that there is no room for, every other one goes."""
+        self._num_passed = 0
+        self._kept.append(step)
+        if len(self._kept) > self._max_kept:
+            self._kept = self._kept[::2]
+            self._stride *= 2
+
+    def take(self) -> list[StepReport]:
+        """What was kept; begins anew."""
+        kept, self._kept = self._kept, []
+        self._stride, self._num_passed = 1, 0
+        return kept
 
 
 class WorkerCore:
@@ -88,6 +138,8 @@ class WorkerCore:
         self._max_batch_tokens = max_batch_tokens
         self._observe = observe
         self._running: list[tuple[Scheduler, Row]] = []
+        self._decoder = self._taker(Adopted)
+        self._decode_steps, self._other_steps = StepSamples(), StepSamples()
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Feeds an event to whom it concerns. A sequence that nobody accepts is given back.
@@ -100,13 +152,12 @@ class WorkerCore:
     def _dispatch(self, event: Event, now_s: float) -> list[Effect]:
         match event:
             case Adopted():
-                adopter = self._taker(Adopted)
-                assert adopter is not None, "a sequence was adopted where nobody decodes"
-                return adopter.handle(event, now_s)
+                assert self._decoder is not None, "a sequence was adopted where nobody decodes"
+                return self._decoder.handle(event, now_s)
             case FromGateway(gateway_id, Prefill() | Generate() | Decode() as message):
                 taker = self._taker(type(message))
                 stays = isinstance(message, Generate)
-                if taker is None or (stays and self._taker(Adopted) is None):
+                if taker is None or (stays and self._decoder is None):
                     return [Emit(gateway_id, GivenBack(message.seq_id, "wrong role"))]
                 return taker.handle(event, now_s)
             case _:
@@ -134,6 +185,8 @@ class WorkerCore:
         effects: list[Effect] = []
         if self._observe is not None:
             self._observe(BatchPlan([row for _, row in self._running]), result, now_s)
+        if result.times is not None:
+            self._sample_step(result.times.total_s)
         for (scheduler, row), row_result in zip(self._running, result.rows, strict=True):
             for effect in scheduler.advance(row, row_result, now_s):
                 if isinstance(effect, Adopted):
@@ -143,12 +196,44 @@ class WorkerCore:
         self._running = []
         return effects
 
+    def _sample_step(self, seconds: float) -> None:
+        """Takes note of what a step was, if it is one of those that will be reported.
+
+        Most are not, and cost nothing but this look: rows that decode come first.
+        """
+        decodes_only = bool(self._running) and self._running[-1][0] is self._decoder
+        samples = self._decode_steps if decodes_only else self._other_steps
+        if samples.wants_next():
+            step = self._step_report(seconds)
+            if step is not None:
+                samples.keep(step)
+
+    def _step_report(self, seconds: float) -> StepReport | None:
+        """A step in numbers; None where they would not say why it took so long."""
+        rows = [row for scheduler, row in self._running if scheduler is self._decoder]
+        chunks = [row for scheduler, row in self._running if scheduler is not self._decoder]
+        if any(row.max_drafted or row.draft_token_ids for row in rows):
+            return None
+        if any(row.scored for row in chunks):
+            return None
+        return StepReport(
+            seconds=seconds,
+            num_prefill_tokens=sum(len(row.token_ids) for row in chunks),
+            prefill_squares=sum(row.end * row.end - row.start * row.start for row in chunks),
+            num_rows=len(rows),
+            num_context_tokens=sum(row.end for row in rows),
+        )
+
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
-        """What this worker holds now, and what was counted: the transfers' and the schedulers'."""
+        """What this worker holds now, and what was counted: the transfers' and the schedulers'.
+
+        `steps` are some of those since the last call.
+        """
         counts = self._pool.counts()
         counted: Counter[str] = Counter()
         for scheduler in self._schedulers:
             counted.update(scheduler.counters)
+        workloads = [scheduler.workload for scheduler in self._schedulers]
         return LoadReport(
             free_blocks=counts.free,
             cached_blocks=counts.cached,
@@ -159,6 +244,11 @@ class WorkerCore:
             running_seqs=sum(s.num_running for s in self._schedulers),
             open_leases=open_leases,
             counters={**counters, **counted},
+            prompt_tokens=sum(w.prompt_tokens for w in workloads),
+            decode_seqs=sum(w.decode_seqs for w in workloads),
+            decode_blocks=sum(w.decode_blocks for w in workloads),
+            context_tokens=sum(w.context_tokens for w in workloads),
+            steps=self._decode_steps.take() + self._other_steps.take(),
         )
 
     def validate(self) -> None:

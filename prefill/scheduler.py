@@ -51,7 +51,7 @@ from engine.events import (
     StartPull,
 )
 from engine.guide import Guides
-from engine.intake import Intake
+from engine.intake import Intake, ReadPrompt, read_prompt
 from engine.messages import (
     Cancel,
     FinishReason,
@@ -68,13 +68,14 @@ from engine.messages import (
     TransferAddress,
 )
 from engine.sequence import Sequence
-from engine.worker import Scheduled
+from engine.worker import Scheduled, Workload
 
 
 @dataclass(slots=True)
 class _Job:
     seq: Sequence
     hands_over: bool
+    place: int  # in the order of arrival
     prefix: LeaseRef | None = None  # held, until its pull starts or it is given up
     pulled: tuple[BlockId, ...] = ()  # being written, from the first block that was not cached
     lease_id: LeaseId | None = None  # open, from the first chunk until it ends
@@ -103,15 +104,17 @@ class PrefillScheduler:
         guides: Guides | None = None,
         vocab_size: int | None = None,
         context_len: int | None = None,
+        read: ReadPrompt = read_prompt,
     ) -> None:
         """Without `guides`, prompts of answers with a grammar are given back; so are those that do
-        not fit the vocabulary or the context.
+        not fit the vocabulary or the context. `read` as in `engine.intake.Intake`.
         """
         self._pool = pool
         self._block_size = block_size
         self._chunk_tokens = chunk_tokens
         self._address = address
-        self._intake = Intake(block_size, guides, vocab_size, context_len)
+        self._intake = Intake(block_size, guides, vocab_size, context_len, read)
+        self._num_jobs = 0  # that ever came
         self._waiting: deque[_Job] = deque()
         self._pulling: dict[SeqId, _Job] = {}
         self._aborting: dict[SeqId, _Job] = {}  # cancelled; their pulls may still write
@@ -128,6 +131,12 @@ class PrefillScheduler:
     def num_running(self) -> int:
         """Prompts being computed."""
         return len(self._computing)
+
+    @property
+    def workload(self) -> Workload:
+        """The prompts that are not computed yet, with what is cached of them."""
+        jobs = (*self._waiting, *self._pulling.values(), *self._computing.values())
+        return Workload(prompt_tokens=sum(len(job.seq.token_ids) for job in jobs))
 
     @property
     def num_leases(self) -> int:
@@ -227,7 +236,9 @@ class PrefillScheduler:
             return [Emit(gateway_id, seq)]
         if seq.num_blocks > self._pool.num_blocks:
             return [Emit(gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
-        job = _Job(seq, isinstance(message, Prefill), num_top=message.prompt_logprobs)
+        hands_over = isinstance(message, Prefill)
+        job = _Job(seq, hands_over, self._num_jobs, num_top=message.prompt_logprobs)
+        self._num_jobs += 1
         self._waiting.append(job)
         if message.prefix is None:
             return []
@@ -307,7 +318,11 @@ class PrefillScheduler:
         if failed is not None:
             self._counters["fallbacks:prefix_pull_failed"] += 1
         del self._pulling[seq_id]
-        return self._begin(job)
+        effects = self._begin(job)
+        # Later prompts went ahead while it was pulled. It waits for none of them any longer.
+        in_order = sorted(self._computing.items(), key=lambda item: item[1].place)
+        self._computing = dict(in_order)
+        return effects
 
     def _on_offer_lost(self, seq_id: SeqId) -> list[Effect]:
         """The lease on a prefix ended before there was memory for it."""

@@ -77,10 +77,13 @@ class Choice:
             stop=rules.stop,
         )
         self._scored = ScoredText(self._text) if rules.scored else None
+        self._is_plain = not (rules.scored or self._is_scored or parser is not None)
 
     def take(self, update: Update, now_s: float) -> Piece:
         """What this update makes ready to be shown."""
         self.last_s = now_s
+        if self._is_plain and update.outcome is None and not update.timeline:  # nearly always
+            return self._take_plain(update.token_ids, now_s)
         entries: tuple[Entry, ...] = ()
         if self._scored is None:
             text = self._text.push(update.token_ids)
@@ -99,6 +102,14 @@ class Choice:
             text, calls = _told(self._parser.feed(text))
             return Piece(self.index, text, self._text.num_tokens, entries, calls)
         return self._last(text, entries, outcome, now_s)
+
+    def _take_plain(self, token_ids: tuple[int, ...], now_s: float) -> Piece:
+        text = self._text.push(token_ids)
+        if token_ids:
+            self._meter.tokens(len(token_ids), now_s)
+        if self._text.stopped:
+            return self._last(text, (), None, now_s)
+        return Piece(self.index, text, self._text.num_tokens)
 
     @property
     def num_tokens(self) -> int:

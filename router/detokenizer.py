@@ -6,17 +6,20 @@ the answer. It does not know HTTP, and it cannot tell the router to stop: it say
 Everything is done token by token, so an answer does not depend on how its tokens were batched on
 the way here.
 
-Three reasons not to use `tokenizers.decoders.DecodeStream`, measured with 0.23: it cannot be
-flushed, so an answer cut inside a character loses bytes; a run of special tokens or of broken UTF-8
-costs quadratic time (4,000 tokens: 1.3 s); and on broken byte-fallback runs it raises.
+Of two ways to decode, `TextModel` takes the one that the tokenizer allows. Three reasons not to use
+`tokenizers.decoders.DecodeStream`, measured with 0.23: it cannot be flushed, so an answer cut
+inside a character loses bytes; a run of special tokens or of broken UTF-8 costs quadratic time
+(4,000 tokens: 1.3 s); and on broken byte-fallback runs it raises.
 """
 
-from collections.abc import Sequence
+from codecs import utf_8_decode
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from engine.messages import FinishReason, Limits
+from engine.messages import Limits
 
 REPLACEMENT = "\ufffd"  # what an incomplete or broken UTF-8 sequence decodes to
 MAX_PENDING_TOKENS = 16  # a character has at most four bytes: more pending tokens are no character
@@ -24,8 +27,57 @@ OVERLAP_TOKENS = 8  # at least as many bytes as one character has
 CONTEXT_TOKENS = 6
 
 
-class Detokenizer:
-    """Incremental decoding of one answer.
+class Detokenizer(Protocol):
+    """Incremental decoding of one answer."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+        ...
+
+    def flush(self) -> str:
+        """The text of a character that will never be complete."""
+        ...
+
+
+class ByteDetokenizer:
+    """Where a text is its tokens' bytes one after the other, as with ByteLevel tokenizers.
+
+    What is pushed in and flushed equals `Tokenizer.decode` of all tokens at once. Nothing is
+    decoded twice: only the bytes of an incomplete character wait for the next token.
+    """
+
+    def __init__(
+        self,
+        bytes_by_id: Mapping[int, bytes],
+        *,
+        prompt_ids: Sequence[int] = (),
+        hidden_ids: frozenset[int],
+    ) -> None:
+        self._bytes_by_id = bytes_by_id
+        self._hidden_ids = hidden_ids
+        self._rest = b""  # of a character whose end has not come
+        for token_id in _visible_end(prompt_ids, hidden_ids):
+            self.push(token_id)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes."""
+        if token_id in self._hidden_ids:
+            return ""
+        data = self._bytes_by_id[token_id]
+        if self._rest:
+            data = self._rest + data
+        text, num_decoded = utf_8_decode(data, "replace")
+        self._rest = data[num_decoded:]
+        return text
+
+    def flush(self) -> str:
+        """The text of a character that will never be complete."""
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+
+class ContextDetokenizer:
+    """For every tokenizer: decodes each token together with those before it.
 
     `_ids` is the context, tokens already shown that decide how the next ones decode (a space before
     a word, a character in several tokens), and then the tokens not yet shown. What is pushed in and
@@ -37,10 +89,9 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = (), hidden_ids: frozenset[int]
     ) -> None:
-        visible = (token for token in reversed(prompt_ids) if token not in hidden_ids)
         self._tokenizer = tokenizer
         self._hidden_ids = hidden_ids
-        self._ids = list(islice(visible, CONTEXT_TOKENS))[::-1]
+        self._ids = _visible_end(prompt_ids, hidden_ids)
         self._num_context = len(self._ids)
         self._shown_len = len(self._decode().rstrip(REPLACEMENT))
 
@@ -83,6 +134,12 @@ class Detokenizer:
         self._num_context = len(self._ids)
         self._shown_len = max(0, len(self._decode()) - 1)
         return shown
+
+
+def _visible_end(prompt_ids: Sequence[int], hidden_ids: frozenset[int]) -> list[int]:
+    """The last tokens of a prompt that show, in order."""
+    visible = (token for token in reversed(prompt_ids) if token not in hidden_ids)
+    return list(islice(visible, CONTEXT_TOKENS))[::-1]
 
 
 class StopFinder:
@@ -143,12 +200,14 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._prompt_len = prompt_len
         self._limits = limits
+        self._end_ids = frozenset(limits.stop_token_ids)
         self._stop = StopFinder(stop)
+        self._has_stop = bool(stop)
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string has ended the answer."""
-        return self._stop.found
+        return self._has_stop and self._stop.found
 
     @property
     def held_len(self) -> int:
@@ -158,10 +217,12 @@ class AnswerText:
     def ends_with(self, token_id: int) -> bool:
         """Whether this token, if it is the next one, ends the answer and is not shown."""
         length = self._prompt_len + self.num_tokens + 1
-        return self._limits.finish_reason(length, token_id) is FinishReason.STOP
+        return token_id in self._end_ids and length > self._limits.min_len
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that may be shown now. Tokens after a stop string are neither shown nor counted."""
+        if len(token_ids) == 1 and not (self._has_stop and self._stop.found):
+            return self._push_one(token_ids[0])
         pieces = []
         for token_id in token_ids:
             if self.stopped:
@@ -179,7 +240,7 @@ class AnswerText:
     def _push_one(self, token_id: int) -> str:
         self.num_tokens += 1
         length = self._prompt_len + self.num_tokens
-        if self._limits.finish_reason(length, token_id) is FinishReason.STOP:
+        if token_id in self._end_ids and length > self._limits.min_len:
             return ""
         text = self._detokenizer.push(token_id)
-        return self._stop.push(text) if length > self._limits.min_len else text
+        return self._stop.push(text) if self._has_stop and length > self._limits.min_len else text

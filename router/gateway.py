@@ -19,7 +19,7 @@ import asyncio
 import hmac
 import importlib.metadata
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,16 +29,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
 from engine.messages import RequestId
 from router.answers import Choice, Piece, TextRules
+from router.connection import pipe_of
 from router.metrics import GatewayMetrics, RequestMeter
 from router.openai_schema import (
     ApiError,
@@ -55,7 +55,8 @@ from router.openai_schema import (
     prompt_logprobs_of,
     sampling_of,
 )
-from router.requests import Finished, Outcome, Request, RouterPort
+from router.requests import Finished, Outcome, Request, RouterPort, Update
+from router.siblings import Siblings
 from router.sse import (
     CHAT,
     COMPLETION,
@@ -68,6 +69,7 @@ from router.sse import (
     Wish,
     error_body,
     send_invalid,
+    send_json,
 )
 from router.structured import FIELDS as STRUCTURE_FIELDS
 from router.tokenizer import TextModel
@@ -99,18 +101,25 @@ def create_app(
     settings: GatewaySettings,
     clock: Clock,
     rng: random.Random,
-) -> Starlette:
-    """The application, to be run by any ASGI server."""
+    siblings: Siblings | None = None,
+) -> ASGIApp:
+    """The application, to be run by any ASGI server; `siblings` share its port."""
     version = _version()
-    metrics = GatewayMetrics(port, model_name=settings.model_names[0], version=version)
+    process = None if siblings is None else siblings.process
+    metrics = GatewayMetrics(
+        port, model_name=settings.model_names[0], version=version, process=process
+    )
+    if siblings is not None:
+        siblings.own = metrics.own
     service = _Service(port, text, settings, clock, rng, metrics)
-    pages = _Pages(port, settings, metrics, version)
-    return Starlette(
+    pages = _Pages(port, settings, metrics, version, siblings)
+    answers = {
+        "/v1/chat/completions": _Answers(service, CHAT, ChatBody),
+        "/v1/completions": _Answers(service, COMPLETION, CompletionBody),
+    }
+    others = Starlette(
         routes=[
-            Route("/v1/chat/completions", _Answers(service, CHAT, ChatBody), methods=["POST"]),
-            Route(
-                "/v1/completions", _Answers(service, COMPLETION, CompletionBody), methods=["POST"]
-            ),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answers.items()),
             Route("/v1/models", pages.models),
             Route("/v1/models/{model_id:path}", pages.model),
             Route("/health", pages.health),
@@ -118,9 +127,9 @@ def create_app(
             Route("/metrics", pages.metrics),
             Route("/version", pages.version),
         ],
-        middleware=[Middleware(_KeyGuard, api_keys=settings.api_keys)],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
+    return _KeyGuard(_Front(answers, others), api_keys=settings.api_keys)
 
 
 # ---------------------------------------------------------------- answers
@@ -156,6 +165,33 @@ class _Job:
         return self.requests[0]
 
 
+class _Front:
+    """Gives answer endpoints their requests at once, past what all other pages need."""
+
+    def __init__(self, answers: Mapping[str, ASGIApp], others: ASGIApp) -> None:
+        self._answers = answers
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._answers.get(scope.get("path", ""))
+        if endpoint is None or scope.get("method") != "POST":
+            await self._others(scope, receive, send)
+            return
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await endpoint(scope, receive, noted)
+        except Exception:  # a bug in Baton; the server logs it
+            if not has_begun:
+                await send_json(send, 500, _internal_error_body())
+            raise
+
+
 class _Answers:
     """One endpoint, as an ASGI application."""
 
@@ -165,7 +201,6 @@ class _Answers:
         self._body_type = body_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
         settings = self._service.settings
         with self._service.metrics.request() as meter:
             try:
@@ -177,9 +212,9 @@ class _Answers:
             except _ClientGone:
                 return
             async with _until_client_leaves(receive):
-                await self._answer(body, headers, meter, send)
+                await self._answer(body, scope, meter, send)
 
-    async def _answer(self, data: bytes, headers: Headers, meter: RequestMeter, send: Send) -> None:
+    async def _answer(self, data: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
         service = self._service
         received_s = service.clock.now_s()
         try:
@@ -189,9 +224,9 @@ class _Answers:
             await send_invalid(send, error)
             return
         meter.accept(received_s, len(job.first.token_ids))
-        if headers.get(TIMELINE_HEADER) == "1":
+        if Headers(scope=scope).get(TIMELINE_HEADER) == "1":
             job = replace(job, wish=replace(job.wish, timeline=True))
-        writer = self._writer(job, send)
+        writer = self._writer(job, scope, send)
         choices = [
             Choice(
                 index,
@@ -250,7 +285,7 @@ class _Answers:
             wish=_wish(body, token_ids, text),
         )
 
-    def _writer(self, job: _Job, send: Send) -> AnswerWriter:
+    def _writer(self, job: _Job, scope: Scope, send: Send) -> AnswerWriter:
         heading = Heading(
             dialect=self._dialect,
             answer_id=job.first.request_id,
@@ -262,7 +297,9 @@ class _Answers:
             bytes_of=self._service.text.bytes_of,
             wish=job.wish,
         )
-        return StreamedAnswer(heading, send) if job.stream else WholeAnswer(heading, send)
+        if job.stream:
+            return StreamedAnswer(heading, send, pipe_of(scope))
+        return WholeAnswer(heading, send)
 
 
 def _followers(leader: Request, num_candidates: int) -> list[Request]:
@@ -302,9 +339,9 @@ async def _answer_with(
 ) -> None:
     """Follows the choices to their ends, and writes all that is to be shown of them."""
     if len(choices) == 1:
-        last = await _follow(service, choices[0], writer.write)
+        last = await _follow(service, choices[0], writer)
     else:
-        last = await _follow_all(service, choices, writer.write)
+        last = await _follow_all(service, choices, writer)
     outcome = last.outcome
     assert outcome is not None
     meter.end(outcome, choices[last.choice].last_s)
@@ -313,49 +350,74 @@ async def _answer_with(
     await writer.end(_ending(choices, outcome, num_shown))
 
 
-Write = Callable[[Piece], Awaitable[None]]
+class _Follower:
+    """Turns the updates of one choice into pieces, and writes those that can be written at once."""
+
+    def __init__(self, choice: Choice, writer: AnswerWriter, clock: Clock) -> None:
+        self._choice = choice
+        self._writer = writer
+        self._clock = clock
+        self._last: Piece | None = None  # of an answer that a stop string ended
+
+    def take_at_once(self, update: Update) -> bool:
+        """Writes what this update brings, if nothing has to wait for it."""
+        if update.outcome is not None or not self._writer.is_ready:
+            return False
+        piece = self._choice.take(update, self._clock.now_s())
+        if piece.outcome is not None:
+            self._last = piece
+            return False
+        self._writer.write_at_once(piece)
+        return True
+
+    def take(self, update: Update) -> Piece:
+        """What this update brings, if it was not taken at once."""
+        return self._last or self._choice.take(update, self._clock.now_s())
 
 
-async def _follow(service: _Service, choice: Choice, write: Write) -> Piece:
+async def _follow(service: _Service, choice: Choice, writer: AnswerWriter) -> Piece:
     """Writes all of a choice but its last piece, which it returns.
 
     So the iterator is closed, and a request that a stop string ended is cancelled, before anything
     waits for the client to take the end of the answer.
     """
-    updates = service.port.submit(choice.request)
+    follower = _Follower(choice, writer, service.clock)
+    updates = service.port.submit(choice.request, follower.take_at_once)
     async with aclosing(updates):
         async for update in updates:
-            piece = choice.take(update, service.clock.now_s())
+            piece = follower.take(update)
             if piece.outcome is not None:
                 return piece
             if update.token_ids:
-                await write(piece)
+                await writer.write(piece)
     raise AssertionError("the router's iterator ended without an outcome")
 
 
-async def _follow_all(service: _Service, choices: list[Choice], write: Write) -> Piece:
+async def _follow_all(service: _Service, choices: list[Choice], writer: AnswerWriter) -> Piece:
     """Writes the pieces of several choices as they come, up to the last one, which it returns.
 
     That is the last of all, or the first one of a choice that failed: the others are cancelled. A
     choice waits until its piece is taken, so a client that reads slowly gets larger pieces.
     """
-    pieces: asyncio.Queue[Piece] = asyncio.Queue(maxsize=1)
+    num_open = len(choices)
+    end: asyncio.Future[Piece] = asyncio.get_running_loop().create_future()
 
     async def follow(choice: Choice) -> None:
-        await pieces.put(await _follow(service, choice, pieces.put))
+        nonlocal num_open
+        last = await _follow(service, choice, writer)
+        num_open -= 1
+        if num_open and last.finish is not None:
+            await writer.write(last)
+        elif not end.done():
+            end.set_result(last)
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(follow(choice)) for choice in choices]  # the leader's first
-        num_open = len(choices)
-        while True:
-            piece = await pieces.get()
-            num_open -= piece.outcome is not None
-            has_failed = piece.outcome is not None and piece.finish is None
-            if num_open == 0 or has_failed:
-                for task in tasks:
-                    task.cancel()
-                return piece
-            await write(piece)
+        last = await end
+        if last.finish is None:
+            for task in tasks:
+                task.cancel()
+    return last
 
 
 def _ending(choices: list[Choice], outcome: Outcome, num_shown: int) -> Ending:
@@ -460,12 +522,18 @@ class _Pages:
     """The endpoints that only tell."""
 
     def __init__(
-        self, port: RouterPort, settings: GatewaySettings, metrics: GatewayMetrics, version: str
+        self,
+        port: RouterPort,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        version: str,
+        siblings: Siblings | None,
     ) -> None:
         self._port = port
         self._settings = settings
         self._metrics = metrics
         self._version = version
+        self._siblings = siblings
         self._created = unix_time_s()
 
     async def models(self, _: HttpRequest) -> Response:
@@ -494,8 +562,9 @@ class _Pages:
 
     async def metrics(self, _: HttpRequest) -> Response:
         """GET /metrics."""
+        others = [] if self._siblings is None else await self._siblings.ask()
         headers = {"content-type": CONTENT_TYPE_LATEST}
-        return Response(self._metrics.exposition(), headers=headers)
+        return Response(self._metrics.exposition(others), headers=headers)
 
     async def version(self, _: HttpRequest) -> Response:
         """GET /version."""
@@ -523,7 +592,11 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _internal_error(_: HttpRequest, __: Exception) -> Response:
     """A bug in Baton; the server logs the exception."""
-    return _json(500, error_body("internal error", kind="server_error", code="internal_error"))
+    return _json(500, _internal_error_body())
+
+
+def _internal_error_body() -> dict[str, Any]:
+    return error_body("internal error", kind="server_error", code="internal_error")
 
 
 def _error(

@@ -16,16 +16,27 @@ What the workers count comes with their load reports, by "name" or "name:reason"
 
 Tokens per step are `baton_worker_step_tokens_total` over `baton_worker_steps_total`.
 
+Where several gateway processes share a port, each is asked by whoever the port gives the connection
+to, so that one tells of all: what a process counts by itself has a label `process` then, and what
+all see alike, the workers and what is the same of all, is told once and has none.
+
+Predictions are exported as they are made and beside what came of them. `baton_prediction_ratio` is
+the truth over the prediction: of the time from a request's placement to its first token, where it
+was placed once, and of its time per token. `baton_cost_error_ratio` says how far the formulas for
+workers of a class were off lately, as a share of what each observation was.
+
 An inter-token latency is observed once for each update of a stream, which is once a step: tokens
 that speculation yields together arrive together, and count as one gap.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import accumulate, chain
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -35,9 +46,19 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from engine.messages import LoadReport
-from router.requests import Cancelled, Failed, Finished, Outcome, Rejected, RouterPort, Timeline
+from router.requests import (
+    Cancelled,
+    Decision,
+    Failed,
+    Finished,
+    Outcome,
+    Rejected,
+    RouterPort,
+    Timeline,
+)
 
 # fmt: off
 TTFT_BUCKETS_S = (
@@ -55,6 +76,7 @@ STAGE_BUCKETS_S = (
     0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
     1, 2.5, 5, 10, 30, 60, 300,
 )
+RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 # fmt: on
 
 OUTCOMES = ("finished", "rejected", "failed", "cancelled", "invalid")
@@ -74,6 +96,7 @@ _BY_PROPOSER = {  # name in a load report: name here, name of vLLM's, text
     "accepted": ("accepted_tokens", "num_accepted_tokens", "Proposed tokens that were kept"),
 }
 _ACCEPTED_LEN = "accepted_len"
+_QUEUE = "baton_queue_requests"
 _BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
 _VLLM_NAMES = {
     "baton_ttft_seconds": "vllm:time_to_first_token_seconds",
@@ -84,11 +107,60 @@ _VLLM_NAMES = {
 }
 
 
+class Histogram(Collector):
+    """Counts by bucket. prometheus_client's own takes a lock and a method call for each bucket."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        bounds: Sequence[float],
+        *,
+        labels: Sequence[str] = (),
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = tuple(bounds)
+        self._labels = tuple(labels)
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+        if not labels:
+            self._begin(())
+
+    def observe(self, value: float, labels: tuple[str, ...] = ()) -> None:
+        """Counts a value."""
+        counts = self._counts.get(labels)
+        if counts is None:
+            counts = self._begin(labels)
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def collect(self) -> Iterator[Metric]:
+        """As it is now."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, counts in self._counts.items():
+            buckets = zip(bounds, accumulate(counts), strict=True)
+            family.add_metric(labels, list(buckets), self._sums[labels])
+        yield family
+
+    def _begin(self, labels: tuple[str, ...]) -> list[int]:
+        self._counts[labels] = counts = [0] * (len(self._bounds) + 1)
+        self._sums[labels] = 0.0
+        return counts
+
+
 class GatewayMetrics:
     """Histograms and counters of one gateway."""
 
-    def __init__(self, port: RouterPort, *, model_name: str, version: str) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(
+        self, port: RouterPort, *, model_name: str, version: str, process: str | None = None
+    ) -> None:
+        self._port = port
+        self._model_name = model_name
+        self._version = version
+        self._process = process
+        self._own: list[Collector] = []
         self.ttft = self._histogram("ttft", "HTTP request to first token", TTFT_BUCKETS_S)
         self.itl = self._histogram("itl", "Gap between two updates of a stream", ITL_BUCKETS_S)
         self.tpot = self._histogram("tpot", "Time per token after the first", ITL_BUCKETS_S)
@@ -99,22 +171,27 @@ class GatewayMetrics:
         self.kv_exposed = self._histogram(
             "kv_exposed", "Of the KV transfer, what prefill did not hide", STAGE_BUCKETS_S
         )
-        self.stages = Histogram(
-            "baton_stage_seconds",
-            "Where the time of a request went",
-            ("stage",),
-            buckets=STAGE_BUCKETS_S,
-            registry=self.registry,
+        self.stages = self._histogram(
+            "stage", "Where the time of a request went", STAGE_BUCKETS_S, labels=("stage",)
         )
+        self.predicted_ttft = self._histogram(
+            "predicted_ttft", "Placement to first token, as predicted then", TTFT_BUCKETS_S
+        )
+        self.predicted_tpot = self._histogram(
+            "predicted_tpot", "Time per token, as predicted at the placement", ITL_BUCKETS_S
+        )
+        self.prediction_ratio = Histogram(
+            "baton_prediction_ratio",
+            "What it came to, over what was predicted",
+            RATIO_BUCKETS,
+            labels=("measure",),
+        )
+        self._own.append(self.prediction_ratio)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_in_flight = 0
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
-        counts = _Counts(self)
-        self.registry.register(counts)
-        self.registry.register(_PortState(port, version))
-        aliased = (self.ttft, self.itl, self.e2e, counts)
-        self.registry.register(_VllmNames(aliased, port, model_name))
+        self._own += [_Counts(self), _Queue(port), _Forecasts(port)]
 
     @contextmanager
     def request(self) -> Iterator["RequestMeter"]:
@@ -127,13 +204,36 @@ class GatewayMetrics:
             self.num_in_flight -= 1
             self.num_by_outcome[meter.outcome] += 1
 
-    def exposition(self) -> bytes:
-        """Everything in Prometheus' text format 0.0.4."""
-        return generate_latest(self.registry)
+    def own(self) -> list[Metric]:
+        """What this process counts by itself."""
+        metrics = [metric for collector in self._own for metric in collector.collect()]
+        if self._process is None:
+            return metrics
+        return [_labelled(metric, {"process": self._process}) for metric in metrics]
 
-    def _histogram(self, name: str, text: str, buckets_s: tuple[float, ...]) -> Histogram:
-        name = f"baton_{name}_seconds"
-        return Histogram(name, text, buckets=buckets_s, registry=self.registry)
+    def exposition(self, others: Sequence[Sequence[Metric]] = ()) -> bytes:
+        """Everything in Prometheus' text format 0.0.4, with what other processes count."""
+        registry = CollectorRegistry()
+        registry.register(_Page([*self._families(others)]))
+        return generate_latest(registry)
+
+    def _families(self, others: Sequence[Sequence[Metric]]) -> Iterator[Metric]:
+        counted = _joined([self.own(), *others])
+        yield from counted
+        if self._process is not None:
+            told = 1 + len(others)
+            yield GaugeMetricFamily("baton_gateway_processes", "That answered when asked", told)
+        build = {"version": self._version, "fingerprint": self._port.fingerprint()}
+        yield InfoMetricFamily("baton_build", "What runs, with which model", build)
+        yield from _worker_metrics(self._port)
+        yield from _vllm_names(counted, self._port, self._model_name)
+
+    def _histogram(
+        self, name: str, text: str, bounds_s: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        histogram = Histogram(f"baton_{name}_seconds", text, bounds_s, labels=labels)
+        self._own.append(histogram)
+        return histogram
 
 
 class RequestMeter:
@@ -201,13 +301,33 @@ class ChoiceMeter:
         """The router is done with the choice."""
         if timeline is not None:
             for name, seconds in _stages(timeline):
-                self._metrics.stages.labels(name).observe(seconds)
+                self._metrics.stages.observe(seconds, (name,))
             if timeline.kv_transfer_s is not None:
                 self._metrics.kv_transfer.observe(timeline.kv_transfer_s)
             if timeline.kv_exposed_s is not None:
                 self._metrics.kv_exposed.observe(timeline.kv_exposed_s)
+        tpot_s = None
         if isinstance(outcome, Finished) and self._first_s is not None and self._num_tokens > 1:
-            self._metrics.tpot.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+            tpot_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
+            self._metrics.tpot.observe(tpot_s)
+        if timeline is not None and timeline.decision is not None and self._first_s is not None:
+            self._compare(timeline, timeline.decision, tpot_s)
+
+    def _compare(self, timeline: Timeline, decision: Decision, tpot_s: float | None) -> None:
+        """What was predicted when the choice was placed, and what it came to."""
+        metrics = self._metrics
+        ttft_s = timeline.prefill_queue_s + timeline.prefill_compute_s
+        if timeline.attempts > 1:
+            return  # the last placement did not begin the answer, or not alone
+        for name, predicted_s, true_s, histogram in (
+            ("ttft", decision.predicted_ttft_s, ttft_s, metrics.predicted_ttft),
+            ("tpot", decision.predicted_tpot_s, tpot_s, metrics.predicted_tpot),
+        ):
+            if predicted_s is None:
+                continue
+            histogram.observe(predicted_s)
+            if true_s is not None and predicted_s > 0:
+                metrics.prediction_ratio.observe(true_s / predicted_s, (name,))
 
 
 class _Counts(Collector):
@@ -232,57 +352,68 @@ class _Counts(Collector):
         yield ended
 
 
-class _PortState(Collector):
-    """The router and its workers as they are at the time of the scrape."""
+class _Queue(Collector):
+    """The router as it is at the time of the scrape."""
 
-    def __init__(self, port: RouterPort, version: str) -> None:
+    def __init__(self, port: RouterPort) -> None:
         self._port = port
-        self._version = version
 
     def collect(self) -> Iterator[Metric]:
-        build = {"version": self._version, "fingerprint": self._port.fingerprint()}
-        yield InfoMetricFamily("baton_build", "What runs, with which model", build)
         waiting = self._port.queue_len()
-        yield GaugeMetricFamily("baton_queue_requests", "Requests waiting for a worker", waiting)
+        yield GaugeMetricFamily(_QUEUE, "Requests waiting for a worker", waiting)
+        yield GaugeMetricFamily(
+            "baton_queue_predicted_seconds",
+            "Predicted for one worker to compute the prompts that wait",
+            self._port.queued_s(),
+        )
         events = CounterMetricFamily(
             "baton_router_events", "Retries, refusals, fallbacks", labels=["event", "reason"]
         )
         for (event, reason), count in self._port.counters().items():
             events.add_metric([event, reason], count)
         yield events
-        yield from _worker_metrics(self._port)
 
 
-class _VllmNames(Collector):
-    """The series that mean what vLLM's mean, under vLLM's names."""
+class _Forecasts(Collector):
+    """What this gateway predicts of the workers, as far as it can: each learns by itself."""
 
-    def __init__(self, aliased: Sequence[Collector], port: RouterPort, model_name: str) -> None:
-        self._aliased = aliased
+    def __init__(self, port: RouterPort) -> None:
         self._port = port
-        self._labels = {"model_name": model_name}
 
     def collect(self) -> Iterator[Metric]:
-        for metric in chain.from_iterable(source.collect() for source in self._aliased):
-            if metric.name in _VLLM_NAMES:
-                yield _renamed(metric, _VLLM_NAMES[metric.name], self._labels)
-        loads = [load for _, load in _loads(self._port)]
-        running = sum(load.running_seqs for load in loads)
-        yield self._gauge("vllm:num_requests_running", "Sequences in running batches", running)
-        waiting = self._port.queue_len() + sum(load.waiting_seqs for load in loads)
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting", waiting)
-        for name, (_, vllm_name, text) in _BY_PROPOSER.items():
-            counts = (_by_reason(load, name).values() for load in loads)
-            yield self._counter(f"vllm:spec_decode_{vllm_name}", text, sum(map(sum, counts)))
+        yield from _forecasts(self._port)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        metric = GaugeMetricFamily(name, text, labels=list(self._labels))
-        metric.add_metric(list(self._labels.values()), value)
-        return metric
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        metric = CounterMetricFamily(name, text, labels=list(self._labels))
-        metric.add_metric(list(self._labels.values()), value)
-        return metric
+class _Page(Collector):
+    """Families that are complete."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        return self._families
+
+
+def _vllm_names(counted: Sequence[Metric], port: RouterPort, model_name: str) -> Iterator[Metric]:
+    """The series that mean what vLLM's mean, under vLLM's names."""
+    labels = {"model_name": model_name}
+    for metric in counted:
+        if metric.name in _VLLM_NAMES:
+            yield _labelled(metric, labels, name=_VLLM_NAMES[metric.name])
+    loads = [load for _, load in _loads(port)]
+    running = sum(load.running_seqs for load in loads)
+    queued = sum(s.value for metric in counted if metric.name == _QUEUE for s in metric.samples)
+    waiting = queued + sum(load.waiting_seqs for load in loads)
+    gauges = (
+        ("vllm:num_requests_running", "Sequences in running batches", running),
+        ("vllm:num_requests_waiting", "Requests waiting", waiting),
+    )
+    for name, text, value in gauges:
+        yield _labelled(GaugeMetricFamily(name, text, value), labels)
+    for name, (_, vllm_name, text) in _BY_PROPOSER.items():
+        counts = (_by_reason(load, name).values() for load in loads)
+        total = sum(map(sum, counts))
+        yield _labelled(CounterMetricFamily(f"vllm:spec_decode_{vllm_name}", text, total), labels)
 
 
 def _stages(timeline: Timeline) -> Iterator[tuple[str, float]]:
@@ -321,6 +452,34 @@ def _worker_metrics(port: RouterPort) -> Iterator[Metric]:
         yield gauge
     yield from _speculation(loads)
     yield from _worker_counters(loads)
+
+
+def _forecasts(port: RouterPort) -> Iterator[Metric]:
+    labels = ["worker", "role"]
+    waits = GaugeMetricFamily(
+        "baton_worker_predicted_wait_seconds",
+        "Until it has computed the prompts that it was given",
+        labels=labels,
+    )
+    paces = GaugeMetricFamily(
+        "baton_worker_predicted_tpot_seconds", "A step of all that it decodes", labels=labels
+    )
+    errors = GaugeMetricFamily(
+        "baton_cost_error_ratio",
+        "How far predictions for workers like this one were off lately",
+        labels=[*labels, "work"],
+    )
+    for worker_id, status in port.workers().items():
+        worker, forecast = (str(worker_id), status.role.value), status.forecast
+        if forecast.wait_s is not None:
+            waits.add_metric(worker, forecast.wait_s)
+        if forecast.tpot_s is not None:
+            paces.add_metric(worker, forecast.tpot_s)
+        for work in ("prefill", "decode", "pull"):
+            error: float | None = getattr(forecast.errors, work)
+            if error is not None:
+                errors.add_metric([*worker, work], error)
+    yield from (waits, paces, errors)
 
 
 def _by_reason(load: LoadReport, name: str) -> dict[str, float]:
@@ -384,9 +543,43 @@ def _metric_name(name: str) -> str:
     return re.sub("[^a-zA-Z0-9_]", "_", name).removesuffix("_total")
 
 
-def _renamed(metric: Metric, name: str, labels: Mapping[str, str]) -> Metric:
-    copy = Metric(name, metric.documentation, metric.type)
+def _labelled(metric: Metric, labels: Mapping[str, str], *, name: str | None = None) -> Metric:
+    """A copy with more labels, perhaps under another name."""
+    copy = Metric(name or metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         suffix = sample.name.removeprefix(metric.name)
-        copy.samples.append(Sample(name + suffix, {**labels, **sample.labels}, sample.value))
+        copy.samples.append(Sample(copy.name + suffix, {**labels, **sample.labels}, sample.value))
     return copy
+
+
+def _joined(told: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """What several tell, with one family for each name."""
+    families: dict[str, Metric] = {}
+    for metric in chain.from_iterable(told):
+        family = families.setdefault(
+            metric.name, Metric(metric.name, metric.documentation, metric.type)
+        )
+        family.samples += metric.samples
+    return list(families.values())
+
+
+_Wire = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
+
+
+def encode_metrics(metrics: Iterable[Metric]) -> bytes:
+    """For another process."""
+    wire: _Wire = [
+        (m.name, m.documentation, m.type, [(s.name, s.labels, s.value) for s in m.samples])
+        for m in metrics
+    ]
+    return msgspec.msgpack.encode(wire)
+
+
+def decode_metrics(data: bytes) -> list[Metric]:
+    """The inverse of `encode_metrics`. Raises msgspec.DecodeError."""
+    metrics = []
+    for name, text, kind, samples in msgspec.msgpack.decode(data, type=_Wire):
+        metric = Metric(name, text, kind)
+        metric.samples = [Sample(*sample) for sample in samples]
+        metrics.append(metric)
+    return metrics

@@ -1,31 +1,20 @@
-"""Which worker holds which prefix, as far as one gateway knows, and when pulling one pays.
+"""Which worker holds which prefix, as far as one gateway knows.
 
-A gateway learns what workers hold from what it had them do: who computed or pulled a prompt holds
-its full blocks. It is not told of evictions, nor of what other gateways do. So each worker is
-credited with the blocks it was last seen to use, as many as fit into its pool; a wrong guess costs
-one unanswered question. `PrefixMap` is the seam: an index fed by the workers' own news of stored
-and evicted blocks can take its place and answer `longest` truly.
-
-Whether a pull pays is predicted from rates measured in passing, and no rate means no.
+Workers tell which blocks they store and evict. Of one that does not, a gateway learns what it holds
+from what it had it do: who computed or pulled a prompt holds its full blocks. It is then not told
+of evictions, nor of what other gateways do. So each worker is credited with the blocks it was last
+seen to use, as many as fit into its pool; a wrong guess costs one unanswered question.
 
 Sources: cache-aware placement, Qin et al., Mooncake, FAST 2025, §6; the block hashes are those of
 `engine.blocks`.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from itertools import takewhile
 
 from engine.blocks import BlockHash, hash_block
-from engine.layout import KVLayout
 from engine.messages import WorkerId
-
-# What a pull costs beside its bytes: the offer, its answer, the connection and the confirmation,
-# each of which may wait until a step of a worker ends.
-PULL_OVERHEAD_S = 0.02
-
-RATE_MEMORY = 0.9  # weight of all earlier observations against the latest
 
 
 class PrefixMap:
@@ -61,6 +50,21 @@ class PrefixMap:
         while len(held) > self._num_blocks[worker_id]:
             held.popitem(last=False)
 
+    def stored(
+        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
+    ) -> None:
+        """A worker says that it holds these blocks, the first of which follows `parent`."""
+        self.record(worker_id, hashes)
+
+    def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """A worker says that it holds these blocks no longer."""
+        self.retract(worker_id, hashes)
+
+    def cleared(self, worker_id: WorkerId) -> None:
+        """A worker says that it holds nothing."""
+        if worker_id in self._held:
+            self._held[worker_id].clear()
+
     def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
         """A worker was asked for these blocks and does not hold them."""
         held = self._held.get(worker_id)
@@ -89,8 +93,9 @@ class PrefixMap:
 class PrefixHashes:
     """Block hashes of one prompt and its answer, each computed once and only when asked for."""
 
-    def __init__(self) -> None:
-        self._hashes: dict[int, list[BlockHash]] = {}  # by block size
+    def __init__(self, known: Mapping[int, Sequence[BlockHash]] | None = None) -> None:
+        """`known` are those of the first full blocks, by block size."""
+        self._hashes = {size: list(hashes) for size, hashes in (known or {}).items()}
 
     def leading(
         self, token_ids: Sequence[int], *, num_tokens: int, block_size: int
@@ -102,62 +107,3 @@ class PrefixHashes:
             parent = hashes[-1] if hashes else None
             hashes.append(hash_block(parent, token_ids[start : start + block_size]))
         return hashes[:num_blocks]
-
-
-@dataclass(slots=True)
-class Rate:
-    """Seconds per unit of work: a quotient of two sums in which older observations count less."""
-
-    _seconds: float = 0.0
-    _units: float = 0.0
-
-    def observe(self, units: float, seconds: float) -> None:
-        """So much work took so long. No work says nothing."""
-        if units > 0:
-            self._seconds = RATE_MEMORY * self._seconds + seconds
-            self._units = RATE_MEMORY * self._units + units
-
-    @property
-    def s_per_unit(self) -> float | None:
-        """None until there was an observation."""
-        return self._seconds / self._units if self._units else None
-
-
-class Rates:
-    """How fast this gateway's prompts are computed and pulled, over all workers."""
-
-    def __init__(self) -> None:
-        self._prefill = Rate()  # per token
-        self._pull = Rate()  # per byte
-
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens, cached ones not counted, were computed from first chunk to last."""
-        self._prefill.observe(num_tokens, seconds)
-
-    def observe_pull(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes were on their way for so long; zero seconds mean that nobody measured."""
-        if seconds > 0:
-            self._pull.observe(num_bytes, seconds)
-
-    def pull_pays(self, num_blocks: int, layout: KVLayout) -> bool:
-        """Whether to pull so many blocks is predicted to be quicker than to compute them."""
-        return pull_pays(
-            pulled_bytes=num_blocks * layout.block_bytes,
-            pull_s_per_byte=self._pull.s_per_unit,
-            saved_tokens=num_blocks * layout.block_size,
-            compute_s_per_token=self._prefill.s_per_unit,
-        )
-
-
-def pull_pays(
-    *,
-    pulled_bytes: int,
-    pull_s_per_byte: float | None,
-    saved_tokens: int,
-    compute_s_per_token: float | None,
-) -> bool:
-    """Whether pulling blocks is predicted to be quicker than computing their tokens."""
-    if pull_s_per_byte is None or compute_s_per_token is None:
-        return False
-    pull_s = PULL_OVERHEAD_S + pulled_bytes * pull_s_per_byte
-    return pull_s < saved_tokens * compute_s_per_token

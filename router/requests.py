@@ -5,8 +5,8 @@ decides everything in between. `RouterPort` is the seam, so that each side is te
 other.
 """
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -21,6 +21,8 @@ from engine.messages import (
     Sampling,
     WorkerId,
 )
+from router.costs import CostErrors
+from router.prefixes import PrefixHashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,26 @@ class Request:
     received_s: float  # when the HTTP request came in
     prompt_logprobs: int | None = None  # as in `engine.messages.Prefill`
     leader: RequestId | None = None
+    priority: int = 0  # lower is served earlier, as in vLLM
+    tenant: str = ""  # API key or user: the queue is shared fairly among these
+    deadline_s: float | None = None  # for the first token, on the clock of `received_s`
+    tpot_bound_s: float | None = None  # seconds per token; None: the router's
+    hashes: PrefixHashes | None = None  # of its blocks, as far as they are known
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """A placement and its reasons. What nobody could predict is None."""
+
+    policy: str
+    why: str
+    prefill_worker: str
+    decode_worker: str
+    num_candidates: int  # prefill workers that could have taken it
+    num_matched_tokens: int  # in the prefill worker
+    pulled_from: str | None = None
+    num_pulled_tokens: int = 0
+    predicted_ttft_s: float | None = None  # from the placement on
+    predicted_tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +103,8 @@ class Timeline(msgspec.Struct, frozen=True):
     were on their way to the decode worker, and of that `kv_exposed_s`, after the last block was
     computed. The difference was hidden behind prefill.
 
+    `decision` is the latest placement and why it was made; None before the first.
+
     Of the `num_drafted_tokens` that speculation proposed, `num_accepted_tokens` were what the model
     chose; both are complete at the end of the request only.
     """
@@ -100,10 +124,10 @@ class Timeline(msgspec.Struct, frozen=True):
     attempts: int = 1
     prefill_worker: str = ""
     decode_worker: str = ""
+    decision: Decision | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(msgspec.Struct, frozen=True):
     """News of one request. With an `outcome` it is the last one.
 
     The timeline comes with the first two tokens and with the outcome; the latest is the truest.
@@ -118,6 +142,23 @@ class Update:
     prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
+TakeAtOnce = Callable[[Update], bool]
+
+
+def take_nothing(_: Update) -> bool:
+    """A `TakeAtOnce` of somebody who only iterates."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is predicted of a worker as it is now. What nobody could predict is None."""
+
+    wait_s: float | None = None  # until it has computed the prompts that it was given
+    tpot_s: float | None = None  # a step of all that it decodes, or will
+    errors: CostErrors = field(default_factory=CostErrors)  # of workers like this one
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """A worker as the router sees it."""
@@ -126,13 +167,21 @@ class WorkerStatus:
     load: LoadReport | None
     reserved_blocks: int
     reserved_tokens: int
+    forecast: Forecast = field(default_factory=Forecast)
 
 
 class RouterPort(Protocol):
     """What the HTTP side needs of the router."""
 
-    def submit(self, request: Request) -> AsyncGenerator[Update, None]:
-        """Starts a request. Closing the iterator before its last update cancels the request."""
+    def submit(
+        self, request: Request, take_at_once: TakeAtOnce = take_nothing
+    ) -> AsyncGenerator[Update, None]:
+        """Starts a request. Closing the iterator before its last update cancels the request.
+
+        While the iterator is waited for, each update is first offered to `take_at_once`, and does
+        not come out of the iterator if that is true: most tokens of a stream can be sent where
+        they come in, and need not wait until it is some task's turn.
+        """
         ...
 
     def readiness(self) -> str | None:
@@ -149,6 +198,10 @@ class RouterPort(Protocol):
 
     def queue_len(self) -> int:
         """Requests that wait in the router for a worker."""
+        ...
+
+    def queued_s(self) -> float:
+        """Predicted seconds of one prefill worker to compute what waits."""
         ...
 
     def counters(self) -> Mapping[tuple[str, str], int]:

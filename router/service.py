@@ -8,10 +8,12 @@ counts as lost, and the link goes on trying, so that a worker that was only cut 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from hashlib import blake2b
 
 import msgspec
+import zmq
 
 from engine.clock import Clock
 from engine.config import RouterConfig
@@ -21,9 +23,11 @@ from engine.messages import (
     PROTOCOL_VERSION,
     GatewayId,
     Hello,
+    LoadReport,
     Refused,
     RequestId,
     Role,
+    ToGateway,
     ToWorker,
     Welcome,
     WorkerId,
@@ -31,6 +35,9 @@ from engine.messages import (
     encode_frame,
 )
 from engine.rpc import SessionClient
+from router.block_feed import BlockFeed
+from router.block_news import Apply, Unheard
+from router.events import BlocksChanged, BlocksUnheard
 from router.machine import (
     Arrived,
     ClientGone,
@@ -45,25 +52,49 @@ from router.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.requests import Request, Update, WorkerStatus
+from router.requests import Request, TakeAtOnce, Update, WorkerStatus, take_nothing
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 1.0
-TICK_EVERY_S = 0.25
+LEAST_SLEEP_S = 1e-3  # a loop's timers are no finer: what is due sooner would be asked for in vain
 CLOSE_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True)
-class _Link:
-    """A session with one worker. Messages of one event go out as one frame."""
+class _Client:
+    """News of one request on their way to whoever follows it. What is not read yet is merged."""
 
-    outbox: "asyncio.Queue[bytes]"
+    def __init__(self, take_at_once: TakeAtOnce) -> None:
+        self._take_at_once = take_at_once
+        self._unread: Update | None = None
+        self._waiter: asyncio.Future[Update] | None = None
+
+    def put(self, update: Update) -> None:
+        """More news."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():  # a client that reads slowly gets larger pieces
+            self._unread = update if self._unread is None else _merged(self._unread, update)
+            return
+        try:
+            if self._take_at_once(update):
+                return
+        except Exception as error:  # a bug of the follower's: of no concern to other requests
+            waiter.set_exception(error)
+            return
+        waiter.set_result(update)
+
+    async def next(self) -> Update:
+        """All that has come, as soon as something has."""
+        if self._unread is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            return await self._waiter
+        update, self._unread = self._unread, None
+        return update
 
 
 class Router:
-    """Implements `RouterPort` on a `RouterMachine` and gRPC sessions."""
+    """Implements `RouterPort` on a `RouterMachine` and sessions with workers."""
 
     def __init__(
         self, addresses: list[str], *, config: RouterConfig, token: str, clock: Clock
@@ -72,48 +103,58 @@ class Router:
         self._token = token
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
-        self.machine = RouterMachine(config)
-        self._links: dict[WorkerId, _Link] = {}
-        self._clients: dict[RequestId, asyncio.Queue[Update]] = {}
+        self.machine = RouterMachine(_seeded(config, self.gateway_id))
+        self._links: dict[WorkerId, SessionClient] = {}
+        self._clients: dict[RequestId, _Client] = {}
         self._fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
+        self._news_counters: Counter[tuple[str, str]] = Counter()
         self._tasks: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake_s: float | None = None  # when the timer is set for
         self._crash: BaseException | None = None
         self._joined = asyncio.Event()  # set when a worker joins
 
     async def open(self) -> None:
         """Begins to connect to the workers."""
-        self._closing = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._closing = self._loop.create_future()
+        self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._tasks = [asyncio.create_task(self._keep_linked(a)) for a in self._addresses]
-        self._tasks.append(asyncio.create_task(self._tick()))
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
 
     async def close(self) -> None:
         """Ends the sessions; the workers free what this gateway's requests held."""
+        self._set_timer(None)
         self._closing.cancel()
         for task in self._tasks:
             task.cancel()
-        await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+        self._zmq.destroy(linger=0)
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
         """None of them returns: one that ends before `close` died of a bug."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("a router task died: %r", error, exc_info=error)
-            self._crash = error
+            self._note_bug(error)
+
+    def _note_bug(self, error: BaseException) -> None:
+        """From now on this gateway is not ready."""
+        log.critical("a router task died: %r", error, exc_info=error)
+        self._crash = error
 
     # ------------------------------------------------------------ RouterPort
 
-    async def submit(self, request: Request) -> AsyncGenerator[Update, None]:
+    async def submit(
+        self, request: Request, take_at_once: TakeAtOnce = take_nothing
+    ) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request."""
-        updates: asyncio.Queue[Update] = asyncio.Queue()
-        self._clients[request.request_id] = updates
+        self._clients[request.request_id] = client = _Client(take_at_once)
         self._handle(Arrived(request))
         try:
             while True:
-                update = await updates.get()
-                while not updates.empty():  # a client that reads slowly gets larger pieces
-                    update = _merged(update, updates.get_nowait())
+                update = await client.next()
                 yield update
                 if update.outcome is not None:
                     return
@@ -149,9 +190,14 @@ class Router:
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
         """All live workers."""
+        now_s = self._clock.now_s()
         return {
             worker_id: WorkerStatus(
-                worker.info.role, worker.load, worker.reserved_blocks, worker.reserved_tokens
+                worker.info.role,
+                worker.load,
+                worker.reserved_blocks,
+                worker.reserved_tokens,
+                self.machine.forecast(worker, now_s),
             )
             for worker_id, worker in self.machine.view.workers.items()
         }
@@ -160,51 +206,53 @@ class Router:
         """Requests that wait for a worker."""
         return self.machine.queue_len
 
+    def queued_s(self) -> float:
+        """Predicted seconds of one prefill worker to compute what waits."""
+        return self.machine.state.queued_s
+
     def counters(self) -> Mapping[tuple[str, str], int]:
         """Events since the start by (name, reason)."""
-        return self.machine.counters
+        return {**self.machine.counters, **self._news_counters}
 
     # ------------------------------------------------------------ the machine
 
     def _handle(self, *events: RouterEvent) -> None:
-        """Feeds events and performs what follows, one frame to each worker concerned."""
+        """Feeds events and performs what follows: one frame to each worker, one update a request.
+
+        Updates come last: whoever takes them may feed events too.
+        """
         now_s = self._clock.now_s()
         frames: dict[WorkerId, list[ToWorker]] = {}
+        updates: dict[RequestId, Update] = {}
         for event in events:
             for effect in self.machine.handle(event, now_s):
-                self._perform(effect, frames)
+                _perform(effect, frames, updates)
         for worker_id, messages in frames.items():
-            link = self._links.get(worker_id)
-            if link is not None:
-                link.outbox.put_nowait(encode_frame(messages))
+            if (link := self._links.get(worker_id)) is not None:
+                _post(link, worker_id, encode_frame(messages))
+        self._set_timer(self.machine.next_wake_s())
+        for request_id, update in updates.items():
+            if (client := self._clients.get(request_id)) is not None:
+                client.put(update)
 
-    def _perform(self, effect: RouterEffect, frames: dict[WorkerId, list[ToWorker]]) -> None:
-        match effect:
-            case SendTo(worker_id, message):
-                frames.setdefault(worker_id, []).append(message)
-            case Deliver(request_id):
-                update = Update(
-                    token_ids=effect.token_ids,
-                    timeline=effect.timeline,
-                    logprobs=effect.logprobs,
-                    prompt_logprobs=effect.prompt_logprobs,
-                )
-                self._update(request_id, update)
-            case End(request_id, outcome, timeline):
-                self._update(request_id, Update(outcome=outcome, timeline=timeline))
+    def _set_timer(self, wake_s: float | None) -> None:
+        """The machine wants a tick then, and none before."""
+        if wake_s == self._wake_s or self._closing.done():
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._wake_s = wake_s
+        if wake_s is not None:
+            sleep_s = max(wake_s - self._clock.now_s(), LEAST_SLEEP_S)
+            self._timer = self._loop.call_later(sleep_s, self._on_time)
 
-    def _update(self, request_id: RequestId, update: Update) -> None:
-        client = self._clients.get(request_id)
-        if client is not None:
-            client.put_nowait(update)
-
-    async def _tick(self) -> None:
-        """Deadlines are seconds long: looking at them a few times a second is enough."""
-        while True:
-            await asyncio.wait([self._closing], timeout=TICK_EVERY_S)
-            due_s = self.machine.next_wake_s()
-            if due_s is not None and due_s <= self._clock.now_s():
-                self._handle(Tick())
+    def _on_time(self) -> None:
+        self._timer = self._wake_s = None
+        try:
+            self._handle(Tick())
+        except Exception as error:  # no task dies of it
+            self._note_bug(error)
 
     # ------------------------------------------------------------ workers
 
@@ -230,25 +278,52 @@ class Router:
             await client.send(encode_frame([hello]))
             info = _welcome(await client.receive())
         self._check_identity(info)
-        link = _Link(asyncio.Queue())
-        self._links[info.worker_id] = link
+        self._links[info.worker_id] = client
         log.info("%s worker %s joined", info.role, info.worker_id)
         self._handle(WorkerJoined(info))
         self._joined.set()
-        sender = asyncio.create_task(_send_all(link, client))
+        feed = self._follow(info)
         reason = "session ended"
         try:
             while (frame := await client.receive()) is not None:
                 messages = decode_to_gateway(frame)
                 self._handle(*(FromWorker(info.worker_id, m) for m in messages))
+                if feed is not None:
+                    _count_batches(feed, messages)
         except (ConnectionError, ProtocolError) as error:
             reason = type(error).__name__
             raise
         finally:
-            sender.cancel()
+            if feed is not None:
+                feed.close()
             del self._links[info.worker_id]
             log.warning("worker %s is lost", info.worker_id)
             self._handle(WorkerLost(info.worker_id, reason))
+
+    def _follow(self, info: Welcome) -> BlockFeed | None:
+        """What a worker tells of its blocks goes to the machine. None where it tells nothing."""
+        if info.events is None:
+            self._news_counters["block events", "not offered"] += 1
+            return None
+        worker_id = info.worker_id
+
+        def on_news(news: Apply | Unheard) -> None:
+            try:
+                match news:
+                    case Apply(events):
+                        self._handle(BlocksChanged(worker_id, events))
+                    case Unheard(reason):
+                        self._handle(BlocksUnheard(worker_id, reason))
+            except Exception as error:  # no task dies of it
+                self._note_bug(error)
+                raise
+
+        def count(what: str) -> None:
+            self._news_counters["block events", what] += 1
+
+        feed = BlockFeed(info, info.events, clock=self._clock, on_news=on_news, count=count)
+        feed.open(self._zmq)
+        return feed
 
     def _check_identity(self, info: Welcome) -> None:
         """All workers of a gateway serve one model, each pool in one KV layout.
@@ -272,6 +347,14 @@ class Router:
         self._layouts[info.role] = info.layout
 
 
+def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
+    """Gateways whose ties fell alike would all choose the same worker at the same time."""
+    if config.seed is not None:
+        return config
+    digest = blake2b(gateway_id.encode(), digest_size=8).digest()
+    return msgspec.structs.replace(config, seed=int.from_bytes(digest, "big"))
+
+
 def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) -> str:
     """Model and weights, and the formats of KV: by role, if there are several."""
     if not layouts:
@@ -280,6 +363,29 @@ def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) 
     if len(set(formats.values())) == 1:
         return f"{fingerprint}-{next(iter(formats.values()))}"
     return "-".join([fingerprint, *(f"{role}_{formats[role]}" for role in formats)])
+
+
+def _perform(
+    effect: RouterEffect,
+    frames: dict[WorkerId, list[ToWorker]],
+    updates: dict[RequestId, Update],
+) -> None:
+    """Puts what is to be sent to the rest of it."""
+    match effect:
+        case Deliver(request_id):
+            update = Update(
+                token_ids=effect.token_ids,
+                timeline=effect.timeline,
+                logprobs=effect.logprobs,
+                prompt_logprobs=effect.prompt_logprobs,
+            )
+        case SendTo(worker_id, message):
+            frames.setdefault(worker_id, []).append(message)
+            return
+        case End(request_id, outcome, timeline):
+            update = Update(outcome=outcome, timeline=timeline)
+    earlier = updates.get(request_id)
+    updates[request_id] = update if earlier is None else _merged(earlier, update)
 
 
 def _merged(first: Update, second: Update) -> Update:
@@ -304,11 +410,16 @@ def _welcome(frame: bytes | None) -> Welcome:
             raise ProtocolError("did not answer with a Welcome")
 
 
-async def _send_all(link: _Link, client: SessionClient) -> None:
-    while True:
-        frame = await link.outbox.get()
-        try:
-            await client.send(frame)
-        except ConnectionError as error:
-            log.warning("a frame was not sent: %s", error)  # the reader sees the broken stream
-            return
+def _count_batches(feed: BlockFeed, messages: Sequence[ToGateway]) -> None:
+    """Tells a feed how many batches its worker says to have published."""
+    for message in messages:
+        if isinstance(message, LoadReport):
+            feed.counted(message.num_event_batches)
+
+
+def _post(link: SessionClient, worker_id: WorkerId, frame: bytes) -> None:
+    """Sends at once what follows from an event. Of a broken connection the reader hears too."""
+    try:
+        link.post(frame)
+    except ConnectionError as error:
+        log.warning("a frame to %s was not sent: %s", worker_id, error)

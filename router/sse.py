@@ -192,6 +192,15 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 class AnswerWriter(Protocol):
     """Sends one answer: pieces of its choices as they come, then its ending."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `write_at_once` may be called now."""
+        ...
+
+    def write_at_once(self, piece: Piece) -> None:
+        """More of a choice that goes on, perhaps nothing."""
+        ...
+
     async def write(self, piece: Piece) -> None:
         """More of a choice, perhaps nothing; the first call means that there is an answer."""
         ...
@@ -208,6 +217,15 @@ class WholeAnswer:
         self._heading = heading
         self._send = send
         self._pieces: list[list[Piece]] = [[] for _ in range(heading.num_choices)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Nothing is ever waited for."""
+        return True
+
+    def write_at_once(self, piece: Piece) -> None:
+        """Keeps the piece."""
+        self._pieces[piece.choice].append(piece)
 
     async def write(self, piece: Piece) -> None:
         """Keeps the piece."""
@@ -258,26 +276,63 @@ class WholeAnswer:
             place["prompt_logprobs"] = scores
 
 
-class StreamedAnswer:
-    """Sends an answer as events."""
+class BodyPipe(Protocol):
+    """Carries parts of a body that has begun, past `send`: at once, without waiting for anything.
 
-    def __init__(self, heading: Heading, send: Send) -> None:
+    Who waits at a server's `send` does so in a task of its own, whose turn comes later: that costs
+    more than all else that is done for a token.
+    """
+
+    is_ready: bool  # whether the client is there and reads fast enough
+
+    def write(self, data: bytes) -> None:
+        """Sends a part, which is not empty."""
+        ...
+
+
+class StreamedAnswer:
+    """Sends an answer as events: parts of it through `pipe` where there is one and it is ready."""
+
+    def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
         self._heading = heading
         self._send = send
+        self._pipe = pipe
+        self._turn = asyncio.Lock()  # choices of one answer wait for one another
+        self._is_sending = False
         self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
         self._unfinished = heading.num_choices
         self._last = b""  # the end of the last choice, which is sent with the end of the answer
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the head is sent and nothing waits to be."""
+        pipe = self._pipe
+        return (
+            self._chunk is not None and not self._is_sending and pipe is not None and pipe.is_ready
+        )
+
+    def write_at_once(self, piece: Piece) -> None:
+        """Sends a chunk, unless there is nothing to show."""
+        assert self._chunk is not None
+        assert self._pipe is not None
+        if data := self._chunk.of(piece):
+            self._pipe.write(data)
+
     async def write(self, piece: Piece) -> None:
         """Sends a chunk, unless there is nothing to show."""
+        async with self._turn:
+            self._is_sending = True
+            try:
+                await self._write(piece)
+            finally:
+                self._is_sending = False
+
+    async def _write(self, piece: Piece) -> None:
         chunk = self._chunk
         data = b""
         if chunk is None:
             data, chunk = await self._open()
-        if piece.text or piece.entries:
-            data += chunk.text(piece)
-        if piece.calls:
-            data += chunk.calls(piece)
+        data += chunk.of(piece)
         if piece.finish is not None:
             self._unfinished -= 1
             finish = chunk.finish(piece.choice, piece.finish)
@@ -356,13 +411,21 @@ class _ChunkEncoder:
                 data += before_text + _encode(self._wish.echo) + self._after_text
         return data
 
-    def text(self, piece: Piece) -> bytes:
+    def of(self, piece: Piece) -> bytes:
+        """All that is to be shown of a piece, perhaps nothing."""
+        text = piece.text
+        if self._is_plain and not piece.calls:  # nearly always
+            if not text:
+                return b""
+            return self._before_text[piece.choice] + _encode(text) + self._after_text
+        data = self._text(piece) if text or piece.entries else b""
+        return data + self._calls(piece) if piece.calls else data
+
+    def _text(self, piece: Piece) -> bytes:
         text = self._before_text[piece.choice] + _encode(piece.text)
-        if self._is_plain:
-            return text + self._after_text
         return text + self._dialect.text_end + self._scores(piece) + self._counted(piece)
 
-    def calls(self, piece: Piece) -> bytes:
+    def _calls(self, piece: Piece) -> bytes:
         """One chunk for each part of a call."""
         before, after = self._before_index[piece.choice] + _CALLS, b"]}" + _UNSCORED + _UNFINISHED
         deltas = (_encode(_call_delta(delta)) for delta in piece.calls)

@@ -50,6 +50,32 @@ class TokenBytes:
         return name.encode()
 
 
+class ByteTable(dict[int, bytes]):
+    """What each token adds to the bytes of a text under a ByteLevel decoder; filled as it is read.
+
+    As the decoder has it, and so for added tokens too: letters stand for bytes, unless there is one
+    among them that stands for none; then the name stands for itself.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        name = self._tokenizer.id_to_token(token_id) or ""
+        letters = [_BYTE_OF_LETTER.get(letter) for letter in name]
+        data = b"".join(byte for byte in letters if byte is not None)
+        self[token_id] = data = name.encode() if None in letters else data
+        return data
+
+
+def byte_table(tokenizer: Tokenizer) -> ByteTable | None:
+    """For a tokenizer whose texts are the bytes of their tokens, None for any other."""
+    decoder = _decoder_of(tokenizer)
+    is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+    return ByteTable(tokenizer) if is_byte_level else None
+
+
 def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """The decoder as `tokenizer.json` has it. Its pickled state is that, without the vocabulary."""
     decoder = tokenizer.decoder

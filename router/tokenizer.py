@@ -16,9 +16,9 @@ import msgspec
 from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError, InvalidRequest
-from router.detokenizer import Detokenizer
+from router.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
 from router.templates import ChatTemplate
-from router.token_bytes import TokenBytes
+from router.token_bytes import TokenBytes, byte_table
 
 Config = dict[str, Any]
 
@@ -38,6 +38,7 @@ class TextModel:
         self.eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
         self._template = template
+        self._byte_table = byte_table(tokenizer)
         self._added_ids = {token.content: token_id for token_id, token in added}
         self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
 
@@ -73,7 +74,9 @@ class TextModel:
         """Decodes one answer to this prompt. Special tokens are hidden, but for those `shown`."""
         shown_ids = {self._added_ids.get(content) for content in shown}
         hidden_ids = self._hidden_ids - shown_ids if shown else self._hidden_ids
-        return Detokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
+        if self._byte_table is None:
+            return ContextDetokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
+        return ByteDetokenizer(self._byte_table, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
 
 
 def load_text_model(directory: Path) -> TextModel:

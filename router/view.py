@@ -1,45 +1,203 @@
-"""The cluster as one gateway sees it: live workers, and what this gateway has promised to each.
+"""The cluster as one gateway sees it: live workers, and what is promised to each.
 
-Reservations are debits on predicted capacity, made when a request is placed and credited back when
-its claim ends. They are exact for what this gateway sends, whatever the workers last reported.
+Claims are debits on predicted capacity, made when a request is placed and credited back when its
+need ends. They are exact for what this gateway sends, whatever the workers last reported. What
+other gateways claim is learned from the workers' reports: what is there, less what is our own.
+Promises that cross a report on the way count as the other gateways' too little, never twice; the
+next report puts that right.
 """
 
 from dataclasses import dataclass, field
+from math import inf
 
 from engine.messages import LoadReport, SeqId, Welcome, WorkerId
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillClaim:
+    """A prompt that is to be computed."""
+
+    tokens: int  # to compute
+    prompt_tokens: int  # with those that are cached or pulled
+    seconds: float  # predicted; 0 where nothing is known yet
+
+
+@dataclass(slots=True)
+class DecodeClaim:
+    """A sequence that is to be decoded, or is."""
+
+    blocks: int  # at the length that is predicted for it
+    context_tokens: int  # now
+    begins_s: float  # when its first token was predicted to come
+    prompt_tokens: int  # of the context, before the answer
+    max_tokens: int  # of the answer
+    is_there: bool = False  # the worker has heard of it, and counts it
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the answer, so far."""
+        return self.context_tokens - self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """What other gateways hold of a worker, when it last reported."""
+
+    prompt_tokens: int = 0  # of prompts that wait or are being computed
+    seqs: int = 0  # that decode, or will
+    blocks: int = 0  # of these, at their present lengths
+    context_tokens: int = 0  # of these
+
+
+NOTHING = Foreign()
+
+
 @dataclass(slots=True)
 class WorkerView:
-    """A live worker and the claims on it, by sequence."""
+    """A live worker and the claims on it, by sequence, oldest first."""
 
     info: Welcome
     load: LoadReport | None = None
     reported_s: float = 0.0  # when `load` came
-    prefill_tokens: dict[SeqId, int] = field(default_factory=dict)
-    decode_blocks: dict[SeqId, int] = field(default_factory=dict)
+    foreign: Foreign = NOTHING
+    prefills: dict[SeqId, PrefillClaim] = field(default_factory=dict)
+    decodes: dict[SeqId, DecodeClaim] = field(default_factory=dict)
     reserved_tokens: int = 0
+    reserved_prompt_tokens: int = 0
+    reserved_s: float = 0.0
     reserved_blocks: int = 0
+    context_tokens: int = 0
+    computing_since_s: float = 0.0  # the oldest prompt here; it was idle before, or had another
 
-    def reserve_prefill(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Debits a prompt that is to be computed there."""
-        assert seq_id not in self.prefill_tokens
-        self.prefill_tokens[seq_id] = num_tokens
-        self.reserved_tokens += num_tokens
+    def reserve_prefill(
+        self,
+        seq_id: SeqId,
+        num_tokens: int,
+        *,
+        prompt_tokens: int | None = None,
+        seconds: float = 0.0,
+        now_s: float = 0.0,
+        waits: bool = False,
+    ) -> None:
+        """Debits a prompt of which so many tokens are to be computed there.
 
-    def release_prefill(self, seq_id: SeqId) -> None:
+        With `waits` nothing is done for it before `begin_prefill`: its prefix is pulled first.
+        """
+        assert seq_id not in self.prefills
+        if not self.prefills:
+            self.computing_since_s = inf if waits else now_s
+        claim = PrefillClaim(num_tokens, prompt_tokens or num_tokens, seconds)
+        self.prefills[seq_id] = claim
+        self.reserved_tokens += claim.tokens
+        self.reserved_prompt_tokens += claim.prompt_tokens
+        self.reserved_s += claim.seconds
+
+    def begin_prefill(self, seq_id: SeqId, now_s: float) -> None:
+        """Its first chunk is about to run: what it waited for, a pull, is over."""
+        if seq_id == next(iter(self.prefills), None):
+            self.computing_since_s = now_s
+
+    def release_prefill(self, seq_id: SeqId, now_s: float = 0.0) -> None:
         """Credits it back, if it was not yet."""
-        self.reserved_tokens -= self.prefill_tokens.pop(seq_id, 0)
+        if seq_id not in self.prefills:
+            return
+        if seq_id == next(iter(self.prefills)):
+            self.computing_since_s = now_s
+        claim = self.prefills.pop(seq_id)
+        self.reserved_tokens -= claim.tokens
+        self.reserved_prompt_tokens -= claim.prompt_tokens
+        self.reserved_s = self.reserved_s - claim.seconds if self.prefills else 0.0
 
-    def reserve_decode(self, seq_id: SeqId, num_blocks: int) -> None:
-        """Debits the KV of a sequence at its greatest length."""
-        assert seq_id not in self.decode_blocks
-        self.decode_blocks[seq_id] = num_blocks
+    def reserve_decode(
+        self,
+        seq_id: SeqId,
+        num_blocks: int,
+        *,
+        context_tokens: int = 0,
+        begins_s: float = 0.0,
+        prompt_tokens: int = 0,
+        max_tokens: int = 1,
+    ) -> None:
+        """Debits the KV of a sequence at the length that is predicted for it."""
+        assert seq_id not in self.decodes
+        self.decodes[seq_id] = DecodeClaim(
+            num_blocks, context_tokens, begins_s, prompt_tokens, max_tokens
+        )
         self.reserved_blocks += num_blocks
+        self.context_tokens += context_tokens
+
+    def grow_decode(self, seq_id: SeqId, num_tokens: int) -> None:
+        """A sequence has so many more tokens."""
+        self.decodes[seq_id].context_tokens += num_tokens
+        self.context_tokens += num_tokens
+
+    def extend_decode(self, seq_id: SeqId, num_blocks: int) -> None:
+        """A sequence outgrew its prediction: it will need so many blocks in all."""
+        claim = self.decodes[seq_id]
+        self.reserved_blocks += num_blocks - claim.blocks
+        claim.blocks = num_blocks
 
     def release_decode(self, seq_id: SeqId) -> None:
         """Credits it back, if it was not yet."""
-        self.reserved_blocks -= self.decode_blocks.pop(seq_id, 0)
+        claim = self.decodes.pop(seq_id, None)
+        if claim is not None:
+            self.reserved_blocks -= claim.blocks
+            self.context_tokens -= claim.context_tokens
+
+    def report(self, load: LoadReport, now_s: float) -> None:
+        """Takes note of what the worker holds, and so of what others have promised to it."""
+        self.load, self.reported_s = load, now_s
+        block_size = self.info.layout.block_size
+        own = [claim for claim in self.decodes.values() if claim.is_there]
+        own_blocks = sum(-(-claim.context_tokens // block_size) for claim in own)
+        own_tokens = sum(claim.context_tokens for claim in own)
+        self.foreign = Foreign(
+            prompt_tokens=max(load.prompt_tokens - self.reserved_prompt_tokens, 0),
+            seqs=max(load.decode_seqs - len(own), 0),
+            blocks=max(load.decode_blocks - own_blocks, 0),
+            context_tokens=max(load.context_tokens - own_tokens, 0),
+        )
+
+    def ready_s(self, now_s: float, *, foreign_s: float = 0.0) -> float:
+        """Predicted seconds until it has computed all prompts that it was given.
+
+        `foreign_s` is what those of other gateways took when it last reported; it works on all of
+        them in turn, and what it has done for us since then it has not done for them.
+        """
+        own_s = 0.0
+        if self.prefills:
+            first = self.prefills[next(iter(self.prefills))].seconds
+            elapsed_s = max(now_s - self.computing_since_s, 0.0)
+            own_s = self.reserved_s - min(first, elapsed_s)
+        elif foreign_s > 0.0:
+            foreign_s -= min(foreign_s, max(now_s - self.reported_s, 0.0))
+        return own_s + foreign_s
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences that decode here or will, of all gateways."""
+        return len(self.decodes) + self.foreign.seqs
+
+    @property
+    def promised_blocks(self) -> int:
+        """KV that is promised, to all gateways."""
+        return self.reserved_blocks + self.foreign.blocks
+
+    @property
+    def promised_tokens(self) -> int:
+        """Tokens of prompts to compute, of all gateways."""
+        return self.reserved_tokens + self.foreign.prompt_tokens
+
+    def can_pull_from(self, source: "WorkerView") -> bool:
+        """Whether blocks of the other mean the same here, and arrive as they were.
+
+        A prefix that was rounded on its way would be cached as if it had been computed.
+        """
+        return (
+            self.info.kv_wire_dtype in (None, self.info.layout.kv_format)
+            and source.info.fingerprint == self.info.fingerprint
+            and source.info.layout.difference(self.info.layout) is None
+        )
 
 
 @dataclass(slots=True)
@@ -61,5 +219,9 @@ class ClusterView:
     def validate(self) -> None:
         """Asserts that every sum is the sum of its parts."""
         for worker in self.workers.values():
-            assert worker.reserved_tokens == sum(worker.prefill_tokens.values())
-            assert worker.reserved_blocks == sum(worker.decode_blocks.values())
+            prefills, decodes = worker.prefills.values(), worker.decodes.values()
+            assert worker.reserved_tokens == sum(c.tokens for c in prefills)
+            assert worker.reserved_prompt_tokens == sum(c.prompt_tokens for c in prefills)
+            assert abs(worker.reserved_s - sum(c.seconds for c in prefills)) < 1e-6
+            assert worker.reserved_blocks == sum(c.blocks for c in decodes)
+            assert worker.context_tokens == sum(c.context_tokens for c in decodes)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.blocks import hash_blocks
 from engine.config import RouterConfig, Transport, WeightFormat, WorkerConfig
 from engine.layout import KVFormat
-from engine.messages import Role, Sampling
+from engine.messages import Role, Sampling, WorkerId
 from router.requests import Finished
 from router.service import Router
 from tests.e2e.alone import Formats, answers_alone
@@ -80,6 +81,21 @@ async def reported(r: Router, name: str, by_worker: dict[str, int]) -> None:
     await until(lambda: counted(r, name) == expected, lambda: f"{name}: {counted(r, name)}", 10)
 
 
+async def told(r: Router, worker_id: str, token_ids: Sequence[int]) -> None:
+    """Waits until the gateway knows from a worker that it holds all of these tokens' blocks."""
+    hashes = hash_blocks(token_ids, BLOCK_SIZE)
+
+    def num_known() -> int:
+        return r.machine.prefixes.longest(hashes).get(WorkerId(worker_id), 0)
+
+    await until(lambda: num_known() == len(hashes), lambda: f"{num_known()} blocks are known", 10)
+
+
+def pace_s(r: Router, worker_id: str) -> float | None:
+    """Seconds per token that are predicted of a worker, from what it told of its steps."""
+    return r.workers()[WorkerId(worker_id)].forecast.tpot_s
+
+
 def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed():
     prompt = PREFIX + NEXT_TURN
 
@@ -88,6 +104,7 @@ def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed()
             await ask_for(r, "warm-up", WARM_UP)
             held = await ask_for(r, "prefix", [*PREFIX, 7], num_tokens=1)  # nobody decodes
             assert held.timeline.prefill_worker == "prefill-0"
+            await told(r, "prefill-0", PREFIX)
             answer = await ask_while_the_first_is_busy(r, prompt)
             assert answer.timeline.num_cached_tokens == len(PREFIX)
             assert r.counters()["prefix offer", "asked"] == 1
@@ -107,9 +124,12 @@ def test_a_conversation_goes_on_from_the_decode_worker_that_holds_its_last_answe
             await ask_for(r, "warm-up", WARM_UP)
             first = await ask_for(r, "first", PREFIX, num_tokens=2 * BLOCK_SIZE + 1)
             prompt = PREFIX + first.token_ids + NEXT_TURN
+            await told(r, "decode-2", prompt[: (NUM_BLOCKS + 2) * BLOCK_SIZE])
             answer = await ask_while_the_first_is_busy(r, prompt)
             await reported(r, "prefix_offers:held", {"decode-2": 1})
             await reported(r, "pulled_prefix_blocks", {"prefill-1": NUM_BLOCKS + 2})
+            await until(lambda: pace_s(r, "decode-2") is not None, "it has told of its steps")
+            assert 0 < pace_s(r, "decode-2") < 1
             return prompt, answer
 
     with workers(ROLES, config=config(Transport.AUTO, ALIKE)) as running:

@@ -46,6 +46,7 @@ from engine.messages import (
 )
 from engine.rpc import Send, SessionClient, SessionServer
 from router import service
+from router.machine import RouterEffect, RouterEvent, Tick
 from router.requests import Cancelled, Failed, Finished, Request, Update
 from router.service import Router
 
@@ -230,7 +231,6 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
     monkeypatch.setattr(service, "RETRY_EVERY_S", 0.05)
-    monkeypatch.setattr(service, "TICK_EVERY_S", 0.02)
     monkeypatch.setattr(service, "HANDSHAKE_TIMEOUT_S", 0.3)
 
 
@@ -489,6 +489,7 @@ def test_an_answer_goes_on_elsewhere_when_a_stream_breaks(break_it):
         first, second = FakeWorker("m0"), FakeWorker("m1")
         first.patience = 2  # and so three tokens with that of the prefill
         async with serving(first, second) as router:
+            router.machine.state.rng.choice = lambda workers: workers[0]  # the first by name
             token_ids: list[int] = []
             outcome = None
             async with asyncio.timeout(DEADLINE_S), aclosing(router.submit(request())) as updates:
@@ -551,6 +552,41 @@ def test_a_worker_that_says_nothing_in_time_loses_the_request():
     run(test())
 
 
+def test_the_router_wakes_when_something_falls_due_and_not_before():
+    async def test() -> None:
+        worker = FakeWorker()
+        worker.patience = 0
+        async with serving(worker, progress_timeout_s=0.2, max_attempts=2) as router:
+            ticks: list[tuple[float, float | None]] = []  # when, and when one is wanted next
+            handle = router.machine.handle
+
+            def noting(event: RouterEvent, now_s: float) -> list[RouterEffect]:
+                effects = handle(event, now_s)
+                if isinstance(event, Tick):
+                    ticks.append((now_s, router.machine.next_wake_s()))
+                return effects
+
+            router.machine.handle = noting  # type: ignore[method-assign]
+            _, updates = await follow(router, request())
+            assert isinstance(updates[-1].outcome, Failed)  # after two attempts
+            (_, wanted_s), (last_s, nothing) = ticks[0], ticks[-1]
+            assert nothing is None
+            assert len(ticks) <= 6  # it polled: ten times and more
+            assert wanted_s is not None
+            assert 0 <= last_s - ticks[0][0] - 0.2 < 0.15
+
+    run(test())
+
+
+def test_gateways_have_a_seed_each_unless_one_is_set():
+    def seed(**config: int) -> int | None:
+        router = Router([], config=RouterConfig(**config), token=TOKEN, clock=MonotonicClock())
+        return router.machine.state.config.seed  # which a recording of it holds
+
+    assert len({seed() for _ in range(8)}) == 8
+    assert seed(seed=5) == seed(seed=5) == 5
+
+
 # ---------------------------------------------------------------- the end
 
 
@@ -572,15 +608,22 @@ def test_closing_ends_requests_and_sessions():
 
 def test_a_router_that_has_lost_a_task_to_a_bug_is_not_ready(caplog):
     async def test() -> None:
-        async with serving(FakeWorker()) as router:
+        worker = FakeWorker()
+        worker.patience = 0
+        async with serving(worker, progress_timeout_s=0.1) as router:
             assert router.readiness() is None
+            handle = router.machine.handle
 
-            def broken() -> None:
-                raise ZeroDivisionError("a bug")
+            def broken(event: RouterEvent, now_s: float) -> list[RouterEffect]:
+                if isinstance(event, Tick):
+                    raise ZeroDivisionError("a bug")
+                return handle(event, now_s)
 
-            router.machine.next_wake_s = broken  # type: ignore[method-assign,assignment]
-            await until(lambda: router.readiness() is not None, "it is noticed")
-            assert "a bug" in str(router.readiness())
+            async with aclosing(router.submit(request())) as updates:
+                await anext(updates)
+                router.machine.handle = broken  # type: ignore[method-assign]
+                await until(lambda: router.readiness() is not None, "it is noticed")
+                assert "a bug" in str(router.readiness())
 
     run(test())
     assert "a router task died" in caplog.text

@@ -9,14 +9,16 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.config import RouterConfig
+from engine.config import RouterConfig, RouterPolicy
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
+    PREEMPTED,
     PROTOCOL_VERSION,
     Cancel,
     Decode,
@@ -46,8 +48,8 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
+from router.estimates import Estimates
 from router.machine import (
-    PREEMPTED,
     Arrived,
     ClientGone,
     Deliver,
@@ -60,8 +62,10 @@ from router.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.prefixes import Rates
+from router.prefixes import PrefixMap
+from router.recording import Recorder, replay
 from router.requests import Cancelled, Finished, Outcome, Rejected, Request
+from router.view import WorkerView
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 NUM_BLOCKS, MAX_RUNNING = 8, 3
@@ -71,7 +75,7 @@ CONFIG = RouterConfig(
     progress_timeout_s=10.0,
     slowest_prefill_tokens_per_s=10.0,
     max_attempts=3,
-    prefill_backlog_tokens=12,
+    prefill_backlog_s=0.012,  # twelve tokens
     offer_timeout_s=2.0,
 )
 VOCAB_SIZE = 7
@@ -182,8 +186,13 @@ class FakeWorker:
             reason = PREEMPTED if seq.decoding or generates else "no room"
             self._say(GivenBack(seq_id, reason, kept))
 
-    def report(self, rng: random.Random) -> None:
-        self._say(LoadReport(rng.randint(0, NUM_BLOCKS), 0, 1, 1, 1, 0, len(self.seqs), 0))
+    def report(self, rng: random.Random, *, others: float = 0.3) -> None:
+        load = LoadReport(rng.randint(0, NUM_BLOCKS), 0, 1, 1, 1, 0, len(self.seqs), 0)
+        if rng.random() < others:  # other gateways are there too
+            load = msgspec.structs.replace(
+                load, prompt_tokens=20, decode_seqs=2, decode_blocks=5, context_tokens=15
+            )
+        self._say(load)
 
     def _offer(self, rng: random.Random) -> None:
         seq_id, num_blocks = self.asked.popitem()
@@ -256,20 +265,26 @@ class Client:
     gone: bool = False
 
 
-class EverythingPays(Rates):
-    """No time is modelled here: whatever could be pulled is."""
+class EverythingPays(Estimates):
+    """No time is modelled here: whatever could be pulled is, and all workers are as quick."""
 
-    def pull_pays(self, num_blocks: int, layout: KVLayout) -> bool:
-        assert num_blocks > 0
-        return True
+    def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
+        assert 0 <= num_cached < num_tokens
+        return 1e-3 * (num_tokens - num_cached)
+
+    def pull_s(self, worker: WorkerView, num_tokens: int) -> float | None:
+        assert num_tokens > 0
+        return 0.0
 
 
 class World:
     """A router machine, the workers that are alive, and everybody's messages."""
 
-    def __init__(self) -> None:
-        self.machine = RouterMachine(CONFIG)
-        self.machine._rates = EverythingPays()
+    def __init__(self, config: RouterConfig = CONFIG) -> None:
+        self.config = config
+        self.machine = fresh_machine(config)
+        self.lines: list[bytes] = []
+        self.recorder = Recorder(config, self.lines.append)
         self.now_s = 100.0
         self.workers: dict[str, FakeWorker] = {}
         self.clients: dict[str, Client] = {}
@@ -332,7 +347,9 @@ class World:
         assert wake_s is None or wake_s > self.now_s, "a deadline was passed over"
 
     def run_down(self, rng: random.Random) -> None:
-        """Nothing goes wrong any more: all requests end."""
+        """Nothing goes wrong any more, and other gateways have left: all requests end."""
+        for worker in self.workers.values():
+            worker.report(rng, others=0.0)
         for _ in range(3000):  # longer than anybody waits in the queue
             if self.machine.num_flights == 0:
                 break
@@ -346,8 +363,8 @@ class World:
             assert len(client.outcomes) == 1
         for view in self.machine.view.workers.values():
             assert view.reserved_tokens == view.reserved_blocks == 0
-            assert not view.prefill_tokens
-            assert not view.decode_blocks
+            assert not view.prefills
+            assert not view.decodes
         for worker in self.workers.values():
             while worker.inbox:
                 worker.take()
@@ -363,13 +380,18 @@ class World:
         assert self.machine.num_flights == live
         assert set(self.machine.view.workers) == set(self.workers)
         for view in self.machine.view.workers.values():
-            assert view.reserved_blocks <= NUM_BLOCKS
-            assert len(view.decode_blocks) <= MAX_RUNNING
-            within = view.reserved_tokens <= CONFIG.prefill_backlog_tokens
-            assert within or len(view.prefill_tokens) == 1
+            outgrown = self.machine.counters["answer", "longer than predicted"] > 0
+            assert view.reserved_blocks <= NUM_BLOCKS or outgrown
+            assert len(view.decodes) <= MAX_RUNNING
+            if self.machine.policy.binds_late:
+                # the first may be late; when the last was placed the others were all there was
+                others_s = sum(claim.seconds for claim in list(view.prefills.values())[1:-1])
+                assert others_s < CONFIG.prefill_backlog_s + 1.1e-3
 
     def _handle(self, event: RouterEvent) -> None:
-        for effect in self.machine.handle(event, self.now_s):
+        effects = self.machine.handle(event, self.now_s)
+        self.recorder.note(event, self.now_s, effects)
+        for effect in effects:
             match effect:
                 case SendTo(worker_id, message):
                     self._send(worker_id, message)
@@ -402,7 +424,7 @@ class World:
         if leader_name is None or attempt != "0":
             return
         leader = self.clients[leader_name]
-        has_lost_an_attempt = f"{leader_name}.0" not in self.machine._by_seq
+        has_lost_an_attempt = f"{leader_name}.0" not in self.machine.state.by_seq
         assert leader.outcomes or leader.token_ids or has_lost_an_attempt
         if leader.token_ids and not leader.outcomes and not has_lost_an_attempt:
             self.num_followers[worker_id == self.placed[f"{leader_name}.0"]] += 1
@@ -502,9 +524,9 @@ def some_prompt(rng: random.Random, world: World) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
 
 
-def busy_day(rng: random.Random, *, troubles: float) -> World:
+def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONFIG) -> World:
     """Many requests, and now and then trouble."""
-    world = World()
+    world = World(config)
     for name in ("p0", "d0", "m0", "p1", "d1"):
         world.join(name)
     for _ in range(400):
@@ -551,6 +573,24 @@ def test_a_day_with_trouble_ends_every_request_once_and_none_wrongly(seed):
     assert any(isinstance(outcome, Finished) for outcome in outcomes)
 
 
+def fresh_machine(config: RouterConfig) -> RouterMachine:
+    return RouterMachine(config, estimates=EverythingPays())
+
+
+def machine_in_python(config: RouterConfig) -> RouterMachine:
+    return RouterMachine(config, estimates=EverythingPays(), prefixes=PrefixMap())
+
+
+@pytest.mark.parametrize("policy", RouterPolicy)
+def test_with_every_policy_days_end_well_and_are_the_same_when_replayed(policy):
+    config = msgspec.structs.replace(CONFIG, policy=policy, seed=7, slo_ttft_s=5.0)
+    world = busy_day(random.Random(1), troubles=0.3, config=config)
+    outcomes = [client.outcomes[0] for client in world.clients.values()]
+    assert sum(isinstance(outcome, Finished) for outcome in outcomes) > 20
+    assert list(replay(world.lines, fresh_machine)) == []
+    assert list(replay(world.lines, machine_in_python)) == []  # and with the other index
+
+
 def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
     counted: Counter[tuple[str, str]] = Counter()
     followers: Counter[bool] = Counter()
@@ -564,5 +604,5 @@ def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
     for reason in ("prefix not held", "prefix offer late", "prefix holder lost"):
         assert counted["fallback", reason] > 0, reason
     assert counted["retried", PREEMPTED] > 20
-    assert followers[True] > 100  # found the prompt where it was computed
+    assert followers[True] > 60  # found the prompt where it was computed
     assert followers[True] > followers[False]

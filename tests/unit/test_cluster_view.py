@@ -37,6 +37,13 @@ def test_what_is_credited_back_twice_counts_once(worker):
     assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
 
 
+def test_a_worker_that_waits_for_a_prefix_gets_nothing_done_meanwhile(worker):
+    worker.reserve_prefill("a", 7, seconds=0.5, now_s=1.0, waits=True)
+    assert worker.ready_s(3.0) == 0.5
+    worker.begin_prefill("a", 3.0)
+    assert worker.ready_s(3.2) == pytest.approx(0.3)
+
+
 def test_promising_twice_is_a_bug(worker):
     worker.reserve_prefill("a", 7)
     worker.reserve_decode("a", 3)

@@ -171,3 +171,12 @@ def test_a_file_that_is_not_text_is_named(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"baton\.toml"):
         load(path)
+
+
+def test_the_policy_of_the_router_is_one_of_those_there_are():
+    assert load(environment={"BATON_ROUTER__POLICY": "round-robin"}).router.policy == "round-robin"
+    assert load(flags={"router.slo_ttft_s": 2.5}).router.slo_ttft_s == 2.5
+    with pytest.raises(ConfigError, match="policy"):
+        load(flags={"router.policy": "best"})
+    with pytest.raises(ConfigError, match="slo_tpot_s must be positive"):
+        load(flags={"router.slo_tpot_s": 0})

@@ -1,6 +1,7 @@
 """Text from tokens: equal to decoding all at once, wherever characters and stop strings are cut."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.messages import Limits
-from router.detokenizer import MAX_PENDING_TOKENS, AnswerText, Detokenizer, StopFinder
+from router.detokenizer import (
+    MAX_PENDING_TOKENS,
+    AnswerText,
+    ByteDetokenizer,
+    ContextDetokenizer,
+    Detokenizer,
+    StopFinder,
+)
+from router.token_bytes import byte_table
 
 FEW = settings(max_examples=20, deadline=None)  # a unit test has 50 ms
 SPECIAL = frozenset({0, 1})
@@ -56,8 +65,23 @@ TOKEN_OF_BYTE = {  # as ByteLevel writes them
 }
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], prompt_ids: tuple[int, ...] = ()) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt_ids=prompt_ids, hidden_ids=SPECIAL)
+def by_context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...] = ()) -> Detokenizer:
+    return ContextDetokenizer(tokenizer, prompt_ids=prompt_ids, hidden_ids=SPECIAL)
+
+
+def by_bytes(tokenizer: Tokenizer, prompt_ids: tuple[int, ...] = ()) -> Detokenizer:
+    table = byte_table(tokenizer)
+    assert table is not None
+    return ByteDetokenizer(table, prompt_ids=prompt_ids, hidden_ids=SPECIAL)
+
+
+BOTH = pytest.mark.parametrize("way", [by_context, by_bytes])
+
+
+def stream(
+    tokenizer: Tokenizer, ids: list[int], prompt_ids: tuple[int, ...] = (), way: Any = by_context
+) -> list[str]:
+    detokenizer = way(tokenizer, prompt_ids)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -65,27 +89,32 @@ def fallback_ids(text: str) -> list[int]:
     return [BYTE_FALLBACK.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
 
 
+@BOTH
 @FEW
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60))
-def test_any_tokens_streamed_equal_the_same_tokens_decoded_at_once(ids):
-    assert "".join(stream(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
+def test_any_tokens_streamed_equal_the_same_tokens_decoded_at_once(way, ids):
+    assert "".join(stream(BYTE_LEVEL, ids, way=way)) == BYTE_LEVEL.decode(
+        ids, skip_special_tokens=True
+    )
 
 
 broken = st.sampled_from([b"\xf0", b"\xe2", b"\x9f", b"\x82", b"\xac", b"\xff"])
 
 
+@BOTH
 @FEW
 @given(st.lists(broken, min_size=MAX_PENDING_TOKENS, max_size=4 * MAX_PENDING_TOKENS))
-def test_long_runs_of_broken_bytes_equal_the_same_bytes_decoded_at_once(run):
+def test_long_runs_of_broken_bytes_equal_the_same_bytes_decoded_at_once(way, run):
     ids = [TOKEN_OF_BYTE[byte] for byte in run]
-    assert "".join(stream(BYTE_LEVEL, ids)) == b"".join(run).decode(errors="replace")
+    assert "".join(stream(BYTE_LEVEL, ids, way=way)) == b"".join(run).decode(errors="replace")
 
 
+@BOTH
 @FEW
 @given(st.text("aé€😀 ", max_size=30))
-def test_valid_text_needs_no_flush_and_never_shows_half_a_character(text):
+def test_valid_text_needs_no_flush_and_never_shows_half_a_character(way, text):
     ids = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
-    *pieces, rest = stream(BYTE_LEVEL, ids)
+    *pieces, rest = stream(BYTE_LEVEL, ids, way=way)
     assert ("".join(pieces), rest) == (text, "")
 
 
@@ -97,19 +126,40 @@ def test_byte_fallback_streamed_equals_decoded_at_once(words):
     assert "".join(stream(BYTE_FALLBACK, ids)) == BYTE_FALLBACK.decode(ids)
 
 
-def test_an_emoji_appears_with_its_last_byte():
+@BOTH
+def test_an_emoji_appears_with_its_last_byte(way):
     ids = BYTE_LEVEL.encode("a😀b", add_special_tokens=False).ids
-    assert stream(BYTE_LEVEL, ids) == ["a", "", "", "", "😀", "b", ""]
+    assert stream(BYTE_LEVEL, ids, way=way) == ["a", "", "", "", "😀", "b", ""]
 
 
-def test_an_answer_cut_inside_a_character_shows_that_something_is_missing():
+@BOTH
+def test_an_answer_cut_inside_a_character_shows_that_something_is_missing(way):
     ids = BYTE_LEVEL.encode("a😀", add_special_tokens=False).ids[:-1]
-    assert "".join(stream(BYTE_LEVEL, ids)) == "a\ufffd"
+    assert "".join(stream(BYTE_LEVEL, ids, way=way)) == "a\ufffd"
 
 
-def test_special_tokens_show_nothing():
+@BOTH
+def test_special_tokens_show_nothing(way):
     a, b = BYTE_LEVEL.encode("ab", add_special_tokens=False).ids
-    assert stream(BYTE_LEVEL, [0, a, 1, b, 1]) == ["", "a", "", "b", "", ""]
+    assert stream(BYTE_LEVEL, [0, a, 1, b, 1], way=way) == ["", "a", "", "b", "", ""]
+
+
+@BOTH
+def test_a_character_that_the_prompt_begins_is_shown_when_the_answer_ends_it(way):
+    ids = BYTE_LEVEL.encode("a😀b", add_special_tokens=False).ids
+    assert stream(BYTE_LEVEL, ids[3:], tuple(ids[:3]), way=way) == ["", "😀", "b", ""]
+
+
+def test_the_bytes_of_added_tokens_are_what_the_decoder_makes_of_them():
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["<call me>", "<é>", "€"])
+    ids = [tokenizer.token_to_id(name) for name in ("<call me>", "<é>", "€")]
+    for some in ([ids[0]], [ids[1]], [ids[2]], ids, [10**6, ids[0]]):
+        assert "".join(stream(tokenizer, some, way=by_bytes)) == tokenizer.decode(some)
+
+
+def test_only_texts_that_are_their_tokens_bytes_have_a_table_of_them():
+    assert byte_table(BYTE_FALLBACK) is None
 
 
 def test_a_byte_that_breaks_a_fallback_run_keeps_what_was_shown():
@@ -122,7 +172,7 @@ def test_a_byte_that_breaks_a_fallback_run_keeps_what_was_shown():
 @pytest.mark.parametrize("name", ["</s>", "<0x80>", "▁"])
 def test_an_endless_run_of_one_token_keeps_the_window_small(name):
     token_id = BYTE_FALLBACK.token_to_id(name)
-    detokenizer = Detokenizer(BYTE_FALLBACK, hidden_ids=SPECIAL)
+    detokenizer = ContextDetokenizer(BYTE_FALLBACK, hidden_ids=SPECIAL)
     for _ in range(200):
         detokenizer.push(token_id)
         assert len(detokenizer._ids) <= 2 * MAX_PENDING_TOKENS
@@ -173,8 +223,7 @@ def test_only_what_could_begin_a_stop_string_is_held_back():
 
 
 def byte_answer(stop: list[str], limits: Limits) -> AnswerText:
-    detokenizer = Detokenizer(BYTE_LEVEL, hidden_ids=SPECIAL)
-    return AnswerText(detokenizer, prompt_len=10, limits=limits, stop=stop)
+    return AnswerText(by_bytes(BYTE_LEVEL), prompt_len=10, limits=limits, stop=stop)
 
 
 def ids_of(text: str) -> list[int]:

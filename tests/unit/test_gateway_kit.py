@@ -12,7 +12,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.messages import FinishReason, WorkerId
 from router.gateway import GatewaySettings, create_app
-from router.requests import Finished, Request, Timeline, Update, WorkerStatus
+from router.requests import (
+    Finished,
+    Request,
+    TakeAtOnce,
+    Timeline,
+    Update,
+    WorkerStatus,
+    take_nothing,
+)
 from router.templates import ChatTemplate
 from router.tokenizer import TextModel
 
@@ -99,7 +107,9 @@ class FakeRouter:
         self.statuses: dict[WorkerId, WorkerStatus] = {}
         self.events: dict[tuple[str, str], int] = {}
 
-    async def submit(self, request: Request) -> AsyncIterator[Update]:
+    async def submit(
+        self, request: Request, take_at_once: TakeAtOnce = take_nothing
+    ) -> AsyncIterator[Update]:
         number = len(self.requests)
         self.requests.append(request)
         self.live += 1
@@ -111,7 +121,7 @@ class FakeRouter:
                 if isinstance(step, Never):
                     self.waiting.set()
                     await asyncio.Event().wait()
-                else:
+                elif not take_at_once(step):
                     ended = step.outcome is not None
                     yield step
         finally:
@@ -130,6 +140,9 @@ class FakeRouter:
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
         return self.statuses
+
+    def queued_s(self) -> float:
+        return 0.75
 
     def queue_len(self) -> int:
         return 7

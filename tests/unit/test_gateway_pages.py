@@ -16,7 +16,8 @@ from test_gateway_kit import (
 )
 
 from engine.messages import LoadReport, Role, WorkerId
-from router.requests import Rejected, Update, WorkerStatus
+from router.costs import CostErrors
+from router.requests import Decision, Forecast, Rejected, Update, WorkerStatus
 
 
 def samples(app):
@@ -201,6 +202,57 @@ def test_speculation_is_told_by_proposer_and_by_accepted_length():
     model = (("model_name", "tiny"),)
     assert found["vllm:spec_decode_num_draft_tokens_total"] == {model: 100.0}
     assert found["vllm:spec_decode_num_accepted_tokens_total"] == {model: 60.0}
+
+
+def test_what_is_predicted_of_workers_and_of_the_queue_is_told_and_how_far_off_it_was():
+    router = FakeRouter()
+    errors = CostErrors(prefill=0.1, pull=0.3)
+    known = Forecast(wait_s=0.5, tpot_s=0.02, errors=errors)
+    router.statuses = {
+        WorkerId("m0"): WorkerStatus(Role.MIXED, None, 0, 0, known),
+        WorkerId("new"): WorkerStatus(Role.MIXED, None, 0, 0),
+    }
+    found = samples(make_app(router))
+    worker = (("role", "mixed"), ("worker", "m0"))
+    assert found["baton_worker_predicted_wait_seconds"] == {worker: 0.5}
+    assert found["baton_worker_predicted_tpot_seconds"] == {worker: 0.02}
+    assert found["baton_cost_error_ratio"] == {
+        (("role", "mixed"), ("work", "prefill"), ("worker", "m0")): 0.1,
+        (("role", "mixed"), ("work", "pull"), ("worker", "m0")): 0.3,
+    }
+    assert found["baton_queue_predicted_seconds"] == {(): 0.75}
+
+
+def decided(**changes):
+    """A timeline whose stages from the placement on come to 0.75 s, and the decision behind it."""
+    fields = {"predicted_ttft_s": 0.5, "predicted_tpot_s": 4.0, **changes}
+    decision = Decision("slo", "why", "p0", "d0", num_candidates=1, num_matched_tokens=0, **fields)
+    return msgspec.structs.replace(
+        TIMELINE, prefill_queue_s=0.25, prefill_compute_s=0.5, decision=decision, attempts=1
+    )
+
+
+def predictions(timeline):
+    script = [tokens("ab"), tokens("c"), Update(token_ids=(EOS,), outcome=STOP, timeline=timeline)]
+    app = make_app(FakeRouter(script))
+    ask(app)
+    found = samples(app)
+    ratios = found.get("baton_prediction_ratio_sum", {})
+    predicted = [found[f"baton_predicted_{name}_seconds_sum"][()] for name in ("ttft", "tpot")]
+    return {dict(key)["measure"]: ratio for key, ratio in ratios.items()}, predicted
+
+
+def test_predictions_are_compared_with_what_came_of_them():
+    # The clock ticks once a look, so three tokens after the first came in two seconds.
+    assert predictions(decided()) == ({"ttft": 1.5, "tpot": 2 / 3 / 4}, [0.5, 4.0])
+    only_ttft = decided(predicted_tpot_s=None)
+    assert predictions(only_ttft) == ({"ttft": 1.5}, [0.5, 0.0])
+
+
+def test_who_was_placed_twice_or_without_a_prediction_proves_none():
+    twice = msgspec.structs.replace(decided(), attempts=2)
+    for timeline in (twice, decided(predicted_ttft_s=None, predicted_tpot_s=None), TIMELINE):
+        assert predictions(timeline) == ({}, [0.0, 0.0])
 
 
 def test_series_that_mean_what_vllms_mean_also_have_its_names():

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from test_gateway_kit import (
     LENGTH,
     TOKENIZER,
@@ -22,7 +22,6 @@ from test_gateway_kit import (
 from tokenizers import AddedToken, Tokenizer
 
 from engine.messages import GrammarKind, Logprobs
-from router.detokenizer import Detokenizer
 
 WEATHER = {
     "type": "function",
@@ -186,7 +185,6 @@ def test_marks_that_are_special_tokens_are_shown_to_the_parser_only():
     assert text.added_token_id("tool") is None
     shown = text.detokenizer([], ("<tool_call>", "</tool_call>"))
     hidden = text.detokenizer([])
-    assert isinstance(hidden, Detokenizer)
     ids = [260, ord("a"), 256, 261]
     assert "".join(shown.push(i) for i in ids) == "<tool_call>a</tool_call>"
     assert "".join(hidden.push(i) for i in ids) == "a"

@@ -381,6 +381,18 @@ def test_others_go_ahead_of_a_prompt_that_pulls():
     )
 
 
+def test_a_prompt_whose_pull_is_over_waits_for_no_later_one():
+    rig(budget=8, chunk=8).play(
+        [
+            (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
+            (prefill("b", range(20, 36), more=1), []),
+            (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 8)]),
+            (pull_done("a"), [started("a", cached=8)]),
+            (Step(), [Ran("a", 8, 9), Ran("b", 8, 15), *done("a")]),
+        ]
+    )
+
+
 @pytest.mark.parametrize(
     ("arrived", "kept"), [((), 0), ((0,), 1), ((1,), 0), ((0, 2), 1), ((0, 1, 2), 3)]
 )

@@ -1,21 +1,12 @@
-"""What a gateway knows of prefixes elsewhere, and when it has one pulled."""
+"""What a gateway knows of prefixes elsewhere, block by block."""
 
 import pytest
 
 from engine.blocks import hash_blocks
-from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import WorkerId
-from router.prefixes import (
-    PULL_OVERHEAD_S,
-    PrefixHashes,
-    PrefixMap,
-    Rate,
-    Rates,
-    pull_pays,
-)
+from router.prefixes import PrefixHashes, PrefixMap
 
 A, B = WorkerId("a"), WorkerId("b")
-LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 
 
 def hashes(tokens):
@@ -99,56 +90,3 @@ def test_workers_with_other_blocks_have_other_hashes():
     prefix = PrefixHashes()
     prefix.leading(range(8), num_tokens=8, block_size=4)
     assert prefix.leading(range(8), num_tokens=8, block_size=2) == hash_blocks(range(8), 2)
-
-
-# ---------------------------------------------------------------- what pays
-
-
-def test_a_rate_is_unknown_until_it_was_measured():
-    rate = Rate()
-    rate.observe(0, 1.0)
-    assert rate.s_per_unit is None
-    rate.observe(4, 1.0)
-    assert rate.s_per_unit == 0.25
-
-
-def test_a_rate_follows_what_is_measured_now():
-    rate = Rate()
-    for _ in range(20):
-        rate.observe(10, 1.0)
-    assert rate.s_per_unit == pytest.approx(0.1)
-    for _ in range(40):
-        rate.observe(10, 2.0)
-    assert rate.s_per_unit == pytest.approx(0.2, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("pull_s_per_byte", "compute_s_per_token", "pays"),
-    [
-        (None, 1.0, False),
-        (1e-9, None, False),
-        (None, None, False),
-        (1e-9, 1e-3, True),
-        (1e-3, 1e-3, False),
-        (1e-9, PULL_OVERHEAD_S / 1000, False),  # not for the bytes: for what comes with them
-    ],
-)
-def test_a_pull_pays_when_all_it_takes_is_less_than_computing(
-    pull_s_per_byte, compute_s_per_token, pays
-):
-    assert pays == pull_pays(
-        pulled_bytes=100_000,
-        pull_s_per_byte=pull_s_per_byte,
-        saved_tokens=1000,
-        compute_s_per_token=compute_s_per_token,
-    )
-
-
-def test_what_was_measured_decides_and_a_pull_without_a_time_is_no_measurement():
-    rates = Rates()
-    rates.observe_prefill(1000, 1.0)
-    rates.observe_pull(10**6, 0.0)
-    assert not rates.pull_pays(100, LAYOUT)
-    rates.observe_pull(10**6, 0.001)
-    assert rates.pull_pays(100, LAYOUT)  # 0.4 s of computing
-    assert not rates.pull_pays(4, LAYOUT)  # 16 ms

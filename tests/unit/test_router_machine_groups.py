@@ -98,9 +98,9 @@ def test_the_others_go_to_the_same_workers_even_if_others_are_idle():
     [(prefill, _)] = seqs(group.ask_all(3))
     group.say(prefill, PrefillStarted("r.0", 0, LEASE))
     group.say(prefill, PrefillDone("r.0", 9, None))
-    [decode] = [i for i, w in group.machine.view.workers.items() if w.decode_blocks]
+    [decode] = [i for i, w in group.machine.view.workers.items() if w.decodes]
     assert seqs(group.say(decode, KV)) == [(prefill, "r-1.0"), (prefill, "r-2.0")]
-    assert len(group.machine.view.workers[decode].decode_blocks) == 3
+    assert len(group.machine.view.workers[decode].decodes) == 3
     lease = sent(group.say(prefill, PrefillStarted("r-1.0", 4, LEASE)), Decode)
     assert [worker for worker, _ in lease] == [decode]
 
@@ -118,7 +118,7 @@ def test_if_the_same_workers_have_no_room_others_are_taken():
     group.ask_all(2)
     group.start_leader()
     [(_, seq_id)] = seqs(group.say("d0", KV))
-    assert list(group.machine.view.workers["d1"].decode_blocks) == [seq_id]
+    assert list(group.machine.view.workers["d1"].decodes) == [seq_id]
 
 
 def test_held_requests_keep_nobody_waiting():
@@ -306,7 +306,7 @@ def test_another_worker_with_room_is_not_waited_for():
     group.ask_all(1)
     group.hand_over("r.0")
     assert seqs(group.say("d0", GivenBack("r.0", "preempted"))) == [("p0", "r.1")]
-    assert list(group.machine.view.workers["d1"].decode_blocks) == ["r.1"]
+    assert list(group.machine.view.workers["d1"].decodes) == ["r.1"]
 
 
 def test_the_wait_ends_and_is_longer_each_time():

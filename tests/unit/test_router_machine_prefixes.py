@@ -3,6 +3,7 @@
 import pytest
 from test_router_machine import LAYOUT, LEASE, Driver, ends, sent
 
+from engine.block_events import AllBlocksCleared, stored
 from engine.blocks import hash_blocks
 from engine.messages import (
     Cancel,
@@ -21,11 +22,20 @@ from engine.messages import (
     Tokens,
     TransferAddress,
 )
+from router.events import BlocksChanged
 from router.machine import ClientGone, Tick, WorkerLost
+from router.native import library
 from router.requests import Finished
 
 LONG = tuple(range(100))
 OFFERED = LeaseRef("again.0.prefix", TransferAddress("p0", "inc", "tcp://x"), 24)
+
+
+@pytest.fixture(autouse=True, params=["index in C++", "map in Python"])
+def _prefixes(request, monkeypatch):
+    """The machine decides alike with both."""
+    if request.param == "map in Python":
+        monkeypatch.setattr(library, "core", lambda: None)
 
 
 def block_hashes(token_ids):
@@ -37,8 +47,8 @@ def learned(*workers: str, **config) -> Driver:
     prefill worker and handed over, and its answer ended."""
     driver = Driver(*workers, **config)
     driver.ask("first", LONG, max_tokens=8)
-    prefill = next(w for w, a in driver.machine.view.workers.items() if a.prefill_tokens)
-    decode = next(w for w, a in driver.machine.view.workers.items() if a.decode_blocks)
+    prefill = next(w for w, a in driver.machine.view.workers.items() if a.prefills)
+    decode = next(w for w, a in driver.machine.view.workers.items() if a.decodes)
     assert (prefill, decode) == ("p0", "d0")
     driver.say(prefill, PrefillStarted("first.0", 0, LEASE))
     driver.say(prefill, PrefillDone("first.0", 100, None), after_s=1.0)
@@ -117,6 +127,14 @@ def test_an_offer_of_nothing_means_that_all_is_computed_and_it_is_not_asked_for_
     driver.handle(ClientGone(RequestId("again")))
     [(holder, _)] = sent(driver.ask("third", (*LONG, 7)), OfferPrefix)
     assert holder == "p0"
+
+
+def test_what_a_worker_stored_after_it_answered_and_told_before_that_came_is_not_forgotten(driver):
+    told = [AllBlocksCleared(), stored(block_hashes(LONG), None, block_size=4)]
+    driver.handle(BlocksChanged("d0", told))
+    driver.ask("again", (*LONG, 7))
+    driver.say("d0", PrefixOffered("again.0", None))
+    assert driver.machine.prefixes.longest(block_hashes(LONG))["d0"] == 25
 
 
 def test_an_offer_that_comes_too_late_is_ended_and_ignored(driver):
@@ -207,11 +225,11 @@ def test_a_request_returns_to_the_worker_where_its_blocks_are():
     effects = driver.say("d0", GivenBack("r.0", "pull failed: why", num_kept_tokens=40))
     ((prefill, message),) = sent(effects, Prefill)
     assert (prefill, message.seq_id) == ("p1", "r.1")  # what fails from p0 may not from p1
-    assert set(driver.machine.view.workers["d0"].decode_blocks) == {"r.1"}
+    assert set(driver.machine.view.workers["d0"].decodes) == {"r.1"}
     assert driver.machine.prefixes.longest(block_hashes(LONG))["d0"] == 10
     driver.handle(WorkerLost("d0", "gone"))
     driver.join("d0")
-    assert set(driver.machine.view.workers["d1"].decode_blocks) == {"r.2"}
+    assert set(driver.machine.view.workers["d1"].decodes) == {"r.2"}
 
 
 def test_an_answer_of_one_token_leaves_nothing_at_the_decode_worker():

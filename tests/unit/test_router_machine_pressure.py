@@ -8,6 +8,7 @@ import pytest
 from engine.config import RouterConfig
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
+    PREEMPTED,
     PROTOCOL_VERSION,
     Cancel,
     FinishReason,
@@ -24,7 +25,7 @@ from engine.messages import (
     Tokens,
     Welcome,
 )
-from router.machine import PREEMPTED, Arrived, Deliver, End, FromWorker, RouterMachine, SendTo, Tick
+from router.machine import Arrived, Deliver, End, FromWorker, RouterMachine, SendTo, Tick
 from router.machine import WorkerJoined as Joined
 from router.requests import Finished, Request
 

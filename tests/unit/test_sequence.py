@@ -239,3 +239,38 @@ def test_a_grammar_follows_the_answer_up_to_its_last_token():
     seq.guide = SimpleNamespace(consume=consumed.append)
     assert [seq.append(token) for token in (4, 5, 7)] == [None, None, FinishReason.STOP]
     assert consumed == [4, 5]
+
+
+@pytest.mark.parametrize("limits", [{}, {"stop_token_ids": (7,)}, {"max_len": 6}, {"max_len": 4}])
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_tokens_added_together_end_where_they_would_one_by_one(limits, penalty):
+    together, single = sequence(range(4), **limits), sequence(range(4), **limits)
+    for seq in (together, single):
+        seq.sampling = Sampling(presence_penalty=penalty)
+        seq.__post_init__()
+    finish, taken = None, []
+    for token in (5, 6, 7, 8):
+        taken.append(token)
+        finish = single.append(token)
+        if finish is not None:
+            break
+    assert together.extend((5, 6, 7, 8)) == (taken, finish)
+    assert (together.token_ids, together.history) == (single.token_ids, single.history)
+
+
+def test_no_tokens_end_nothing():
+    assert sequence(range(4)).extend(()) == ([], None)
+
+
+def test_hashes_that_are_given_are_not_computed_again():
+    known = [b"a" * 16, b"b" * 16]
+    seq = Sequence(
+        seq_id=SeqId("a"),
+        gateway_id=GatewayId("g"),
+        token_ids=list(range(9)),
+        sampling=Sampling(),
+        limits=Limits(max_len=20),
+        block_size=BLOCK_SIZE,
+        block_hashes=known,
+    )
+    assert seq.block_hashes == known

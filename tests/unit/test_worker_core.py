@@ -1,10 +1,13 @@
 """Schedulers around one pool: who takes an event, who gets the budget, what is reported."""
 
+from itertools import pairwise
+
 import pytest
 from test_worker_core_kit import (
     LENGTH,
     STOP,
     Blocks,
+    FixedSpeculator,
     Ran,
     Rig,
     Step,
@@ -30,8 +33,10 @@ from test_worker_core_kit import (
     token,
 )
 
+from decode.acceptance import Proposer
 from engine.batch import BatchResult, RowResult
-from engine.messages import LoadReport, Role
+from engine.messages import LoadReport, Role, StepReport
+from engine.worker import MAX_STEPS_OF_A_KIND
 
 WRONG_ROLE = "wrong role"
 
@@ -259,7 +264,150 @@ def test_a_load_report_says_where_every_block_and_sequence_is():
         running_seqs=1,
         open_leases=1,
         counters={"pulls_done": 3.0},
+        prompt_tokens=10 + 40,
+        decode_seqs=2,
+        decode_blocks=4,
+        context_tokens=12,
     )
+
+
+def reported(rig: Rig) -> LoadReport:
+    return rig.core.load(open_leases=0, counters={})
+
+
+def promised(rig: Rig) -> tuple[int, int, int, int]:
+    load = reported(rig)
+    return load.prompt_tokens, load.decode_seqs, load.decode_blocks, load.context_tokens
+
+
+def test_what_is_left_to_do_is_a_prompt_until_it_is_computed_and_then_what_decodes():
+    rig = Rig(Role.MIXED, chunk=4)
+    rig.take(generate("a", 6, more=3))
+    assert promised(rig) == (6, 0, 0, 0)
+    rig.step()
+    assert promised(rig) == (6, 0, 0, 0)  # all of it, whatever is computed
+    rig.step(7)
+    assert promised(rig) == (0, 1, 2, 7)
+    rig.step(8)
+    rig.step(9)  # the last
+    assert promised(rig) == (0, 0, 0, 0)
+
+
+def test_sequences_that_only_wait_to_decode_are_promised_too_and_cancelled_ones_are_not():
+    rig = Rig(Role.DECODE, max_running=1)
+    rig.take(decode("pulling", 4))
+    rig.take(decode("queued", range(20, 26)))
+    rig.step()
+    assert promised(rig) == (0, 2, 3, 10)
+    rig.take(cancel("pulling"))  # its blocks are still written to
+    assert promised(rig) == (0, 1, 2, 6)
+    rig.take(cancel("queued"))
+    assert promised(rig) == (0, 0, 0, 0)
+
+
+def test_prompts_that_pull_a_prefix_or_were_cancelled_meanwhile_are_told_apart():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 9, prefix=2))
+    rig.step()
+    assert promised(rig) == (9, 0, 0, 0)
+    rig.take(cancel("a"))
+    assert promised(rig) == (0, 0, 0, 0)
+
+
+# ---------------------------------------------------------------- what steps cost
+
+
+def timed_step(rig: Rig, seconds: float = 0.5, token: int = 99) -> None:
+    """A step that the runner timed."""
+    rig.seconds = seconds
+    rig.step(token)
+    rig.seconds = None
+
+
+def test_a_report_tells_what_steps_were_and_how_long_they_took():
+    rig = Rig(Role.MIXED, chunk=4, budget=8)
+    rig.take(generate("a", 6))
+    timed_step(rig, 0.1)
+    timed_step(rig, 0.2)
+    timed_step(rig, 0.3)
+    rig.take(generate("b", range(20, 23)))
+    timed_step(rig, 0.4)
+    assert reported(rig).steps == [
+        StepReport(0.3, num_rows=1, num_context_tokens=7),
+        StepReport(0.1, num_prefill_tokens=4, prefill_squares=16),
+        StepReport(0.2, num_prefill_tokens=2, prefill_squares=36 - 16),
+        StepReport(0.4, 3, 9, num_rows=1, num_context_tokens=8),
+    ]
+    assert reported(rig).steps == []  # they were told
+
+
+def test_steps_that_nobody_timed_are_not_told():
+    rig = Rig(Role.MIXED)
+    rig.take(generate("a", 3))
+    for _ in range(3):
+        rig.step()
+    assert reported(rig).steps == []
+
+
+def test_of_many_steps_few_are_told_and_from_all_of_the_time():
+    rig = Rig(Role.MIXED, num_blocks=200)
+    rig.take(generate("a", 3, more=700))
+    for number in range(500):
+        timed_step(rig, 1.0 + number)
+    decodes = [step for step in reported(rig).steps if step.num_rows]
+    assert MAX_STEPS_OF_A_KIND / 2 <= len(decodes) <= MAX_STEPS_OF_A_KIND
+    numbers = [step.seconds for step in decodes]
+    gaps = {b - a for a, b in pairwise(numbers)}
+    assert len(gaps) == 1  # evenly
+    assert numbers[0] < 500 / 4
+    assert numbers[-1] > 500 * 3 / 4
+
+
+def test_prompts_do_not_crowd_out_the_steps_that_decode():
+    rig = Rig(Role.MIXED, num_blocks=200, chunk=1, budget=8)
+    rig.take(generate("a", 3))
+    for _ in range(5):
+        timed_step(rig)
+    rig.take(generate("b", range(20, 120)))
+    for _ in range(90):
+        timed_step(rig)
+    steps = reported(rig).steps
+    assert sum(not step.num_prefill_tokens for step in steps) == 2  # after three of the prompt
+    assert len(steps) <= 2 * MAX_STEPS_OF_A_KIND
+
+
+@pytest.mark.parametrize("proposer", [Proposer.DRAFT, Proposer.NGRAM])
+def test_steps_with_drafts_are_not_told_for_they_cost_more_than_their_rows_say(proposer):
+    rig = Rig(Role.MIXED, num_blocks=50, speculator=FixedSpeculator(proposer, 2))
+    rig.take(generate("a", [5, 6] * 4, more=40))
+    rig.step(5)
+    for number in range(4):
+        timed_step(rig, token=6 - number % 2)
+        assert any(row.max_drafted for row in rig.rows)
+    assert reported(rig).steps == []
+    speculator = rig.decode._speculator
+    speculator.proposer, speculator.may_see = None, False
+    timed_step(rig)
+    assert [step.num_rows for step in reported(rig).steps] == [1]
+
+
+def test_steps_in_which_the_draft_model_catches_up_are_not_told_either():
+    rig = Rig(Role.MIXED, num_blocks=50, speculator=FixedSpeculator(None))
+    rig.take(generate("a", 3, more=40))
+    rig.step()
+    seen = []
+    for _ in range(8):
+        timed_step(rig)
+        seen += [bool(row.draft_token_ids) for row in rig.rows]
+    assert sum(seen) == 2  # when a block was full
+    assert len(reported(rig).steps) == 8 - 2
+
+
+def test_prompts_whose_log_probabilities_are_wanted_are_not_told():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 6, num_top=2))
+    timed_step(rig)
+    assert reported(rig).steps == []
 
 
 def test_a_prefix_computed_by_prefill_is_found_by_a_later_one_of_another_gateway():

@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from decode.acceptance import Proposer
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Proposal
-from engine.batch import BatchResult, Row, RowResult
+from engine.batch import BatchResult, Row, RowResult, StepTimes
 from engine.blocks import BlockCounts, BlockId, BlockPool
 from engine.events import (
     AbortPull,
@@ -336,6 +336,7 @@ class Rig:
         schedulers.append(self.offers)
         self.core = WorkerCore(schedulers, self.pool, budget)
         self.rows: tuple[Row, ...] = ()  # of the last step
+        self.seconds: float | None = None  # that the runner says of a step
 
     def take(self, event: Event | Step | Blocks) -> list[Effect | Ran | BlockCounts]:
         if isinstance(event, Blocks):
@@ -353,7 +354,8 @@ class Rig:
         left = chain(tokens, repeat(SAMPLED))
         sampled = [_result(r, () if r.sampling is None else next(left)) for r in plan.rows]
         ran = [Ran(row.seq_id, row.start, row.end) for row in plan.rows]
-        return [*effects, *ran, *self.core.finish(BatchResult(sampled), 0.0)]
+        times = None if self.seconds is None else StepTimes(0.0, self.seconds, 0.0)
+        return [*effects, *ran, *self.core.finish(BatchResult(sampled, times), 0.0)]
 
     def play(self, table: Iterable[tuple[object, list[object]]]) -> None:
         """Each event must have just these effects, in this order."""

@@ -1,25 +1,67 @@
 """Placement: who is chosen, when to wait, and what can never be."""
 
+import random
+
 import msgspec
 import pytest
 
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
-from router.policy import (
-    Busy,
-    Impossible,
-    Need,
-    Placement,
-    decode_blocks,
-    least_loaded,
-    prefix_source,
-)
+from router.policies.base import Asked, Busy, Choice, Impossible, Need, Placement
+from router.policies.candidates import Backlog, decode_blocks, find
+from router.policies.least_loaded import LeastLoaded
+from router.policies.pulling import Holders, bid
 from router.view import ClusterView, WorkerView
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
 BACKLOG = 20
 NEED = Need(num_tokens=8, max_len=16)  # four blocks in the end, two to prefill
+
+
+class First(random.Random):
+    """Ties fall to the first by name."""
+
+    def choice(self, seq):
+        return seq[0]
+
+
+class Nothing:
+    """Neither what is where nor what anything costs is known."""
+
+    def matched_tokens(self):
+        return {}
+
+    def prefill_s(self, worker, num_tokens, num_cached):
+        return None
+
+    def pull_s(self, worker, num_tokens):
+        return None
+
+    def offer_s(self):
+        return 0.0
+
+    def step_s(self, worker, num_seqs, context_tokens):
+        return None
+
+
+class Held(Nothing):
+    """So many leading blocks are held; a token takes a second, a pull as long as is said."""
+
+    def __init__(self, blocks, pull_s) -> None:
+        self.blocks = blocks
+        self.pull_seconds = pull_s
+        self.asked = []
+
+    def matched_tokens(self):
+        return {name: 4 * n for name, n in self.blocks.items()}
+
+    def prefill_s(self, worker, num_tokens, num_cached):
+        return float(num_tokens - num_cached)
+
+    def pull_s(self, worker, num_tokens):
+        self.asked.append(num_tokens)
+        return self.pull_seconds
 
 
 def worker(
@@ -37,8 +79,16 @@ def worker(
 
 
 def place(*workers: WorkerView, need: Need = NEED):
-    view = ClusterView({w.info.worker_id: w for w in workers})
-    return least_loaded(view, need, BACKLOG)
+    return least_loaded(ClusterView({w.info.worker_id: w for w in workers}), need)
+
+
+def least_loaded(view: ClusterView, need: Need) -> Placement | Busy | Impossible:
+    found = find(view, need, Backlog(BACKLOG, 1.0, Nothing(), 0.0))
+    if isinstance(found, Busy | Impossible):
+        return found
+    choice = LeastLoaded().choose(Asked(view, found, need, Nothing(), Nothing(), 0.0, First()))
+    assert isinstance(choice, Choice)
+    return choice.placement
 
 
 P0, D0, M0 = worker("p0"), worker("d0"), worker("m0")
@@ -61,14 +111,14 @@ def test_workers_between_which_kv_does_not_arrive_are_kept_apart(workers, severe
     view = ClusterView(
         {name: worker(name) for name in workers}, {tuple(pair.split()): 9.0 for pair in severed}
     )
-    assert least_loaded(view, NEED, BACKLOG) == expected
+    assert least_loaded(view, NEED) == expected
 
 
 @pytest.mark.parametrize("busy", [worker("p1", tokens=19), worker("d1", blocks=9)])
 def test_to_wait_for_workers_that_kv_can_reach_is_better_than_to_try_again(busy):
     workers = [worker("p0"), worker("d0"), busy]
     view = ClusterView({w.info.worker_id: w for w in workers}, {("p0", "d0"): 9.0})
-    assert least_loaded(view, NEED, BACKLOG) == Busy()
+    assert least_loaded(view, NEED) == Busy()
 
 
 @pytest.mark.parametrize(
@@ -226,10 +276,20 @@ def test_a_request_goes_back_to_where_an_earlier_attempt_left_blocks(kept, chose
 # ---------------------------------------------------------------- where a prefix comes from
 
 
-def source(held, *, sink="p0", pays=lambda num_blocks: True, others=()):
+def source(held, *, sink="p0", pull_s=0.0, others=(), known=None):
+    """Who offers its prefix to `sink`, if anybody; `held` is in blocks of four tokens."""
     workers = [worker("p0"), worker("p1"), worker("d0"), *others]
     view = ClusterView({w.info.worker_id: w for w in workers})
-    return prefix_source(view, sink, held, pays)
+    return source_in(view, known or Held(held, pull_s), sink)
+
+
+def source_in(view, known, sink="p0"):
+    need = Need(num_tokens=100, max_len=101)
+    asked = Asked(view, None, need, known, known, 0.0, First())
+    item = (sink, view.workers[sink])
+    holders = Holders(asked)
+    offer = bid(asked, item, holders.matched.get(sink, 0), holders.best_for(item))
+    return offer.source and offer.source.worker_id
 
 
 @pytest.mark.parametrize(
@@ -258,13 +318,19 @@ def test_a_prefix_that_would_be_rounded_on_its_way_is_computed(kv_wire_dtype, ex
     for view in workers:
         view.info = msgspec.structs.replace(view.info, kv_wire_dtype=kv_wire_dtype)
     cluster = ClusterView({view.info.worker_id: view for view in workers})
-    assert prefix_source(cluster, "p0", {"p1": 6}, lambda _: True) == expected
+    assert source_in(cluster, Held({"p1": 6}, 0.0)) == expected
 
 
-def test_whether_it_pays_depends_on_the_blocks_that_are_not_here():
-    asked = []
-    assert source({"p0": 2, "p1": 6}, pays=lambda n: asked.append(n) or False) is None
-    assert asked == [4]
+@pytest.mark.parametrize(("pull_s", "expected"), [(15.9, "p1"), (16.0, None)])
+def test_whether_it_pays_depends_on_the_blocks_that_are_not_here(pull_s, expected):
+    known = Held({"p0": 2, "p1": 6}, pull_s)
+    assert source({}, known=known) == expected
+    assert known.asked == [16]
+
+
+def test_from_a_worker_whose_kv_lately_did_not_arrive_nothing_is_pulled():
+    view = ClusterView({n: worker(n) for n in ("p0", "p1", "d0")}, {("p1", "d0"): 9.0})
+    assert source_in(view, Held({"p1": 6, "d0": 3}, 0.0)) == "d0"
 
 
 @pytest.mark.parametrize(

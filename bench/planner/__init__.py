@@ -1,0 +1,1 @@
+"""How many GPUs a load needs: formulas, checked by simulation."""

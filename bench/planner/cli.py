@@ -1,0 +1,147 @@
+"""`baton plan`: how many GPUs a load needs. Parses, prints, writes; decides nothing.
+
+baton plan --model qwen3-32b --hardware h200 --rps 10 --input 4000 --output 300 \\
+    --slo-ttft 2000 --slo-tpot 25 --prefix-hit 0.37
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bench.load import Slo
+from bench.machine import commit, hardware
+from bench.planner.load import Load
+from bench.planner.model import LAYER_BYTES, MODELS, DenseModel, model_named
+from bench.planner.plan import Ask, plan_of
+from bench.planner.pricing import GPUS, Options, Platform, Speculation, check_profile
+from bench.planner.report import config_of, figures_of, print_plan
+from bench.planner.search import Depth
+from bench.report import Report, results_of, write_json
+from bench.simulator.hardware import PROFILES, hardware_named
+from engine.config import WeightFormat
+from engine.errors import BatonError, ConfigError
+from engine.layout import KVFormat
+
+_MODEL_OF_PROFILE = {
+    "h200-qwen3-0.6b": "qwen3-0.6b",
+    "h200-qwen3-8b": "qwen3-8b",
+    "h200-qwen3-32b-tp2": "qwen3-32b",
+    "h200-qwen3-32b-tp2-linear": "qwen3-32b",
+    "h200-llama-3.1-70b-tp8": "llama-3.1-70b",
+}
+
+
+def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    rps: Annotated[float, typer.Option(help="Requests/s.")],
+    input_: Annotated[float, typer.Option("--input", help="Prompt tokens a request, on average.")],
+    output: Annotated[float, typer.Option(help="Output tokens a request, on average.")],
+    slo_ttft: Annotated[
+        float, typer.Option("--slo-ttft", "--slo-ttft-ms", min=0.0, help="Bound on TTFT, ms.")
+    ],
+    slo_tpot: Annotated[
+        float, typer.Option("--slo-tpot", "--slo-tpot-ms", min=0.0, help="Bound on TPOT, ms.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A directory with a config.json, a profile, or {', '.join(MODELS)}.",
+            show_default="the profile's",
+        ),
+    ] = None,
+    hardware_: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help=f"GPUs, {', '.join(GPUS)}; or a measured profile, its file or "
+            f"{', '.join(PROFILES)}.",
+            show_default="the model's profile, else h200",
+        ),
+    ] = None,
+    weights: Annotated[
+        WeightFormat, typer.Option(help="Format of weights: bf16, fp8 or int8.")
+    ] = WeightFormat.BF16,
+    kv_dtype: Annotated[KVFormat, typer.Option(help="Format of cached K and V.")] = KVFormat.BF16,
+    prefix_hit: Annotated[
+        float, typer.Option(help="Share of prompt tokens that are cached.")
+    ] = 0.0,
+    accepted: Annotated[
+        float, typer.Option(help="Drafted tokens kept a step, on average; 0: no speculation.")
+    ] = 0.0,
+    drafted: Annotated[int, typer.Option(min=1, help="Tokens drafted a step.")] = 4,
+    draft_cost: Annotated[
+        float, typer.Option(help="Of one drafted token, as a share of a decode step.")
+    ] = 0.0,
+    spread: Annotated[float, typer.Option(help="Deviation of the logarithm of lengths.")] = 0.5,
+    max_gpus: Annotated[int, typer.Option(min=1, help="GPUs there may be.")] = 1024,
+    gpu_hour_usd: Annotated[
+        float | None, typer.Option(min=0.0, help="Price.", show_default="a round figure")
+    ] = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulate/--formula-only", help="Whether to check by simulation.")
+    ] = True,
+    requests: Annotated[int, typer.Option(min=40, help="How many are simulated at least.")] = 600,
+    savings: Annotated[bool, typer.Option(help="Show what each option saves.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the simulated load, and of ties.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Plan how many GPUs a load needs, in which pools, at what cost, and what options save."""
+    try:
+        shape, platform = _machine(model, hardware_, gpu_hour_usd)
+        ask = Ask(
+            model=shape,
+            platform=platform,
+            options=_options(weights, kv_dtype, accepted, drafted, draft_cost),
+            load=Load(rps, input_, output, prefix_hit, spread),
+            slo=Slo(slo_ttft / 1000, slo_tpot / 1000),
+            max_gpus=max_gpus,
+            depth=Depth(requests, seed) if simulated else None,
+        )
+        plan = plan_of(ask, steps=savings)
+        report = Report(
+            bench="plan",
+            commit=commit(),
+            hardware=hardware(),
+            seed=seed,
+            config=config_of(ask),
+            results=results_of([figures_of(plan)]),
+        )
+        if json:
+            write_json(report, json)
+        print_plan(Console(), plan)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _machine(
+    model: str | None, hardware_name: str | None, usd: float | None
+) -> tuple[DenseModel, Platform]:
+    """The model and what runs it: one says the other where it is a profile."""
+    if model in PROFILES and hardware_name is None:
+        hardware_name = model
+    name = hardware_name or "h200"
+    if model is None and name not in _MODEL_OF_PROFILE:
+        raise ConfigError("--model is needed: --hardware does not say which")
+    shape = model_named(_MODEL_OF_PROFILE.get(model or name, model or name))
+    gpu = GPUS.get(name)
+    if gpu is not None:
+        return shape, Platform(name, gpu, None, gpu.usd_per_hour if usd is None else usd)
+    try:
+        profile = hardware_named(name)
+    except ConfigError as error:
+        raise ConfigError(f"hardware is none of {', '.join(GPUS)}, and {error}") from error
+    check_profile(shape, profile)
+    price = profile.usd_per_gpu_hour if usd is None else usd
+    return shape, Platform(name, None, profile, price)
+
+
+def _options(
+    weights: WeightFormat, kv_format: KVFormat, accepted: float, drafted: int, draft_cost: float
+) -> Options:
+    if weights not in LAYER_BYTES:
+        raise ConfigError(f"--weights must be {', '.join(LAYER_BYTES)}, not {weights}")
+    speculation = Speculation(accepted, drafted, draft_cost) if accepted else None
+    return Options(weights, kv_format, speculation)

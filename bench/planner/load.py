@@ -1,0 +1,223 @@
+"""What a load asks of workers, by formula: the least of them, and how busy they would be.
+
+Lengths are log-normal around their means; `spread` is the deviation of their logarithm, σ, so that
+E[n²] = n²·e^σ² and the 90th percentile is n·e^(1.28σ - σ²/2). A share h of each prompt is cached.
+
+    prefill   S = A·chunks + B·(1 - h)·n + C·(1 - h²)·E[n²]; k workers are busy for λ·S / k of the
+              time; the wait is that of an M/G/k queue after Sakasegawa and Allen-Cunneen, its 90th
+              percentile from an exponential tail
+    decode    a worker's step takes D + b·(E + F·ctx), and b = λ·(o - 1)·TPOT by Little's law, so
+              TPOT = D / (1 - λ·(o - 1)·(E + F·ctx)), but never below that of one sequence; ctx is
+              what a sequence holds on average, the prompt and half of the answer, long ones for
+              longer
+    both      what prompts take is missing from decoding: TPOT = D / (1 - λ·S' - λ·(o - 1)·(E +
+              F·ctx)), with S' without what a step costs anyhow
+
+The p90 of a pool's sequences must fit its memory, TPOT stays a tenth below its bound. It is where
+the search by simulation starts, and no more: bursts, placement, pulls and chunks are left to that.
+
+Sources: Sakasegawa, Annals of the Institute of Statistical Mathematics 29, 1977; Allen-Cunneen,
+in Allen, Probability, Statistics, and Queueing Theory, 2nd ed., 1990; Little, 1961.
+"""
+
+import math
+from dataclasses import dataclass
+
+from bench.load import Slo
+from bench.planner.pricing import Worker
+from bench.simulator.cluster import Pools
+from engine.errors import ConfigError
+
+Z90 = 1.2816  # of the normal distribution
+LONGEST = 4  # times the mean: no request is longer
+TPOT_HEADROOM = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests/s and their lengths in tokens."""
+
+    rate_per_s: float
+    input_tokens: float
+    output_tokens: float
+    prefix_hit: float = 0.0
+    spread: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate_per_s < math.inf:
+            raise ConfigError(f"--rps must be above 0, not {self.rate_per_s:g}")
+        if self.input_tokens < 1 or self.output_tokens < 1:
+            raise ConfigError("--input and --output must be at least 1")
+        if not 0 <= self.prefix_hit < 1:
+            raise ConfigError(f"--prefix-hit must be from 0 to below 1, not {self.prefix_hit:g}")
+        if not 0 <= self.spread <= 2:
+            raise ConfigError(f"--spread must be from 0 to 2, not {self.spread:g}")
+
+    @property
+    def variance(self) -> float:
+        """Of a length, in squares of its mean."""
+        return math.exp(self.spread**2) - 1
+
+    @property
+    def input_p90(self) -> float:
+        """Tokens of the prompt that one in ten exceeds."""
+        return self.input_tokens * math.exp(Z90 * self.spread - self.spread**2 / 2)
+
+    @property
+    def context_tokens(self) -> float:
+        """KV of a running sequence, on average over time."""
+        return self.input_tokens + self.output_tokens * (1 + self.variance) / 2
+
+    @property
+    def longest_tokens(self) -> int:
+        """KV of the longest request."""
+        return math.ceil(LONGEST * (self.input_tokens + self.output_tokens))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompts and answers."""
+        return self.rate_per_s * (self.input_tokens + self.output_tokens)
+
+    @property
+    def decoded_per_s(self) -> float:
+        """Tokens that decoding brings: all but the first of each answer."""
+        return self.rate_per_s * max(self.output_tokens - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """One request, alone in the cluster: what no number of workers improves."""
+
+    ttft_s: float  # of the prompt that one in ten exceeds
+    tpot_s: float
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether both bounds can be met at all."""
+        return _within(self.ttft_s, slo.ttft_s) and _within(self.tpot_s, slo.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """So many workers by formula. Shares of time and memory are those of one worker's."""
+
+    pools: Pools
+    prefill_busy: float
+    ttft_p90_s: float
+    tpot_s: float
+    running: float  # sequences of one worker that decodes
+    kv_used: float
+
+
+def floor_of(load: Load, worker: Worker) -> Floor:
+    """The best that one request can see of this worker."""
+    return Floor(_prefill_s(load, worker, load.input_p90), _step_s(load, worker))
+
+
+def disaggregated(load: Load, worker: Worker, slo: Slo, *, max_workers: int) -> Estimate | None:
+    """The fewest prefill workers and the fewest decode workers; None if there are not so many."""
+    for prefill in range(1, max_workers):
+        busy = load.rate_per_s * prefill_mean_s(load, worker) / prefill
+        if busy < 1 and _within(_ttft_p90_s(load, worker, prefill), slo.ttft_s):
+            break
+    else:
+        return None
+    for decode in range(1, max_workers - prefill + 1):
+        found = _estimate(load, worker, Pools(prefill, decode))
+        if _fits(found, worker, slo):
+            return found
+    return None
+
+
+def colocated(load: Load, worker: Worker, slo: Slo, *, max_workers: int) -> Estimate | None:
+    """The fewest workers that do both; None if there are not so many."""
+    for mixed in range(1, max_workers + 1):
+        found = _estimate(load, worker, Pools(mixed=mixed))
+        if _fits(found, worker, slo) and _within(found.ttft_p90_s, slo.ttft_s):
+            return found
+    return None
+
+
+def prefill_mean_s(load: Load, worker: Worker) -> float:
+    """Seconds of a worker that a prompt takes, on average."""
+    cost, hit = worker.hardware.prefill, load.prefix_hit
+    new = load.input_tokens * (1 - hit)
+    chunks = max(new / worker.hardware.chunk_tokens, 1.0)
+    squares = load.input_tokens**2 * (1 + load.variance) * (1 - hit**2)
+    return cost.fixed_s * chunks + cost.token_s * new + cost.square_s * squares
+
+
+def _prefill_s(load: Load, worker: Worker, input_tokens: float) -> float:
+    """Of a prompt of this length."""
+    cost, cached = worker.hardware.prefill, input_tokens * load.prefix_hit
+    squares = input_tokens**2 - cached**2
+    return cost.fixed_s + cost.token_s * (input_tokens - cached) + cost.square_s * squares
+
+
+def _step_s(load: Load, worker: Worker) -> float:
+    """A step of one sequence."""
+    cost = worker.hardware.decode
+    return cost.fixed_s + cost.row_s + cost.context_s * load.context_tokens
+
+
+def _estimate(load: Load, worker: Worker, pools: Pools) -> Estimate:
+    decode = worker.hardware.decode
+    decoding = pools.mixed or pools.decode
+    per_token_s = decode.row_s + decode.context_s * load.context_tokens
+    prefill_busy = load.rate_per_s * prefill_mean_s(load, worker) / (pools.mixed or pools.prefill)
+    idle = 1 - load.decoded_per_s / decoding * per_token_s
+    if pools.mixed:
+        idle -= load.rate_per_s / decoding * _beside_decoding_s(load, worker)
+    alone_s = _step_s(load, worker)
+    tpot_s = max(decode.fixed_s / idle, alone_s) if idle > 0 else math.inf
+    running = load.decoded_per_s / decoding * tpot_s
+    wait_s = tpot_s if pools.mixed else 0.0  # for the step that is running
+    return Estimate(
+        pools=pools,
+        prefill_busy=prefill_busy,
+        ttft_p90_s=_ttft_p90_s(load, worker, pools.mixed or pools.prefill) + wait_s,
+        tpot_s=tpot_s,
+        running=running,
+        kv_used=running * load.context_tokens / worker.kv_tokens,
+    )
+
+
+def _beside_decoding_s(load: Load, worker: Worker) -> float:
+    """What a prompt adds to steps that are made anyhow."""
+    hardware = worker.hardware
+    saved_s = min(hardware.prefill.fixed_s, hardware.decode.fixed_s)
+    return max(prefill_mean_s(load, worker) - saved_s, 0.0)
+
+
+def _fits(found: Estimate, worker: Worker, slo: Slo) -> bool:
+    """TPOT and memory, each with headroom; arrivals are Poisson, and so are those in flight."""
+    if not _within(found.tpot_s, slo.tpot_s) or not math.isfinite(found.running):
+        return False
+    alone = found.running < 1  # then nothing can be saved by more workers
+    if not alone and not _within(found.tpot_s / TPOT_HEADROOM, slo.tpot_s):
+        return False
+    many = found.running + Z90 * math.sqrt(found.running)
+    kv_used = found.kv_used * many / max(found.running, 1e-9)
+    return many <= max(worker.hardware.max_running, 1) and kv_used <= 1
+
+
+def _ttft_p90_s(load: Load, worker: Worker, num_workers: int) -> float:
+    """The wait that one in ten exceeds and a prompt's own time; at least the floor's."""
+    service_s = prefill_mean_s(load, worker)
+    busy = load.rate_per_s * service_s / num_workers
+    if busy >= 1:
+        return math.inf
+    own_s = max(service_s, _prefill_s(load, worker, load.input_p90))
+    return max(service_s + wait_p90_s(service_s, busy, num_workers, load.variance), own_s)
+
+
+def wait_p90_s(service_s: float, busy: float, num_workers: int, variance: float) -> float:
+    """Seconds in an M/G/k queue that one in ten exceeds; `variance` in squares of `service_s`."""
+    waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # share of those who wait at all
+    if waits <= 0.1:
+        return 0.0
+    mean_s = service_s * (1 + variance) / (2 * num_workers * (1 - busy))  # of those
+    return mean_s * math.log(waits / 0.1)
+
+
+def _within(value_s: float, bound_s: float | None) -> bool:
+    return bound_s is None or value_s <= bound_s

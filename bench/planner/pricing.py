@@ -1,0 +1,256 @@
+"""One worker's prices and KV memory, for a model on some GPUs with some options.
+
+The base is a worker in bf16 without any option: a measured profile (`bench.simulator.hardware`), or
+the roofline at 70 % of a GPU's peaks, to which tensor parallelism adds its all-reduces: two a
+layer, 2·(t - 1)/t · d elements in bf16 for each token over the link of each of t GPUs, and 10 µs
+each however small. An option multiplies the coefficients by what the roofline says that it
+changes, and nothing else is assumed of it:
+
+    weights in 8 bits   A, D by the bytes that a step reads; B, E by 1/2 where the GPU multiplies
+                        8 bits twice as fast, else not at all
+    KV format           F and pulls by the bytes of a token; memory holds more tokens
+    speculation         D·(1 + k·c)/m, E·(k + 1)/m, F/m for k drafted tokens, of which a step's
+                        verification keeps m - 1 on average; a draft token costs c of a step
+
+So a simulated step is a token of each sequence, which takes 1/m of a real step: TPOT is what it
+would be, single gaps between tokens are not. Measured gains are often smaller: vLLM's KV in fp8 has
+54 % of the slope in bf16 by its own account and 78 % by AIConfigurator's tables, not 51 %.
+
+Sources: data sheets of NVIDIA (dense peaks, without sparsity). Prices are round figures of 2025
+for renting, to be replaced by one's own.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from bench.planner.model import BF16_BYTES, DenseModel
+from bench.simulator.hardware import KV_SHARE, Chip, Hardware, ModelShape, by_roofline
+from engine.config import WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat, KVLayout
+from router.costs import DecodeCost, PrefillCost
+
+REACHED = 0.7  # of the peaks
+MAX_RANKS = 8  # GPUs of one worker, as linked in one machine
+ALL_REDUCE_S = 1e-5
+_ALL_REDUCES = 2  # of a layer
+_MIN_BLOCK, _MAX_BLOCK = 16, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU: peaks, memory, and what joins it to others."""
+
+    name: str
+    bf16_flops_per_s: float
+    read_bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float  # to the GPUs of its machine, one way
+    network_bytes_per_s: float
+    usd_per_hour: float
+    has_fp8: bool = True  # at twice the speed of bf16, as int8
+
+    def gain(self, weights: WeightFormat) -> float:
+        """How many times as fast as in bf16 it multiplies."""
+        if weights is WeightFormat.INT8 or (weights is WeightFormat.FP8 and self.has_fp8):
+            return 2.0
+        return 1.0
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("b200", 2250e12, 8e12, 180e9, 900e9, 50e9, 5.0),
+        Gpu("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 3.0),
+        Gpu("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 2.5),
+        Gpu("a100", 312e12, 2.04e12, 80e9, 300e9, 25e9, 1.5, has_fp8=False),
+        Gpu("l40s", 362e12, 0.864e12, 48e9, 32e9, 25e9, 1.0),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """`drafted` tokens a step, of which `accepted` are kept on average."""
+
+    accepted: float
+    drafted: int
+    draft_cost: float = 0.0  # of one drafted token, as a share of a decode step
+
+    def __post_init__(self) -> None:
+        if not 0 < self.accepted <= self.drafted:
+            raise ConfigError(
+                f"--accepted {self.accepted:g} must be above 0 and at most --drafted {self.drafted}"
+            )
+        if self.draft_cost < 0:
+            raise ConfigError("--draft-cost must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be changed about a worker."""
+
+    weights: WeightFormat = WeightFormat.BF16
+    kv_format: KVFormat = KVFormat.BF16
+    speculation: Speculation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """What workers are made of: a profile where there is one, else so many of these GPUs."""
+
+    name: str
+    gpu: Gpu | None
+    profile: Hardware | None
+    usd_per_gpu_hour: float
+
+    @property
+    def source(self) -> str:
+        """Where the prices come from."""
+        if self.profile is not None:
+            return self.profile.source
+        return f"roofline at {REACHED:.0%} of {self.name}'s peaks"
+
+    def gain(self, weights: WeightFormat) -> float:
+        """How many times as fast as in bf16 it multiplies; a profile's GPUs twice in 8 bits."""
+        if self.gpu is not None:
+            return self.gpu.gain(weights)
+        return 1.0 if weights is WeightFormat.BF16 else 2.0
+
+    def ranks(self) -> tuple[int, ...]:
+        """How many GPUs a worker may have."""
+        if self.profile is not None:
+            return (self.profile.gpus,)
+        return tuple(2**i for i in range(MAX_RANKS.bit_length()))
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that holds the model, and where its memory goes."""
+
+    hardware: Hardware
+    weights_bytes: float
+    kv_bytes: float
+
+    @property
+    def kv_tokens(self) -> int:
+        """That fit beside the weights."""
+        layout = self.hardware.layout
+        return self.hardware.num_blocks * layout.block_size
+
+
+def block_size_for(input_tokens: float) -> int:
+    """A power of two near a sixteenth of a prompt: fine enough to share shares of prompts."""
+    size = _MIN_BLOCK
+    while size < _MAX_BLOCK and size * 16 < input_tokens:
+        size *= 2
+    return size
+
+
+def worker_of(
+    model: DenseModel, platform: Platform, options: Options, *, ranks: int, block_size: int
+) -> Worker | None:
+    """A worker of so many GPUs; None if the weights leave no room for KV."""
+    weights_bytes = model.held_bytes(options.weights)
+    memory_bytes = _memory_bytes(model, platform, ranks)
+    layout = model.kv_layout(options.kv_format, block_size=block_size, ranks=ranks)
+    kv_bytes = KV_SHARE * (memory_bytes - weights_bytes)
+    num_blocks = int(kv_bytes // layout.block_bytes)
+    if num_blocks < 1:
+        return None
+    base = platform.profile or _by_roofline(model, platform, ranks)
+    hardware = _with_options(base, model, platform, options, layout=layout)
+    hardware = msgspec.structs.replace(
+        hardware,
+        name=f"{model.name} on {ranks} × {platform.name}",
+        num_blocks=num_blocks,
+        usd_per_gpu_hour=platform.usd_per_gpu_hour,
+    )
+    return Worker(hardware, weights_bytes, num_blocks * layout.block_bytes)
+
+
+def check_profile(model: DenseModel, profile: Hardware) -> None:
+    """Raises ConfigError if the profile is of a model with another KV."""
+    ours = model.kv_layout(KVFormat.BF16, block_size=1).sections
+    if profile.layout.kv_format is not KVFormat.BF16 or profile.layout.sections != ours:
+        raise ConfigError(
+            f"profile {profile.name} has KV of {profile.layout.kv_format} "
+            f"{profile.layout.sections[0]}, model {model.name} of bf16 {ours[0]}"
+        )
+
+
+def _memory_bytes(model: DenseModel, platform: Platform, ranks: int) -> float:
+    if platform.profile is not None:
+        held = platform.profile.num_blocks * platform.profile.layout.block_bytes
+        return held / KV_SHARE + model.held_bytes(WeightFormat.BF16)
+    assert platform.gpu is not None
+    return platform.gpu.memory_bytes * ranks
+
+
+def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> Hardware:
+    """In bf16. The memory is made large: whether it fits is another question."""
+    gpu = platform.gpu
+    assert gpu is not None
+    shape = ModelShape(
+        model.layers,
+        model.heads,
+        max(model.kv_heads, ranks),
+        model.head_dim,
+        model.layer_weights,
+        model.head_weights,
+    )
+    chip = Chip(
+        flops_per_s=gpu.bf16_flops_per_s * ranks,
+        read_bytes_per_s=gpu.read_bytes_per_s * ranks,
+        memory_bytes=1e15,
+        network_bytes_per_s=gpu.network_bytes_per_s * ranks,
+        gpus=ranks,
+        reached=REACHED,
+    )
+    alone = by_roofline(model.name, shape, chip)
+    if ranks == 1:
+        return alone
+    reduces = _ALL_REDUCES * model.layers
+    fixed_s = reduces * ALL_REDUCE_S
+    sent_bytes = reduces * 2 * (ranks - 1) / ranks * model.hidden * BF16_BYTES
+    token_s = sent_bytes / gpu.link_bytes_per_s
+    prefill, decode = alone.prefill, alone.decode
+    return msgspec.structs.replace(
+        alone,
+        prefill=PrefillCost(prefill.fixed_s + fixed_s, prefill.token_s + token_s, prefill.square_s),
+        decode=DecodeCost(decode.fixed_s + fixed_s, decode.row_s + token_s, decode.context_s),
+    )
+
+
+def _with_options(
+    base: Hardware, model: DenseModel, platform: Platform, options: Options, *, layout: KVLayout
+) -> Hardware:
+    reading = model.read_bytes(options.weights) / model.read_bytes(WeightFormat.BF16)
+    computing = 1 / platform.gain(options.weights)
+    context = (layout.block_bytes / layout.block_size) / base.kv_token_bytes
+    prefill, decode = base.prefill, base.decode
+    changed = DecodeCost(
+        decode.fixed_s * reading, decode.row_s * computing, decode.context_s * context
+    )
+    return msgspec.structs.replace(
+        base,
+        layout=layout,
+        prefill=PrefillCost(
+            prefill.fixed_s * reading, prefill.token_s * computing, prefill.square_s
+        ),
+        decode=_speculating(changed, options.speculation),
+        chunk_table=tuple((length, s * computing) for length, s in base.chunk_table),
+    )
+
+
+def _speculating(cost: DecodeCost, speculation: Speculation | None) -> DecodeCost:
+    """The cost of a token of each sequence, where a step brings several."""
+    if speculation is None:
+        return cost
+    a_step, k = 1 + speculation.accepted, speculation.drafted
+    return DecodeCost(
+        cost.fixed_s * (1 + k * speculation.draft_cost) / a_step,
+        cost.row_s * (k + 1) / a_step,
+        cost.context_s / a_step,
+    )

@@ -1,0 +1,197 @@
+"""The fewest workers with which a simulated cluster keeps its promises.
+
+A configuration passes if nine in ten requests of a made-up load (see `workload`) meet both bounds,
+in a simulation with the router's own machine, the `slo` policy and the workers' own schedulers.
+Only the middle half of the requests is counted: before it the cluster fills, after it it drains.
+
+From the formula's numbers on the pool whose bound is missed grows until both are met; then each
+pool shrinks until one worker less would miss them. As far as more workers do no harm, nothing with
+fewer in both pools passes either.
+
+Time enough must pass for sequences to come and go: four times as long as an answer may take. Where
+more requests come in that time than are to be simulated, the load is cut into equal cells, one of
+them is simulated, and all have as many workers. Cells share neither queues nor caches, so that errs
+towards too many workers; hence they are not made smaller than three workers of a pool by the
+formula, and rather up to four times as many requests are simulated.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from bench.load import Slo
+from bench.planner.load import Estimate, Load
+from bench.planner.pricing import Worker
+from bench.planner.workload import workload
+from bench.simulator.cluster import Pools, Record, Run, Setup, simulate
+from bench.simulator.results import latencies_of, meets
+from bench.simulator.traces import Trace
+from bench.stats import percentile
+from engine.config import RouterConfig, RouterPolicy
+from router.machine import RouterMachine
+
+NEEDED = 0.9  # of requests
+SPANS = 4  # times an answer's longest time
+_STRAY = 4  # times what the formula says, and no further
+_GROWTH = 8  # a pool grows by one in so many of its workers
+_CELL_WORKERS = 3
+_MAX_LONGER = 4  # times the requests that were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """How a load is cut, and how much of one part is simulated."""
+
+    number: int
+    num_requests: int
+    spans: float  # times as long as an answer may take
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """How one cell fared. Latencies are None where no answer had one."""
+
+    cells: Cells
+    pools: Pools  # of one cell
+    attainment: float  # share of requests that met both
+    ttft_attainment: float
+    tpot_attainment: float
+    ttft_p90_s: float | None
+    tpot_p90_s: float | None
+    prefix_hits: float
+    busy: dict[str, float]  # share of the time, by role
+
+    @property
+    def passes(self) -> bool:
+        """Whether enough requests met both."""
+        return self.attainment >= NEEDED
+
+    @property
+    def total(self) -> Pools:
+        """Workers of all cells."""
+        pools, number = self.pools, self.cells.number
+        return Pools(pools.prefill * number, pools.decode * number, pools.mixed * number)
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How much is simulated."""
+
+    num_requests: int = 600
+    seed: int = 0
+
+
+def cells_of(load: Load, slo: Slo, depth: Depth, *, smallest_pool: int) -> Cells:
+    """`smallest_pool` is what the formula gives the smallest pool of the whole load."""
+    assert slo.tpot_s is not None
+    assert slo.ttft_s is not None
+    span_s = slo.ttft_s + load.output_tokens * slo.tpot_s
+    wanted = load.rate_per_s * span_s * SPANS
+    by_size = max(smallest_pool // _CELL_WORKERS, 1)
+    number = max(1, min(math.ceil(wanted / depth.num_requests), by_size))
+    longest = _MAX_LONGER * depth.num_requests
+    num_requests = min(max(math.ceil(wanted / number), depth.num_requests), longest)
+    return Cells(number, num_requests, num_requests / (load.rate_per_s / number * span_s))
+
+
+class Search:
+    """Looks for the fewest workers of one kind; remembers what was simulated."""
+
+    def __init__(self, load: Load, worker: Worker, slo: Slo, *, cells: Cells, seed: int) -> None:
+        self.load = replace(load, rate_per_s=load.rate_per_s / cells.number)
+        self._cells = cells
+        self._worker = worker
+        self._slo = slo
+        self._seed = seed
+        self._trace = workload(
+            self.load,
+            num_requests=cells.num_requests,
+            block_tokens=worker.hardware.layout.block_size,
+            rng=Random(f"{seed}/workload"),
+        )
+        self._seen: dict[Pools, Simulated] = {}
+
+    def smallest(self, start: Estimate, *, max_workers: int) -> Simulated | None:
+        """From a cell's estimate on; None if more than `max_workers` of a cell were needed."""
+        most = min(max_workers, _STRAY * start.pools.total + 2)
+        pools = start.pools
+        while not (found := self.check(pools)).passes:
+            if pools.total >= most:
+                return None
+            pools = _grown(found)
+        for role in ("decode", "prefill", "mixed"):
+            floor = 0 if getattr(pools, role) == 0 else 1
+            while getattr(pools, role) > floor:
+                fewer = replace(pools, **{role: getattr(pools, role) - 1})
+                if not self.check(fewer).passes:
+                    break
+                pools = fewer
+        return self.check(pools) if pools.total <= max_workers else None
+
+    def check(self, pools: Pools) -> Simulated:
+        """Simulates a cell with these workers, once."""
+        if pools not in self._seen:
+            router = RouterConfig(
+                policy=RouterPolicy.SLO,
+                seed=self._seed,
+                max_queue=len(self._trace.requests),
+                queue_timeout_s=3600.0,
+                slo_tpot_s=self._slo.tpot_s,
+            )
+            setup = Setup(self._worker.hardware, pools)
+            run = simulate(self._trace, setup, RouterMachine(router))
+            self._seen[pools] = _judged(run, self._slo, self._cells)
+        return self._seen[pools]
+
+
+def _grown(found: Simulated) -> Pools:
+    pools = found.pools
+    if pools.mixed:
+        return Pools(mixed=_more(pools.mixed))
+    short_of_ttft = found.ttft_attainment < NEEDED
+    short_of_tpot = found.tpot_attainment < NEEDED
+    if not short_of_ttft and not short_of_tpot:  # too few meet both at once
+        short_of_ttft = found.ttft_attainment <= found.tpot_attainment
+        short_of_tpot = not short_of_ttft
+    return Pools(
+        _more(pools.prefill) if short_of_ttft else pools.prefill,
+        _more(pools.decode) if short_of_tpot else pools.decode,
+    )
+
+
+def _more(num: int) -> int:
+    return num + max(1, num // _GROWTH)
+
+
+def _judged(run: Run, slo: Slo, cells: Cells) -> Simulated:
+    middle = _middle(run.trace, run.records)
+    latencies = [latencies_of(record) for record in middle]
+    answered = [one for one in latencies if one is not None]
+    ttfts_s = [one.ttft_s for one in answered]
+    tpots_s = [one.tpot_s for one in answered if one.tpot_s is not None]
+    num = len(middle)
+    cached = sum(r.timeline.num_cached_tokens for r in middle if r.timeline is not None)
+    return Simulated(
+        cells=cells,
+        pools=run.setup.pools,
+        attainment=sum(meets(one, slo) for one in latencies) / num,
+        ttft_attainment=sum(meets(one, Slo(slo.ttft_s, None)) for one in latencies) / num,
+        tpot_attainment=sum(meets(one, Slo(None, slo.tpot_s)) for one in latencies) / num,
+        ttft_p90_s=percentile(ttfts_s, 90) if ttfts_s else None,
+        tpot_p90_s=percentile(tpots_s, 90) if tpots_s else None,
+        prefix_hits=cached / sum(r.asked.input_len for r in middle),
+        busy=_busy(run),
+    )
+
+
+def _middle(trace: Trace, records: Sequence[Record]) -> Sequence[Record]:
+    quarter = len(trace.requests) // 4
+    return records[quarter : len(records) - quarter]
+
+
+def _busy(run: Run) -> dict[str, float]:
+    shares: dict[str, list[float]] = {}
+    for worker in run.workers:
+        shares.setdefault(str(worker.role), []).append(worker.busy_s / run.duration_s)
+    return {role: sum(of_role) / len(of_role) for role, of_role in shares.items()}

@@ -1,0 +1,169 @@
+"""`baton simulate`: a trace upon a cluster that need not exist. Parses, prints, writes.
+
+baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 --decode 2
+"""
+
+import random
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from bench.load import Slo
+from bench.machine import commit, hardware
+from bench.plots import plot_cdfs, require_matplotlib
+from bench.report import Report, Scalar, results_of, write_json
+from bench.simulator.cluster import Pools, Setup, simulate
+from bench.simulator.hardware import PROFILES, Hardware, hardware_named, write_hardware
+from bench.simulator.results import figures_of, series_ms
+from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
+from bench.tables import print_report
+from engine.config import RouterConfig, RouterPolicy
+from engine.errors import BatonError, ConfigError
+from router.machine import RouterMachine
+
+SYNTHETIC = "synthetic"
+
+
+def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    trace: Annotated[
+        str, typer.Option(help="Mooncake JSONL, Azure CSV or Baton's own; or `synthetic`.")
+    ],
+    hardware_: Annotated[
+        str, typer.Option("--hardware", help=f"A profile's file, or {', '.join(PROFILES)}.")
+    ] = "h200-qwen3-8b",
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    mixed: Annotated[int, typer.Option(min=0, help="Workers that do both.")] = 0,
+    policy: Annotated[RouterPolicy, typer.Option(help="Who chooses workers.")] = RouterPolicy.SLO,
+    speed_up: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
+    shorten: Annotated[int, typer.Option(min=1, help="All lengths divided by this.")] = 1,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Only so many, from the first on.")
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Requests/s of a synthetic trace.")] = 3.4,
+    kv_blocks: Annotated[
+        int | None, typer.Option(min=1, help="KV blocks of a worker.", show_default="profile")
+    ] = None,
+    latency_ms: Annotated[
+        float, typer.Option(min=0.0, help="Of a message, gateway to worker or back.")
+    ] = 0.2,
+    slo_ttft_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TTFT.")] = 5000.0,
+    slo_tpot_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TPOT.")] = 25.0,
+    reject: Annotated[
+        bool, typer.Option(help="Refuse what is predicted to miss its bounds.")
+    ] = False,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 100_000,
+    queue_timeout_s: Annotated[float, typer.Option(help="How long one may wait.")] = 3600.0,
+    gpu_hour_usd: Annotated[
+        float | None, typer.Option(min=0.0, help="Price.", show_default="profile")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of ties, and of a synthetic trace.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write TTFT and TPOT CDFs here (PNG).")] = None,
+    write_trace_: Annotated[
+        Path | None, typer.Option("--write-trace", help="Write the trace as it was played.")
+    ] = None,
+    write_hardware_: Annotated[
+        Path | None, typer.Option("--write-hardware", help="Write the profile as a file.")
+    ] = None,
+) -> None:
+    """Play a trace against a simulated cluster and report latency, goodput, hits and cost."""
+    try:
+        if plot:
+            require_matplotlib()
+        profile = hardware_named(hardware_)
+        if kv_blocks is not None:
+            profile = msgspec.structs.replace(profile, num_blocks=kv_blocks)
+        played = _trace(trace, requests=requests, rate=rate, seed=seed)
+        played = played.sped_up(speed_up).shortened(shorten)
+        setup = Setup(profile, _pools(prefill, decode, mixed), latency_s=latency_ms / 1000)
+        slo = Slo(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms))
+        router = RouterConfig(
+            policy=policy,
+            seed=seed,
+            max_queue=max_queue,
+            queue_timeout_s=queue_timeout_s,
+            slo_ttft_s=slo.ttft_s if reject else None,
+            slo_tpot_s=slo.tpot_s,
+        )
+        if write_trace_:
+            write_trace(played, write_trace_)
+        if write_hardware_:
+            write_hardware(profile, write_hardware_)
+        run = simulate(played, setup, RouterMachine(router))
+        price = profile.usd_per_gpu_hour if gpu_hour_usd is None else gpu_hour_usd
+        figures = figures_of(run, slo, usd_per_gpu_hour=price)
+        report = Report(
+            bench="simulate",
+            commit=commit(),
+            hardware=hardware(),
+            seed=seed,
+            config=_config(played, setup, router, speed_up),
+            results=results_of([figures]),
+        )
+        if json:
+            write_json(report, json)
+        title = _title(played, setup, router)
+        if plot:
+            plot_cdfs(series_ms(run), plot, title=title)
+        print_report(Console(), report, title=title)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _trace(name: str, *, requests: int | None, rate: float, seed: int) -> Trace:
+    if name == SYNTHETIC:
+        chat = Chat(rate_per_s=rate)
+        return synthetic(chat, requests or 1000, random.Random(seed))
+    read = read_trace(Path(name))
+    return read if requests is None else read.first(requests)
+
+
+def _pools(prefill: int, decode: int, mixed: int) -> Pools:
+    """The defaults of the first two are for clusters without mixed workers."""
+    pools = Pools(prefill, decode, mixed)
+    if not (pools.prefill or pools.mixed) or not (pools.decode or pools.mixed):
+        raise ConfigError("a cluster needs workers that prefill and workers that decode")
+    return pools
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000
+
+
+def _config(trace: Trace, setup: Setup, router: RouterConfig, speed_up: float) -> dict[str, Scalar]:
+    profile: Hardware = setup.hardware
+    return {
+        "trace": trace.name,
+        "requests": len(trace.requests),
+        "speed_up": speed_up,
+        "block_tokens": trace.block_tokens,
+        "profile": profile.name,
+        "profile_source": profile.source,
+        "kv_blocks": profile.num_blocks,
+        "prefill": setup.pools.prefill,
+        "decode": setup.pools.decode,
+        "mixed": setup.pools.mixed,
+        "latency_s": setup.latency_s,
+        **{name: _scalar(getattr(router, name)) for name in router.__struct_fields__},
+    }
+
+
+def _scalar(value: object) -> Scalar:
+    return value if isinstance(value, int | float | None) else str(value)
+
+
+def _title(trace: Trace, setup: Setup, router: RouterConfig) -> str:
+    pools = setup.pools
+    parts = [f"{pools.prefill} prefill", f"{pools.decode} decode"]
+    if pools.mixed:
+        parts.append(f"{pools.mixed} mixed")
+    return (
+        f"simulated: {len(trace.requests)} requests of {trace.name} on {' + '.join(parts)} "
+        f"× {setup.hardware.name}, policy {router.policy}"
+    )

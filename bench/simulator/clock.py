@@ -1,0 +1,43 @@
+"""The future: what will happen, in order of time."""
+
+import heapq
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+
+class Rank(IntEnum):
+    """Who goes first of what happens at the same moment.
+
+    A message that comes when a step ends is there when the next one is planned.
+    """
+
+    MESSAGE = 0
+    STEP_END = 1
+    ROUTINE = 2  # reports, deadlines
+
+
+class Future:
+    """A heap of calls and the clock. Equal moments and ranks go in the order of planning."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._heap: list[tuple[float, int, int, Callable[[Any], None], Any]] = []
+        self._num_planned = 0
+
+    def plan(self, at_s: float, rank: Rank, call: Callable[[Any], None], what: Any) -> None:
+        """Calls `call(what)` at that time, which is not past."""
+        self._num_planned += 1
+        heapq.heappush(self._heap, (at_s, rank, self._num_planned, call, what))
+
+    def step(self) -> bool:
+        """Lets the next thing happen. False if there is none."""
+        if not self._heap:
+            return False
+        at_s, _, _, call, what = heapq.heappop(self._heap)
+        assert at_s >= self.now_s, "time went back"
+        self.now_s = at_s
+        self.num_events += 1
+        call(what)
+        return True

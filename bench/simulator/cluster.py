@@ -1,0 +1,317 @@
+"""A simulated cluster: the real router machine, simulated workers, and a trace.
+
+What there is beside the machine and the workers' cores: a heap of future events with its clock, a
+price for steps and pulls, and the rules by which effects become events. No decision is made here.
+
+The gateway is told by frames, as by a live worker; each takes `latency_s` either way. So do block
+events. Deadlines are looked at as often as the live gateway does.
+
+Workers leap over steps that are alike (see `workers`). Before the machine can place anything, what
+such a stretch has come to is handed over, so the machine knows what it would have known; with
+`settles` off it hears of tokens a fraction of a second late, which is for large clusters.
+"""
+
+import gc
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bench.simulator.clock import Future, Rank
+from bench.simulator.hardware import Hardware
+from bench.simulator.prompts import Prompts
+from bench.simulator.traces import Trace, TraceRequest, with_ids
+from bench.simulator.transfers import Transfers
+from bench.simulator.workers import Frame, SimWorker
+from engine.events import FromGateway
+from engine.messages import (
+    GatewayId,
+    Hello,
+    Limits,
+    LoadReport,
+    RequestId,
+    Role,
+    Sampling,
+    ToWorker,
+    WorkerId,
+)
+from router.events import (
+    Arrived,
+    BlocksChanged,
+    Deliver,
+    End,
+    FromWorker,
+    RouterEvent,
+    SendTo,
+    Tick,
+    WorkerJoined,
+)
+from router.machine import RouterMachine
+from router.requests import Outcome, Request, Timeline
+
+GATEWAY = GatewayId("gateway")
+TICK_EVERY_S = 0.25  # as `router.service`
+MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How many workers of which role."""
+
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.prefill + self.decode + self.mixed
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is simulated, the machine and the trace aside."""
+
+    hardware: Hardware
+    pools: Pools
+    latency_s: float = 2e-4  # of a message between gateway and worker
+    leaps: bool = True
+    settles: bool | None = None  # None: if there are few workers
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of one request, as the gateway saw it."""
+
+    asked: TraceRequest
+    outcome: Outcome | None = None
+    timeline: Timeline | None = None
+    times_s: list[float] = field(default_factory=list)  # of each token of the answer
+    ended_s: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """What one worker did."""
+
+    worker_id: WorkerId
+    role: Role
+    busy_s: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that came of a simulation."""
+
+    trace: Trace
+    setup: Setup
+    records: Sequence[Record]
+    workers: Sequence[WorkerRecord]
+    duration_s: float
+    num_events: int
+
+
+def simulate(trace: Trace, setup: Setup, machine: RouterMachine) -> Run:
+    """Lets the trace come upon a cluster that is idle and empty, until all is answered."""
+    cluster = _Cluster(with_ids(trace), setup, machine)
+    with _uncollected():
+        cluster.run()
+    cluster.validate()
+    return cluster.result()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's search for cycles: there are millions of objects, and hardly any cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Cluster:
+    def __init__(self, trace: Trace, setup: Setup, machine: RouterMachine) -> None:
+        self._trace = trace
+        self._setup = setup
+        self._machine = machine
+        self._future = Future()
+        self._transfers = Transfers(
+            self._future, setup.hardware.pull, setup.hardware.layout, latency_s=setup.latency_s
+        )
+        self._prompts = Prompts(trace, setup.hardware.layout.block_size)
+        self._records = [Record(asked) for asked in trace.requests]
+        self._num_open = len(self._records)
+        self._ended_s = 0.0
+        self._wake_s: float | None = None
+        self._workers = {
+            worker_id: SimWorker(
+                worker_id,
+                role,
+                hardware=setup.hardware,
+                future=self._future,
+                transfers=self._transfers,
+                listener=self,
+                read=self._prompts.read,
+                leaps=setup.leaps,
+            )
+            for worker_id, role in _names(setup.pools)
+        }
+        settles = setup.settles
+        self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
+        self._decoding = [w for w in self._workers.values() if w.role.decodes]
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> None:
+        """From the first arrival to the last answer, and until every worker is idle."""
+        for worker in self._workers.values():
+            self._handle(WorkerJoined(worker.welcome()))
+            worker.receive([])
+        self._plan_arrival(0)
+        self._future.plan(TICK_EVERY_S, Rank.ROUTINE, self._on_tick, None)
+        while self._num_open:
+            assert self._future.step(), "requests are open and nothing will happen"
+        self._ended_s = self._future.now_s
+        for worker in self._workers.values():
+            worker.reports = False
+        while self._future.step():
+            pass
+
+    def validate(self) -> None:
+        """Asserts that all workers gave back what they held."""
+        assert self._transfers.num_leases == 0
+        for worker in self._workers.values():
+            worker.core.validate()
+            counts = worker.pool.counts()
+            assert counts.free + counts.cached == counts.total, f"{worker.worker_id} leaks"
+
+    def result(self) -> Run:
+        """What there is to tell."""
+        workers = [
+            WorkerRecord(w.worker_id, w.role, w.busy_s, w.num_steps) for w in self._workers.values()
+        ]
+        return Run(
+            self._trace,
+            self._setup,
+            self._records,
+            workers,
+            self._ended_s,
+            self._future.num_events,
+        )
+
+    # ------------------------------------------------------------ clients
+
+    def _plan_arrival(self, index: int) -> None:
+        if index < len(self._records):
+            arrived_s = self._records[index].asked.arrived_s
+            self._future.plan(arrived_s, Rank.MESSAGE, self._on_arrival, index)
+
+    def _on_arrival(self, index: int) -> None:
+        self._plan_arrival(index + 1)
+        asked = self._records[index].asked
+        request_id = RequestId(str(index))
+        token_ids, hashes = self._prompts.open(request_id, asked)
+        request = Request(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=Sampling(temperature=0.0, seed=index),
+            limits=Limits(max_len=asked.input_len + asked.output_len, prompt_len=asked.input_len),
+            received_s=self._future.now_s,
+            hashes=hashes,
+        )
+        self._handle(Arrived(request))
+
+    # ------------------------------------------------------------ the gateway
+
+    def hear(self, worker_id: WorkerId, frame: Frame) -> None:
+        """A worker sends a frame now."""
+        at_s = self._future.now_s + self._setup.latency_s
+        self._future.plan(at_s, Rank.MESSAGE, self._on_frame, (worker_id, frame))
+
+    def _on_frame(self, heard: tuple[WorkerId, Frame]) -> None:
+        worker_id, frame = heard
+        if frame.blocks:
+            self._take(BlocksChanged(worker_id, frame.blocks), ())
+        heard_s = self._heard_s(frame.ends_s)
+        for message in frame.messages:
+            if not isinstance(message, LoadReport):
+                self._settle()
+            self._take(FromWorker(worker_id, message), heard_s)
+
+    def _handle(self, event: RouterEvent) -> None:
+        self._settle(arrives=isinstance(event, Arrived))
+        self._take(event, ())
+
+    def _settle(self, *, arrives: bool = False) -> None:
+        """Hands over what the machine would know by now, if it is about to place something."""
+        if not self._settles or not (arrives or self._machine.queue_len):
+            return
+        until_s = self._future.now_s - self._setup.latency_s
+        for worker in self._decoding:
+            frame = worker.settle(until_s)
+            if frame is not None:
+                heard_s = self._heard_s(frame.ends_s)
+                for message in frame.messages:
+                    self._take(FromWorker(worker.worker_id, message), heard_s)
+
+    def _heard_s(self, ends_s: Sequence[float]) -> list[float]:
+        latency_s = self._setup.latency_s
+        return [end_s + latency_s for end_s in ends_s]
+
+    def _take(self, event: RouterEvent, heard_s: Sequence[float]) -> None:
+        """`heard_s` is when the gateway hears of each token that the event brings."""
+        now_s = self._future.now_s
+        frames: dict[WorkerId, list[ToWorker]] = {}
+        for effect in self._machine.handle(event, now_s):
+            if isinstance(effect, Deliver):  # nearly all are
+                assert len(effect.token_ids) == len(heard_s)
+                self._records[int(effect.request_id)].times_s += heard_s
+            elif isinstance(effect, SendTo):
+                frames.setdefault(effect.worker_id, []).append(effect.message)
+            elif isinstance(effect, End):
+                self._prompts.close(effect.request_id)
+                record = self._records[int(effect.request_id)]
+                self._end(record, effect.outcome, effect.timeline)
+        for worker_id, messages in frames.items():
+            events = [FromGateway(GATEWAY, m) for m in messages if not isinstance(m, Hello)]
+            receive = self._workers[worker_id].receive
+            self._future.plan(now_s + self._setup.latency_s, Rank.MESSAGE, receive, [*events])
+        if self._machine.state.busy_until_s != self._wake_s:
+            self._plan_wake(self._machine.state.busy_until_s)
+
+    def _plan_wake(self, at_s: float | None) -> None:
+        """The head of the queue can be placed then, if nothing happens before."""
+        if at_s is not None and at_s != self._wake_s and at_s > self._future.now_s:
+            self._wake_s = at_s
+            self._future.plan(at_s, Rank.ROUTINE, self._on_wake, at_s)
+
+    def _on_wake(self, at_s: float) -> None:
+        if self._num_open and at_s == self._machine.state.busy_until_s:
+            self._handle(Tick())
+
+    def _end(self, record: Record, outcome: Outcome, timeline: Timeline) -> None:
+        assert record.outcome is None, "a request ends once"
+        record.outcome, record.timeline = outcome, timeline
+        record.ended_s = self._future.now_s
+        self._num_open -= 1
+
+    def _on_tick(self, _: None) -> None:
+        if not self._num_open:
+            return
+        due_s = self._machine.next_wake_s()
+        if due_s is not None and due_s <= self._future.now_s:
+            self._handle(Tick())
+        at_s = self._future.now_s + TICK_EVERY_S
+        self._future.plan(at_s, Rank.ROUTINE, self._on_tick, None)
+
+
+def _names(pools: Pools) -> Iterable[tuple[WorkerId, Role]]:
+    parts = ((Role.PREFILL, pools.prefill), (Role.DECODE, pools.decode), (Role.MIXED, pools.mixed))
+    for role, number in parts:
+        width = len(str(max(number - 1, 0)))
+        for index in range(number):
+            yield WorkerId(f"{role}-{index:0{width}}"), role

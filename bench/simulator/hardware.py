@@ -1,0 +1,286 @@
+"""What simulated workers are: how long their steps and pulls take, and how much KV they hold.
+
+A profile is one of those here by name, or a JSON file of the same shape, as `baton simulate
+--write-hardware` writes it; a file may come from a fit of measured steps. All of a profile's
+figures are of one worker, whatever number of GPUs it has.
+
+The price of a step, with n - p new tokens of each prompt's chunk behind p cached or computed ones:
+
+    only prompts     A + B·Σ(n - p) + C·Σ(n² - p²)
+    only decoding    D + E·b + F·kv
+    both             max(A, D) + the rest of the two: the weights are read once
+
+A profile with a `chunk_table` prices prompts by new tokens alone, interpolated between its points,
+whatever stands before them: so does Dynamo's mocker, and that is what it is for. The sum over the
+chunks of a long prompt is then linear in its length; the true price is not.
+
+Sources: NVIDIA AIConfigurator's tables for H200 SXM and vLLM in bf16 (fits within 5 %, decode of
+the 0.6B model within 13 %); roofline, Williams et al., CACM 2009. Pulls are not in these tables:
+40 GB/s a GPU of a 400 Gb/s network card, 5 µs a descriptor (NIXL, measured), 1 ms for the rest.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.layout import KVFormat, KVLayout, KVSection
+from router.costs import DecodeCost, PrefillCost, PullCost
+
+GPU_BYTES = 141e9  # of an H200
+KV_SHARE = 0.9  # of what the weights leave
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of worker. `chunk_table` holds (new tokens, seconds), shortest first."""
+
+    name: str
+    source: str
+    layout: KVLayout
+    num_blocks: int
+    prefill: PrefillCost
+    decode: DecodeCost
+    pull: PullCost
+    chunk_table: tuple[tuple[int, float], ...] = ()
+    max_batch_tokens: int = 8192
+    chunk_tokens: int = 8192
+    max_running: int = 256
+    gpus: int = 1
+    usd_per_gpu_hour: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "max_batch_tokens", "chunk_tokens", "max_running", "gpus"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive")
+        if len(self.chunk_table) == 1:
+            raise ValueError("chunk_table needs two points")
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """KV of one token."""
+        return self.layout.block_bytes // self.layout.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """What the parts of a step add up to; `num_new` and `squares` are of prompts only."""
+
+    num_new: int = 0
+    squares: int = 0
+    num_rows: int = 0
+    num_context: int = 0
+
+
+class Pricing:
+    """A profile's prices, at hand."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._lengths = [length for length, _ in hardware.chunk_table]
+
+    def decode_s(self, num_rows: int, num_context: int) -> float:
+        """A step in which nothing but decoding is done."""
+        return self._hardware.decode.seconds(num_rows, num_context)
+
+    def step_s(self, step: StepPrice) -> float:
+        """Any step."""
+        decode = self._hardware.decode
+        if not step.num_new:
+            return decode.seconds(step.num_rows, step.num_context)
+        decode_s = decode.row_s * step.num_rows + decode.context_s * step.num_context
+        if self._lengths:
+            return self._of_chunk(step.num_new) + decode_s
+        prefill = self._hardware.prefill
+        prefill_s = prefill.token_s * step.num_new + prefill.square_s * step.squares
+        fixed_s = max(prefill.fixed_s, decode.fixed_s) if step.num_rows else prefill.fixed_s
+        return fixed_s + prefill_s + decode_s
+
+    def _of_chunk(self, num_new: int) -> float:
+        """Between the points of the table, and beyond them as between the nearest two."""
+        table = self._hardware.chunk_table
+        right = min(max(bisect_left(self._lengths, num_new), 1), len(table) - 1)
+        (low, low_s), (high, high_s) = table[right - 1], table[right]
+        return low_s + (high_s - low_s) * (num_new - low) / (high - low)
+
+
+# ---------------------------------------------------------------- profiles
+
+
+def _h200(  # noqa: PLR0913 - the columns of a table
+    name: str,
+    *,
+    model: tuple[int, int, int],
+    weights_bytes: float,
+    gpus: int,
+    prefill_ms: tuple[float, float, float],
+    decode_ms: tuple[float, float, float],
+    num_blocks: int | None = None,
+    chunk_table: Sequence[tuple[int, float]] = (),
+) -> Hardware:
+    """`model` is layers, KV heads and head size; `prefill_ms` A, B, C and `decode_ms` D, E, F."""
+    layout = KVLayout(512, KVFormat.BF16, (KVSection(*model),))
+    memory = KV_SHARE * (gpus * GPU_BYTES - weights_bytes)
+    return Hardware(
+        name=name,
+        source="AIConfigurator, H200 SXM, vLLM, bf16",
+        layout=layout,
+        num_blocks=num_blocks or int(memory // layout.block_bytes),
+        prefill=PrefillCost(*(ms / 1000 for ms in prefill_ms)),
+        decode=DecodeCost(*(ms / 1000 for ms in decode_ms)),
+        pull=PullCost(fixed_s=1e-3, block_s=5e-6, bytes_per_s=40e9 * gpus),
+        chunk_table=tuple((length, ms / 1000) for length, ms in chunk_table),
+        gpus=gpus,
+    )
+
+
+# AIConfigurator's times to first token of a prompt without any prefix, milliseconds. Dynamo's
+# mocker looks the new tokens of a step up in them, of which there are 8,192 at most.
+_QWEN3_32B_CHUNKS_MS = (
+    (1, 17.6316),
+    (512, 29.386),
+    (1024, 53.678),
+    (2048, 103.045),
+    (4096, 222.433),
+    (8192, 473.798),
+)
+_QWEN3_32B = (64, 8, 128)
+_QWEN3_32B_PREFILL = (3.405, 4.921e-2, 8.41e-7)
+_QWEN3_32B_DECODE = (10.71, 2.053e-2, 3.006e-5)
+_QWEN3_32B_BYTES = 65.5e9
+_QWEN3_32B_BLOCKS = 1400  # as in Dynamo's published replays
+
+_PROFILES = (
+    _h200(
+        "h200-qwen3-0.6b",
+        model=(28, 8, 128),
+        weights_bytes=1.5e9,
+        gpus=1,
+        prefill_ms=(2.28, 1.593e-3, 1.779e-7),
+        decode_ms=(1.464, 1.32e-3, 2.617e-5),
+    ),
+    _h200(
+        "h200-qwen3-8b",
+        model=(36, 8, 128),
+        weights_bytes=16.4e9,
+        gpus=1,
+        prefill_ms=(2.117, 1.960e-2, 4.752e-7),
+        decode_ms=(5.091, 8.63e-3, 3.39e-5),
+    ),
+    _h200(
+        "h200-qwen3-32b-tp2",
+        model=_QWEN3_32B,
+        weights_bytes=_QWEN3_32B_BYTES,
+        gpus=2,
+        prefill_ms=_QWEN3_32B_PREFILL,
+        decode_ms=_QWEN3_32B_DECODE,
+        num_blocks=_QWEN3_32B_BLOCKS,
+    ),
+    _h200(
+        "h200-qwen3-32b-tp2-linear",
+        model=_QWEN3_32B,
+        weights_bytes=_QWEN3_32B_BYTES,
+        gpus=2,
+        prefill_ms=(0.0, 5.784e-2, 0.0),
+        decode_ms=_QWEN3_32B_DECODE,
+        num_blocks=_QWEN3_32B_BLOCKS,
+        chunk_table=_QWEN3_32B_CHUNKS_MS,
+    ),
+    _h200(
+        "h200-llama-3.1-70b-tp8",
+        model=(80, 8, 128),
+        weights_bytes=141e9,
+        gpus=8,
+        prefill_ms=(5.523, 3.745e-2, 2.574e-7),
+        decode_ms=(8.192, 2.26e-2, 9.729e-6),
+    ),
+)
+PROFILES = {profile.name: profile for profile in _PROFILES}
+
+
+def hardware_named(name: str) -> Hardware:
+    """A profile of this name, or in the file of this name. Raises ConfigError."""
+    if name in PROFILES:
+        return PROFILES[name]
+    path = Path(name)
+    if path.suffix != ".json" and not path.exists():
+        raise ConfigError(f"hardware {name!r} is none of {', '.join(PROFILES)}, and no file")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Hardware)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def write_hardware(hardware: Hardware, path: Path) -> None:
+    """Writes a profile as `hardware_named` reads it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=2) + b"\n")
+
+
+# ---------------------------------------------------------------- roofline
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder, as far as its speed and memory depend on it."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layer_weights: float  # in the matrices of all layers
+    head_weights: float  # in the output matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """All the GPUs of one worker together; `reached` is the share of the peaks that is."""
+
+    flops_per_s: float
+    read_bytes_per_s: float
+    memory_bytes: float
+    network_bytes_per_s: float
+    gpus: int = 1
+    reached: float = 0.7
+
+
+def by_roofline(
+    name: str,
+    shape: ModelShape,
+    chip: Chip,
+    *,
+    kv_format: KVFormat = KVFormat.BF16,
+    weight_bytes: float = 2.0,
+    block_size: int = 512,
+) -> Hardware:
+    """A profile from peaks alone: prompts are bound by arithmetic, decoding by memory.
+
+    The formulas are those of `bench.roofline`. A step reads all weights at least, so A and D are
+    the same; what a decoding row adds is its arithmetic.
+    """
+    section = KVSection(shape.layers, shape.kv_heads, shape.head_dim)
+    layout = KVLayout(block_size, kv_format, (section,))
+    weights = shape.layer_weights + shape.head_weights
+    flops_per_s = chip.flops_per_s * chip.reached
+    bytes_per_s = chip.read_bytes_per_s * chip.reached
+    attention = 2 * shape.layers * shape.heads * shape.head_dim  # flops per squared token
+    num_blocks = int(KV_SHARE * (chip.memory_bytes - weights * weight_bytes) // layout.block_bytes)
+    if num_blocks < 1:
+        raise ConfigError(f"{name}: the weights leave no room for KV")
+    read_s = weights * weight_bytes / bytes_per_s
+    return Hardware(
+        name=name,
+        source=f"roofline at {chip.reached:.0%} of the peaks",
+        layout=layout,
+        num_blocks=num_blocks,
+        prefill=PrefillCost(read_s, 2 * shape.layer_weights / flops_per_s, attention / flops_per_s),
+        decode=DecodeCost(
+            read_s, 2 * weights / flops_per_s, layout.block_bytes / block_size / bytes_per_s
+        ),
+        pull=PullCost(1e-3, 5e-6, chip.network_bytes_per_s * chip.reached),
+        gpus=chip.gpus,
+    )

@@ -1,0 +1,194 @@
+"""What a simulation came to, as figures. Pure.
+
+Latencies are of finished answers, seen at the gateway, in milliseconds; a request that was refused
+or failed meets no SLO. ITL percentiles are over all gaps of all answers. Goodput by the three usual
+definitions, as in `bench.load`, and per GPU; Mooncake's effective capacity also at the bounds of
+its paper, TTFT 30 s and TBT 100, 200 and 300 ms. (DistServe's goodput is the highest rate at which
+`attainment` is 90 %: that takes several simulations at different speeds.)
+
+Prefix hits are prompt tokens found cached or pulled, of all prompt tokens; `infinite_cache` is what
+one cache that never forgets would have had.
+
+A pool's utilisation is the share of the time that its workers spent in steps. Cost is all GPUs for
+all the time; what it is divided by is all tokens, prompts included.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from bench.load import TBT_SHARE, Slo
+from bench.report import Figure
+from bench.simulator.cluster import Record, Run
+from bench.simulator.traces import infinite_cache_hits
+from bench.stats import mean_of_longest, summarize
+from router.requests import Finished
+
+MOONCAKE_TTFT_S = 30.0
+MOONCAKE_TBT_S = (0.1, 0.2, 0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Of one finished answer, seconds. The last two are None where there was one token."""
+
+    ttft_s: float
+    e2e_s: float
+    tpot_s: float | None
+    tbt_s: float | None  # mean of the longest gaps
+
+
+def latencies_of(record: Record) -> Latencies | None:
+    """None where the request was not answered in full."""
+    times_s = record.times_s
+    if not isinstance(record.outcome, Finished) or not times_s:
+        return None
+    ttft_s = times_s[0] - record.asked.arrived_s
+    e2e_s = times_s[-1] - record.asked.arrived_s
+    if len(times_s) == 1:
+        return Latencies(ttft_s, e2e_s, None, None)
+    gaps_s = [after - before for before, after in pairwise(times_s)]
+    tpot_s = (times_s[-1] - times_s[0]) / len(gaps_s)
+    return Latencies(ttft_s, e2e_s, tpot_s, mean_of_longest(gaps_s, TBT_SHARE))
+
+
+def meets(latencies: Latencies | None, slo: Slo) -> bool:
+    """TTFT and TPOT inside their bounds."""
+    if latencies is None:
+        return False
+    in_time = slo.ttft_s is None or latencies.ttft_s <= slo.ttft_s
+    return in_time and (
+        slo.tpot_s is None or latencies.tpot_s is None or latencies.tpot_s <= slo.tpot_s
+    )
+
+
+def figures_of(run: Run, slo: Slo, *, usd_per_gpu_hour: float) -> dict[str, Figure]:
+    """All figures of one simulation."""
+    latencies = [latencies_of(record) for record in run.records]
+    return {
+        **_latency_figures(run, latencies),
+        **_goodput_figures(run, latencies, slo),
+        **_prefix_figures(run),
+        **_pool_figures(run),
+        **_outcome_figures(run),
+        **_cost_figures(run, usd_per_gpu_hour),
+    }
+
+
+def _latency_figures(run: Run, latencies: Sequence[Latencies | None]) -> dict[str, Figure]:
+    answered = [one for one in latencies if one is not None]
+    samples: dict[str, Sequence[float]] = {
+        "ttft": [one.ttft_s for one in answered],
+        "tpot": [one.tpot_s for one in answered if one.tpot_s is not None],
+        "itl": gaps_s(run.records),
+        "e2e": [one.e2e_s for one in answered],
+    }
+    figures: dict[str, Figure] = {}
+    for name, values_s in samples.items():
+        summary = summarize(values_s)
+        if summary is not None:
+            figures |= {
+                f"{name}/{statistic}": Figure(getattr(summary, statistic) * 1000, "ms")
+                for statistic in ("mean", "p50", "p90", "p99")
+            }
+    return figures
+
+
+def gaps_s(records: Sequence[Record]) -> list[float]:
+    """All gaps between tokens of one answer, of all answers."""
+    parts = [np.diff(record.times_s) for record in records if len(record.times_s) > 1]
+    gaps: list[float] = np.concatenate(parts).tolist() if parts else []
+    return gaps
+
+
+def _goodput_figures(
+    run: Run, latencies: Sequence[Latencies | None], slo: Slo
+) -> dict[str, Figure]:
+    num, gpus = len(latencies), _num_gpus(run)
+    num_good = sum(meets(one, slo) for one in latencies)
+    figures = {
+        "goodput/attainment": Figure(num_good / num, "share"),
+        "goodput/effective_capacity": Figure(
+            _effective(latencies, slo.ttft_s, slo.tpot_s) / num, "share"
+        ),
+        "goodput/requests": Figure(num_good / run.duration_s, "1/s"),
+        "goodput/requests_per_gpu": Figure(num_good / run.duration_s / gpus, "1/s"),
+    }
+    for tbt_s in MOONCAKE_TBT_S:
+        share = _effective(latencies, MOONCAKE_TTFT_S, tbt_s) / num
+        figures[f"goodput/mooncake_tbt_{tbt_s * 1000:.0f}ms"] = Figure(share, "share")
+    return figures
+
+
+def _effective(
+    latencies: Sequence[Latencies | None], ttft_s: float | None, tbt_s: float | None
+) -> int:
+    return sum(
+        one is not None
+        and (ttft_s is None or one.ttft_s <= ttft_s)
+        and (tbt_s is None or one.tbt_s is None or one.tbt_s <= tbt_s)
+        for one in latencies
+    )
+
+
+def _prefix_figures(run: Run) -> dict[str, Figure]:
+    placed = [r for r in run.records if r.timeline is not None and r.times_s]
+    num_cached = sum(r.timeline.num_cached_tokens for r in placed if r.timeline is not None)
+    num_tokens = sum(r.asked.input_len for r in placed)
+    return {
+        "prefix/hits": Figure(num_cached / num_tokens if num_tokens else 0.0, "share"),
+        "prefix/infinite_cache": Figure(infinite_cache_hits(run.trace), "share"),
+    }
+
+
+def _pool_figures(run: Run) -> dict[str, Figure]:
+    by_role: dict[str, list[float]] = {}
+    for worker in run.workers:
+        by_role.setdefault(str(worker.role), []).append(worker.busy_s / run.duration_s)
+    return {
+        f"utilisation/{role}": Figure(sum(shares) / len(shares), "share")
+        for role, shares in by_role.items()
+    }
+
+
+def _outcome_figures(run: Run) -> dict[str, Figure]:
+    kinds = Counter(type(record.outcome).__name__.lower() for record in run.records)
+    seconds = run.duration_s
+    num_out = sum(len(record.times_s) for record in run.records)
+    return {
+        **{f"requests/{kind}": Figure(kinds[kind], "") for kind in sorted(kinds)},
+        "requests/retried": Figure(
+            sum(r.timeline.attempts > 1 for r in run.records if r.timeline is not None), ""
+        ),
+        "throughput/requests": Figure(kinds["finished"] / seconds, "1/s"),
+        "throughput/output_tokens": Figure(num_out / seconds, "tokens/s"),
+        "duration": Figure(seconds, "s"),
+    }
+
+
+def _cost_figures(run: Run, usd_per_gpu_hour: float) -> dict[str, Figure]:
+    gpu_hours = _num_gpus(run) * run.duration_s / 3600
+    usd = gpu_hours * usd_per_gpu_hour
+    num_tokens = sum(
+        record.asked.input_len + len(record.times_s) for record in run.records if record.times_s
+    )
+    figures = {"cost/gpu_hours": Figure(gpu_hours, "h"), "cost/total": Figure(usd, "USD")}
+    if num_tokens:
+        figures["cost/per_million_tokens"] = Figure(usd / num_tokens * 1e6, "USD")
+    return figures
+
+
+def _num_gpus(run: Run) -> int:
+    return run.setup.pools.total * run.setup.hardware.gpus
+
+
+def series_ms(run: Run) -> Mapping[str, list[float]]:
+    """The samples that are plotted."""
+    answered = [one for one in map(latencies_of, run.records) if one is not None]
+    return {
+        "TTFT": [one.ttft_s * 1000 for one in answered],
+        "TPOT": [one.tpot_s * 1000 for one in answered if one.tpot_s is not None],
+    }

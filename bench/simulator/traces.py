@@ -1,0 +1,347 @@
+"""Recorded and made-up loads: when requests come, how long they are, what they share.
+
+Three formats are read:
+
+    Mooncake   JSON lines of `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; one id
+               for each 512 tokens of the prompt, and equal ids mean an equal prefix up to there
+    Azure      CSV with the header TIMESTAMP,ContextTokens,GeneratedTokens; nothing is shared
+    Baton      JSON lines; the first is {"format": "baton-trace", "version": 1, "block_tokens": n},
+               each other one a request: `arrived_s`, `input_len`, `output_len`, and if wanted
+               `block_ids` as Mooncake's with n tokens each, and `priority`
+
+In memory all are the same. A prompt's tokens are made of its block ids: every token of a block is
+the block's id, so equal ids give equal tokens, and others different ones.
+
+Sources: Qin et al., Mooncake, FAST 2025 (its traces: github.com/kvcache-ai/Mooncake); Azure's
+public LLM inference traces (github.com/Azure/AzurePublicDataset); the moments of `synthetic`,
+Mooncake's conversation trace.
+"""
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count, pairwise
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from engine.errors import ConfigError
+
+MOONCAKE_BLOCK_TOKENS = 512
+FORMAT = "baton-trace"
+VERSION = 1
+MAX_ID = 2**31 - 1  # of a token, and so of a block
+
+
+class TraceError(ConfigError):
+    """A trace that cannot be read: which line, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. Without `block_ids` its prompt has nothing in common with any other."""
+
+    arrived_s: float
+    input_len: int
+    output_len: int
+    block_ids: tuple[int, ...] = ()
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival. A block id stands for `block_tokens` tokens."""
+
+    name: str
+    block_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the last arrival."""
+        return self.requests[-1].arrived_s if self.requests else 0.0
+
+    def first(self, num_requests: int) -> "Trace":
+        """The beginning of this trace."""
+        return replace(self, requests=self.requests[:num_requests])
+
+    def sped_up(self, factor: float) -> "Trace":
+        """The same requests, `factor` times as fast one after the other."""
+        if not factor > 0 or not math.isfinite(factor):
+            raise TraceError(f"a trace cannot be sped up by {factor}")
+        return replace(
+            self, requests=tuple(replace(r, arrived_s=r.arrived_s / factor) for r in self.requests)
+        )
+
+    def shortened(self, factor: int) -> "Trace":
+        """All lengths divided by `factor`, rounded up; what was shared still is."""
+        if factor < 1 or self.block_tokens % factor:
+            raise TraceError(
+                f"lengths cannot be divided by {factor}: blocks have {self.block_tokens} tokens"
+            )
+        return replace(
+            self,
+            block_tokens=self.block_tokens // factor,
+            requests=tuple(
+                replace(
+                    r, input_len=-(-r.input_len // factor), output_len=-(-r.output_len // factor)
+                )
+                for r in self.requests
+            ),
+        )
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def prompt_tokens(request: TraceRequest, block_tokens: int) -> list[int]:
+    """The prompt's tokens: each block's id, as often as it has tokens."""
+    tokens: list[int] = []
+    for block_id in request.block_ids:
+        tokens += [block_id] * min(block_tokens, request.input_len - len(tokens))
+    return tokens
+
+
+def with_ids(trace: Trace) -> Trace:
+    """The same trace, in which also prompts that share nothing have ids: ones of their own."""
+    taken = max((i for r in trace.requests for i in r.block_ids), default=0)
+    fresh = count(taken + 1)
+    requests = [
+        r if r.block_ids else replace(r, block_ids=_fresh_ids(r, trace.block_tokens, fresh))
+        for r in trace.requests
+    ]
+    if (following := next(fresh)) > MAX_ID:
+        raise TraceError(f"{trace.name}: block id {following - 1} is too large")
+    return replace(trace, requests=tuple(requests))
+
+
+def _fresh_ids(request: TraceRequest, block_tokens: int, fresh: Iterator[int]) -> tuple[int, ...]:
+    num_blocks = -(-request.input_len // block_tokens)
+    return tuple(next(fresh) for _ in range(num_blocks))
+
+
+def infinite_cache_hits(trace: Trace) -> float:
+    """The share of prompt tokens that one cache which forgets nothing would hold.
+
+    It counts full blocks that an earlier request of the trace had, and never a prompt's last token,
+    which has to be computed for there to be an answer.
+    """
+    seen: set[int] = set()
+    num_hit = num_tokens = 0
+    for request in trace.requests:
+        usable = (request.input_len - 1) // trace.block_tokens
+        leading = 0
+        while leading < min(usable, len(request.block_ids)) and request.block_ids[leading] in seen:
+            leading += 1
+        num_hit += leading * trace.block_tokens
+        num_tokens += request.input_len
+        seen.update(request.block_ids[: request.input_len // trace.block_tokens])
+    return num_hit / num_tokens if num_tokens else 0.0
+
+
+# ---------------------------------------------------------------- reading
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] | None = None
+
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    version: int
+    block_tokens: int
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    arrived_s: float
+    input_len: int
+    output_len: int
+    block_ids: list[int] = []
+    priority: int = 0
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in a file of any of the three formats, without the time before its first request.
+
+    Raises TraceError, which names file and line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not text") from error
+    if not lines:
+        raise TraceError(f"{path}: empty")
+    if FORMAT in lines[0]:
+        block_tokens, requests = _read_own(path, lines)
+    elif lines[0].lstrip().startswith("{"):
+        block_tokens, requests = MOONCAKE_BLOCK_TOKENS, _read_mooncake(path, lines)
+    else:
+        block_tokens, requests = MOONCAKE_BLOCK_TOKENS, _read_azure(path, lines)
+    return Trace(path.name, block_tokens, _from_zero(path, requests))
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Writes a trace in Baton's format."""
+    encoder = msgspec.json.Encoder()
+    lines = [encoder.encode(_Header(FORMAT, VERSION, trace.block_tokens))]
+    lines += [
+        encoder.encode(_Line(r.arrived_s, r.input_len, r.output_len, list(r.block_ids), r.priority))
+        for r in trace.requests
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def _read_mooncake(path: Path, lines: Sequence[str]) -> list[TraceRequest]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    requests = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            read = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise TraceError(f"{path}:{number}: {error}") from error
+        request = TraceRequest(
+            read.timestamp / 1000, read.input_length, read.output_length, tuple(read.hash_ids or ())
+        )
+        _check(path, number, request, MOONCAKE_BLOCK_TOKENS)
+        requests.append(request)
+    return requests
+
+
+def _read_own(path: Path, lines: Sequence[str]) -> tuple[int, list[TraceRequest]]:
+    try:
+        header = msgspec.json.decode(lines[0], type=_Header)
+    except msgspec.DecodeError as error:
+        raise TraceError(f"{path}:1: {error}") from error
+    if header.format != FORMAT or header.version != VERSION or header.block_tokens < 1:
+        raise TraceError(f"{path}:1: {header} is not read here")
+    decoder = msgspec.json.Decoder(_Line)
+    requests = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            read = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise TraceError(f"{path}:{number}: {error}") from error
+        request = TraceRequest(
+            read.arrived_s, read.input_len, read.output_len, tuple(read.block_ids), read.priority
+        )
+        _check(path, number, request, header.block_tokens)
+        requests.append(request)
+    return header.block_tokens, requests
+
+
+def _read_azure(path: Path, lines: Sequence[str]) -> list[TraceRequest]:
+    if lines[0].strip() != "TIMESTAMP,ContextTokens,GeneratedTokens":
+        raise TraceError(f"{path}:1: neither JSON nor the header of an Azure trace")
+    requests = []
+    for number, row in enumerate(csv.reader(lines[1:]), start=2):
+        try:
+            at, context, generated = row
+            # Seven digits of a second are one more than `fromisoformat` takes.
+            whole, _, fraction = at.partition(".")
+            arrived_s = datetime.fromisoformat(whole + "+00:00").timestamp() + float(
+                f"0.{fraction or 0}"
+            )
+            request = TraceRequest(arrived_s, int(context), max(int(generated), 1))
+        except ValueError as error:
+            raise TraceError(f"{path}:{number}: {error}") from error
+        _check(path, number, request, MOONCAKE_BLOCK_TOKENS)
+        requests.append(request)
+    return requests
+
+
+def _check(path: Path, number: int, request: TraceRequest, block_tokens: int) -> None:
+    where = f"{path}:{number}"
+    if not math.isfinite(request.arrived_s) or request.arrived_s < 0:
+        raise TraceError(f"{where}: a request cannot come at {request.arrived_s} s")
+    if request.input_len < 1 or request.output_len < 1:
+        raise TraceError(
+            f"{where}: {request.input_len} tokens in, {request.output_len} out: "
+            "both must be positive"
+        )
+    num_ids = len(request.block_ids)
+    if num_ids and num_ids != -(-request.input_len // block_tokens):
+        raise TraceError(
+            f"{where}: {num_ids} block ids for {request.input_len} tokens in blocks of "
+            f"{block_tokens}"
+        )
+    if not all(0 <= i <= MAX_ID for i in request.block_ids):
+        raise TraceError(f"{where}: a block id is not between 0 and {MAX_ID}")
+
+
+def _from_zero(path: Path, requests: list[TraceRequest]) -> tuple[TraceRequest, ...]:
+    """The same, the first at 0. A recording may be a little out of order, by its clock."""
+    if not requests:
+        raise TraceError(f"{path}: no requests")
+    start_s = min(r.arrived_s for r in requests)
+    moved = [replace(r, arrived_s=r.arrived_s - start_s) for r in requests]
+    if any(a.arrived_s > b.arrived_s for a, b in pairwise(moved)):
+        moved.sort(key=lambda r: r.arrived_s)
+    return tuple(moved)
+
+
+# ---------------------------------------------------------------- made up
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The shape of a made-up load: conversations of several turns behind one system prompt.
+
+    Lengths are log-normal around their medians; `spread` is the deviation of their logarithm.
+    """
+
+    rate_per_s: float = 3.4  # requests
+    mean_turns: float = 3.0
+    pause_s: float = 20.0  # from one turn of a conversation to the next, on average
+    system_tokens: int = 512
+    input_tokens: int = 2048  # new ones, in the median
+    output_tokens: int = 256  # in the median
+    spread: float = 1.0
+
+
+def synthetic(chat: Chat, num_requests: int, rng: Random) -> Trace:
+    """Conversations whose every turn sends what was said before along."""
+    block_tokens = MOONCAKE_BLOCK_TOKENS
+    system_ids = range(-(-chat.system_tokens // block_tokens))
+    fresh = count(len(system_ids))
+    requests: list[TraceRequest] = []
+    starts_s = 0.0
+    while len(requests) < 2 * num_requests:  # late turns of the last ones are cut off
+        starts_s += rng.expovariate(chat.rate_per_s / chat.mean_turns)
+        requests += _conversation(chat, starts_s, tuple(system_ids), fresh, rng)
+    requests.sort(key=lambda r: r.arrived_s)
+    return _named("synthetic", block_tokens, requests[:num_requests])
+
+
+def _conversation(
+    chat: Chat, starts_s: float, ids: tuple[int, ...], fresh: Iterator[int], rng: Random
+) -> Iterator[TraceRequest]:
+    at_s, length = starts_s, chat.system_tokens
+    while True:
+        length += _log_normal(chat.input_tokens, chat.spread, rng)
+        output_len = _log_normal(chat.output_tokens, chat.spread, rng)
+        # The last block of the turn before was not full, unless by chance: it is another now.
+        full = ids[: (length - 1) // MOONCAKE_BLOCK_TOKENS]
+        num_missing = -(-length // MOONCAKE_BLOCK_TOKENS) - len(full)
+        ids = full + tuple(next(fresh) for _ in range(num_missing))
+        yield TraceRequest(at_s, length, output_len, ids)
+        if rng.random() < 1 / chat.mean_turns:
+            return
+        length += output_len
+        at_s += rng.expovariate(1 / chat.pause_s)
+
+
+def _log_normal(median: int, spread: float, rng: Random) -> int:
+    return max(round(median * math.exp(rng.gauss(0.0, spread))), 1)
+
+
+def _named(name: str, block_tokens: int, requests: Iterable[TraceRequest]) -> Trace:
+    return Trace(name, block_tokens, tuple(requests))

@@ -1,0 +1,201 @@
+"""Leases and pulls between simulated workers: when blocks that are computed have arrived.
+
+A pull takes blocks as they become ready, in order. What is ready at once goes as one transfer,
+whose time is the profile's price; the first one of a pull pays for the asking. A transfer takes
+the whole link out of its source and the whole link into its sink, one after the other, first come
+first served. When the last block is there the lease ends, and both sides are told.
+
+Not modelled: expiry, loss, and all else that goes wrong.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from bench.simulator.clock import Future, Rank
+from engine.events import Event, LeaseEnded, PullDone, PullFailed
+from engine.layout import KVLayout
+from engine.messages import LeaseId, LeaseRef, SeqId, WorkerId
+from router.costs import PullCost
+
+TRANSPORT = "simulated"
+
+
+class Side(Protocol):
+    """A worker, as a source or a sink."""
+
+    worker_id: WorkerId
+
+    def receive(self, events: list[Event]) -> None:
+        """Something happened to its leases or pulls."""
+        ...
+
+
+@dataclass(slots=True)
+class _Link:
+    out_free_s: float = 0.0
+    in_free_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Pull:
+    sink: Side
+    seq_id: SeqId
+    wanted: tuple[int, ...] | None = None  # indices in the lease, rising; None: only held
+    num_asked: int = 0  # of them, on their way or here
+    ends_s: float = 0.0  # when what was asked for is here
+    transfer_s: float = 0.0
+    ready_s: float = 0.0  # when the last block was
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (when, how many by then)
+
+    def arrived(self, now_s: float) -> tuple[int, ...]:
+        """Indices of blocks that are here."""
+        here = max((count for at_s, count in self.arrivals if at_s <= now_s), default=0)
+        return (self.wanted or ())[:here]
+
+
+@dataclass(slots=True)
+class _Lease:
+    source: Side
+    num_ready: int = 0
+    pull: _Pull | None = None
+
+
+class Transfers:
+    """All leases of the cluster."""
+
+    def __init__(
+        self, future: Future, cost: PullCost, layout: KVLayout, *, latency_s: float
+    ) -> None:
+        self._future = future
+        self._cost = cost
+        self._block_bytes = layout.block_bytes
+        self._latency_s = latency_s
+        self._leases: dict[LeaseId, _Lease] = {}
+        self._held: dict[tuple[WorkerId, SeqId], LeaseId] = {}
+        self._links: dict[WorkerId, _Link] = {}
+        self._num_open: Counter[WorkerId] = Counter()
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are open."""
+        return len(self._leases)
+
+    def num_leases_of(self, source: WorkerId) -> int:
+        """Leases of one worker that are open."""
+        return self._num_open[source]
+
+    def open(self, source: Side, lease_id: LeaseId) -> None:
+        """A source lets others pull."""
+        assert lease_id not in self._leases
+        self._leases[lease_id] = _Lease(source)
+        self._num_open[source.worker_id] += 1
+
+    def grow(self, lease_id: LeaseId, num_blocks: int) -> None:
+        """So many more blocks are ready."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        lease.num_ready += num_blocks
+        self._go_on(lease_id, lease)
+
+    def revoke(self, lease_id: LeaseId) -> None:
+        """A source ends a lease."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        self._close(lease_id, lease)
+        self._tell(lease.source, LeaseEnded(lease_id, "revoked"), 0.0)
+        if lease.pull is not None:
+            self._fail(lease.pull, "revoked", self._latency_s)
+
+    def hold(self, sink: Side, seq_id: SeqId, ref: LeaseRef) -> None:
+        """A sink wants a lease to last."""
+        lease = self._leases.get(ref.lease_id)
+        if lease is None:
+            self._tell(sink, PullFailed(seq_id, "unknown"), self._latency_s)
+            return
+        assert lease.pull is None
+        lease.pull = _Pull(sink, seq_id)
+        self._held[sink.worker_id, seq_id] = ref.lease_id
+
+    def start(self, sink: Side, seq_id: SeqId, indices: tuple[int, ...]) -> None:
+        """A sink has memory for these blocks of a lease that it holds."""
+        lease_id = self._held.get((sink.worker_id, seq_id))
+        if lease_id is None:  # it ended meanwhile, and the sink will hear of that
+            return
+        lease = self._leases[lease_id]
+        assert lease.pull is not None
+        lease.pull.wanted = indices
+        if indices:
+            self._go_on(lease_id, lease)
+        else:
+            self._plan_end(lease_id, lease.pull, self._cost.fixed_s)
+
+    def abort(self, sink: Side, seq_id: SeqId) -> None:
+        """A sink gives a lease up."""
+        lease_id = self._held.get((sink.worker_id, seq_id))
+        if lease_id is None:
+            return
+        lease = self._leases[lease_id]
+        assert lease.pull is not None
+        self._close(lease_id, lease)
+        self._fail(lease.pull, "aborted", 0.0)
+        self._tell(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
+
+    # ------------------------------------------------------------ what follows
+
+    def _go_on(self, lease_id: LeaseId, lease: _Lease) -> None:
+        """Sends what is ready and wanted and not yet on its way."""
+        pull = lease.pull
+        if pull is None or not pull.wanted or pull.num_asked == len(pull.wanted):
+            return
+        num_new = sum(index < lease.num_ready for index in pull.wanted[pull.num_asked :])
+        if not num_new:
+            return
+        now_s = self._future.now_s
+        out, into = self._link(lease.source), self._link(pull.sink)
+        seconds = self._cost.seconds(num_new, num_new * self._block_bytes)
+        if pull.num_asked:
+            seconds -= self._cost.fixed_s
+        begins_s = max(now_s, out.out_free_s, into.in_free_s, pull.ends_s)
+        pull.ends_s = out.out_free_s = into.in_free_s = begins_s + seconds
+        pull.num_asked += num_new
+        pull.transfer_s += seconds
+        pull.arrivals.append((pull.ends_s, pull.num_asked))
+        if pull.num_asked == len(pull.wanted):
+            pull.ready_s = now_s
+            self._plan_end(lease_id, pull, pull.ends_s - now_s)
+
+    def _close(self, lease_id: LeaseId, lease: _Lease) -> None:
+        del self._leases[lease_id]
+        self._num_open[lease.source.worker_id] -= 1
+
+    def _link(self, side: Side) -> _Link:
+        return self._links.setdefault(side.worker_id, _Link())
+
+    def _plan_end(self, lease_id: LeaseId, pull: _Pull, after_s: float) -> None:
+        at_s = self._future.now_s + after_s
+        self._future.plan(at_s, Rank.MESSAGE, partial(self._on_end, lease_id), pull)
+
+    def _on_end(self, lease_id: LeaseId, pull: _Pull) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.pull is not pull:
+            return  # it failed meanwhile
+        self._close(lease_id, lease)
+        del self._held[pull.sink.worker_id, pull.seq_id]
+        exposed_s = self._future.now_s - pull.ready_s if pull.wanted else 0.0
+        done = PullDone(pull.seq_id, TRANSPORT, pull.transfer_s, exposed_s)
+        self._tell(pull.sink, done, 0.0)
+        self._tell(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
+
+    def _fail(self, pull: _Pull, reason: str, after_s: float) -> None:
+        del self._held[pull.sink.worker_id, pull.seq_id]
+        arrived = pull.arrived(self._future.now_s)
+        self._tell(pull.sink, PullFailed(pull.seq_id, reason, arrived), after_s)
+
+    def _tell(self, side: Side, event: Event, after_s: float) -> None:
+        call: Callable[[list[Event]], None] = side.receive
+        self._future.plan(self._future.now_s + after_s, Rank.MESSAGE, call, [event])

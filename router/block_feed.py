@@ -1,0 +1,196 @@
+"""The sockets around `BlockNews`: one worker's block events, as they come into a gateway.
+
+Lives on the gateway's event loop, as long as the session with the worker. An ask has a socket of
+its own, so what comes late of an earlier one has nowhere to go.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from engine.block_events import (
+    MAX_BATCH_BYTES,
+    SNAPSHOT,
+    decode_answer,
+    decode_batch,
+    decode_number,
+    encode_number,
+    topic_of,
+)
+from engine.clock import Clock
+from engine.errors import ProtocolError
+from engine.messages import EventsAddress, Welcome
+from router.block_news import (
+    Answered,
+    AnswerEnded,
+    Apply,
+    AskBatches,
+    AskSnapshot,
+    BlockNews,
+    Counted,
+    Garbled,
+    NewsEffect,
+    NewsEvent,
+    Published,
+    Tick,
+    Unheard,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD_BATCHES = 10_000
+MAX_MESSAGES_PER_TURN = 32  # before the loop does other things
+HEARTBEAT_MS = 2000  # between the two ends of a connection; a dead one is made anew
+
+
+class BlockFeed:
+    """Follows one worker. `on_news` is told what it tells, `count` what had to be asked for."""
+
+    def __init__(
+        self,
+        info: Welcome,
+        address: EventsAddress,
+        *,
+        clock: Clock,
+        on_news: Callable[[Apply | Unheard], None],
+        count: Callable[[str], None],
+    ) -> None:
+        self._info = info
+        self._address = address
+        self._clock = clock
+        self._on_news = on_news
+        self._count = count
+        self._news = BlockNews()
+        self._answers: zmq.Socket[bytes] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def is_following(self) -> bool:
+        """Whether all that the worker is known to have published has been told on."""
+        return self._news.is_following
+
+    def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """Subscribes, and asks for all that is cached."""
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._batches = self._connected(zmq.SUB, self._address.published)
+        self._batches.set(zmq.SUBSCRIBE, topic_of(self._info.worker_id, self._info.incarnation))
+        self._loop.add_reader(self._batches.FD, self._read_batches)
+        self._loop.call_soon(self._read_batches)  # connecting may have used up its news
+        self._perform(self._news.open(self._clock.now_s()))
+
+    def close(self) -> None:
+        """Lets go of the worker. Nothing is told from now on."""
+        self._is_closed = True
+        self._hang_up()
+        self._loop.remove_reader(self._batches.FD)
+        self._batches.close(linger=0)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def counted(self, num_batches: int) -> None:
+        """The worker has reported how many batches it published."""
+        self._handle(Counted(num_batches))
+
+    # ------------------------------------------------------------ sockets
+
+    def _connected(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.set(zmq.RCVHWM, MAX_UNREAD_BATCHES)
+        socket.set(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+        socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.connect(endpoint)
+        return socket
+
+    def _read_batches(self) -> None:
+        """Reads what is there, to the last: the descriptor does not tell twice of the same."""
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            if self._is_closed:
+                return
+            try:
+                frames = self._batches.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(_published(frames))
+        self._loop.call_soon(self._read_batches)
+
+    def _read_answers(self, socket: "zmq.Socket[bytes]") -> None:
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            if self._answers is not socket:
+                return
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(_answered(frames))
+        self._loop.call_soon(self._read_answers, socket)
+
+    def _ask(self, wanted: bytes) -> None:
+        self._hang_up()
+        socket = self._answers = self._connected(zmq.DEALER, self._address.asked)
+        self._loop.add_reader(socket.FD, self._read_answers, socket)
+        socket.send_multipart((self._info.incarnation.encode(), wanted))
+        self._loop.call_soon(self._read_answers, socket)  # sending uses up the descriptor's news
+
+    def _hang_up(self) -> None:
+        if self._answers is not None:
+            self._loop.remove_reader(self._answers.FD)
+            self._answers.close(linger=0)
+            self._answers = None
+
+    # ------------------------------------------------------------ the core
+
+    def _handle(self, event: NewsEvent) -> None:
+        if self._is_closed:
+            return
+        if isinstance(event, AnswerEnded):
+            self._hang_up()
+        self._perform(self._news.handle(event, self._clock.now_s()))
+
+    def _perform(self, effects: Sequence[NewsEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Apply():
+                    self._on_news(effect)
+                case AskBatches(first):
+                    self._count("batches asked for")
+                    self._ask(encode_number(first))
+                case AskSnapshot():
+                    self._count("snapshot asked for")
+                    self._ask(SNAPSHOT)
+                case Unheard(reason):
+                    log.warning("block events of %s: %s", self._info.worker_id, reason)
+                    self._count("unheard")
+                    self._hang_up()
+                    self._on_news(effect)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_s = self._news.next_wake_s()
+        if wake_s is not None and not self._is_closed:
+            delay_s = max(wake_s - self._clock.now_s(), 0.0)
+            self._timer = self._loop.call_later(delay_s, self._handle, Tick())
+
+
+def _published(frames: Sequence[bytes]) -> NewsEvent:
+    try:
+        if len(frames) != 3:
+            raise ProtocolError(f"{len(frames)} frames were published")
+        return Published(decode_number(frames[1]), decode_batch(frames[2]))
+    except ProtocolError as error:
+        return Garbled(str(error))
+
+
+def _answered(frames: Sequence[bytes]) -> NewsEvent:
+    """The first frame is what the ask began with; nobody else's answers come this way."""
+    try:
+        piece = decode_answer(frames[1:])
+    except ProtocolError as error:
+        return Garbled(str(error))
+    return AnswerEnded() if piece is None else Answered(*piece)

@@ -1,0 +1,289 @@
+"""What work costs on a worker, in seconds: the formulas, and their coefficients learned in passing.
+
+    prefill   A + B·(n - p) + C·(n² - p²)     n tokens of a prompt, of which p are cached
+    decode    D + E·b + F·kv                  a step of b sequences with kv tokens of context in all
+    pull      t0 + t_block·k + bytes / rate   k blocks
+
+A chunk of a prompt is priced like a prompt of which all before the chunk is cached, so the sum over
+a prompt's chunks is the price of the prompt with A paid once a chunk.
+
+Coefficients are learned for each class of workers (those of one role, model and machine) from
+reports of their steps and pulls. Each fit keeps sums of products, in which old observations count
+less and less, and is their weighted least-squares solution without negative coefficients. Errors
+are relative, since times span decades. An observation far from what was expected is cut, for a step
+that was interrupted says nothing of the next; when many in a row are far off to the same side the
+workers have changed, and what was learned before them is forgotten.
+
+How far the fit is from what was observed next is kept beside it: nobody should believe a prediction
+without asking for its error.
+
+Pure: no clock, no tensor. Sources: the shape of the formulas, DistServe (Zhong et al., OSDI 2024,
+appendix A) and AIConfigurator's tables; the pull's, NIXL's cost of a descriptor.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+# ---------------------------------------------------------------- formulas
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Seconds to compute a prompt: A + B·(n - p) + C·(n² - p²)."""
+
+    fixed_s: float
+    token_s: float
+    square_s: float = 0.0
+
+    def seconds(self, num_tokens: int, num_cached_tokens: int = 0) -> float:
+        """For a prompt of `num_tokens`, of which so many are cached."""
+        new = num_tokens - num_cached_tokens
+        squares = num_tokens * num_tokens - num_cached_tokens * num_cached_tokens
+        return self.fixed_s + self.token_s * new + self.square_s * squares
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Seconds of a step that gives each of its sequences a token: D + E·b + F·kv."""
+
+    fixed_s: float
+    row_s: float
+    context_s: float
+
+    def seconds(self, num_rows: int, num_context_tokens: int) -> float:
+        """For `num_rows` sequences with so many tokens of context in all."""
+        return self.fixed_s + self.row_s * num_rows + self.context_s * num_context_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PullCost:
+    """Seconds to pull blocks from another worker: t0 + t_block·k + bytes / rate."""
+
+    fixed_s: float
+    block_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_blocks: int, num_bytes: int) -> float:
+        """For `num_blocks` blocks of `num_bytes` in all."""
+        return self.fixed_s + self.block_s * num_blocks + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCosts:
+    """What a class of workers costs; None where nothing is known yet."""
+
+    prefill: PrefillCost | None = None
+    decode: DecodeCost | None = None
+    pull: PullCost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CostErrors:
+    """How far predictions were off lately, as shares of the truth; None before there were any."""
+
+    prefill: float | None = None
+    decode: float | None = None
+    pull: float | None = None
+
+
+# ---------------------------------------------------------------- observations
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step of a worker, as the cost formulas see it.
+
+    `num_prefill_tokens` and `prefill_squares` sum (n - p) and (n² - p²) over the chunks of prompts,
+    each from p to n; `num_rows` and `num_context_tokens` are those of the decoding sequences.
+    """
+
+    seconds: float
+    num_prefill_tokens: int = 0
+    prefill_squares: int = 0
+    num_rows: int = 0
+    num_context_tokens: int = 0
+
+
+_MEMORY = 0.995  # what an observation weighs when the next has come
+_ERROR_MEMORY = 0.95
+_LARGEST_ERROR = 0.5  # as a share of the prediction; what is beyond is cut
+_NUM_SURPRISES = 4  # errors cut in a row on one side, until all before them is forgotten
+_NUM_YOUNG = 8  # so many observations are taken as they are
+_NUM_EAGER = 16  # so many observations are each solved for, then one in _SOLVE_EVERY
+_SOLVE_EVERY = 8
+_RIDGE = 1e-6  # of the average observation: keeps what cannot be told apart finite
+
+
+class Fit:
+    """y ≈ weights · x with no negative weight."""
+
+    def __init__(self, num_features: int) -> None:
+        self.error: float | None = None
+        self._products = np.zeros((num_features, num_features))
+        self._targets = np.zeros(num_features)
+        self._weights = (0.0,) * num_features
+        self._num_seen = 0
+        self._num_unsolved = 0
+        self._surprises = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there was any observation."""
+        return self._num_seen > 0
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The best weights for what has been observed, but for the last few of many."""
+        if self._num_unsolved and (
+            self._num_seen <= _NUM_EAGER or self._num_unsolved >= _SOLVE_EVERY
+        ):
+            self._weights = _solve(self._products, self._targets)
+            self._num_unsolved = 0
+        return self._weights
+
+    def predict(self, x: Sequence[float]) -> float:
+        """What an observation with these features would be."""
+        return sum(w * f for w, f in zip(self.weights, x, strict=True))
+
+    def observe(self, x: Sequence[float], y: float) -> None:
+        """These features came to `y`, which is above zero; other values say nothing."""
+        if not (0 < y < math.inf):
+            return
+        expected = self.predict(x) if self.is_known else 0.0
+        if expected > 0:
+            error = abs(y - expected) / y
+            self.error = error if self.error is None else _mix(self.error, error)
+            y = self._cut(y, expected)
+        self._add(x, y)
+
+    def _cut(self, y: float, expected: float) -> float:
+        """What is believed of an observation."""
+        low, high = expected * (1 - _LARGEST_ERROR), expected * (1 + _LARGEST_ERROR)
+        side = (y > high) - (y < low)
+        self._surprises = self._surprises + side if side and self._surprises * side >= 0 else side
+        if abs(self._surprises) >= _NUM_SURPRISES:
+            self._forget()
+        if self._num_seen < _NUM_YOUNG:
+            return y
+        return min(max(y, low), high)
+
+    def _add(self, x: Sequence[float], y: float) -> None:
+        features = np.asarray(x, dtype=float) / y
+        self._products = self._products * _MEMORY + np.outer(features, features)
+        self._targets = self._targets * _MEMORY + features
+        self._num_seen += 1
+        self._num_unsolved += 1
+
+    def _forget(self) -> None:
+        self._products *= 0.0
+        self._targets *= 0.0
+        self._weights = (0.0,) * len(self._weights)
+        self._num_seen = self._num_unsolved = self._surprises = 0
+
+
+def _mix(mean: float, value: float) -> float:
+    return _ERROR_MEMORY * mean + (1 - _ERROR_MEMORY) * value
+
+
+def _solve(products: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
+    """Minimises wᵀ·products·w - 2·targets·w over w ≥ 0: the best of all choices of zeros.
+
+    There are few features, so all choices are tried: that is exact, and it ends.
+    """
+    num = len(targets)
+    scale = np.sqrt(np.diagonal(products))
+    scale[scale == 0] = 1.0
+    scaled, wanted = products / np.outer(scale, scale), targets / scale
+    best, least = np.zeros(num), 0.0
+    for size in range(1, num + 1):
+        for chosen in map(list, combinations(range(num), size)):
+            part = scaled[np.ix_(chosen, chosen)] + _RIDGE * np.eye(size)
+            weights = np.linalg.solve(part, wanted[chosen])
+            loss = -float(weights @ wanted[chosen])
+            if (weights >= 0).all() and loss < least:
+                best, least = np.zeros(num), loss
+                best[chosen] = weights
+    return tuple((best / scale).tolist())
+
+
+# ---------------------------------------------------------------- worker classes
+
+
+@dataclass(slots=True)
+class _Fits:
+    prefill: Fit = field(default_factory=lambda: Fit(3))
+    decode: Fit = field(default_factory=lambda: Fit(3))
+    pull: Fit = field(default_factory=lambda: Fit(3))
+    costs: WorkerCosts | None = None  # None where something has been observed since
+
+
+class OnlineCosts:
+    """The costs of all classes of workers, as far as they have shown them."""
+
+    def __init__(self) -> None:
+        self._fits: dict[Hashable, _Fits] = {}
+
+    def observe_step(self, worker_class: Hashable, step: StepSample) -> None:
+        """A worker of this class took a step.
+
+        Of a step that computes prompts and decodes, what decoding is known to add is taken off
+        before prefill learns from it: the fixed part is paid once.
+        """
+        fits = self._of(worker_class)
+        decode = (1.0, step.num_rows, step.num_context_tokens)
+        if not step.num_prefill_tokens:
+            if step.num_rows:
+                fits.decode.observe(decode, step.seconds)
+            return
+        seconds = step.seconds
+        if step.num_rows:
+            if not fits.decode.is_known:
+                return
+            seconds -= fits.decode.predict((0.0, *decode[1:]))
+        fits.prefill.observe((1.0, step.num_prefill_tokens, step.prefill_squares), seconds)
+
+    def observe_pull(
+        self, worker_class: Hashable, *, num_blocks: int, num_bytes: int, seconds: float
+    ) -> None:
+        """A worker of this class pulled so many blocks."""
+        if num_blocks > 0:
+            self._of(worker_class).pull.observe((1.0, num_blocks, num_bytes), seconds)
+
+    def costs(self, worker_class: Hashable) -> WorkerCosts:
+        """What is known of a class."""
+        fits = self._fits.get(worker_class)
+        if fits is None:
+            return WorkerCosts()
+        if fits.costs is None:
+            fits.costs = _costs_of(fits)
+        return fits.costs
+
+    def errors(self, worker_class: Hashable) -> CostErrors:
+        """How far off the predictions for a class are."""
+        fits = self._fits.get(worker_class)
+        if fits is None:
+            return CostErrors()
+        return CostErrors(fits.prefill.error, fits.decode.error, fits.pull.error)
+
+    def _of(self, worker_class: Hashable) -> _Fits:
+        fits = self._fits.get(worker_class)
+        if fits is None:
+            fits = self._fits[worker_class] = _Fits()
+        fits.costs = None
+        return fits
+
+
+def _costs_of(fits: _Fits) -> WorkerCosts:
+    pull = None
+    if fits.pull.is_known:
+        fixed_s, block_s, byte_s = fits.pull.weights
+        pull = PullCost(fixed_s, block_s, 1 / byte_s if byte_s > 0 else math.inf)
+    return WorkerCosts(
+        prefill=PrefillCost(*fits.prefill.weights) if fits.prefill.is_known else None,
+        decode=DecodeCost(*fits.decode.weights) if fits.decode.is_known else None,
+        pull=pull,
+    )

@@ -1,0 +1,112 @@
+"""How attempts and requests end, and how a request begins anew.
+
+Every end of an attempt gives its claims back and tells all workers concerned. Every accepted
+request ends in exactly one of Finished, Rejected, Failed, Cancelled.
+"""
+
+from engine.messages import Cancel, WorkerId
+from router.events import End, RouterEffect, SendTo
+from router.flight import Flight, timeline
+from router.policies.base import Placement, SharedPrompt
+from router.requests import Failed, Finished, Outcome
+from router.state import RouterState
+
+
+class Ends:
+    """Ends what is over, in the state that it is given."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+
+    def end(
+        self, flight: Flight, outcome: Outcome, now_s: float, *, tell_workers: bool = True
+    ) -> list[RouterEffect]:
+        """The request is over."""
+        state = self._state
+        request_id = flight.request.request_id
+        attempt = flight.attempt
+        self.release_followers(flight, now_s)
+        if request_id in state.held:
+            state.held.discard(request_id)
+        elif attempt is None and request_id in state.queue:
+            state.drop(flight)
+        has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready
+        if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
+            # Where a first token was the last nothing was handed over. The last token of any answer
+            # was not fed back: its KV is nowhere.
+            self.record(flight, attempt.decode, flight.length - 1)
+        if isinstance(outcome, Finished):
+            prompt_len = len(flight.request.token_ids)
+            max_tokens = flight.request.limits.max_len - prompt_len
+            state.lengths.observe(max_tokens, len(flight.tokens))
+        effects = self.end_attempt(flight, now_s, tell_workers=tell_workers)
+        del state.flights[request_id]
+        state.deadlines.forget(request_id)
+        state.counters["ended", type(outcome).__name__.lower()] += 1
+        return [*effects, End(request_id, outcome, timeline(flight, now_s))]
+
+    def retry(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
+        """Ends the attempt and puts the request first in the queue."""
+        state = self._state
+        state.counters["retried", reason] += 1
+        self.release_followers(flight, now_s)
+        effects = self.end_attempt(flight, now_s)
+        if flight.num_attempts - flight.num_preemptions >= state.config.max_attempts:
+            message = f"given up after {flight.num_attempts} attempts; the last one: {reason}"
+            return effects + self.end(flight, Failed(message), now_s)
+        flight.last_news_s = now_s
+        state.put_back(flight)
+        return effects
+
+    def end_attempt(
+        self, flight: Flight, now_s: float, *, tell_workers: bool = True
+    ) -> list[RouterEffect]:
+        """Gives back what the attempt claimed."""
+        attempt = flight.attempt
+        if attempt is None:
+            return []
+        flight.attempt = None
+        del self._state.by_seq[attempt.seq_id]
+        effects: list[RouterEffect] = []
+        concerned = [attempt.prefill, attempt.decode]
+        if attempt.holder is not None:
+            concerned.append(attempt.holder)
+        for worker_id in dict.fromkeys(concerned):
+            worker = self._state.view.workers.get(worker_id)
+            if worker is None:
+                continue
+            worker.release_prefill(attempt.seq_id, now_s)
+            worker.release_decode(attempt.seq_id)
+            if tell_workers:
+                effects.append(SendTo(worker_id, Cancel(attempt.seq_id)))
+        return effects
+
+    def release_followers(self, leader: Flight, now_s: float) -> None:
+        """Queues those that were held back: there is nothing to wait for any more."""
+        leader.leads = False
+        leader.shared = self._shared_prompt(leader)
+        for request_id in reversed(self._state.held.release(leader.request.request_id)):
+            flight = self._state.flights[request_id]
+            flight.shared, flight.last_news_s = leader.shared, now_s
+            self._state.put_back(flight)
+
+    def _shared_prompt(self, leader: Flight) -> SharedPrompt | None:
+        attempt = leader.attempt
+        if attempt is None or not attempt.prefilled:
+            return None
+        worker = self._state.view.workers.get(attempt.prefill)
+        if worker is None:
+            return None
+        # A worker computes one token at least, or there would be nothing to sample from.
+        block_size = worker.info.layout.block_size
+        num_tokens = (len(leader.request.token_ids) - 1) // block_size * block_size
+        return SharedPrompt(Placement(attempt.prefill, attempt.decode), num_tokens)
+
+    def record(self, flight: Flight, worker_id: WorkerId, num_tokens: int) -> None:
+        """A worker must hold the KV of so many leading tokens of a request."""
+        workers = self._state.view.workers
+        worker = workers.get(worker_id)
+        if worker is None or worker_id in self._state.heard:
+            return  # it says so itself
+        if len(workers) > 1:
+            self._state.prefixes.record(worker_id, flight.leading_hashes(num_tokens, worker))

@@ -1,0 +1,114 @@
+"""What goes into the request machine and what comes out of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.block_events import BlockEvent
+from engine.messages import Logprobs, RequestId, ToGateway, ToWorker, Welcome, WorkerId
+from router.requests import Outcome, Request, Timeline
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A worker welcomed this gateway."""
+
+    info: Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker's stream broke."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A client's request, validated and tokenised."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The client left, or a stop string ended the answer."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """A worker's message."""
+
+    worker_id: WorkerId
+    message: ToGateway
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksChanged:
+    """A worker tells what it caches: from now on that is what is believed of it."""
+
+    worker_id: WorkerId
+    events: Sequence[BlockEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksUnheard:
+    """What a worker told of its blocks is out of date, until it tells all again."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened but time."""
+
+
+RouterEvent = (
+    WorkerJoined
+    | WorkerLost
+    | Arrived
+    | ClientGone
+    | FromWorker
+    | BlocksChanged
+    | BlocksUnheard
+    | Tick
+)
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """Send a message to a worker."""
+
+    worker_id: WorkerId
+    message: ToWorker
+
+
+class Deliver(msgspec.Struct, frozen=True):  # one a token; made in a fifth of a dataclass's time
+    """Give tokens to the client; with the first two, when stages end, the timeline."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    timeline: Timeline | None = None
+    logprobs: tuple[Logprobs, ...] = ()  # one a token, where asked for
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request is over; nothing of it follows."""
+
+    request_id: RequestId
+    outcome: Outcome
+    timeline: Timeline
+
+
+RouterEffect = SendTo | Deliver | End

@@ -1,0 +1,143 @@
+"""One accepted request on its way: its journal, its present attempt, and when it passed what.
+
+Plain records; what happens to them is decided in `ends`, `placing` and `progress`.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.blocks import BlockHash
+from engine.messages import LeaseRef, SeqId, WorkerId
+from router.policies.base import SharedPrompt
+from router.prefixes import PrefixHashes
+from router.requests import Decision, Request, Timeline
+from router.view import WorkerView
+
+
+@dataclass(slots=True)
+class Stamps:
+    """When a request passed each stage of its present attempt, seconds. None until it did."""
+
+    arrived_s: float
+    placed_s: float | None = None
+    prefill_started_s: float | None = None
+    first_token_s: float | None = None
+    kv_ready_s: float | None = None
+    decode_started_s: float | None = None
+    second_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One placement. While `offer_due_s` is set, the prefill worker has not heard of it."""
+
+    seq_id: SeqId
+    prefill: WorkerId
+    decode: WorkerId
+    base_len: int  # tokens that it prefills
+    reserved_len: int  # tokens that the decode worker's reservation is for
+    holder: WorkerId | None = None  # its offer of a prefix may be open
+    asked_s: float | None = None  # when it was asked, if it was computing then
+    offer_due_s: float | None = None  # until then its answer is waited for
+    started_s: float | None = None  # the first chunk
+    num_cached_tokens: int = 0  # of `base_len`, found cached or pulled
+    lease: LeaseRef | None = None
+    prefilled: bool = False
+    kv_ready: bool = False
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether another worker than the one that prefills goes on from it."""
+        return self.prefill != self.decode
+
+
+@dataclass(slots=True)
+class Flight:
+    """One accepted request. `attempt` is None while it is queued or held back."""
+
+    request: Request
+    stamps: Stamps
+    last_news_s: float
+    tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
+    attempt: Attempt | None = None
+    waits_for_s: float = 0.0  # counted in the queue: to compute it, as predicted then
+    num_attempts: int = 0
+    num_preemptions: int = 0  # attempts that do not count
+    preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # when last, by whom
+    back_off_until_s: float | None = None
+    leads: bool = True  # followers are held back for it
+    shared: SharedPrompt | None = None  # of its leader, or its own when it leads no more
+    num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    kv_transfer_s: float | None = None
+    kv_exposed_s: float | None = None
+    workers: tuple[str, str] = ("", "")
+    decision: Decision | None = None  # of the latest placement
+    kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # by lost attempts
+    hashes: PrefixHashes = field(init=False)
+    _prompt: list[int] | None = field(init=False, default=None)  # as messages carry it
+
+    def __post_init__(self) -> None:
+        self.hashes = self.request.hashes or PrefixHashes()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The journal: prompt and answer so far. To be read only."""
+        if self.tokens:
+            return [*self.request.token_ids, *self.tokens]
+        if self._prompt is None:
+            self._prompt = list(self.request.token_ids)
+        return self._prompt
+
+    @property
+    def length(self) -> int:
+        """Tokens in the journal."""
+        return len(self.request.token_ids) + len(self.tokens)
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """What an attempt is to tell of the prompt: nothing, once the client has been told."""
+        return None if self.tokens else self.request.prompt_logprobs
+
+    def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:
+        """Hashes of the full blocks among so many leading tokens, as this worker makes them."""
+        block_size = worker.info.layout.block_size
+        token_ids = self.token_ids if self.tokens else self.request.token_ids
+        return self.hashes.leading(token_ids, num_tokens=num_tokens, block_size=block_size)
+
+
+def timeline(flight: Flight, now_s: float) -> Timeline:
+    """The stages; one that a lost attempt or an early end left out counts as zero."""
+    stamps = flight.stamps
+    placed_s = stamps.placed_s if stamps.placed_s is not None else now_s
+    first_s = stamps.first_token_s if stamps.first_token_s is not None else max(placed_s, now_s)
+    started_s = _between(placed_s, stamps.prefill_started_s, first_s)
+    kv_wait_s = decode_queue_s = first_step_s = None
+    if stamps.second_token_s is not None:
+        kv_ready_s = _between(first_s, stamps.kv_ready_s, stamps.second_token_s)
+        decode_s = _between(kv_ready_s, stamps.decode_started_s, stamps.second_token_s)
+        kv_wait_s, decode_queue_s = kv_ready_s - first_s, decode_s - kv_ready_s
+        first_step_s = stamps.second_token_s - decode_s
+    return Timeline(
+        route_s=stamps.arrived_s - flight.request.received_s,
+        queue_s=placed_s - stamps.arrived_s,
+        prefill_queue_s=started_s - placed_s,
+        prefill_compute_s=first_s - started_s,
+        kv_wait_s=kv_wait_s,
+        decode_queue_s=decode_queue_s,
+        first_step_s=first_step_s,
+        kv_transfer_s=flight.kv_transfer_s,
+        kv_exposed_s=flight.kv_exposed_s,
+        num_cached_tokens=flight.num_cached_tokens,
+        num_drafted_tokens=flight.num_drafted_tokens,
+        num_accepted_tokens=flight.num_accepted_tokens,
+        attempts=flight.num_attempts,
+        prefill_worker=flight.workers[0],
+        decode_worker=flight.workers[1],
+        decision=flight.decision,
+    )
+
+
+def _between(low_s: float, at_s: float | None, high_s: float) -> float:
+    """`at_s`, kept within its neighbours; a stage that was not seen ends where it began."""
+    return low_s if at_s is None else min(max(at_s, low_s), high_s)

@@ -1,0 +1,78 @@
+"""How long answers become, judged by those that ended.
+
+Clients say how long an answer may be, not how long it will be; many say nothing, which means all
+that the context allows. What answers with a like bound came to is the better guess: memory is
+reserved for nearly the longest of them, and what is yet to come of one is predicted by those that
+were longer than it is now: some kinds of answers are nearly complete when they are long, others
+have only begun. Bounds are alike that have the same number of binary digits.
+"""
+
+from bisect import bisect_right
+from collections import deque
+from itertools import accumulate
+
+MEMORY = 256  # answers of each kind that are remembered
+ENOUGH = 16  # until then an answer is taken to become as long as it may
+NEARLY_ALL = 0.95  # of the answers are no longer than memory is reserved for
+REFRESH_EVERY = 16  # answers; to sort them is not free
+
+
+class AnswerLengths:
+    """Lengths of answers, in tokens, by what they were allowed."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, _Kind] = {}
+
+    def observe(self, max_tokens: int, num_tokens: int) -> None:
+        """An answer that might have had `max_tokens` is complete with `num_tokens`."""
+        self._kinds.setdefault(max_tokens.bit_length(), _Kind()).observe(num_tokens)
+
+    def nearly_longest(self, max_tokens: int) -> int:
+        """Tokens that nearly no answer like this exceeds."""
+        known = self._known(max_tokens)
+        if not known:
+            return max_tokens
+        return min(known[min(int(len(known) * NEARLY_ALL), len(known) - 1)], max_tokens)
+
+    def mean(self, max_tokens: int) -> float:
+        """Tokens of such an answer on average."""
+        return self.left(max_tokens, 0)
+
+    def left(self, max_tokens: int, so_far: int) -> float:
+        """Tokens yet to come of an answer that has so many, on average."""
+        known = self._known(max_tokens)
+        longer = len(known) - bisect_right(known, so_far)
+        if not longer:
+            return float(max(max_tokens - so_far, 1))
+        total = self._kinds[max_tokens.bit_length()].sums[longer]
+        return min(total / longer - so_far, float(max(max_tokens - so_far, 1)))
+
+    def survival(self, max_tokens: int, so_far: int, more: float) -> float:
+        """The share of answers with so many tokens that have yet more to come after `more`."""
+        if so_far + more >= max_tokens:
+            return 0.0
+        known = self._known(max_tokens)
+        longer = len(known) - bisect_right(known, so_far)
+        if not longer:
+            return 1.0
+        return (len(known) - bisect_right(known, so_far + more)) / longer
+
+    def _known(self, max_tokens: int) -> list[int]:
+        kind = self._kinds.get(max_tokens.bit_length())
+        return [] if kind is None else kind.ordered
+
+
+class _Kind:
+    def __init__(self) -> None:
+        self.ordered: list[int] = []  # none as long as there are not enough
+        self.sums: list[int] = []  # of so many of the longest
+        self._latest: deque[int] = deque(maxlen=MEMORY)
+        self._num_new = 0
+
+    def observe(self, num_tokens: int) -> None:
+        self._latest.append(num_tokens)
+        self._num_new += 1
+        if len(self._latest) >= ENOUGH and (self._num_new >= REFRESH_EVERY or not self.ordered):
+            self._num_new = 0
+            self.ordered = sorted(self._latest)
+            self.sums = list(accumulate(reversed(self.ordered), initial=0))

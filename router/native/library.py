@@ -1,0 +1,111 @@
+"""The C++ functions as Python sees them: structures, signatures, and the loaded library.
+
+Structures mirror those of the same names in src/fleet.h, field by field.
+"""
+
+import ctypes
+import logging
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from engine.native_build import BuildError, Sources, built_library
+
+log = logging.getLogger(__name__)
+
+SOURCES = Sources("router", Path(__file__).parent / "src", "router.cpp")
+
+MAX_SLOTS = 0xFFFF  # workers that the index can tell apart
+NONE = -1  # in place of a slot
+
+
+class Costs(Structure):
+    """What work costs on workers of one class."""
+
+    _fields_ = (
+        ("prefill", c_double),
+        ("prefill_per_token", c_double),
+        ("prefill_per_square", c_double),
+        ("decode", c_double),
+        ("decode_per_seq", c_double),
+        ("decode_per_token", c_double),
+        ("pull", c_double),
+        ("pull_per_block", c_double),
+    )
+
+
+class Kind(Structure):
+    """What workers have in common."""
+
+    _fields_ = (("costs", c_int32), ("group", c_int32), ("pulls", c_int32), ("unused", c_int32))
+
+
+Core = ctypes.PyDLL
+
+_HASHES = (c_char_p, c_int64)
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "baton_index_open": (c_void_p, (c_uint64,)),
+    "baton_index_close": (None, (c_void_p,)),
+    "baton_index_add": (c_int32, (c_void_p,)),
+    "baton_index_forget": (None, (c_void_p, c_int32)),
+    "baton_index_clear": (None, (c_void_p, c_int32)),
+    "baton_index_store": (None, (c_void_p, c_int32, *_HASHES)),
+    "baton_index_remove": (None, (c_void_p, c_int32, *_HASHES)),
+    "baton_index_num_held": (c_int64, (c_void_p, c_int32)),
+    "baton_index_num_blocks": (c_int64, (c_void_p,)),
+    "baton_index_num_bytes": (c_int64, (c_void_p,)),
+    "baton_index_is_sound": (c_int32, (c_void_p,)),
+    "baton_index_longest": (c_int64, (c_void_p, *_HASHES, c_void_p)),
+    "baton_fleet_open": (c_void_p, (c_void_p, c_int64, c_uint64)),
+    "baton_fleet_close": (None, (c_void_p,)),
+    "baton_fleet_costs": (None, (c_void_p, c_int32, POINTER(Costs))),
+    "baton_fleet_kind": (c_int32, (c_void_p, POINTER(Kind))),
+    "baton_fleet_join": (
+        None,
+        (c_void_p, c_int32, c_int32, c_int32, c_int32, c_int64, c_int64),
+    ),
+    "baton_fleet_leave": (None, (c_void_p, c_int32)),
+    "baton_fleet_set_open": (None, (c_void_p, c_int32, c_int32)),
+    "baton_fleet_others": (
+        None,
+        (c_void_p, c_int32, c_double, c_int64, c_int64, c_int64, c_double),
+    ),
+    "baton_fleet_decide": (None, (c_void_p, c_char_p)),
+    "baton_fleet_prefilled": (None, (c_void_p, c_int32, c_double)),
+    "baton_fleet_release": (None, (c_void_p, c_int32, c_double)),
+    "baton_fleet_own": (None, (c_void_p, c_int32, c_void_p)),
+    "baton_fleet_is_sound": (c_int32, (c_void_p,)),
+}
+
+
+@cache
+def core() -> Core | None:
+    """The library for this machine, built if need be; None, with a warning, where it cannot be."""
+    try:
+        library = Core(str(built_library(SOURCES)))
+    except (BuildError, OSError) as error:
+        log.warning("blocks are indexed in Python, C++ is not available: %s", error)
+        return None
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+def opened() -> Core:
+    """The library. Raises BuildError where there is none."""
+    library = core()
+    if library is None:
+        raise BuildError("the router's C++ core is not available")
+    return library
+
+
+def is_native() -> bool:
+    """Whether there is a library; builds it if that has not been tried yet."""
+    return core() is not None
+
+
+def address_of(buffer: bytearray) -> int:
+    """Where its bytes are. Whoever asks keeps it, at its length."""
+    return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))

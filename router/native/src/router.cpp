@@ -1,0 +1,145 @@
+// What Python calls, through ctypes: see library.py. Callers hold Python's global lock throughout,
+// so nothing here is called by two threads at once.
+#include "fleet.h"
+#include "match.h"
+#include "table.h"
+
+using namespace baton;
+
+namespace {
+
+struct Index {
+  Table table;
+  Match match;
+};
+
+// All of a decision but the hashes: to convert one argument costs more than to fill a field.
+struct Call {
+  Fleet* fleet;
+  int64_t num_hashes;
+  Request request;
+  Decision decision;
+};
+
+}  // namespace
+
+extern "C" {
+
+void* baton_index_open(uint64_t seed) { return new Index{Table(seed), {}}; }
+void baton_index_close(void* index) { delete static_cast<Index*>(index); }
+
+int32_t baton_index_add(void* index) { return static_cast<Index*>(index)->table.open_slot(); }
+
+void baton_index_forget(void* index, int32_t slot) {
+  static_cast<Index*>(index)->table.close_slot(slot);
+}
+
+void baton_index_clear(void* index, int32_t slot) { static_cast<Index*>(index)->table.clear(slot); }
+
+void baton_index_store(void* index, int32_t slot, const uint8_t* hashes, int64_t count) {
+  static_cast<Index*>(index)->table.store(slot, hashes, count);
+}
+
+void baton_index_remove(void* index, int32_t slot, const uint8_t* hashes, int64_t count) {
+  static_cast<Index*>(index)->table.remove(slot, hashes, count);
+}
+
+int64_t baton_index_num_held(void* index, int32_t slot) {
+  return static_cast<Index*>(index)->table.num_held(slot);
+}
+
+int64_t baton_index_num_blocks(void* index) {
+  return static_cast<Index*>(index)->table.num_blocks();
+}
+
+int64_t baton_index_num_bytes(void* index) { return static_cast<Index*>(index)->table.num_bytes(); }
+
+int32_t baton_index_is_sound(void* index) { return static_cast<Index*>(index)->table.is_sound(); }
+
+// Into `found` go slot and blocks of each worker that holds any; it has room for all workers.
+int64_t baton_index_longest(void* index, const uint8_t* hashes, int64_t count, int32_t* found) {
+  auto& [table, match] = *static_cast<Index*>(index);
+  match.find(table, hashes, count);
+  int64_t num_found = 0;
+  const auto put = [&](Slot slot, uint32_t depth) {
+    found[2 * num_found] = static_cast<int32_t>(slot);
+    found[2 * num_found++ + 1] = static_cast<int32_t>(depth);
+  };
+  for (const Held& held : match.few) put(held.slot, held.depth);
+  for (size_t i = 0; i < match.num_many; ++i) {
+    const Layer& layer = match.many[i];
+    for (size_t word = 0; word < layer.bits.size(); ++word) {
+      for (uint64_t rest = layer.bits[word]; rest; rest &= rest - 1) {
+        put(static_cast<Slot>(64 * word + std::countr_zero(rest)), layer.depth);
+      }
+    }
+  }
+  return num_found;
+}
+
+void* baton_fleet_open(void* index, int64_t block_size, uint64_t seed) {
+  return new Fleet(static_cast<Index*>(index)->table, block_size, seed);
+}
+
+void baton_fleet_close(void* fleet) { delete static_cast<Fleet*>(fleet); }
+
+void baton_fleet_costs(void* fleet, int32_t number, const Costs* costs) {
+  static_cast<Fleet*>(fleet)->set_costs(number, *costs);
+}
+
+int32_t baton_fleet_kind(void* fleet, const Kind* kind) {
+  return static_cast<Fleet*>(fleet)->add_kind(*kind);
+}
+
+void baton_fleet_join(void* fleet, int32_t slot, int32_t kind, int32_t prefills, int32_t decodes,
+                      int64_t num_blocks, int64_t max_running) {
+  Worker worker;
+  worker.kind = kind;
+  worker.prefills = prefills;
+  worker.decodes = decodes;
+  worker.is_open = true;
+  worker.num_blocks = num_blocks;
+  worker.max_running = max_running;
+  static_cast<Fleet*>(fleet)->join(slot, worker);
+}
+
+void baton_fleet_leave(void* fleet, int32_t slot) { static_cast<Fleet*>(fleet)->leave(slot); }
+
+void baton_fleet_set_open(void* fleet, int32_t slot, int32_t is_open) {
+  static_cast<Fleet*>(fleet)->set_open(slot, is_open);
+}
+
+void baton_fleet_others(void* fleet, int32_t slot, double work_s, int64_t running, int64_t tokens,
+                        int64_t blocks, double now_s) {
+  Load load;
+  load.work_s = work_s;
+  load.running = running;
+  load.tokens = tokens;
+  load.blocks = blocks;
+  static_cast<Fleet*>(fleet)->set_others(slot, load, now_s);
+}
+
+void baton_fleet_decide(Call* call, const uint8_t* hashes) {
+  call->fleet->decide(hashes, call->num_hashes, call->request, call->decision);
+}
+
+void baton_fleet_prefilled(void* fleet, int32_t ticket, double now_s) {
+  static_cast<Fleet*>(fleet)->prefilled(ticket, now_s);
+}
+
+void baton_fleet_release(void* fleet, int32_t ticket, double now_s) {
+  static_cast<Fleet*>(fleet)->release(ticket, now_s);
+}
+
+// Seconds of prefill, sequences, tokens and blocks that are reserved there.
+void baton_fleet_own(void* fleet, int32_t slot, double* reserved) {
+  const Load& own = static_cast<Fleet*>(fleet)->worker(slot).own;
+  reserved[0] = own.work_s;
+  reserved[1] = static_cast<double>(own.running);
+  reserved[2] = static_cast<double>(own.tokens);
+  reserved[3] = static_cast<double>(own.blocks);
+}
+
+int32_t baton_fleet_is_sound(void* fleet) { return static_cast<Fleet*>(fleet)->is_sound(); }
+
+}  // extern "C"

@@ -1,0 +1,214 @@
+"""From the queue to the workers: who is next, what it needs, where it goes.
+
+Where another worker holds more of the prompt than the one that is to compute it, and the policy
+wants that pulled, the holder is asked to offer it first, and `Prefill` or `Generate` takes the
+offered lease along. No offer in time, or none at all, only means that all is computed.
+"""
+
+from collections.abc import Mapping
+
+from engine.messages import (
+    Generate,
+    LeaseRef,
+    OfferPrefix,
+    Prefill,
+    SeqId,
+    WorkerId,
+)
+from router.ends import Ends
+from router.events import RouterEffect, SendTo
+from router.flight import Attempt, Flight
+from router.policies.base import Asked, Busy, Choice, Impossible, Need
+from router.policies.candidates import Backlog, decode_blocks, find, tokens_to_compute
+from router.requests import Decision, Failed
+from router.state import RouterState
+
+
+class Placing:
+    """Places what waits, in the state that it is given."""
+
+    def __init__(self, state: RouterState, ends: Ends) -> None:
+        self._state = state
+        self._ends = ends
+
+    def place_all(self, now_s: float) -> list[RouterEffect]:
+        """Places queued requests in order, as far as there is room."""
+        state = self._state
+        state.view.forget_severed(now_s)
+        state.busy_until_s = None
+        state.waits_for_better = False
+        effects: list[RouterEffect] = []
+        while (head := state.queue.head()) is not None:
+            flight = state.flights[head]
+            need = self._need(flight, now_s)
+            match self._choose(flight, need, now_s):
+                case Busy(until_s):
+                    state.busy_until_s = until_s
+                    break
+                case Impossible(reason):
+                    effects += self._ends.end(flight, Failed(reason), now_s)
+                case Choice() as choice:
+                    state.take(flight)
+                    effects.append(self._place(flight, choice, need, now_s))
+        return effects
+
+    def _need(self, flight: Flight, now_s: float) -> Need:
+        """What the next attempt needs. Only a first one is kept close to the leader's.
+
+        The pace of an answer that has begun is kept up as well as can be: it is not held back.
+        """
+        if flight.back_off_until_s is not None and flight.back_off_until_s <= now_s:
+            flight.back_off_until_s = None
+        request = flight.request
+        bound_s = request.tpot_bound_s or self._state.config.slo_tpot_s
+        return Need(
+            num_tokens=flight.length,
+            max_len=request.limits.max_len,
+            predicted_len=self._state.predicted_len(flight),
+            kept_tokens=flight.kept_tokens,
+            shared=flight.shared if flight.num_attempts == 0 else None,
+            preempted_s={} if flight.back_off_until_s is None else flight.preempted_s,
+            tpot_bound_s=None if flight.tokens else bound_s,
+            may_pull=flight.prompt_logprobs is None,
+        )
+
+    def _choose(self, flight: Flight, need: Need, now_s: float) -> Choice | Busy | Impossible:
+        state, config = self._state, self._state.config
+        backlog = None
+        if state.policy.binds_late:
+            backlog = Backlog(
+                config.prefill_backlog_tokens, config.prefill_backlog_s, state.estimates, now_s
+            )
+        found = find(state.view, need, backlog)
+        if isinstance(found, Busy | Impossible):
+            return found
+        known = KnownPrefixes(state, flight)
+        asked = Asked(state.view, found, need, known, state.estimates, now_s, state.rng)
+        choice = state.policy.choose(asked)
+        state.waits_for_better = isinstance(choice, Busy)
+        return choice
+
+    # ------------------------------------------------------------ one placement
+
+    def _place(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> SendTo:
+        request, placement = flight.request, choice.placement
+        seq_id = SeqId(f"{request.request_id}.{flight.num_attempts}")
+        flight.num_attempts += 1
+        flight.attempt = Attempt(
+            seq_id, placement.prefill, placement.decode, need.num_tokens, need.end_len
+        )
+        flight.workers = (placement.prefill, placement.decode)
+        flight.decision = _decision(self._state.policy.name, choice)
+        flight.back_off_until_s = None
+        self._state.by_seq[seq_id] = request.request_id
+        self._state.counters["placed", choice.why] += 1
+        flight.last_news_s = now_s
+        if not flight.tokens:
+            flight.stamps.placed_s = now_s
+        self._claim(flight, flight.attempt, choice, need, now_s)
+        effect = self._ask_or_prefill(flight, flight.attempt, choice, now_s)
+        self._state.watch(flight)
+        return effect
+
+    def _claim(
+        self, flight: Flight, attempt: Attempt, choice: Choice, need: Need, now_s: float
+    ) -> None:
+        """Reserves what was chosen."""
+        state = self._state
+        prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
+        compute_s = state.estimates.prefill_s(prefill, need.num_tokens, choice.num_cached_tokens)
+        pull_s = None
+        if choice.source is not None:
+            num_pulled = choice.num_source_tokens - choice.num_matched_tokens
+            pull_s = state.estimates.pull_s(prefill, num_pulled)
+        prefill.reserve_prefill(
+            attempt.seq_id,
+            tokens_to_compute(prefill, need),
+            prompt_tokens=need.num_tokens,
+            seconds=(compute_s or 0.0) + (pull_s or 0.0),
+            now_s=now_s,
+            waits=choice.source is not None,
+        )
+        decode.reserve_decode(
+            attempt.seq_id,
+            decode_blocks(decode, need),
+            context_tokens=need.num_tokens,
+            begins_s=now_s + (choice.ttft_s or compute_s or 0.0),
+            prompt_tokens=len(flight.request.token_ids),
+            max_tokens=state.max_tokens(flight),
+        )
+
+    def _ask_or_prefill(
+        self, flight: Flight, attempt: Attempt, choice: Choice, now_s: float
+    ) -> SendTo:
+        """Asks another worker for the prefix if that is wanted, else has the prompt computed."""
+        if choice.source is None:
+            return self.send_prefill(flight, attempt, None, now_s)
+        attempt.holder = choice.source
+        if self._state.view.workers[choice.source].prefills:
+            attempt.asked_s = now_s
+        attempt.offer_due_s = now_s + self._state.config.offer_timeout_s
+        self._state.counters["prefix offer", "asked"] += 1
+        return SendTo(choice.source, OfferPrefix(attempt.seq_id, flight.token_ids))
+
+    def send_prefill(
+        self, flight: Flight, attempt: Attempt, prefix: LeaseRef | None, now_s: float
+    ) -> SendTo:
+        """Has the prompt computed, with what is offered of it or without."""
+        request = flight.request
+        attempt.offer_due_s = None
+        flight.last_news_s = now_s
+        kind = Prefill if attempt.hands_over else Generate
+        message = kind(
+            seq_id=attempt.seq_id,
+            token_ids=flight.token_ids,
+            sampling=request.sampling,
+            limits=request.limits,
+            prefix=prefix,
+            prompt_logprobs=flight.prompt_logprobs,
+        )
+        return SendTo(attempt.prefill, message)
+
+    def compute_all(
+        self, flight: Flight, attempt: Attempt, reason: str, now_s: float
+    ) -> list[RouterEffect]:
+        """There is no prefix to wait for."""
+        self._state.counters["fallback", reason] += 1
+        attempt.holder = None
+        return [self.send_prefill(flight, attempt, None, now_s)]
+
+
+class KnownPrefixes:
+    """Where the beginning of one request is. Implements `router.policies.base.Known`."""
+
+    def __init__(self, state: RouterState, flight: Flight) -> None:
+        self._state = state
+        self._flight = flight
+
+    def matched_tokens(self) -> Mapping[WorkerId, int]:
+        """Leading tokens in full blocks that each worker holds; one token is always left over."""
+        state, flight = self._state, self._flight
+        if len(state.view.workers) < 2 or flight.prompt_logprobs is not None:
+            return {}  # and nothing is hashed
+        worker = next(iter(state.view.workers.values()))
+        # One token at least is computed, or there would be nothing to sample from.
+        hashes = flight.leading_hashes(flight.length - 1, worker)
+        block_size = worker.info.layout.block_size
+        return {i: n * block_size for i, n in state.prefixes.longest(hashes).items()}
+
+
+def _decision(policy: str, choice: Choice) -> Decision:
+    placement = choice.placement
+    num_pulled = choice.num_source_tokens - choice.num_matched_tokens
+    return Decision(
+        policy=policy,
+        why=choice.why,
+        prefill_worker=placement.prefill,
+        decode_worker=placement.decode,
+        num_candidates=choice.num_candidates,
+        num_matched_tokens=choice.num_matched_tokens,
+        pulled_from=choice.source,
+        num_pulled_tokens=num_pulled if choice.source is not None else 0,
+        predicted_ttft_s=choice.ttft_s,
+        predicted_tpot_s=choice.tpot_s,
+    )

@@ -1,0 +1,24 @@
+"""Placement: which worker computes a prompt and which one goes on from it. One file a policy."""
+
+from engine.config import RouterPolicy
+from router.policies.at_random import AtRandom
+from router.policies.base import Policy
+from router.policies.least_loaded import LeastLoaded
+from router.policies.power_of_two import PowerOfTwo
+from router.policies.prefix import Prefix
+from router.policies.round_robin import RoundRobin
+from router.policies.slo import Slo
+
+_POLICIES: dict[RouterPolicy, type[Policy]] = {
+    RouterPolicy.SLO: Slo,
+    RouterPolicy.PREFIX: Prefix,
+    RouterPolicy.LEAST_LOADED: LeastLoaded,
+    RouterPolicy.POWER_OF_TWO: PowerOfTwo,
+    RouterPolicy.ROUND_ROBIN: RoundRobin,
+    RouterPolicy.RANDOM: AtRandom,
+}
+
+
+def make_policy(name: RouterPolicy) -> Policy:
+    """The policy of this name."""
+    return _POLICIES[name]()

@@ -1,0 +1,22 @@
+"""Any worker that has room, each as likely as the others."""
+
+from typing import ClassVar
+
+from engine.messages import Role
+from router.policies.base import Asked, Busy, Choice, Placement
+
+
+class AtRandom:
+    """What every other policy is to be better than."""
+
+    name: ClassVar[str] = "random"
+    binds_late: ClassVar[bool] = False
+
+    def choose(self, asked: Asked) -> Choice | Busy:
+        """The best placement."""
+        prefillers = asked.candidates.prefillers
+        prefill, worker = asked.rng.choice(prefillers)
+        decode = prefill
+        if worker.info.role is not Role.MIXED:
+            decode, _ = asked.rng.choice(asked.candidates.partners(prefill))
+        return Choice(Placement(prefill, decode), "by chance", len(prefillers))

@@ -1,0 +1,156 @@
+"""What a placement policy is asked, and what it may answer.
+
+A policy chooses among candidates, workers that could serve the request now (`candidates.py`). It
+is a function of the view, the need and the costs; ties fall by a seeded generator, which is its
+only state beside a turn to take.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from engine.messages import WorkerId
+from router.view import ClusterView, WorkerView
+
+Worker = tuple[WorkerId, WorkerView]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Both workers are the same where prefill and decode run in one."""
+
+    prefill: WorkerId
+    decode: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """Where another request had the same prompt computed, and how much of it is found there."""
+
+    placement: Placement
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a placement must provide for."""
+
+    num_tokens: int  # to prefill
+    max_len: int  # tokens at the end of the answer, prompt included
+    predicted_len: int | None = None  # the same, as answers like it ended; None: `max_len`
+    kept_tokens: Mapping[WorkerId, int] = field(default_factory=dict)  # left by earlier attempts
+    shared: SharedPrompt | None = None
+    preempted_s: Mapping[WorkerId, float] = field(default_factory=dict)  # when, and by whom
+    tpot_bound_s: float | None = None
+    may_pull: bool = True
+
+    @property
+    def end_len(self) -> int:
+        """Tokens that memory is reserved for."""
+        if self.predicted_len is None:
+            return self.max_len
+        return min(max(self.predicted_len, self.num_tokens + 1), self.max_len)
+
+
+class Known(Protocol):
+    """Which leading tokens of the prompt are where, looked up when a policy first asks."""
+
+    def matched_tokens(self) -> Mapping[WorkerId, int]:
+        """Leading tokens in full blocks that each worker holds; one token is always left over."""
+        ...
+
+
+class Costs(Protocol):
+    """Predicted seconds. None: nothing was measured yet."""
+
+    def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
+        """To compute a prompt of which so many leading tokens are cached."""
+        ...
+
+    def pull_s(self, worker: WorkerView, num_tokens: int) -> float | None:
+        """To pull so many tokens in full blocks to this worker."""
+        ...
+
+    def offer_s(self) -> float:
+        """Until a worker that computes prompts answers who asks for a prefix."""
+        ...
+
+    def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
+        """One decode step of so many sequences with so much context in all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement and its reasons. Unknown predictions are None."""
+
+    placement: Placement
+    why: str
+    num_candidates: int  # prefill workers that could have taken it
+    num_matched_tokens: int = 0  # in the prefill worker, not to be computed
+    source: WorkerId | None = None  # the prefix is pulled from there first
+    num_source_tokens: int = 0  # held there
+    ttft_s: float | None = None  # from now
+    tpot_s: float | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the prefill worker will not compute, if all goes as predicted."""
+        return max(self.num_matched_tokens, self.num_source_tokens if self.source else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """All workers that could serve this are full."""
+
+    until_s: float | None = None  # one is predicted to be free then, should nothing happen before
+
+
+@dataclass(frozen=True, slots=True)
+class Impossible:
+    """No live worker could serve this, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Workers that could take a request now. `partners` are, of each prefill worker, the decode
+    workers that have room and that KV can reach from it; a mixed one decodes what it prefills.
+    """
+
+    prefillers: list[Worker]
+    decoders: list[Worker]
+    apart: frozenset[tuple[WorkerId, WorkerId]] = frozenset()  # KV does not arrive between them
+
+    def partners(self, prefill: WorkerId) -> list[Worker]:
+        """Decode workers for what this one prefills."""
+        if not self.apart:
+            return self.decoders
+        return [item for item in self.decoders if (prefill, item[0]) not in self.apart]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """All that a policy may look at."""
+
+    view: ClusterView
+    candidates: Candidates
+    need: Need
+    known: Known
+    costs: Costs
+    now_s: float
+    rng: random.Random
+
+
+class Policy(Protocol):
+    """Chooses among candidates."""
+
+    name: ClassVar[str]
+    binds_late: ClassVar[bool]
+    """Whether a prompt waits in the router until a prefill worker has little left to do."""
+
+    def choose(self, asked: Asked) -> Choice | Busy:
+        """The best placement. `Busy` where a better one is worth waiting for."""
+        ...

@@ -1,0 +1,177 @@
+"""Which workers could take a request now, whatever the policy.
+
+A prompt waits in the router until some prefill worker has little left to do, so nobody waits behind
+a long prompt while another worker idles. Little is a number of predicted seconds, or of tokens as
+long as nobody knows how long they take. Policies that do not bind late are not held up by that.
+
+Memory at a decode worker is counted at the length that answers are predicted to reach, for those
+that are there as for the one that comes. Predictions fail: then the worker gives its youngest back.
+
+A decode worker that ran out of memory under this request is open to it again when it has reported
+room for all of it.
+
+Severed workers are not put together while there are others, even if those are busy: to wait for
+them is quicker than to fail again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.messages import Role
+from router.policies.base import Busy, Candidates, Costs, Impossible, Need, Worker
+from router.view import ClusterView, WorkerView
+
+LEAST_WAIT_S = 1e-3  # predictions are no finer, and sums of times no truer
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """How much a prefill worker may still have to do when it is given another prompt."""
+
+    tokens: int  # with the new one; one prompt may always be there
+    seconds: float  # without it, where they are known
+    costs: Costs
+    now_s: float
+
+    def wait_s(self, worker: WorkerView, num_tokens: int) -> float:
+        """Seconds until it has room; 0 if it has now, infinity if nobody knows."""
+        ready_s = predicted_ready_s(worker, self.costs, self.now_s)
+        if ready_s is not None:
+            wait_s = ready_s - self.seconds
+            return wait_s if wait_s >= LEAST_WAIT_S else 0.0
+        backlog = worker.reserved_tokens
+        fits = backlog == 0 or backlog + num_tokens <= self.tokens
+        return 0.0 if fits else float("inf")
+
+
+def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float | None:
+    """Seconds until it has computed all that it was given. None where nobody knows."""
+    if worker.prefills and not worker.reserved_s:
+        return None
+    foreign_s: float | None = 0.0
+    if worker.foreign.prompt_tokens:
+        foreign_s = costs.prefill_s(worker, worker.foreign.prompt_tokens, 0)
+    return None if foreign_s is None else worker.ready_s(now_s, foreign_s=foreign_s)
+
+
+def find(view: ClusterView, need: Need, backlog: Backlog | None) -> Candidates | Busy | Impossible:
+    """Workers that have room; with `backlog`, only prefill workers with little to do."""
+    workers = view.workers.items()
+    decoders = [(i, w) for i, w in workers if w.info.role is not Role.PREFILL]
+    prefillers = [(i, w) for i, w in workers if w.info.role is not Role.DECODE]
+    fault = _fault(prefillers, decoders, need)
+    if fault is not None:
+        return fault
+    prefillers = [item for item in prefillers if _could_prefill(item[1], need)]
+    open_decoders = [item for item in decoders if has_room(item[1], need)]
+    if not open_decoders:
+        return Busy()
+    waits = [(_wait_s(w, need, backlog), i, w) for i, w in prefillers]
+    open_prefillers = [(i, w) for wait_s, i, w in waits if wait_s == 0.0]
+    if not open_prefillers:
+        soonest_s = min(wait_s for wait_s, _, _ in waits)
+        known = backlog is not None and soonest_s < float("inf")
+        if backlog is None or not known:
+            return Busy()
+        return Busy(backlog.now_s + soonest_s)
+    if not view.severed:
+        return Candidates(open_prefillers, open_decoders)
+    return _kept_apart(view, (prefillers, decoders), (open_prefillers, open_decoders))
+
+
+def _fault(
+    prefillers: Sequence[Worker], decoders: Sequence[Worker], need: Need
+) -> Impossible | None:
+    if not prefillers:
+        return Impossible("no prefill worker is alive")
+    if not decoders:
+        return Impossible("no decode worker is alive")
+    if not any(_fits_empty(w, need) for _, w in decoders):
+        return Impossible("the request is larger than the KV memory of any decode worker")
+    if not any(_could_prefill(w, need) for _, w in prefillers):
+        return Impossible("the request is larger than the KV memory of any prefill worker")
+    return None
+
+
+def _wait_s(worker: WorkerView, need: Need, backlog: Backlog | None) -> float:
+    if worker.info.role is Role.MIXED and not has_room(worker, need):
+        return float("inf")
+    if backlog is None:
+        return 0.0
+    return backlog.wait_s(worker, tokens_to_compute(worker, need))
+
+
+def _kept_apart(
+    view: ClusterView,
+    alive: tuple[list[Worker], list[Worker]],
+    room: tuple[list[Worker], list[Worker]],
+) -> Candidates | Busy:
+    """Only prefill workers from which KV arrives somewhere, if there are any such alive."""
+    apart = frozenset(view.severed)
+    prefillers, decoders = room
+    reaching = _reaching(prefillers, decoders, apart)
+    if reaching:
+        return Candidates(reaching, decoders, apart)
+    if _reaching(*alive, apart):
+        return Busy()
+    return Candidates(prefillers, decoders)
+
+
+def _reaching(
+    prefillers: Sequence[Worker], decoders: Sequence[Worker], apart: frozenset[tuple[str, str]]
+) -> list[Worker]:
+    return [
+        (worker_id, worker)
+        for worker_id, worker in prefillers
+        if worker.info.role is Role.MIXED
+        or any((worker_id, decode_id) not in apart for decode_id, _ in decoders)
+    ]
+
+
+def tokens_to_compute(worker: WorkerView, need: Need) -> int:
+    """Tokens that a worker would have to prefill, as far as the request's group says."""
+    if need.shared is None or need.shared.placement.prefill != worker.info.worker_id:
+        return need.num_tokens
+    return need.num_tokens - need.shared.num_tokens
+
+
+def decode_blocks(worker: WorkerView, need: Need) -> int:
+    """KV blocks that the request is predicted to hold at its end."""
+    return worker.info.layout.num_blocks_for(need.end_len)
+
+
+def _fits_empty(worker: WorkerView, need: Need) -> bool:
+    return worker.info.layout.num_blocks_for(need.max_len) <= worker.info.num_blocks
+
+
+def _could_prefill(worker: WorkerView, need: Need) -> bool:
+    """Whether it holds the prompt; one that goes on decoding, the whole answer."""
+    if worker.info.role is Role.MIXED:
+        return _fits_empty(worker, need)
+    return worker.info.layout.num_blocks_for(need.num_tokens) <= worker.info.num_blocks
+
+
+def has_room(worker: WorkerView, need: Need) -> bool:
+    """Whether a decode worker has memory and a place for it."""
+    blocks = worker.promised_blocks + decode_blocks(worker, need)
+    if blocks > worker.info.num_blocks or worker.num_decodes >= worker.info.max_running:
+        return False
+    preempted_s = need.preempted_s.get(worker.info.worker_id)
+    return preempted_s is None or _has_reported_room(worker, need, preempted_s)
+
+
+def _has_reported_room(worker: WorkerView, need: Need, since_s: float) -> bool:
+    load = worker.load
+    if load is None or worker.reported_s <= since_s:
+        return False
+    return load.free_blocks + load.cached_blocks >= decode_blocks(worker, need)
+
+
+def least(workers: Sequence[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> list[Worker]:
+    """Those of the least cost, in order of name."""
+    costs = [cost(item) for item in workers]
+    lowest = min(costs)
+    return sorted(
+        (item for item, its in zip(workers, costs, strict=True) if its == lowest),
+        key=lambda item: item[0],
+    )

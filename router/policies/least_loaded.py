@@ -1,0 +1,48 @@
+"""The prefill worker with the shortest backlog, the decode worker with the most free KV.
+
+If the two workers that share the prompt have room, it is these. A decode worker where an earlier
+attempt left KV goes before the others: it pulls only the rest. Among prefill workers with equal
+backlogs, one from which it can pull is taken. A prefix is pulled where that is quicker.
+"""
+
+from typing import ClassVar
+
+from router.policies.base import Asked, Busy, Choice, Worker
+from router.policies.candidates import least, tokens_to_compute
+from router.policies.pulling import Holders, bid
+from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
+
+
+class LeastLoaded:
+    """Counts tokens; needs no costs but to know whether a pull pays."""
+
+    name: ClassVar[str] = "least-loaded"
+    binds_late: ClassVar[bool] = True
+
+    def choose(self, asked: Asked) -> Choice | Busy:
+        """The best placement."""
+        return with_leader(asked) or shortest_backlog(asked, "shortest backlog")
+
+
+def shortest_backlog(asked: Asked, why: str) -> Choice:
+    """By tokens alone."""
+
+    def cost(item: Worker) -> tuple[float, ...]:
+        backlog = item[1].promised_tokens + tokens_to_compute(item[1], asked.need)
+        return backlog, -kept_tokens(asked, item)
+
+    prefillers = asked.candidates.prefillers
+    prefill = asked.rng.choice(least(prefillers, cost))
+    placement = emptiest_decoder(asked, prefill)
+    holders = Holders(asked)
+    matched = holders.matched.get(prefill[0], 0)
+    offer = bid(asked, prefill, matched, holders.best_for(prefill))
+    source = None if offer is None else offer.source
+    return Choice(
+        placement,
+        why,
+        len(prefillers),
+        num_matched_tokens=matched,
+        source=None if source is None else source.worker_id,
+        num_source_tokens=0 if source is None else source.num_tokens,
+    )

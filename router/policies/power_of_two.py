@@ -1,0 +1,37 @@
+"""Of two workers drawn by chance the less loaded one, for prefill and for decode.
+
+Source: Mitzenmacher, The power of two choices in randomized load balancing, 2001.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from engine.messages import Role
+from router.policies.base import Asked, Busy, Choice, Placement, Worker
+from router.policies.sharing import with_leader
+
+
+class PowerOfTwo:
+    """Looks at two workers of each pool, however many there are."""
+
+    name: ClassVar[str] = "power-of-two"
+    binds_late: ClassVar[bool] = False
+
+    def choose(self, asked: Asked) -> Choice | Busy:
+        """The best placement."""
+        shared = with_leader(asked)
+        if shared is not None:
+            return shared
+        prefillers = asked.candidates.prefillers
+        prefill_id, prefill = min(_two(asked, prefillers), key=lambda item: item[1].promised_tokens)
+        if prefill.info.role is Role.MIXED:
+            placement = Placement(prefill_id, prefill_id)
+        else:
+            partners = _two(asked, asked.candidates.partners(prefill_id))
+            decode_id, _ = min(partners, key=lambda item: item[1].promised_blocks)
+            placement = Placement(prefill_id, decode_id)
+        return Choice(placement, "less loaded of two", len(prefillers))
+
+
+def _two(asked: Asked, workers: Sequence[Worker]) -> Sequence[Worker]:
+    return asked.rng.sample(workers, 2) if len(workers) > 2 else workers

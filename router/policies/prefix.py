@@ -1,0 +1,38 @@
+"""The prefill worker with the least to compute before the prompt is done, what it holds left out.
+
+Affinity against balance by one sum of tokens: its backlog and what it would have to compute of this
+prompt. Nothing is pulled and nobody waits in the router, so a hot prefix has a queue where it is.
+
+Source: the cost of Dynamo's KV router, with a credit of one for each cached token.
+"""
+
+from typing import ClassVar
+
+from router.policies.base import Asked, Busy, Choice, Worker
+from router.policies.candidates import least
+from router.policies.sharing import emptiest_decoder, with_leader
+
+
+class Prefix:
+    """Goes where the prefix is, unless the queue there is longer than the prefix."""
+
+    name: ClassVar[str] = "prefix"
+    binds_late: ClassVar[bool] = False
+
+    def choose(self, asked: Asked) -> Choice | Busy:
+        """The best placement."""
+        shared = with_leader(asked)
+        if shared is not None:
+            return shared
+        matched = asked.known.matched_tokens()
+        prefillers = asked.candidates.prefillers
+
+        def cost(item: Worker) -> tuple[float, ...]:
+            worker_id, worker = item
+            return (worker.promised_tokens - matched.get(worker_id, 0),)
+
+        prefill = asked.rng.choice(least(prefillers, cost))
+        num_matched = matched.get(prefill[0], 0)
+        why = "holds the prefix" if num_matched else "shortest backlog"
+        placement = emptiest_decoder(asked, prefill)
+        return Choice(placement, why, len(prefillers), num_matched_tokens=num_matched)

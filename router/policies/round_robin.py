@@ -1,0 +1,34 @@
+"""Each worker in turn, for prefill and for decode, in order of name."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from engine.messages import Role, WorkerId
+from router.policies.base import Asked, Busy, Choice, Placement, Worker
+
+
+class RoundRobin:
+    """Remembers whose turn it was last in each pool."""
+
+    name: ClassVar[str] = "round-robin"
+    binds_late: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._last_prefill = WorkerId("")
+        self._last_decode = WorkerId("")
+
+    def choose(self, asked: Asked) -> Choice | Busy:
+        """The best placement."""
+        prefillers = asked.candidates.prefillers
+        prefill, worker = _after(self._last_prefill, prefillers)
+        self._last_prefill = prefill
+        if worker.info.role is Role.MIXED:
+            return Choice(Placement(prefill, prefill), "its turn", len(prefillers))
+        decode, _ = _after(self._last_decode, asked.candidates.partners(prefill))
+        self._last_decode = decode
+        return Choice(Placement(prefill, decode), "its turn", len(prefillers))
+
+
+def _after(last: WorkerId, workers: Sequence[Worker]) -> Worker:
+    """The next by name, and the first after the last."""
+    return min(workers, key=lambda item: (item[0] <= last, item[0]))

@@ -1,0 +1,47 @@
+"""What every policy does with the followers of a group, and with a decode worker to choose."""
+
+from engine.messages import Role
+from router.policies.base import Asked, Choice, Placement, Worker
+from router.policies.candidates import least
+
+
+def with_leader(asked: Asked) -> Choice | None:
+    """The two workers that computed the prompt for another request, if they have room."""
+    shared = asked.need.shared
+    if shared is None:
+        return None
+    near, candidates = shared.placement, asked.candidates
+    if not any(worker_id == near.prefill for worker_id, _ in candidates.prefillers):
+        return None
+    if (near.prefill, near.decode) in asked.view.severed:
+        return None
+    if not any(worker_id == near.decode for worker_id, _ in candidates.decoders):
+        return None
+    return Choice(
+        near, "with its leader", len(candidates.prefillers), num_matched_tokens=shared.num_tokens
+    )
+
+
+def emptiest_decoder(asked: Asked, prefill: Worker) -> Placement:
+    """With the decode worker that kept most of the prompt; among equals, the one of whose KV the
+    smallest share is promised. A mixed worker that prefills goes on decoding.
+    """
+    prefill_id, worker = prefill
+    if worker.info.role is Role.MIXED:
+        return Placement(prefill_id, prefill_id)
+
+    def cost(item: Worker) -> tuple[float, ...]:
+        decode_id, decoder = item
+        share = decoder.promised_blocks / decoder.info.num_blocks
+        return -asked.need.kept_tokens.get(decode_id, 0), share
+
+    equals = least(asked.candidates.partners(prefill_id), cost)
+    return Placement(prefill_id, asked.rng.choice(equals)[0])
+
+
+def kept_tokens(asked: Asked, prefill: Worker) -> int:
+    """The most that an earlier attempt left in a decode worker for this prefill worker."""
+    if not asked.need.kept_tokens:
+        return 0
+    kept = asked.need.kept_tokens
+    return max((kept.get(i, 0) for i, _ in asked.candidates.partners(prefill[0])), default=0)

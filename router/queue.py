@@ -1,0 +1,132 @@
+"""Requests that wait for a worker, in the order in which they are to be placed.
+
+First those that come back: they had a worker, or were held back for a leader that had one. Then by
+priority, the lowest number first; a higher number waits as long as there is a lower one. Within a
+priority tenants take turns by deficit round robin: at each turn a tenant may have so much more work
+placed, and what it does not use it keeps as long as it has requests. So who sends more, or longer
+requests, waits longer, and nobody else does. Within a tenant, in order of arrival.
+
+Work is predicted by whoever puts a request in, in whatever unit; `quantum` is what a turn is worth.
+
+Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin, SIGCOMM 1995.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.messages import RequestId
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """Its requests with the work of each, and how much more it may have placed at this turn."""
+
+    waiting: OrderedDict[RequestId, float] = field(default_factory=OrderedDict)
+    deficit: float = 0.0
+
+
+@dataclass(slots=True)
+class _Level:
+    """One priority: tenants with requests, whose turn it is first."""
+
+    tenants: OrderedDict[str, _Tenant] = field(default_factory=OrderedDict)
+    num_requests: int = 0
+    has_begun: bool = False  # the first tenant's turn: it has had its quantum
+
+
+class FairQueue:
+    """Whom to place next."""
+
+    def __init__(self, quantum: float) -> None:
+        self._quantum = quantum
+        self._returned: OrderedDict[RequestId, float] = OrderedDict()
+        self._levels: dict[int, _Level] = {}
+        self._homes: dict[RequestId, tuple[int, str]] = {}  # of those that have not come back
+        self.work = 0.0  # of all
+
+    def __len__(self) -> int:
+        return len(self._returned) + len(self._homes)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._homes or request_id in self._returned
+
+    def __iter__(self) -> Iterator[RequestId]:
+        yield from self._returned
+        yield from self._homes
+
+    def put(self, request_id: RequestId, *, priority: int, tenant: str, work: float) -> None:
+        """A request waits behind those of its tenant."""
+        assert request_id not in self
+        level = self._levels.setdefault(priority, _Level())
+        level.tenants.setdefault(tenant, _Tenant()).waiting[request_id] = work
+        level.num_requests += 1
+        self._homes[request_id] = (priority, tenant)
+        self.work += work
+
+    def put_back(self, request_id: RequestId, *, work: float) -> None:
+        """A request waits before all others."""
+        assert request_id not in self
+        self._returned[request_id] = work
+        self._returned.move_to_end(request_id, last=False)
+        self.work += work
+
+    def head(self) -> RequestId | None:
+        """Whose turn it is. It stays so until that is removed, or somebody goes before it."""
+        if self._returned:
+            return next(iter(self._returned))
+        if not self._levels:
+            return None
+        level = self._levels[min(self._levels)]
+        while True:
+            name, tenant = next(iter(level.tenants.items()))
+            if not level.has_begun:
+                level.has_begun = True
+                tenant.deficit += self._quantum
+            request_id, work = next(iter(tenant.waiting.items()))
+            if work <= tenant.deficit or len(level.tenants) == 1:
+                return request_id
+            level.tenants.move_to_end(name)
+            level.has_begun = False
+
+    def remove(self, request_id: RequestId) -> None:
+        """It is placed, and its tenant has that less to have placed at this turn."""
+        self._take(request_id, is_placed=True)
+
+    def discard(self, request_id: RequestId) -> None:
+        """It waits no longer, and nobody worked for it."""
+        self._take(request_id, is_placed=False)
+
+    def _take(self, request_id: RequestId, *, is_placed: bool) -> None:
+        if request_id in self._returned:
+            self.work -= self._returned.pop(request_id)
+            return
+        priority, name = self._homes.pop(request_id)
+        level = self._levels[priority]
+        tenant = level.tenants[name]
+        work = tenant.waiting.pop(request_id)
+        self.work -= work
+        level.num_requests -= 1
+        if is_placed:
+            tenant.deficit = max(tenant.deficit - work, 0.0)
+        if not tenant.waiting:
+            if name == next(iter(level.tenants)):
+                level.has_begun = False
+            del level.tenants[name]
+        if not level.tenants:
+            del self._levels[priority]
+        if not self._homes and not self._returned:
+            self.work = 0.0  # sums of floats drift
+
+    def validate(self) -> None:
+        """Asserts that every request waits in one place, and that no tenant waits for nothing."""
+        assert not set(self._homes) & set(self._returned)
+        seen: dict[RequestId, tuple[int, str]] = {}
+        for priority, level in self._levels.items():
+            assert level.tenants
+            assert level.num_requests == sum(len(t.waiting) for t in level.tenants.values())
+            for name, tenant in level.tenants.items():
+                assert tenant.waiting
+                assert tenant.deficit >= 0
+                seen |= dict.fromkeys(tenant.waiting, (priority, name))
+        assert seen == self._homes

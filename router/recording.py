@@ -1,0 +1,147 @@
+"""What went into a request machine and what came out, one JSON line an event.
+
+    {"version": 5, "config": {...}}                              first line
+    {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
+
+A machine is a function of its configuration and its events: a fresh one, fed the recorded events at
+the recorded times, must come to the same effects. `replay` says where it does not. That is how the
+simulator's claim to run the very same router is checked, and how a bug seen once is seen again.
+
+A recording holds prompts and answers: it is as confidential as they are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine.config import RouterConfig
+from engine.errors import ProtocolError
+from engine.messages import PROTOCOL_VERSION
+from router.events import (
+    Arrived,
+    BlocksChanged,
+    BlocksUnheard,
+    ClientGone,
+    FromWorker,
+    RouterEffect,
+    RouterEvent,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+)
+from router.machine import RouterMachine
+
+_EVENTS: dict[str, type[RouterEvent]] = {
+    kind.__name__: kind
+    for kind in (
+        WorkerJoined,
+        WorkerLost,
+        Arrived,
+        ClientGone,
+        FromWorker,
+        BlocksChanged,
+        BlocksUnheard,
+        Tick,
+    )
+}
+
+
+class _Head(msgspec.Struct, frozen=True):
+    version: int
+    config: RouterConfig
+
+
+class _Line(msgspec.Struct, frozen=True):
+    now_s: float
+    kind: str
+    event: msgspec.Raw
+    effects: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A recorded event after which a machine did something else, and both as JSON."""
+
+    line: int
+    kind: str
+    recorded: bytes
+    replayed: bytes
+
+
+class Recorder:
+    """Writes down what a machine is told and what it answers."""
+
+    def __init__(self, config: RouterConfig, write: Callable[[bytes], object]) -> None:
+        """`write` takes whole lines, in order."""
+        self._write = write
+        self._encoder = msgspec.json.Encoder()
+        write(self._encoder.encode(_Head(PROTOCOL_VERSION, config)) + b"\n")
+
+    def note(self, event: RouterEvent, now_s: float, effects: Iterable[RouterEffect]) -> None:
+        """The machine was told this, and this came of it."""
+        line = {
+            "now_s": now_s,
+            "kind": type(event).__name__,
+            "event": event,
+            "effects": _named(effects),
+        }
+        self._write(self._encoder.encode(line) + b"\n")
+
+
+def read_events(lines: Iterable[bytes]) -> Iterator[tuple[float, RouterEvent]]:
+    """The recorded events and their times, without what came of them. Raises ProtocolError."""
+    for _, line, event in _parse(_after_head(lines)):
+        yield line.now_s, event
+
+
+def replay(
+    lines: Iterable[bytes], make_machine: Callable[[RouterConfig], RouterMachine] = RouterMachine
+) -> Iterator[Mismatch]:
+    """Feeds recorded events to a fresh machine. Raises ProtocolError for what is no recording."""
+    rest = iter(lines)
+    machine = make_machine(read_config(rest))
+    for number, line, event in _parse(rest):
+        effects = machine.handle(event, line.now_s)
+        replayed, recorded = msgspec.json.encode(_named(effects)), bytes(line.effects)
+        if replayed != recorded:
+            yield Mismatch(number, line.kind, recorded, replayed)
+
+
+def read_config(lines: Iterator[bytes]) -> RouterConfig:
+    """The configuration of the machine that was recorded; takes the first line."""
+    first = next(lines, None)
+    if first is None:
+        raise ProtocolError("a recording is empty")
+    try:
+        head = msgspec.json.decode(first, type=_Head)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"line 1 of a recording: {error}") from error
+    if head.version != PROTOCOL_VERSION:
+        versions = f"{head.version} and {PROTOCOL_VERSION}"
+        raise ProtocolError(f"a recording's protocol version differs: {versions}")
+    return head.config
+
+
+def _after_head(lines: Iterable[bytes]) -> Iterator[bytes]:
+    rest = iter(lines)
+    read_config(rest)
+    return rest
+
+
+def _parse(lines: Iterable[bytes]) -> Iterator[tuple[int, _Line, RouterEvent]]:
+    for number, text in enumerate(lines, start=2):
+        try:
+            line = msgspec.json.decode(text, type=_Line)
+            kind = _EVENTS.get(line.kind)
+            if kind is None:
+                raise ProtocolError(f"line {number} of a recording: no event is a {line.kind}")
+            event: RouterEvent = msgspec.json.decode(line.event, type=kind)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"line {number} of a recording: {error}") from error
+        yield number, line, event
+
+
+def _named(effects: Iterable[RouterEffect]) -> list[tuple[str, Any]]:
+    return [(type(effect).__name__, effect) for effect in effects]

@@ -1,0 +1,209 @@
+"""What the request machine knows, and the invariants of that.
+
+One owner: only what `RouterMachine.handle` calls changes it.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Set
+
+from engine.config import RouterConfig
+from engine.messages import RequestId, SeqId, WorkerId
+from router.deadlines import Deadlines
+from router.estimates import Estimates
+from router.flight import Attempt, Flight
+from router.groups import HeldBack
+from router.index import Prefixes
+from router.lengths import AnswerLengths
+from router.policies import make_policy
+from router.policies.base import Policy
+from router.queue import FairQueue
+from router.view import ClusterView
+
+# A tenant's turn, in tokens of prompts and predicted answers: the larger, the fewer turns it takes
+# to reach a long request; the smaller, the finer the sharing.
+QUANTUM_TOKENS = 4096.0
+
+
+class RouterState:
+    """Workers, requests, and what has been learned."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        estimates: Estimates,
+        rng: random.Random,
+        prefixes: Prefixes,
+    ) -> None:
+        self.config = config
+        self.estimates = estimates
+        self.rng = rng
+        self.policy: Policy = make_policy(config.policy)
+        self.view = ClusterView()
+        self.prefixes = prefixes
+        self.lengths = AnswerLengths()
+        self.flights: dict[RequestId, Flight] = {}
+        self.queue = FairQueue(QUANTUM_TOKENS)
+        self.held = HeldBack()
+        self.deadlines = Deadlines()
+        self.by_seq: dict[SeqId, RequestId] = {}
+        self.counters: Counter[tuple[str, str]] = Counter()
+        self.queued_s = 0.0  # predicted to compute the prompts in the queue
+        self.busy_until_s: float | None = None  # a worker is predicted to be free for the head then
+        self.waits_for_better = False  # the head could be placed, but the policy would not
+        self.heard: set[WorkerId] = set()  # workers that tell by themselves what they cache
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self.queue) + len(self.held)
+
+    def put(self, flight: Flight) -> None:
+        """A new request waits for its turn."""
+        self._begin_wait(flight)
+        request = flight.request
+        self.queue.put(
+            request.request_id,
+            priority=request.priority,
+            tenant=request.tenant,
+            work=self.work(flight),
+        )
+        self.watch(flight)
+
+    def put_back(self, flight: Flight) -> None:
+        """A request that had its turn waits before all others."""
+        self._begin_wait(flight)
+        self.queue.put_back(flight.request.request_id, work=self.work(flight))
+        self.watch(flight)
+
+    def take(self, flight: Flight) -> None:
+        """A request waits no longer: it is being placed."""
+        self.queue.remove(flight.request.request_id)
+        self._end_wait(flight)
+
+    def drop(self, flight: Flight) -> None:
+        """A request waits no longer: it is over."""
+        self.queue.discard(flight.request.request_id)
+        self._end_wait(flight)
+
+    def watch(self, flight: Flight) -> None:
+        """Takes note of its next deadline; wanted where that may be earlier than it was."""
+        self.deadlines.note(flight.request.request_id, self.due_s(flight))
+
+    def due_s(self, flight: Flight) -> float:
+        """When the next of its deadlines falls due. One that is held back has none."""
+        attempt = flight.attempt
+        deadline_s = self.deadline_s(flight)
+        if attempt is None or attempt.offer_due_s is None:
+            return deadline_s
+        return min(deadline_s, attempt.offer_due_s)
+
+    def deadline_s(self, flight: Flight) -> float:
+        """Until when a worker, or news of it, is waited for."""
+        config = self.config
+        if flight.attempt is None:
+            overdue_s = flight.last_news_s + config.queue_timeout_s
+            if flight.tokens or flight.request.deadline_s is None:
+                return overdue_s
+            return min(overdue_s, flight.request.deadline_s)
+        timeout_s = config.progress_timeout_s
+        if not flight.attempt.prefilled:
+            timeout_s += flight.attempt.base_len / config.slowest_prefill_tokens_per_s
+        return flight.last_news_s + timeout_s
+
+    def _begin_wait(self, flight: Flight) -> None:
+        """What is cached of its prompt is not known before it is looked up."""
+        cost = self.estimates.any_prefill_s(flight.length)
+        flight.waits_for_s = cost or 0.0
+        self.queued_s += flight.waits_for_s
+
+    def _end_wait(self, flight: Flight) -> None:
+        self.queued_s = self.queued_s - flight.waits_for_s if self.queue else 0.0
+
+    def work(self, flight: Flight) -> float:
+        """Tokens that a request is predicted to cost, its journal and what is to come."""
+        return flight.length + self.lengths.left(self.max_tokens(flight), len(flight.tokens))
+
+    def max_tokens(self, flight: Flight) -> int:
+        """Tokens that its answer may have."""
+        return max(flight.request.limits.max_len - len(flight.request.token_ids), 1)
+
+    def predicted_len(self, flight: Flight) -> int:
+        """The length at its end that memory is reserved for, prompt included."""
+        request = flight.request
+        prompt_len = len(request.token_ids)
+        likely = prompt_len + self.lengths.nearly_longest(self.max_tokens(flight))
+        if likely > flight.length:
+            return likely
+        guess = min(outgrown(flight.length, prompt_len), request.limits.max_len)
+        return max(guess, flight.length)
+
+    # ------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Asserts the machine's invariants, reservations included."""
+        self.view.validate()
+        self.prefixes.validate()
+        self.queue.validate()
+        assert abs(self.queued_s - sum(self.flights[i].waits_for_s for i in self.queue)) < 1e-6
+        assert self.heard <= set(self.view.workers)
+        assert self.prefixes.workers == set(self.view.workers)
+        self._validate_deadlines()
+        waiting = {i for i, f in self.flights.items() if f.attempt is None}
+        held = {i for i in waiting if i in self.held}
+        assert waiting - held == set(self.queue)
+        self._validate_groups(held)
+        attempts = {f.attempt.seq_id: f.attempt for f in self.flights.values() if f.attempt}
+        assert set(attempts) == set(self.by_seq)
+        self._validate_claims(attempts)
+        for attempt in attempts.values():
+            self._validate_attempt(attempt)
+
+    def _validate_deadlines(self) -> None:
+        self.deadlines.validate()
+        for request_id, flight in self.flights.items():
+            noted_s = self.deadlines.noted_s(request_id)
+            if request_id in self.held:
+                assert noted_s is None
+            else:
+                assert noted_s is not None
+                assert noted_s <= self.due_s(flight)
+
+    def _validate_groups(self, held: Set[RequestId]) -> None:
+        self.held.validate()
+        assert len(self.held) == len(held)
+        for request_id in held:
+            leader = self.flights[request_id].request.leader
+            assert leader is not None
+            assert leader not in self.held
+            assert self.flights[leader].leads, "held back for nobody"
+
+    def _validate_claims(self, attempts: dict[SeqId, Attempt]) -> None:
+        for worker_id, worker in self.view.workers.items():
+            prefills = {
+                i for i, a in attempts.items() if a.prefill == worker_id and not a.prefilled
+            }
+            decodes = {i for i, a in attempts.items() if a.decode == worker_id}
+            assert set(worker.prefills) == prefills
+            assert set(worker.decodes) == decodes
+            for seq_id, claim in worker.decodes.items():
+                flight = self.flights[self.by_seq[seq_id]]
+                assert claim.context_tokens == flight.length
+                assert claim.blocks >= worker.info.layout.num_blocks_for(flight.length)
+
+    def _validate_attempt(self, attempt: Attempt) -> None:
+        workers = self.view.workers
+        assert attempt.decode in workers
+        assert (attempt.prefilled and attempt.kv_ready) or attempt.prefill in workers
+        if attempt.holder is not None:
+            assert attempt.holder in workers
+            assert attempt.holder != attempt.prefill
+            assert attempt.started_s is None
+        else:
+            assert attempt.offer_due_s is None
+
+
+def outgrown(length: int, prompt_len: int) -> int:
+    """A new guess for an answer that became longer than predicted: half as much again."""
+    return length + max((length - prompt_len) // 2, 16)

@@ -1,0 +1,99 @@
+"""Several gateway processes on one port, in front of a worker that computes nothing."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from bench.driven import Driven
+from bench.gateway_worker import NUM_BLOCKS, Options
+from deploy.cluster import BUNDLED_MODEL, Deployment, Pools
+from deploy.launcher import ProcessLauncher
+from deploy.processes import WorkerReady, WorkerSpec
+from engine.config import Config, GatewayConfig
+from engine.errors import ConfigError
+from tests.e2e.served import matching, metrics, poll_until
+
+NUM_REQUESTS = 18
+
+
+class NullWorkers(ProcessLauncher):
+    """Gateways are what they are."""
+
+    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
+        options = Options(spec.token, pace_s=0.001, token_ids=(300, 301), worker_id=spec.worker_id)
+        argument = msgspec.json.encode(options).decode()
+        self.worker = Driven("worker", [sys.executable, "-m", "bench.gateway_worker", argument])
+        self.worker.start()
+        facts = self.worker.ready(30)
+        return WorkerReady(facts["address"], facts["pid"], 4096, NUM_BLOCKS, 1, 0.0)
+
+    def close(self) -> None:
+        super().close()
+        self.worker.close()
+
+
+def deployment(port: int = 0) -> Deployment:
+    config = Config(gateway=GatewayConfig(port=port, processes=2))
+    pools = Pools(prefill=0, decode=0, mixed=1)
+    return Deployment(NullWorkers(), model=BUNDLED_MODEL, pools=pools, config=config)
+
+
+@pytest.fixture
+def serving() -> Iterator[Deployment]:
+    running = deployment()
+    running.open(lambda _: None)
+    yield running
+    directory = Path(running._siblings.name)
+    assert directory.is_dir()
+    running.close()
+    assert not directory.exists()
+    for gateway in running.gateways:
+        assert not Path(f"/proc/{gateway.pid}").exists()
+
+
+def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
+    """Each over a connection of its own, which is how the kernel shares them out."""
+    for _ in range(num_requests):
+        body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=10)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def finished(url: str) -> dict[str, float]:
+    """Requests by process."""
+    found = matching(r'baton_requests_total\{.*"finished"', metrics(url))
+    return {name.split('process="')[1][0]: count for name, count in found.items()}
+
+
+def test_two_processes_share_the_work_and_one_goes_on_without_the_other(serving):
+    first, second = serving.gateways
+    assert first.url == second.url
+    assert first.pid != second.pid
+    url = first.url
+    assert httpx.get(f"{url}/ready").status_code == 200
+    ask(url)
+    counts = finished(url)
+    assert sum(counts.values()) == NUM_REQUESTS
+    assert set(counts) == {"0", "1"}
+    assert all(counts.values())
+    page = metrics(url)
+    assert page["baton_gateway_processes"] == 2
+    assert page['vllm:num_requests_waiting{model_name="target"}'] == 0
+    assert sum(matching(r"vllm:prompt_tokens_total\{", page).values()) >= NUM_REQUESTS
+
+    with pytest.raises(ConfigError, match=r"cannot listen on .*: Address already in use"):
+        deployment(port=int(url.rsplit(":", 1)[1])).open(lambda _: None)
+
+    os.kill(second.pid, signal.SIGKILL)
+    dead: list[str] = []
+    poll_until(lambda: bool(dead.extend(serving.dead()) or dead), "its end is noticed", 10)
+    assert dead == ["gateway-1 ended with status -9"]
+    ask(url)
+    assert finished(url) == {"0": counts["0"] + NUM_REQUESTS}
+    assert metrics(url)["baton_gateway_processes"] == 1

@@ -1,0 +1,230 @@
+"""One worker's pool, and what two gateways know of it over a network that loses and repeats.
+
+The worker's side is the real pool and log, a gateway's the real `BlockNews` and `PrefixMap`.
+Batches between them lie in a heap from which any may be taken, twice, or never. The worker may
+start anew. At any time a gateway that has what it was told in order knows just what was cached
+then; and once the network is quiet, just what is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine import block_events
+from engine.block_events import BlockStored, EventLog, Numbered, decode_batch
+from engine.blocks import BlockHash, BlockId, BlockPool
+from engine.messages import WorkerId
+from router import block_news
+from router.block_news import (
+    Answered,
+    AnswerEnded,
+    Apply,
+    AskBatches,
+    AskSnapshot,
+    BlockNews,
+    Counted,
+    NewsEffect,
+    NewsEvent,
+    Published,
+    Tick,
+    Unheard,
+    apply_events,
+)
+from router.prefixes import PrefixMap
+
+WORKER = WorkerId("w")
+NUM_BLOCKS = 4
+HASHES = [BlockHash(bytes([i] * 16)) for i in range(6)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_bounds():
+    """So that all of them are reached."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_events, "MAX_BLOCKS_PER_BATCH", 2)
+        patch.setattr(block_news, "MAX_EARLY_BATCHES", 3)
+        yield
+
+
+@dataclass
+class Gateway:
+    """One gateway in one session with the worker."""
+
+    news: BlockNews = field(default_factory=BlockNews)
+    index: PrefixMap = field(default_factory=PrefixMap)
+    batches: list[Numbered] = field(default_factory=list)  # on their way
+    asks: list[AskBatches | AskSnapshot] = field(default_factory=list)  # the last one, or none
+    answer: list[Numbered] = field(default_factory=list)  # in order, its end left out
+    is_answered: bool = False
+    is_unheard: bool = False
+
+    def perform(self, effects: Sequence[NewsEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Apply(events):
+                    apply_events(self.index, WORKER, events)
+                    self.is_unheard = False
+                case AskBatches() | AskSnapshot():
+                    self.asks, self.answer, self.is_answered = [effect], [], False
+                case Unheard():
+                    assert not self.is_unheard, "it was said twice"
+                    self.asks, self.answer, self.is_answered = [], [], False
+                    self.is_unheard = True
+
+    def knows(self) -> set[BlockHash]:
+        return {h for h in HASHES if self.index.longest([h])}
+
+
+class TellingWorker(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.num_steps = 0
+        self.start()
+
+    def start(self) -> None:
+        """A life of the worker, and sessions with it."""
+        self.pool = BlockPool(NUM_BLOCKS, keeps_news=True)
+        self.log = EventLog(block_size=1, max_batches=3)
+        self.held: list[BlockId] = []
+        self.published: list[Numbered] = []
+        self.states: list[set[BlockHash]] = [set()]  # of the cache, before each batch
+        self.gateways = [Gateway(), Gateway()]
+        for gateway in self.gateways:
+            gateway.index.add(WORKER, NUM_BLOCKS)
+            gateway.perform(gateway.news.open(self.now_s))
+        self.answer(0)  # one of them follows at once
+        self.deliver_answer(0, 2)
+
+    def handle(self, gateway: Gateway, event: NewsEvent) -> None:
+        gateway.perform(gateway.news.handle(event, self.now_s))
+
+    # ------------------------------------------------------------ the worker
+
+    @rule(contents=st.lists(st.sampled_from([*HASHES, None]), max_size=4), data=st.data())
+    def work(self, contents, data):
+        """A step: lets go of some blocks, and fills others, which may evict."""
+        self.num_steps += 1
+        kept = data.draw(st.lists(st.sampled_from(self.held), max_size=1)) if self.held else []
+        self.pool.disown([block for block in self.held if block not in kept])
+        self.held = kept
+        contents = contents[: self.pool.num_idle]
+        for block, content in zip(self.pool.allocate(len(contents)), contents, strict=True):
+            self.held.append(block)
+            if content is not None:
+                self.pool.set_hash(block, content, parent=data.draw(st.sampled_from(HASHES)))
+        self.publish()
+
+    def publish(self) -> None:
+        for number, payload in self.log.append(self.pool.take_news(), 0.0):
+            state = set(self.states[-1])
+            for event in decode_batch(payload):
+                change = state.update if isinstance(event, BlockStored) else state.difference_update
+                change(event.block_hashes)
+            self.states.append(state)
+            self.published.append((number, payload))
+            for gateway in self.gateways:
+                gateway.batches.append((number, payload))
+        assert self.states[-1] == {h for h in HASHES if self.pool.match([h])}
+
+    @precondition(lambda self: self.num_steps > 12)
+    @rule()
+    def restart(self):
+        """Sessions end with the worker; a gateway forgets it, and meets another."""
+        self.num_steps = 0
+        self.start()
+
+    # ------------------------------------------------------------ the network
+
+    @rule(gateway=st.integers(0, 1), is_lost=st.booleans(), data=st.data())
+    def deliver(self, gateway, is_lost, data):
+        """Any batch that is on its way arrives before the others, or never."""
+        there = self.gateways[gateway]
+        if there.batches:
+            index = data.draw(st.integers(0, len(there.batches) - 1))
+            number, payload = there.batches.pop(index)
+            if not is_lost:
+                self.handle(there, Published(number, decode_batch(payload)))
+
+    @precondition(lambda self: self.published)
+    @rule(gateway=st.integers(0, 1), data=st.data())
+    def deliver_again(self, gateway, data):
+        """Whatever was published arrives once more, or at last."""
+        number, payload = data.draw(st.sampled_from(self.published))
+        self.handle(self.gateways[gateway], Published(number, decode_batch(payload)))
+
+    @rule(gateway=st.integers(0, 1), num=st.integers(1, 9))
+    def deliver_in_order(self, gateway, num):
+        there = self.gateways[gateway]
+        now, there.batches = there.batches[:num], there.batches[num:]
+        for number, payload in now:
+            self.handle(there, Published(number, decode_batch(payload)))
+
+    @rule(gateway=st.integers(0, 1))
+    def answer(self, gateway):
+        """The worker gets the ask and says all that it has to say."""
+        there = self.gateways[gateway]
+        if there.asks:
+            there.answer = self.answer_to(there.asks.pop())
+            there.is_answered = True
+
+    def answer_to(self, ask: AskBatches | AskSnapshot) -> list[Numbered]:
+        if isinstance(ask, AskBatches):
+            return self.log.since(ask.first)
+        return list(self.log.snapshot(0.0))
+
+    @rule(gateway=st.integers(0, 1), num=st.integers(1, 4))
+    def deliver_answer(self, gateway, num):
+        """Answers come over a stream: in order, or not at all."""
+        for _ in range(num):
+            self.deliver_piece(self.gateways[gateway])
+
+    def deliver_piece(self, there: Gateway) -> None:
+        if there.answer:
+            number, payload = there.answer.pop(0)
+            self.handle(there, Answered(number, decode_batch(payload)))
+        elif there.is_answered:
+            there.is_answered = False
+            self.handle(there, AnswerEnded())
+
+    @rule(gateway=st.integers(0, 1), seconds=st.sampled_from([0.1, 1.0, 10.0]))
+    def wait(self, gateway, seconds):
+        """Whoever has been asked and does not answer within ten seconds will not any more."""
+        self.now_s += seconds
+        self.handle(self.gateways[gateway], Tick())
+
+    @rule(gateway=st.integers(0, 1))
+    def count(self, gateway):
+        self.handle(self.gateways[gateway], Counted(self.log.num_batches))
+
+    @invariant()
+    def all_is_sound(self):
+        self.pool.validate()
+        for gateway in self.gateways:
+            gateway.news.validate()
+            gateway.index.validate()
+            if gateway.news._next is not None:  # then all before that, in order
+                assert gateway.knows() == self.states[gateway.news._next]
+
+    def teardown(self) -> None:
+        """Nothing more happens but time, and what is asked is answered: then all is known."""
+        for number, gateway in enumerate(self.gateways):
+            gateway.batches.clear()  # it need not be what was on its way
+            for _ in range(20):
+                self.count(number)
+                self.answer(number)
+                while gateway.is_answered:
+                    self.deliver_piece(gateway)
+                self.wait(number, 2.0)
+            assert gateway.news.is_following
+            assert gateway.news.next_wake_s() is None
+            assert not gateway.is_unheard
+            assert gateway.knows() == self.states[-1]
+
+
+TestTellingWorker = TellingWorker.TestCase
+TestTellingWorker.settings = settings(max_examples=150, stateful_step_count=40)

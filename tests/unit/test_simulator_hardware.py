@@ -1,0 +1,94 @@
+import msgspec
+import pytest
+
+from bench.simulator.hardware import (
+    PROFILES,
+    Chip,
+    ModelShape,
+    Pricing,
+    StepPrice,
+    by_roofline,
+    hardware_named,
+    write_hardware,
+)
+from engine.errors import ConfigError
+
+QWEN3_8B = ModelShape(36, 32, 8, 128, 36 * 192.9e6, 622e6)
+H200 = Chip(989e12, 4.8e12, 141e9, 50e9)
+
+
+@pytest.mark.parametrize(("name", "kilobytes"), [("0.6b", 112), ("8b", 144), ("32b-tp2", 256)])
+def test_kv_of_a_token_is_what_the_model_says(name, kilobytes):
+    assert PROFILES[f"h200-qwen3-{name}"].kv_token_bytes == kilobytes * 1024
+
+
+def test_llama_70b_holds_320_kilobytes_a_token():
+    assert PROFILES["h200-llama-3.1-70b-tp8"].kv_token_bytes == 320 * 1024
+
+
+def test_prices_are_near_the_tables_they_come_from():
+    pricing = Pricing(PROFILES["h200-qwen3-8b"])
+    for length, ms in ((1024, 22.1), (4096, 91.2), (16_384, 455), (32_768, 1177)):
+        price = StepPrice(num_new=length, squares=length**2)
+        assert pricing.step_s(price) * 1000 == pytest.approx(ms, rel=0.06)
+    assert pricing.decode_s(64, 64 * 2048) * 1000 == pytest.approx(10.19, rel=0.03)
+
+
+def test_a_linear_profile_looks_only_at_new_tokens():
+    pricing = Pricing(PROFILES["h200-qwen3-32b-tp2-linear"])
+    near, far = StepPrice(8192, 8192**2), StepPrice(8192, 65_536**2 - 57_344**2)
+    assert pricing.step_s(near) == pricing.step_s(far) == 0.473798
+    assert pricing.step_s(StepPrice(768)) == pytest.approx((29.386 + 53.678) / 2000)
+    assert pricing.step_s(StepPrice(1)) == pytest.approx(17.6316e-3)
+
+
+def test_decoding_beside_a_prompt_pays_for_the_weights_once():
+    hardware = PROFILES["h200-qwen3-8b"]
+    pricing = Pricing(hardware)
+    prompt, rows = StepPrice(1024, 1024**2), StepPrice(0, 0, 8, 16_000)
+    both = StepPrice(1024, 1024**2, 8, 16_000)
+    saved = min(hardware.prefill.fixed_s, hardware.decode.fixed_s)
+    assert pricing.step_s(both) == pytest.approx(
+        pricing.step_s(prompt) + pricing.step_s(rows) - saved
+    )
+
+
+def test_decode_is_priced_alike_with_and_without_a_step_around_it():
+    pricing = Pricing(PROFILES["h200-qwen3-8b"])
+    assert pricing.step_s(StepPrice(0, 0, 7, 12_345)) == pricing.decode_s(7, 12_345)
+
+
+def test_a_roofline_is_near_what_was_measured():
+    profile, measured = by_roofline("mine", QWEN3_8B, H200), PROFILES["h200-qwen3-8b"]
+    for length in (1024, 8192):
+        assert profile.prefill.seconds(length) == pytest.approx(
+            measured.prefill.seconds(length), rel=0.3
+        )
+    assert profile.decode.seconds(8, 16_000) == pytest.approx(
+        measured.decode.seconds(8, 16_000), rel=0.3
+    )
+    assert profile.num_blocks == pytest.approx(measured.num_blocks, rel=0.05)
+
+
+def test_a_model_that_does_not_fit_has_no_profile():
+    with pytest.raises(ConfigError, match="no room"):
+        by_roofline("mine", QWEN3_8B, Chip(1e15, 1e12, 10e9, 1e10))
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    profile = PROFILES["h200-qwen3-32b-tp2-linear"]
+    write_hardware(profile, tmp_path / "mine.json")
+    assert hardware_named(str(tmp_path / "mine.json")) == profile
+
+
+def test_a_profile_that_is_no_good_is_an_error_that_says_why(tmp_path):
+    with pytest.raises(ConfigError, match="h200-qwen3-8b"):
+        hardware_named("h300")
+    with pytest.raises(ConfigError, match=r"No such file"):
+        hardware_named(str(tmp_path / "none.json"))
+    path = tmp_path / "bad.json"
+    fields = msgspec.to_builtins(PROFILES["h200-qwen3-8b"])
+    for change in ({"num_blocks": 0}, {"blocks": 3}, {"chunk_table": [[1, 2.0]]}):
+        path.write_bytes(msgspec.json.encode(fields | change))
+        with pytest.raises(ConfigError, match=str(path)):
+            hardware_named(str(path))

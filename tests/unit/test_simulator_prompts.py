@@ -1,0 +1,52 @@
+"""Prompts of a trace: hashes from ids instead of tokens, and the same to everybody."""
+
+from bench.simulator.prompts import Prompts
+from bench.simulator.traces import Trace, TraceRequest
+from engine.blocks import hash_block, hash_blocks
+from engine.intake import MAX_ID
+from engine.messages import OfferPrefix, RequestId, SeqId
+
+FIRST, SECOND = TraceRequest(0.0, 10, 4, (1, 2, 3)), TraceRequest(0.0, 12, 4, (1, 2, 9))
+TRACE = Trace("t", 4, (FIRST, SECOND))
+
+
+def read(prompts, seq_id, token_ids):
+    return prompts.read(OfferPrefix(SeqId(seq_id), list(token_ids)), 4)
+
+
+def test_equal_ids_give_equal_hashes_and_others_different_ones():
+    prompts = Prompts(TRACE, 4)
+    tokens = {
+        name: prompts.open(RequestId(name), r)[0] for name, r in (("a", FIRST), ("b", SECOND))
+    }
+    first = read(prompts, "a.0", tokens["a"]).block_hashes
+    second = read(prompts, "b.3", tokens["b"]).block_hashes
+    assert (len(tokens["a"]), len(first)) == (10, 2)
+    assert list(second[:2]) == list(first)
+    assert second[2] not in first
+
+
+def test_the_router_and_the_workers_know_the_same_hashes_also_of_an_answer():
+    prompts = Prompts(TRACE, 4)
+    tokens, hashes = prompts.open(RequestId("a"), FIRST)
+    journal = [*tokens, 70, 71, 72]
+    facts = read(prompts, "a.1", journal)
+    assert hashes is not None
+    assert hashes.leading(journal, num_tokens=13, block_size=4) == list(facts.block_hashes)
+    assert facts.block_hashes[2] == hash_block(facts.block_hashes[1], journal[8:12])
+    assert facts.largest_id == MAX_ID
+
+
+def test_blocks_of_another_size_are_hashed_by_their_tokens():
+    prompts = Prompts(Trace("t", 8, ()), 4)
+    tokens, hashes = prompts.open(RequestId("a"), TraceRequest(0.0, 10, 4, (1, 2)))
+    assert tokens == (1,) * 8 + (2,) * 2
+    assert hashes is None
+    assert read(prompts, "a.0", tokens) == (hash_blocks(tokens, 4), 2)
+
+
+def test_nothing_is_remembered_of_a_request_that_is_over():
+    prompts = Prompts(TRACE, 4)
+    tokens, _ = prompts.open(RequestId("a"), FIRST)
+    prompts.close(RequestId("a"))
+    assert read(prompts, "a.0", tokens).block_hashes == hash_blocks(tokens, 4)

@@ -1,0 +1,152 @@
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.simulator.traces import (
+    Chat,
+    Trace,
+    TraceError,
+    TraceRequest,
+    infinite_cache_hits,
+    prompt_tokens,
+    read_trace,
+    synthetic,
+    with_ids,
+    write_trace,
+)
+
+MOONCAKE = """\
+{"timestamp": 3000, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
+{"timestamp": 6000, "input_length": 1030, "output_length": 7, "hash_ids": [0, 1, 2]}
+"""
+AZURE = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9305900,396,0
+"""
+FEW = settings(max_examples=25, deadline=None)
+
+
+def written(tmp_path, text, name="trace.jsonl"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_a_mooncake_trace_is_read_from_its_first_request_on(tmp_path):
+    trace = read_trace(written(tmp_path, MOONCAKE))
+    assert trace.block_tokens == 512
+    assert trace.requests == (
+        TraceRequest(0.0, 1000, 5, (0, 1)),
+        TraceRequest(3.0, 1030, 7, (0, 1, 2)),
+    )
+
+
+def test_an_azure_trace_has_lengths_and_shares_nothing(tmp_path):
+    trace = read_trace(written(tmp_path, AZURE, "azure.csv"))
+    assert [(r.input_len, r.output_len) for r in trace.requests] == [(374, 44), (396, 1)]
+    assert trace.requests[1].arrived_s == pytest.approx(4.25)
+    first, second = with_ids(trace).requests
+    assert not set(first.block_ids) & set(second.block_ids)
+
+
+@FEW
+@given(
+    st.lists(
+        st.builds(
+            TraceRequest,
+            st.floats(0, 1e6),
+            st.integers(1, 20),
+            st.integers(1, 9),
+            st.just(()),
+            st.integers(-3, 3),
+        ),
+        min_size=1,
+    )
+)
+def test_what_is_written_is_read_again(tmp_path_factory, requests):
+    requests.sort(key=lambda r: r.arrived_s)
+    start_s = requests[0].arrived_s
+    trace = with_ids(Trace("t.jsonl", 8, tuple(requests)))
+    path = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    write_trace(trace, path)
+    read = read_trace(path)
+    assert read.block_tokens == 8
+    assert [r.block_ids for r in read.requests] == [r.block_ids for r in trace.requests]
+    assert [r.priority for r in read.requests] == [r.priority for r in trace.requests]
+    assert [r.arrived_s for r in read.requests] == [r.arrived_s - start_s for r in requests]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("", "empty"),
+        ("hello\n", ":1: neither JSON nor the header"),
+        (MOONCAKE + '{"timestamp": 1}\n', ":3: Object missing required field"),
+        (MOONCAKE + "nonsense\n", ":3: "),
+        (MOONCAKE.replace("[0, 1]", "[0]"), ":1: 1 block ids for 1000 tokens"),
+        (MOONCAKE.replace('"output_length": 7', '"output_length": 0'), ":2: 1030 tokens in, 0 out"),
+        (MOONCAKE.replace("6000", "-1"), ":2: a request cannot come at"),
+        (MOONCAKE.replace("[0, 1]", "[0, -1]"), ":1: a block id is not between"),
+        (AZURE + "yesterday,1,2\n", ":4: Invalid isoformat"),
+        (AZURE + "2023-11-16 18:15:46,1\n", ":4: not enough values"),
+        ('{"format": "baton-trace", "version": 2, "block_tokens": 4}\n', ":1: "),
+        ('{"format": "baton-trace", "version": 1, "block_tokens": 4}\n', "no requests"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named_with_the_reason(tmp_path, text, where):
+    path = written(tmp_path, text)
+    with pytest.raises(TraceError) as error:
+        read_trace(path)
+    assert str(path) in str(error.value)
+    assert where in str(error.value)
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(TraceError, match="missing"):
+        read_trace(tmp_path / "missing.jsonl")
+
+
+def test_equal_ids_are_equal_tokens_and_only_those(tmp_path):
+    trace = read_trace(written(tmp_path, MOONCAKE))
+    first, second = (prompt_tokens(r, 512) for r in trace.requests)
+    assert len(first) == 1000
+    assert first == second[:1000]
+    assert set(second[1024:]) == {2}
+
+
+def test_a_cache_that_forgets_nothing_hits_full_blocks_and_never_the_last_token():
+    requests = (
+        TraceRequest(0.0, 8, 1, (0, 1)),
+        TraceRequest(1.0, 8, 1, (0, 1)),  # its second block holds the token to compute
+        TraceRequest(2.0, 9, 1, (0, 1, 2)),
+        TraceRequest(3.0, 3, 1, (0,)),
+    )
+    assert infinite_cache_hits(Trace("t", 4, requests)) == (4 + 8) / (8 + 8 + 9 + 3)
+
+
+def test_speed_and_length_are_scaled_and_sharing_is_kept():
+    trace = Trace("t", 512, (TraceRequest(0.0, 1000, 9, (0, 1)), TraceRequest(8.0, 513, 1, (0, 3))))
+    scaled = trace.sped_up(4.0).shortened(64)
+    assert scaled.block_tokens == 8
+    assert [r.arrived_s for r in scaled.requests] == [0.0, 2.0]
+    assert [(r.input_len, r.output_len) for r in scaled.requests] == [(16, 1), (9, 1)]
+    assert [len(r.block_ids) for r in scaled.requests] == [2, 2]
+
+
+@pytest.mark.parametrize("factor", [0, -1, 3])
+def test_lengths_can_only_be_divided_by_what_divides_a_block(factor):
+    with pytest.raises(TraceError, match="cannot be divided"):
+        Trace("t", 512, ()).shortened(factor)
+
+
+def test_a_made_up_trace_is_the_same_for_a_seed_and_shares_prefixes():
+    chat = Chat(input_tokens=900, output_tokens=60)
+    trace = synthetic(chat, 100, Random(3))
+    assert trace == synthetic(chat, 100, Random(3))
+    assert trace != synthetic(chat, 100, Random(4))
+    assert len(trace.requests) == 100
+    assert all(len(r.block_ids) == -(-r.input_len // 512) for r in trace.requests)
+    assert infinite_cache_hits(trace) > 0.2
