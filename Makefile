@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install serve test check format test-core test-long fuzz clean
+.PHONY: install serve test check format test-core test-rest test-long fuzz clean
 
 install: .venv/.installed
 
@@ -22,16 +22,20 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: install test-core
+# Both at once: most of the time of the one is spent waiting for processes.
+test: install .venv-core/.installed
+	$(MAKE) -j2 test-core test-rest
+
+test-rest: install
 	$(BIN)/python -m pytest tests --ignore tests/unit
 
 # The unit tests in an environment that has neither torch nor Ray: the proof that the core needs none.
 test-core: .venv-core/.installed
 	.venv-core/bin/python -m pytest -q tests/unit
 
-# Code for GPUs, interpreted on a CPU: some minutes, when that code changes.
+# What takes longest: code for GPUs interpreted on a CPU, networks that are cut, some benchmarks.
 test-long: install
-	$(BIN)/python -m pytest -m long tests/model
+	$(BIN)/python -m pytest -m long tests
 
 # What peers may send, and what properties hold for, searched for longer than the tests do.
 fuzz: install

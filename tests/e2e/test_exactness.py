@@ -106,7 +106,15 @@ def test_sampled_tokens_are_the_same_colocated_and_disaggregated(pair, colocated
     assert serve(pair, PROMPTS, SAMPLINGS, at_once) == colocated
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        pytest.param("qwen3", marks=pytest.mark.long),
+        pytest.param("mistral", marks=pytest.mark.long),
+        "gemma",
+    ],
+)
 def test_other_architectures_equal_generate(kind, tmp_path_factory):
     model = tiny_checkpoint(tmp_path_factory, kind)
     inputs = prompts(8, vocab_size=64, seed=2, longest=60)

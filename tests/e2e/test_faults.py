@@ -29,6 +29,7 @@ NUM_REQUESTS = 200
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_running=16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", TRANSPORTS[2:])  # over NIXL most can be left behind
 def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
     rng = random.Random(3)

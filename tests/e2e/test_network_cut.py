@@ -49,6 +49,7 @@ HEALED_WITHIN_S = 45.0
 MUCH_BYTES = 300_000  # less than the KV of one prompt
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make_link",
     [

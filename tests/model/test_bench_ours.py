@@ -10,7 +10,7 @@ from bench.peers.driver import options_of
 from bench.shapes import SHAPES, make_checkpoint
 from engine.model.native.library import kernels
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 NUM_STEPS = 6
 PROMPTS = [[5, 9, 300, 17] * n for n in (2, 70, 33)]  # the second takes two chunks

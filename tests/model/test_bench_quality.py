@@ -26,7 +26,7 @@ from engine.model.bundled import corpus
 from engine.model.native.library import kernels
 from tests.checkpoints import tiny_checkpoint
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="the CPU kernels cannot be built here")
 

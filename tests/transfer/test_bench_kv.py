@@ -17,6 +17,8 @@ from bench.kv_results import PHASES, TRANSFER, Measured, results, warnings
 from bench.machine import hardware
 from bench.report import Report, to_json
 
+pytestmark = pytest.mark.long
+
 PLAN = KvPlan(
     block_sizes=(16 * KIB, 64 * KIB),
     backends=("shm", "zmq"),
