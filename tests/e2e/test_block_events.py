@@ -144,7 +144,7 @@ def test_what_a_worker_tells_is_known_to_all_who_follow_it_and_what_it_takes_bac
     run(test)
 
 
-@pytest.mark.parametrize(("num_batches", "means"), [(150, "batches"), (200, "snapshot")])
+@pytest.mark.parametrize(("num_batches", "means"), [(150, "batches"), (400, "snapshot")])
 def test_who_reads_too_slowly_loses_batches_and_gets_them_by_asking(
     monkeypatch, num_batches, means
 ):
