@@ -1,7 +1,7 @@
 """What a gateway predicts of its workers, in seconds, from what it has seen of them.
 
-Two models, by how much is known. At first a rate: seconds per token computed, or per byte pulled,
-over all workers. Then, for a class of workers that has shown work of different sizes, the formulas
+Two models, by how much is known. At first a rate: seconds per token computed, per byte pulled, or
+per decode step, over all workers. Then, for a class of workers that has shown work of different sizes, the formulas
 of `router.costs`. No observation, no prediction.
 
 Prompts are timed from their first chunk to their first token, pulls by the decode workers' word,
@@ -92,6 +92,7 @@ class Estimates:
         self._online = OnlineCosts()
         self._prefill_rate = Rate()  # per token
         self._pull_rate = Rate()  # per byte
+        self._step_rate = Rate()  # per step
         self._offer_s = FIRST_OFFER_S
         self._sizes: dict[tuple[str, WorkerClass], _Sizes] = {}
 
@@ -129,7 +130,9 @@ class Estimates:
         """Steps that a worker told of. Those with prompts say little: these are timed whole."""
         for step in steps:
             decodes = step.num_rows > 0 and not step.num_prefill_tokens
-            if decodes and self._is_taken("decode", worker, step.num_rows):
+            if decodes:
+                self._step_rate.observe(1, step.seconds)
+            if decodes and self._is_taken("decode", worker, step.num_context_tokens):
                 sample = StepSample(
                     step.seconds,
                     num_rows=step.num_rows,
@@ -165,9 +168,12 @@ class Estimates:
 
     def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
         """The formula for a worker's decode steps."""
-        if self._of("decode", worker).number:
+        if self._of("decode", worker).are_enough:
             return self._online.costs(worker_class(worker)).decode
-        return self._prior.decode
+        if self._prior.decode is not None:
+            return self._prior.decode
+        step_s = self._step_rate.s_per_unit
+        return None if step_s is None else DecodeCost(step_s, 0.0, 0.0)
 
     def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
         """To compute a prompt of which so many leading tokens are cached."""

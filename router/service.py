@@ -37,6 +37,7 @@ from engine.messages import (
 from engine.rpc import SessionClient
 from router.block_feed import BlockFeed
 from router.block_news import Apply, Unheard
+from router.estimates import Estimates
 from router.events import BlocksChanged, BlocksUnheard
 from router.machine import (
     Arrived,
@@ -97,13 +98,20 @@ class Router:
     """Implements `RouterPort` on a `RouterMachine` and sessions with workers."""
 
     def __init__(
-        self, addresses: list[str], *, config: RouterConfig, token: str, clock: Clock
+        self,
+        addresses: list[str],
+        *,
+        config: RouterConfig,
+        token: str,
+        clock: Clock,
+        estimates: Estimates | None = None,
     ) -> None:
+        """`estimates` may know what workers cost before they have shown it."""
         self._addresses = addresses
         self._token = token
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
-        self.machine = RouterMachine(_seeded(config, self.gateway_id))
+        self.machine = RouterMachine(_seeded(config, self.gateway_id), estimates=estimates)
         self._links: dict[WorkerId, SessionClient] = {}
         self._clients: dict[RequestId, _Client] = {}
         self._fingerprint = ""

@@ -20,6 +20,7 @@ from engine.clock import MonotonicClock
 from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Limits, LoadReport, RequestId, Role, Sampling, WorkerId
 from kvtransfer.nixl_backend import PACKAGES
+from router.estimates import Estimates
 from router.requests import Finished, Outcome, Request, Timeline
 from router.service import Router
 from router.view import WorkerView
@@ -109,9 +110,11 @@ def workers(
 
 
 @asynccontextmanager
-async def router(running: Workers, config: RouterConfig | None = None) -> AsyncIterator[Router]:
+async def router(
+    running: Workers, config: RouterConfig | None = None, *, estimates: Estimates | None = None
+) -> AsyncIterator[Router]:
     """A router that all workers have joined. When all is asked, they hold nothing for anybody."""
-    async with _linked(running.addresses, config or RouterConfig()) as r:
+    async with _linked(running.addresses, config or RouterConfig(), estimates) as r:
         await until(lambda: len(r.workers()) == len(running.addresses), "all workers joined")
         yield r
         assert r.machine.num_flights == 0
@@ -139,8 +142,12 @@ async def conserved(running: Workers) -> None:
 
 
 @asynccontextmanager
-async def _linked(addresses: Sequence[str], config: RouterConfig) -> AsyncIterator[Router]:
-    r = Router(list(addresses), config=config, token=TOKEN, clock=MonotonicClock())
+async def _linked(
+    addresses: Sequence[str], config: RouterConfig, estimates: Estimates | None = None
+) -> AsyncIterator[Router]:
+    r = Router(
+        list(addresses), config=config, token=TOKEN, clock=MonotonicClock(), estimates=estimates
+    )
     r.machine.state.rng = FirstByName()
     await r.open()
     try:

@@ -1,7 +1,7 @@
 """A prompt whose beginning another worker holds: the beginning is pulled, and no token changes.
 
-The gateway pulls where it predicts that to be quicker than computing, from rates that it has
-measured; so each test begins with a prompt of its own, handed over from one worker to the other.
+The gateway pulls where it predicts that to be quicker than computing. It is told beforehand that
+here it is, by far, for on another machine at another moment it may not be.
 """
 
 import asyncio
@@ -14,6 +14,8 @@ from engine.blocks import hash_blocks
 from engine.config import RouterConfig, Transport, WeightFormat, WorkerConfig
 from engine.layout import KVFormat
 from engine.messages import Role, Sampling, WorkerId
+from router.costs import PrefillCost, PullCost, WorkerCosts
+from router.estimates import Estimates
 from router.requests import Finished
 from router.service import Router
 from tests.e2e.alone import Formats, answers_alone
@@ -23,6 +25,10 @@ pytestmark = pytest.mark.torch
 
 ROLES = (Role.PREFILL, Role.PREFILL, Role.DECODE)
 PATIENT = RouterConfig(offer_timeout_s=30.0)  # machines that test also do other things
+PULLING_IS_QUICKER = WorkerCosts(
+    prefill=PrefillCost(fixed_s=0.0, token_s=0.01),
+    pull=PullCost(fixed_s=0.0, block_s=0.0, bytes_per_s=1e9),
+)
 BLOCK_SIZE = 16  # tokens
 NUM_TOKENS = 24
 SAMPLING = Sampling(temperature=0.7, seed=3)
@@ -45,7 +51,6 @@ def some_tokens(num: int, seed: int) -> list[int]:
     return [rng.randrange(5, 4096) for _ in range(num)]
 
 
-WARM_UP = some_tokens(600, seed=1)
 NUM_BLOCKS = 50
 PREFIX = some_tokens(NUM_BLOCKS * BLOCK_SIZE, seed=2)
 FILLER = some_tokens(900, seed=3)
@@ -100,8 +105,7 @@ def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed()
     prompt = PREFIX + NEXT_TURN
 
     async def run() -> list[int]:
-        async with router(running, PATIENT) as r:
-            await ask_for(r, "warm-up", WARM_UP)
+        async with router(running, PATIENT, estimates=Estimates(PULLING_IS_QUICKER)) as r:
             held = await ask_for(r, "prefix", [*PREFIX, 7], num_tokens=1)  # nobody decodes
             assert held.timeline.prefill_worker == "prefill-0"
             await told(r, "prefill-0", PREFIX)
@@ -120,8 +124,7 @@ def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed()
 
 def test_a_conversation_goes_on_from_the_decode_worker_that_holds_its_last_answer():
     async def run() -> tuple[list[int], Answer]:
-        async with router(running, PATIENT) as r:
-            await ask_for(r, "warm-up", WARM_UP)
+        async with router(running, PATIENT, estimates=Estimates(PULLING_IS_QUICKER)) as r:
             first = await ask_for(r, "first", PREFIX, num_tokens=2 * BLOCK_SIZE + 1)
             prompt = PREFIX + first.token_ids + NEXT_TURN
             await told(r, "decode-2", prompt[: (NUM_BLOCKS + 2) * BLOCK_SIZE])

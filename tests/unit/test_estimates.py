@@ -106,7 +106,16 @@ def test_steps_that_a_worker_tells_of_teach_the_pace_of_its_class():
     ]
     estimates.observe_steps(D0, [StepReport(9.0, num_prefill_tokens=7, num_rows=1), *steps])
     assert estimates.step_s(D0, 20, 30_000) == pytest.approx(truth.seconds(20, 30_000), rel=0.02)
-    assert estimates.step_s(P0, 20, 30_000) is None
+
+
+def test_steps_of_one_size_teach_how_long_a_step_is_and_nothing_of_contexts():
+    estimates = Estimates()
+    estimates.observe_steps(D0, [StepReport(9.0, num_prefill_tokens=7, num_rows=1)])
+    assert estimates.step_s(D0, 1, 0) is None
+    growing = [StepReport(0.01 + k * 1e-3, 0, 0, 1, 800 + k) for k in range(5)]
+    estimates.observe_steps(D0, growing)
+    assert estimates.step_s(D0, 1, 0) == estimates.step_s(D0, 9, 9000)
+    assert estimates.step_s(D0, 1, 0) == pytest.approx(0.012, rel=0.1)
 
 
 def test_what_is_known_beforehand_holds_until_more_is_known():
