@@ -1,12 +1,15 @@
 """Runs what `bench router` measures: decisions of a `Fleet` beside those of its peer, in turns.
 
 A decision is timed as a whole: match, costs of all workers, choice, reservation, and the call from
-Python. Hashes are made right before it, as they are when a prompt has just been hashed. What was
-reserved is given back between decisions and not timed. Python's garbage collector stays on, but
-does not look through what was set up before.
+Python. Hashes are made right before it, as they are when a prompt has just been hashed. What the
+router does beside it, for the same request, is to claim that in its view, to give it back when
+prompt and answer are over, and to tell the fleet of each: `requests` has all of that in it.
+Python's garbage collector stays on, but does not look through what was set up before.
 """
 
 import gc
+import heapq
+import math
 import os
 import random
 from collections import deque
@@ -25,6 +28,7 @@ from bench.router_plan import (
     IN_FLIGHT_PER_WORKER,
     INGEST_BLOCKS,
     INGEST_WORKERS,
+    LAYOUT,
     MAX_PEER_BLOCKS,
     MAX_RUNNING,
     NUM_REPLICAS,
@@ -34,8 +38,12 @@ from bench.router_plan import (
     RouterPlan,
 )
 from engine.blocks import HASH_BYTES, BlockHash
-from engine.messages import RequestId, Role, WorkerId
-from router.fleet import Decision, Fleet, FleetWorker
+from engine.messages import PROTOCOL_VERSION, Incarnation, Role, SeqId, Welcome, WorkerId
+from router.estimates import Estimates
+from router.fleet import Fleet
+from router.index import PrefixIndex
+from router.policies.base import Choice, Need
+from router.view import ClusterView
 
 Say = Callable[[str], None]
 Run = tuple[float, ...]  # seconds of each decision
@@ -47,6 +55,7 @@ class Measured:
 
     case: Case
     ours: list[Run] = field(default_factory=list)
+    requests: list[Run] = field(default_factory=list)
     peer: list[Run] = field(default_factory=list)
     ingest: float = 0.0  # block events/s
     bytes_per_block: float = 0.0
@@ -80,7 +89,9 @@ class World:
     @property
     def rate_per_s(self) -> float:
         """Arrivals that keep prefill workers as busy as planned, if half of a prompt is cached."""
-        work_s = COSTS.prefill_s + COSTS.prefill_token_s * (PROMPT_BLOCKS + 1) * BLOCK_SIZE / 2
+        assert COSTS.prefill is not None
+        num_tokens = (PROMPT_BLOCKS + 1) * BLOCK_SIZE
+        work_s = COSTS.prefill.fixed_s + COSTS.prefill.token_s * num_tokens / 2
         return BUSY * sum(self.prefills) / work_s
 
     def chain(self, number: int) -> list[BlockHash]:
@@ -102,54 +113,93 @@ class World:
 
 
 class Ours:
-    """A fleet that takes a load: workers prefill and decode in no time of their own."""
+    """A fleet that takes a load. What it decides is claimed in the view, as the router does it;
+    prompts take as long as predicted, and an answer is over when so many other requests have come.
+    """
 
     def __init__(self, world: World, seed: int) -> None:
-        self.fleet = Fleet(block_size=BLOCK_SIZE, seed=seed)
-        self.fleet.set_costs("class", COSTS)
+        self.view, self.index = ClusterView(), PrefixIndex(seed=seed)
+        self.fleet = Fleet(self.view, self.index, Estimates(COSTS), backlog_s=math.inf, seed=seed)
         self._world = world
         for name, is_prefill in zip(world.names, world.prefills, strict=True):
             role = Role.PREFILL if is_prefill else Role.DECODE
-            worker = FleetWorker(role, POOL_BLOCKS, MAX_RUNNING, "class", "blocks")
-            self.fleet.add(name, worker)
-        self._in_flight: deque[RequestId] = deque()
+            self.index.add(name, POOL_BLOCKS)
+            self.fleet.add(self.view.add(_info(name, role)))
+        self._computing: list[tuple[float, SeqId, WorkerId]] = []  # a heap by time of end
+        self._in_flight: deque[tuple[SeqId, WorkerId]] = deque()
         self._num_asked = 0
         self._now_s = 0.0
 
     def ingest(self) -> float:
         """Stores all chains; block events/s."""
-        fleet, world = self.fleet, self._world
+        index, world = self.index, self._world
         busy_s, num_events = 0.0, 0
         for number, holders in enumerate(world.holders):
             for worker in holders:
                 name, hashes = world.names[worker], world.chain(number)
                 begin_s = perf_counter()
-                fleet.index.stored(name, hashes)
+                index.stored(name, hashes)
                 busy_s += perf_counter() - begin_s
                 num_events += len(hashes)
         return num_events / busy_s
 
-    def run(self, prompts: Sequence[Prompt]) -> Run:
-        """Seconds of each decision."""
-        fleet, seconds = self.fleet, []
+    def run(self, prompts: Sequence[Prompt]) -> tuple[Run, Run]:
+        """Seconds of each decision, and of each request with all that is claimed, given back and
+        told for it.
+        """
+        fleet, decisions, requests = self.fleet, [], []
         step_s = 1 / self._world.rate_per_s
         max_in_flight = IN_FLIGHT_PER_WORKER * len(self._world.names)
         for prompt in prompts:
-            self._num_asked += 1
             self._now_s += step_s
-            request_id, now_s = RequestId(str(self._num_asked)), self._now_s
-            hashes, num_tokens = prompt.hashes(), prompt.num_tokens
-            end_tokens = num_tokens + ANSWER_TOKENS
+            hashes, now_s = prompt.hashes(), self._now_s
+            need = Need(prompt.num_tokens, prompt.num_tokens + ANSWER_TOKENS)
             begin_s = perf_counter()
-            decision = fleet.decide(
-                request_id, hashes, num_tokens=num_tokens, end_tokens=end_tokens, now_s=now_s
-            )
-            seconds.append(perf_counter() - begin_s)
-            assert isinstance(decision, Decision)
-            self._in_flight.append(request_id)
-            if len(self._in_flight) > max_in_flight:
-                fleet.release(self._in_flight.popleft(), now_s)
-        return tuple(seconds)
+            decision = fleet.decide(need, hashes, now_s)
+            decisions.append(perf_counter() - begin_s)
+            choice = fleet.choice(decision, now_s)
+            assert isinstance(choice, Choice)
+            self._claim(choice, need)
+            self._release(max_in_flight)
+            fleet.tell()
+            requests.append(perf_counter() - begin_s)
+        return tuple(decisions), tuple(requests)
+
+    def _claim(self, choice: Choice, need: Need) -> None:
+        self._num_asked += 1
+        seq_id, now_s = SeqId(str(self._num_asked)), self._now_s
+        prefill, decode = choice.placement.prefill, choice.placement.decode
+        assert choice.ttft_s is not None
+        worker = self.view.workers[prefill]
+        work_s = choice.ttft_s - worker.ready_s(now_s)
+        worker.reserve_prefill(seq_id, need.num_tokens, seconds=work_s, now_s=now_s)
+        heapq.heappush(self._computing, (now_s + choice.ttft_s, seq_id, prefill))
+        num_blocks = LAYOUT.num_blocks_for(need.end_len)
+        self.view.workers[decode].reserve_decode(seq_id, num_blocks, context_tokens=need.num_tokens)
+        self._in_flight.append((seq_id, decode))
+
+    def _release(self, max_in_flight: int) -> None:
+        workers = self.view.workers
+        while self._computing and self._computing[0][0] <= self._now_s:
+            end_s, seq_id, prefill = heapq.heappop(self._computing)
+            workers[prefill].release_prefill(seq_id, end_s)
+        if len(self._in_flight) > max_in_flight:
+            seq_id, decode = self._in_flight.popleft()
+            workers[decode].release_decode(seq_id)
+
+
+def _info(name: WorkerId, role: Role) -> Welcome:
+    return Welcome(
+        PROTOCOL_VERSION,
+        name,
+        Incarnation("only"),
+        role,
+        "model",
+        LAYOUT,
+        POOL_BLOCKS,
+        MAX_RUNNING,
+        prefills_locally=role is Role.DECODE,
+    )
 
 
 class Theirs:
@@ -197,7 +247,7 @@ def _measure(plan: RouterPlan, case: Case, say: Say) -> Measured:
     world = World(case, random.Random(plan.seed))
     ours = Ours(world, plan.seed)
     measured = Measured(case, ingest=ours.ingest())
-    measured.bytes_per_block = ours.fleet.index.num_bytes / ours.fleet.index.num_blocks
+    measured.bytes_per_block = ours.index.num_bytes / ours.index.num_blocks
     theirs = Theirs(world) if case.num_blocks <= MAX_PEER_BLOCKS else None
     sessions = [os.getsid(0)]
     gc.collect()
@@ -205,7 +255,9 @@ def _measure(plan: RouterPlan, case: Case, say: Say) -> Measured:
     try:
         for _ in range(plan.num_repeats):
             before = background.read(sessions)
-            measured.ours.append(ours.run(world.prompts(plan.num_decisions)))
+            decisions, requests = ours.run(world.prompts(plan.num_decisions))
+            measured.ours.append(decisions)
+            measured.requests.append(requests)
             if theirs is not None:
                 measured.peer.append(theirs.run(world.prompts(plan.num_decisions)))
             share = background.share_of_others(before, background.read(sessions))

@@ -11,9 +11,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.router_plan import BLOCK_SIZE
+from bench.router_plan import BLOCK_SIZE, LAYOUT
 from engine.blocks import BlockHash
-from router.fleet import ClassCosts
+from router.costs import WorkerCosts
+from router.estimates import PULL_OVERHEAD_S
 
 Entry = tuple[float, int]
 
@@ -30,16 +31,22 @@ class _Reservation:
 class BitmaskRouter:
     """Workers are numbers: those of `prefills` prefill, the others of `num_workers` decode."""
 
-    def __init__(self, prefills: Sequence[bool], num_blocks: int, costs: ClassCosts) -> None:
+    def __init__(self, prefills: Sequence[bool], num_blocks: int, costs: WorkerCosts) -> None:
+        """`costs` are known in full."""
         self.owners: dict[BlockHash, int] = {}
-        self._costs = costs
+        assert costs.prefill is not None
+        assert costs.decode is not None
+        assert costs.pull is not None
+        self._prefill, self._decode = costs.prefill, costs.decode
+        self._pull_s = PULL_OVERHEAD_S + costs.pull.fixed_s
+        self._pull_block_s = costs.pull.block_s + LAYOUT.block_bytes / costs.pull.bytes_per_s
         self._busy_until_s = [0.0] * len(prefills)
         self._tokens = [0] * len(prefills)
         self._running = [0] * len(prefills)
         self._room = [num_blocks] * len(prefills)
         self._ready: list[Entry] = [(0.0, i) for i, is_prefill in enumerate(prefills) if is_prefill]
         self._steps: list[Entry] = [
-            (costs.decode_s, i) for i, is_prefill in enumerate(prefills) if not is_prefill
+            (self._decode.fixed_s, i) for i, is_prefill in enumerate(prefills) if not is_prefill
         ]
         self._reserved: dict[int, _Reservation] = {}
 
@@ -99,11 +106,10 @@ class BitmaskRouter:
     def _cheapest(
         self, num_tokens: int, best_tokens: int, depth: int, mask: int, now_s: float
     ) -> tuple[int, float]:
-        costs = self._costs
         busy_until_s = self._busy_until_s
         alone_s = self._prefill_s(num_tokens, 0)
         cached_s = self._prefill_s(num_tokens, best_tokens)
-        pulled_s = costs.pull_s + depth * costs.pull_block_s + cached_s if depth else alone_s
+        pulled_s = self._pull_s + depth * self._pull_block_s + cached_s if depth else alone_s
         prefill, work_s = self._first_ready(), min(alone_s, pulled_s)
         least = max(busy_until_s[prefill] - now_s, 0.0) + work_s
         while mask:
@@ -116,10 +122,10 @@ class BitmaskRouter:
         return prefill, work_s
 
     def _prefill_s(self, num_tokens: int, cached: int) -> float:
-        costs = self._costs
+        cost = self._prefill
         squares = num_tokens * num_tokens - cached * cached
-        linear_s = costs.prefill_token_s * (num_tokens - cached)
-        return costs.prefill_s + linear_s + costs.prefill_square_s * squares
+        linear_s = cost.token_s * (num_tokens - cached)
+        return cost.fixed_s + linear_s + cost.square_s * squares
 
     def _first_ready(self) -> int:
         ready, busy_until_s = self._ready, self._busy_until_s
@@ -143,9 +149,9 @@ class BitmaskRouter:
         return found
 
     def _step_s(self, worker: int) -> float:
-        costs = self._costs
-        rows_s = costs.decode_row_s * self._running[worker]
-        return costs.decode_s + rows_s + costs.decode_context_s * self._tokens[worker]
+        cost = self._decode
+        rows_s = cost.row_s * self._running[worker]
+        return cost.fixed_s + rows_s + cost.context_s * self._tokens[worker]
 
     def _join(self, worker: int, num_running: int, num_tokens: int, num_blocks: int) -> None:
         self._running[worker] += num_running

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from bench.report import Scalar
 from engine.errors import ConfigError
-from router.fleet import ClassCosts
+from engine.layout import KVFormat, KVLayout, KVSection
+from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 
 BLOCK_SIZE = 512
 CHAIN_BLOCKS = 24
@@ -22,17 +23,11 @@ MAX_RUNNING = 100_000
 ANSWER_TOKENS = 343  # the mean of Mooncake's conversations
 BUSY = 0.7  # share of the time in which a prefill worker computes
 IN_FLIGHT_PER_WORKER = 4  # requests that have not been released
-KV_BYTES_PER_TOKEN = 256 * 1024
-PULL_BYTES_PER_S = 25e9
-COSTS = ClassCosts(
-    prefill_s=3.405e-3,
-    prefill_token_s=4.921e-5,
-    prefill_square_s=8.41e-10,
-    decode_s=10.71e-3,
-    decode_row_s=2.053e-5,
-    decode_context_s=3.006e-8,
-    pull_s=2e-3,
-    pull_block_s=BLOCK_SIZE * KV_BYTES_PER_TOKEN / PULL_BYTES_PER_S,
+LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.BF16, (KVSection(64, 8, 128),))
+COSTS = WorkerCosts(
+    prefill=PrefillCost(fixed_s=3.405e-3, token_s=4.921e-5, square_s=8.41e-10),
+    decode=DecodeCost(fixed_s=10.71e-3, row_s=2.053e-5, context_s=3.006e-8),
+    pull=PullCost(fixed_s=2e-3, block_s=0.0, bytes_per_s=25e9),
 )
 MAIN_BLOCKS = 1_000_000
 INGEST_WORKERS, INGEST_BLOCKS = 1_000, 200_000  # what is taken in anew in each repetition

@@ -4,6 +4,7 @@
 |------------------------------|---------|----------------------------------------------------|
 | decisions/<case>             | 1/s     | on one core                                        |
 | latency_p50/<case>, p99, p999| µs      | of one decision                                    |
+| requests/<case>              | 1/s     | decided, claimed in the view, given back, told     |
 | ingest                       | 1/s     | blocks told as stored, in chains of 24             |
 | bytes_per_block              | bytes   | of memory, at three workers a block                |
 | background/cpu               | %       | of all cores, what others used                     |
@@ -40,6 +41,7 @@ def results(
         for name, statistic in _statistics().items()
         for measured in cases
     ]
+    found += [_beside(f"requests/{one.case.name}", one.requests, (), _rate) for one in cases]
     found.append(_beside("ingest", ingest[0], ingest[1], lambda rate: Figure(rate, "1/s")))
     main = [measured for measured in cases if measured.case.num_blocks == MAIN_BLOCKS] or cases
     sizes = [{"bytes_per_block": Figure(one.bytes_per_block, "bytes")} for one in main]
@@ -69,7 +71,11 @@ def is_met(result: Result) -> bool | None:
 
 def _statistics() -> Mapping[str, _Statistic]:
     latencies = {f"latency_{name}": _latency(q) for name, q in _PERCENTILES.items()}
-    return {"decisions": lambda run: Figure(len(run) / fsum(run), "1/s"), **latencies}
+    return {"decisions": _rate, **latencies}
+
+
+def _rate(run: Run) -> Figure:
+    return Figure(len(run) / fsum(run), "1/s")
 
 
 def _latency(q: float) -> _Statistic:

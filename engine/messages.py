@@ -38,7 +38,7 @@ Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 
 
 class Role(StrEnum):
-    """Which schedulers a worker runs."""
+    """What a worker is there for. One that decodes may prefill too: see `Welcome.generates`."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -46,7 +46,7 @@ class Role(StrEnum):
 
     @property
     def prefills(self) -> bool:
-        """Whether prompts can be computed here."""
+        """Whether prompts are computed here, also for others to go on from."""
         return self is not Role.DECODE
 
     @property
@@ -243,7 +243,11 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """A worker's answer to `Hello`: who it is and what it can hold."""
+    """A worker's answer to `Hello`: who it is and what it can hold.
+
+    A decode worker that `prefills_locally` answers a prompt that it computes itself with the very
+    tokens that follow a hand-over.
+    """
 
     version: int
     worker_id: WorkerId
@@ -255,6 +259,12 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     max_running: int
     kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
     events: EventsAddress | None = None  # None: it does not tell what it caches
+    prefills_locally: bool = False  # said by decode workers alone
+
+    @property
+    def generates(self) -> bool:
+        """Whether it takes `Generate`: computes a prompt and goes on decoding."""
+        return self.role is Role.MIXED or self.prefills_locally
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

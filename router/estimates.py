@@ -1,8 +1,8 @@
 """What a gateway predicts of its workers, in seconds, from what it has seen of them.
 
 Two models, by how much is known. At first a rate: seconds per token computed, per byte pulled, or
-per decode step, over all workers. Then, for a class of workers that has shown work of different sizes, the formulas
-of `router.costs`. No observation, no prediction.
+per decode step, over all workers. Then, for a class of workers that has shown work of different
+sizes, the formulas of `router.costs`. No observation, no prediction.
 
 Prompts are timed from their first chunk to their first token, pulls by the decode workers' word,
 decode steps by the workers' reports.
@@ -11,7 +11,7 @@ Fits are not free: once a class is well known only every so many of its observat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.messages import Role, StepReport
 from router.costs import (
@@ -94,6 +94,7 @@ class Estimates:
         self._pull_rate = Rate()  # per byte
         self._step_rate = Rate()  # per step
         self._offer_s = FIRST_OFFER_S
+        self.version = 0  # another one, other costs
         self._sizes: dict[tuple[str, WorkerClass], _Sizes] = {}
 
     # ------------------------------------------------------------ observations
@@ -105,6 +106,7 @@ class Estimates:
         num_computed = num_tokens - num_cached
         if num_computed <= 0 or seconds <= 0:
             return
+        self.version += 1
         self._prefill_rate.observe(num_computed, seconds)
         if self._is_taken("prefill", worker, num_computed):
             squares = num_tokens**2 - num_cached**2
@@ -115,6 +117,7 @@ class Estimates:
         """So many blocks were on their way for so long; zero seconds: nobody measured."""
         if num_blocks <= 0 or seconds <= 0:
             return
+        self.version += 1
         num_bytes = num_blocks * worker.info.layout.block_bytes
         self._pull_rate.observe(num_bytes, seconds)
         if self._is_taken("pull", worker, num_blocks):
@@ -128,6 +131,7 @@ class Estimates:
 
     def observe_steps(self, worker: WorkerView, steps: Sequence[StepReport]) -> None:
         """Steps that a worker told of. Those with prompts say little: these are timed whole."""
+        self.version += bool(steps)
         for step in steps:
             decodes = step.num_rows > 0 and not step.num_prefill_tokens
             if decodes:
@@ -158,7 +162,11 @@ class Estimates:
         return None if token_s is None else PrefillCost(0.0, token_s)
 
     def pull_cost(self, worker: WorkerView) -> PullCost | None:
-        """The formula for pulls to a worker, the overhead of asking left out."""
+        """The formula for pulls to a worker, from asking for the blocks on."""
+        cost = self._bare_pull_cost(worker)
+        return cost and replace(cost, fixed_s=cost.fixed_s + PULL_OVERHEAD_S)
+
+    def _bare_pull_cost(self, worker: WorkerView) -> PullCost | None:
         if self._of("pull", worker).are_enough:
             return self._online.costs(worker_class(worker)).pull
         if self._prior.pull is not None:
@@ -194,7 +202,7 @@ class Estimates:
             return None
         num_blocks = worker.info.layout.num_blocks_for(num_tokens)
         num_bytes = num_blocks * worker.info.layout.block_bytes
-        return PULL_OVERHEAD_S + cost.seconds(num_blocks, num_bytes)
+        return cost.seconds(num_blocks, num_bytes)
 
     def offer_s(self) -> float:
         """Until a worker that computes prompts answers who asks for a prefix."""

@@ -1,261 +1,344 @@
-"""Where a request is prefilled and decoded, decided among thousands of workers in microseconds.
+"""The `slo` policy in C++: a placement among thousands of workers in microseconds.
 
 `Fleet` keeps each worker's load beside the index of all blocks, so that one call finds what every
-worker holds of a prompt, predicts what each would take, chooses and reserves. It decides like this,
-with n tokens of which p are cached where they are computed:
+worker holds of a prompt, predicts what each would take, chooses, and reserves that for the next
+call. The rule is that of `router.policies.slo`, which is also the fallback: it is asked where C++
+cannot be built, and about what the fleet does not know: requests that come back or follow another,
+workers that do not reach each other, costs that nobody has measured.
 
-    prefill worker   least  ready + min(prefill(n, own), pull(best - own) + prefill(n, best))
-    decode worker    least  D + E·(b + 1) + F·(kv + end), of those with room for the request's end
-
-`ready` is how long the worker still computes what it was given; `own` is what it holds of the
-prompt, and `best` is the most that any worker holds from which it may pull. Running requests, the
-new one included, count with the length that they are predicted to reach (`end`): growth of those
-already admitted is part of what a worker has promised. A mixed worker goes on with what it
-prefills, so it is open to a prompt only if it could decode it too.
+What is promised to workers is kept by `router.view` alone. The fleet is told of a worker before the
+next decision when anything but the number of tokens has changed there; these are told with the
+worker's next report.
 
 Ties fall by a seeded generator: several idle workers are as good as each other, and so are several
 that hold the same prefix; among idle workers that hold nothing, the search starts anywhere and ends
 at the first.
-
-Work that this gateway gave to a worker is counted exactly; what others gave to it as the worker
-last reported. Not known here: priorities, deadlines, and pairs of workers that do not reach each
-other; and a worker's memory is one number.
-
-C++ decides (`router.native`), beside an index that it shares. The rule in plain, slow Python is in
-the tests.
-
-Sources: Algorithm 1 of Qin et al., Mooncake, FAST 2025; costs, `router.costs`.
 """
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 from weakref import finalize
 
 from engine.blocks import BlockHash
-from engine.messages import RequestId, Role, WorkerId
+from engine.messages import Role, WorkerId
+from router.estimates import Estimates, WorkerClass, worker_class
 from router.index import PrefixIndex, pack
 from router.native import library
+from router.policies.base import Busy, Choice, Need, Placement
+from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s
+from router.policies.slo import reason
+from router.view import ClusterView, WorkerView
 
 MAX_KINDS = 256
 
-_ASK = struct.Struct("=Q3q3d")  # a Call of src/router.cpp up to the decision
-_DECISION = struct.Struct("=7i4x3d")
-_OWN = struct.Struct("=4d")
-
-
-class ClassCosts(NamedTuple):
-    """What work costs on workers of one class, in seconds: the formulas of `router.costs`.
-
-    `pull_block_s` is all that one more block adds: its bytes, and the description of it.
-    """
-
-    prefill_s: float  # A
-    prefill_token_s: float  # B, of tokens to compute
-    prefill_square_s: float  # C, of their n² - p²
-    decode_s: float  # D
-    decode_row_s: float  # E, of running sequences
-    decode_context_s: float  # F, of tokens of context
-    pull_s: float
-    pull_block_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class FleetWorker:
-    """A worker as far as decisions depend on it."""
-
-    role: Role
-    num_blocks: int
-    max_running: int
-    costs: str  # name of its class
-    blocks_like: str | None = None  # what it holds, others with the same text can use; None: nobody
-    pulls: bool = True  # whether it takes prefixes from those others
-
-
-class Load(NamedTuple):
-    """What is to be done on a worker, or reserved there."""
-
-    work_s: float = 0.0  # of prefill that is not over
-    num_running: int = 0
-    num_tokens: int = 0  # of context, at the end of the answers
-    num_blocks: int = 0
-
-
-class Bounds(NamedTuple):
-    """What a decision must keep, in seconds."""
-
-    tpot_s: float = math.inf
-    wait_s: float = math.inf  # until the prefill worker is ready
-
-
-UNBOUNDED = Bounds()
+_ASK = struct.Struct("=Q4q4d")  # a Call of src/router.cpp up to the decision
+_DECISION = struct.Struct("=6i3d")
+_NEWS = struct.Struct("=q2d3q")
+_PLACED, _NO_PREFILL = 0, 1
 
 
 class Decision(NamedTuple):
-    """Where a request goes, and what is predicted of it. Its load is reserved there."""
+    """What C++ says. Of workers the slot, `library.NONE` in place of one."""
 
-    prefill: WorkerId
-    decode: WorkerId
+    status: int
+    prefill: int
+    decode: int
+    source: int  # more is pulled from there first
     matched_blocks: int  # of the prompt in the prefill worker
-    source: WorkerId | None  # more are pulled from there first
     pulled_blocks: int
-    wait_s: float  # until the prefill worker is ready
+    wait_s: float  # until the prefill worker is ready; if there is none, the soonest
     ttft_s: float  # from now, the wait included
     tpot_s: float
 
 
-class Refusal(StrEnum):
-    """Why there is no decision."""
-
-    NO_PREFILL = "no prefill worker is open to more work"
-    NO_ROOM = "no decode worker has room"
-    TOO_SLOW = "no decode worker with room would keep the bound on TPOT"
-
-
 _decision = partial(tuple.__new__, Decision)  # what its constructor does, in half the time
 
-_REFUSALS = {1: Refusal.NO_PREFILL, 2: Refusal.NO_ROOM, 3: Refusal.TOO_SLOW}
+
+@dataclass(slots=True)
+class _Class:
+    """Workers whose work costs the same; one of them stands for all."""
+
+    number: int
+    worker: WorkerView
+    size: int = 0
 
 
 class Fleet:
-    """All workers, their blocks and their loads. `index` is the `PrefixIndex` to feed with news.
+    """The workers of a view, and their blocks. Raises BuildError where C++ cannot be built."""
 
-    Workers are added to and forgotten by the fleet, not the index. Raises BuildError where C++
-    cannot be built.
-    """
-
-    def __init__(self, *, block_size: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        view: ClusterView,
+        index: PrefixIndex,
+        estimates: Estimates,
+        *,
+        backlog_s: float,
+        seed: int = 0,
+    ) -> None:
+        """A prefill worker is given nothing new while it has more than `backlog_s` to do."""
+        self._view = view
+        self._index = index
+        self._estimates = estimates
+        self._backlog_s = backlog_s
+        self._wait_bound_s = backlog_s + LEAST_WAIT_S
+        self._seed = seed
         self._core = library.opened()
-        self.index = PrefixIndex(seed=seed)
-        self.block_size = block_size
-        self._handle: int = self._core.baton_fleet_open(self.index.handle, block_size, seed)
-        # It looks into the index, which therefore may not be closed before it.
-        finalize(self, _close, self._core, self._handle, self.index)
-        self._costs: dict[str, int] = {}
-        self._groups: dict[str, int] = {}
-        self._kinds: dict[tuple[int, int, bool], int] = {}
-        self._tickets: dict[RequestId, int] = {}
+        self._block_size = 0
+        self._handle = 0  # opened with the first worker
+        self._classes: dict[WorkerClass, _Class] = {}  # of live workers
+        self._num_classes = 0  # that there ever were
+        self._groups: dict[Hashable, int] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._homes: dict[WorkerId, _Class] = {}
+        self._odd: set[WorkerId] = set()  # with blocks of another size
+        self._unsure: set[WorkerId] = set()  # nobody knows how long they will compute
+        self._version = -1  # of the estimates that C++ has
+        self._is_known = False  # what all work costs
+        self._num_prefillers = 0
+        self._largest = (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
         self._call_address = library.address_of(self._call)
-        self._decide = self._core.baton_fleet_decide
+        self._news = bytearray(_NEWS.size)
 
-    @property
-    def num_reserved(self) -> int:
-        """Requests that hold reservations."""
-        return len(self._tickets)
-
-    def set_costs(self, name: str, costs: ClassCosts) -> None:
-        """Work on this class of workers costs so much from now on; what is reserved stays."""
-        number = self._costs.setdefault(name, len(self._costs))
-        self._core.baton_fleet_costs(self._handle, number, library.Costs(*costs))
-
-    def add(self, worker_id: WorkerId, worker: FleetWorker) -> None:
-        """A worker has come, idle and open. Its class's costs have been set.
-
-        Raises TooManyWorkers.
-        """
-        self.forget(worker_id)
-        kind = self._kind(worker)
-        self.index.add(worker_id, worker.num_blocks)
-        self._core.baton_fleet_join(
-            self._handle,
-            self.index.slots[worker_id],
-            kind,
-            worker.role.prefills,
-            worker.role.decodes,
-            worker.num_blocks,
-            worker.max_running,
-        )
-
-    def forget(self, worker_id: WorkerId) -> None:
-        """A worker is gone, with all it held; what was reserved on it is no more."""
-        slot = self.index.slots.get(worker_id)
-        if slot is None:
+    def add(self, worker: WorkerView) -> None:
+        """A worker has come. The index knows it already."""
+        info = worker.info
+        worker_id = info.worker_id
+        if not self._handle:
+            self._open(info.layout.block_size)
+        if info.layout.block_size != self._block_size:
+            self._odd.add(worker_id)
             return
-        self._core.baton_fleet_leave(self._handle, slot)
-        self.index.forget(worker_id)
+        kind = worker_class(worker)
+        home = self._classes.get(kind)
+        if home is None:
+            home = self._classes[kind] = _Class(self._num_classes, worker)
+            self._num_classes += 1
+        home.size += 1
+        self._homes[worker_id] = home
+        self._num_prefillers += info.role.prefills
+        slot = self._index.slots[worker_id]
+        self._tell_costs()
+        self._core.baton_fleet_join(self._handle, slot, self._kind(home, worker))
+        self._measure()
+        self._view.touched.add(worker_id)
 
-    def close(self, worker_id: WorkerId) -> None:
-        """It is given nothing new. Others still pull from it."""
-        self._core.baton_fleet_set_open(self._handle, self.index.slots[worker_id], 0)
+    def forget(self, worker: WorkerView) -> None:
+        """A worker is gone. The index still knows it."""
+        worker_id = worker.info.worker_id
+        self._odd.discard(worker_id)
+        self._unsure.discard(worker_id)
+        home = self._homes.pop(worker_id, None)
+        if home is None:
+            return
+        self._num_prefillers -= worker.info.role.prefills
+        self._core.baton_fleet_leave(self._handle, self._index.slots[worker_id])
+        home.size -= 1
+        if not home.size:
+            del self._classes[worker_class(worker)]
+            self._tell_costs()
+        self._measure()
 
-    def reopen(self, worker_id: WorkerId) -> None:
-        """It is given work again."""
-        self._core.baton_fleet_set_open(self._handle, self.index.slots[worker_id], 1)
-
-    def set_others(self, worker_id: WorkerId, load: Load, now_s: float) -> None:
-        """A worker has reported what others gave to it."""
-        slot = self.index.slots[worker_id]
-        self._core.baton_fleet_others(self._handle, slot, *load, now_s)
-
-    def decide(
-        self,
-        request_id: RequestId,
-        hashes: Sequence[BlockHash],
-        *,
-        num_tokens: int,
-        end_tokens: int,
-        now_s: float,
-        bounds: Bounds = UNBOUNDED,
-    ) -> Decision | Refusal:
-        """Chooses where a request goes, and reserves it there until it is released.
-
-        `hashes` are those of the prompt's full blocks, `num_tokens` its tokens, `end_tokens` the
-        predicted length of prompt and answer.
+    def choose(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Choice | Busy | None:
+        """Where a request goes, of whose full blocks these are the hashes. None: the policy itself
+        has to be asked.
         """
-        assert request_id not in self._tickets
+        self.tell()
+        if not self._is_plain(need):
+            return None
+        return self.choice(self.decide(need, hashes, now_s), now_s)
+
+    def decide(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Decision:
+        """What C++ says, of a request about which it knows all that matters."""
         _ASK.pack_into(
-            self._call, 0, self._handle, len(hashes), num_tokens, end_tokens, now_s, *bounds
+            self._call,
+            0,
+            self._handle,
+            len(hashes),
+            need.num_tokens,
+            need.end_len,
+            need.max_len,
+            now_s,
+            self._tpot_bound_s(need),
+            self._wait_bound_s,
+            self._estimates.offer_s(),
         )
-        self._decide(self._call_address, pack(hashes))
-        status, prefill, decode, source, matched, pulled, ticket, *seconds = _DECISION.unpack_from(
-            self._call, _ASK.size
+        self._core.baton_fleet_decide(self._call_address, pack(hashes))
+        return _decision(_DECISION.unpack_from(self._call, _ASK.size))
+
+    def choice(self, decision: Decision, now_s: float) -> Choice | Busy:
+        """A decision in the words of policies."""
+        if decision.status != _PLACED:
+            return self._busy(decision, now_s)
+        names, block_size = self._index.names, self._block_size
+        prefill, decode = names[decision.prefill], names[decision.decode]
+        assert prefill is not None
+        assert decode is not None
+        pulls = decision.source != library.NONE
+        num_source_blocks = decision.matched_blocks + decision.pulled_blocks
+        return Choice(
+            Placement(prefill, decode),
+            reason(is_local=prefill == decode, pulls=pulls),
+            self._num_prefillers,
+            num_matched_tokens=decision.matched_blocks * block_size,
+            source=names[decision.source] if pulls else None,
+            num_source_tokens=num_source_blocks * block_size if pulls else 0,
+            ttft_s=decision.ttft_s,
+            tpot_s=decision.tpot_s,
         )
-        if status:
-            return _REFUSALS[status]
-        self._tickets[request_id] = ticket
-        names = self.index.names
-        source_id = None if source == library.NONE else names[source]
-        return _decision((names[prefill], names[decode], matched, source_id, pulled, *seconds))
 
-    def prefilled(self, request_id: RequestId, now_s: float) -> None:
-        """Its prompt is computed, or will not be: the prefill worker begins its next work now."""
-        self._core.baton_fleet_prefilled(self._handle, self._tickets[request_id], now_s)
-
-    def release(self, request_id: RequestId, now_s: float) -> None:
-        """A request is over: all that it reserved is free. One without reservations is ignored."""
-        ticket = self._tickets.pop(request_id, None)
-        if ticket is not None:
-            self._core.baton_fleet_release(self._handle, ticket, now_s)
-
-    def reserved(self, worker_id: WorkerId) -> Load:
-        """What this gateway has reserved on a worker."""
-        own = bytearray(_OWN.size)
-        slot = self.index.slots[worker_id]
-        self._core.baton_fleet_own(self._handle, slot, library.address_of(own))
-        work_s, num_running, num_tokens, num_blocks = _OWN.unpack(own)
-        return Load(work_s, int(num_running), int(num_tokens), int(num_blocks))
+    def tell(self) -> None:
+        """Tells C++ what has changed."""
+        if self._version != self._estimates.version:
+            self._tell_costs()
+        touched = self._view.touched
+        if not touched:
+            return
+        count = 0
+        if len(self._news) < len(touched) * _NEWS.size:
+            self._news = bytearray(2 * len(touched) * _NEWS.size)
+        for worker_id in touched:
+            worker = self._view.workers.get(worker_id)
+            if worker is not None and worker_id in self._homes:
+                self._put_news(count, worker)
+                count += 1
+        touched.clear()
+        self._core.baton_fleet_loads(self._handle, library.address_of(self._news), count)
 
     def validate(self) -> None:
-        """Asserts that what is reserved on each worker is the sum over requests. Slow."""
-        self.index.validate()
-        assert self._core.baton_fleet_is_sound(self._handle)
+        """Asserts that C++ finds its arrays sound, and knows whom we know. Slow."""
+        assert self._homes.keys() | self._odd == self._view.workers.keys()
+        assert sum(home.size for home in self._classes.values()) == len(self._homes)
+        assert all(home.size for home in self._classes.values())
+        assert self._unsure <= self._homes.keys()
+        if self._handle:
+            assert self._core.baton_fleet_is_sound(self._handle)
 
-    def _kind(self, worker: FleetWorker) -> int:
-        group = library.NONE
-        if worker.blocks_like is not None:
-            group = self._groups.setdefault(worker.blocks_like, len(self._groups))
-        key = (self._costs[worker.costs], group, worker.pulls)
+    # ------------------------------------------------------------ decisions
+
+    def _is_plain(self, need: Need) -> bool:
+        """Whether C++ knows all that matters, and somebody could serve this at all."""
+        if self._odd or self._unsure or self._view.severed or not self._is_known:
+            return False
+        if need.shared is not None or need.kept_tokens or need.preempted_s:
+            return False
+        decode_tokens, prefill_tokens, mixed_tokens = self._largest
+        if need.max_len > decode_tokens:
+            return False
+        return need.num_tokens <= prefill_tokens or need.max_len <= mixed_tokens
+
+    def _tpot_bound_s(self, need: Need) -> float:
+        """Infinite where there is none, or even an empty worker would not keep it."""
+        bound_s = need.tpot_bound_s
+        if bound_s is None:
+            return math.inf
+        alone = (self._estimates.step_s(home.worker, 1, need.end_len) for home in self._decoders())
+        return bound_s if any(s is None or s <= bound_s for s in alone) else math.inf
+
+    def _decoders(self) -> list[_Class]:
+        return [home for home in self._classes.values() if home.worker.info.role.decodes]
+
+    def _busy(self, decision: Decision, now_s: float) -> Busy:
+        """A worker that has time already is kept back by something else than time."""
+        if decision.status != _NO_PREFILL or not self._wait_bound_s < decision.wait_s < math.inf:
+            return Busy()
+        return Busy(now_s + decision.wait_s - self._backlog_s)
+
+    # ------------------------------------------------------------ what C++ is told
+
+    def _tell_costs(self) -> None:
+        """What the work of each class costs, and whether all of that is known."""
+        self._is_known = bool(self._classes)
+        for home in self._classes.values():
+            costs = _costs(home.worker, self._estimates)
+            if costs is None:
+                self._is_known = False
+            else:
+                self._core.baton_fleet_costs(self._handle, home.number, costs)
+        self._version = self._estimates.version
+
+    def _put_news(self, number: int, worker: WorkerView) -> None:
+        """Its load, as row `number` of the news."""
+        worker_id = worker.info.worker_id
+        foreign_s = foreign_prefill_s(worker, self._estimates)
+        if foreign_s is None or (worker.prefills and not worker.reserved_s):
+            self._unsure.add(worker_id)
+            foreign_s = 0.0
+        else:
+            self._unsure.discard(worker_id)
+        _NEWS.pack_into(
+            self._news,
+            number * _NEWS.size,
+            self._index.slots[worker_id],
+            *worker.ready(foreign_s),
+            worker.num_decodes,
+            worker.mean_context_tokens,
+            worker.promised_blocks,
+        )
+
+    def _open(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._handle = self._core.baton_fleet_open(self._index.handle, block_size, self._seed)
+        # It looks into the index, which therefore may not be closed before it.
+        finalize(self, _close, self._core, self._handle, self._index)
+
+    def _kind(self, home: _Class, worker: WorkerView) -> int:
+        info = worker.info
+        # Blocks mean the same to all of a group: see `WorkerView.can_pull_from`.
+        group = self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
+        pulls = info.kv_wire_dtype in (None, info.layout.kv_format)
+        key = (home.number, group, info.prefills_locally, pulls)
         kind = self._kinds.get(key)
         if kind is None:
             assert len(self._kinds) < MAX_KINDS, "more kinds of workers than C++ has room for"
-            kind = self._core.baton_fleet_kind(self._handle, library.Kind(*key, 0))
+            role = info.role
+            kind = self._core.baton_fleet_kind(
+                self._handle,
+                library.Kind(
+                    home.number,
+                    group,
+                    role.prefills,
+                    role.decodes,
+                    info.prefills_locally,
+                    pulls,
+                    info.num_blocks,
+                    info.max_running,
+                ),
+            )
             self._kinds[key] = kind
         return kind
+
+    def _measure(self) -> None:
+        """The largest prompts and answers that live workers could hold, in tokens."""
+        largest = dict.fromkeys(Role, 0)
+        for home in self._classes.values():
+            info = home.worker.info
+            largest[info.role] = max(largest[info.role], info.num_blocks * self._block_size)
+        mixed = largest[Role.MIXED]
+        self._largest = (max(largest[Role.DECODE], mixed), largest[Role.PREFILL], mixed)
+
+
+def _costs(worker: WorkerView, estimates: Estimates) -> library.Costs | None:
+    """What work costs on workers like this; None while any of that is not known."""
+    info = worker.info
+    prefill = estimates.prefill_cost(worker)
+    decode = estimates.decode_cost(worker)
+    pull = estimates.pull_cost(worker)
+    if prefill is None or (decode is None and info.role.decodes):
+        return None
+    return library.Costs(
+        prefill.fixed_s,
+        prefill.token_s,
+        prefill.square_s,
+        *((0.0, 0.0, 0.0) if decode is None else (decode.fixed_s, decode.row_s, decode.context_s)),
+        # Of what nobody has measured nothing is expected.
+        math.inf if pull is None else pull.fixed_s,
+        0.0 if pull is None else pull.block_s + info.layout.block_bytes / pull.bytes_per_s,
+    )
 
 
 def _close(core: library.Core, handle: int, _index: PrefixIndex) -> None:

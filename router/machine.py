@@ -37,7 +37,7 @@ from collections.abc import Sequence
 
 from engine.block_events import BlockEvent
 from engine.config import RouterConfig
-from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, WorkerId
+from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, Welcome, WorkerId
 from router.admission import Admission
 from router.block_news import apply_events
 from router.ends import Ends
@@ -147,9 +147,7 @@ class RouterMachine:
             case ClientGone(request_id):
                 effects = self._on_client_gone(request_id, now_s)
             case WorkerJoined(info):
-                self.view.workers[info.worker_id] = WorkerView(info)
-                self.prefixes.add(info.worker_id, info.num_blocks)
-                effects = []
+                effects = self._on_worker_joined(info)
             case WorkerLost(worker_id, reason):
                 effects = self._on_worker_lost(worker_id, reason, now_s)
             case BlocksChanged(worker_id, events):
@@ -165,12 +163,12 @@ class RouterMachine:
     def _may_make_room(self, event: RouterEvent) -> bool:
         """Whether the head of the queue may be placed after it that could not be before.
 
-        What is cached where says who is better, not who has room, but where the policy itself would
-        rather wait. Tokens take room. Time passes at all events, and by itself until `next_wake_s`.
+        What is cached where says who is better, not who has room. Tokens take room. Time passes at
+        all events, and by itself until `next_wake_s`.
         """
         match event:
             case BlocksChanged() | BlocksUnheard():
-                return self.state.waits_for_better
+                return False
             case FromWorker(_, Tokens(finish=None) | DecodeStarted()):
                 return False
             case _:
@@ -245,12 +243,23 @@ class RouterMachine:
             state.counters["blocks unheard", reason] += 1
         return []
 
-    # ------------------------------------------------------------ workers lost
+    # ------------------------------------------------------------ workers come and go
+
+    def _on_worker_joined(self, info: Welcome) -> list[RouterEffect]:
+        state = self.state
+        worker = state.view.add(info)
+        state.prefixes.add(info.worker_id, info.num_blocks)
+        if state.fleet is not None:
+            state.fleet.add(worker)
+        return []
 
     def _on_worker_lost(self, worker_id: WorkerId, reason: str, now_s: float) -> list[RouterEffect]:
         state = self.state
-        if state.view.workers.pop(worker_id, None) is None:
+        worker = state.view.workers.pop(worker_id, None)
+        if worker is None:
             return []
+        if state.fleet is not None:
+            state.fleet.forget(worker)
         state.prefixes.forget(worker_id)
         state.heard.discard(worker_id)
         state.counters["worker lost", reason] += 1

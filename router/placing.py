@@ -5,8 +5,10 @@ wants that pulled, the holder is asked to offer it first, and `Prefill` or `Gene
 offered lease along. No offer in time, or none at all, only means that all is computed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import inf
 
+from engine.blocks import BlockHash
 from engine.messages import (
     Generate,
     LeaseRef,
@@ -19,7 +21,13 @@ from router.ends import Ends
 from router.events import RouterEffect, SendTo
 from router.flight import Attempt, Flight
 from router.policies.base import Asked, Busy, Choice, Impossible, Need
-from router.policies.candidates import Backlog, decode_blocks, find, tokens_to_compute
+from router.policies.candidates import (
+    LEAST_WAIT_S,
+    Backlog,
+    decode_blocks,
+    find,
+    tokens_to_compute,
+)
 from router.requests import Decision, Failed
 from router.state import RouterState
 
@@ -36,7 +44,6 @@ class Placing:
         state = self._state
         state.view.forget_severed(now_s)
         state.busy_until_s = None
-        state.waits_for_better = False
         effects: list[RouterEffect] = []
         while (head := state.queue.head()) is not None:
             flight = state.flights[head]
@@ -73,20 +80,37 @@ class Placing:
         )
 
     def _choose(self, flight: Flight, need: Need, now_s: float) -> Choice | Busy | Impossible:
-        state, config = self._state, self._state.config
+        state = self._state
+        known = KnownPrefixes(state, flight)
+        if state.fleet is not None:
+            choice = state.fleet.choose(need, known.hashes(), now_s)
+            if choice is not None:
+                return choice
+        return self._ask_policy(need, known, now_s)
+
+    def _ask_policy(
+        self, need: Need, known: "KnownPrefixes", now_s: float
+    ) -> Choice | Busy | Impossible:
+        state, config, policy = self._state, self._state.config, self._state.policy
         backlog = None
-        if state.policy.binds_late:
+        if policy.binds_late:
             backlog = Backlog(
                 config.prefill_backlog_tokens, config.prefill_backlog_s, state.estimates, now_s
             )
-        found = find(state.view, need, backlog)
+        found = find(state.view, need, backlog, locally=policy.prefills_locally)
         if isinstance(found, Busy | Impossible):
             return found
-        known = KnownPrefixes(state, flight)
-        asked = Asked(state.view, found, need, known, state.estimates, now_s, state.rng)
-        choice = state.policy.choose(asked)
-        state.waits_for_better = isinstance(choice, Busy)
-        return choice
+        asked = Asked(
+            state.view,
+            found,
+            need,
+            known,
+            state.estimates,
+            now_s,
+            state.rng,
+            wait_bound_s=inf if backlog is None else backlog.seconds + LEAST_WAIT_S,
+        )
+        return policy.choose(asked)
 
     # ------------------------------------------------------------ one placement
 
@@ -185,16 +209,22 @@ class KnownPrefixes:
         self._state = state
         self._flight = flight
 
+    def hashes(self) -> Sequence[BlockHash]:
+        """Of the full blocks; where there is no choice none, and nothing is hashed."""
+        workers, flight = self._state.view.workers, self._flight
+        if len(workers) < 2 or flight.prompt_logprobs is not None:
+            return ()
+        # One token at least is computed, or there would be nothing to sample from.
+        return flight.leading_hashes(flight.length - 1, next(iter(workers.values())))
+
     def matched_tokens(self) -> Mapping[WorkerId, int]:
         """Leading tokens in full blocks that each worker holds; one token is always left over."""
-        state, flight = self._state, self._flight
-        if len(state.view.workers) < 2 or flight.prompt_logprobs is not None:
-            return {}  # and nothing is hashed
-        worker = next(iter(state.view.workers.values()))
-        # One token at least is computed, or there would be nothing to sample from.
-        hashes = flight.leading_hashes(flight.length - 1, worker)
-        block_size = worker.info.layout.block_size
-        return {i: n * block_size for i, n in state.prefixes.longest(hashes).items()}
+        hashes = self.hashes()
+        if not hashes:
+            return {}
+        view, prefixes = self._state.view, self._state.prefixes
+        block_size = next(iter(view.workers.values())).info.layout.block_size
+        return {i: n * block_size for i, n in prefixes.longest(hashes).items()}
 
 
 def _decision(policy: str, choice: Choice) -> Decision:

@@ -54,7 +54,7 @@ class Decision(msgspec.Struct, frozen=True):
     why: str
     prefill_worker: str
     decode_worker: str
-    num_candidates: int  # prefill workers that could have taken it
+    num_candidates: int  # prefill workers that were compared
     num_matched_tokens: int  # in the prefill worker
     pulled_from: str | None = None
     num_pulled_tokens: int = 0

@@ -11,12 +11,14 @@ from engine.config import RouterConfig
 from engine.messages import RequestId, SeqId, WorkerId
 from router.deadlines import Deadlines
 from router.estimates import Estimates
+from router.fleet import Fleet
 from router.flight import Attempt, Flight
 from router.groups import HeldBack
-from router.index import Prefixes
+from router.index import Prefixes, PrefixIndex
 from router.lengths import AnswerLengths
 from router.policies import make_policy
 from router.policies.base import Policy
+from router.policies.slo import Slo
 from router.queue import FairQueue
 from router.view import ClusterView
 
@@ -42,6 +44,7 @@ class RouterState:
         self.policy: Policy = make_policy(config.policy)
         self.view = ClusterView()
         self.prefixes = prefixes
+        self.fleet = _fleet(self)
         self.lengths = AnswerLengths()
         self.flights: dict[RequestId, Flight] = {}
         self.queue = FairQueue(QUANTUM_TOKENS)
@@ -51,7 +54,6 @@ class RouterState:
         self.counters: Counter[tuple[str, str]] = Counter()
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
         self.busy_until_s: float | None = None  # a worker is predicted to be free for the head then
-        self.waits_for_better = False  # the head could be placed, but the policy would not
         self.heard: set[WorkerId] = set()  # workers that tell by themselves what they cache
 
     @property
@@ -145,6 +147,8 @@ class RouterState:
         """Asserts the machine's invariants, reservations included."""
         self.view.validate()
         self.prefixes.validate()
+        if self.fleet is not None:
+            self.fleet.validate()
         self.queue.validate()
         assert abs(self.queued_s - sum(self.flights[i].waits_for_s for i in self.queue)) < 1e-6
         assert self.heard <= set(self.view.workers)
@@ -202,6 +206,19 @@ class RouterState:
             assert attempt.started_s is None
         else:
             assert attempt.offer_due_s is None
+
+
+def _fleet(state: RouterState) -> Fleet | None:
+    """The policy in C++, where there is that policy and C++."""
+    if not isinstance(state.policy, Slo) or not isinstance(state.prefixes, PrefixIndex):
+        return None
+    return Fleet(
+        state.view,
+        state.prefixes,
+        state.estimates,
+        backlog_s=state.config.prefill_backlog_s,
+        seed=state.config.seed or 0,
+    )
 
 
 def outgrown(length: int, prompt_len: int) -> int:

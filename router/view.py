@@ -68,6 +68,7 @@ class WorkerView:
     reserved_blocks: int = 0
     context_tokens: int = 0
     computing_since_s: float = 0.0  # the oldest prompt here; it was idle before, or had another
+    touched: set[WorkerId] = field(default_factory=set, repr=False)  # of the view: what changed
 
     def reserve_prefill(
         self,
@@ -91,11 +92,13 @@ class WorkerView:
         self.reserved_tokens += claim.tokens
         self.reserved_prompt_tokens += claim.prompt_tokens
         self.reserved_s += claim.seconds
+        self.touched.add(self.info.worker_id)
 
     def begin_prefill(self, seq_id: SeqId, now_s: float) -> None:
         """Its first chunk is about to run: what it waited for, a pull, is over."""
         if seq_id == next(iter(self.prefills), None):
             self.computing_since_s = now_s
+            self.touched.add(self.info.worker_id)
 
     def release_prefill(self, seq_id: SeqId, now_s: float = 0.0) -> None:
         """Credits it back, if it was not yet."""
@@ -107,6 +110,7 @@ class WorkerView:
         self.reserved_tokens -= claim.tokens
         self.reserved_prompt_tokens -= claim.prompt_tokens
         self.reserved_s = self.reserved_s - claim.seconds if self.prefills else 0.0
+        self.touched.add(self.info.worker_id)
 
     def reserve_decode(
         self,
@@ -125,9 +129,12 @@ class WorkerView:
         )
         self.reserved_blocks += num_blocks
         self.context_tokens += context_tokens
+        self.touched.add(self.info.worker_id)
 
     def grow_decode(self, seq_id: SeqId, num_tokens: int) -> None:
-        """A sequence has so many more tokens."""
+        """A sequence has so many more tokens. That happens often and changes little: it does not
+        count as a change by itself.
+        """
         self.decodes[seq_id].context_tokens += num_tokens
         self.context_tokens += num_tokens
 
@@ -136,6 +143,7 @@ class WorkerView:
         claim = self.decodes[seq_id]
         self.reserved_blocks += num_blocks - claim.blocks
         claim.blocks = num_blocks
+        self.touched.add(self.info.worker_id)
 
     def release_decode(self, seq_id: SeqId) -> None:
         """Credits it back, if it was not yet."""
@@ -143,6 +151,7 @@ class WorkerView:
         if claim is not None:
             self.reserved_blocks -= claim.blocks
             self.context_tokens -= claim.context_tokens
+            self.touched.add(self.info.worker_id)
 
     def report(self, load: LoadReport, now_s: float) -> None:
         """Takes note of what the worker holds, and so of what others have promised to it."""
@@ -157,26 +166,39 @@ class WorkerView:
             blocks=max(load.decode_blocks - own_blocks, 0),
             context_tokens=max(load.context_tokens - own_tokens, 0),
         )
+        self.touched.add(self.info.worker_id)
 
-    def ready_s(self, now_s: float, *, foreign_s: float = 0.0) -> float:
-        """Predicted seconds until it has computed all prompts that it was given.
+    def ready(self, foreign_s: float = 0.0) -> tuple[float, float]:
+        """When it is predicted to have computed all prompts that it was given, and how many seconds
+        from now at least: the first may take longer than predicted, those behind it do not begin
+        before it is done.
 
         `foreign_s` is what those of other gateways took when it last reported; it works on all of
         them in turn, and what it has done for us since then it has not done for them.
         """
-        own_s = 0.0
-        if self.prefills:
-            first = self.prefills[next(iter(self.prefills))].seconds
-            elapsed_s = max(now_s - self.computing_since_s, 0.0)
-            own_s = self.reserved_s - min(first, elapsed_s)
-        elif foreign_s > 0.0:
-            foreign_s -= min(foreign_s, max(now_s - self.reported_s, 0.0))
-        return own_s + foreign_s
+        if not self.prefills:
+            return (self.reported_s + foreign_s if foreign_s > 0.0 else -inf), 0.0
+        total_s = self.reserved_s + foreign_s
+        if self.computing_since_s == inf:
+            return -inf, total_s
+        first_s = self.prefills[next(iter(self.prefills))].seconds
+        return self.computing_since_s + total_s, total_s - first_s
+
+    def ready_s(self, now_s: float, *, foreign_s: float = 0.0) -> float:
+        """Predicted seconds until it has computed all prompts that it was given."""
+        at_s, behind_s = self.ready(foreign_s)
+        return max(at_s - now_s, behind_s)
 
     @property
     def num_decodes(self) -> int:
         """Sequences that decode here or will, of all gateways."""
         return len(self.decodes) + self.foreign.seqs
+
+    @property
+    def mean_context_tokens(self) -> int:
+        """Tokens of context of these, ours in the middle of their predicted growth."""
+        end_tokens = self.reserved_blocks * self.info.layout.block_size
+        return (self.context_tokens + end_tokens) // 2 + self.foreign.context_tokens
 
     @property
     def promised_blocks(self) -> int:
@@ -205,11 +227,19 @@ class ClusterView:
     """All live workers; only the router machine changes it.
 
     `severed` are pairs of a source and a sink between which KV lately did not arrive though both
-    live, each with the time at which it will be tried again.
+    live, each with the time at which it will be tried again. Who has `touched` workers' claims or
+    loads is found there until somebody takes note of it.
     """
 
     workers: dict[WorkerId, WorkerView] = field(default_factory=dict)
     severed: dict[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
+    touched: set[WorkerId] = field(default_factory=set)
+
+    def add(self, info: Welcome) -> WorkerView:
+        """A worker has come; nothing is promised to it yet."""
+        worker = WorkerView(info, touched=self.touched)
+        self.workers[info.worker_id] = worker
+        return worker
 
     def forget_severed(self, now_s: float) -> None:
         """Lets pairs be tried again whose time has come."""

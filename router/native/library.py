@@ -37,7 +37,16 @@ class Costs(Structure):
 class Kind(Structure):
     """What workers have in common."""
 
-    _fields_ = (("costs", c_int32), ("group", c_int32), ("pulls", c_int32), ("unused", c_int32))
+    _fields_ = (
+        ("costs", c_int32),
+        ("group", c_int32),
+        ("prefills", c_int32),
+        ("decodes", c_int32),
+        ("is_local", c_int32),
+        ("pulls", c_int32),
+        ("num_blocks", c_int64),
+        ("max_running", c_int64),
+    )
 
 
 Core = ctypes.PyDLL
@@ -60,20 +69,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_fleet_close": (None, (c_void_p,)),
     "baton_fleet_costs": (None, (c_void_p, c_int32, POINTER(Costs))),
     "baton_fleet_kind": (c_int32, (c_void_p, POINTER(Kind))),
-    "baton_fleet_join": (
-        None,
-        (c_void_p, c_int32, c_int32, c_int32, c_int32, c_int64, c_int64),
-    ),
+    "baton_fleet_join": (None, (c_void_p, c_int32, c_int32)),
     "baton_fleet_leave": (None, (c_void_p, c_int32)),
-    "baton_fleet_set_open": (None, (c_void_p, c_int32, c_int32)),
-    "baton_fleet_others": (
-        None,
-        (c_void_p, c_int32, c_double, c_int64, c_int64, c_int64, c_double),
-    ),
+    "baton_fleet_loads": (None, (c_void_p, c_void_p, c_int64)),
     "baton_fleet_decide": (None, (c_void_p, c_char_p)),
-    "baton_fleet_prefilled": (None, (c_void_p, c_int32, c_double)),
-    "baton_fleet_release": (None, (c_void_p, c_int32, c_double)),
-    "baton_fleet_own": (None, (c_void_p, c_int32, c_void_p)),
     "baton_fleet_is_sound": (c_int32, (c_void_p,)),
 }
 

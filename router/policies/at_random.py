@@ -11,6 +11,7 @@ class AtRandom:
 
     name: ClassVar[str] = "random"
     binds_late: ClassVar[bool] = False
+    prefills_locally: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Choice | Busy:
         """The best placement."""

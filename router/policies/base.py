@@ -8,6 +8,7 @@ only state beside a turn to take.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import ClassVar, Protocol
 
 from engine.messages import WorkerId
@@ -52,6 +53,11 @@ class Need:
             return self.max_len
         return min(max(self.predicted_len, self.num_tokens + 1), self.max_len)
 
+    @property
+    def mean_context_tokens(self) -> int:
+        """Tokens of context in the middle of its growth."""
+        return (self.num_tokens + self.end_len) // 2
+
 
 class Known(Protocol):
     """Which leading tokens of the prompt are where, looked up when a policy first asks."""
@@ -87,7 +93,7 @@ class Choice:
 
     placement: Placement
     why: str
-    num_candidates: int  # prefill workers that could have taken it
+    num_candidates: int  # prefill workers that were compared
     num_matched_tokens: int = 0  # in the prefill worker, not to be computed
     source: WorkerId | None = None  # the prefix is pulled from there first
     num_source_tokens: int = 0  # held there
@@ -118,11 +124,15 @@ class Impossible:
 class Candidates:
     """Workers that could take a request now. `partners` are, of each prefill worker, the decode
     workers that have room and that KV can reach from it; a mixed one decodes what it prefills.
+
+    There may be no prefill worker, if the policy asks decode workers to prefill locally; then some
+    prefill worker is predicted to be free at `busy_until_s`.
     """
 
     prefillers: list[Worker]
     decoders: list[Worker]
     apart: frozenset[tuple[WorkerId, WorkerId]] = frozenset()  # KV does not arrive between them
+    busy_until_s: float | None = None
 
     def partners(self, prefill: WorkerId) -> list[Worker]:
         """Decode workers for what this one prefills."""
@@ -142,6 +152,7 @@ class Asked:
     costs: Costs
     now_s: float
     rng: random.Random
+    wait_bound_s: float = inf  # no more than so long a queue for who prefills
 
 
 class Policy(Protocol):
@@ -150,6 +161,8 @@ class Policy(Protocol):
     name: ClassVar[str]
     binds_late: ClassVar[bool]
     """Whether a prompt waits in the router until a prefill worker has little left to do."""
+    prefills_locally: ClassVar[bool]
+    """Whether it has decode workers prefill, and so may choose where no prefill worker is free."""
 
     def choose(self, asked: Asked) -> Choice | Busy:
         """The best placement. `Busy` where a better one is worth waiting for."""

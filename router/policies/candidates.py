@@ -48,14 +48,24 @@ def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float |
     """Seconds until it has computed all that it was given. None where nobody knows."""
     if worker.prefills and not worker.reserved_s:
         return None
-    foreign_s: float | None = 0.0
-    if worker.foreign.prompt_tokens:
-        foreign_s = costs.prefill_s(worker, worker.foreign.prompt_tokens, 0)
+    foreign_s = foreign_prefill_s(worker, costs)
     return None if foreign_s is None else worker.ready_s(now_s, foreign_s=foreign_s)
 
 
-def find(view: ClusterView, need: Need, backlog: Backlog | None) -> Candidates | Busy | Impossible:
-    """Workers that have room; with `backlog`, only prefill workers with little to do."""
+def foreign_prefill_s(worker: WorkerView, costs: Costs) -> float | None:
+    """What prompts of other gateways took there when it last reported. None where nobody knows."""
+    if not worker.foreign.prompt_tokens:
+        return 0.0
+    return costs.prefill_s(worker, worker.foreign.prompt_tokens, 0)
+
+
+def find(
+    view: ClusterView, need: Need, backlog: Backlog | None, *, locally: bool = False
+) -> Candidates | Busy | Impossible:
+    """Workers that have room; with `backlog`, only prefill workers with little to do.
+
+    With `locally` there need not be any, if a decode worker with room can prefill.
+    """
     workers = view.workers.items()
     decoders = [(i, w) for i, w in workers if w.info.role is not Role.PREFILL]
     prefillers = [(i, w) for i, w in workers if w.info.role is not Role.DECODE]
@@ -69,14 +79,17 @@ def find(view: ClusterView, need: Need, backlog: Backlog | None) -> Candidates |
     waits = [(_wait_s(w, need, backlog), i, w) for i, w in prefillers]
     open_prefillers = [(i, w) for wait_s, i, w in waits if wait_s == 0.0]
     if not open_prefillers:
-        soonest_s = min(wait_s for wait_s, _, _ in waits)
-        known = backlog is not None and soonest_s < float("inf")
-        if backlog is None or not known:
-            return Busy()
-        return Busy(backlog.now_s + soonest_s)
+        until_s = _soonest_s(min(wait_s for wait_s, _, _ in waits), backlog)
+        if locally and any(worker.info.prefills_locally for _, worker in open_decoders):
+            return Candidates([], open_decoders, busy_until_s=until_s)
+        return Busy(until_s)
     if not view.severed:
         return Candidates(open_prefillers, open_decoders)
     return _kept_apart(view, (prefillers, decoders), (open_prefillers, open_decoders))
+
+
+def _soonest_s(wait_s: float, backlog: Backlog | None) -> float | None:
+    return None if backlog is None or wait_s == float("inf") else backlog.now_s + wait_s
 
 
 def _fault(
@@ -140,15 +153,20 @@ def decode_blocks(worker: WorkerView, need: Need) -> int:
     return worker.info.layout.num_blocks_for(need.end_len)
 
 
+def has_memory(worker: WorkerView, num_tokens: int) -> bool:
+    """Whether it could hold so many tokens if it held nothing else."""
+    return worker.info.layout.num_blocks_for(num_tokens) <= worker.info.num_blocks
+
+
 def _fits_empty(worker: WorkerView, need: Need) -> bool:
-    return worker.info.layout.num_blocks_for(need.max_len) <= worker.info.num_blocks
+    return has_memory(worker, need.max_len)
 
 
 def _could_prefill(worker: WorkerView, need: Need) -> bool:
     """Whether it holds the prompt; one that goes on decoding, the whole answer."""
     if worker.info.role is Role.MIXED:
         return _fits_empty(worker, need)
-    return worker.info.layout.num_blocks_for(need.num_tokens) <= worker.info.num_blocks
+    return has_memory(worker, need.num_tokens)
 
 
 def has_room(worker: WorkerView, need: Need) -> bool:

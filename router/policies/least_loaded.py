@@ -18,6 +18,7 @@ class LeastLoaded:
 
     name: ClassVar[str] = "least-loaded"
     binds_late: ClassVar[bool] = True
+    prefills_locally: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Choice | Busy:
         """The best placement."""

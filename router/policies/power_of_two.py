@@ -16,6 +16,7 @@ class PowerOfTwo:
 
     name: ClassVar[str] = "power-of-two"
     binds_late: ClassVar[bool] = False
+    prefills_locally: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Choice | Busy:
         """The best placement."""

@@ -18,6 +18,7 @@ class Prefix:
 
     name: ClassVar[str] = "prefix"
     binds_late: ClassVar[bool] = False
+    prefills_locally: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Choice | Busy:
         """The best placement."""

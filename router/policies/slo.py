@@ -5,26 +5,34 @@ For each prefill worker that has little left to do:
     TTFT = its wait + min(prefill(n, held here), pull(best - held here) + prefill(n, best held))
 
 so a prefix is pulled where that is quicker than to compute it, which copies hot prefixes to where
-they are wanted. A mixed worker is one of these: where the part that is not cached is short and its
-queue allows it, that is quicker than to hand over. It must not hold up those that decode there for
-longer than the bound on the time per output token (TPOT).
+they are wanted. A mixed worker is one of these, unless it could not go on with the answer within
+the bound on the time per output token (TPOT), or those that decode there would wait for longer.
 
 The decode worker is that of the least TPOT after joining, D + E (b + 1) + F kv, with kv in the
 middle of the growth that is predicted for the sequences there and for this one. Where none keeps
 the bound the request waits, unless even an empty worker would not keep it.
 
+A decode worker that prefills locally does so where the first token comes sooner from it than from
+any other worker, prefill workers' queues included, and its own queue is short. What it computes is
+no more than its steps have time for: what the bound leaves beside the present batch or, without a
+bound, as long again as a step. Asked are the worker that would decode anyway, and those that hold
+most of the prompt of all.
+
 Nothing is predicted before something was measured: until then it is `least-loaded`.
+
+`router.fleet` decides the same in C++, and is asked first.
 
 Sources: Algorithm 1 of Mooncake, Qin et al., FAST 2025; both bounds at once, DistServe, Zhong et
 al., OSDI 2024.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.messages import Role, WorkerId
 from router.policies.base import Asked, Busy, Choice, Costs, Need, Placement, Worker
-from router.policies.candidates import predicted_ready_s
+from router.policies.candidates import has_memory, predicted_ready_s
 from router.policies.least_loaded import shortest_backlog
 from router.policies.pulling import Bid, Holders, bid
 from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
@@ -33,12 +41,16 @@ from router.view import WorkerView
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """What a prefill worker comes to."""
+    """What a worker that prefills comes to."""
 
     worker: Worker
-    ttft_s: float
+    wait_s: float
     bid: Bid
     num_matched: int
+
+    @property
+    def ttft_s(self) -> float:
+        return self.wait_s + self.bid.seconds
 
 
 class Slo:
@@ -46,100 +58,159 @@ class Slo:
 
     name: ClassVar[str] = "slo"
     binds_late: ClassVar[bool] = True
+    prefills_locally: ClassVar[bool] = True
 
     def choose(self, asked: Asked) -> Choice | Busy:
         """The best placement."""
-        shared = with_leader(asked)
-        if shared is not None:
-            return shared
-        holders = Holders(asked)
-        predicted = [_predict(asked, item, holders) for item in asked.candidates.prefillers]
-        prefills = [prefill for prefill in predicted if prefill is not None]
-        if len(prefills) < len(predicted):
+        return with_leader(asked) or _Question(asked).answer()
+
+
+class _Question:
+    """One request, its bound, and the pace of each decode worker that has room once it joined."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._bound_s = bound_s(asked)
+        decoders = asked.candidates.decoders
+        paces_s = {i: tpot_s(worker, asked.need, asked.costs) for i, worker in decoders}
+        self._paces_s = {i: pace_s for i, pace_s in paces_s.items() if pace_s is not None}
+        self._all_paces_known = len(self._paces_s) == len(paces_s)
+        self._holders = Holders(asked)
+
+    def answer(self) -> Choice | Busy:
+        asked = self._asked
+        if self._all_paces_known and not any(map(self._is_kept, self._paces_s.values())):
+            return Busy()
+        predicted = [self._predict(item) for item in asked.candidates.prefillers]
+        able = [prefill for prefill in predicted if prefill is not None]
+        if len(able) < len(predicted):
             return shortest_backlog(asked, "nothing was measured yet")
-        prefills = _not_in_the_way(asked, prefills) or prefills
+        able = [prefill for prefill in able if self._can_go_on(prefill.worker)]
+        best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
+        local = self._soonest(self._locals())
+        if local is not None and (best is None or local.ttft_s < best.ttft_s):
+            return self._choice(local, local.worker[0])
+        best = best or self._soonest(able)
+        if best is None:
+            return Busy(asked.candidates.busy_until_s)
+        return self._with_decoder(best)
+
+    def _predict(self, item: Worker) -> _Prefill | None:
+        asked, (worker_id, worker) = self._asked, item
+        ready_s = predicted_ready_s(worker, asked.costs, asked.now_s)
+        num_matched = self._holders.matched.get(worker_id, 0)
+        best = bid(asked, item, num_matched, self._holders.best_for(item))
+        if ready_s is None or best is None:
+            return None
+        return _Prefill(item, ready_s, best, num_matched)
+
+    def _is_kept(self, pace_s: float) -> bool:
+        return self._bound_s is None or pace_s <= self._bound_s
+
+    def _can_go_on(self, item: Worker) -> bool:
+        """Whether a mixed worker keeps the bound with one more; others hand over."""
+        worker_id, worker = item
+        if worker.info.role is not Role.MIXED or not self._all_paces_known:
+            return True
+        return self._is_kept(self._paces_s[worker_id])
+
+    def _is_in_the_way(self, prefill: _Prefill) -> bool:
+        """Whether a mixed worker's sequences would wait for it for too long."""
+        worker = prefill.worker[1]
+        if worker.info.role is not Role.MIXED or not worker.num_decodes or self._bound_s is None:
+            return False
+        pace_s = present_tpot_s(worker, self._asked.costs)
+        return pace_s is not None and pace_s + prefill.bid.seconds > self._bound_s
+
+    def _locals(self) -> list[_Prefill]:
+        """Decode workers that have time to prefill it."""
+        asked = self._asked
+        decoders = [item for item in asked.candidates.decoders if item[1].info.prefills_locally]
+        if not decoders or not self._all_paces_known:
+            return []
+        matched = self._holders.matched
+        deepest = max(matched.values(), default=0)
+        likely = self._steadiest(asked.candidates.decoders)
+        near = [i for i in decoders if i[0] == likely or (deepest and matched.get(i[0]) == deepest)]
+        predicted = [self._predict(item) for item in near]
+        return [p for p in predicted if p is not None and self._has_time(p)]
+
+    def _has_time(self, prefill: _Prefill) -> bool:
+        asked, (worker_id, worker) = self._asked, prefill.worker
+        pace_s = present_tpot_s(worker, asked.costs)
+        if pace_s is None or not self._is_kept(self._paces_s[worker_id]):
+            return False
+        if not has_memory(worker, asked.need.max_len) or prefill.wait_s > asked.wait_bound_s:
+            return False
+        spare_s = pace_s if self._bound_s is None else self._bound_s - pace_s
+        return prefill.bid.seconds <= spare_s
+
+    def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
+        if not prefills:
+            return None
+        asked = self._asked
         best_s = min(prefill.ttft_s for prefill in prefills)
         equals = [prefill for prefill in prefills if prefill.ttft_s == best_s]
         most = max(kept_tokens(asked, prefill.worker) for prefill in equals)
         equals = [prefill for prefill in equals if kept_tokens(asked, prefill.worker) == most]
         equals.sort(key=lambda prefill: prefill.worker[0])
-        return _with_decoder(asked, asked.rng.choice(equals))
+        return asked.rng.choice(equals)
+
+    def _with_decoder(self, prefill: _Prefill) -> Choice | Busy:
+        asked, (prefill_id, worker) = self._asked, prefill.worker
+        if not self._all_paces_known:
+            decode = emptiest_decoder(asked, prefill.worker).decode
+        elif worker.info.role is Role.MIXED:
+            decode = prefill_id
+        else:
+            decode = self._steadiest(asked.candidates.partners(prefill_id))
+            if not self._is_kept(self._paces_s[decode]):
+                return Busy()
+        return self._choice(prefill, decode)
+
+    def _steadiest(self, decoders: Sequence[Worker]) -> WorkerId:
+        """That which kept most of the prompt; among equals, that of the least TPOT."""
+        kept = self._asked.need.kept_tokens
+        costs = {i: (-kept.get(i, 0), self._paces_s[i]) for i, _ in decoders}
+        lowest = min(costs.values())
+        return self._asked.rng.choice(sorted(i for i, cost in costs.items() if cost == lowest))
+
+    def _choice(self, prefill: _Prefill, decode: WorkerId) -> Choice:
+        prefill_id, source = prefill.worker[0], prefill.bid.source
+        return Choice(
+            Placement(prefill_id, decode),
+            reason(is_local=prefill_id == decode, pulls=source is not None),
+            len(self._asked.candidates.prefillers),
+            num_matched_tokens=prefill.num_matched,
+            source=None if source is None else source.worker_id,
+            num_source_tokens=0 if source is None else source.num_tokens,
+            ttft_s=prefill.ttft_s,
+            tpot_s=self._paces_s.get(decode) if self._all_paces_known else None,
+        )
 
 
-def _predict(asked: Asked, item: Worker, holders: Holders) -> _Prefill | None:
-    worker_id, worker = item
-    ready_s = predicted_ready_s(worker, asked.costs, asked.now_s)
-    num_matched = holders.matched.get(worker_id, 0)
-    best = bid(asked, item, num_matched, holders.best_for(item))
-    if ready_s is None or best is None:
-        return None
-    return _Prefill(item, ready_s + best.seconds, best, num_matched)
+def reason(*, is_local: bool, pulls: bool) -> str:
+    """Why a request went where it went, in words."""
+    why = "least TTFT, decoded where it is prefilled" if is_local else "least TTFT"
+    return f"{why}, with a prefix pulled" if pulls else why
 
 
-def _not_in_the_way(asked: Asked, prefills: list[_Prefill]) -> list[_Prefill]:
-    """Those that hold nobody up for too long."""
+def bound_s(asked: Asked) -> float | None:
+    """The bound on TPOT. None: there is none, or not even an empty worker would keep it."""
     bound_s = asked.need.tpot_bound_s
     if bound_s is None:
-        return prefills
-    return [
-        prefill
-        for prefill in prefills
-        if prefill.worker[1].info.role is not Role.MIXED
-        or not prefill.worker[1].num_decodes
-        or prefill.bid.seconds <= bound_s
-    ]
+        return None
+    decoders = (w for w in asked.view.workers.values() if w.info.role is not Role.PREFILL)
+    alone = (asked.costs.step_s(worker, 1, asked.need.end_len) for worker in decoders)
+    return bound_s if any(step_s is None or step_s <= bound_s for step_s in alone) else None
 
 
-def _with_decoder(asked: Asked, prefill: _Prefill) -> Choice | Busy:
-    prefill_id, worker = prefill.worker
-    mixed = worker.info.role is Role.MIXED
-    partners = [prefill.worker] if mixed else asked.candidates.partners(prefill_id)
-    paces = {decode_id: tpot_s(w, asked.need, asked.costs) for decode_id, w in partners}
-    known = {decode_id: pace_s for decode_id, pace_s in paces.items() if pace_s is not None}
-    if len(known) < len(paces):
-        return _choice(asked, prefill, emptiest_decoder(asked, prefill.worker), None)
-    decode = _steadiest(asked, partners, known)
-    bound_s = asked.need.tpot_bound_s
-    if bound_s is not None and known[decode] > bound_s and _would_keep(asked, partners, bound_s):
-        return Busy()
-    return _choice(asked, prefill, Placement(prefill_id, decode), known[decode])
-
-
-def _steadiest(asked: Asked, partners: list[Worker], paces_s: dict[WorkerId, float]) -> WorkerId:
-    """The decode worker that kept most of the prompt; among equals, that of the least TPOT."""
-    kept = asked.need.kept_tokens
-    costs = {i: (-kept.get(i, 0), paces_s[i]) for i, _ in partners}
-    lowest = min(costs.values())
-    return asked.rng.choice(sorted(i for i, cost in costs.items() if cost == lowest))
-
-
-def _would_keep(asked: Asked, partners: list[Worker], bound_s: float) -> bool:
-    """Whether any of these would keep the bound if nothing else were there."""
-    length = asked.need.end_len
-    alone = (asked.costs.step_s(worker, 1, length) for _, worker in partners)
-    return any(step_s is not None and step_s <= bound_s for step_s in alone)
+def present_tpot_s(worker: WorkerView, costs: Costs) -> float | None:
+    """Seconds per token at a decode worker with what is promised to it."""
+    return costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
 
 
 def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
     """Seconds per token at a decode worker once the request has joined."""
-    end_tokens = worker.reserved_blocks * worker.info.layout.block_size
-    own = (worker.context_tokens + end_tokens) // 2
-    new = (need.num_tokens + need.end_len) // 2
-    context_tokens = own + worker.foreign.context_tokens + new
+    context_tokens = worker.mean_context_tokens + need.mean_context_tokens
     return costs.step_s(worker, worker.num_decodes + 1, context_tokens)
-
-
-def _choice(asked: Asked, prefill: _Prefill, placement: Placement, pace_s: float | None) -> Choice:
-    source = prefill.bid.source
-    local = placement.prefill == placement.decode
-    why = "least TTFT, decoded where it is prefilled" if local else "least TTFT"
-    return Choice(
-        placement,
-        why if source is None else f"{why}, with a prefix pulled",
-        len(asked.candidates.prefillers),
-        num_matched_tokens=prefill.num_matched,
-        source=None if source is None else source.worker_id,
-        num_source_tokens=0 if source is None else source.num_tokens,
-        ttft_s=prefill.ttft_s,
-        tpot_s=pace_s,
-    )

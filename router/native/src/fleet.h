@@ -1,12 +1,8 @@
-// Each worker's load, and where the next request goes: one call that decides and reserves.
+// Each worker's load, and where the next request goes: one call that decides and reserves. The rule
+// is that of router/policies/slo.py, which says it in plain words.
 //
-// A prefill worker is taken for the least predicted time to the first token,
-//
-//     ready(w) + min(prefill(n, own), pull(best - own) + prefill(n, best))
-//
-// a decode worker for the least predicted time per token after the request has joined. Arrays are by
-// slot and in chunks of 64, each with a lower bound of its minimum: a chunk that cannot hold the
-// answer is not looked into.
+// Arrays are by slot and in chunks of 64, each with a lower bound of its minimum: a chunk that cannot
+// hold the answer is not looked into.
 #pragma once
 
 #include <cmath>
@@ -36,16 +32,22 @@ struct Costs {
   }
 };
 
-// What workers have in common beside costs. Those of one group, 0 or more, hold the same blocks for
-// the same prompt; one that pulls may take them from the others of its group.
+// What workers have in common beside costs. Those of one group hold the same blocks for the same
+// prompt; one that pulls may take them from the others of its group. A local one decodes, and may
+// prefill what it is to decode.
 struct Kind {
-  int32_t costs, group, pulls, unused;
+  int32_t costs, group;
+  int32_t prefills, decodes, is_local, pulls;
+  int64_t num_blocks, max_running;
 };
 
 struct Request {
-  int64_t num_tokens;     // to prefill
-  int64_t final_tokens;   // predicted for the end of the answer, prompt included
-  double now_s, tpot_bound_s, wait_bound_s;  // infinite where there is no bound
+  int64_t num_tokens;    // to prefill
+  int64_t final_tokens;  // predicted for the end of the answer, prompt included
+  int64_t max_tokens;    // that it may reach at most
+  double now_s;
+  double tpot_bound_s, wait_bound_s;  // infinite where there is no bound
+  double offer_s;  // at most, until a worker that computes answers who asks for a prefix
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
@@ -53,29 +55,26 @@ enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
 struct Decision {
   int32_t status, prefill, decode, source;
   int32_t matched_blocks, pulled_blocks;  // here already, and to come from the source
-  int32_t ticket, unused;
-  double wait_s, ttft_s, tpot_s;
+  double wait_s, ttft_s, tpot_s;  // if there is no prefill worker: until the soonest is ready
 };
 
-// What a request has reserved. A side is given back, or its worker is gone, when that is kNone.
-struct Ticket {
-  int32_t prefill = kNone, decode = kNone;
-  double work_s = 0;
-  int64_t tokens = 0, blocks = 0;
-};
-
-// What is held against a worker.
+// What is promised to a worker.
 struct Load {
-  double work_s = 0;  // prefill that was given to it and not reported done
-  int64_t num_prefills = 0, running = 0, tokens = 0, blocks = 0;
+  double ready_at_s = 0;  // when it has computed all prompts
+  double behind_s = 0;    // but not sooner than so long from now: prompts behind the first
+  int64_t running = 0;    // sequences that decode, or will
+  int64_t tokens = 0;     // of their contexts, in the middle of their growth
+  int64_t blocks = 0;     // of these at their ends
+};
+
+struct News {
+  int64_t slot;
+  Load load;
 };
 
 struct Worker {
   int32_t kind = kNone;  // none: nobody is in this slot
-  bool prefills = false, decodes = false, is_open = false;
-  int64_t num_blocks = 0, max_running = 0;
-  double busy_until_s = 0, others_until_s = 0;
-  Load own, others;  // ours, and what other gateways placed as far as was reported
+  Load load;
 };
 
 class Random {
@@ -107,6 +106,14 @@ struct Choice {
   }
 };
 
+// Workers that hold the same blocks for the same prompt. Of the present one, `depth` is the most
+// that any of them holds, and `answers_s` when the first of those can offer it.
+struct Group {
+  std::vector<uint64_t> members;
+  uint32_t depth = 0;
+  double answers_s = 0;
+};
+
 class Fleet {
  public:
   Fleet(Table& table, int64_t block_size, uint64_t seed)
@@ -123,101 +130,67 @@ class Fleet {
 
   int32_t add_kind(const Kind& kind) {
     kinds_.push_back(kind);
-    if (kind.group >= static_cast<int32_t>(members_.size())) members_.resize(kind.group + 1);
+    if (static_cast<size_t>(kind.costs) >= costs_.size()) costs_.resize(kind.costs + 1);
+    if (kind.group >= static_cast<int32_t>(groups_.size())) groups_.resize(kind.group + 1);
     return static_cast<int32_t>(kinds_.size() - 1);
   }
 
-  void join(Slot slot, const Worker& worker) {
+  void join(Slot slot, int32_t kind) {
     while (slot >= workers_.size()) grow();
-    workers_[slot] = worker;
-    kind_of_[slot] = static_cast<uint8_t>(worker.kind);
+    workers_[slot] = {kind, {}};
+    kind_of_[slot] = static_cast<uint8_t>(kind);
     note_kinds(slot / kChunk);
-    set_bit(mixed_, slot, worker.prefills && worker.decodes);
-    const int32_t group = kinds_[worker.kind].group;
-    if (group >= 0) set_bit(members_[group], slot, true);
+    set_bit(mixed_, slot, kinds_[kind].prefills && kinds_[kind].decodes);
+    set_bit(locals_, slot, kinds_[kind].is_local);
+    set_bit(groups_[kinds_[kind].group].members, slot, true);
     refresh(slot);
   }
 
   void leave(Slot slot) {
-    const int32_t group = kinds_[workers_[slot].kind].group;
-    if (group >= 0) set_bit(members_[group], slot, false);
+    set_bit(groups_[kind_at(slot).group].members, slot, false);
     set_bit(mixed_, slot, false);
+    set_bit(locals_, slot, false);
     workers_[slot] = Worker();
-    for (Ticket& ticket : tickets_) {
-      if (ticket.prefill == static_cast<int32_t>(slot)) ticket.prefill = kNone;
-      if (ticket.decode == static_cast<int32_t>(slot)) ticket.decode = kNone;
-    }
     refresh(slot);
   }
 
-  void set_open(Slot slot, bool is_open) {
-    workers_[slot].is_open = is_open;
-    refresh(slot);
-  }
-
-  void set_others(Slot slot, const Load& load, double now_s) {
-    Worker& worker = workers_[slot];
-    worker.others = load;
-    worker.others_until_s = now_s + load.work_s;
-    worker.busy_until_s = now_s + worker.own.work_s + load.work_s;
+  void set_load(Slot slot, const Load& load) {
+    workers_[slot].load = load;
     refresh(slot);
   }
 
   void decide(const uint8_t* hashes, int64_t count, const Request& request, Decision& decision) {
-    decision = {kPlaced, kNone, kNone, kNone, 0, 0, kNone, 0, 0, 0, 0};
+    decision = {kPlaced, kNone, kNone, kNone, 0, 0, 0, 0, 0};
     request_ = &request;
-    need_blocks_ = (request.final_tokens + block_size_ - 1) / block_size_;
+    need_blocks_ = blocks_for(request.final_tokens);
     Choice decode = choose_decode();
     if (decode.cost == kInf) return void(decision.status = kNoRoom);
     if (decode.cost > request.tpot_bound_s) return void(decision.status = kTooSlow);
     // A token at least is computed, or there would be nothing to sample the first one from.
     match_.find(table_, hashes, std::min(count, (request.num_tokens - 1) / block_size_));
-    const Choice prefill = choose_prefill();
-    if (prefill.cost == kInf) return void(decision.status = kNoPrefill);
-    if (workers_[prefill.slot].decodes) {  // what it prefills it goes on with
+    find_best();
+    Choice prefill = choose_prefill();
+    const Choice local = choose_local(decode.slot);
+    if (local.cost < prefill.cost) prefill = local;
+    if (prefill.cost == kInf && num_spared_ > 0) prefill = choose_prefill(false);
+    if (prefill.cost == kInf) {
+      decision.status = kNoPrefill;
+      decision.wait_s = soonest_s();
+      return;
+    }
+    if (kind_at(prefill.slot).decodes) {  // what it prefills it goes on with
       decode.slot = prefill.slot;
       decode.cost = tpot_s(prefill.slot);
     }
-    decision.ticket = reserve(decision, fill(decision, prefill, decode));
+    reserve(decision, fill(decision, prefill, decode));
   }
-
-  // The prefill is over, done or not; the rest of its worker's work begins now.
-  void prefilled(int32_t number, double now_s) { release_prefill(tickets_[number], now_s); }
-
-  // The request is over; its ticket is used again.
-  void release(int32_t number, double now_s) {
-    Ticket& ticket = tickets_[number];
-    release_prefill(ticket, now_s);
-    if (ticket.decode != kNone) {
-      Load& own = workers_[ticket.decode].own;
-      own.running -= 1;
-      own.tokens -= ticket.tokens;
-      own.blocks -= ticket.blocks;
-      refresh_decode(std::exchange(ticket.decode, kNone));
-    }
-    free_.push_back(number);
-  }
-
-  const Worker& worker(Slot slot) const { return workers_[slot]; }
 
   bool is_sound() const {
-    std::vector<Load> loads(workers_.size());
-    for (const Ticket& ticket : tickets_) {
-      if (ticket.prefill != kNone) add_prefill(loads[ticket.prefill], ticket);
-      if (ticket.decode != kNone) add_decode(loads[ticket.decode], ticket);
-    }
-    for (int32_t number : free_) {
-      if (tickets_[number].prefill != kNone || tickets_[number].decode != kNone) return false;
-    }
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
-      const Load &own = workers_[slot].own, &sum = loads[slot];
-      const double off_s = std::abs(own.work_s - sum.work_s);
-      if (own.num_prefills != sum.num_prefills || own.running != sum.running) return false;
-      if (own.tokens != sum.tokens || own.blocks != sum.blocks) return false;
-      if (off_s > 1e-9 * (1 + sum.work_s)) return false;
       if (ready_at_[slot] != ready_at(slot) || tpot_[slot] != tpot_now(slot)) return false;
       if (ready_at_[slot] < least_ready_at_[slot / kChunk]) return false;
       if (tpot_[slot] < least_tpot_[slot / kChunk]) return false;
+      if (behind_[slot] != workers_[slot].load.behind_s) return false;
     }
     return true;
   }
@@ -229,24 +202,24 @@ class Fleet {
   std::vector<Costs> costs_;
   std::vector<Kind> kinds_;
   std::vector<Worker> workers_;
-  std::vector<Ticket> tickets_;
-  std::vector<int32_t> free_;
   // By slot, in whole chunks.
-  std::vector<double> ready_at_;  // when it is ready for more prefill; infinite: it takes none
-  std::vector<double> tpot_;      // of the present batch; infinite: it takes no sequence
-  std::vector<int64_t> room_;     // blocks
+  std::vector<double> ready_at_;  // of prefill workers; infinite: it is none
+  std::vector<double> behind_;
+  std::vector<double> tpot_;   // of the present batch; infinite: it takes no sequence
+  std::vector<int64_t> room_;  // blocks
   std::vector<uint8_t> kind_of_;
   // By chunk.
   std::vector<double> least_ready_at_, least_tpot_;
   std::vector<int32_t> kind_in_;  // of all workers of the chunk; none: they differ
-  std::vector<uint64_t> mixed_, rest_;
-  std::vector<std::vector<uint64_t>> members_;  // by group
+  std::vector<uint64_t> mixed_, locals_, rest_;
+  std::vector<Group> groups_;
   // Of the present decision.
   const Request* request_ = nullptr;
   int64_t need_blocks_ = 0;
   Match match_;
-  std::vector<uint32_t> best_;   // by group, the most blocks that any member holds
   double added_[kMaxKinds] = {};  // by kind, what joins a worker's own figure
+  bool spares_ = true;            // mixed workers that decode are not held up for too long
+  int64_t num_spared_ = 0;        // that therefore were not taken
 
   size_t num_chunks() const { return least_ready_at_.size(); }
 
@@ -260,6 +233,7 @@ class Fleet {
     const size_t size = workers_.size() + kChunk;
     workers_.resize(size);
     ready_at_.resize(size, kInf);
+    behind_.resize(size);
     tpot_.resize(size, kInf);
     room_.resize(size);
     kind_of_.resize(size);
@@ -289,18 +263,21 @@ class Fleet {
 
   // ------------------------------------------------------------------ load
 
+  const Kind& kind_at(Slot slot) const { return kinds_[workers_[slot].kind]; }
+
   double ready_at(Slot slot) const {
     const Worker& worker = workers_[slot];
-    return worker.is_open && worker.prefills ? worker.busy_until_s : kInf;
+    return worker.kind != kNone && kind_at(slot).prefills ? worker.load.ready_at_s : kInf;
   }
 
   double tpot_now(Slot slot) const {
     const Worker& worker = workers_[slot];
-    const int64_t running = worker.own.running + worker.others.running;
-    if (!worker.is_open || !worker.decodes || running >= worker.max_running) return kInf;
-    const Costs& costs = costs_[kinds_[worker.kind].costs];
-    return costs.decode + costs.decode_per_seq * static_cast<double>(running) +
-           costs.decode_per_token * static_cast<double>(worker.own.tokens + worker.others.tokens);
+    if (worker.kind == kNone) return kInf;
+    const Kind& kind = kinds_[worker.kind];
+    if (!kind.decodes || worker.load.running >= kind.max_running) return kInf;
+    const Costs& costs = costs_[kind.costs];
+    return costs.decode + costs.decode_per_seq * static_cast<double>(worker.load.running) +
+           costs.decode_per_token * static_cast<double>(worker.load.tokens);
   }
 
   void refresh(Slot slot) {
@@ -310,12 +287,13 @@ class Fleet {
 
   void refresh_prefill(Slot slot) {
     ready_at_[slot] = ready_at(slot);
+    behind_[slot] = workers_[slot].load.behind_s;
     least_ready_at_[slot / kChunk] = least(&ready_at_[slot / kChunk * kChunk]);
   }
 
   void refresh_decode(Slot slot) {
     const Worker& worker = workers_[slot];
-    room_[slot] = worker.num_blocks - worker.own.blocks - worker.others.blocks;
+    room_[slot] = worker.kind == kNone ? 0 : kind_at(slot).num_blocks - worker.load.blocks;
     tpot_[slot] = tpot_now(slot);
     least_tpot_[slot / kChunk] = least(&tpot_[slot / kChunk * kChunk]);
   }
@@ -330,44 +308,20 @@ class Fleet {
     return lanes[0];
   }
 
-  static void add_prefill(Load& load, const Ticket& ticket) {
-    load.work_s += ticket.work_s;
-    load.num_prefills += 1;
-  }
+  int64_t blocks_for(int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
 
-  static void add_decode(Load& load, const Ticket& ticket) {
-    load.running += 1;
-    load.tokens += ticket.tokens;
-    load.blocks += ticket.blocks;
-  }
-
-  int32_t reserve(const Decision& decision, double work_s) {
-    if (free_.empty()) {
-      free_.push_back(static_cast<int32_t>(tickets_.size()));
-      tickets_.emplace_back();
-    }
-    const int32_t number = free_.back();
-    free_.pop_back();
-    tickets_[number] = {decision.prefill, decision.decode, work_s, request_->final_tokens,
-                        need_blocks_};
-    Worker& prefill = workers_[decision.prefill];
-    prefill.busy_until_s = std::max(prefill.busy_until_s, request_->now_s) + work_s;
-    add_prefill(prefill.own, tickets_[number]);
-    add_decode(workers_[decision.decode].own, tickets_[number]);
+  // Until Python tells what has become of it.
+  void reserve(const Decision& decision, double work_s) {
+    Load& prefill = workers_[decision.prefill].load;
+    const bool is_idle = prefill.ready_at_s <= request_->now_s && prefill.behind_s == 0;
+    prefill.ready_at_s = std::max(prefill.ready_at_s, request_->now_s) + work_s;
+    if (!is_idle) prefill.behind_s += work_s;
+    Load& decode = workers_[decision.decode].load;
+    decode.running += 1;
+    decode.tokens += (request_->num_tokens + need_blocks_ * block_size_) / 2;
+    decode.blocks += need_blocks_;
     refresh_prefill(decision.prefill);
     refresh_decode(decision.decode);
-    return number;
-  }
-
-  void release_prefill(Ticket& ticket, double now_s) {
-    if (ticket.prefill == kNone) return;
-    Worker& worker = workers_[ticket.prefill];
-    worker.own.num_prefills -= 1;
-    // Of nothing nothing is left, not what rounding left.
-    worker.own.work_s = worker.own.num_prefills ? worker.own.work_s - ticket.work_s : 0;
-    const double others_s = std::max(0.0, worker.others_until_s - now_s);
-    worker.busy_until_s = now_s + worker.own.work_s + others_s;
-    refresh_prefill(std::exchange(ticket.prefill, kNone));
   }
 
   // ------------------------------------------------------------------ decode
@@ -377,7 +331,7 @@ class Fleet {
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
       const Costs& costs = costs_[kinds_[kind].costs];
       added_[kind] = costs.decode_per_seq +
-                     costs.decode_per_token * static_cast<double>(request_->final_tokens);
+                     costs.decode_per_token * static_cast<double>(context_tokens());
       least_added = std::min(least_added, added_[kind]);
     }
     Choice choice;
@@ -395,25 +349,41 @@ class Fleet {
     return choice;
   }
 
+  // That the request adds, in the middle of its growth.
+  int64_t context_tokens() const { return (request_->num_tokens + request_->final_tokens) / 2; }
+
   double tpot_s(Slot slot) const {
-    const Costs& costs = costs_[kinds_[workers_[slot].kind].costs];
+    const Costs& costs = costs_[kind_at(slot).costs];
     return tpot_[slot] + (costs.decode_per_seq +
-                          costs.decode_per_token * static_cast<double>(request_->final_tokens));
+                          costs.decode_per_token * static_cast<double>(context_tokens()));
   }
 
+  bool has_room(Slot slot) const { return room_[slot] >= need_blocks_ && tpot_[slot] < kInf; }
+
   bool can_decode(Slot slot) const {
-    const double tpot = tpot_s(slot);
-    return room_[slot] >= need_blocks_ && tpot < kInf && tpot <= request_->tpot_bound_s;
+    return has_room(slot) && tpot_s(slot) <= request_->tpot_bound_s;
   }
 
   // ------------------------------------------------------------------ prefill
 
-  double wait_s(Slot slot) const { return std::max(0.0, ready_at_[slot] - request_->now_s); }
+  double wait_s(Slot slot) const {
+    const Load& load = workers_[slot].load;
+    return std::max(load.ready_at_s - request_->now_s, load.behind_s);
+  }
+
+  // Whether a worker has memory for the prompt; one that goes on decoding, for the whole answer.
+  bool could_prefill(const Kind& kind) const {
+    const int64_t tokens = kind.decodes ? request_->max_tokens : request_->num_tokens;
+    return blocks_for(tokens) <= kind.num_blocks;
+  }
+
+  // Whether those that decode there would wait too long for so much work.
+  bool is_in_the_way(Slot slot, double work_s) const {
+    return workers_[slot].load.running > 0 && tpot_[slot] + work_s > request_->tpot_bound_s;
+  }
 
   // The most blocks that a worker of this kind might pull.
-  uint32_t best_for(const Kind& kind) const {
-    return kind.group >= 0 && kind.pulls ? best_[kind.group] : 0;
-  }
+  uint32_t best_for(const Kind& kind) const { return kind.pulls ? groups_[kind.group].depth : 0; }
 
   // From ready to the first token, with so many blocks here; whether some more are pulled.
   double work_s(const Kind& kind, uint32_t depth, bool* is_pulled) const {
@@ -423,14 +393,17 @@ class Fleet {
     const uint32_t best = best_for(kind);
     *is_pulled = false;
     if (best <= depth) return alone_s;
-    const double pull_s = costs.pull + costs.pull_per_block * (best - depth);
+    const double pull_s =
+        costs.pull + costs.pull_per_block * (best - depth) + groups_[kind.group].answers_s;
     const double pulled_s = pull_s + costs.prefill_s(n, static_cast<double>(best * block_size_));
     *is_pulled = pulled_s < alone_s;
     return std::min(alone_s, pulled_s);
   }
 
-  Choice choose_prefill() {
-    find_best();
+  // With `spares`, without mixed workers whose sequences it would hold up.
+  Choice choose_prefill(bool spares = true) {
+    spares_ = spares;
+    num_spared_ = 0;
     Choice choice;
     for (const Held& held : match_.few) offer_one(held, choice);
     for (size_t i = match_.num_many; i-- > 0;) {
@@ -446,26 +419,115 @@ class Fleet {
     return choice;
   }
 
-  void find_best() {
-    best_.assign(members_.size(), 0);
+  // A decode worker that prefills by itself: the one that would decode, or one that holds most of the
+  // prompt of all. Only what is no longer than its steps have time for.
+  Choice choose_local(Slot decode) {
+    Choice choice;
+    if (is_local(decode)) offer_local({decode, depth_of(decode)}, choice);
+    const uint32_t deepest = deepest_match();
+    if (deepest == 0) return choice;
     for (const Held& held : match_.few) {
-      const int32_t group = group_of(held.slot);
-      if (group >= 0) best_[group] = std::max(best_[group], held.depth);
+      if (held.depth == deepest && held.slot != decode && is_local(held.slot)) {
+        offer_local(held, choice);
+      }
     }
     for (size_t i = 0; i < match_.num_many; ++i) {
       const Layer& layer = match_.many[i];
-      for (size_t group = 0; group < members_.size(); ++group) {
-        if (count_common(layer.bits, members_[group])) {
-          best_[group] = std::max(best_[group], layer.depth);
+      if (layer.depth != deepest) continue;
+      for (size_t j = 0; j < std::min(layer.bits.size(), locals_.size()); ++j) {
+        for (uint64_t rest = layer.bits[j] & locals_[j]; rest; rest &= rest - 1) {
+          const auto slot = static_cast<Slot>(64 * j + std::countr_zero(rest));
+          if (slot != decode) offer_local({slot, deepest}, choice);
         }
       }
     }
+    return choice;
   }
 
-  // Only of workers that have joined: the index may know others.
-  int32_t group_of(Slot slot) const {
-    if (slot >= workers_.size() || workers_[slot].kind == kNone) return kNone;
-    return kinds_[workers_[slot].kind].group;
+  bool is_local(Slot slot) const { return bit_at(locals_.data(), locals_.size(), slot); }
+
+  void offer_local(const Held& held, Choice& choice) {
+    const Kind& kind = kind_at(held.slot);
+    const double wait = wait_s(held.slot);
+    if (!could_prefill(kind) || !can_decode(held.slot) || wait > request_->wait_bound_s) return;
+    bool is_pulled;
+    const double work = work_s(kind, held.depth, &is_pulled);
+    const double bound = request_->tpot_bound_s;
+    const double pace = tpot_[held.slot];
+    if (work <= (bound < kInf ? bound - pace : pace)) {
+      choice.offer(wait + work, held.slot, held.depth, random_);
+    }
+  }
+
+  uint32_t deepest_match() const {
+    uint32_t deepest = 0;
+    for (const Held& held : match_.few) {
+      if (is_known(held.slot)) deepest = std::max(deepest, held.depth);
+    }
+    for (size_t i = 0; i < match_.num_many; ++i) deepest = std::max(deepest, match_.many[i].depth);
+    return deepest;
+  }
+
+  uint32_t depth_of(Slot slot) const {
+    for (const Held& held : match_.few) {
+      if (held.slot == slot) return held.depth;
+    }
+    for (size_t i = 0; i < match_.num_many; ++i) {
+      const Layer& layer = match_.many[i];
+      if (bit_at(layer.bits.data(), layer.bits.size(), slot)) return layer.depth;
+    }
+    return 0;
+  }
+
+  // The index may know others.
+  bool is_known(Slot slot) const { return slot < workers_.size() && workers_[slot].kind != kNone; }
+
+  void find_best() {
+    for (Group& group : groups_) group.depth = 0;
+    for (const Held& held : match_.few) {
+      if (is_known(held.slot)) {
+        Group& group = groups_[kind_at(held.slot).group];
+        group.depth = std::max(group.depth, held.depth);
+      }
+    }
+    for (Group& group : groups_) {
+      for (size_t i = 0; i < match_.num_many; ++i) {
+        const Layer& layer = match_.many[i];
+        if (layer.depth > group.depth && have_common(layer.bits, group.members)) {
+          group.depth = layer.depth;
+        }
+      }
+      group.answers_s = group.depth ? soonest_answer_s(group) : 0;
+    }
+  }
+
+  double answers_s(Slot slot) const { return std::min(wait_s(slot), request_->offer_s); }
+
+  double soonest_answer_s(const Group& group) const {
+    double soonest = kInf;
+    each_holder(group, [&](Slot slot) {
+      soonest = std::min(soonest, answers_s(slot));
+      return soonest > 0;
+    });
+    return soonest;
+  }
+
+  // Those of the group that hold most, until told to stop.
+  template <class Visit>
+  void each_holder(const Group& group, Visit visit) const {
+    for (const Held& held : match_.few) {
+      if (held.depth != group.depth || !is_known(held.slot)) continue;
+      if (&groups_[kind_at(held.slot).group] == &group && !visit(held.slot)) return;
+    }
+    for (size_t i = 0; i < match_.num_many; ++i) {
+      const Layer& layer = match_.many[i];
+      if (layer.depth != group.depth) continue;
+      for (size_t j = 0; j < std::min(layer.bits.size(), group.members.size()); ++j) {
+        for (uint64_t rest = layer.bits[j] & group.members[j]; rest; rest &= rest - 1) {
+          if (!visit(static_cast<Slot>(64 * j + std::countr_zero(rest)))) return;
+        }
+      }
+    }
   }
 
   void find_rest() {
@@ -482,11 +544,21 @@ class Fleet {
   void offer_one(const Held& held, Choice& choice) {
     const Slot slot = held.slot;
     if (slot >= workers_.size() || ready_at_[slot] == kInf) return;
-    if (wait_s(slot) > request_->wait_bound_s) return;
-    if (workers_[slot].decodes && !can_decode(slot)) return;
+    const double wait = wait_s(slot);
+    const Kind& kind = kind_at(slot);
+    if (wait > request_->wait_bound_s || !could_prefill(kind)) return;
     bool is_pulled;
-    const double work = work_s(kinds_[workers_[slot].kind], held.depth, &is_pulled);
-    choice.offer(wait_s(slot) + work, slot, held.depth, random_);
+    const double work = work_s(kind, held.depth, &is_pulled);
+    if (kind.decodes && is_unable(slot, work)) return;
+    choice.offer(wait + work, slot, held.depth, random_);
+  }
+
+  // Of a mixed worker: whether it could not go on with it, or should not be held up by it.
+  bool is_unable(Slot slot, double work) {
+    if (!can_decode(slot)) return true;
+    if (!spares_ || !is_in_the_way(slot, work)) return false;
+    ++num_spared_;
+    return true;
   }
 
   // Workers of these bits, or all, hold so many blocks each.
@@ -494,7 +566,8 @@ class Fleet {
     double least_added = kInf;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
       bool is_pulled;
-      added_[kind] = work_s(kinds_[kind], depth, &is_pulled);
+      const bool is_able = could_prefill(kinds_[kind]);
+      added_[kind] = is_able ? work_s(kinds_[kind], depth, &is_pulled) : kInf;
       least_added = std::min(least_added, added_[kind]);
     }
     const double now_s = request_->now_s, wait_bound_s = request_->wait_bound_s;
@@ -510,8 +583,8 @@ class Fleet {
       const size_t base = chunk * kChunk;
       load_added(chunk, added);
       for (int i = 0; i < kChunk; ++i) {
-        const double ready = ready_at_[base + i] - now_s;
-        const double wait = ready > 0 ? ready : 0;
+        const double ready = ready_at_[base + i] - now_s, behind = behind_[base + i];
+        const double wait = ready > behind ? ready : behind;
         const double value = wait + added[i];
         values[i] = (mask >> i & 1) && wait <= wait_bound_s ? value : kInf;
       }
@@ -519,14 +592,26 @@ class Fleet {
     });
   }
 
-  // Mixed workers that could not go on with it.
-  uint64_t unable(size_t chunk) const {
+  // Mixed workers that are not to be taken.
+  uint64_t unable(size_t chunk) {
     uint64_t found = 0;
     for (uint64_t rest = mixed_[chunk]; rest; rest &= rest - 1) {
       const int i = std::countr_zero(rest);
-      if (!can_decode(static_cast<Slot>(chunk * kChunk + i))) found |= 1ull << i;
+      const auto slot = static_cast<Slot>(chunk * kChunk + i);
+      if (is_unable(slot, added_[kind_of_[slot]])) found |= 1ull << i;
     }
     return found;
+  }
+
+  // Until some worker has little enough to do; infinite if there is none.
+  double soonest_s() const {
+    double soonest = kInf;
+    for (Slot slot = 0; slot < workers_.size(); ++slot) {
+      if (ready_at_[slot] == kInf || !could_prefill(kind_at(slot))) continue;
+      if (kind_at(slot).decodes && !has_room(slot)) continue;
+      soonest = std::min(soonest, wait_s(slot));
+    }
+    return soonest;
   }
 
   // ------------------------------------------------------------------ both
@@ -573,15 +658,16 @@ class Fleet {
     choice.depth = depth;
   }
 
-  static uint64_t count_common(const std::vector<uint64_t>& a, const std::vector<uint64_t>& b) {
-    uint64_t count = 0;
-    for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) count += std::popcount(a[i] & b[i]);
-    return count;
+  static bool have_common(const std::vector<uint64_t>& a, const std::vector<uint64_t>& b) {
+    for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+      if (a[i] & b[i]) return true;
+    }
+    return false;
   }
 
   // Returns the seconds of prefill.
   double fill(Decision& decision, const Choice& prefill, const Choice& decode) {
-    const Kind& kind = kinds_[workers_[prefill.slot].kind];
+    const Kind& kind = kind_at(prefill.slot);
     bool is_pulled;
     const double work = work_s(kind, prefill.depth, &is_pulled);
     decision.prefill = static_cast<int32_t>(prefill.slot);
@@ -591,40 +677,22 @@ class Fleet {
     decision.ttft_s = decision.wait_s + work;
     decision.tpot_s = decode.cost;
     if (!is_pulled) return work;
-    const uint32_t best = best_[kind.group];
-    decision.pulled_blocks = static_cast<int32_t>(best - prefill.depth);
-    decision.source = source(kind.group, best);
+    const Group& group = groups_[kind.group];
+    decision.pulled_blocks = static_cast<int32_t>(group.depth - prefill.depth);
+    decision.source = source(group);
     return work;
   }
 
-  // Any one of the group that holds so much.
-  int32_t source(int32_t group, uint32_t depth) {
+  // Any one of those that hold most and can answer first.
+  int32_t source(const Group& group) {
     uint64_t ties = 0;
     int32_t found = kNone;
-    for (const Held& held : match_.few) {
-      if (held.depth != depth || group_of(held.slot) != group) continue;
-      if (random_.below(++ties) == 0) found = static_cast<int32_t>(held.slot);
-    }
-    for (size_t i = 0; i < match_.num_many; ++i) {
-      const Layer& layer = match_.many[i];
-      if (layer.depth != depth) continue;
-      const uint64_t more = count_common(layer.bits, members_[group]);
-      if (more == 0) continue;
-      ties += more;
-      if (random_.below(ties) < more) found = nth_common(layer.bits, members_[group], more);
-    }
+    each_holder(group, [&](Slot slot) {
+      if (answers_s(slot) > group.answers_s) return true;
+      if (random_.below(++ties) == 0) found = static_cast<int32_t>(slot);
+      return true;
+    });
     return found;
-  }
-
-  int32_t nth_common(const std::vector<uint64_t>& a, const std::vector<uint64_t>& b,
-                     uint64_t count) {
-    uint64_t skip = random_.below(count);
-    for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-      for (uint64_t rest = a[i] & b[i]; rest; rest &= rest - 1) {
-        if (skip-- == 0) return static_cast<int32_t>(64 * i + std::countr_zero(rest));
-      }
-    }
-    return kNone;
   }
 };
 

@@ -91,53 +91,20 @@ int32_t baton_fleet_kind(void* fleet, const Kind* kind) {
   return static_cast<Fleet*>(fleet)->add_kind(*kind);
 }
 
-void baton_fleet_join(void* fleet, int32_t slot, int32_t kind, int32_t prefills, int32_t decodes,
-                      int64_t num_blocks, int64_t max_running) {
-  Worker worker;
-  worker.kind = kind;
-  worker.prefills = prefills;
-  worker.decodes = decodes;
-  worker.is_open = true;
-  worker.num_blocks = num_blocks;
-  worker.max_running = max_running;
-  static_cast<Fleet*>(fleet)->join(slot, worker);
+void baton_fleet_join(void* fleet, int32_t slot, int32_t kind) {
+  static_cast<Fleet*>(fleet)->join(slot, kind);
 }
 
 void baton_fleet_leave(void* fleet, int32_t slot) { static_cast<Fleet*>(fleet)->leave(slot); }
 
-void baton_fleet_set_open(void* fleet, int32_t slot, int32_t is_open) {
-  static_cast<Fleet*>(fleet)->set_open(slot, is_open);
-}
-
-void baton_fleet_others(void* fleet, int32_t slot, double work_s, int64_t running, int64_t tokens,
-                        int64_t blocks, double now_s) {
-  Load load;
-  load.work_s = work_s;
-  load.running = running;
-  load.tokens = tokens;
-  load.blocks = blocks;
-  static_cast<Fleet*>(fleet)->set_others(slot, load, now_s);
+void baton_fleet_loads(void* fleet, const News* news, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    static_cast<Fleet*>(fleet)->set_load(static_cast<Slot>(news[i].slot), news[i].load);
+  }
 }
 
 void baton_fleet_decide(Call* call, const uint8_t* hashes) {
   call->fleet->decide(hashes, call->num_hashes, call->request, call->decision);
-}
-
-void baton_fleet_prefilled(void* fleet, int32_t ticket, double now_s) {
-  static_cast<Fleet*>(fleet)->prefilled(ticket, now_s);
-}
-
-void baton_fleet_release(void* fleet, int32_t ticket, double now_s) {
-  static_cast<Fleet*>(fleet)->release(ticket, now_s);
-}
-
-// Seconds of prefill, sequences, tokens and blocks that are reserved there.
-void baton_fleet_own(void* fleet, int32_t slot, double* reserved) {
-  const Load& own = static_cast<Fleet*>(fleet)->worker(slot).own;
-  reserved[0] = own.work_s;
-  reserved[1] = static_cast<double>(own.running);
-  reserved[2] = static_cast<double>(own.tokens);
-  reserved[3] = static_cast<double>(own.blocks);
 }
 
 int32_t baton_fleet_is_sound(void* fleet) { return static_cast<Fleet*>(fleet)->is_sound(); }
