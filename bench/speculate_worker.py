@@ -33,6 +33,7 @@ from engine.config import Speculate, WeightFormat, WorkerConfig
 from engine.events import Effect, Emit, FromGateway
 from engine.grammars import LlGuides
 from engine.guide import Guides
+from engine.intake import Intake
 from engine.layout import KVFormat
 from engine.messages import (
     Cancel,
@@ -150,23 +151,12 @@ class Service:
 
     def __init__(self, runner: Any, pool: BlockPool, *, speculator: Speculator, guides: Guides):
         self._runner = runner
-        block_size = runner.layout.block_size
-        model = {"vocab_size": runner.vocab_size, "context_len": runner.context_len}
+        intake = Intake(runner.layout.block_size, guides, runner.vocab_size, runner.context_len)
         decode = DecodeScheduler(
-            pool,
-            block_size=block_size,
-            max_running=DEFAULTS.max_running,
-            speculator=speculator,
-            guides=guides,
-            **model,
+            pool, intake=intake, max_running=DEFAULTS.max_running, speculator=speculator
         )
         prefill = PrefillScheduler(
-            pool,
-            block_size=block_size,
-            chunk_tokens=DEFAULTS.chunk_tokens,
-            address=NOWHERE,
-            guides=guides,
-            **model,
+            pool, intake=intake, chunk_tokens=DEFAULTS.chunk_tokens, address=NOWHERE
         )
         self.core = WorkerCore(
             [decode, prefill], pool, DEFAULTS.max_batch_tokens, observe=speculator.observe

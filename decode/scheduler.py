@@ -1,4 +1,4 @@
-"""Continuous batching of sequences whose KV came from somewhere else.
+"""Continuous batching of sequences whose prompts were computed, elsewhere or in this worker.
 
 Life of a sequence here:
 
@@ -6,6 +6,8 @@ Life of a sequence here:
     pulling   owns blocks for its prompt; those it lacks are being pulled
     ready     all KV is here; waits for its first token, which the gateway forwards
     running   has a row in every step
+
+A sequence that was prefilled in this worker (`Adopted`) begins as a running one.
 
 Only a queue head that the pool has room for is admitted, in order of arrival, and room includes the
 growth of the sequences admitted before it within the next `growth_tokens` tokens each. If memory
@@ -53,8 +55,7 @@ from engine.events import (
     PullFailed,
     StartPull,
 )
-from engine.guide import Guides
-from engine.intake import Intake, ReadPrompt, read_prompt
+from engine.intake import Intake
 from engine.messages import (
     PREEMPTED,
     Cancel,
@@ -98,31 +99,26 @@ class _Running:
 class DecodeScheduler:
     """Sequences arriving and running; `max_running` bounds the two together."""
 
-    def __init__(  # noqa: PLR0913 - all but the first four have defaults
+    def __init__(
         self,
         pool: BlockPool,
         *,
-        block_size: int,
+        intake: Intake,
         max_running: int,
         growth_tokens: int = 128,
         speculator: Speculator | None = None,
-        guides: Guides | None = None,
-        vocab_size: int | None = None,
-        context_len: int | None = None,
-        read: ReadPrompt = read_prompt,
     ) -> None:
         """Where the runner has a draft model there must be a speculator, be it one that drafts
-        nothing: it sees to it that blocks are complete. Without `guides`, sequences with a grammar
-        are given back; so are those that do not fit the vocabulary or the context. `read` as in
-        `engine.intake.Intake`.
+        nothing: it sees to it that blocks are complete. What `intake` does not let in is given
+        back.
         """
         self._pool = pool
-        self._block_size = block_size
+        self._intake = intake
+        self._block_size = intake.block_size
         self._max_running = max_running
         self._growth_tokens = growth_tokens
         self._speculator = speculator
         self._has_draft_model = speculator is not None and speculator.has_draft_model
-        self._intake = Intake(block_size, guides, vocab_size, context_len, read)
         self._queued: OrderedDict[SeqId, _Arriving] = OrderedDict()
         self._arriving: dict[SeqId, _Arriving] = {}
         self._running: dict[SeqId, _Running] = {}  # oldest first

@@ -31,6 +31,7 @@ from engine.config import WorkerConfig
 from engine.errors import GrammarError, ProtocolError
 from engine.events import Effect, Emit, Event, FromGateway, GatewayLost
 from engine.grammars import LlGuides
+from engine.intake import Intake
 from engine.layout import KVFormat
 from engine.messages import (
     PROTOCOL_VERSION,
@@ -153,38 +154,29 @@ class WorkerHost:
     def _open_core(self, address: TransferAddress) -> WorkerCore:
         config, model = self._config, self._model
         pool = self._pool = BlockPool(self._runner.num_blocks, keeps_news=True)
-        block_size = self._runner.layout.block_size
         speculator = Speculator(
             config.speculate,
             max_draft_tokens=config.max_draft_tokens,
             has_draft_model=model.has_draft_model,
         )
+        intake = Intake(
+            self._runner.layout.block_size, model.guides, model.vocab_size, model.context_len
+        )
+        role = self._identity.role
         schedulers: list[Scheduler] = []
-        if self._identity.role.decodes:
+        if role.decodes:
             schedulers.append(
                 DecodeScheduler(
-                    pool,
-                    block_size=block_size,
-                    max_running=config.max_running,
-                    speculator=speculator,
-                    guides=model.guides,
-                    vocab_size=model.vocab_size,
-                    context_len=model.context_len,
+                    pool, intake=intake, max_running=config.max_running, speculator=speculator
                 )
             )
-        if self._identity.role.prefills:
+        if role.prefills or config.prefills_locally:
             schedulers.append(
                 PrefillScheduler(
-                    pool,
-                    block_size=block_size,
-                    chunk_tokens=config.chunk_tokens,
-                    address=address,
-                    guides=model.guides,
-                    vocab_size=model.vocab_size,
-                    context_len=model.context_len,
+                    pool, intake=intake, chunk_tokens=config.chunk_tokens, address=address
                 )
             )
-        schedulers.append(PrefixOffers(pool, block_size=block_size, address=address))
+        schedulers.append(PrefixOffers(pool, block_size=intake.block_size, address=address))
         return WorkerCore(schedulers, pool, config.max_batch_tokens, observe=speculator.observe)
 
     async def close(self) -> None:
@@ -252,6 +244,7 @@ class WorkerHost:
             max_running=self._config.max_running,
             kv_wire_dtype=self._config.kv_wire_dtype,
             events=self._events,
+            prefills_locally=self._identity.role is Role.DECODE and self._config.prefills_locally,
         )
 
     async def _read_all(self, gateway_id: GatewayId, frames: AsyncIterator[bytes]) -> None:

@@ -1,7 +1,8 @@
 """Configuration: one frozen tree, from a file, the environment and flags, in this order.
 
 Unknown keys and values of the wrong type are errors that name them. Environment variables are
-`BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512.
+`BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512. Of a
+list, they hold what is between commas: BATON_GATEWAY__API_KEYS=one,another.
 Defaults run on a laptop. A part of the tree is passed to whom it concerns; nobody writes to it.
 """
 
@@ -17,6 +18,7 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 ENVIRONMENT_PREFIX = "BATON_"
+LISTS = (["gateway", "api_keys"],)
 
 
 class WeightFormat(StrEnum):
@@ -74,6 +76,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: KVFormat = KVFormat.FP32
     decode_kv_dtype: KVFormat | None = None  # of decode workers; None: as all others
     kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
+    # Decode workers may be given short prompts to compute themselves, where that is predicted to be
+    # quicker than a hand-over. Never where KV of a prefill worker is stored in another format, or
+    # travels in one: their answers would be others.
+    prefills_locally: bool = True
     kv_mib: int = 512  # memory of the KV pool
     max_batch_tokens: int = 512  # tokens of one step
     chunk_tokens: int = 256  # tokens of one prompt in one step
@@ -138,12 +144,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8000
     processes: int = 1  # that share the port, each with a core's worth of connections
     model_name: str | None = None  # None: the name of the model's directory
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()  # none: open to everyone; else each has its share of the queue
+    min_priority: int = 0  # lower numbers are served earlier; clients may ask for none below this
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 16  # of one request: `n`, `best_of`
+    record_dir: str | None = None  # each process writes there what its router was told and did
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
+        _require(all(self.api_keys), "gateway.api_keys must not hold an empty key")
         _require(self.max_body_bytes > 0, "gateway.max_body_bytes must be positive")
         _require(self.processes > 0, "gateway.processes must be positive")
         _require(self.max_choices > 0, "gateway.max_choices must be positive")
@@ -167,7 +176,8 @@ def load_config(
     tree: dict[str, Any] = _read_file(path) if path is not None else {}
     for key, value in environment.items():
         if key.startswith(ENVIRONMENT_PREFIX) and "__" in key:
-            _set(tree, key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value)
+            keys = key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            _set(tree, keys, value.split(",") if keys in LISTS else value)
     for key, value in flags.items():
         if value is not None:
             _set(tree, key.split("."), value)

@@ -1,8 +1,8 @@
 """The core of a worker: its schedulers around one block pool, without I/O.
 
-A role is nothing but which schedulers are there. Per step the core asks them in order for rows
-under one token budget (decode first: its rows are short and somebody is waiting for each token),
-and hands the results back. Everything else that happens is an event.
+What a worker can do is nothing but which schedulers are there. Per step the core asks them in order
+for rows under one token budget (decode first: its rows are short and somebody is waiting for each
+token), and hands the results back. Everything else that happens is an event.
 
 The host around it owns the threads: it feeds events, runs the plans, and performs the effects.
 

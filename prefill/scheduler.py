@@ -50,8 +50,7 @@ from engine.events import (
     RevokeLease,
     StartPull,
 )
-from engine.guide import Guides
-from engine.intake import Intake, ReadPrompt, read_prompt
+from engine.intake import Intake
 from engine.messages import (
     Cancel,
     FinishReason,
@@ -94,26 +93,15 @@ class _Lease:
 class PrefillScheduler:
     """Prompts waiting, pulling a prefix, being computed, and leased out."""
 
-    def __init__(  # noqa: PLR0913 - all but the first four have defaults
-        self,
-        pool: BlockPool,
-        *,
-        block_size: int,
-        chunk_tokens: int,
-        address: TransferAddress,
-        guides: Guides | None = None,
-        vocab_size: int | None = None,
-        context_len: int | None = None,
-        read: ReadPrompt = read_prompt,
+    def __init__(
+        self, pool: BlockPool, *, intake: Intake, chunk_tokens: int, address: TransferAddress
     ) -> None:
-        """Without `guides`, prompts of answers with a grammar are given back; so are those that do
-        not fit the vocabulary or the context. `read` as in `engine.intake.Intake`.
-        """
+        """What `intake` does not let in is given back."""
         self._pool = pool
-        self._block_size = block_size
+        self._intake = intake
+        self._block_size = intake.block_size
         self._chunk_tokens = chunk_tokens
         self._address = address
-        self._intake = Intake(block_size, guides, vocab_size, context_len, read)
         self._num_jobs = 0  # that ever came
         self._waiting: deque[_Job] = deque()
         self._pulling: dict[SeqId, _Job] = {}

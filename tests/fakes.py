@@ -47,6 +47,7 @@ from engine.events import (
     RevokeLease,
     StartPull,
 )
+from engine.intake import Intake
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     Cancel,
@@ -474,9 +475,10 @@ class SpoilingPool(BlockPool):
 
 @dataclass(frozen=True, slots=True)
 class WorkerShape:
-    """How large a fake worker is. Its role says which schedulers it has."""
+    """How large a fake worker is. What it does says which schedulers it has."""
 
     role: Role
+    prefills_locally: bool = False
     num_blocks: int = 10
     max_batch_tokens: int = 8
     chunk_tokens: int = 6
@@ -508,25 +510,23 @@ class FakeWorker:
         self.pool = SpoilingPool(self.runner)
         self.endpoint = FakeEndpoint(self, cluster)
         speculator = shape.speculator()
+        intake = Intake(BLOCK_SIZE, FakeGuides(), VOCAB_SIZE)
         self.decode = DecodeScheduler(
             self.pool,
-            block_size=BLOCK_SIZE,
+            intake=intake,
             max_running=shape.max_running,
             growth_tokens=shape.growth_tokens,
             speculator=speculator,
-            guides=FakeGuides(),
-            vocab_size=VOCAB_SIZE,
         )
         self.prefill = PrefillScheduler(
             self.pool,
-            block_size=BLOCK_SIZE,
+            intake=intake,
             chunk_tokens=shape.chunk_tokens,
             address=self.endpoint.address,
-            guides=FakeGuides(),
-            vocab_size=VOCAB_SIZE,
         )
         schedulers: list[Scheduler] = [self.decode] if shape.role.decodes else []
-        schedulers += [self.prefill] if shape.role.prefills else []
+        prefills = shape.role.prefills or shape.prefills_locally
+        schedulers += [self.prefill] if prefills else []
         self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=self.endpoint.address)
         schedulers.append(self.offers)
         self.core = WorkerCore(

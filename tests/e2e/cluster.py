@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deploy.cluster import BUNDLED_MODEL, config_of
@@ -85,16 +86,21 @@ def workers(
     *,
     model: Path = BUNDLED_MODEL,
     config: WorkerConfig | Mapping[Role, WorkerConfig] | None = None,
+    locally: bool = False,
 ) -> Iterator[Workers]:
     """Starts one process per role; on leaving, every one of them is gone.
 
-    `config` is the deployment's, or that of each role.
+    `config` is the deployment's, or that of each role. Decode workers prefill nothing unless
+    `locally`: a test of hand-overs wants them whatever they are predicted to take.
     """
     launcher = ProcessLauncher()
     config = config or WorkerConfig(kv_mib=64)
-    configs = (
-        config if isinstance(config, Mapping) else {role: config_of(role, config) for role in roles}
-    )
+    if isinstance(config, WorkerConfig):
+        config = {role: config_of(role, config) for role in roles}
+    configs = {
+        role: msgspec.structs.replace(own, prefills_locally=own.prefills_locally and locally)
+        for role, own in config.items()
+    }
     specs = [
         WorkerSpec(WorkerId(f"{role}-{i}"), role, str(model), configs[role], TOKEN, threads=1)
         for i, role in enumerate(roles)
@@ -111,10 +117,20 @@ def workers(
 
 @asynccontextmanager
 async def router(
-    running: Workers, config: RouterConfig | None = None, *, estimates: Estimates | None = None
+    running: Workers,
+    config: RouterConfig | None = None,
+    *,
+    estimates: Estimates | None = None,
+    natively: bool = False,
 ) -> AsyncIterator[Router]:
-    """A router that all workers have joined. When all is asked, they hold nothing for anybody."""
+    """A router that all workers have joined. When all is asked, they hold nothing for anybody.
+
+    Ties fall to the first by name, unless `natively`: C++ has a generator of its own for them.
+    """
     async with _linked(running.addresses, config or RouterConfig(), estimates) as r:
+        if not natively:
+            r.machine.state.rng = FirstByName()
+            r.machine.state.fleet = None
         await until(lambda: len(r.workers()) == len(running.addresses), "all workers joined")
         yield r
         assert r.machine.num_flights == 0
@@ -148,8 +164,6 @@ async def _linked(
     r = Router(
         list(addresses), config=config, token=TOKEN, clock=MonotonicClock(), estimates=estimates
     )
-    r.machine.state.rng = FirstByName()
-    r.machine.state.fleet = None  # the same rule, but its ties fall by a generator of its own
     await r.open()
     try:
         yield r

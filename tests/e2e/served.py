@@ -22,6 +22,7 @@ STOP_TIMEOUT_S = 45.0
 STEADY_S = 2.0  # workers report once a second
 MARK = "BATON_TEST_MARK"
 KV_MIB = 64  # of each worker
+HANDS_OVER = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}  # every prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ def conserved(served: Served) -> None:
 
 
 @contextmanager
-def serve(*arguments: str) -> Iterator[Served]:
-    """Runs `baton serve` with two workers; interrupts it at the end.
+def serve(*arguments: str, **environment: str) -> Iterator[Served]:
+    """Runs `baton serve` with two workers, and so much more environment; interrupts it at the end.
 
     Then the workers hold nothing for anybody, and afterwards no process is left.
     """
@@ -102,7 +103,7 @@ def serve(*arguments: str) -> Iterator[Served]:
     process = subprocess.Popen(
         [sys.executable, "-m", "deploy.cli", "serve", *options, *arguments],
         stderr=subprocess.PIPE,
-        env={**os.environ, MARK: mark, "COLUMNS": "200"},
+        env={**os.environ, MARK: mark, "COLUMNS": "200", **environment},
         start_new_session=True,
     )
     try:

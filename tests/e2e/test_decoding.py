@@ -8,7 +8,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.served import Served, matching, metrics, poll_until, serve
+from tests.e2e.served import HANDS_OVER, Served, matching, metrics, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
@@ -34,7 +34,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve("--launcher", "process", "--speculate", "auto") as running:
+    with serve("--launcher", "process", "--speculate", "auto", **HANDS_OVER) as running:
         yield running
 
 

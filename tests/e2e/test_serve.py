@@ -14,6 +14,7 @@ import pytest
 from engine.clock import MonotonicClock
 from kvtransfer.nixl_backend import PACKAGES
 from tests.e2e.served import (
+    HANDS_OVER,
     START_TIMEOUT_S,
     Served,
     held,
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve("--launcher", "process") as running:
+    with serve("--launcher", "process", **HANDS_OVER) as running:
         yield running
 
 

@@ -2,6 +2,7 @@
 
     colocated      one worker prefills and decodes
     handed over    one worker prefills, another decodes; KV is copied from pool to pool
+    both           the latter, which prefills some prompts itself
 
 What a gateway does is done in its simplest form: all is sent at once, and what a worker gives back
 is sent again, as it stands then, when another request has ended.
@@ -36,6 +37,7 @@ from engine.events import (
     StartPull,
 )
 from engine.guide import Guides
+from engine.intake import Intake
 from engine.messages import (
     Cancel,
     Decode,
@@ -132,12 +134,13 @@ class Worker:
         num_blocks: int | None = None,
         growth_tokens: int = 128,
         speculator: type[Speculator] = Speculator,
+        prefills_locally: bool = False,
     ) -> None:
         self.address = TransferAddress(WorkerId(name), Incarnation(name), "")
         self.runner = runner
         self.inbox: deque[Event] = deque()
         self.pool = BlockPool(num_blocks or runner.num_blocks)
-        size = runner.layout.block_size
+        intake = Intake(runner.layout.block_size, guides)
         self.speculator = speculator(
             speculate, max_draft_tokens=8, has_draft_model=runner.draft_forward is not None
         )
@@ -145,16 +148,15 @@ class Worker:
         if role.decodes:
             decode = DecodeScheduler(
                 self.pool,
-                block_size=size,
+                intake=intake,
                 max_running=max_running,
                 growth_tokens=growth_tokens,
                 speculator=self.speculator,
-                guides=guides,
             )
             self.schedulers.append(decode)
-        if role.prefills:
+        if role.prefills or prefills_locally:
             prefill = PrefillScheduler(
-                self.pool, block_size=size, chunk_tokens=64, address=self.address, guides=guides
+                self.pool, intake=intake, chunk_tokens=64, address=self.address
             )
             self.schedulers.append(prefill)
         self.core = WorkerCore(self.schedulers, self.pool, 256, observe=self.speculator.observe)
@@ -169,8 +171,13 @@ class Worker:
 class Pools:
     """The workers, and the requests that they answer."""
 
-    def __init__(self, prefill: Worker, decode: Worker) -> None:
-        """The same worker twice is colocated serving."""
+    def __init__(self, prefill: Worker, decode: Worker, *, every_local: int | None = None) -> None:
+        """The same worker twice is colocated serving.
+
+        One of so many attempts is the decode worker's alone, prompt and all.
+        """
+        self._every_local = 1 if prefill is decode else every_local
+        self._local: set[SeqId] = set()
         self._prefill = prefill
         self._decode = decode
         self._workers = list(dict.fromkeys((prefill, decode)))
@@ -181,6 +188,11 @@ class Pools:
         self._wanted: dict[SeqId, tuple[tuple[int, BlockId], ...]] = {}  # pulls that wait
         self._num_attempts = 0
         self._given_back: deque[Asked] = deque()
+
+    @property
+    def num_local(self) -> int:
+        """Attempts that were not handed over."""
+        return len(self._local)
 
     def answer(self, requests: Sequence[Asked]) -> list[Asked]:
         """Answers all of them together; every block is free or cached afterwards."""
@@ -208,9 +220,13 @@ class Pools:
         self._num_attempts += 1
         seq_id = SeqId(f"s{self._num_attempts}")
         self._asked[seq_id] = asked
-        kind = Generate if self._prefill is self._decode else Prefill
         token_ids = [*asked.token_ids, *asked.answer]
-        self._tell(self._prefill, kind(seq_id, token_ids, asked.sampling, asked.limits))
+        fields = (seq_id, token_ids, asked.sampling, asked.limits)
+        if self._every_local is not None and self._num_attempts % self._every_local == 0:
+            self._local.add(seq_id)
+            self._tell(self._decode, Generate(*fields))
+        else:
+            self._tell(self._prefill, Prefill(*fields))
 
     def _tell(self, worker: Worker, message) -> None:
         worker.inbox.append(FromGateway(GATEWAY, message))
@@ -273,7 +289,7 @@ class Pools:
                 asked.answer.append(token)
                 asked.logprobs += [] if message.logprobs is None else [message.logprobs]
                 self._finish(seq_id, finish)
-                if self._prefill is not self._decode:
+                if seq_id not in self._local:
                     more = FirstToken(seq_id, token) if finish is None else Cancel(seq_id)
                     self._tell(self._decode, more)
             case Tokens(seq_id, token_ids, finish):

@@ -143,6 +143,25 @@ def test_speculation_changes_no_token_handed_over(runners, guides, expected, spe
 
 
 @pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
+def test_prompts_that_the_decode_worker_computes_beside_hand_overs_are_answered_alike(
+    runners, guides, expected, speculate
+):
+    source = Worker("prefill", Role.PREFILL, runners[0], guides=guides)
+    sink = Worker(
+        "decode",
+        Role.DECODE,
+        runners[1],
+        speculate=speculate,
+        guides=guides,
+        speculator=KeenSpeculator,
+        prefills_locally=True,
+    )
+    pools = Pools(source, sink, every_local=2)
+    check(pools.answer(requests(NUM_REQUESTS, seed=1)), expected)
+    assert pools.num_local >= NUM_REQUESTS // 2
+
+
+@pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
 def test_sequences_that_had_to_go_for_want_of_memory_come_back_with_the_same_tokens(
     runners, guides, expected, speculate
 ):

@@ -1,5 +1,6 @@
 """Two prefill workers, a decode and a mixed one, in every order that steps and messages can take.
 
+The decode worker may be one that prefills locally; where it is not it gives such prompts back.
 Clients come and go, gateways die, threads stand still, time passes; the pools are so small that
 sequences wait, evict, and are given back. Whatever happens, each client is answered with exactly
 the tokens of the reference, and when all is over every block is free and every lease has ended.
@@ -8,7 +9,6 @@ the tokens of the reference, and when all is over every block is free and every 
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import permutations
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,11 +25,17 @@ from tests.fakes import PARTS, VOCAB_SIZE, WILFUL, Ask, FakeCluster, FakeGateway
 
 NUM_GATEWAYS = 2
 ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
-PATHS = [("p", "d"), ("p", "m"), ("m", "m")]
-OFFERED = [("q", "d", "p"), ("q", "m", "d"), ("p", "d", "m"), ("m", "m", "p"), ("q", "d", "d")]
+PATHS = [("p", "d"), ("p", "m"), ("m", "m"), ("d", "d")]
+OFFERED = [
+    ("q", "d", "p"),
+    ("q", "m", "d"),
+    ("p", "d", "m"),
+    ("m", "m", "p"),
+    ("q", "d", "d"),
+    ("d", "d", "q"),
+]
 ROUTES = [
-    *permutations(PATHS),
-    *[(offered, *PATHS) for offered in OFFERED],
+    *[(route, *PATHS) for route in (*PATHS, *OFFERED)],
     tuple(OFFERED),
 ]
 STEMS = [tuple((7 * i * i + k) % VOCAB_SIZE for i in range(16)) for k in (1, 4)]
@@ -57,6 +63,7 @@ PREFIX_EVENTS = (
     "kept_blocks",
 )
 SIZES = {
+    "prefills_locally": (True, True, False),
     "num_blocks": (8, 9, 12, 32),
     "max_batch_tokens": (5, 8, 12),
     "chunk_tokens": (2, 4, 5, 9),
@@ -338,7 +345,7 @@ def random_traffic(seed: int, num_events: int) -> Counter[str]:
         lambda: traffic.go_on(rng.randint(1, 24), rng): 1.0,
         ask: 0.3,
         lambda: traffic.cancel(rng.randrange(100)): 0.1,
-        traffic.cancel_pulling: 0.05,
+        traffic.cancel_pulling: 0.15,
         lambda: traffic.retry(rng.randrange(100)): 0.01,
         lambda: traffic.stop_waiting(rng.randrange(100)): 0.02,
         lambda: traffic.lose_gateway(rng.randrange(NUM_GATEWAYS), rng.randrange(4)): 0.01,

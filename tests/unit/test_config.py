@@ -48,6 +48,18 @@ def test_the_environment_overrides_the_file_and_flags_override_both(write):
     assert (worker.kv_mib, worker.block_size, worker.chunk_tokens) == (1, 2, 3)
 
 
+def test_a_list_in_the_environment_is_what_is_between_commas():
+    assert load(environment={"BATON_GATEWAY__API_KEYS": "one"}).gateway.api_keys == ("one",)
+    keys = load(environment={"BATON_GATEWAY__API_KEYS": "one,another"}).gateway.api_keys
+    assert keys == ("one", "another")
+
+
+@pytest.mark.parametrize("keys", ["", "one,", ",one", "one,,another"])
+def test_an_empty_key_is_an_error_and_does_not_open_the_gateway(keys):
+    with pytest.raises(ConfigError, match="empty key"):
+        load(environment={"BATON_GATEWAY__API_KEYS": keys})
+
+
 def test_values_of_the_environment_are_read_as_what_they_are_for():
     environment = {
         "BATON_WORKER__KV_DTYPE": "bf16",

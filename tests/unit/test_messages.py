@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
+    PROTOCOL_VERSION,
     Cancel,
     Decode,
     FinishReason,
@@ -32,6 +33,7 @@ from engine.messages import (
     Tokens,
     ToWorker,
     TransferAddress,
+    Welcome,
     decode_to_gateway,
     decode_to_worker,
     encode_frame,
@@ -242,3 +244,21 @@ def test_a_finish_travels_as_its_name():
 def test_messages_cannot_be_changed():
     with pytest.raises(AttributeError):
         Hello(1, "g", "t").version = 2
+
+
+@pytest.mark.parametrize(
+    ("role", "says", "generates"),
+    [
+        (Role.PREFILL, {}, False),
+        (Role.DECODE, {}, False),
+        (Role.DECODE, {"prefills_locally": True}, True),
+        (Role.MIXED, {}, True),
+    ],
+)
+def test_a_worker_says_whether_it_goes_on_from_prompts_that_it_computes(role, says, generates):
+    layout = KVLayout(4, KVFormat.FP32, (KVSection(1, 1, 2),))
+    fields = (PROTOCOL_VERSION, "w", "life", role, "model", layout, 10, 4)
+    sent = {"type": "Welcome", **dict(zip(Welcome.__struct_fields__, fields, strict=False)), **says}
+    (received,) = decode_to_gateway(msgspec.msgpack.encode([sent]))
+    assert received == Welcome(*fields, **says)
+    assert received.generates is generates

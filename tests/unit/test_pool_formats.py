@@ -39,6 +39,35 @@ def test_everything_else_is_the_same_in_every_role(role):
 
 
 @pytest.mark.parametrize(
+    ("formats", "allowed"),
+    [
+        ((FP32,), True),
+        ((INT8,), True),
+        ((FP32, FP32, FP32), True),
+        ((INT8, None, INT8), True),
+        ((BF16, FP32), False),  # no bit is lost on the way, but fewer are computed
+        ((FP32, INT8, INT8), False),
+        ((INT8, FP32, INT8), False),
+        ((FP32, None, INT8), False),  # what is handed over has been rounded, and widened again
+    ],
+)
+def test_decode_workers_prefill_where_that_makes_the_kv_that_is_handed_over(formats, allowed):
+    assert configs(*formats)[Role.DECODE].prefills_locally is allowed
+
+
+def test_whether_decode_workers_prefill_is_for_the_operator_to_say():
+    config = WorkerConfig(prefills_locally=False)
+    assert not config_of(Role.DECODE, config).prefills_locally
+
+
+def test_a_config_that_was_worked_out_for_a_role_stays_as_it_is():
+    config = WorkerConfig(decode_kv_dtype=INT8, kv_wire_dtype=INT8)
+    for role in Role:
+        own = config_of(role, config)
+        assert config_of(role, own) == own
+
+
+@pytest.mark.parametrize(
     ("prefill", "decode", "wire"),
     [
         (FP32, None, None),

@@ -16,6 +16,7 @@ from engine.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.blocks import BlockPool
 from engine.config import Speculate
 from engine.events import Adopted
+from engine.intake import Intake
 from engine.messages import GatewayId, Limits, Sampling, SeqId
 from engine.sequence import Sequence
 from engine.worker import WorkerCore
@@ -128,7 +129,9 @@ class Bench:
             mode, max_draft_tokens=MAX_DRAFT_TOKENS, has_draft_model=has_draft_model
         )
         pool = BlockPool(batch * 2000)
-        self.decode = DecodeScheduler(pool, block_size=16, max_running=64, speculator=speculator)
+        self.decode = DecodeScheduler(
+            pool, intake=Intake(16), max_running=64, speculator=speculator
+        )
         self.core = WorkerCore([self.decode], pool, 512, observe=speculator.observe)
         self.batch = batch
         self.context_len = float(PROMPT_LEN)

@@ -39,6 +39,8 @@ from engine.messages import LoadReport, Role, StepReport
 from engine.worker import MAX_STEPS_OF_A_KIND
 
 WRONG_ROLE = "wrong role"
+A_AND_B_RAN = (Ran("a", 6, 7), Ran("b", 10, 11))
+B_DONE = prefilled("b", 9)
 
 # ---------------------------------------------------------------- roles
 
@@ -90,6 +92,62 @@ def test_a_generated_sequence_that_ends_with_its_first_token_is_not_decoded():
             (Step(), []),
         ]
     )
+
+
+def test_a_prompt_is_computed_beside_a_hand_over_and_both_are_decoded():
+    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig.play(
+        [
+            (decode("a", 5), [hold("a", 2)]),
+            (generate("b", range(20, 30), more=2), []),
+            (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 8)]),
+            (pull_done("a"), [kv_ready("a", 2)]),
+            (first("a", 7), []),
+            (Step(8, 9), [decoding("a"), Ran("a", 5, 6), Ran("b", 8, 10), token("a", 8), B_DONE]),
+            (Step(10, 11), [decoding("b"), *A_AND_B_RAN, token("a", 10), token("b", 11, LENGTH)]),
+            (cancel("a"), []),
+            (Blocks(), blocks(free=5, cached=3)),
+        ]
+    )
+
+
+def test_what_decodes_has_a_row_in_every_step_in_which_prompts_are_computed_beside_it():
+    rig = Rig(Role.DECODE, prefills_locally=True, num_blocks=50, budget=9, chunk=8)
+    rig.take(generate("a", 3))
+    rig.step()
+    for name in "bc":
+        rig.take(generate(name, 20))
+    for _ in range(5):  # both prompts, the first of them in chunks of 8 at the most
+        rig.step()
+        assert [row.seq_id for row in rig.rows][:1] == ["a"]
+        assert sum(len(row.token_ids) for row in rig.rows) <= 9
+    assert not rig.prefill.num_running + rig.prefill.num_waiting
+
+
+@pytest.mark.parametrize("gone", [cancel("b"), lost("h")])
+def test_a_local_prompt_that_nobody_wants_leaves_the_hand_over_beside_it_alone(gone):
+    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig.play(
+        [
+            (decode("a", 5), [hold("a", 2)]),
+            (generate("b", range(20, 30), gateway="h"), []),
+            (Step(), [pull("a", (0, 0), (1, 1)), started("b", gateway="h"), Ran("b", 0, 8)]),
+            (gone, []),
+            (Blocks(), blocks(free=4, cached=2, in_flight=2)),
+            (pull_done("a"), [kv_ready("a", 2)]),
+            (first("a", 7), []),
+            (Step(8), [decoding("a"), Ran("a", 5, 6), token("a", 8)]),
+        ]
+    )
+
+
+def test_a_local_prompt_whose_id_is_taken_is_given_back_when_it_would_be_decoded():
+    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig.take(decode("a", 5))
+    rig.take(generate("a", range(20, 23)))
+    assert given_back("a", "the id is in use") in rig.step()
+    rig.core.validate()
+    assert rig.pool.counts().owned == 0
 
 
 def test_adopted_sequences_are_not_bounded_by_the_number_that_may_be_pulled():

@@ -28,6 +28,7 @@ from engine.events import (
     RevokeLease,
     StartPull,
 )
+from engine.intake import Intake
 from engine.messages import (
     Cancel,
     Decode,
@@ -303,12 +304,13 @@ class FixedSpeculator:
 
 
 class Rig:
-    """A core of one role around a small pool."""
+    """A core of one role around a small pool; one that decodes may prefill locally."""
 
     def __init__(
         self,
         role: Role,
         *,
+        prefills_locally=False,
         num_blocks=8,
         budget=16,
         chunk=8,
@@ -321,17 +323,16 @@ class Rig:
         self.pool = BlockPool(num_blocks)
         self.decode = DecodeScheduler(
             self.pool,
-            block_size=BLOCK_SIZE,
+            intake=Intake(BLOCK_SIZE, **intake),
             max_running=max_running,
             growth_tokens=growth,
             speculator=speculator,
-            **intake,
         )
         self.prefill = PrefillScheduler(
-            self.pool, block_size=BLOCK_SIZE, chunk_tokens=chunk, address=HERE, **intake
+            self.pool, intake=Intake(BLOCK_SIZE, **intake), chunk_tokens=chunk, address=HERE
         )
         schedulers: list[Scheduler] = [self.decode] if role.decodes else []
-        schedulers += [self.prefill] if role.prefills else []
+        schedulers += [self.prefill] if role.prefills or prefills_locally else []
         self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=HERE)
         schedulers.append(self.offers)
         self.core = WorkerCore(schedulers, self.pool, budget)
