@@ -7,7 +7,9 @@ baton bench kv --peer mooncake=/path/to/its/python --json kv.json
 baton bench speculate --json speculate.json
 baton bench router --json router.json
 baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/its/python
+baton bench validation --json validation.json
 baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
+baton bench interference --json interference.json
 """
 
 from pathlib import Path
@@ -20,6 +22,7 @@ from rich.console import Console
 from bench.answers import Endpoint
 from bench.engine_cli import engine
 from bench.gateway_cli import gateway
+from bench.interference_cli import interference
 from bench.kv_cli import kv
 from bench.load import Slo, figures_of_runs, kinds_with_example, warnings
 from bench.machine import commit, hardware
@@ -30,6 +33,7 @@ from bench.report import Report, results_of, write_json
 from bench.router_cli import router
 from bench.serve import Measured, measure
 from bench.simulator.comparison_cli import simulator
+from bench.simulator.validation_cli import validation
 from bench.speculate_cli import speculate
 from bench.tables import print_failures, print_report, print_warnings
 from engine.errors import BatonError
@@ -39,9 +43,11 @@ app.command()(engine)
 app.command()(quality)
 app.command()(kv)
 app.command()(gateway)
+app.command()(interference)
 app.command()(speculate)
 app.command()(router)
 app.command()(simulator)
+app.command()(validation)
 
 
 @app.callback()

@@ -84,6 +84,12 @@ def serve(  # noqa: PLR0913 - a command's options
     policy: Annotated[
         RouterPolicy | None, typer.Option(help="how the router chooses workers")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="directory to record in: prompts, answers and all decisions"
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
 ) -> None:
@@ -92,6 +98,7 @@ def serve(  # noqa: PLR0913 - a command's options
         "gateway.host": host,
         "gateway.port": port,
         "gateway.model_name": model_name or (None if model != BUNDLED_MODEL else "baton-bundled"),
+        "gateway.record_dir": None if record is None else str(record.resolve()),
         "router.policy": policy,
         "worker.weights": weights,
         "worker.kv_dtype": kv_dtype,
@@ -140,8 +147,8 @@ def _run(deployment: Deployment, console: Console) -> None:
     try:
         _say_ready(console, deployment, ready)
         while not stop.wait(WATCH_EVERY_S):
-            for line in deployment.dead():
-                console.print(f"[red]{line}[/red]; requests go on where they can")
+            for line in deployment.mend():
+                console.print(f"[red]{line}[/red]")
     finally:
         with console.status("stopping"):
             deployment.close()

@@ -58,6 +58,7 @@ class Deployment:
         self.log_level = "warning"
         self.workers: dict[WorkerId, WorkerReady] = {}
         self.gateways: list[GatewayReady] = []
+        self._gateway_specs: dict[str, GatewaySpec] = {}  # by name, to start it again
         self._siblings: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self, report: Report) -> GatewayReady:
@@ -68,9 +69,25 @@ class Deployment:
             self.close()
             raise
 
-    def dead(self) -> list[str]:
-        """Services that ended by themselves since the last call."""
-        return self._launcher.dead()
+    def mend(self) -> list[str]:
+        """Starts gateways again that ended by themselves; says what ended, and what came of it.
+
+        A worker is not replaced: what it held is lost, and requests go on where there are others.
+        """
+        return [
+            f"{how}; {self._mended(name, self._gateway_specs.get(name))}"
+            for name, how in self._launcher.dead().items()
+        ]
+
+    def _mended(self, name: str, spec: GatewaySpec | None) -> str:
+        if spec is None:
+            return "requests go on where they can"
+        try:
+            ready = self._launcher.start_gateway(spec)
+        except ConfigError as error:
+            return f"it did not start again: {error}"
+        self.gateways[spec.process] = ready
+        return "its requests are lost, it was started again"
 
     def close(self) -> None:
         """Stops everything."""
@@ -122,27 +139,37 @@ class Deployment:
     def _start_gateways(self, spec: GatewaySpec) -> list[GatewayReady]:
         """All processes of the gateway: the others listen where the first one does."""
         num_processes = spec.gateway.processes
-        if num_processes == 1:
-            return [self._launcher.start_gateway(spec)]
-        self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
-        siblings = self._siblings.name
         replace = msgspec.structs.replace
-        first = self._launcher.start_gateway(replace(spec, name="gateway-0", siblings=siblings))
+        if num_processes > 1:
+            self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
+            spec = replace(spec, name="gateway-0", siblings=self._siblings.name)
+        first = self._launcher.start_gateway(spec)
         gateway = replace(spec.gateway, port=urlsplit(first.url).port)
-        others = [
-            replace(spec, name=f"gateway-{i}", process=i, siblings=siblings, gateway=gateway)
-            for i in range(1, num_processes)
-        ]
+        spec = replace(spec, gateway=gateway, joins=True)
+        others = [replace(spec, name=f"gateway-{i}", process=i) for i in range(1, num_processes)]
+        self._gateway_specs = {each.name: each for each in (spec, *others)}
+        if not others:
+            return [first]
         with ThreadPoolExecutor(len(others)) as threads:
             return [first, *threads.map(self._launcher.start_gateway, others)]
 
 
 def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
-    """What workers of that role are started with: `kv_dtype` is the format of their pool."""
+    """What workers of that role are started with.
+
+    `kv_dtype` is the format of their pool. `prefills_locally` is left only where KV that they
+    compute is, to the bit, what would be handed over to them.
+    """
     kv_dtype = config.kv_dtype
     if role is Role.DECODE and config.decode_kv_dtype is not None:
         kv_dtype = config.decode_kv_dtype
-    return msgspec.structs.replace(config, kv_dtype=kv_dtype, decode_kv_dtype=None)
+    formats = {config.kv_dtype, kv_dtype, config.kv_wire_dtype or kv_dtype}
+    return msgspec.structs.replace(
+        config,
+        kv_dtype=kv_dtype,
+        decode_kv_dtype=None,
+        prefills_locally=config.prefills_locally and len(formats) == 1,
+    )
 
 
 def check_formats(configs: Mapping[Role, WorkerConfig]) -> None:

@@ -40,8 +40,11 @@ class Launcher(Protocol):
         """Starts a gateway and waits until it listens. Raises ConfigError."""
         ...
 
-    def dead(self) -> list[str]:
-        """Services that ended by themselves since the last call, each with how it ended."""
+    def dead(self) -> dict[str, str]:
+        """Services that ended by themselves since the last call: by name, how each ended.
+
+        Their names are free again.
+        """
         ...
 
     def close(self) -> None:
@@ -113,7 +116,6 @@ class ProcessLauncher:
 
     def __init__(self) -> None:
         self.processes: list[ServiceProcess] = []
-        self._reported: set[str] = set()
 
     def open(self) -> None:
         """Nothing to prepare."""
@@ -126,15 +128,13 @@ class ProcessLauncher:
         """Starts a gateway process."""
         return self._add(spec.name, "gateway").start(spec, GatewayReady)
 
-    def dead(self) -> list[str]:
+    def dead(self) -> dict[str, str]:
         """Processes that ended, each named once."""
-        ended = {
-            p.name: f"{p.name} ended with status {p.exit_status()}"
-            for p in self.processes
-            if p.exit_status() is not None and p.name not in self._reported
-        }
-        self._reported |= set(ended)
-        return list(ended.values())
+        ended = [process for process in self.processes if process.exit_status() is not None]
+        for process in ended:
+            process.stop()  # which closes its pipes
+            self.processes.remove(process)
+        return {p.name: f"{p.name} ended with status {p.exit_status()}" for p in ended}
 
     def close(self) -> None:
         """Stops the gateways, then the workers."""

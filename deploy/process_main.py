@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from deploy.processes import ServiceThread, configure_logging, service_of
+from deploy.processes import ServiceThread, configure_logging, freeze_heap, service_of
 from engine.errors import BatonError
 
 
@@ -32,6 +32,7 @@ def main() -> int:
     except BatonError as error:
         _answer(StartFailed(str(error)))
         return 1
+    freeze_heap()
     _answer(ready)
     try:
         while sys.stdin.buffer.read(4096):

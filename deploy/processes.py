@@ -5,6 +5,7 @@ same code runs in a plain process, in a Ray actor and in a test.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -27,6 +28,7 @@ from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
 from router.connection import Connection
 from router.gateway import GatewaySettings, create_app
+from router.native.library import is_native as is_router_native
 from router.service import Router
 from router.siblings import Siblings
 from router.tokenizer import load_text_model
@@ -73,7 +75,8 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     token: str
     log_level: str = "warning"
     name: str = "gateway"
-    process: int = 0  # which of those that share the port; the first one sees that it is free
+    process: int = 0  # which of those that share the port
+    joins: bool = False  # the others may be there already; who does not sees that the port is free
     siblings: str | None = None  # a directory, where several share it
 
 
@@ -183,8 +186,15 @@ class GatewayService:
         spec = self._spec
         config = spec.gateway
         clock = MonotonicClock()
-        sock = _bind(config, is_first=spec.process == 0)
-        self._router = Router(list(spec.workers), config=spec.router, token=spec.token, clock=clock)
+        sock = _bind(config, is_first=not spec.joins)
+        await asyncio.to_thread(is_router_native)  # so that no request waits for a compiler
+        self._router = Router(
+            list(spec.workers),
+            config=spec.router,
+            token=spec.token,
+            clock=clock,
+            record_dir=None if config.record_dir is None else Path(config.record_dir),
+        )
         text = load_text_model(Path(spec.model))
         model_name = config.model_name or Path(spec.model).name
         settings = GatewaySettings(
@@ -194,6 +204,7 @@ class GatewayService:
             max_body_bytes=config.max_body_bytes,
             api_keys=config.api_keys,
             max_choices=config.max_choices,
+            min_priority=config.min_priority,
         )
         rng = random.Random(os.urandom(16))
         if spec.siblings is not None:
@@ -291,6 +302,17 @@ class ServiceThread(Generic[T]):
 
 async def _open(service: Service[T]) -> T:
     return await service.open()
+
+
+def freeze_heap() -> None:
+    """Takes what a service consists of out of the garbage collector's sight.
+
+    To be called once, when a process of its own has started its service. A full collection looks at
+    each object there is, for tens of milliseconds, and what modules, tokenizer and model consist of
+    is never garbage. vLLM and SGLang do the same when they have warmed up.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def configure_logging(level: str) -> None:

@@ -18,6 +18,7 @@ from deploy.processes import (
     WorkerReady,
     WorkerSpec,
     configure_logging,
+    freeze_heap,
     service_of,
 )
 from engine.errors import BatonError, ConfigError
@@ -39,9 +40,11 @@ class _Actor:
     def start(self) -> tuple[bytes, str]:
         """The service's answer, or what is wrong."""
         try:
-            return msgspec.json.encode(self._thread.open()), ""
+            ready = self._thread.open()
         except BatonError as error:
             return b"", str(error)
+        freeze_heap()
+        return msgspec.json.encode(ready), ""
 
     def stop(self) -> None:
         """Closes the service."""
@@ -80,9 +83,9 @@ class RayLauncher:
         """Starts a gateway actor."""
         return msgspec.json.decode(self._start(spec.name, "gateway", spec), type=GatewayReady)
 
-    def dead(self) -> list[str]:
+    def dead(self) -> dict[str, str]:
         """Actors whose standing ping failed, each named once."""
-        dead = []
+        dead = {}
         for name, ping in list(self._pings.items()):
             ready, _ = ray.wait([ping], timeout=0)
             if not ready:
@@ -93,7 +96,7 @@ class RayLauncher:
             except ray.exceptions.RayActorError as error:
                 del self._pings[name], self._actors[name]
                 reason = str(error).splitlines()[0].rstrip(".")
-                dead.append(f"{name} ended: {reason}")
+                dead[name] = f"{name} ended: {reason}"
         return dead
 
     def close(self) -> None:

@@ -104,12 +104,16 @@ CacheNews = Stored | Evicted
 class BlockPool:
     """Hands out block ids and remembers which hold which prefix. Owned by one thread.
 
-    With `keeps_news` it notes what becomes cached and what is evicted, until that is taken.
+    With `keeps_news` it notes what becomes cached and what is evicted, until that is taken; what
+    blocks hold is left out of these without `tells_tokens`.
     """
 
-    def __init__(self, num_blocks: int, *, keeps_news: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, *, keeps_news: bool = False, tells_tokens: bool = True
+    ) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
+        self.wants_tokens = keeps_news and tells_tokens  # in `set_hash`
         self._news: list[CacheNews] | None = [] if keeps_news else None
         self._owned = [0] * num_blocks
         self._leased = [0] * num_blocks
@@ -117,6 +121,7 @@ class BlockPool:
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._num_cached = 0  # idle blocks whose hash is known
+        self._num_leased = self._num_in_flight = 0  # blocks with such a holder; some have both
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
         # a prefix hit takes a block out of the middle.
         self._idle: OrderedDict[BlockId, None] = OrderedDict(
@@ -130,9 +135,7 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Where every block is now."""
-        # Counted by what C does quickly: a worker reports this every second.
-        in_flight = self.num_blocks - self._in_flight.count(0)
-        leased = self.num_blocks - self._leased.count(0)
+        in_flight, leased = self._num_in_flight, self._num_leased
         if in_flight and leased:
             leased -= sum(map(bool, map(mul, self._in_flight, self._leased)))
         owned = self.num_blocks - len(self._idle) - leased - in_flight
@@ -204,25 +207,26 @@ class BlockPool:
 
     def lease(self, blocks: Iterable[BlockId]) -> None:
         """Another worker may read these blocks from now on."""
-        self._hold(self._leased, blocks)
+        self._num_leased += self._hold(self._leased, blocks)
 
     def end_lease(self, blocks: Sequence[BlockId]) -> None:
         """No reader is left under that lease."""
-        self._let_go(self._leased, reversed(blocks))
+        self._num_leased -= self._let_go(self._leased, reversed(blocks))
 
     def begin_write(self, blocks: Iterable[BlockId]) -> None:
         """A pull will write into these blocks."""
-        self._hold(self._in_flight, blocks)
+        self._num_in_flight += self._hold(self._in_flight, blocks)
 
     def end_write(self, blocks: Sequence[BlockId]) -> None:
         """The pull will not touch these blocks again."""
-        self._let_go(self._in_flight, reversed(blocks))
+        self._num_in_flight -= self._let_go(self._in_flight, reversed(blocks))
 
     def validate(self) -> None:
         """Asserts every invariant of the pool."""
         counts = self.counts()
         holders = list(zip(self._in_flight, self._leased, self._owned, strict=True))
         assert counts.in_flight == sum(flight > 0 for flight, _, _ in holders)
+        assert self._num_leased == sum(lease > 0 for _, lease, _ in holders)
         assert counts.leased == sum(lease > 0 and not flight for flight, lease, _ in holders)
         assert counts.owned == sum(
             own > 0 and not (flight or lease) for flight, lease, own in holders
@@ -238,23 +242,33 @@ class BlockPool:
             assert self._hash[held] == block_hash
         assert sum(h is not None for h in self._hash) == len(self._by_hash)
 
-    def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> None:
+    def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
+        """Of how many blocks these are the first such holders."""
+        num_first = 0
         for block in blocks:
+            num_first += not holders[block]
             holders[block] += 1
             if block in self._idle:
                 del self._idle[block]
                 self._num_cached -= self._hash[block] is not None
+        return num_first
 
-    def _let_go(self, holders: list[int], blocks: Iterable[BlockId]) -> None:
+    def _let_go(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
+        """Of how many blocks these were the last such holders."""
+        num_last = 0
         for block in blocks:
             assert holders[block] > 0, f"block {block} is let go more often than it was held"
             holders[block] -= 1
+            if holders[block]:
+                continue
+            num_last += 1
             if not (self._owned[block] or self._leased[block] or self._in_flight[block]):
                 self._idle[block] = None
                 if self._hash[block] is None:
                     self._idle.move_to_end(block, last=False)
                 else:
                     self._num_cached += 1
+        return num_last
 
     def _forget(self, block: BlockId) -> None:
         block_hash = self._hash[block]

@@ -28,8 +28,7 @@ from engine.sequence import Sequence
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class FromGateway:
+class FromGateway(msgspec.Struct, frozen=True):  # as `Emit`
     """A gateway's message."""
 
     gateway_id: GatewayId

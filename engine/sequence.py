@@ -131,7 +131,9 @@ class Sequence:
     def _tell_hashes(self, num_full: int, pool: BlockPool) -> None:
         for i in range(self.num_hashed_blocks, num_full):
             parent = self.block_hashes[i - 1] if i else None
-            tokens = self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            tokens: list[int] = []
+            if pool.wants_tokens or i == len(self.block_hashes):
+                tokens = self.token_ids[i * self.block_size : (i + 1) * self.block_size]
             if i == len(self.block_hashes):
                 self.block_hashes.append(hash_block(parent, tokens, self.salt))
             pool.set_hash(

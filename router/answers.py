@@ -12,7 +12,7 @@ from engine.messages import FinishReason, Logprobs
 from router.detokenizer import AnswerText
 from router.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
 from router.metrics import ChoiceMeter
-from router.requests import Finished, Outcome, Request, Timeline, Update
+from router.requests import Decision, Finished, Outcome, Request, Timeline, Update
 from router.structured import CALL_BEGIN, CALL_END
 from router.tokenizer import TextModel
 from router.tool_calls import CallArguments, CallBegun, Content, Delta, ToolCallParser
@@ -20,7 +20,7 @@ from router.tool_calls import CallArguments, CallBegun, Content, Delta, ToolCall
 CallDelta = CallBegun | CallArguments
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """More of one choice. With an `outcome` it is the last one; then `finish` says why, if well."""
 
     choice: int  # its index
@@ -77,13 +77,20 @@ class Choice:
             stop=rules.stop,
         )
         self._scored = ScoredText(self._text) if rules.scored else None
+        self._has_stop = bool(rules.stop)
         self._is_plain = not (rules.scored or self._is_scored or parser is not None)
 
     def take(self, update: Update, now_s: float) -> Piece:
         """What this update makes ready to be shown."""
         self.last_s = now_s
-        if self._is_plain and update.outcome is None and not update.timeline:  # nearly always
-            return self._take_plain(update.token_ids, now_s)
+        if self._is_plain and update.outcome is None and update.timeline is None:  # nearly always
+            token_ids = update.token_ids
+            text = self._text.push(token_ids)
+            if token_ids:
+                self._meter.tokens(len(token_ids), now_s)
+            if not (self._has_stop and self._text.stopped):
+                return Piece(self.index, text, self._text.num_tokens)
+            return self._last(text, (), None, now_s)
         entries: tuple[Entry, ...] = ()
         if self._scored is None:
             text = self._text.push(update.token_ids)
@@ -103,13 +110,10 @@ class Choice:
             return Piece(self.index, text, self._text.num_tokens, entries, calls)
         return self._last(text, entries, outcome, now_s)
 
-    def _take_plain(self, token_ids: tuple[int, ...], now_s: float) -> Piece:
-        text = self._text.push(token_ids)
-        if token_ids:
-            self._meter.tokens(len(token_ids), now_s)
-        if self._text.stopped:
-            return self._last(text, (), None, now_s)
-        return Piece(self.index, text, self._text.num_tokens)
+    @property
+    def decision(self) -> Decision | None:
+        """Where it runs and why, as far as the router has told."""
+        return None if self.timeline is None else self.timeline.decision
 
     @property
     def num_tokens(self) -> int:

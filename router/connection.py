@@ -4,7 +4,8 @@ All of HTTP is uvicorn's business: parsing, heads, keep-alive, pipelining, limit
 is one thing: an application may write parts of a body that it has begun straight to the transport.
 `send` is a coroutine, so a task would have to be woken for each token of each stream, to do what
 amounts to one call of `transport.write`; measured with 64 streams, the task costs more than all
-else that is done for a token, the system call included.
+else that is done for a token, the system call included. What is written so is sent when the loop
+has done what it is at: see `_Outbox`.
 
 The application finds the pipe in `scope["extensions"]`, which is where ASGI puts what a server can
 do beyond it. It may be used between `http.response.start`, of a head without a length, and the last
@@ -13,6 +14,7 @@ connection only when that is sent.
 """
 
 import asyncio
+from weakref import WeakKeyDictionary
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -35,6 +37,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
+        self._outbox = _outboxes.setdefault(self.loop, _Outbox(self.loop))
         self.is_ready = True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -53,8 +56,41 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def write(self, data: bytes) -> None:
-        """Sends a part, which is not empty."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        """Sends a part, which is not empty, when the loop has done what it is at."""
+        self._outbox.put(self.transport, b"%x\r\n%b\r\n" % (len(data), data))
+
+    def flush(self) -> None:
+        """Sends what is to be sent soon, of other connections too."""
+        self._outbox.send()
+
+
+class _Outbox:
+    """Parts of bodies that came in one turn of a loop, to be sent one right after the other.
+
+    A step of a worker brings a token of each stream. Were each sent where it comes up, with the
+    work for the next one in between, nearly every one would wake its client anew, who takes the
+    processor away.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._parts: list[tuple[asyncio.Transport, bytes]] = []
+
+    def put(self, transport: asyncio.Transport, data: bytes) -> None:
+        """To be sent when the loop is done with what it is at."""
+        if not self._parts:
+            self._loop.call_soon(self.send)
+        self._parts.append((transport, data))
+
+    def send(self) -> None:
+        """Sends all, but to clients that are gone."""
+        parts, self._parts = self._parts, []
+        for transport, data in parts:
+            if not transport.is_closing():
+                transport.write(data)
+
+
+_outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()
 
 
 def pipe_of(scope: Scope) -> BodyPipe | None:

@@ -52,6 +52,7 @@ from router.openai_schema import (
     decode_fields,
     limits_of,
     nth_seed,
+    priority_of,
     prompt_logprobs_of,
     sampling_of,
 )
@@ -60,6 +61,7 @@ from router.siblings import Siblings
 from router.sse import (
     CHAT,
     COMPLETION,
+    DECISION_HEADER,
     AnswerWriter,
     Dialect,
     Ending,
@@ -77,6 +79,7 @@ from router.tool_calls import ToolCallParser
 
 LONG_BODY_BYTES = 4096  # about a millisecond of encoding; a thread costs a tenth of that
 TIMELINE_HEADER = "x-baton-timeline"
+TENANT = "baton.tenant"  # of the scope: whose key opened
 _SLOW_FIELDS = tuple(name.encode() for name in STRUCTURE_FIELDS)  # grammars take milliseconds
 
 
@@ -91,6 +94,7 @@ class GatewaySettings:
     body_timeout_s: float = 30.0
     default_max_tokens: int | None = None  # None: the rest of the context
     max_choices: int = 16  # of one answer, those included that `best_of` leaves out
+    min_priority: int = 0  # clients may ask for no lower one, which would be served earlier
     api_keys: tuple[str, ...] = ()  # empty: open to everyone
 
 
@@ -165,6 +169,17 @@ class _Job:
         return self.requests[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request as it came in. `tenant` is None where nobody needs a key."""
+
+    data: bytes
+    request_id: RequestId
+    random_seed: int
+    received_s: float
+    tenant: str | None
+
+
 class _Front:
     """Gives answer endpoints their requests at once, past what all other pages need."""
 
@@ -218,15 +233,12 @@ class _Answers:
         service = self._service
         received_s = service.clock.now_s()
         try:
-            job = await self._job(data, received_s)
+            job = await self._job(data, received_s, scope.get(TENANT))
         except InvalidRequest as error:
             meter.refuse()
             await send_invalid(send, error)
             return
         meter.accept(received_s, len(job.first.token_ids))
-        if Headers(scope=scope).get(TIMELINE_HEADER) == "1":
-            job = replace(job, wish=replace(job.wish, timeline=True))
-        writer = self._writer(job, scope, send)
         choices = [
             Choice(
                 index,
@@ -238,22 +250,21 @@ class _Answers:
             )
             for index, request in enumerate(job.requests)
         ]
+        wish = _with_headers(job.wish, Headers(scope=scope))
+        writer = self._writer(replace(job, wish=wish), choices[0], scope, send)
         await _answer_with(service, choices, writer, job.num_shown, meter)
 
-    async def _job(self, data: bytes, received_s: float) -> _Job:
-        request_id = RequestId(
-            f"{self._dialect.id_prefix}{self._service.rng.getrandbits(128):032x}"
-        )
-        random_seed = self._service.rng.getrandbits(64)
+    async def _job(self, data: bytes, received_s: float, tenant: str | None) -> _Job:
+        rng = self._service.rng
+        request_id = RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}")
+        call = _Call(data, request_id, rng.getrandbits(64), received_s, tenant)
         if len(data) < LONG_BODY_BYTES and not any(name in data for name in _SLOW_FIELDS):
-            return self._parse(data, request_id, random_seed, received_s)
-        return await asyncio.to_thread(self._parse, data, request_id, random_seed, received_s)
+            return self._parse(call)
+        return await asyncio.to_thread(self._parse, call)
 
-    def _parse(
-        self, data: bytes, request_id: RequestId, random_seed: int, received_s: float
-    ) -> _Job:
+    def _parse(self, call: _Call) -> _Job:
         settings, text = self._service.settings, self._service.text
-        fields = decode_fields(data)
+        fields = decode_fields(call.data)
         body = body_of(fields, self._body_type)
         model = _served_model(body.model, settings)
         structure = checked_structure(fields, text.added_token_id)
@@ -270,11 +281,22 @@ class _Answers:
         sampling = sampling_of(
             body,
             vocab_size=text.vocab_size,
-            random_seed=random_seed,
+            random_seed=call.random_seed,
             grammar=structure.grammar,
         )
-        scored = prompt_logprobs_of(body)
-        leader = Request(request_id, token_ids, sampling, limits, received_s, scored)
+        leader = Request(
+            call.request_id,
+            token_ids,
+            sampling,
+            limits,
+            call.received_s,
+            prompt_logprobs=prompt_logprobs_of(body),
+            priority=priority_of(body, settings.min_priority),
+            # Who needs a key could otherwise get a turn more for each name that it thinks of.
+            tenant=(body.user or "") if call.tenant is None else call.tenant,
+            deadline_s=_after(call.received_s, body.slo_ttft_ms),
+            tpot_bound_s=_after(0.0, body.slo_tpot_ms),
+        )
         return _Job(
             requests=(leader, *_followers(leader, body.num_candidates)),
             num_shown=body.num_choices,
@@ -285,7 +307,7 @@ class _Answers:
             wish=_wish(body, token_ids, text),
         )
 
-    def _writer(self, job: _Job, scope: Scope, send: Send) -> AnswerWriter:
+    def _writer(self, job: _Job, first: Choice, scope: Scope, send: Send) -> AnswerWriter:
         heading = Heading(
             dialect=self._dialect,
             answer_id=job.first.request_id,
@@ -296,6 +318,7 @@ class _Answers:
             fingerprint=self._service.port.fingerprint,
             bytes_of=self._service.text.bytes_of,
             wish=job.wish,
+            decision=lambda: first.decision,
         )
         if job.stream:
             return StreamedAnswer(heading, send, pipe_of(scope))
@@ -314,6 +337,18 @@ def _followers(leader: Request, num_candidates: int) -> list[Request]:
         )
         for index in range(1, num_candidates)
     ]
+
+
+def _after(start_s: float, bound_ms: float | None) -> float | None:
+    return None if bound_ms is None else start_s + bound_ms / 1e3
+
+
+def _with_headers(wish: Wish, headers: Headers) -> Wish:
+    """What is asked for in headers, since it is no matter of the answer, too."""
+    timeline, decision = (headers.get(name) == "1" for name in (TIMELINE_HEADER, DECISION_HEADER))
+    if not (timeline or decision):
+        return wish
+    return replace(wish, timeline=timeline, decision=decision)
 
 
 def _wish(body: Body, token_ids: tuple[int, ...], text: TextModel) -> Wish:
@@ -361,13 +396,14 @@ class _Follower:
 
     def take_at_once(self, update: Update) -> bool:
         """Writes what this update brings, if nothing has to wait for it."""
-        if update.outcome is not None or not self._writer.is_ready:
+        writer = self._writer
+        if update.outcome is not None or not writer.is_ready:
             return False
         piece = self._choice.take(update, self._clock.now_s())
         if piece.outcome is not None:
             self._last = piece
             return False
-        self._writer.write_at_once(piece)
+        writer.write_at_once(piece)
         return True
 
     def take(self, update: Update) -> Piece:
@@ -494,7 +530,10 @@ async def _read_body(receive: Receive, settings: GatewaySettings) -> bytes:
 
 
 class _KeyGuard:
-    """Lets only requests with a known key to the API; health and metrics stay open."""
+    """Lets only requests with a known key to the API; health and metrics stay open.
+
+    From then on a key is known by its number: it is told to nobody.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
         self._app = app
@@ -502,17 +541,22 @@ class _KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
-        if not guarded or not self._api_keys or self._is_known(Headers(scope=scope)):
+        if not guarded or not self._api_keys:
             await self._app(scope, receive, send)
             return
-        error = ApiError("missing or wrong API key", code="invalid_api_key", status=401)
-        await send_invalid(send, error)
+        number = self._number(Headers(scope=scope))
+        if number is None:
+            error = ApiError("missing or wrong API key", code="invalid_api_key", status=401)
+            await send_invalid(send, error)
+            return
+        await self._app({**scope, TENANT: f"key-{number}"}, receive, send)
 
-    def _is_known(self, headers: Headers) -> bool:
+    def _number(self, headers: Headers) -> int | None:
+        """Which of the keys came, from 0 on; None: no known one."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         # All keys are compared, and each in constant time, so that timing tells nothing.
         same = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._api_keys]
-        return scheme.lower() == "bearer" and any(same)
+        return same.index(True) if scheme.lower() == "bearer" and any(same) else None
 
 
 # ---------------------------------------------------------------- everything else

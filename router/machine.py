@@ -53,6 +53,7 @@ from router.events import (
     RouterEffect,
     RouterEvent,
     SendTo,
+    Stepped,
     Tick,
     WorkerJoined,
     WorkerLost,
@@ -140,6 +141,8 @@ class RouterMachine:
     def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
         """Takes an event in; what follows from it comes out."""
         match event:
+            case Stepped(worker_id, tokens):
+                effects = self._progress.on_step(worker_id, tokens, now_s)
             case FromWorker(worker_id, message):
                 effects = self._progress.on_message(worker_id, message, now_s)
             case Arrived(request):
@@ -171,6 +174,8 @@ class RouterMachine:
                 return False
             case FromWorker(_, Tokens(finish=None) | DecodeStarted()):
                 return False
+            case Stepped(_, tokens):
+                return any(message.finish is not None for message in tokens)
             case _:
                 return True
 

@@ -107,6 +107,22 @@ _VLLM_NAMES = {
 }
 
 
+class Buckets:
+    """What one series of a histogram has counted."""
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one: of what is above all bounds
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
 class Histogram(Collector):
     """Counts by bucket. prometheus_client's own takes a lock and a method call for each bucket."""
 
@@ -122,32 +138,29 @@ class Histogram(Collector):
         self._text = text
         self._bounds = tuple(bounds)
         self._labels = tuple(labels)
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        self._sums: dict[tuple[str, ...], float] = {}
+        self._series: dict[tuple[str, ...], Buckets] = {}
         if not labels:
-            self._begin(())
+            self.series()
+
+    def series(self, labels: tuple[str, ...] = ()) -> Buckets:
+        """What is counted under these labels: to be kept by whoever counts often."""
+        series = self._series.get(labels)
+        if series is None:
+            self._series[labels] = series = Buckets(self._bounds)
+        return series
 
     def observe(self, value: float, labels: tuple[str, ...] = ()) -> None:
         """Counts a value."""
-        counts = self._counts.get(labels)
-        if counts is None:
-            counts = self._begin(labels)
-        counts[bisect_left(self._bounds, value)] += 1
-        self._sums[labels] += value
+        self.series(labels).observe(value)
 
     def collect(self) -> Iterator[Metric]:
         """As it is now."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        for labels, counts in self._counts.items():
-            buckets = zip(bounds, accumulate(counts), strict=True)
-            family.add_metric(labels, list(buckets), self._sums[labels])
+        for labels, series in self._series.items():
+            buckets = zip(bounds, accumulate(series.counts), strict=True)
+            family.add_metric(labels, list(buckets), series.sum)
         yield family
-
-    def _begin(self, labels: tuple[str, ...]) -> list[int]:
-        self._counts[labels] = counts = [0] * (len(self._bounds) + 1)
-        self._sums[labels] = 0.0
-        return counts
 
 
 class GatewayMetrics:
@@ -282,6 +295,7 @@ class ChoiceMeter:
     def __init__(self, metrics: GatewayMetrics, request: RequestMeter) -> None:
         self._metrics = metrics
         self._request = request
+        self._itl = metrics.itl.series()
         self._first_s: float | None = None
         self._last_s = 0.0
         self._num_tokens = 0
@@ -292,7 +306,7 @@ class ChoiceMeter:
             self._first_s = now_s
             self._request.first_tokens(now_s)
         else:
-            self._metrics.itl.observe(now_s - self._last_s)
+            self._itl.observe(now_s - self._last_s)
         self._last_s = now_s
         self._num_tokens += num_tokens
         self._metrics.num_generation_tokens += num_tokens

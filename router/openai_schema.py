@@ -6,8 +6,9 @@ that nobody knows are ignored, since clients send their own. It does not know th
 what the fields about schemas, grammars and tools ask for is `router.structured`'s business.
 
 Sources: OpenAI API reference, chat completions and completions; for `top_k`, `min_p`, `min_tokens`,
-`ignore_eos`, `stop_token_ids`, `repetition_penalty` and `prompt_logprobs`, vLLM's OpenAI-compatible
-server.
+`ignore_eos`, `stop_token_ids`, `repetition_penalty`, `prompt_logprobs` and `priority`, vLLM's
+OpenAI-compatible server; `slo_ttft_ms` and `slo_tpot_ms` are what llm-d's endpoint picker takes as
+headers, as fields here: so they are checked, and refused, as all others are.
 """
 
 import re
@@ -29,6 +30,9 @@ MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_ID_DIGITS = 10
 MAX_TOP_LOGPROBS = 20
+MAX_PRIORITY = 1000  # and as much below zero
+MAX_USER_LEN = 512  # characters
+MAX_BOUND_MS = 3_600_000
 UINT64_MASK = 2**64 - 1
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LEN)]
@@ -36,6 +40,7 @@ Count = Annotated[int, Meta(ge=1)]
 TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+BoundMs = Annotated[float, Meta(gt=0, le=MAX_BOUND_MS)]
 
 # The values of each refused field that ask for nothing. Compared with their types: `1` is not
 # `true`.
@@ -119,6 +124,10 @@ class Body(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: TopCount | None = None
+    user: Annotated[str, Meta(max_length=MAX_USER_LEN)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    slo_ttft_ms: BoundMs | None = None  # from when the request came in
+    slo_tpot_ms: BoundMs | None = None
 
     def encode(self, text: TextModel, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The prompt's token ids. Raises InvalidRequest."""
@@ -299,6 +308,14 @@ def check_num_choices(body: Body, max_choices: int) -> None:
     for name, count in (("n", body.num_choices), ("best_of", body.num_candidates)):
         if count > max_choices:
             raise _invalid(f"{name} is {count}; at most {max_choices} are allowed", name)
+
+
+def priority_of(body: Body, min_priority: int) -> int:
+    """Lower is served earlier. Raises ApiError if it is lower than the operator allows."""
+    priority = body.priority or 0
+    if priority < min_priority:
+        raise _invalid(f"priority is {priority}; at least {min_priority} is allowed", "priority")
+    return priority
 
 
 def limits_of(

@@ -1,5 +1,7 @@
 """What workers tell of attempts, and what follows from it."""
 
+from collections.abc import Sequence
+
 from engine.messages import (
     PREEMPTED,
     Decode,
@@ -166,6 +168,35 @@ class Progress:
         self._ends.record(flight, attempt.decode, attempt.base_len)
 
     # ------------------------------------------------------------ answers
+
+    def on_step(
+        self, worker_id: WorkerId, tokens: Sequence[Tokens], now_s: float
+    ) -> list[RouterEffect]:
+        """What follows from the tokens that a step yielded: what follows from each by itself.
+
+        Of most, only that they are delivered and that their sequence has grown, which is what is
+        done here: it is the one thing that a router does for every token.
+        """
+        state = self._state
+        by_seq, flights, workers = state.by_seq, state.flights, state.view.workers
+        effects: list[RouterEffect] = []
+        for message in tokens:
+            request_id = by_seq.get(message.seq_id)
+            if request_id is None:
+                continue  # of an attempt that is over
+            flight = flights[request_id]
+            answer, attempt, token_ids = flight.tokens, flight.attempt, message.token_ids
+            assert attempt is not None
+            length = len(flight.request.token_ids) + len(answer) + len(token_ids)
+            is_plain = not (message.finish or message.logprobs or message.num_drafted)
+            if not is_plain or len(answer) < 2 or length > attempt.reserved_len:
+                effects += self.on_message(worker_id, message, now_s)
+                continue
+            flight.last_news_s = now_s
+            answer += token_ids
+            workers[attempt.decode].grow_decode(message.seq_id, len(token_ids))
+            effects.append(Deliver(request_id, tuple(token_ids)))
+        return effects
 
     def _on_tokens(
         self, flight: Flight, attempt: Attempt, message: Tokens, now_s: float

@@ -7,11 +7,13 @@ A machine is a function of its configuration and its events: a fresh one, fed th
 the recorded times, must come to the same effects. `replay` says where it does not. That is how the
 simulator's claim to run the very same router is checked, and how a bug seen once is seen again.
 
-A recording holds prompts and answers: it is as confidential as they are.
+A recording holds prompts and answers: it is as confidential as they are. The end of one that was
+cut off in the middle of a line is left out where lines are read from a file.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +29,7 @@ from router.events import (
     FromWorker,
     RouterEffect,
     RouterEvent,
+    Stepped,
     Tick,
     WorkerJoined,
     WorkerLost,
@@ -41,6 +44,7 @@ _EVENTS: dict[str, type[RouterEvent]] = {
         Arrived,
         ClientGone,
         FromWorker,
+        Stepped,
         BlocksChanged,
         BlocksUnheard,
         Tick,
@@ -53,11 +57,23 @@ class _Head(msgspec.Struct, frozen=True):
     config: RouterConfig
 
 
+_HEAD_FIELDS = set(_Head.__struct_fields__)
+
+
 class _Line(msgspec.Struct, frozen=True):
     now_s: float
     kind: str
     event: msgspec.Raw
     effects: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An event, its time, and the kinds of effects that it had with the effects as JSON."""
+
+    now_s: float
+    event: RouterEvent
+    effects: tuple[tuple[str, bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,29 @@ class Recorder:
             "effects": _named(effects),
         }
         self._write(self._encoder.encode(line) + b"\n")
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file. Raises OSError."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def is_recording(first_line: bytes) -> bool:
+    """Whether a file that begins so may be a recording."""
+    try:
+        return set(msgspec.json.decode(first_line, type=dict[str, msgspec.Raw])) == _HEAD_FIELDS
+    except msgspec.DecodeError:
+        return False
+
+
+def read(lines: Iterable[bytes]) -> Iterator[Recorded]:
+    """What was recorded, in order. Raises ProtocolError."""
+    for _, line, event in _parse(_after_head(lines)):
+        effects = msgspec.json.decode(line.effects, type=list[tuple[str, msgspec.Raw]])
+        yield Recorded(line.now_s, event, tuple((kind, bytes(raw)) for kind, raw in effects))
 
 
 def read_events(lines: Iterable[bytes]) -> Iterator[tuple[float, RouterEvent]]:

@@ -127,7 +127,7 @@ class Timeline(msgspec.Struct, frozen=True):
     decision: Decision | None = None
 
 
-class Update(msgspec.Struct, frozen=True):
+class Update(msgspec.Struct, frozen=True, gc=False):
     """News of one request. With an `outcome` it is the last one.
 
     The timeline comes with the first two tokens and with the outcome; the latest is the truest.

@@ -9,8 +9,11 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path
+from typing import cast
 
 import msgspec
 import zmq
@@ -28,6 +31,7 @@ from engine.messages import (
     RequestId,
     Role,
     ToGateway,
+    Tokens,
     ToWorker,
     Welcome,
     WorkerId,
@@ -38,7 +42,7 @@ from engine.rpc import SessionClient
 from router.block_feed import BlockFeed
 from router.block_news import Apply, Unheard
 from router.estimates import Estimates
-from router.events import BlocksChanged, BlocksUnheard
+from router.events import BlocksChanged, BlocksUnheard, Stepped
 from router.machine import (
     Arrived,
     ClientGone,
@@ -53,6 +57,7 @@ from router.machine import (
     WorkerJoined,
     WorkerLost,
 )
+from router.recording_file import RecordingFile
 from router.requests import Request, TakeAtOnce, Update, WorkerStatus, take_nothing
 
 log = logging.getLogger(__name__)
@@ -105,13 +110,20 @@ class Router:
         token: str,
         clock: Clock,
         estimates: Estimates | None = None,
+        record_dir: Path | None = None,
     ) -> None:
-        """`estimates` may know what workers cost before they have shown it."""
+        """`estimates` may know what workers cost before they have shown it; a recording, which
+        comes to be in `record_dir` under the gateway's id, does not say what they know.
+        """
         self._addresses = addresses
         self._token = token
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
-        self.machine = RouterMachine(_seeded(config, self.gateway_id), estimates=estimates)
+        seeded = _seeded(config, self.gateway_id)
+        self.machine = RouterMachine(seeded, estimates=estimates)
+        self._recording: RecordingFile | None = None
+        if record_dir is not None:
+            self._recording = RecordingFile(record_dir / f"{self.gateway_id}.jsonl", seeded)
         self._links: dict[WorkerId, SessionClient] = {}
         self._clients: dict[RequestId, _Client] = {}
         self._fingerprint = ""
@@ -124,7 +136,9 @@ class Router:
         self._joined = asyncio.Event()  # set when a worker joins
 
     async def open(self) -> None:
-        """Begins to connect to the workers."""
+        """Begins to connect to the workers. Raises ConfigError if it cannot record."""
+        if self._recording is not None:
+            self._recording.open()
         self._loop = asyncio.get_running_loop()
         self._closing = self._loop.create_future()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -141,6 +155,8 @@ class Router:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
         self._zmq.destroy(linger=0)
+        if self._recording is not None:
+            await asyncio.to_thread(self._recording.close)
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
         """None of them returns: one that ends before `close` died of a bug."""
@@ -220,7 +236,10 @@ class Router:
 
     def counters(self) -> Mapping[tuple[str, str], int]:
         """Events since the start by (name, reason)."""
-        return {**self.machine.counters, **self._news_counters}
+        counted = {**self.machine.counters, **self._news_counters}
+        if self._recording is not None and self._recording.failure is not None:
+            counted["recording ended", self._recording.failure] = 1
+        return counted
 
     # ------------------------------------------------------------ the machine
 
@@ -233,7 +252,10 @@ class Router:
         frames: dict[WorkerId, list[ToWorker]] = {}
         updates: dict[RequestId, Update] = {}
         for event in events:
-            for effect in self.machine.handle(event, now_s):
+            effects = self.machine.handle(event, now_s)
+            if self._recording is not None:
+                self._recording.note(event, now_s, effects)
+            for effect in effects:
                 _perform(effect, frames, updates)
         for worker_id, messages in frames.items():
             if (link := self._links.get(worker_id)) is not None:
@@ -295,7 +317,7 @@ class Router:
         try:
             while (frame := await client.receive()) is not None:
                 messages = decode_to_gateway(frame)
-                self._handle(*(FromWorker(info.worker_id, m) for m in messages))
+                self._handle(*_events(info.worker_id, messages))
                 if feed is not None:
                     _count_batches(feed, messages)
         except (ConnectionError, ProtocolError) as error:
@@ -380,6 +402,8 @@ def _perform(
 ) -> None:
     """Puts what is to be sent to the rest of it."""
     match effect:
+        case Deliver(request_id, token_ids, None, (), ()):  # nearly always
+            update = Update(token_ids)
         case Deliver(request_id):
             update = Update(
                 token_ids=effect.token_ids,
@@ -416,6 +440,15 @@ def _welcome(frame: bytes | None) -> Welcome:
             raise ProtocolError(f"refused this gateway: {reason}")
         case _:
             raise ProtocolError("did not answer with a Welcome")
+
+
+def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> Iterator[RouterEvent]:
+    """A frame as the machine is told of it: the tokens of a step, which are many, at once."""
+    for kind, group in groupby(messages, type):
+        if kind is Tokens:
+            yield Stepped(worker_id, cast("list[Tokens]", list(group)))
+        else:
+            yield from (FromWorker(worker_id, message) for message in group)
 
 
 def _count_batches(feed: BlockFeed, messages: Sequence[ToGateway]) -> None:

@@ -24,12 +24,13 @@ from router.logprobs import (
     LogprobsWriter,
     prompt_logprobs,
 )
-from router.requests import Cancelled, Failed, Finished, Outcome, Rejected, Timeline
+from router.requests import Cancelled, Decision, Failed, Finished, Outcome, Rejected, Timeline
 from router.tool_calls import CallArguments, CallBegun
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
+DECISION_HEADER = "x-baton-decision"
 MAX_RETRY_AFTER_S = 3600.0
 LONG_PROMPT_TOKENS = 256  # more take milliseconds to tell of, with twenty alternatives each
 
@@ -123,12 +124,13 @@ class Wish:
     """What the client wants beside the text.
 
     `echo` is the prompt, which each choice begins with; `num_top` of the likeliest tokens come with
-    each one, and None means no log-probabilities at all.
+    each one, and None means no log-probabilities at all. The `decision` comes in the head.
     """
 
     usage: bool = False
     usage_in_every_chunk: bool = False
     timeline: bool = False
+    decision: bool = False
     echo: str = ""
     num_top: int | None = None
     num_prompt_top: int | None = None
@@ -147,6 +149,15 @@ class Heading:
     fingerprint: Callable[[], str]  # known when the answer begins
     bytes_of: BytesOf
     wish: Wish
+    decision: Callable[[], Decision | None]  # known with the first token
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the head of every answer says. Its decision is JSON, which has no line breaks."""
+        headers = {"x-request-id": self.answer_id}
+        if self.wish.decision and (decision := self.decision()) is not None:
+            headers[DECISION_HEADER] = _encode(decision).decode()
+        return headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +249,7 @@ class WholeAnswer:
             return
         long = len(ending.prompt_entries) > LONG_PROMPT_TOKENS
         data = await asyncio.to_thread(self._body, ending) if long else self._body(ending)
-        await _send_data(self._send, 200, data, {"x-request-id": self._heading.answer_id})
+        await _send_data(self._send, 200, data, self._heading.headers)
 
     def _body(self, ending: Ending) -> bytes:
         heading = self._heading
@@ -286,7 +297,11 @@ class BodyPipe(Protocol):
     is_ready: bool  # whether the client is there and reads fast enough
 
     def write(self, data: bytes) -> None:
-        """Sends a part, which is not empty."""
+        """Sends a part, which is not empty, soon."""
+        ...
+
+    def flush(self) -> None:
+        """Sends what is to be sent soon: before anything goes past the pipe."""
         ...
 
 
@@ -298,7 +313,7 @@ class StreamedAnswer:
         self._send = send
         self._pipe = pipe
         self._turn = asyncio.Lock()  # choices of one answer wait for one another
-        self._is_sending = False
+        self._is_open = False  # the head is sent, and nothing waits to be
         self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
         self._unfinished = heading.num_choices
         self._last = b""  # the end of the last choice, which is sent with the end of the answer
@@ -306,10 +321,7 @@ class StreamedAnswer:
     @property
     def is_ready(self) -> bool:
         """Whether the head is sent and nothing waits to be."""
-        pipe = self._pipe
-        return (
-            self._chunk is not None and not self._is_sending and pipe is not None and pipe.is_ready
-        )
+        return self._is_open and self._pipe is not None and self._pipe.is_ready
 
     def write_at_once(self, piece: Piece) -> None:
         """Sends a chunk, unless there is nothing to show."""
@@ -321,11 +333,9 @@ class StreamedAnswer:
     async def write(self, piece: Piece) -> None:
         """Sends a chunk, unless there is nothing to show."""
         async with self._turn:
-            self._is_sending = True
-            try:
-                await self._write(piece)
-            finally:
-                self._is_sending = False
+            self._is_open = False
+            await self._write(piece)
+            self._is_open = True
 
     async def _write(self, piece: Piece) -> None:
         chunk = self._chunk
@@ -372,12 +382,14 @@ class StreamedAnswer:
         headers = {
             "cache-control": "no-cache",
             "x-accel-buffering": "no",  # nginx would collect events
-            "x-request-id": self._heading.answer_id,
+            **self._heading.headers,
         }
         await _send_head(self._send, 200, EVENT_STREAM, headers)
         return self._chunk.first(), self._chunk
 
     async def _send_body(self, data: bytes, *, more_body: bool) -> None:
+        if self._pipe is not None:
+            self._pipe.flush()
         await self._send({"type": "http.response.body", "body": data, "more_body": more_body})
 
 

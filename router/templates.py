@@ -35,6 +35,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
+            self._template.globals = dict(self._template.globals)  # no chain of maps
         except TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
 

@@ -1,8 +1,8 @@
 """The future: what will happen, in order of time."""
 
-import heapq
 from collections.abc import Callable
 from enum import IntEnum
+from heapq import heappop, heappush
 from typing import Any
 
 
@@ -29,13 +29,13 @@ class Future:
     def plan(self, at_s: float, rank: Rank, call: Callable[[Any], None], what: Any) -> None:
         """Calls `call(what)` at that time, which is not past."""
         self._num_planned += 1
-        heapq.heappush(self._heap, (at_s, rank, self._num_planned, call, what))
+        heappush(self._heap, (at_s, rank, self._num_planned, call, what))
 
     def step(self) -> bool:
         """Lets the next thing happen. False if there is none."""
         if not self._heap:
             return False
-        at_s, _, _, call, what = heapq.heappop(self._heap)
+        at_s, _, _, call, what = heappop(self._heap)
         assert at_s >= self.now_s, "time went back"
         self.now_s = at_s
         self.num_events += 1

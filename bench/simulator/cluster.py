@@ -4,35 +4,37 @@ What there is beside the machine and the workers' cores: a heap of future events
 price for steps and pulls, and the rules by which effects become events. No decision is made here.
 
 The gateway is told by frames, as by a live worker; each takes `latency_s` either way. So do block
-events. Deadlines are looked at as often as the live gateway does.
+events. The machine is woken when it asks for it.
 
-Workers leap over steps that are alike (see `workers`). Before the machine can place anything, what
-such a stretch has come to is handed over, so the machine knows what it would have known; with
-`settles` off it hears of tokens a fraction of a second late, which is for large clusters.
+Workers leap over steps that are alike, and tell of many tokens at once (see `workers`). Before the
+machine can place anything it is told what it would have heard by then; with `settles` off it hears
+of tokens up to a second late, which is for large clusters.
 """
 
 import gc
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import Hardware
+from bench.simulator.hardware import NO_CHANCES, Chances, Crowd, Hardware
 from bench.simulator.prompts import Prompts
 from bench.simulator.traces import Trace, TraceRequest, with_ids
 from bench.simulator.transfers import Transfers
-from bench.simulator.workers import Frame, SimWorker
-from engine.events import FromGateway
+from bench.simulator.workers import Frame, Said, SimWorker
+from engine.events import Event, FromGateway
 from engine.messages import (
     GatewayId,
+    GivenBack,
     Hello,
     Limits,
-    LoadReport,
     RequestId,
     Role,
     Sampling,
-    ToWorker,
     WorkerId,
 )
 from router.events import (
@@ -50,7 +52,6 @@ from router.machine import RouterMachine
 from router.requests import Outcome, Request, Timeline
 
 GATEWAY = GatewayId("gateway")
-TICK_EVERY_S = 0.25  # as `router.service`
 MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
 
 
@@ -75,6 +76,7 @@ class Setup:
     hardware: Hardware
     pools: Pools
     latency_s: float = 2e-4  # of a message between gateway and worker
+    chances: Chances = NO_CHANCES  # what is beside prices and latency
     leaps: bool = True
     settles: bool | None = None  # None: if there are few workers
 
@@ -86,7 +88,7 @@ class Record:
     asked: TraceRequest
     outcome: Outcome | None = None
     timeline: Timeline | None = None
-    times_s: list[float] = field(default_factory=list)  # of each token of the answer
+    times_s: "array[float]" = field(default_factory=lambda: array("d"))  # tokens of the answer
     ended_s: float = math.nan
 
 
@@ -145,8 +147,11 @@ class _Cluster:
         self._prompts = Prompts(trace, setup.hardware.layout.block_size)
         self._records = [Record(asked) for asked in trace.requests]
         self._num_open = len(self._records)
+        self._num_waiting = 0  # in the machine, for a worker
         self._ended_s = 0.0
         self._wake_s: float | None = None
+        self._crowd = Crowd(setup.hardware, setup.chances)
+        self._arrives_s: dict[WorkerId, float] = {}  # the last message to each worker
         self._workers = {
             worker_id: SimWorker(
                 worker_id,
@@ -156,7 +161,8 @@ class _Cluster:
                 transfers=self._transfers,
                 listener=self,
                 read=self._prompts.read,
-                leaps=setup.leaps,
+                leaps=setup.leaps and not self._crowd.watches,
+                crowd=self._crowd,
             )
             for worker_id, role in _names(setup.pools)
         }
@@ -172,7 +178,6 @@ class _Cluster:
             self._handle(WorkerJoined(worker.welcome()))
             worker.receive([])
         self._plan_arrival(0)
-        self._future.plan(TICK_EVERY_S, Rank.ROUTINE, self._on_tick, None)
         while self._num_open:
             assert self._future.step(), "requests are open and nothing will happen"
         self._ended_s = self._future.now_s
@@ -235,78 +240,91 @@ class _Cluster:
     def _on_frame(self, heard: tuple[WorkerId, Frame]) -> None:
         worker_id, frame = heard
         if frame.blocks:
-            self._take(BlocksChanged(worker_id, frame.blocks), ())
-        heard_s = self._heard_s(frame.ends_s)
-        for message in frame.messages:
-            if not isinstance(message, LoadReport):
-                self._settle()
-            self._take(FromWorker(worker_id, message), heard_s)
+            self._take(BlocksChanged(worker_id, frame.blocks))
+        self._settle()
+        for said in frame.said:
+            if isinstance(said.message, GivenBack):
+                self._settle(places=True)
+            self._hear_said(worker_id, said)
 
     def _handle(self, event: RouterEvent) -> None:
-        self._settle(arrives=isinstance(event, Arrived))
-        self._take(event, ())
+        self._settle(places=isinstance(event, Arrived))
+        self._take(event)
 
-    def _settle(self, *, arrives: bool = False) -> None:
-        """Hands over what the machine would know by now, if it is about to place something."""
-        if not self._settles or not (arrives or self._machine.queue_len):
+    def _settle(self, *, places: bool = False) -> None:
+        """Tells the machine what it would know by now, if it is about to place something."""
+        if not self._settles or not (places or self._num_waiting):
             return
         until_s = self._future.now_s - self._setup.latency_s
         for worker in self._decoding:
-            frame = worker.settle(until_s)
-            if frame is not None:
-                heard_s = self._heard_s(frame.ends_s)
-                for message in frame.messages:
-                    self._take(FromWorker(worker.worker_id, message), heard_s)
+            for said in worker.settle(until_s):
+                self._hear_said(worker.worker_id, said)
 
-    def _heard_s(self, ends_s: Sequence[float]) -> list[float]:
-        latency_s = self._setup.latency_s
-        return [end_s + latency_s for end_s in ends_s]
+    def _hear_said(self, worker_id: WorkerId, said: Said) -> None:
+        self._take(FromWorker(worker_id, said.message), said.times_s)
 
-    def _take(self, event: RouterEvent, heard_s: Sequence[float]) -> None:
-        """`heard_s` is when the gateway hears of each token that the event brings."""
+    def _take(self, event: RouterEvent, times_s: Sequence[float] = ()) -> None:
+        """`times_s` is when the worker chose each token that the event brings."""
         now_s = self._future.now_s
-        frames: dict[WorkerId, list[ToWorker]] = {}
-        for effect in self._machine.handle(event, now_s):
+        effects = self._machine.handle(event, now_s)
+        frames: dict[WorkerId, list[Event]] = {}
+        for effect in effects:
             if isinstance(effect, Deliver):  # nearly all are
-                assert len(effect.token_ids) == len(heard_s)
-                self._records[int(effect.request_id)].times_s += heard_s
+                assert len(effect.token_ids) == len(times_s)
+                self._records[int(effect.request_id)].times_s.extend(times_s)
             elif isinstance(effect, SendTo):
-                frames.setdefault(effect.worker_id, []).append(effect.message)
+                events = frames.setdefault(effect.worker_id, [])
+                if not isinstance(effect.message, Hello):
+                    events.append(FromGateway(GATEWAY, effect.message))
             elif isinstance(effect, End):
                 self._prompts.close(effect.request_id)
                 record = self._records[int(effect.request_id)]
                 self._end(record, effect.outcome, effect.timeline)
-        for worker_id, messages in frames.items():
-            events = [FromGateway(GATEWAY, m) for m in messages if not isinstance(m, Hello)]
-            receive = self._workers[worker_id].receive
-            self._future.plan(now_s + self._setup.latency_s, Rank.MESSAGE, receive, [*events])
-        if self._machine.state.busy_until_s != self._wake_s:
-            self._plan_wake(self._machine.state.busy_until_s)
+        for worker_id, events in frames.items():
+            at_s = self._arrival_s(worker_id, events)
+            self._future.plan(at_s, Rank.MESSAGE, self._workers[worker_id].receive, events)
+        if frames or isinstance(event, Arrived | Tick):
+            self._num_waiting = self._machine.queue_len
+        if frames or self._num_waiting:  # else it has nothing new to wait for
+            self._look_ahead()
 
-    def _plan_wake(self, at_s: float | None) -> None:
-        """The head of the queue can be placed then, if nothing happens before."""
-        if at_s is not None and at_s != self._wake_s and at_s > self._future.now_s:
-            self._wake_s = at_s
-            self._future.plan(at_s, Rank.ROUTINE, self._on_wake, at_s)
+    def _arrival_s(self, worker_id: WorkerId, events: Sequence[Event]) -> float:
+        """When messages that are sent now arrive: never before those sent earlier."""
+        now_s = self._future.now_s
+        at_s = now_s + self._setup.latency_s
+        if self._setup.chances:
+            messages = (event.message for event in events if isinstance(event, FromGateway))
+            at_s += max((self._crowd.delay_s(m, now_s=now_s) for m in messages), default=0.0)
+            at_s = max(at_s, self._arrives_s.get(worker_id, 0.0))
+            self._arrives_s[worker_id] = at_s
+        return at_s
+
+    def _look_ahead(self) -> None:
+        """Plans to wake the machine where it is wanted before the time that is planned."""
+        at_s = self._machine.next_wake_s()
+        if at_s is not None and (self._wake_s is None or at_s < self._wake_s):
+            self._plan_wake(at_s)
+
+    def _plan_wake(self, at_s: float) -> None:
+        self._wake_s = at_s
+        self._future.plan(max(at_s, self._future.now_s), Rank.ROUTINE, self._on_wake, at_s)
 
     def _on_wake(self, at_s: float) -> None:
-        if self._num_open and at_s == self._machine.state.busy_until_s:
+        if at_s != self._wake_s or not self._num_open:
+            return  # it was woken earlier
+        self._wake_s = None
+        due_s = self._machine.next_wake_s()
+        if due_s is not None and due_s <= self._future.now_s:
             self._handle(Tick())
+        elif due_s is not None:
+            self._plan_wake(due_s)
 
     def _end(self, record: Record, outcome: Outcome, timeline: Timeline) -> None:
         assert record.outcome is None, "a request ends once"
         record.outcome, record.timeline = outcome, timeline
         record.ended_s = self._future.now_s
+        np.asarray(record.times_s)[:] += self._setup.latency_s  # heard, from here on
         self._num_open -= 1
-
-    def _on_tick(self, _: None) -> None:
-        if not self._num_open:
-            return
-        due_s = self._machine.next_wake_s()
-        if due_s is not None and due_s <= self._future.now_s:
-            self._handle(Tick())
-        at_s = self._future.now_s + TICK_EVERY_S
-        self._future.plan(at_s, Rank.ROUTINE, self._on_tick, None)
 
 
 def _names(pools: Pools) -> Iterable[tuple[WorkerId, Role]]:

@@ -5,7 +5,8 @@
     sim/hit_ratio      prompt tokens found cached, as a share of what an endless cache would hold
     sim/goodput_ratio  the most that the trace may be sped up with nine of ten requests within the
                        bound on TTFT and nine of ten within that on TPOT, at the best split of as
-                       many workers; ours over the peer's. On the first requests of the trace
+                       many workers; ours over the peer's. On the first requests of the trace. Our
+                       router knows the bounds and refuses early; a refusal is a miss of both
     sim/wall_s         wall time of ours, `sim/ttft_x1`
 
 All are of the same costs and pools; beside it, the peer's figure with its own KV router.
@@ -14,6 +15,7 @@ All are of the same costs and pools; beside it, the peer's figure with its own K
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from bench.report import Peer, Result
 from bench.simulator.cluster import Pools, Run, Setup, simulate
@@ -88,7 +90,7 @@ def _goodput(plan: Plan, peer: Dynamo | None, say: Say) -> list[Result]:
     trace = plan.trace.first(plan.num_for_goodput)
 
     def play_ours(shape: Shape) -> Played:
-        return play(plan, trace, shape, RouterPolicy.SLO, tpot_bound_s=plan.tpot_s)
+        return play(plan, trace, shape, RouterPolicy.SLO, keeps_bounds=True)
 
     ours = _best(plan, play_ours, "ours", say)
     if peer is None:
@@ -137,15 +139,18 @@ def play(
     shape: Shape,
     policy: RouterPolicy,
     *,
-    tpot_bound_s: float | None = None,
+    keeps_bounds: bool = False,
 ) -> Played:
-    """The trace in this simulator. With a bound, the policy is told of it."""
+    """The trace in this simulator. If it is to keep the bounds, the router is told of them: who
+    would have to wait too long is refused.
+    """
     config = RouterConfig(
         policy=policy,
         seed=plan.seed,
         max_queue=len(trace.requests),
         queue_timeout_s=1e6,
-        slo_tpot_s=tpot_bound_s,
+        slo_ttft_s=plan.ttft_s if keeps_bounds else None,
+        slo_tpot_s=plan.tpot_s if keeps_bounds else None,
     )
     setup = Setup(plan.hardware, Pools(shape.prefill, shape.decode))
     began_s = time.perf_counter()
@@ -154,10 +159,11 @@ def play(
 
 
 def _played(run: Run, wall_s: float) -> Played:
-    answered = [one for one in map(latencies_of, run.records) if one is not None]
-    assert len(answered) == len(run.records), "all are answered, or means do not compare"
-    ttft = summarize([one.ttft_s for one in answered])
-    tpot = summarize([one.tpot_s for one in answered if one.tpot_s is not None])
+    """Who was refused waits for ever: that is a miss, and means do not compare."""
+    latencies = [latencies_of(record) for record in run.records]
+    ttft = summarize([inf if one is None else one.ttft_s for one in latencies])
+    paces_s = [inf if one is None else one.tpot_s for one in latencies]
+    tpot = summarize([pace_s for pace_s in paces_s if pace_s is not None])
     assert ttft is not None
     cached = sum(r.timeline.num_cached_tokens for r in run.records if r.timeline is not None)
     return Played(

@@ -54,7 +54,7 @@ def _hashes(block_ids: Sequence[int]) -> list[BlockHash]:
     hashes: list[BlockHash] = []
     last = b""
     for block_id in block_ids:
-        last = blake2b(block_id.to_bytes(4), digest_size=HASH_BYTES, key=last).digest()
+        last = blake2b(last + block_id.to_bytes(4), digest_size=HASH_BYTES).digest()
         hashes.append(BlockHash(last))
     return hashes
 

@@ -1,6 +1,6 @@
 """Recorded and made-up loads: when requests come, how long they are, what they share.
 
-Three formats are read:
+Four formats are read:
 
     Mooncake   JSON lines of `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; one id
                for each 512 tokens of the prompt, and equal ids mean an equal prefix up to there
@@ -8,6 +8,9 @@ Three formats are read:
     Baton      JSON lines; the first is {"format": "baton-trace", "version": 1, "block_tokens": n},
                each other one a request: `arrived_s`, `input_len`, `output_len`, and if wanted
                `block_ids` as Mooncake's with n tokens each, and `priority`
+    recording  JSON lines, as a gateway writes them that records (`router.recording`): the requests
+               that were answered, with as many tokens as they were answered with, and the others
+               with as many as they asked for; ids stand for the workers' own blocks of tokens
 
 In memory all are the same. A prompt's tokens are made of its block ids: every token of a block is
 the block's id, so equal ids give equal tokens, and others different ones.
@@ -28,7 +31,10 @@ from random import Random
 
 import msgspec
 
-from engine.errors import ConfigError
+from bench.simulator.recordings import Asked, told_by
+from engine.blocks import BlockHash, hash_block
+from engine.errors import ConfigError, ProtocolError
+from router.recording import is_recording, lines_of
 
 MOONCAKE_BLOCK_TOKENS = 512
 FORMAT = "baton-trace"
@@ -167,11 +173,14 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file of any of the three formats, without the time before its first request.
+    """The trace in a file of any of the four formats, without the time before its first request.
 
     Raises TraceError, which names file and line.
     """
     try:
+        if is_recording(next(lines_of(path), b"")):
+            block_tokens, requests = _read_recording(path)
+            return Trace(path.name, block_tokens, _from_zero(path, requests))
         lines = path.read_text().splitlines()
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from error
@@ -236,6 +245,34 @@ def _read_own(path: Path, lines: Sequence[str]) -> tuple[int, list[TraceRequest]
         _check(path, number, request, header.block_tokens)
         requests.append(request)
     return header.block_tokens, requests
+
+
+def _read_recording(path: Path) -> tuple[int, list[TraceRequest]]:
+    try:
+        told = told_by(lines_of(path))
+    except ProtocolError as error:
+        raise TraceError(f"{path}: {error}") from error
+    sizes = {info.layout.block_size for info in told.workers.values()}
+    block_tokens = min(sizes, default=MOONCAKE_BLOCK_TOKENS)
+    ids: dict[BlockHash, int] = {}
+    requests = [_recorded(asked, block_tokens, ids) for asked in told.asked.values()]
+    return block_tokens, requests
+
+
+def _recorded(asked: Asked, block_tokens: int, ids: dict[BlockHash, int]) -> TraceRequest:
+    """Prompts that begin alike come to have the same ids at the beginning."""
+    request = asked.request
+    prompt, parent = request.token_ids, None
+    block_ids: list[int] = []
+    for start in range(0, len(prompt), block_tokens):
+        parent = hash_block(parent, prompt[start : start + block_tokens])
+        block_ids.append(ids.setdefault(parent, len(ids)))
+    wanted = max(request.limits.max_len - len(prompt), 1)
+    is_answered = asked.is_finished or (asked.client_left and asked.times_s)
+    output_len = len(asked.times_s) if is_answered else wanted
+    return TraceRequest(
+        asked.arrived_s, len(prompt), output_len, tuple(block_ids), request.priority
+    )
 
 
 def _read_azure(path: Path, lines: Sequence[str]) -> list[TraceRequest]:

@@ -8,6 +8,7 @@ first served. When the last block is there the lease ends, and both sides are to
 Not modelled: expiry, loss, and all else that goes wrong.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -152,8 +153,8 @@ class Transfers:
         pull = lease.pull
         if pull is None or not pull.wanted or pull.num_asked == len(pull.wanted):
             return
-        num_new = sum(index < lease.num_ready for index in pull.wanted[pull.num_asked :])
-        if not num_new:
+        num_new = bisect_left(pull.wanted, lease.num_ready) - pull.num_asked
+        if num_new <= 0:
             return
         now_s = self._future.now_s
         out, into = self._link(lease.source), self._link(pull.sink)

@@ -9,24 +9,28 @@ depend on who answers it.
 *Stretches.* As long as only decoding goes on, no block fills up and no answer ends, one step is
 like the next: the schedulers would plan the same rows again. Such steps are one stretch: the core
 plans once, and is given all of a row's tokens as if a draft had been accepted. Each token still has
-its own time. Whatever comes to the worker cuts the stretch after the step that is running then, and
-`settle` hands over what a stretch has come to so far, so that nobody can tell the difference but by
-the clock on the wall.
+its own time. Whatever comes to the worker cuts the stretch after the step that is running then.
+
+*Telling.* The gateway is told of a sequence's first tokens and of its end at once; what comes
+between may wait for the next report, one message for many tokens. Before the machine decides
+anything `settle` says what a live worker would have told by then, whatever the stretch that is
+running, so that nobody can tell the difference but by the clock on the wall.
 """
 
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import Hardware, Pricing, StepPrice
+from bench.simulator.hardware import Crowd, Hardware, Pricing, StepPrice
 from bench.simulator.transfers import Transfers
 from decode.scheduler import DecodeScheduler
-from engine.batch import BatchPlan, BatchResult, Row, RowResult
-from engine.block_events import BlockEvent, BlockRemoved, BlockStored, stored
-from engine.blocks import BlockPool, CacheNews, Evicted
+from engine.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
+from engine.block_events import BlockEvent, BlockRemoved, stored
+from engine.blocks import BlockHash, BlockPool, CacheNews, Stored
 from engine.events import (
     AbortPull,
     Effect,
@@ -39,13 +43,16 @@ from engine.events import (
     RevokeLease,
     StartPull,
 )
-from engine.intake import ReadPrompt, read_prompt
+from engine.intake import Intake, ReadPrompt, read_prompt
 from engine.messages import (
     PROTOCOL_VERSION,
+    Cancel,
     Decode,
+    FinishReason,
     Generate,
     GivenBack,
     Incarnation,
+    PrefillDone,
     Role,
     SeqId,
     ToGateway,
@@ -62,15 +69,17 @@ REPORT_EVERY_S = 1.0
 _SEED_STRIDE, _SEEDS = 7919, 2**30  # keep the tokens of different seeds apart
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """What a worker tells its gateway at once.
+class Said(NamedTuple):
+    """A message, and when each token that it brings was chosen."""
 
-    Where messages bring tokens of several steps, `ends_s` are the ends of those steps.
-    """
+    message: ToGateway
+    times_s: Sequence[float] = ()
 
-    messages: Sequence[ToGateway]
-    ends_s: Sequence[float]
+
+class Frame(NamedTuple):
+    """What a worker tells its gateway at once."""
+
+    said: Sequence[Said]
     blocks: Sequence[BlockEvent] = ()
 
 
@@ -84,13 +93,23 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class _Stretch:
-    """Steps of equal rows, the last of which ends at `ends_s[-1]`."""
+    """Steps of equal rows, the last of which ends at `ends_s[-1]`. The first rows decode."""
 
     rows: Sequence[Row]
-    ends_s: list[float]
+    num_decoding: int
+    ends_s: "array[float]"
     began_s: float
-    steady: bool  # whether it may be cut between steps
     planned_end_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Told:
+    """How far the gateway has heard of a sequence that decodes. It has a token every step."""
+
+    max_len: int
+    step: int  # of which the token comes next, counted over all that this worker decodes
+    token: int  # which that is
+    has_begun: bool = False  # its first ones have been told
 
 
 class SimWorker:
@@ -107,6 +126,7 @@ class SimWorker:
         listener: Listener,
         read: ReadPrompt = read_prompt,
         leaps: bool = True,
+        crowd: Crowd | None = None,
     ) -> None:
         """`read` as in `engine.intake.Intake`. Without `leaps` each step is one of its own."""
         self.worker_id = worker_id
@@ -115,38 +135,42 @@ class SimWorker:
         self.num_steps = 0
         self._hardware = hardware
         self._pricing = Pricing(hardware)
+        self._crowd = crowd or Crowd(hardware)
         self._future = future
         self._transfers = transfers
         self._listener = listener
         self._leaps = leaps
         self._decode: DecodeScheduler | None = None
         self._block_size = hardware.layout.block_size
-        self.pool = BlockPool(hardware.num_blocks, keeps_news=True)
+        self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
-        self._max_len: dict[SeqId, int] = {}  # of sequences that decode here
+        self._max_len: dict[SeqId, int] = {}  # of sequences that will decode here
+        self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
+        self._ends_s = array("d")  # of the latest steps that decoded
+        self._num_earlier = 0  # steps that decoded before these
         self._stretch: _Stretch | None = None
+        self._said: list[Said] = []  # in this turn
         self._next_report_s = 0.0
         self._report_planned = False
+        self._has_news = True  # since its last report
         self.reports = True
 
     def _open_core(self, read: ReadPrompt) -> WorkerCore:
         hardware, pool, block_size = self._hardware, self.pool, self._block_size
         address = TransferAddress(self.worker_id, Incarnation("1"), "")
+        intake = Intake(block_size, read=read)
         schedulers: list[Scheduler] = []
         if self.role.decodes:
-            self._decode = DecodeScheduler(
-                pool, block_size=block_size, max_running=hardware.max_running, read=read
-            )
+            self._decode = DecodeScheduler(pool, intake=intake, max_running=hardware.max_running)
             schedulers.append(self._decode)
         if self.role.prefills:
             schedulers.append(
                 PrefillScheduler(
                     pool,
-                    block_size=block_size,
+                    intake=intake,
                     chunk_tokens=hardware.chunk_tokens,
                     address=address,
-                    read=read,
                 )
             )
         schedulers.append(PrefixOffers(pool, block_size=block_size, address=address, read=read))
@@ -175,22 +199,34 @@ class SimWorker:
         else:
             self._cut(self._stretch)
 
-    def settle(self, until_s: float) -> Frame | None:
-        """What a stretch has come to up to that time, if the gateway has not heard of it."""
+    def settle(self, until_s: float) -> Sequence[Said]:
+        """What a live worker would have told of tokens by then, if the gateway has not heard it."""
+        if not self._told:
+            return ()
+        num_over = bisect_right(self._ends_s, until_s)
         stretch = self._stretch
-        if stretch is None or not stretch.steady:
-            return None
-        num_over = bisect_right(stretch.ends_s, until_s)
-        if num_over == 0 or num_over == len(stretch.ends_s):
-            return None
-        ends_s = stretch.ends_s[:num_over]
-        frame = self._frame(self._finish(stretch, ends_s), ends_s)
-        plan, effects = self.core.plan(ends_s[-1])
-        assert plan is not None
-        assert not effects
-        stretch.rows, stretch.began_s = plan.rows, ends_s[-1]
-        del stretch.ends_s[:num_over]
-        return frame
+        if num_over == len(self._ends_s) and stretch is not None and stretch.num_decoding:
+            # The end of the last step is yet to come, be it at this moment.
+            num_over += bisect_right(stretch.ends_s, until_s, 0, len(stretch.ends_s) - 1)
+        return [*self._untold(self._num_earlier + num_over)]
+
+    def _untold(self, until_step: int) -> Iterator[Said]:
+        """Tokens of all steps before that one which have not been told."""
+        for seq_id, told in self._told.items():
+            if told.step < until_step:
+                yield self._tell(seq_id, told, until_step)
+
+    def _tell(
+        self, seq_id: SeqId, told: _Told, until_step: int, finish: FinishReason | None = None
+    ) -> Said:
+        begin, end = told.step - self._num_earlier, until_step - self._num_earlier
+        times_s = self._ends_s[begin:end]
+        if end > (num_ended := len(self._ends_s)):
+            assert self._stretch is not None
+            times_s += self._stretch.ends_s[max(begin - num_ended, 0) : end - num_ended]
+        tokens = list(range(told.token, told.token + end - begin))
+        told.step, told.token, told.has_begun = until_step, told.token + end - begin, True
+        return Said(Tokens(seq_id, tokens, finish), times_s)
 
     # ------------------------------------------------------------ turns
 
@@ -198,23 +234,35 @@ class SimWorker:
         now_s = self._future.now_s
         while self._inbox:
             events, self._inbox = self._inbox, []
+            self._has_news = True
             self._note_lengths(events)
-            effects = [e for event in events for e in self.core.handle(event, now_s)]
-            self._perform(effects, (now_s,))
+            for event in events:
+                self._perform(self.core.handle(event, now_s))
         if self.reports and now_s >= self._next_report_s:
             self._report()
         plan, effects = self.core.plan(now_s)
-        self._perform(effects, (now_s,))
+        self._perform(effects)
+        self._send()
         if plan is not None:
+            self._has_news = True
             self._begin(plan)
-        elif self.reports and not self._report_planned:
+        elif self.reports and self._has_news and not self._report_planned:
             self._report_planned = True
             self._future.plan(self._next_report_s, Rank.ROUTINE, self._on_report_due, None)
 
     def _note_lengths(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, FromGateway) and isinstance(event.message, Decode | Generate):
-                self._max_len[event.message.seq_id] = event.message.limits.max_len
+            if not isinstance(event, FromGateway):
+                continue
+            message = event.message
+            if isinstance(message, Decode | Generate):
+                self._max_len[message.seq_id] = message.limits.max_len
+            elif isinstance(message, Cancel):
+                self._forget(message.seq_id)
+
+    def _forget(self, seq_id: SeqId) -> None:
+        self._max_len.pop(seq_id, None)
+        self._told.pop(seq_id, None)
 
     def _on_report_due(self, _: None) -> None:
         self._report_planned = False
@@ -222,40 +270,70 @@ class SimWorker:
             self._turn()
 
     def _report(self) -> None:
-        self._next_report_s = self._future.now_s + REPORT_EVERY_S
+        """One that would say what the one before said is left out, and those after it keep time."""
+        late_s = self._future.now_s - self._next_report_s
+        num_left_out = late_s // REPORT_EVERY_S
+        self._next_report_s = (
+            self._next_report_s + num_left_out * REPORT_EVERY_S
+            if num_left_out
+            else self._future.now_s
+        ) + REPORT_EVERY_S
+        self._has_news = False
         load = self.core.load(self._transfers.num_leases_of(self.worker_id), {})
-        self._listener.hear(self.worker_id, Frame([load], (self._future.now_s,)))
+        # What it counts of ours we have to know, or would take it for somebody else's.
+        self._said += self._untold(self._num_steps_decoded)
+        self._said.append(Said(load))
+        self._num_earlier = self._num_steps_decoded
+        del self._ends_s[:]
+
+    @property
+    def _num_steps_decoded(self) -> int:
+        """Without the stretch that is running."""
+        return self._num_earlier + len(self._ends_s)
 
     # ------------------------------------------------------------ steps
 
     def _begin(self, plan: BatchPlan) -> None:
-        num_decoding = 0 if self._decode is None else self._decode.num_running
-        price = price_of(plan.rows, min(num_decoding, len(plan.rows)))
+        rows = plan.rows
+        num_decoding = 0 if self._decode is None else min(self._decode.num_running, len(rows))
+        num_alike = min(map(self._num_alike, rows[:num_decoding]), default=1)
+        price = price_of(rows, num_decoding)
         now_s = self._future.now_s
         if price.num_new or not self._leaps:
-            ends_s = [now_s + self._pricing.step_s(price)]
+            seconds = self._pricing.step_s(price)
+            seconds = self._crowd.begin(self.worker_id, price, seconds, now_s=now_s)
+            ends_s = array("d", (now_s + seconds,))
         else:
-            ends_s = self._ends_s(plan.rows, price)
-        self._stretch = _Stretch(plan.rows, ends_s, now_s, steady=not price.num_new)
+            ends_s = self._ends_of_stretch(price, num_alike)
+        self._stretch = _Stretch(rows, num_decoding, ends_s, now_s)
         self._plan_end(self._stretch)
 
-    def _ends_s(self, rows: Sequence[Row], price: StepPrice) -> list[float]:
-        """The ends of the steps for which these rows stay as they are and nothing else is due."""
-        num_steps = min(map(self._num_alike, rows))
-        at_s, num_context = self._future.now_s, price.num_context
-        ends_s: list[float] = []
+    def _ends_of_stretch(self, price: StepPrice, num_steps: int) -> "array[float]":
+        """The ends of so many decode steps, or fewer if something else is due."""
+        cost = self._hardware.decode
+        at_s, due_s = self._future.now_s, self._next_report_s
+        num_rows, num_context = price.num_rows, price.num_context
+        rows_s, context_s = cost.fixed_s + cost.row_s * num_rows, cost.context_s
+        ends_s = array("d")
         for _ in range(num_steps):
-            at_s += self._pricing.decode_s(price.num_rows, num_context)
-            num_context += price.num_rows
+            at_s += rows_s + context_s * num_context  # as `cost.seconds`, which takes longer
+            num_context += num_rows
             ends_s.append(at_s)
-            if at_s >= self._next_report_s:
+            if at_s >= due_s:
                 break
         return ends_s
 
     def _num_alike(self, row: Row) -> int:
         """Steps until an answer ends or a block is full. The last of them may do either."""
-        until_full = len(row.block_table) * self._block_size - row.end + 1
-        return min(self._max_len[row.seq_id] - row.end, until_full)
+        seq_id, end = row.seq_id, row.start + 1
+        told = self._told.get(seq_id)
+        if told is None:
+            max_len = self._max_len.pop(seq_id)
+            told = _Told(max_len, self._num_steps_decoded, first_token(row))
+            self._told[seq_id] = told
+        until_full = len(row.block_table) * self._block_size - end + 1
+        until_end = told.max_len - end
+        return until_end if until_end < until_full else until_full
 
     def _plan_end(self, stretch: _Stretch) -> None:
         stretch.planned_end_s = stretch.ends_s[-1]
@@ -277,79 +355,115 @@ class SimWorker:
         if self._stretch is not stretch or stretch.planned_end_s != end_s:
             return  # it was cut
         self._stretch = None
-        self._perform(self._finish(stretch, stretch.ends_s), stretch.ends_s)
+        self._perform(self._finish(stretch))
         self._turn()
 
-    def _finish(self, stretch: _Stretch, ends_s: Sequence[float]) -> list[Effect]:
-        """So many of its steps have been run."""
-        self.num_steps += len(ends_s)
+    def _finish(self, stretch: _Stretch) -> list[Effect]:
+        """All its steps have been run. They are reported as the first one of them."""
+        ends_s, num_steps = stretch.ends_s, len(stretch.ends_s)
+        self.num_steps += num_steps
         self.busy_s += ends_s[-1] - stretch.began_s
-        result = BatchResult([result_of(row, len(ends_s)) for row in stretch.rows])
+        if stretch.num_decoding:
+            self._ends_s += ends_s
+        times = StepTimes(0.0, ends_s[0] - stretch.began_s, 0.0)
+        result = BatchResult([result_of(row, num_steps) for row in stretch.rows], times)
         return self.core.finish(result, ends_s[-1])
 
     # ------------------------------------------------------------ what goes out
 
-    def _perform(self, effects: Sequence[Effect], ends_s: Sequence[float]) -> None:
+    def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            match effect:
-                case OpenLease(lease_id):
-                    self._transfers.open(self, lease_id)
-                case GrowLease(lease_id, block_ids):
-                    self._transfers.grow(lease_id, len(block_ids))
-                case RevokeLease(lease_id):
-                    self._transfers.revoke(lease_id)
-                case HoldLease(seq_id, lease):
-                    self._transfers.hold(self, seq_id, lease)
-                case StartPull(seq_id, blocks):
-                    self._transfers.start(self, seq_id, tuple(index for index, _ in blocks))
-                case AbortPull(seq_id):
-                    self._transfers.abort(self, seq_id)
-        frame = self._frame(effects, ends_s)
-        if frame is not None:
+            if isinstance(effect, Emit):  # nearly all are
+                self._say(effect.message)
+            else:
+                self._move(effect)
+
+    def _send(self) -> None:
+        """One frame of all that was said in this turn."""
+        news = self.pool.take_news()
+        if self._said or news:
+            frame = Frame(self._said, block_events(news, self._block_size))
+            self._said = []
             self._listener.hear(self.worker_id, frame)
 
-    def _frame(self, effects: Sequence[Effect], ends_s: Sequence[float]) -> Frame | None:
-        messages = [effect.message for effect in effects if isinstance(effect, Emit)]
-        for message in messages:
-            if isinstance(message, GivenBack) or (isinstance(message, Tokens) and message.finish):
-                self._max_len.pop(message.seq_id, None)
-        news = self.pool.take_news()
-        if not messages and not news:
-            return None
-        return Frame(messages, ends_s, block_events(news, self._block_size))
+    def _say(self, message: ToGateway) -> None:
+        """Adds a message to the frame, after the tokens that came before it."""
+        said, num_steps = self._said, self._num_steps_decoded
+        match message:
+            case Tokens(seq_id=seq_id, finish=finish):
+                told = self._told[seq_id]
+                if finish is not None or not told.has_begun:
+                    said.append(self._tell(seq_id, told, num_steps, finish))
+                if finish is not None:
+                    self._forget(seq_id)
+            case GivenBack(seq_id=seq_id):
+                last = self._told.get(seq_id)
+                if last is not None and last.step < num_steps:
+                    said.append(self._tell(seq_id, last, num_steps))
+                self._forget(seq_id)
+                said.append(Said(message))
+            case PrefillDone():
+                said.append(Said(message, (self._future.now_s,)))
+            case _:
+                said.append(Said(message))
+
+    def _move(self, effect: Effect) -> None:
+        match effect:
+            case OpenLease(lease_id):
+                self._transfers.open(self, lease_id)
+            case GrowLease(lease_id, block_ids):
+                self._transfers.grow(lease_id, len(block_ids))
+            case RevokeLease(lease_id):
+                self._transfers.revoke(lease_id)
+            case HoldLease(seq_id, lease):
+                self._transfers.hold(self, seq_id, lease)
+            case StartPull(seq_id, blocks):
+                self._transfers.start(self, seq_id, tuple(index for index, _ in blocks))
+            case AbortPull(seq_id):
+                self._transfers.abort(self, seq_id)
 
 
 def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
-    """What a step of these rows, the first of which decode, adds up to."""
+    """What a step of these rows, the first of which decode one token each, adds up to."""
     chunks = rows[num_decoding:]
     return StepPrice(
         num_new=sum(len(row.token_ids) for row in chunks),
         squares=sum(row.end * row.end - row.start * row.start for row in chunks),
         num_rows=num_decoding,
-        num_context=sum(row.end for row in rows[:num_decoding]),
+        num_context=sum([row.start for row in rows[:num_decoding]]) + num_decoding,
     )
 
 
+def first_token(row: Row) -> int:
+    """The token that follows a row: a function of seed and position."""
+    assert row.sampling is not None
+    return row.sampling.seed * _SEED_STRIDE % _SEEDS + row.end
+
+
 def result_of(row: Row, num_tokens: int) -> RowResult:
-    """The tokens that follow a row, where it chooses any: a function of seed and position."""
+    """The tokens that follow a row, where it chooses any."""
     if row.sampling is None:
         return RowResult()
-    first = row.sampling.seed * _SEED_STRIDE % _SEEDS + row.end
+    first = first_token(row)
     return RowResult(tuple(range(first, first + num_tokens)))
 
 
 def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:
     """What a worker would publish of these changes."""
     events: list[BlockEvent] = []
+    hashes: list[bytes] = []  # of the last event
+    last: BlockHash | None = None  # of these, if that says what is stored
     for item in news:
-        last = events[-1] if events else None
-        if isinstance(item, Evicted):
-            if isinstance(last, BlockRemoved):
-                last.block_hashes.append(item.block_hash)
-            else:
-                events.append(BlockRemoved([item.block_hash], medium=None))
-        elif isinstance(last, BlockStored) and last.block_hashes[-1] == item.parent:
-            last.block_hashes.append(item.block_hash)
+        if type(item) is Stored:
+            block_hash, parent, _ = item
+            if last is None or last != parent:
+                events.append(event := stored([], parent, block_size=block_size))
+                hashes = event.block_hashes
+            hashes.append(block_hash)
+            last = block_hash
         else:
-            events.append(stored([item.block_hash], item.parent, block_size=block_size))
+            if last is not None or not events:
+                events.append(removed := BlockRemoved([], medium=None))
+                hashes, last = removed.block_hashes, None
+            hashes.append(item.block_hash)
     return events

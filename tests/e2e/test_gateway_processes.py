@@ -14,7 +14,7 @@ from bench.driven import Driven
 from bench.gateway_worker import NUM_BLOCKS, Options
 from deploy.cluster import BUNDLED_MODEL, Deployment, Pools
 from deploy.launcher import ProcessLauncher
-from deploy.processes import WorkerReady, WorkerSpec
+from deploy.processes import GatewayReady, WorkerReady, WorkerSpec
 from engine.config import Config, GatewayConfig
 from engine.errors import ConfigError
 from tests.e2e.served import matching, metrics, poll_until
@@ -71,7 +71,20 @@ def finished(url: str) -> dict[str, float]:
     return {name.split('process="')[1][0]: count for name, count in found.items()}
 
 
-def test_two_processes_share_the_work_and_one_goes_on_without_the_other(serving):
+def kill(gateway: GatewayReady) -> None:
+    """Returns when nothing can be asked of it any more."""
+    os.kill(gateway.pid, signal.SIGKILL)
+    stat = Path(f"/proc/{gateway.pid}/stat")
+    poll_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "it is dead", 10)
+
+
+def mended(running: Deployment, count: int) -> list[str]:
+    told: list[str] = []
+    poll_until(lambda: told.extend(running.mend()) or len(told) >= count, "it is back", 20)
+    return told
+
+
+def test_two_processes_share_the_work_and_who_dies_is_started_again(serving):
     first, second = serving.gateways
     assert first.url == second.url
     assert first.pid != second.pid
@@ -90,10 +103,20 @@ def test_two_processes_share_the_work_and_one_goes_on_without_the_other(serving)
     with pytest.raises(ConfigError, match=r"cannot listen on .*: Address already in use"):
         deployment(port=int(url.rsplit(":", 1)[1])).open(lambda _: None)
 
-    os.kill(second.pid, signal.SIGKILL)
-    dead: list[str] = []
-    poll_until(lambda: bool(dead.extend(serving.dead()) or dead), "its end is noticed", 10)
-    assert dead == ["gateway-1 ended with status -9"]
+    kill(second)
     ask(url)
     assert finished(url) == {"0": counts["0"] + NUM_REQUESTS}
     assert metrics(url)["baton_gateway_processes"] == 1
+
+    # The first one saw that the port was free. When it comes back it is not: the second is there.
+    told = mended(serving, 1)
+    kill(first)
+    told += mended(serving, 1)
+    again = "ended with status -9; its requests are lost, it was started again"
+    assert told == [f"gateway-1 {again}", f"gateway-0 {again}"]
+    assert serving.mend() == []
+    assert {gateway.url for gateway in serving.gateways} == {url}
+    ask(url)
+    counts = finished(url)
+    assert set(counts) == {"0", "1"}
+    assert sum(counts.values()) == NUM_REQUESTS

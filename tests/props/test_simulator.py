@@ -62,4 +62,4 @@ def test_leaping_is_stepping_and_every_answer_is_complete(trace, setup, policy, 
     for record in leaping.records:
         assert isinstance(record.outcome, Finished)
         assert len(record.times_s) == record.asked.output_len
-        assert record.times_s == sorted(record.times_s)
+        assert list(record.times_s) == sorted(record.times_s)

@@ -10,12 +10,12 @@ import pytest
 from bench import kv_handoff
 from bench.driven import DrivenFailed
 from bench.kv import measure
-from bench.kv_handoff import ServerFailed
 from bench.kv_movers import Mover, WrongBytes, mover_of
 from bench.kv_plan import KIB, HandoffPlan, KvPlan, cases_of, pulls_of
 from bench.kv_results import PHASES, TRANSFER, Measured, results, warnings
 from bench.machine import hardware
 from bench.report import Report, to_json
+from bench.serving import ServerFailed, serving
 
 pytestmark = pytest.mark.long
 
@@ -108,5 +108,8 @@ def test_a_handoff_is_told_phase_by_phase():
 
 @pytest.mark.torch
 def test_a_server_that_does_not_start_says_why(tmp_path):
-    with pytest.raises(ServerFailed, match=r"config\.json"), kv_handoff.serving(tmp_path, "shm"):
+    with (
+        pytest.raises(ServerFailed, match=r"config\.json"),
+        serving(tmp_path, {"--kv-transport": "shm"}),
+    ):
         pass

@@ -318,6 +318,33 @@ def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
     assert cluster.fleet_choice(NEED, BLOCKS).placement == Placement("l0", "l0")
 
 
+def test_of_those_that_hold_something_only_who_holds_most_is_asked_to_prefill_locally():
+    costs = WorkerCosts(QUICK.prefill, DecodeCost(0.25, 2**-6, 0.0), QUICK.pull)
+    cluster = Cluster(
+        welcome("p0", P),
+        *(welcome(f"l{i}", D, local=True, max_running=2) for i in range(3)),
+        costs=costs,
+    )
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=2.9)
+    for name, num_blocks, num_seqs in (("l0", 8, 2), ("l1", 4, 1)):  # l0 has no place for it
+        cluster.hold(name, BLOCKS[:num_blocks])
+        for i in range(num_seqs):
+            cluster.view.workers[name].reserve_decode(f"s{i}", 1)
+    for choice in (cluster.fleet_choice(NEED, BLOCKS), cluster.policy_choice(NEED, BLOCKS)):
+        assert choice.placement == Placement("l2", "l2")
+
+
+def test_who_goes_on_decoding_has_memory_for_the_longest_answer():
+    small = welcome("m0", M, num_blocks=10)
+    cluster = Cluster(welcome("p0", P), welcome("d0", D), small)
+    cluster.hold("m0", BLOCKS)
+    cluster.view.workers["d0"].reserve_decode("s", 1)
+    for max_len, chosen in ((160, "m0"), (161, "p0")):
+        need = Need(8 * BLOCK + 1, max_len, predicted_len=8 * BLOCK + 2)
+        for choice in (cluster.fleet_choice(need, BLOCKS), cluster.policy_choice(need, BLOCKS)):
+            assert choice.placement.prefill == chosen
+
+
 def test_others_that_are_as_good_are_all_chosen_and_by_a_seed_the_same():
     def chosen(seed):
         names = [f"{'p' if i % 2 else 'd'}{i}" for i in range(200)]

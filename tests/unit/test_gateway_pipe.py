@@ -21,11 +21,12 @@ from router.requests import Update
 
 
 class Pipe:
-    """A connection's: what is written is part of the body."""
+    """A connection's: what is written is part of the body, as soon as it has to be."""
 
     def __init__(self, connection: Connection) -> None:
         self.is_ready = True
         self.num_written = 0
+        self._unsent = []
         self._connection = connection
         connection._scope["extensions"] = {EXTENSION: {"pipe": self}}
 
@@ -33,7 +34,11 @@ class Pipe:
         assert self.is_ready
         assert data
         self.num_written += 1
-        self._connection.reply.messages.append({"body": data, "more_body": True})
+        self._unsent.append({"body": data, "more_body": True})
+
+    def flush(self) -> None:
+        self._connection.reply.messages += self._unsent
+        self._unsent.clear()
 
 
 def connect(router, path="/v1/chat/completions", **fields):
@@ -101,6 +106,22 @@ def test_the_first_token_is_sent_with_the_head_and_not_before():
         assert reply.status == 200
         assert pipe.num_written == 1  # of the second token: the last comes with the end
         assert texts(reply) == {0: "ab"}
+
+    run_alone(run())
+
+
+def test_what_was_written_at_once_is_sent_before_what_goes_past_the_pipe():
+    async def run():
+        connection = connect(FakeRouter(answer("abc")))
+        pipe = Pipe(connection)
+        reply = await connection.run()
+        assert pipe.num_written == 2
+        assert pipe._unsent == []
+        assert [event["choices"][0]["delta"] for event in reply.events()[1:-2]] == [
+            {"content": "a"},
+            {"content": "b"},
+            {"content": "c"},
+        ]
 
     run_alone(run())
 

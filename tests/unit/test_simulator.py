@@ -123,7 +123,7 @@ def test_answers_have_their_lengths_and_tokens_come_one_after_the_other():
     for record in run.records:
         assert isinstance(record.outcome, Finished)
         assert len(record.times_s) == record.asked.output_len
-        assert record.times_s == sorted(set(record.times_s))
+        assert list(record.times_s) == sorted(set(record.times_s))
 
 
 def test_hearing_of_tokens_late_changes_figures_only_a_little():

@@ -6,11 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.report import from_json
-from bench.simulator.comparison import greatest_speed
+from bench.simulator.comparison import Plan, greatest_speed, play
 from bench.simulator.hardware import hardware_named
 from bench.simulator.peer import Dynamo, PeerError, Shape, tables
 from bench.simulator.traces import Trace, TraceRequest, write_trace
 from deploy.cli import app
+from engine.config import RouterPolicy
 
 HARDWARE = hardware_named("h200-qwen3-32b-tp2-linear")
 TRACE = Trace("t", 512, tuple(TraceRequest(i / 2, 700, 3, (1, i + 2)) for i in range(4)))
@@ -47,6 +48,16 @@ def test_the_peer_s_tables_hold_our_costs():
 @pytest.mark.parametrize(("limit", "found"), [(0.5, 0.0), (1.0, 1.0), (3.0, 3.0), (99.0, 16.0)])
 def test_the_greatest_speed_is_found_within_a_twentieth(limit, found):
     assert greatest_speed(lambda speed: speed <= limit) == pytest.approx(found, rel=0.05)
+
+
+def test_who_is_refused_early_counts_as_a_miss_of_both_bounds():
+    plan = Plan(TRACE, HARDWARE, [(1, 1)], 4, ttft_s=1e-3)
+    everybody, some = (
+        play(plan, TRACE, Shape(1, 1), RouterPolicy.SLO, keeps_bounds=keeps)
+        for keeps in (False, True)
+    )
+    assert everybody.keeps(ttft_s=5.0, tpot_s=0.025)
+    assert not some.keeps(ttft_s=5.0, tpot_s=0.025)
 
 
 def test_a_peer_s_report_is_read_and_one_of_too_few_requests_refused(tmp_path):

@@ -1,0 +1,113 @@
+"""`baton serve` as a user runs it: started, found at its URL, and ended with all its processes."""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from bench.background import PROC
+from bench.report import Scalar
+from engine.clock import MonotonicClock
+from engine.errors import BatonError
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+SERVING = re.compile(r"serving \S+ at (http://\S+)")
+NUM_LAST_LINES = 6
+
+Options = Mapping[str, Scalar]  # of the command, by flag
+
+
+class ServerFailed(BatonError):
+    """`baton serve` did not start; the message holds the last that it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running deployment: each service is a child of `pid`, and leads a session."""
+
+    url: str
+    pid: int
+
+    def services(self, kind: str, proc: Path = PROC) -> list[int]:
+        """Sessions of its gateways or of its workers. Empty where there is no /proc to look at."""
+        found = []
+        for path in proc.glob("[0-9]*"):
+            with suppress(OSError, IndexError, ValueError):  # it has ended
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                arguments = (path / "cmdline").read_text().split("\0")
+                if parent == self.pid and arguments[-2:] == [kind, ""]:
+                    found.append(int(path.name))
+        return sorted(found)
+
+
+@contextmanager
+def serving(checkpoint: Path, options: Options) -> Iterator[Served]:
+    """Runs `baton serve` with plain processes on a port of the system's choice.
+
+    On leaving, all its processes are gone. Raises ServerFailed.
+    """
+    flags: Options = {"--launcher": "process", "--port": 0, **options}
+    command = [sys.executable, "-m", "deploy.cli", "serve", str(checkpoint)]
+    process = subprocess.Popen(
+        [*command, *(str(text) for pair in flags.items() for text in pair)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "COLUMNS": "200"},  # its URL stays in one line
+        start_new_session=True,
+    )
+    said: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: no more will come
+    reader = threading.Thread(target=_read, args=(process.stderr, said), daemon=True)
+    reader.start()
+    try:
+        yield Served(_url(said), process.pid)
+    finally:
+        _end(process)
+        reader.join(STOP_TIMEOUT_S)
+        if not reader.is_alive():  # else closing would wait for it
+            process.stderr.close()  # type: ignore[union-attr]
+
+
+def _read(pipe: IO[str], said: "queue.SimpleQueue[str | None]") -> None:
+    for line in pipe:  # to the end, or the server would wait for somebody who reads
+        said.put(line)
+    said.put(None)
+
+
+def _url(said: "queue.SimpleQueue[str | None]") -> str:
+    """Waits for the line in which the server names its URL. Raises ServerFailed."""
+    clock = MonotonicClock()
+    end_s = clock.now_s() + START_TIMEOUT_S
+    last: deque[str] = deque(maxlen=NUM_LAST_LINES)
+    while True:
+        try:
+            line = said.get(timeout=max(0.0, end_s - clock.now_s()))
+        except queue.Empty:
+            raise ServerFailed(f"baton serve did not start in {START_TIMEOUT_S:g} s") from None
+        if line is None:
+            raise ServerFailed(f"baton serve did not start: {' '.join(' '.join(last).split())}")
+        last.append(line)
+        if (found := SERVING.search(line)) is not None:
+            return found[1]
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Asks it to end, then ends its session by force."""
+    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,121 @@
+"""A recording on disk: whole, private, and never what a gateway fails of."""
+
+import logging
+import stat
+import threading
+
+import pytest
+from test_recording import CONFIG, SCRIPT
+
+from engine.errors import ConfigError
+from router.machine import RouterMachine
+from router.recording import lines_of, read, replay
+from router.recording_file import RecordingFile
+
+DEADLINE_S = 5.0
+
+
+def play(file: RecordingFile) -> None:
+    machine = RouterMachine(CONFIG)
+    for now_s, event in SCRIPT:
+        file.note(event, now_s, machine.handle(event, now_s))
+
+
+class BadDisk:
+    """Takes so many writes, then none."""
+
+    def __init__(self, num_writes: int, *, closes: bool = True) -> None:
+        self.written = b""
+        self.refused = threading.Event()
+        self._num_left = num_writes
+        self._closes = closes
+
+    def write(self, data: bytes) -> None:
+        self._num_left -= 1
+        if self._num_left < 0:
+            self.refused.set()
+            raise OSError(28, "No space left on device")
+        self.written += data
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if not self._closes:
+            raise OSError(28, "No space left on device")
+
+
+def on_disk(tmp_path, monkeypatch, disk: BadDisk) -> RecordingFile:
+    monkeypatch.setattr("router.recording_file.WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr("router.recording_file._create", lambda path: disk)
+    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file.open()
+    return file
+
+
+def test_what_is_closed_is_complete_and_can_be_replayed(tmp_path):
+    file = RecordingFile(tmp_path / "there" / "r.jsonl", CONFIG)
+    file.open()
+    play(file)
+    file.close()
+    assert file.failure is None
+    assert len(list(read(lines_of(file.path)))) == len(SCRIPT)
+    assert list(replay(lines_of(file.path))) == []
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+
+
+def test_the_end_of_a_recording_that_was_cut_off_is_left_out(tmp_path):
+    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file.open()
+    play(file)
+    file.close()
+    file.path.write_bytes(file.path.read_bytes()[:-5])
+    assert len(list(read(lines_of(file.path)))) == len(SCRIPT) - 1
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "file/r.jsonl"])
+def test_where_nothing_can_be_written_that_is_said_at_the_start(tmp_path, name):
+    (tmp_path / "r.jsonl").touch()  # no recording is ever written over
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot record"):
+        RecordingFile(tmp_path / name, CONFIG).open()
+
+
+def test_on_a_full_disk_the_recording_ends_and_nothing_else(tmp_path, monkeypatch, caplog):
+    disk = BadDisk(0)
+    file = on_disk(tmp_path, monkeypatch, disk)
+    assert disk.refused.wait(DEADLINE_S)
+    play(file)
+    file.close()
+    assert file.failure == "No space left on device"
+    assert caplog.record_tuples == [
+        (
+            "router.recording_file",
+            logging.ERROR,
+            f"the recording {file.path} ends here: No space left on device",
+        )
+    ]
+    assert disk.written == b""
+
+
+def test_a_disk_that_says_at_the_end_that_it_is_full_is_heard(tmp_path, monkeypatch):
+    file = on_disk(tmp_path, monkeypatch, BadDisk(10**6, closes=False))
+    play(file)
+    file.close()
+    assert file.failure == "No space left on device"
+
+
+def test_more_than_a_slow_disk_takes_is_not_kept_and_there_is_no_hole(tmp_path, monkeypatch):
+    monkeypatch.setattr("router.recording_file.WRITE_EVERY_S", 60.0)  # it writes at the end
+    file = RecordingFile(tmp_path / "r.jsonl", CONFIG, max_unwritten_bytes=4000)
+    file.open()
+    play(file)
+    file.close()
+    assert file.failure == "the disk does not keep up"
+    kept = len(list(read(lines_of(file.path))))
+    assert 0 < kept < len(SCRIPT)
+    assert list(replay(lines_of(file.path))) == []
+
+
+def test_one_that_was_never_opened_can_be_closed(tmp_path):
+    RecordingFile(tmp_path / "r.jsonl", CONFIG).close()
