@@ -24,7 +24,7 @@ from bench.load import Slo
 from bench.planner.load import Estimate, Load
 from bench.planner.pricing import Worker
 from bench.planner.workload import workload
-from bench.simulator.cluster import Pools, Record, Run, Setup, simulate
+from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Record, Run, Setup, simulate
 from bench.simulator.results import latencies_of, meets
 from bench.simulator.traces import Trace
 from bench.stats import percentile
@@ -139,7 +139,7 @@ class Search:
                 queue_timeout_s=3600.0,
                 slo_tpot_s=self._slo.tpot_s,
             )
-            setup = Setup(self._worker.hardware, pools)
+            setup = Setup(self._worker.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
             run = simulate(self._trace, setup, RouterMachine(router))
             self._seen[pools] = _judged(run, self._slo, self._cells)
         return self._seen[pools]

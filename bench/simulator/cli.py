@@ -15,7 +15,7 @@ from bench.load import Slo
 from bench.machine import commit, hardware
 from bench.plots import plot_cdfs, require_matplotlib
 from bench.report import Report, Scalar, results_of, write_json
-from bench.simulator.cluster import Pools, Setup, simulate
+from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Setup, simulate
 from bench.simulator.hardware import PROFILES, Hardware, hardware_named, write_hardware
 from bench.simulator.results import figures_of, series_ms
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
@@ -51,6 +51,9 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     latency_ms: Annotated[
         float, typer.Option(min=0.0, help="Of a message, gateway to worker or back.")
     ] = 0.2,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that clients ask for at most; models end answers.")
+    ] = MAX_ANSWER_TOKENS,
     slo_ttft_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TTFT.")] = 5000.0,
     slo_tpot_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TPOT.")] = 25.0,
     reject: Annotated[
@@ -80,7 +83,12 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             profile = msgspec.structs.replace(profile, num_blocks=kv_blocks)
         played = _trace(trace, requests=requests, rate=rate, seed=seed)
         played = played.sped_up(speed_up).shortened(shorten)
-        setup = Setup(profile, _pools(prefill, decode, mixed), latency_s=latency_ms / 1000)
+        setup = Setup(
+            profile,
+            _pools(prefill, decode, mixed),
+            latency_s=latency_ms / 1000,
+            max_answer_tokens=max_tokens,
+        )
         slo = Slo(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms))
         router = RouterConfig(
             policy=policy,

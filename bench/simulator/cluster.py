@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import NO_CHANCES, Chances, Crowd, Hardware
@@ -28,10 +29,13 @@ from bench.simulator.transfers import Transfers
 from bench.simulator.workers import Frame, Said, SimWorker
 from engine.events import Event, FromGateway
 from engine.messages import (
+    Decode,
     GatewayId,
+    Generate,
     GivenBack,
     Hello,
     Limits,
+    Prefill,
     RequestId,
     Role,
     Sampling,
@@ -52,6 +56,9 @@ from router.machine import RouterMachine
 from router.requests import Outcome, Request, Timeline
 
 GATEWAY = GatewayId("gateway")
+_BEGINS = (Prefill, Generate, Decode)
+_Begins = Prefill | Generate | Decode
+MAX_ANSWER_TOKENS = 2048  # of a client that does not know how long its answer will be
 MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
 
 
@@ -76,6 +83,7 @@ class Setup:
     hardware: Hardware
     pools: Pools
     latency_s: float = 2e-4  # of a message between gateway and worker
+    max_answer_tokens: int | None = None  # that clients ask for; None: as many as come
     chances: Chances = NO_CHANCES  # what is beside prices and latency
     leaps: bool = True
     settles: bool | None = None  # None: if there are few workers
@@ -224,7 +232,7 @@ class _Cluster:
             request_id=request_id,
             token_ids=token_ids,
             sampling=Sampling(temperature=0.0, seed=index),
-            limits=Limits(max_len=asked.input_len + asked.output_len, prompt_len=asked.input_len),
+            limits=_limits(asked, self._setup.max_answer_tokens),
             received_s=self._future.now_s,
             hashes=hashes,
         )
@@ -274,8 +282,11 @@ class _Cluster:
                 self._records[int(effect.request_id)].times_s.extend(times_s)
             elif isinstance(effect, SendTo):
                 events = frames.setdefault(effect.worker_id, [])
-                if not isinstance(effect.message, Hello):
-                    events.append(FromGateway(GATEWAY, effect.message))
+                message = effect.message
+                if isinstance(message, _BEGINS):
+                    message = self._as_it_ends(message)
+                if not isinstance(message, Hello):
+                    events.append(FromGateway(GATEWAY, message))
             elif isinstance(effect, End):
                 self._prompts.close(effect.request_id)
                 record = self._records[int(effect.request_id)]
@@ -287,6 +298,13 @@ class _Cluster:
             self._num_waiting = self._machine.queue_len
         if frames or self._num_waiting:  # else it has nothing new to wait for
             self._look_ahead()
+
+    def _as_it_ends(self, message: _Begins) -> _Begins:
+        """A worker alone knows how long an answer becomes: it is as if the model ended it."""
+        if self._setup.max_answer_tokens is None:
+            return message
+        index = int(message.seq_id.partition(".")[0])
+        return replace(message, limits=_limits(self._records[index].asked))
 
     def _arrival_s(self, worker_id: WorkerId, events: Sequence[Event]) -> float:
         """When messages that are sent now arrive: never before those sent earlier."""
@@ -325,6 +343,11 @@ class _Cluster:
         record.ended_s = self._future.now_s
         np.asarray(record.times_s)[:] += self._setup.latency_s  # heard, from here on
         self._num_open -= 1
+
+
+def _limits(asked: TraceRequest, max_answer_tokens: int | None = None) -> Limits:
+    output_len = max(asked.output_len, max_answer_tokens or 0)
+    return Limits(max_len=asked.input_len + output_len, prompt_len=asked.input_len)
 
 
 def _names(pools: Pools) -> Iterable[tuple[WorkerId, Role]]:

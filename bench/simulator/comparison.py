@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 
 from bench.report import Peer, Result
-from bench.simulator.cluster import Pools, Run, Setup, simulate
+from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Run, Setup, simulate
 from bench.simulator.hardware import Hardware
 from bench.simulator.peer import NAME, Dynamo, Played, Shape
 from bench.simulator.results import latencies_of
@@ -152,7 +152,8 @@ def play(
         slo_ttft_s=plan.ttft_s if keeps_bounds else None,
         slo_tpot_s=plan.tpot_s if keeps_bounds else None,
     )
-    setup = Setup(plan.hardware, Pools(shape.prefill, shape.decode))
+    pools = Pools(shape.prefill, shape.decode)
+    setup = Setup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
     began_s = time.perf_counter()
     run = simulate(trace.sped_up(shape.speed_up), setup, RouterMachine(config))
     return _played(run, time.perf_counter() - began_s)

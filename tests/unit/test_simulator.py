@@ -19,7 +19,7 @@ from engine.events import LeaseEnded, PullDone, PullFailed
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
 from router.costs import DecodeCost, PrefillCost, PullCost
-from router.machine import RouterMachine
+from router.machine import Arrived, RouterMachine
 from router.requests import Finished
 
 TINY = Hardware(
@@ -177,7 +177,8 @@ def test_the_command_reports_the_same_twice_and_plots(tmp_path):
     write_trace(busy_trace(12), tmp_path / "t.jsonl")
     (tmp_path / "tiny.json").write_bytes(msgspec.json.encode(TINY))
     command = ["simulate", "--trace", str(tmp_path / "t.jsonl"), "--prefill", "2", "--hardware"]
-    command += [str(tmp_path / "tiny.json"), "--policy", "prefix", "--json"]
+    command += [str(tmp_path / "tiny.json"), "--policy", "prefix", "--max-tokens", "8"]
+    command += ["--json"]
     reports = []
     for name in ("a.json", "b.json"):
         result = CliRunner().invoke(app, [*command, str(tmp_path / name)])
@@ -279,3 +280,22 @@ def test_a_lease_that_nobody_knows_cannot_be_held():
     transfers.start(sink, SeqId("a"), (0,))
     run_until_quiet(future)
     assert sink.heard == [PullFailed(SeqId("a"), "unknown")]
+
+
+def test_answers_end_as_in_the_trace_though_the_router_was_asked_for_more():
+    trace = busy_trace(30)
+    told = []
+
+    class Machine(RouterMachine):
+        def handle(self, event, now_s):
+            if isinstance(event, Arrived):
+                limits = event.request.limits
+                told.append(limits.max_len - limits.prompt_len)
+            return super().handle(event, now_s)
+
+    setup = Setup(TINY, Pools(2, 2), max_answer_tokens=200)
+    run = simulate(trace, setup, Machine(RouterConfig(queue_timeout_s=1e4)))
+    assert set(told) == {200}
+    for record in run.records:
+        assert isinstance(record.outcome, Finished)
+        assert len(record.times_s) == record.asked.output_len < 200
