@@ -7,7 +7,7 @@ CPU that both take is reported. Each worker has one compute thread.
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,7 @@ from engine.clock import MonotonicClock
 from engine.errors import BatonError
 
 REQUEST_TIMEOUT_S = 120.0
+FAILED_PAUSE_S = 1.0
 TOKENIZER = "tokenizer.json"
 WARM_UP_TOKENS = 16  # of each stream: its length makes no difference to what has to be warm
 
@@ -172,7 +173,10 @@ async def run_beside(
 
     async def loader() -> None:
         while not ended.is_set():
-            others.append(await send(next(load)))
+            others.append(result := await send(next(load)))
+            if isinstance(result, Failure):  # else who is refused would ask without a pause
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), FAILED_PAUSE_S)
 
     async def stream(body: bytes) -> Answer | Failure:
         return await send(body)

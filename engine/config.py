@@ -2,7 +2,7 @@
 
 Unknown keys and values of the wrong type are errors that name them. Environment variables are
 `BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512. Of a
-list, they hold what is between commas: BATON_GATEWAY__API_KEYS=one,another.
+list, they hold what is between commas, without spaces: BATON_GATEWAY__API_KEYS=one,another.
 Defaults run on a laptop. A part of the tree is passed to whom it concerns; nobody writes to it.
 """
 
@@ -19,6 +19,7 @@ from engine.layout import KVFormat
 
 ENVIRONMENT_PREFIX = "BATON_"
 LISTS = (["gateway", "api_keys"],)
+MAX_PRIORITY = 1000  # of a request, and as much below zero
 
 
 class WeightFormat(StrEnum):
@@ -153,6 +154,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
         _require(all(self.api_keys), "gateway.api_keys must not hold an empty key")
+        num_keys = len(set(self.api_keys))
+        _require(num_keys == len(self.api_keys), "gateway.api_keys must not hold a key twice")
+        _require(
+            abs(self.min_priority) <= MAX_PRIORITY,
+            f"gateway.min_priority must be within ±{MAX_PRIORITY}",
+        )
         _require(self.max_body_bytes > 0, "gateway.max_body_bytes must be positive")
         _require(self.processes > 0, "gateway.processes must be positive")
         _require(self.max_choices > 0, "gateway.max_choices must be positive")
@@ -177,7 +184,7 @@ def load_config(
     for key, value in environment.items():
         if key.startswith(ENVIRONMENT_PREFIX) and "__" in key:
             keys = key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            _set(tree, keys, value.split(",") if keys in LISTS else value)
+            _set(tree, keys, _items(value) if keys in LISTS else value)
     for key, value in flags.items():
         if value is not None:
             _set(tree, key.split("."), value)
@@ -185,6 +192,11 @@ def load_config(
         return msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
+
+
+def _items(value: str) -> list[str]:
+    """Empty ones too: they are mistakes, and the tree says so."""
+    return [item.strip() for item in value.split(",")]
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -14,12 +14,15 @@ connection only when that is sent.
 """
 
 import asyncio
+import logging
 from weakref import WeakKeyDictionary
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.sse import BodyPipe
+
+log = logging.getLogger(__name__)
 
 EXTENSION = "baton.pipe"
 
@@ -37,7 +40,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
-        self._outbox = _outboxes.setdefault(self.loop, _Outbox(self.loop))
+        self._outbox = _outboxes.setdefault(self.loop, _Outbox())
         self.is_ready = True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -72,22 +75,25 @@ class _Outbox:
     processor away.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._parts: list[tuple[asyncio.Transport, bytes]] = []
 
     def put(self, transport: asyncio.Transport, data: bytes) -> None:
         """To be sent when the loop is done with what it is at."""
         if not self._parts:
-            self._loop.call_soon(self.send)
+            asyncio.get_running_loop().call_soon(self.send)
         self._parts.append((transport, data))
 
     def send(self) -> None:
-        """Sends all, but to clients that are gone."""
+        """Sends all, but to clients that are gone. One that cannot be written to is cut off."""
         parts, self._parts = self._parts, []
         for transport, data in parts:
             if not transport.is_closing():
-                transport.write(data)
+                try:
+                    transport.write(data)
+                except Exception:  # of no concern to the other clients
+                    log.exception("a part of a body was not sent: its connection ends")
+                    transport.abort()
 
 
 _outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()

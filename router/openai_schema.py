@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from engine.config import MAX_PRIORITY
 from engine.errors import InvalidRequest
 from engine.messages import Grammar, Limits, Sampling
 from router.structured import Structure, structure_of, validate
@@ -30,7 +31,6 @@ MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_ID_DIGITS = 10
 MAX_TOP_LOGPROBS = 20
-MAX_PRIORITY = 1000  # and as much below zero
 MAX_USER_LEN = 512  # characters
 MAX_BOUND_MS = 3_600_000
 UINT64_MASK = 2**64 - 1
@@ -311,8 +311,10 @@ def check_num_choices(body: Body, max_choices: int) -> None:
 
 
 def priority_of(body: Body, min_priority: int) -> int:
-    """Lower is served earlier. Raises ApiError if it is lower than the operator allows."""
-    priority = body.priority or 0
+    """Lower is served earlier; who says nothing gets 0, or the lowest that the operator allows.
+    Raises ApiError if it is lower than that.
+    """
+    priority = max(0, min_priority) if body.priority is None else body.priority
     if priority < min_priority:
         raise _invalid(f"priority is {priority}; at least {min_priority} is allowed", "priority")
     return priority

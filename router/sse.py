@@ -288,7 +288,8 @@ class WholeAnswer:
 
 
 class BodyPipe(Protocol):
-    """Carries parts of a body that has begun, past `send`: at once, without waiting for anything.
+    """Carries parts of a body that has begun, past `send`: soon, in order, without waiting for
+    anything. What goes past the pipe is sent after a `flush`.
 
     Who waits at a server's `send` does so in a task of its own, whose turn comes later: that costs
     more than all else that is done for a token.

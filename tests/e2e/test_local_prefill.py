@@ -103,8 +103,10 @@ class Link:
 
     async def close(self) -> None:
         self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        (result,) = await asyncio.gather(self._reader, return_exceptions=True)
         await self._client.close()
+        if isinstance(result, Exception):
+            raise result
 
     def tell(self, message: ToWorker) -> None:
         self._client.post(encode_frame([message]))
@@ -336,14 +338,15 @@ def test_a_running_stream_goes_on_in_every_step_in_which_a_prompt_is_computed_be
 
     async def run() -> None:
         async with gateway(running) as g:
-            stream = asyncio.create_task(g.handed_over(PROMPTS[0], SAMPLINGS[0], num_tokens=400))
+            stream = asyncio.create_task(g.handed_over(PROMPTS[0], SAMPLINGS[0], num_tokens=1500))
             link = g.links[DECODE]
             await until(lambda: Tokens in map(type, link.heard), "it decodes")
             await g.locally(prompt, SAMPLINGS[1], num_tokens=1)
             kinds = [(type(message), message.seq_id) for message in link.heard]
             begin, end = kinds.index((PrefillStarted, "s2")), kinds.index((PrefillDone, "s2"))
             # The last chunk's row is told of behind the stream's, for decode goes first.
+            assert not stream.done(), "it ended too early to show anything"
             assert kinds[begin:end].count((Tokens, "s1")) == num_chunks
-            await stream
+            stream.cancel()  # the session ends, and the worker frees what it held
 
     asyncio.run(run())

@@ -50,7 +50,7 @@ def test_the_environment_overrides_the_file_and_flags_override_both(write):
 
 def test_a_list_in_the_environment_is_what_is_between_commas():
     assert load(environment={"BATON_GATEWAY__API_KEYS": "one"}).gateway.api_keys == ("one",)
-    keys = load(environment={"BATON_GATEWAY__API_KEYS": "one,another"}).gateway.api_keys
+    keys = load(environment={"BATON_GATEWAY__API_KEYS": "one, another"}).gateway.api_keys
     assert keys == ("one", "another")
 
 

@@ -1,11 +1,12 @@
 """Parts of a body on their way past ASGI: sent together, in order, and not to who is gone."""
 
 import asyncio
+import gc
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from router.connection import Connection
+from router.connection import Connection, _outboxes
 
 
 class Transport(asyncio.Transport):
@@ -106,3 +107,32 @@ def test_loops_have_nothing_to_do_with_one_another():
     written.clear()
     asyncio.run(run())
     assert written == [("second loop", b"1\r\n2\r\n")]
+
+
+def test_one_that_cannot_be_written_to_is_cut_off_and_others_get_all(caplog):
+    async def run():
+        written, cut = [], []
+        (first, _), (broken, transport), (last, _) = (connect(name, written) for name in "abc")
+        transport.write = lambda data: 1 / 0
+        transport.abort = lambda: cut.append("b")
+        for connection in (first, broken, last):
+            connection.write(b"1")
+        first.flush()
+        assert written == [("a", b"1\r\n1\r\n"), ("c", b"1\r\n1\r\n")]
+        assert cut == ["b"]
+
+    asyncio.run(run())
+    assert "its connection ends" in caplog.text
+
+
+def test_a_loop_that_is_over_is_forgotten():
+    async def run():
+        connection, _ = connect("a", [])
+        connection.write(b"1")
+        await asyncio.sleep(0)
+
+    gc.collect()
+    before = len(_outboxes)
+    asyncio.run(run())
+    gc.collect()
+    assert len(_outboxes) == before
