@@ -20,7 +20,8 @@ from engine.clock import MonotonicClock
 from engine.errors import BatonError
 
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 90.0  # a service that does not end is given 30 s, and one ends after the other
+READ_TIMEOUT_S = 20.0
 SERVING = re.compile(r"serving \S+ at (http://\S+)")
 NUM_LAST_LINES = 6
 
@@ -37,6 +38,10 @@ class Served:
 
     url: str
     pid: int
+
+    def sessions(self, proc: Path = PROC) -> list[int]:
+        """Those of all services."""
+        return [pid for kind in ("gateway", "worker") for pid in self.services(kind, proc)]
 
     def services(self, kind: str, proc: Path = PROC) -> list[int]:
         """Sessions of its gateways or of its workers. Empty where there is no /proc to look at."""
@@ -75,7 +80,7 @@ def serving(checkpoint: Path, options: Options) -> Iterator[Served]:
         yield Served(_url(said), process.pid)
     finally:
         _end(process)
-        reader.join(STOP_TIMEOUT_S)
+        reader.join(READ_TIMEOUT_S)
         if not reader.is_alive():  # else closing would wait for it
             process.stderr.close()  # type: ignore[union-attr]
 
@@ -104,10 +109,14 @@ def _url(said: "queue.SimpleQueue[str | None]") -> str:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Asks it to end, then ends its session by force."""
-    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        process.send_signal(signal.SIGINT)
-        process.wait(STOP_TIMEOUT_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """Asks it to end, then ends what is left of it and of its services by force."""
+    sessions = [process.pid, *Served("", process.pid).sessions()]  # whose parent is still known
+    try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            process.send_signal(signal.SIGINT)
+            process.wait(STOP_TIMEOUT_S)
+    finally:
+        for session in sessions:
+            with suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGKILL)
+        process.wait()

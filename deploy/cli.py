@@ -22,6 +22,7 @@ from deploy.chat import ChatClient, converse, first_model
 from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL, Deployment, Pools
 from deploy.launcher import Launcher, ProcessLauncher
 from deploy.processes import GatewayReady
+from engine.clock import MonotonicClock
 from engine.config import (
     WITH_DRAFT,
     RouterPolicy,
@@ -134,6 +135,7 @@ def _launcher(kind: LauncherKind) -> Launcher:
 def _run(deployment: Deployment, console: Console) -> None:
     """Opens the deployment, watches it until a signal, and closes it."""
     stop = threading.Event()
+    clock = MonotonicClock()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
@@ -147,8 +149,8 @@ def _run(deployment: Deployment, console: Console) -> None:
     try:
         _say_ready(console, deployment, ready)
         while not stop.wait(WATCH_EVERY_S):
-            for line in deployment.mend():
-                console.print(f"[red]{line}[/red]")
+            for line in deployment.mend(clock):
+                console.print(f"[red]{escape(line)}[/red]")
     finally:
         with console.status("stopping"):
             deployment.close()

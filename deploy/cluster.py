@@ -14,6 +14,7 @@ import msgspec
 
 from deploy.launcher import Launcher
 from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from engine.clock import Clock
 from engine.config import Config, WorkerConfig
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
@@ -23,6 +24,11 @@ from kvtransfer.wire import Disagreement, agree
 
 _BUNDLED = Path(__file__).parent.parent / "engine" / "model" / "bundled"
 BUNDLED_MODEL, BUNDLED_DRAFT = _BUNDLED / "target", _BUNDLED / "draft"
+
+FIRST_RESTART_S = 1.0
+LAST_RESTART_S = 60.0
+MAX_DOUBLINGS = 6  # by which the last is reached
+STEADY_S = 60.0  # who lived that long ended for a new reason
 
 Report = Callable[[str], None]
 
@@ -47,6 +53,48 @@ class Pools:
         ]
 
 
+@dataclass(slots=True)
+class _Restart:
+    """One gateway: how often it failed in a row, and when it is due or was started."""
+
+    num_failed: int = 0
+    due_s: float | None = None  # None while it runs
+    started_s: float | None = None
+
+
+class Restarts:
+    """When gateways that ended are started again: later each time, until one lives for a while."""
+
+    def __init__(self) -> None:
+        self._restarts: dict[str, _Restart] = {}
+
+    def failed(self, name: str, now_s: float) -> float:
+        """It ended, or did not start; in how many seconds it is due."""
+        restart = self._restarts.setdefault(name, _Restart())
+        started_s, restart.started_s = restart.started_s, None
+        if started_s is not None and now_s - started_s >= STEADY_S:
+            restart.num_failed = 0
+        delay_s = FIRST_RESTART_S * float(2 ** min(restart.num_failed, MAX_DOUBLINGS))
+        delay_s = min(delay_s, LAST_RESTART_S)
+        restart.num_failed += 1
+        restart.due_s = now_s + delay_s
+        return delay_s
+
+    def started(self, name: str, now_s: float) -> None:
+        """It runs again."""
+        self._restarts[name].due_s = None
+        self._restarts[name].started_s = now_s
+
+    def due(self, now_s: float) -> str | None:
+        """Who has been due for longest."""
+        due = {
+            name: restart.due_s
+            for name, restart in self._restarts.items()
+            if restart.due_s is not None and restart.due_s <= now_s
+        }
+        return min(due, key=due.__getitem__) if due else None
+
+
 class Deployment:
     """Workers and a gateway, run by a launcher."""
 
@@ -59,6 +107,7 @@ class Deployment:
         self.workers: dict[WorkerId, WorkerReady] = {}
         self.gateways: list[GatewayReady] = []
         self._gateway_specs: dict[str, GatewaySpec] = {}  # by name, to start it again
+        self._restarts = Restarts()
         self._siblings: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self, report: Report) -> GatewayReady:
@@ -69,25 +118,38 @@ class Deployment:
             self.close()
             raise
 
-    def mend(self) -> list[str]:
-        """Starts gateways again that ended by themselves; says what ended, and what came of it.
+    def mend(self, clock: Clock) -> list[str]:
+        """Sees what ended by itself and starts a gateway that is due; says what came of it.
 
-        A worker is not replaced: what it held is lost, and requests go on where there are others.
+        To be called about once a second. It starts one gateway at most, so that who wants to stop
+        waits for no more than that. A worker is not replaced: what it held is lost, and requests go
+        on where there are others.
         """
-        return [
-            f"{how}; {self._mended(name, self._gateway_specs.get(name))}"
+        told = [
+            f"{how}; {self._outlook(name, clock.now_s())}"
             for name, how in self._launcher.dead().items()
         ]
+        due = self._restarts.due(clock.now_s())
+        if due is not None:
+            told.append(f"{due} {self._start_again(due, clock)}")
+        return told
 
-    def _mended(self, name: str, spec: GatewaySpec | None) -> str:
-        if spec is None:
+    def _outlook(self, name: str, now_s: float) -> str:
+        if name not in self._gateway_specs:
             return "requests go on where they can"
+        delay_s = self._restarts.failed(name, now_s)
+        return f"its requests are lost, it is started again in {delay_s:g} s"
+
+    def _start_again(self, name: str, clock: Clock) -> str:
+        spec = self._gateway_specs[name]
         try:
             ready = self._launcher.start_gateway(spec)
         except ConfigError as error:
-            return f"it did not start again: {error}"
+            delay_s = self._restarts.failed(name, clock.now_s())
+            return f"did not start again: {error}; the next attempt is in {delay_s:g} s"
+        self._restarts.started(name, clock.now_s())
         self.gateways[spec.process] = ready
-        return "its requests are lost, it was started again"
+        return "was started again"
 
     def close(self) -> None:
         """Stops everything."""

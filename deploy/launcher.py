@@ -3,11 +3,10 @@
 """
 
 import contextlib
-import json
 import subprocess
 import sys
 import threading
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -33,11 +32,11 @@ class Launcher(Protocol):
         ...
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        """Starts a worker and waits until it listens. Raises ConfigError."""
+        """Starts a worker and waits until it listens. Raises ConfigError; then nothing is left."""
         ...
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        """Starts a gateway and waits until it listens. Raises ConfigError."""
+        """Starts a gateway and waits until it listens. Raises ConfigError; then nothing is left."""
         ...
 
     def dead(self) -> dict[str, str]:
@@ -68,26 +67,41 @@ class ServiceProcess:
 
     def start(self, spec: WorkerSpec | GatewaySpec, ready_type: type[T]) -> T:
         """Starts the process and waits for its answer. Raises ConfigError."""
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.process_main", self._kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", "deploy.process_main", self._kind],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
+            watchdog.start()
+        except (OSError, RuntimeError) as error:  # no memory, descriptors, processes or threads
+            raise ConfigError(f"{self.name} cannot be started: {error}") from error
+        try:
+            line = self._ask(process, msgspec.json.encode(spec) + b"\n")
+        finally:
+            watchdog.cancel()
+        try:
+            answer = msgspec.json.decode(line, type=dict[str, Any])
+            if "error" in answer:
+                raise ConfigError(f"{self.name}: {answer['error']}")
+            return msgspec.convert(answer, ready_type)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.name} said {line[:200]!r} while starting") from error
+
+    def _ask(self, process: subprocess.Popen[bytes], request: bytes) -> bytes:
+        """The line that it answers with. Raises ConfigError if it ends without."""
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(msgspec.json.encode(spec) + b"\n")
-        process.stdin.flush()
-        watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
-        watchdog.start()
-        line = process.stdout.readline()
-        watchdog.cancel()
+        line = b""
+        with contextlib.suppress(OSError):  # it died before it read all
+            process.stdin.write(request)
+            process.stdin.flush()
+            line = process.stdout.readline()
         if not line:
             raise ConfigError(f"{self.name} ended while starting (exit status {process.wait()})")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ConfigError(f"{self.name}: {answer['error']}")
-        return msgspec.convert(answer, ready_type)
+        return line
 
     def exit_status(self) -> int | None:
         """None while the process runs."""
@@ -122,11 +136,11 @@ class ProcessLauncher:
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker process."""
-        return self._add(spec.worker_id, "worker").start(spec, WorkerReady)
+        return self._start(ServiceProcess(spec.worker_id, "worker"), spec, WorkerReady)
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway process."""
-        return self._add(spec.name, "gateway").start(spec, GatewayReady)
+        return self._start(ServiceProcess(spec.name, "gateway"), spec, GatewayReady)
 
     def dead(self) -> dict[str, str]:
         """Processes that ended, each named once."""
@@ -142,7 +156,13 @@ class ProcessLauncher:
             process.stop()
         self.processes = []
 
-    def _add(self, name: str, kind: str) -> ServiceProcess:
-        process = ServiceProcess(name, kind)
-        self.processes.append(process)
-        return process
+    def _start(
+        self, process: ServiceProcess, spec: WorkerSpec | GatewaySpec, ready_type: type[T]
+    ) -> T:
+        self.processes.append(process)  # before it starts: an interrupt leaves it to `close`
+        try:
+            return process.start(spec, ready_type)
+        except ConfigError:
+            self.processes.remove(process)
+            process.stop()
+            raise

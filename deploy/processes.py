@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 30.0
+BACKLOG = 2048  # connections
 LINK_TIMEOUT_S = 10.0  # a gateway that has no worker by then answers 503 until it has
 
 
@@ -183,10 +184,17 @@ class GatewayService:
 
     async def open(self) -> GatewayReady:
         """Binds the port and connects to the workers. Raises ConfigError."""
+        sock = _bind(self._spec.gateway, is_first=not self._spec.joins)
+        try:
+            return await self._open(sock)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _open(self, sock: socket.socket) -> GatewayReady:
         spec = self._spec
         config = spec.gateway
         clock = MonotonicClock()
-        sock = _bind(config, is_first=not spec.joins)
         await asyncio.to_thread(is_router_native)  # so that no request waits for a compiler
         self._router = Router(
             list(spec.workers),
@@ -232,8 +240,10 @@ class GatewayService:
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=5,
+                backlog=BACKLOG,
             )
         )
+        _listen(sock)
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
         return GatewayReady(f"http://{host}:{port}", model_name, os.getpid())
@@ -257,18 +267,44 @@ def service_of(kind: str, spec: bytes) -> tuple[Service[object], str]:
 
 
 def _bind(config: GatewayConfig, *, is_first: bool) -> socket.socket:
-    """Listens, with others of the same user where several processes share the port.
+    """Takes the port, with others of the same user where several processes share it.
 
     The kernel hands connections out among all that listen, without a word to anybody who was there
-    before: so the first one looks whether anybody is.
+    before: so the first one looks whether anybody is, and listens, to be seen by whoever looks
+    next. Any other listens when it can answer: until then connections are for those who can.
     """
     host, port, shares = config.host, config.port, config.processes > 1
     try:
         if shares and is_first:
             with socket.create_server((host, port)) as alone:
                 port = alone.getsockname()[1]
-        return socket.create_server((host, port), backlog=2048, reuse_port=shares)
+        if is_first:
+            return socket.create_server((host, port), backlog=BACKLOG, reuse_port=shares)
+        return _bound(host, port, shares=shares)
     except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _bound(host: str, port: int, *, shares: bool) -> socket.socket:
+    """As `socket.create_server` does it, but it does not listen yet. Raises OSError."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _listen(sock: socket.socket) -> None:
+    """Connections wait from here on. Raises ConfigError."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 

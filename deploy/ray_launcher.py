@@ -93,10 +93,9 @@ class RayLauncher:
             try:
                 ray.get(ping)
                 self._pings[name] = self._actors[name].ping.remote()
-            except ray.exceptions.RayActorError as error:
-                del self._pings[name], self._actors[name]
-                reason = str(error).splitlines()[0].rstrip(".")
-                dead[name] = f"{name} ended: {reason}"
+            except ray.exceptions.RayError as error:
+                self._drop(name)
+                dead[name] = f"{name} ended: {_reason(error)}"
         return dead
 
     def close(self) -> None:
@@ -112,14 +111,31 @@ class RayLauncher:
 
     def _start(self, name: str, kind: str, spec: WorkerSpec | GatewaySpec) -> bytes:
         actor_class = ray.remote(num_cpus=0, max_restarts=0)(_Actor)
-        actor = actor_class.options(name=name).remote(kind, msgspec.json.encode(spec))
-        self._actors[name] = actor
         try:
+            actor = actor_class.options(name=name).remote(kind, msgspec.json.encode(spec))
+            self._actors[name] = actor
             answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as failure:
-            first_line = str(failure).splitlines()[0]
-            raise ConfigError(f"{name} ended while starting: {first_line}") from failure
-        if error:
-            raise ConfigError(f"{name}: {error}")
-        self._pings[name] = actor.ping.remote()
+            if error:
+                raise ConfigError(f"{name}: {error}")
+            self._pings[name] = actor.ping.remote()
+        except ConfigError:
+            self._drop(name)
+            raise
+        except (ray.exceptions.RayError, ValueError) as failure:  # ValueError: the name is taken
+            self._drop(name)
+            raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
         return bytes(answer)
+
+    def _drop(self, name: str) -> None:
+        """Forgets an actor and ends what there is of it, so that its name is free again."""
+        self._pings.pop(name, None)
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            ray.kill(actor)
+
+
+def _reason(error: Exception) -> str:
+    """One line. What a method raised comes as its cause, after lines of where it was called."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return repr(error.cause)
+    return (str(error) or repr(error)).splitlines()[0].rstrip(".")

@@ -3,8 +3,9 @@
 `Fleet` keeps each worker's load beside the index of all blocks, so that one call finds what every
 worker holds of a prompt, predicts what each would take, chooses, and reserves that for the next
 call. The rule is that of `router.policies.slo`, which is also the fallback: it is asked where C++
-cannot be built, and about what the fleet does not know: requests that come back or follow another,
-workers that do not reach each other, costs that nobody has measured.
+cannot be built, and about what the fleet does not know: requests that follow another, of which an
+earlier attempt left something, or that back off; workers that do not reach each other or whose
+blocks have another size; costs that nobody has measured; what nobody could hold.
 
 What is promised to workers is kept by `router.view` alone. The fleet is told of a worker before the
 next decision when anything but the number of tokens has changed there; these are told with the
@@ -25,11 +26,11 @@ from weakref import finalize
 
 from engine.blocks import BlockHash
 from engine.messages import Role, WorkerId
-from router.estimates import Estimates, WorkerClass, worker_class
+from router.estimates import Estimates, worker_class
 from router.index import PrefixIndex, pack
 from router.native import library
 from router.policies.base import Busy, Choice, Need, Placement
-from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s
+from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s, has_memory
 from router.policies.slo import reason
 from router.view import ClusterView, WorkerView
 
@@ -65,6 +66,7 @@ class _Class:
     number: int
     worker: WorkerView
     size: int = 0
+    costs: tuple[float, ...] | None = None  # that C++ has been told
 
 
 class Fleet:
@@ -89,13 +91,14 @@ class Fleet:
         self._core = library.opened()
         self._block_size = 0
         self._handle = 0  # opened with the first worker
-        self._classes: dict[WorkerClass, _Class] = {}  # of live workers
-        self._num_classes = 0  # that there ever were
+        self._classes: dict[Hashable, _Class] = {}  # of live workers
+        self._numbers: dict[Hashable, int] = {}  # of all classes that there ever were
         self._groups: dict[Hashable, int] = {}
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
-        self._odd: set[WorkerId] = set()  # with blocks of another size
+        self._odd: set[WorkerId] = set()  # with blocks of another size, or of one kind too many
         self._unsure: set[WorkerId] = set()  # nobody knows how long they will compute
+        self._shared: set[WorkerId] = set()  # they compute for other gateways too
         self._version = -1  # of the estimates that C++ has
         self._is_known = False  # what all work costs
         self._num_prefillers = 0
@@ -113,17 +116,21 @@ class Fleet:
         if info.layout.block_size != self._block_size:
             self._odd.add(worker_id)
             return
-        kind = worker_class(worker)
-        home = self._classes.get(kind)
+        its_class = _class_of(worker)
+        number = self._numbers.setdefault(its_class, len(self._numbers))
+        kind = self._kind(number, worker)
+        if kind is None:
+            self._odd.add(worker_id)
+            return
+        home = self._classes.get(its_class)
         if home is None:
-            home = self._classes[kind] = _Class(self._num_classes, worker)
-            self._num_classes += 1
+            home = self._classes[its_class] = _Class(number, worker)
         home.size += 1
         self._homes[worker_id] = home
         self._num_prefillers += info.role.prefills
         slot = self._index.slots[worker_id]
         self._tell_costs()
-        self._core.baton_fleet_join(self._handle, slot, self._kind(home, worker))
+        self._core.baton_fleet_join(self._handle, slot, kind)
         self._measure()
         self._view.touched.add(worker_id)
 
@@ -132,6 +139,7 @@ class Fleet:
         worker_id = worker.info.worker_id
         self._odd.discard(worker_id)
         self._unsure.discard(worker_id)
+        self._shared.discard(worker_id)
         home = self._homes.pop(worker_id, None)
         if home is None:
             return
@@ -139,7 +147,7 @@ class Fleet:
         self._core.baton_fleet_leave(self._handle, self._index.slots[worker_id])
         home.size -= 1
         if not home.size:
-            del self._classes[worker_class(worker)]
+            del self._classes[_class_of(worker)]
             self._tell_costs()
         self._measure()
 
@@ -193,9 +201,10 @@ class Fleet:
 
     def tell(self) -> None:
         """Tells C++ what has changed."""
+        touched = self._view.touched
         if self._version != self._estimates.version:
             self._tell_costs()
-        touched = self._view.touched
+            touched |= self._unsure | self._shared  # what these have to do was priced before
         if not touched:
             return
         count = 0
@@ -224,7 +233,7 @@ class Fleet:
         """Whether C++ knows all that matters, and somebody could serve this at all."""
         if self._odd or self._unsure or self._view.severed or not self._is_known:
             return False
-        if need.shared is not None or need.kept_tokens or need.preempted_s:
+        if need.shared is not None or need.kept_tokens or need.preempted_s or not need.may_pull:
             return False
         decode_tokens, prefill_tokens, mixed_tokens = self._largest
         if need.max_len > decode_tokens:
@@ -236,11 +245,10 @@ class Fleet:
         bound_s = need.tpot_bound_s
         if bound_s is None:
             return math.inf
-        alone = (self._estimates.step_s(home.worker, 1, need.end_len) for home in self._decoders())
+        homes = (home for home in self._classes.values() if home.worker.info.role.decodes)
+        able = (home.worker for home in homes if has_memory(home.worker, need.end_len))
+        alone = (self._estimates.step_s(worker, 1, need.end_len) for worker in able)
         return bound_s if any(s is None or s <= bound_s for s in alone) else math.inf
-
-    def _decoders(self) -> list[_Class]:
-        return [home for home in self._classes.values() if home.worker.info.role.decodes]
 
     def _busy(self, decision: Decision, now_s: float) -> Busy:
         """A worker that has time already is kept back by something else than time."""
@@ -257,8 +265,9 @@ class Fleet:
             costs = _costs(home.worker, self._estimates)
             if costs is None:
                 self._is_known = False
-            else:
-                self._core.baton_fleet_costs(self._handle, home.number, costs)
+            elif costs != home.costs:
+                home.costs = costs
+                self._core.baton_fleet_costs(self._handle, home.number, library.Costs(*costs))
         self._version = self._estimates.version
 
     def _put_news(self, number: int, worker: WorkerView) -> None:
@@ -270,6 +279,7 @@ class Fleet:
             foreign_s = 0.0
         else:
             self._unsure.discard(worker_id)
+        (self._shared.add if worker.foreign.prompt_tokens else self._shared.discard)(worker_id)
         _NEWS.pack_into(
             self._news,
             number * _NEWS.size,
@@ -286,28 +296,19 @@ class Fleet:
         # It looks into the index, which therefore may not be closed before it.
         finalize(self, _close, self._core, self._handle, self._index)
 
-    def _kind(self, home: _Class, worker: WorkerView) -> int:
+    def _kind(self, number: int, worker: WorkerView) -> int | None:
+        """What C++ calls workers like this, of class `number`; None if it has no room for it."""
         info = worker.info
         # Blocks mean the same to all of a group: see `WorkerView.can_pull_from`.
         group = self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
         pulls = info.kv_wire_dtype in (None, info.layout.kv_format)
-        key = (home.number, group, info.prefills_locally, pulls)
+        key = (number, group, info.prefills_locally, pulls)
         kind = self._kinds.get(key)
-        if kind is None:
-            assert len(self._kinds) < MAX_KINDS, "more kinds of workers than C++ has room for"
+        if kind is None and len(self._kinds) < MAX_KINDS:
             role = info.role
+            fields = (number, group, role.prefills, role.decodes, info.prefills_locally, pulls)
             kind = self._core.baton_fleet_kind(
-                self._handle,
-                library.Kind(
-                    home.number,
-                    group,
-                    role.prefills,
-                    role.decodes,
-                    info.prefills_locally,
-                    pulls,
-                    info.num_blocks,
-                    info.max_running,
-                ),
+                self._handle, library.Kind(*fields, info.num_blocks, info.max_running)
             )
             self._kinds[key] = kind
         return kind
@@ -322,15 +323,20 @@ class Fleet:
         self._largest = (max(largest[Role.DECODE], mixed), largest[Role.PREFILL], mixed)
 
 
-def _costs(worker: WorkerView, estimates: Estimates) -> library.Costs | None:
-    """What work costs on workers like this; None while any of that is not known."""
+def _class_of(worker: WorkerView) -> Hashable:
+    """Workers whose work costs the same, a block's bytes on their way included."""
+    return worker_class(worker), worker.info.layout
+
+
+def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None:
+    """What work costs on workers like this, as `library.Costs`; None while not all is known."""
     info = worker.info
     prefill = estimates.prefill_cost(worker)
     decode = estimates.decode_cost(worker)
     pull = estimates.pull_cost(worker)
     if prefill is None or (decode is None and info.role.decodes):
         return None
-    return library.Costs(
+    return (
         prefill.fixed_s,
         prefill.token_s,
         prefill.square_s,

@@ -166,11 +166,14 @@ class RouterMachine:
     def _may_make_room(self, event: RouterEvent) -> bool:
         """Whether the head of the queue may be placed after it that could not be before.
 
-        What is cached where says who is better, not who has room. Tokens take room. Time passes at
-        all events, and by itself until `next_wake_s`.
+        What is cached where says who is better, not who has room, but where a decode worker may
+        compute what is short: that depends on what is cached. Tokens take room. Time passes at all
+        events, and by itself until `next_wake_s`.
         """
         match event:
-            case BlocksChanged() | BlocksUnheard():
+            case BlocksChanged(worker_id):
+                return self._prefills_locally(worker_id)
+            case BlocksUnheard():
                 return False
             case FromWorker(_, Tokens(finish=None) | DecodeStarted()):
                 return False
@@ -178,6 +181,10 @@ class RouterMachine:
                 return any(message.finish is not None for message in tokens)
             case _:
                 return True
+
+    def _prefills_locally(self, worker_id: WorkerId) -> bool:
+        worker = self.state.view.workers.get(worker_id)
+        return self.policy.prefills_locally and worker is not None and worker.info.prefills_locally
 
     def next_wake_s(self) -> float | None:
         """When `Tick` is wanted next: nothing falls due before. None where nothing will."""
@@ -252,8 +259,9 @@ class RouterMachine:
 
     def _on_worker_joined(self, info: Welcome) -> list[RouterEffect]:
         state = self.state
-        worker = state.view.add(info)
+        assert info.worker_id not in state.view.workers
         state.prefixes.add(info.worker_id, info.num_blocks)
+        worker = state.view.add(info)
         if state.fleet is not None:
             state.fleet.add(worker)
         return []
@@ -263,6 +271,7 @@ class RouterMachine:
         worker = state.view.workers.pop(worker_id, None)
         if worker is None:
             return []
+        state.view.touched.discard(worker_id)
         if state.fleet is not None:
             state.fleet.forget(worker)
         state.prefixes.forget(worker_id)

@@ -1,9 +1,9 @@
 """A recording on disk, written beside the gateway's work.
 
 What the event loop does is to encode a line and to put it down; a thread of its own writes what
-has come, every so often and at the end. Where the disk is full, or slower than what comes, the
-recording ends there: it never has a hole, for what comes after one cannot be replayed. Serving goes
-on.
+has come, every so often and at the end. Where the disk is full, or slower than what comes, or
+something cannot be encoded, the recording ends there: it never has a hole, for what comes after one
+cannot be replayed. Serving goes on.
 
 Only whom the gateway runs as may read the file: it holds prompts and answers.
 """
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 WRITE_EVERY_S = 0.5
 MAX_UNWRITTEN_BYTES = 256 * 2**20  # of a disk that does not keep up
-CLOSE_TIMEOUT_S = 10.0
+NOT_WRITTEN_IN_TIME = "the disk does not finish"
+CLOSE_TIMEOUT_S = 5.0
 
 
 class Disk(Protocol):
@@ -76,8 +77,13 @@ class RecordingFile:
 
     def note(self, event: RouterEvent, now_s: float, effects: Sequence[RouterEffect]) -> None:
         """The machine was told this, and this came of it."""
-        if self.failure is None:
+        if self.failure is not None:
+            return
+        try:
             self._recorder.note(event, now_s, effects)
+        except Exception as error:  # the effects are to be performed all the same
+            # What the error says may hold what clients said.
+            self._fail(f"{type(event).__name__} cannot be encoded: {type(error).__name__}")
 
     def close(self) -> None:
         """Writes what is left. Waits for that, though not for ever."""
@@ -85,6 +91,8 @@ class RecordingFile:
             return
         self._closing.set()
         self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._fail(NOT_WRITTEN_IN_TIME)
 
     def _put(self, line: bytes) -> None:
         with self._lock:
@@ -97,16 +105,18 @@ class RecordingFile:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        try:
-            while not self._closing.wait(WRITE_EVERY_S) and self.failure is None:
-                self._write()
+        for work in (self._write_all, self._file.close):  # a disk may say only then that it is full
+            try:
+                work()
+            except Exception as error:  # memory may be short too
+                self._fail(_reason(error))
+        with self._lock:  # nobody will write it
+            self._unwritten.clear()
+
+    def _write_all(self) -> None:
+        while not self._closing.wait(WRITE_EVERY_S) and self.failure is None:
             self._write()
-        except OSError as error:
-            self._fail(error.strerror or str(error))
-        try:
-            self._file.close()
-        except OSError as error:  # a disk may say only now that it is full
-            self._fail(error.strerror or str(error))
+        self._write()
 
     def _write(self) -> None:
         with self._lock:
@@ -120,6 +130,11 @@ class RecordingFile:
         if self.failure is None:
             self.failure = reason
             log.error("the recording %s ends here: %s", self.path, reason)
+
+
+def _reason(error: Exception) -> str:
+    """Holds nothing of what was recorded."""
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
 def _create(path: Path) -> BinaryIO:

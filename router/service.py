@@ -148,15 +148,17 @@ class Router:
 
     async def close(self) -> None:
         """Ends the sessions; the workers free what this gateway's requests held."""
-        self._set_timer(None)
-        self._closing.cancel()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
-        self._zmq.destroy(linger=0)
-        if self._recording is not None:
-            await asyncio.to_thread(self._recording.close)
+        try:
+            self._set_timer(None)
+            self._closing.cancel()
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+            self._zmq.destroy(linger=0)
+        finally:
+            if self._recording is not None:
+                await asyncio.to_thread(self._recording.close)
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
         """None of them returns: one that ends before `close` died of a bug."""

@@ -35,6 +35,7 @@ from router.service import Router
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 600.0  # after the last request came: all are answered by then
 JOIN_POLL_S = 0.02
 MIN_TOKEN, MAX_TOKEN = 5, 4096  # of the bundled model's; those before are special
 
@@ -95,19 +96,30 @@ async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path
     await router.open()
     try:
         await _all_joined(router, len(live.addresses), clock)
-        start_s = clock.now_s()
-        outcomes = await asyncio.gather(
-            *(
-                _ask_at(router, request, start_s + asked.arrived_s)
-                for request, asked in zip(requests, trace.requests, strict=True)
-            )
-        )
+        outcomes = await _ask_all(router, requests, trace, clock)
     finally:
         await router.close()
     failed = [outcome for outcome in outcomes if not isinstance(outcome, Finished)]
     if failed:
         raise DeploymentFailed(f"{len(failed)} requests were not answered: {failed[0]}")
     return told_by(lines_of(record_dir / f"{router.gateway_id}.jsonl"))
+
+
+async def _ask_all(
+    router: Router, requests: Sequence[Request], trace: Trace, clock: MonotonicClock
+) -> list[Outcome | None]:
+    """Sends each request when it is due; on leaving, none is under way."""
+    start_s = clock.now_s()
+    limit_s = trace.duration_s + ANSWER_TIMEOUT_S
+    try:
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
+            asking = [
+                group.create_task(_ask_at(router, request, start_s + asked.arrived_s))
+                for request, asked in zip(requests, trace.requests, strict=True)
+            ]
+    except TimeoutError as error:
+        raise DeploymentFailed(f"not all requests were answered in {limit_s:g} s") from error
+    return [task.result() for task in asking]
 
 
 async def _all_joined(router: Router, num_workers: int, clock: MonotonicClock) -> None:

@@ -25,7 +25,7 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
-from router.events import Arrived, ClientGone, FromWorker, WorkerJoined
+from router.events import Arrived, ClientGone, FromWorker, Stepped, WorkerJoined
 from router.recording import Recorded, read
 from router.requests import Request
 
@@ -97,6 +97,9 @@ class Told:
                 self.asked[request_id].client_left = True
             case FromWorker(worker_id, message):
                 self._on_message(worker_id, message, now_s)
+            case Stepped(worker_id, messages):
+                for message in messages:
+                    self._on_message(worker_id, message, now_s)
         for kind, effect in recorded.effects:
             if kind == "Deliver":
                 self._on_deliver(msgspec.json.decode(effect, type=_Delivered), now_s)

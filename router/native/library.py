@@ -83,7 +83,7 @@ def core() -> Core | None:
     try:
         library = Core(str(built_library(SOURCES)))
     except (BuildError, OSError) as error:
-        log.warning("blocks are indexed in Python, C++ is not available: %s", error)
+        log.warning("blocks are indexed and requests placed in Python, there is no C++: %s", error)
         return None
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)

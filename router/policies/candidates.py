@@ -34,9 +34,14 @@ class Backlog:
     now_s: float
 
     def wait_s(self, worker: WorkerView, num_tokens: int) -> float:
-        """Seconds until it has room; 0 if it has now, infinity if nobody knows."""
+        """Seconds until it has room; 0 if it has now, infinity if nobody knows, or if time alone
+        does not help: its first prompt takes longer than predicted, and the others wait for it.
+        """
         ready_s = predicted_ready_s(worker, self.costs, self.now_s)
         if ready_s is not None:
+            behind_s = worker.ready(foreign_prefill_s(worker, self.costs) or 0.0)[1]
+            if behind_s - self.seconds >= LEAST_WAIT_S:
+                return float("inf")
             wait_s = ready_s - self.seconds
             return wait_s if wait_s >= LEAST_WAIT_S else 0.0
         backlog = worker.reserved_tokens

@@ -1,8 +1,8 @@
 """What every policy does with the followers of a group, and with a decode worker to choose."""
 
-from engine.messages import Role
+from engine.messages import Role, WorkerId
 from router.policies.base import Asked, Choice, Placement, Worker
-from router.policies.candidates import least
+from router.policies.candidates import has_memory, least, predicted_ready_s
 
 
 def with_leader(asked: Asked) -> Choice | None:
@@ -11,7 +11,7 @@ def with_leader(asked: Asked) -> Choice | None:
     if shared is None:
         return None
     near, candidates = shared.placement, asked.candidates
-    if not any(worker_id == near.prefill for worker_id, _ in candidates.prefillers):
+    if not _has_time(asked, near.prefill):
         return None
     if (near.prefill, near.decode) in asked.view.severed:
         return None
@@ -20,6 +20,18 @@ def with_leader(asked: Asked) -> Choice | None:
     return Choice(
         near, "with its leader", len(candidates.prefillers), num_matched_tokens=shared.num_tokens
     )
+
+
+def _has_time(asked: Asked, worker_id: WorkerId) -> bool:
+    """Whether it takes another prompt now: a prefill worker, or a decode worker that prefilled."""
+    if any(worker_id == candidate for candidate, _ in asked.candidates.prefillers):
+        return True
+    worker = asked.view.workers.get(worker_id)
+    if worker is None or not worker.info.prefills_locally:
+        return False
+    ready_s = predicted_ready_s(worker, asked.costs, asked.now_s)
+    has_time = ready_s is not None and ready_s <= asked.wait_bound_s
+    return has_time and has_memory(worker, asked.need.max_len)
 
 
 def emptiest_decoder(asked: Asked, prefill: Worker) -> Placement:

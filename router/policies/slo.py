@@ -6,7 +6,8 @@ For each prefill worker that has little left to do:
 
 so a prefix is pulled where that is quicker than to compute it, which copies hot prefixes to where
 they are wanted. A mixed worker is one of these, unless it could not go on with the answer within
-the bound on the time per output token (TPOT), or those that decode there would wait for longer.
+the bound on the time per output token (TPOT), or those that decode there would wait for longer:
+then it is taken only if nobody else can be.
 
 The decode worker is that of the least TPOT after joining, D + E (b + 1) + F kv, with kv in the
 middle of the growth that is predicted for the sequences there and for this one. Where none keeps
@@ -200,8 +201,10 @@ def bound_s(asked: Asked) -> float | None:
     bound_s = asked.need.tpot_bound_s
     if bound_s is None:
         return None
+    end_len = asked.need.end_len
     decoders = (w for w in asked.view.workers.values() if w.info.role is not Role.PREFILL)
-    alone = (asked.costs.step_s(worker, 1, asked.need.end_len) for worker in decoders)
+    able = (worker for worker in decoders if has_memory(worker, end_len))
+    alone = (asked.costs.step_s(worker, 1, end_len) for worker in able)
     return bound_s if any(step_s is None or step_s <= bound_s for step_s in alone) else None
 
 

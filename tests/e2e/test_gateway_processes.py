@@ -1,7 +1,9 @@
 """Several gateway processes on one port, in front of a worker that computes nothing."""
 
+import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +14,12 @@ import pytest
 
 from bench.driven import Driven
 from bench.gateway_worker import NUM_BLOCKS, Options
+from deploy import processes
 from deploy.cluster import BUNDLED_MODEL, Deployment, Pools
 from deploy.launcher import ProcessLauncher
-from deploy.processes import GatewayReady, WorkerReady, WorkerSpec
-from engine.config import Config, GatewayConfig
+from deploy.processes import GatewayReady, GatewayService, GatewaySpec, WorkerReady, WorkerSpec
+from engine.clock import MonotonicClock
+from engine.config import Config, GatewayConfig, RouterConfig
 from engine.errors import ConfigError
 from tests.e2e.served import matching, metrics, poll_until
 
@@ -72,15 +76,20 @@ def finished(url: str) -> dict[str, float]:
 
 
 def kill(gateway: GatewayReady) -> None:
-    """Returns when nothing can be asked of it any more."""
+    """Returns when nothing can be asked of it any more.
+
+    A process can be waited for when its last thread is gone, and with it its sockets; its first
+    thread, which is what /proc shows of it, may be dead before. It is left to be waited for again.
+    """
     os.kill(gateway.pid, signal.SIGKILL)
-    stat = Path(f"/proc/{gateway.pid}/stat")
-    poll_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "it is dead", 10)
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    poll_until(lambda: os.waitid(os.P_PID, gateway.pid, look) is not None, "it is dead", 10)
 
 
 def mended(running: Deployment, count: int) -> list[str]:
+    clock = MonotonicClock()
     told: list[str] = []
-    poll_until(lambda: told.extend(running.mend()) or len(told) >= count, "it is back", 20)
+    poll_until(lambda: told.extend(running.mend(clock)) or len(told) >= count, "it is back", 20)
     return told
 
 
@@ -109,14 +118,54 @@ def test_two_processes_share_the_work_and_who_dies_is_started_again(serving):
     assert metrics(url)["baton_gateway_processes"] == 1
 
     # The first one saw that the port was free. When it comes back it is not: the second is there.
-    told = mended(serving, 1)
+    told = mended(serving, 2)
     kill(first)
-    told += mended(serving, 1)
-    again = "ended with status -9; its requests are lost, it was started again"
-    assert told == [f"gateway-1 {again}", f"gateway-0 {again}"]
-    assert serving.mend() == []
+    told += mended(serving, 2)
+    ended = "ended with status -9; its requests are lost, it is started again in 1 s"
+    again = "was started again"
+    assert told == [
+        f"gateway-1 {ended}",
+        f"gateway-1 {again}",
+        f"gateway-0 {ended}",
+        f"gateway-0 {again}",
+    ]
+    assert serving.mend(MonotonicClock()) == []
     assert {gateway.url for gateway in serving.gateways} == {url}
     ask(url)
     counts = finished(url)
     assert set(counts) == {"0", "1"}
     assert sum(counts.values()) == NUM_REQUESTS
+
+
+def listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def test_who_joins_gets_no_connection_before_it_can_answer():
+    with processes._bind(GatewayConfig(port=0, processes=2), is_first=True) as first:
+        assert listens(first)
+        host, port = first.getsockname()
+        config = GatewayConfig(port=port, processes=2)
+        with processes._bind(config, is_first=False) as second:
+            assert not listens(second)
+            first.settimeout(5)
+            for _ in range(NUM_REQUESTS):
+                with socket.create_connection((host, port), timeout=5):
+                    first.accept()[0].close()
+            processes._listen(second)
+            assert listens(second)
+
+
+def test_a_gateway_that_does_not_open_gives_its_port_back(tmp_path, monkeypatch):
+    bound = []
+
+    def bind(*args: object, **options: object) -> socket.socket:
+        bound.append(real_bind(*args, **options))
+        return bound[0]
+
+    real_bind = processes._bind
+    monkeypatch.setattr(processes, "_bind", bind)
+    spec = GatewaySpec((), str(tmp_path), 64, GatewayConfig(port=0), RouterConfig(), "token")
+    with pytest.raises(ConfigError):
+        asyncio.run(GatewayService(spec).open())
+    assert bound[0].fileno() == -1

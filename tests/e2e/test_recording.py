@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.simulator.recordings import told_by
 from bench.simulator.traces import read_trace
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig, WorkerConfig
 from engine.messages import Role, Sampling
+from router.recording import lines_of
 from router.requests import Finished
 from router.service import Router
 from tests.e2e.cluster import DEADLINE_S, TOKEN, Workers, ask, prompts, request, until, workers
@@ -33,6 +35,7 @@ for mismatch in replay(lines_of(Path(sys.argv[1]))):
 """
 PROMPTS = prompts(20, vocab_size=4096, seed=5, shortest=40, longest=400)
 NUM_FINISHED = 18
+NUM_LONGEST = 60  # tokens; a sequence gets one a step, and others go before
 SMALL = WorkerConfig(kv_mib=24)  # what is cached is evicted, and told
 
 
@@ -67,7 +70,7 @@ async def lose_a_decode_worker(r: Router, running: Workers) -> None:
     begun = asyncio.Event()
 
     async def one(i: int) -> None:
-        req = request(f"k{i}", PROMPTS[i], max_tokens=60, sampling=Sampling(seed=i))
+        req = request(f"k{i}", PROMPTS[i], max_tokens=NUM_LONGEST, sampling=Sampling(seed=i))
         answer = await ask(r, req, lambda num: begun.set() if num > 3 else None)
         assert isinstance(answer.outcome, Finished)
 
@@ -124,9 +127,18 @@ def test_the_recording_holds_some_of_everything(recording):
     assert kinds["ClientGone"] == kinds["Arrived"]
     assert kinds["WorkerLost"] >= 1
     assert kinds["BlocksChanged"] > 10
-    assert kinds["FromWorker"] > 200
+    assert kinds["FromWorker"] > 4 * NUM_FINISHED  # two of its prefill and two of its hand-over
+    assert kinds["Stepped"] > NUM_LONGEST
     assert counters["retried", "worker lost"] >= 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_recording_tells_the_steps_of_decode_workers(recording):
+    path, _ = recording
+    told = told_by(lines_of(path))
+    steps = told.steps["decode-2"]  # the one that is left
+    assert any(len(step.rows) > 1 for step in steps)
+    assert sum(len(step.finished) for own in told.steps.values() for step in own) >= NUM_FINISHED
 
 
 def test_a_recording_is_a_trace_for_the_simulator(recording):

@@ -12,7 +12,7 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, LoadReport, Role, StepReport, Welcome, WorkerId
 from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 from router.estimates import Estimates
-from router.fleet import Fleet
+from router.fleet import MAX_KINDS, Fleet
 from router.index import PrefixIndex
 from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need, Placement
 from router.policies.candidates import LEAST_WAIT_S, Backlog, find
@@ -73,9 +73,8 @@ class Cluster:
     def fleet_choice(self, need, hashes=(), now_s=0.0):
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
         choice = self.fleet.choose(need, known, now_s)
-        self.view.touched.update(
-            self.view.workers
-        )  # nothing is claimed: what it reserved is undone
+        if isinstance(choice, Choice):  # nothing is claimed: what it reserved is undone
+            self.view.touched |= {choice.placement.prefill, choice.placement.decode}
         return choice
 
     def asked(self, need, hashes=(), now_s=0.0, seed=0):
@@ -120,22 +119,27 @@ class RandomCluster:
         self.chains = [chain(100 + i) for i in range(4)]
         self.num_seqs = 0
         self.outcomes = Counter()
-        mostly = rng.choice([[Role.PREFILL, Role.DECODE], [Role.MIXED], list(Role)])
-        sizes = [(rng.randint(20, 80), rng.randint(1, 6)) for _ in range(2)]
-        for i in range(rng.choice([2, 3, 5, 70, 150])):
-            role = rng.choice(mostly)
-            num_blocks, max_running = rng.choice(sizes)
-            self.cluster.add(
-                welcome(
-                    f"w{i}",
-                    role,
-                    local=role is Role.DECODE and rng.random() < 0.7,
-                    num_blocks=num_blocks,
-                    max_running=max_running,
-                    layout=rng.choice([LAYOUT, LAYOUT, NARROW]),
-                    wire=rng.choice([None, None, KVFormat.INT8]),
-                )
+        self.roles = rng.choice([[Role.PREFILL, Role.DECODE], [Role.MIXED], list(Role)])
+        self.sizes = [(rng.randint(20, 80), rng.randint(1, 6)) for _ in range(2)]
+        self.num_workers = rng.choice([2, 3, 5, 70, 150])
+        for i in range(self.num_workers):
+            self.add(f"w{i}")
+
+    def add(self, name):
+        rng = self.rng
+        role = rng.choice(self.roles)
+        num_blocks, max_running = rng.choice(self.sizes)
+        self.cluster.add(
+            welcome(
+                name,
+                role,
+                local=role is Role.DECODE and rng.random() < 0.7,
+                num_blocks=num_blocks,
+                max_running=max_running,
+                layout=rng.choice([LAYOUT, LAYOUT, NARROW]),
+                wire=rng.choice([None, None, KVFormat.INT8]),
             )
+        )
 
     @property
     def workers(self):
@@ -143,8 +147,11 @@ class RandomCluster:
 
     def step(self):
         self.rng.choices(
-            [self.prefill, self.decode, self.end, self.report, self.store, self.lose],
-            [4, 4, 4, 2, 6, 0.2],
+            [
+                *(self.prefill, self.decode, self.end, self.report, self.store),
+                *(self.lose, self.join, self.observe, self.go_on),
+            ],
+            [4, 4, 4, 2, 6, 0.4, 0.4, 1, 4],
         )[0]()
         self.now_s += self.rng.choice([0.0, 0.125, 1.0])
         self.compare()
@@ -170,6 +177,13 @@ class RandomCluster:
             worker.reserve_decode(
                 self.next_seq(), self.rng.randint(1, 12), context_tokens=self.rng.randint(1, 99)
             )
+
+    def go_on(self):
+        worker = self.rng.choice(self.workers)
+        for seq_id in list(worker.prefills)[:1]:
+            worker.begin_prefill(seq_id, self.now_s)
+        for seq_id, claim in list(worker.decodes.items())[:1]:
+            worker.extend_decode(seq_id, claim.blocks + 5)
 
     def end(self):
         worker = self.rng.choice(self.workers)
@@ -198,6 +212,21 @@ class RandomCluster:
     def lose(self):
         if len(self.workers) > 2:
             self.cluster.lose(self.rng.choice(self.workers).info.worker_id)
+
+    def join(self):
+        """Sometimes under the name of one that was lost."""
+        name = f"w{self.rng.randrange(2 * self.num_workers)}"
+        if name not in self.cluster.view.workers:
+            self.add(name)
+
+    def observe(self):
+        """Often enough, and costs are others than they were."""
+        rng, worker, estimates = self.rng, self.rng.choice(self.workers), self.cluster.estimates
+        for _ in range(rng.choice([1, 20])):
+            num_tokens = rng.choice([16, 64, 256])
+            estimates.observe_prefill(worker, num_tokens, num_cached=0, seconds=num_tokens / 64)
+            step = StepReport(0.25, num_rows=1, num_context_tokens=num_tokens)
+            estimates.observe_steps(worker, [step])
 
     def compare(self):
         rng = self.rng
@@ -428,6 +457,43 @@ def test_prompts_of_which_nobody_predicted_how_long_they_take_are_left_to_the_po
     assert cluster.fleet_choice(NEED) is None
     cluster.view.workers["p0"].release_prefill("s")
     assert cluster.fleet_choice(NEED) is not None
+
+
+def test_a_worker_may_come_back_as_often_as_it_likes():
+    cluster = cluster_of("p0", "d0")
+    for _ in range(300):
+        cluster.lose("d0")
+        cluster.add(welcome("d0", D))
+    assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
+    cluster.fleet.validate()
+
+
+def test_a_worker_of_one_kind_too_many_is_left_to_the_policy():
+    cluster = cluster_of("p0", "d0")
+    for i in range(MAX_KINDS):
+        cluster.add(welcome(f"x{i}", D, num_blocks=200 + i))
+    assert cluster.fleet_choice(NEED) is None
+    cluster.fleet.validate()
+
+
+def test_a_worker_whose_first_prompt_takes_too_long_is_not_waited_for_by_the_clock():
+    cluster = cluster_of("p0", "d0")
+    for seq_id in "ab":
+        cluster.view.workers["p0"].reserve_prefill(seq_id, 9, seconds=4.0)
+    assert cluster.fleet_choice(NEED, now_s=1.0) == cluster.policy_choice(NEED, now_s=1.0) == Busy()
+
+
+def test_what_others_gave_to_a_worker_is_priced_anew_with_new_costs():
+    cluster = cluster_of("p0", "d0")
+    worker = cluster.view.workers["p0"]
+    worker.report(LoadReport(*(0,) * 8, prompt_tokens=256), 0.0)
+    before = cluster.fleet_choice(NEED)
+    for num_tokens in (16, 64, 256) * 5:
+        seconds = num_tokens / 100
+        cluster.estimates.observe_prefill(worker, num_tokens, num_cached=0, seconds=seconds)
+    after = cluster.fleet_choice(NEED)
+    assert after.ttft_s == pytest.approx(cluster.policy_choice(NEED).ttft_s)
+    assert after.ttft_s > before.ttft_s + 0.5
 
 
 def test_nobody_decides_where_nobody_is():

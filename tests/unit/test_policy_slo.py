@@ -1,7 +1,9 @@
 """The least predicted time to first token, as long as tokens keep their pace."""
 
 import random
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.layout import KVFormat, KVLayout, KVSection
@@ -56,12 +58,19 @@ def worker(name, *, busy_s=0.0, seqs=0, num_blocks=1000, max_running=50) -> Work
 
 
 def choose(*workers, need=NEED, known=None, bound_s=9.0, now_s=0.0, severed=(), seed=0):
+    asked = asked_of(
+        *workers, need=need, known=known, bound_s=bound_s, now_s=now_s, severed=severed, seed=seed
+    )
+    return Slo().choose(asked) if isinstance(asked, Asked) else asked
+
+
+def asked_of(*workers, need=NEED, known=None, bound_s=9.0, now_s=0.0, severed=(), seed=0):
     view = ClusterView({w.info.worker_id: w for w in workers}, dict.fromkeys(severed, 99.0))
     known = known or Costs()
     found = find(view, need, Backlog(1024, bound_s, known, now_s))
     if isinstance(found, Busy):
         return found
-    return Slo().choose(Asked(view, found, need, known, known, now_s, random.Random(seed)))
+    return Asked(view, found, need, known, known, now_s, random.Random(seed))
 
 
 D0 = worker("d0")
@@ -147,6 +156,17 @@ def test_followers_stay_with_their_leader():
     need = Need(num_tokens=100, max_len=120, shared=SharedPrompt(near, 96))
     workers = [worker("p0"), worker("p1"), D0, worker("d1", seqs=3)]
     assert choose(*workers, need=need).placement == near
+
+
+@pytest.mark.parametrize(("busy_s", "follows"), [(0.0, True), (9.0, False)])
+def test_followers_stay_with_a_leader_that_was_prefilled_where_it_decodes(busy_s, follows):
+    near = Placement("d1", "d1")
+    need = Need(num_tokens=100, max_len=120, shared=SharedPrompt(near, 96))
+    local = worker("d1", busy_s=busy_s)
+    local.info = msgspec.structs.replace(local.info, prefills_locally=True)
+    asked = asked_of(worker("p0"), D0, local, need=need)
+    asked = replace(asked, wait_bound_s=1.0)
+    assert (Slo().choose(asked).placement == near) is follows
 
 
 # ---------------------------------------------------------------- decode

@@ -1,18 +1,26 @@
 """A recording on disk: whole, private, and never what a gateway fails of."""
 
+import asyncio
 import logging
 import stat
 import threading
+from dataclasses import replace
 
 import pytest
-from test_recording import CONFIG, SCRIPT
+from test_recording import CONFIG, SCRIPT, arrival
 
+from engine.clock import MonotonicClock
+from engine.config import RouterConfig
 from engine.errors import ConfigError
+from router.events import ClientGone
 from router.machine import RouterMachine
 from router.recording import lines_of, read, replay
-from router.recording_file import RecordingFile
+from router.recording_file import NOT_WRITTEN_IN_TIME, RecordingFile
+from router.requests import Failed
+from router.service import Router
 
 DEADLINE_S = 5.0
+NO_TEXT = "secret\ud800"  # JSON has no bytes for it
 
 
 def play(file: RecordingFile) -> None:
@@ -24,17 +32,24 @@ def play(file: RecordingFile) -> None:
 class BadDisk:
     """Takes so many writes, then none."""
 
-    def __init__(self, num_writes: int, *, closes: bool = True) -> None:
+    def __init__(
+        self,
+        num_writes: int,
+        *,
+        closes: bool = True,
+        error: Exception | None = None,
+    ) -> None:
         self.written = b""
         self.refused = threading.Event()
         self._num_left = num_writes
         self._closes = closes
+        self._error = error or OSError(28, "No space left on device")
 
     def write(self, data: bytes) -> None:
         self._num_left -= 1
         if self._num_left < 0:
             self.refused.set()
-            raise OSError(28, "No space left on device")
+            raise self._error
         self.written += data
 
     def flush(self) -> None:
@@ -119,3 +134,68 @@ def test_more_than_a_slow_disk_takes_is_not_kept_and_there_is_no_hole(tmp_path, 
 
 def test_one_that_was_never_opened_can_be_closed(tmp_path):
     RecordingFile(tmp_path / "r.jsonl", CONFIG).close()
+
+
+def test_memory_that_is_short_ends_the_recording_and_what_is_unwritten_is_freed(
+    tmp_path, monkeypatch
+):
+    file = on_disk(tmp_path, monkeypatch, BadDisk(0, error=MemoryError()))
+    play(file)
+    file.close()
+    assert file.failure == "MemoryError"
+    assert file._unwritten == []
+
+
+class StuckDisk(BadDisk):
+    """Takes no end, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(10**6)
+        self.let_go = threading.Event()
+
+    def write(self, data: bytes) -> None:
+        self.let_go.wait(DEADLINE_S)
+        super().write(data)
+
+
+def test_a_disk_that_does_not_finish_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("router.recording_file.CLOSE_TIMEOUT_S", 0.0)
+    disk = StuckDisk()
+    file = on_disk(tmp_path, monkeypatch, disk)
+    file.close()
+    assert file.failure == NOT_WRITTEN_IN_TIME
+    disk.let_go.set()
+    file._thread.join(DEADLINE_S)
+    assert not file._thread.is_alive()
+
+
+def test_what_cannot_be_encoded_ends_the_recording_and_is_not_repeated(tmp_path, caplog):
+    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file.open()
+    play(file)
+    file.note(ClientGone(NO_TEXT), 200.0, [])
+    file.note(ClientGone("r0"), 201.0, [])  # nothing follows a hole
+    file.close()
+    assert file.failure == "ClientGone cannot be encoded: UnicodeEncodeError"
+    assert file.failure in caplog.text
+    assert "secret" not in caplog.text
+    assert len(list(read(lines_of(file.path)))) == len(SCRIPT)
+
+
+def test_a_router_answers_whom_it_cannot_record(tmp_path):
+    async def outcomes() -> list[object]:
+        config = RouterConfig(queue_timeout_s=0.01)
+        clock = MonotonicClock()
+        router = Router([], config=config, token="", clock=clock, record_dir=tmp_path)
+        await router.open()
+        try:
+            asked = replace(arrival("r").request, tenant=NO_TEXT)
+            updates = [update async for update in router.submit(asked)]
+            failure = "Arrived cannot be encoded: UnicodeEncodeError"
+            assert router.counters()["recording ended", failure] == 1
+        finally:
+            await router.close()
+        return [update.outcome for update in updates]
+
+    [outcome] = asyncio.run(outcomes())
+    assert isinstance(outcome, Failed)

@@ -1,5 +1,6 @@
 """What recordings tell, what is fitted to them, and what comes of comparing."""
 
+import asyncio
 from itertools import count
 from random import Random
 
@@ -8,9 +9,11 @@ from test_recording import recorded
 
 from bench.simulator.fitting import Fitted, NotEnough, WorkerLimits, fit
 from bench.simulator.hardware import Crowd, Hardware, StepPrice
-from bench.simulator.recordings import Attempt, DecodeStep, Told, told_by
-from bench.simulator.traces import TraceError, TraceRequest, read_trace
+from bench.simulator.live import DeploymentFailed, _ask_all
+from bench.simulator.recordings import Asked, Attempt, DecodeStep, Told, told_by
+from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
 from bench.simulator.validation import Compared, Load, goal_of, made, results_of, splits_of
+from engine.clock import MonotonicClock
 from engine.config import RouterConfig
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
@@ -30,9 +33,9 @@ from engine.messages import (
     Welcome,
 )
 from router.costs import DecodeCost, PrefillCost, PullCost
-from router.events import Arrived, ClientGone, FromWorker, WorkerJoined
+from router.events import Arrived, ClientGone, FromWorker, Stepped, WorkerJoined
 from router.machine import RouterMachine
-from router.recording import Recorder
+from router.recording import Recorded, Recorder
 from router.requests import Request
 
 LAYOUT = KVLayout(4, KVFormat.FP32, (KVSection(6, 2, 64),))
@@ -67,6 +70,13 @@ def handed_over(name: str, at_s: float, tokens: int, *, finish: bool):
         yield at_s + 0.08 + i / 100, "d0", Tokens(seq_id, [8], last)
 
 
+def told_of_worker(worker: str, message):
+    """As the router's shell tells it."""
+    if isinstance(message, Tokens):
+        return Stepped(worker, [message])
+    return FromWorker(worker, message)
+
+
 def recording() -> list[bytes]:
     """Two that are answered, one whose client leaves, and one that waits for ever."""
     events = [
@@ -77,7 +87,7 @@ def recording() -> list[bytes]:
     for at_s, (name, prompt) in zip((1.0, 2.0, 3.0), asked.items(), strict=True):
         events.append((at_s, Arrived(request(name, prompt, 5))))
         told = handed_over(name, at_s, 4 if name == "left" else 5, finish=name != "left")
-        events += [(told_s, FromWorker(worker, message)) for told_s, worker, message in told]
+        events += [(told_s, told_of_worker(worker, message)) for told_s, worker, message in told]
     events += [(3.5, ClientGone("left")), (4.0, Arrived(request("waits", [1], 6)))]
     config = RouterConfig(seed=1)
     lines: list[bytes] = []
@@ -109,6 +119,14 @@ def test_a_decode_step_tells_what_its_rows_read():
     assert [bool(step.finished) for step in steps[:4]] == [False, False, False, True]
 
 
+def test_tokens_that_are_told_at_once_are_of_one_step():
+    asked = {name: Asked(request(name, range(size), 5), 1.0) for name, size in (("a", 3), ("b", 7))}
+    told = Told(asked, {f"{name}.0": Attempt(f"{name}.0", 9, True, "p0", 1.0) for name in asked})
+    tokens = [Tokens("a.0", [8]), Tokens("b.0", [8], FinishReason.STOP)]
+    told.note(Recorded(2.0, Stepped("d0", tokens), ()))
+    assert told.steps == {"d0": [DecodeStep(2.0, {"a.0": 3, "b.0": 7}, {"b.0"})]}
+
+
 def test_a_recording_is_read_as_a_trace(tmp_path):
     path = tmp_path / "gateway.jsonl"
     path.write_bytes(b"".join(recording()))
@@ -127,6 +145,54 @@ def test_a_broken_recording_is_told_by_its_line(tmp_path):
     path.write_bytes(recorded()[0] + b"{}\n")
     with pytest.raises(TraceError, match="line 2"):
         read_trace(path)
+
+
+# ---------------------------------------------------------------- live
+
+
+class Silent:
+    """A router that answers nobody, or dies of a request."""
+
+    def __init__(self, dies_of: str | None = None) -> None:
+        self.num_asked = self.num_left = 0
+        self._dies_of = dies_of
+
+    async def submit(self, request):
+        self.num_asked += 1
+        if request.request_id == self._dies_of:
+            raise AssertionError("a bug")
+        try:
+            yield await asyncio.get_running_loop().create_future()
+        finally:
+            self.num_left += 1
+
+
+TWO = Trace("two", 4, (TraceRequest(0.0, 1, 1, (1,)), TraceRequest(0.001, 1, 1, (2,))))
+
+
+async def asked_and_left(router: Silent) -> None:
+    """Nothing of it goes on."""
+    requests = [request(name, [1], 1) for name in "ab"]
+    try:
+        await _ask_all(router, requests, TWO, MonotonicClock())
+    finally:
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_requests_that_nobody_answers_are_given_up(monkeypatch):
+    monkeypatch.setattr("bench.simulator.live.ANSWER_TIMEOUT_S", 0.05)
+    router = Silent()
+    with pytest.raises(DeploymentFailed, match="not all requests were answered"):
+        asyncio.run(asked_and_left(router))
+    assert router.num_left == router.num_asked > 0
+
+
+def test_when_asking_fails_nobody_waits_for_the_others():
+    router = Silent(dies_of="b")
+    with pytest.raises(ExceptionGroup) as failed:
+        asyncio.run(asked_and_left(router))
+    assert failed.group_contains(AssertionError, match="a bug")
+    assert (router.num_asked, router.num_left) == (2, 1)
 
 
 # ---------------------------------------------------------------- fits

@@ -5,7 +5,8 @@
 // hold the answer is not looked into.
 #pragma once
 
-#include <cmath>
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <limits>
 #include <utility>
@@ -77,6 +78,9 @@ struct Worker {
   Load load;
 };
 
+// Python packs and unpacks these: router/fleet.py.
+static_assert(sizeof(Request) == 56 && sizeof(Decision) == 48 && sizeof(News) == 48);
+
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
@@ -121,10 +125,16 @@ class Fleet {
 
   void set_costs(int32_t number, const Costs& costs) {
     if (static_cast<size_t>(number) >= costs_.size()) costs_.resize(number + 1);
-    costs_[number] = costs;
-    for (Slot slot = 0; slot < workers_.size(); ++slot) {
-      const int32_t kind = workers_[slot].kind;
-      if (kind != kNone && kinds_[kind].costs == number) refresh_decode(slot);
+    const Costs old = std::exchange(costs_[number], costs);
+    if (old.decode == costs.decode && old.decode_per_seq == costs.decode_per_seq &&
+        old.decode_per_token == costs.decode_per_token) {
+      return;
+    }
+    for (size_t chunk = 0; chunk < num_chunks(); ++chunk) {
+      for (size_t slot = chunk * kChunk; slot < (chunk + 1) * kChunk; ++slot) {
+        tpot_[slot] = tpot_now(static_cast<Slot>(slot));
+      }
+      least_tpot_[chunk] = least(&tpot_[chunk * kChunk]);
     }
   }
 
@@ -609,6 +619,7 @@ class Fleet {
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
       if (ready_at_[slot] == kInf || !could_prefill(kind_at(slot))) continue;
       if (kind_at(slot).decodes && !has_room(slot)) continue;
+      if (workers_[slot].load.behind_s > request_->wait_bound_s) continue;  // time does not help
       soonest = std::min(soonest, wait_s(slot));
     }
     return soonest;
