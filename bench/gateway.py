@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 
 def measure(plan: GatewayPlan, say: Say = lambda line: None) -> Measured:
-    """Carries the plan out. Raises DrivenFailed where a server or the client fails."""
+    """Carries the plan out. Raises DrivenFailed or ServiceFailed where something does not start."""
     with ExitStack() as stack:
         say("starting the servers")
         servers = open_all(plan, stack)

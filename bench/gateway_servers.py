@@ -1,9 +1,7 @@
 """The servers of `bench gateway` as processes: what starts them, where they listen, their cost."""
 
 import os
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from bench import background
-from bench.driven import Driven, DrivenFailed
+from bench.driven import Driven
 from bench.gateway_plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
 from bench.gateway_worker import BLOCK_SIZE, Options
+from bench.services import launched
 from engine.config import GatewayConfig, RouterConfig
 from router.tokenizer import load_text_model
 
 START_TIMEOUT_S = 60.0
-CLOSE_TIMEOUT_S = 20.0
 MANY = 2**30
 TOKEN = "null"
 TEXT = "def add(a, b):\n    return the sum of a and b, and of all others that are given\n"
@@ -49,7 +47,7 @@ class Server:
 
 
 def open_all(plan: GatewayPlan, stack: ExitStack) -> dict[str, Server]:
-    """Starts all servers, which end with the stack. Raises DrivenFailed."""
+    """Starts all servers, which end with the stack. Raises DrivenFailed, ServiceFailed."""
     servers = {
         OURS: _open_ours(stack),
         BARE: _open(BARE, [*BARE_SERVER, "tasks"], stack),
@@ -102,36 +100,8 @@ def _open_ours(stack: ExitStack) -> Server:
         "router": RouterConfig(max_queue=MANY, prefill_backlog_tokens=MANY * BLOCK_SIZE),
         "token": TOKEN,
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.process_main", "gateway"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    stack.callback(_close, process)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(msgspec.json.encode(spec) + b"\n")
-    process.stdin.flush()
-    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-    watchdog.start()
-    line = process.stdout.readline()
-    watchdog.cancel()
-    answer = msgspec.json.decode(line) if line else {"error": "it ended while starting"}
-    if "error" in answer:
-        raise DrivenFailed(OURS, answer["error"], ())
+    service = launched("gateway", stack)
+    answer = service.tell(spec)
     port = int(answer["url"].rpartition(":")[2])
     assert worker.session is not None
-    return Server(OURS, port, process.pid, behind=(worker.session,))
-
-
-def _close(process: "subprocess.Popen[bytes]") -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.close()
-    try:
-        process.wait(CLOSE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
+    return Server(OURS, port, service.process.pid, behind=(worker.session,))

@@ -6,6 +6,7 @@
 A machine is a function of its configuration and its events: a fresh one, fed the recorded events at
 the recorded times, must come to the same effects. `replay` says where it does not. That is how the
 simulator's claim to run the very same router is checked, and how a bug seen once is seen again.
+With `slo` both must have the router's C++ or both not: ties fall by another generator there.
 
 A recording holds prompts and answers: it is as confidential as they are. The end of one that was
 cut off in the middle of a line is left out where lines are read from a file.

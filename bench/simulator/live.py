@@ -8,19 +8,15 @@ id in the trace, so prompts share what they share in the trace.
 
 import asyncio
 import secrets
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
 
-import msgspec
-
+from bench.services import Service, launched
 from bench.simulator.cluster import Pools
 from bench.simulator.recordings import Told, told_by
 from bench.simulator.traces import Trace, TraceRequest
@@ -32,8 +28,6 @@ from router.recording import lines_of
 from router.requests import Finished, Outcome, Request
 from router.service import Router
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 600.0  # after the last request came: all are answered by then
 JOIN_POLL_S = 0.02
@@ -41,7 +35,7 @@ MIN_TOKEN, MAX_TOKEN = 5, 4096  # of the bundled model's; those before are speci
 
 
 class DeploymentFailed(BatonError):
-    """A worker that did not start, or a request that was not answered."""
+    """Workers that did not join, or a request that was not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +48,7 @@ class Live:
 
 @contextmanager
 def deployment(pools: Pools, config: WorkerConfig, model: Path) -> Iterator[Live]:
-    """Starts workers of one thread each; on leaving they are gone. Raises DeploymentFailed."""
+    """Starts workers of one thread each; on leaving they are gone. Raises ServiceFailed."""
     token = secrets.token_hex(16)
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
     specs = [
@@ -70,9 +64,10 @@ def deployment(pools: Pools, config: WorkerConfig, model: Path) -> Iterator[Live
         for i in range(number)
     ]
     with ExitStack() as stack:
-        processes = [_process(stack) for _ in specs]
+        services = [launched("worker", stack) for _ in specs]
         with ThreadPoolExecutor(len(specs)) as threads:
-            addresses = list(threads.map(_start, processes, specs))
+            answers = list(threads.map(Service.tell, services, specs))
+        addresses = [answer["address"] for answer in answers]
         yield Live(addresses, token)
 
 
@@ -166,47 +161,3 @@ def _tokens(block_ids: Sequence[int], block_tokens: int) -> Iterator[int]:
         rng = Random(block_id)
         for _ in range(block_tokens):
             yield rng.randrange(MIN_TOKEN, MAX_TOKEN)
-
-
-# ---------------------------------------------------------------- processes
-
-
-def _process(stack: ExitStack) -> "subprocess.Popen[bytes]":
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.process_main", "worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    stack.callback(_end, process)
-    return process
-
-
-def _start(process: "subprocess.Popen[bytes]", spec: Mapping[str, object]) -> str:
-    """Tells a worker what it is; its address, when it listens."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(msgspec.json.encode(spec) + b"\n")
-    process.stdin.flush()
-    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
-    watchdog.start()
-    line = process.stdout.readline()
-    watchdog.cancel()
-    answer = msgspec.json.decode(line) if line else {"error": "it ended while starting"}
-    if "error" in answer:
-        raise DeploymentFailed(f"{spec['worker_id']}: {answer['error']}")
-    return str(answer["address"])
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """A worker ends when its input does; one that does not is made to."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    process.stdout.close()
