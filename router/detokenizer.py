@@ -222,12 +222,7 @@ class AnswerText:
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that may be shown now. Tokens after a stop string are neither shown nor counted."""
         if len(token_ids) == 1 and not self._has_stop:  # nearly always
-            (token_id,) = token_ids
-            self.num_tokens += 1
-            length = self._prompt_len + self.num_tokens
-            if token_id in self._end_ids and length > self._limits.min_len:
-                return ""
-            return self._detokenizer.push(token_id)
+            return self._push_one(token_ids[0])
         pieces = []
         for token_id in token_ids:
             if self.stopped:

@@ -250,8 +250,7 @@ class _Answers:
             )
             for index, request in enumerate(job.requests)
         ]
-        wish = _with_headers(job.wish, Headers(scope=scope))
-        writer = self._writer(replace(job, wish=wish), choices[0], scope, send)
+        writer = self._writer(job, choices[0], scope, send)
         await _answer_with(service, choices, writer, job.num_shown, meter)
 
     async def _job(self, data: bytes, received_s: float, tenant: str | None) -> _Job:
@@ -317,7 +316,7 @@ class _Answers:
             num_choices=len(job.requests),
             fingerprint=self._service.port.fingerprint,
             bytes_of=self._service.text.bytes_of,
-            wish=job.wish,
+            wish=_with_headers(job.wish, Headers(scope=scope)),
             decision=lambda: first.decision,
         )
         if job.stream:
