@@ -16,11 +16,13 @@ from engine.messages import (
     FirstToken,
     GatewayId,
     Generate,
+    HandOver,
     LeaseId,
     LeaseRef,
     OfferPrefix,
     Prefill,
     SeqId,
+    SetRole,
     ToGateway,
 )
 from engine.sequence import Sequence
@@ -32,7 +34,7 @@ class FromGateway(msgspec.Struct, frozen=True):  # as `Emit`
     """A gateway's message."""
 
     gateway_id: GatewayId
-    message: Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel
+    message: Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel | HandOver | SetRole
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import msgspec
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
 MAX_FRAME_BYTES = 64 * 2**20
 
@@ -43,16 +43,17 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+    DRAINED = "drained"  # for nothing: it finishes what it has, or has it moved away
 
     @property
     def prefills(self) -> bool:
         """Whether prompts are computed here, also for others to go on from."""
-        return self is not Role.DECODE
+        return self in (Role.PREFILL, Role.MIXED)
 
     @property
     def decodes(self) -> bool:
         """Whether tokens can be generated here."""
-        return self is not Role.PREFILL
+        return self in (Role.DECODE, Role.MIXED)
 
 
 class FinishReason(StrEnum):
@@ -239,6 +240,26 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
 
 
+class HandOver(msgspec.Struct, frozen=True, tag=True):
+    """Stop decoding this sequence and lease out its KV: it goes on elsewhere, as `as_seq_id`.
+
+    What the lease covers is freed by `Cancel(as_seq_id)`, or when it has been pulled.
+    """
+
+    seq_id: SeqId
+    as_seq_id: SeqId
+
+
+class SetRole(msgspec.Struct, frozen=True, tag=True):
+    """Be there for this from now on. Weights, KV and what is cached stay.
+
+    New work of the old role is given back, and so is what waits; what runs goes on until it is done
+    or a gateway moves it away (`HandOver`).
+    """
+
+    role: Role
+
+
 # ---------------------------------------------------------------- worker to gateway
 
 
@@ -346,6 +367,24 @@ class GivenBack(msgspec.Struct, frozen=True, tag=True):
     hopeless: bool = False
 
 
+class HandedOver(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `HandOver`: the sequence has stopped, and no token of it will come any more.
+
+    `lease` covers the KV of all its tokens but the last, which was not fed back yet. None where it
+    does not decode here, or not yet.
+    """
+
+    seq_id: SeqId
+    lease: LeaseRef | None
+
+
+class RoleChanged(msgspec.Struct, frozen=True, tag=True):
+    """The worker is there for something else than its `Welcome` said. Said to every gateway."""
+
+    role: Role
+    prefills_locally: bool = False  # as in `Welcome`
+
+
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
     """What a step was and how long it took: what its cost is learned from.
 
@@ -386,7 +425,9 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     steps: list[StepReport] = []
 
 
-ToWorker = Hello | Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel
+ToWorker = (
+    Hello | Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel | HandOver | SetRole
+)
 ToGateway = (
     Welcome
     | Refused
@@ -397,6 +438,8 @@ ToGateway = (
     | Tokens
     | PrefixOffered
     | GivenBack
+    | HandedOver
+    | RoleChanged
     | LoadReport
 )
 

@@ -8,6 +8,7 @@ from engine.messages import (
     DecodeStarted,
     FirstToken,
     GivenBack,
+    HandedOver,
     KvReady,
     LoadReport,
     Logprobs,
@@ -15,6 +16,7 @@ from engine.messages import (
     PrefillStarted,
     PrefixOffered,
     Refused,
+    RoleChanged,
     ToGateway,
     Tokens,
     Welcome,
@@ -50,7 +52,7 @@ class Progress:
                 worker.report(message, now_s)
                 state.estimates.observe_steps(worker, message.steps)
             return []
-        if isinstance(message, Welcome | Refused):
+        if isinstance(message, Welcome | Refused | RoleChanged):
             return []  # the link deals with these
         request_id = state.by_seq.get(message.seq_id)
         if request_id is None:
@@ -75,6 +77,8 @@ class Progress:
             case DecodeStarted():
                 if len(flight.tokens) == 1:
                     flight.stamps.decode_started_s = now_s
+                return []
+            case HandedOver():
                 return []
             case GivenBack():
                 return self._on_given_back(flight, worker_id, message, now_s)
