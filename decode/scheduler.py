@@ -34,10 +34,12 @@ Sources: continuous batching, Yu et al., Orca, OSDI 2022; two owners of a block,
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from decode.acceptance import Proposer
+from decode.lockstep import Lockstep, NextTokens
 from decode.ngram import Match, NgramIndex
 from decode.speculation import MAX_UNSEEN_TOKENS, Candidate, Proposal, Speculator
 from engine.batch import Row, RowResult
@@ -61,6 +63,7 @@ from engine.messages import (
     Cancel,
     Decode,
     DecodeStarted,
+    FinishReason,
     FirstToken,
     GatewayId,
     GivenBack,
@@ -72,6 +75,7 @@ from engine.sequence import Sequence
 from engine.worker import Scheduled, Workload
 
 INDEXED_TOKENS = 256  # of long prompts together, in one step
+_ARRIVALS = (Decode, FirstToken)  # running sequences are none of their business
 CATCH_UP_TOKENS = 512  # that the draft model makes up for in one step, of sequences that it leaves
 
 
@@ -94,6 +98,14 @@ class _Running:
     match: Match | None = None
     proposal: Proposal | None = None
     is_seen: bool = False  # by the draft model
+
+
+class Alike(NamedTuple):
+    """So many steps of the same rows, one token each. The contexts are those of the first step."""
+
+    num_rows: int
+    num_context_tokens: int
+    num_steps: int
 
 
 class DecodeScheduler:
@@ -124,6 +136,7 @@ class DecodeScheduler:
         self._running: dict[SeqId, _Running] = {}  # oldest first
         self._aborting: dict[SeqId, _Arriving] = {}  # cancelled; their pulls may still write
         self._counters: Counter[str] = Counter()
+        self._lockstep: Lockstep | None = None  # what it counts is not written down
 
     @property
     def num_waiting(self) -> int:
@@ -139,11 +152,16 @@ class DecodeScheduler:
     def workload(self) -> Workload:
         """The sequences here, at their present lengths; those that were cancelled do not count."""
         seqs = [a.seq for a in (*self._queued.values(), *self._arriving.values())]
-        seqs += [running.seq for running in self._running.values()]
+        num_blocks = num_context_tokens = 0
+        if self._lockstep is not None:
+            num_blocks = self._lockstep.num_blocks
+            num_context_tokens = self._lockstep.num_context_tokens
+        else:
+            seqs += [running.seq for running in self._running.values()]
         return Workload(
-            decode_seqs=len(seqs),
-            decode_blocks=sum(seq.num_blocks for seq in seqs),
-            context_tokens=sum(len(seq.token_ids) for seq in seqs),
+            decode_seqs=self.num_waiting + len(self._running),
+            decode_blocks=num_blocks + sum(seq.num_blocks for seq in seqs),
+            context_tokens=num_context_tokens + sum(len(seq.token_ids) for seq in seqs),
         )
 
     @property
@@ -165,6 +183,8 @@ class DecodeScheduler:
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Takes note of an event."""
+        if self._lockstep is not None and not _is_arrival(event):
+            self._lockstep.catch_up()
         match event:
             case FromGateway(gateway_id, Decode() as message):
                 return self._enqueue(gateway_id, message)
@@ -185,6 +205,7 @@ class DecodeScheduler:
 
     def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
         """A row of every running sequence; admits what the pool has room for."""
+        self._leave_lockstep()
         scheduled = Scheduled()
         scheduled.effects += self._make_room()
         chosen = list(self._running.values())[:budget_tokens]
@@ -230,8 +251,63 @@ class DecodeScheduler:
         )
         return [Emit(seq.gateway_id, tokens)]
 
+    # ------------------------------------------------------------ many steps at once
+
+    def schedule_alike(self, choose: NextTokens) -> tuple[Alike | None, list[Effect]]:
+        """As `schedule`, for who prices steps and does not run them: how many there are until an
+        answer ends or a block is full. `advance_alike` is told how many of them were.
+
+        The tokens will be those that `choose` says. No grammars, penalties, stop tokens or drafts.
+        """
+        lockstep = self._lockstep or self._enter_lockstep(choose)
+        effects: list[Effect] = []
+        for seq in lockstep.changed():
+            if seq.seq_id in self._running:
+                effects += self._give_blocks(self._running[seq.seq_id])
+        new = [r for s in lockstep.changed() if not (r := self._running[s.seq_id]).has_run]
+        # Who comes into memory now does not run yet.
+        num_rows, num_context_tokens = len(self._running), lockstep.num_context_tokens
+        admitted = self._admit()
+        for running in new:
+            running.has_run = True
+            effects.append(Emit(running.seq.gateway_id, DecodeStarted(running.seq.seq_id)))
+        effects += admitted
+        num_steps = lockstep.plan([running.seq.seq_id for running in new])
+        return (Alike(num_rows, num_context_tokens, num_steps) if num_rows else None), effects
+
+    def advance_alike(self, num_steps: int) -> list[Effect]:
+        """So many steps have been run. Tokens are told of answers that have begun or ended by them;
+        which ones is for those to say who have chosen them.
+        """
+        lockstep = self._lockstep
+        assert lockstep is not None
+        self._counters["steps"] += num_steps
+        self._counters["step_tokens"] += num_steps * len(lockstep)
+        effects: list[Effect] = []
+        for seq in lockstep.go(num_steps):
+            finish = None
+            if len(seq.token_ids) >= seq.limits.max_len:
+                finish = FinishReason.LENGTH
+                self._leave(seq.seq_id)
+            effects.append(Emit(seq.gateway_id, Tokens(seq.seq_id, [], finish)))
+        return effects
+
+    def _enter_lockstep(self, choose: NextTokens) -> Lockstep:
+        assert self._speculator is None
+        self._lockstep = Lockstep(self._pool, choose)
+        for running in self._running.values():
+            self._lockstep.join(running.seq)
+        return self._lockstep
+
+    def _leave_lockstep(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.catch_up()
+            self._lockstep = None
+
     def validate(self) -> None:
         """Asserts the scheduler's invariants."""
+        if self._lockstep is not None:
+            self._lockstep.catch_up()
         assert not set(self._queued) & set(self._arriving)
         assert not set(self._arriving) & set(self._running)
         assert not set(self._arriving) & set(self._aborting)
@@ -298,9 +374,17 @@ class DecodeScheduler:
 
     def _has_room(self, candidate: Sequence) -> bool:
         """Whether its prompt fits, and with it the growth to come unless nothing else runs."""
+        num_idle = self._pool.num_idle
+        num_admitted = len(self._running) + len(self._arriving)
+        if not num_admitted:
+            return candidate.num_blocks - len(candidate.block_table) <= num_idle
+        # Nobody soon lacks more than growth takes, a block begun before and one not yet given.
+        most = self._growth_tokens // self._block_size + 2
+        if self._soon_blocks(candidate) + num_admitted * most <= num_idle:
+            return True
+        if self._lockstep is not None:
+            self._lockstep.catch_up()
         admitted = self._admitted()
-        if not admitted:
-            return candidate.num_blocks - len(candidate.block_table) <= self._pool.num_idle
         return sum(map(self._soon_blocks, (candidate, *admitted))) <= self._pool.num_idle
 
     def _admitted(self) -> list[Sequence]:
@@ -364,6 +448,8 @@ class DecodeScheduler:
         uses_ngrams = self._speculator is not None and self._speculator.uses_ngrams
         ngrams = NgramIndex(seq.token_ids) if uses_ngrams else None
         self._running[seq.seq_id] = _Running(seq, ngrams)
+        if self._lockstep is not None:
+            self._lockstep.join(seq)
 
     def _on_pull_failed(self, failed: PullFailed) -> list[Effect]:
         seq_id = failed.seq_id
@@ -458,6 +544,8 @@ class DecodeScheduler:
 
     def _leave(self, seq_id: SeqId) -> Sequence:
         """A running sequence is over here."""
+        if self._lockstep is not None:
+            self._lockstep.leave(seq_id)
         seq = self._running.pop(seq_id).seq
         seq.release(self._pool)
         if self._speculator is not None:
@@ -558,16 +646,21 @@ class DecodeScheduler:
         effects: list[Effect] = []
         for seq_id in list(self._running):
             running = self._running.get(seq_id)
-            if running is None:
+            if running is not None:
+                effects += self._give_blocks(running)
+        return effects
+
+    def _give_blocks(self, running: _Running) -> list[Effect]:
+        effects: list[Effect] = []
+        seq = running.seq
+        while len(seq.block_table) < seq.num_blocks:
+            if self._pool.num_idle:
+                seq.block_table += self._pool.allocate(1)
                 continue
-            while len(running.seq.block_table) < running.seq.num_blocks:
-                if self._pool.num_idle:
-                    running.seq.block_table += self._pool.allocate(1)
-                    continue
-                youngest = next(reversed(self._running))
-                effects += self._preempt(youngest)
-                if youngest == seq_id:
-                    break
+            youngest = next(reversed(self._running))
+            effects += self._preempt(youngest)
+            if youngest == seq.seq_id:
+                break
         return effects
 
     def _preempt(self, seq_id: SeqId) -> list[Effect]:
@@ -595,3 +688,10 @@ class DecodeScheduler:
         seqs += [r.seq for r in self._running.values()]
         mine = [seq.seq_id for seq in seqs if seq.gateway_id == gateway_id]
         return [effect for seq_id in mine for effect in self._cancel(seq_id)]
+
+
+def _is_arrival(event: Event) -> bool:
+    """Whether it leaves running sequences as they are."""
+    if isinstance(event, FromGateway):
+        return isinstance(event.message, _ARRIVALS)
+    return isinstance(event, PullDone | PullFailed | Adopted)

@@ -39,6 +39,8 @@ from engine.messages import (
     RequestId,
     Role,
     Sampling,
+    SeqId,
+    Tokens,
     WorkerId,
 )
 from router.events import (
@@ -49,6 +51,7 @@ from router.events import (
     FromWorker,
     RouterEvent,
     SendTo,
+    Stepped,
     Tick,
     WorkerJoined,
 )
@@ -86,6 +89,7 @@ class Setup:
     max_answer_tokens: int | None = None  # that clients ask for; None: as many as come
     chances: Chances = NO_CHANCES  # what is beside prices and latency
     leaps: bool = True
+    counts: bool = True  # of rows that decode; both as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
 
 
@@ -170,6 +174,7 @@ class _Cluster:
                 listener=self,
                 read=self._prompts.read,
                 leaps=setup.leaps and not self._crowd.watches,
+                counts=setup.counts,
                 crowd=self._crowd,
             )
             for worker_id, role in _names(setup.pools)
@@ -250,10 +255,18 @@ class _Cluster:
         if frame.blocks:
             self._take(BlocksChanged(worker_id, frame.blocks))
         self._settle()
+        told: list[Said] = []
         for said in frame.said:
-            if isinstance(said.message, GivenBack):
+            message = said.message
+            if isinstance(message, Tokens) and message.finish is None:
+                told.append(said)
+                continue
+            self._hear_tokens(worker_id, told)
+            told = []
+            if isinstance(message, GivenBack):
                 self._settle(places=True)
-            self._hear_said(worker_id, said)
+            self._take(FromWorker(worker_id, message), said.times_s)
+        self._hear_tokens(worker_id, told)
 
     def _handle(self, event: RouterEvent) -> None:
         self._settle(places=isinstance(event, Arrived))
@@ -265,11 +278,23 @@ class _Cluster:
             return
         until_s = self._future.now_s - self._setup.latency_s
         for worker in self._decoding:
-            for said in worker.settle(until_s):
-                self._hear_said(worker.worker_id, said)
+            self._hear_tokens(worker.worker_id, worker.settle(until_s))
 
-    def _hear_said(self, worker_id: WorkerId, said: Said) -> None:
-        self._take(FromWorker(worker_id, said.message), said.times_s)
+    def _hear_tokens(self, worker_id: WorkerId, told: Sequence[Said]) -> None:
+        """Tokens of answers that go on: they are delivered, and nothing else follows."""
+        if not told:
+            return
+        tokens = [said.message for said in told if isinstance(said.message, Tokens)]
+        assert len(tokens) == len(told)
+        effects = self._machine.handle(Stepped(worker_id, tokens), self._future.now_s)
+        times_of = {
+            request_index(message.seq_id): said.times_s
+            for message, said in zip(tokens, told, strict=True)
+        }
+        for effect in effects:
+            assert isinstance(effect, Deliver)
+            index = int(effect.request_id)
+            self._records[index].times_s.extend(times_of[index])
 
     def _take(self, event: RouterEvent, times_s: Sequence[float] = ()) -> None:
         """`times_s` is when the worker chose each token that the event brings."""
@@ -303,7 +328,7 @@ class _Cluster:
         """A worker alone knows how long an answer becomes: it is as if the model ended it."""
         if self._setup.max_answer_tokens is None:
             return message
-        index = int(message.seq_id.partition(".")[0])
+        index = request_index(message.seq_id)
         return replace(message, limits=_limits(self._records[index].asked))
 
     def _arrival_s(self, worker_id: WorkerId, events: Sequence[Event]) -> float:
@@ -343,6 +368,11 @@ class _Cluster:
         record.ended_s = self._future.now_s
         np.asarray(record.times_s)[:] += self._setup.latency_s  # heard, from here on
         self._num_open -= 1
+
+
+def request_index(seq_id: SeqId) -> int:
+    """Whose attempt it is, by its place in the trace."""
+    return int(seq_id[: seq_id.index(".")])
 
 
 def _limits(asked: TraceRequest, max_answer_tokens: int | None = None) -> Limits:

@@ -7,9 +7,11 @@ A step's tokens are a function of seed and position alone, so what a request is 
 depend on who answers it.
 
 *Stretches.* As long as only decoding goes on, no block fills up and no answer ends, one step is
-like the next: the schedulers would plan the same rows again. Such steps are one stretch: the core
-plans once, and is given all of a row's tokens as if a draft had been accepted. Each token still has
-its own time. Whatever comes to the worker cuts the stretch after the step that is running then.
+like the next: the schedulers would plan the same rows again. Such steps are one stretch. Where
+prompts are computed too, the core plans once, and is given all of a row's tokens as if a draft had
+been accepted; where nobody but the decode scheduler has work, it is told of steps alone, and counts
+them (`decode.lockstep`). Each token still has its own time. Whatever comes to the worker cuts the
+stretch after the step that is running then.
 
 *Telling.* The gateway is told of a sequence's first tokens and of its end at once; what comes
 between may wait for the next report, one message for many tokens. Before the machine decides
@@ -22,7 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import Crowd, Hardware, Pricing, StepPrice
@@ -48,12 +50,14 @@ from engine.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Decode,
+    DecodeStarted,
     FinishReason,
     Generate,
     GivenBack,
     Incarnation,
     PrefillDone,
     Role,
+    Sampling,
     SeqId,
     ToGateway,
     Tokens,
@@ -62,6 +66,7 @@ from engine.messages import (
     WorkerId,
 )
 from engine.offers import PrefixOffers
+from engine.sequence import Sequence as EngineSequence
 from engine.worker import Scheduler, WorkerCore
 from prefill.scheduler import PrefillScheduler
 
@@ -93,10 +98,14 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class _Stretch:
-    """Steps of equal rows, the last of which ends at `ends_s[-1]`. The first rows decode."""
+    """Steps of equal rows, the last of which ends at `ends_s[-1]`. The first rows decode.
+
+    Where these are only counted there are no `rows`.
+    """
 
     rows: Sequence[Row]
     num_decoding: int
+    num_context: int  # of those that decode, in the first step
     ends_s: "array[float]"
     began_s: float
     planned_end_s: float = 0.0
@@ -107,8 +116,8 @@ class _Told:
     """How far the gateway has heard of a sequence that decodes. It has a token every step."""
 
     max_len: int
-    step: int  # of which the token comes next, counted over all that this worker decodes
-    token: int  # which that is
+    token: int  # which comes next
+    step: int = 0  # of which it comes, counted over all that this worker decodes
     has_begun: bool = False  # its first ones have been told
 
 
@@ -126,9 +135,12 @@ class SimWorker:
         listener: Listener,
         read: ReadPrompt = read_prompt,
         leaps: bool = True,
+        counts: bool = True,
         crowd: Crowd | None = None,
     ) -> None:
-        """`read` as in `engine.intake.Intake`. Without `leaps` each step is one of its own."""
+        """`read` as in `engine.intake.Intake`. Without `leaps` each step is one of its own; without
+        `counts` the rows of each stretch are written down.
+        """
         self.worker_id = worker_id
         self.role = role
         self.busy_s = 0.0
@@ -145,7 +157,8 @@ class SimWorker:
         self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
-        self._max_len: dict[SeqId, int] = {}  # of sequences that will decode here
+        self._counts = leaps and counts and self._decode is not None and not role.prefills
+        self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
         self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
         self._ends_s = array("d")  # of the latest steps that decoded
         self._num_earlier = 0  # steps that decoded before these
@@ -224,9 +237,9 @@ class SimWorker:
         if end > (num_ended := len(self._ends_s)):
             assert self._stretch is not None
             times_s += self._stretch.ends_s[max(begin - num_ended, 0) : end - num_ended]
-        tokens = list(range(told.token, told.token + end - begin))
+        tokens: Sequence[int] = range(told.token, told.token + end - begin)
         told.step, told.token, told.has_begun = until_step, told.token + end - begin, True
-        return Said(Tokens(seq_id, tokens, finish), times_s)
+        return Said(Tokens(seq_id, cast("list[int]", tokens), finish), times_s)
 
     # ------------------------------------------------------------ turns
 
@@ -240,15 +253,33 @@ class SimWorker:
                 self._perform(self.core.handle(event, now_s))
         if self.reports and now_s >= self._next_report_s:
             self._report()
-        plan, effects = self.core.plan(now_s)
-        self._perform(effects)
-        self._send()
-        if plan is not None:
+        if self._counts:
+            self._go_on()
+        else:
+            self._plan()
+        if self._stretch is not None:
             self._has_news = True
-            self._begin(plan)
         elif self.reports and self._has_news and not self._report_planned:
             self._report_planned = True
             self._future.plan(self._next_report_s, Rank.ROUTINE, self._on_report_due, None)
+
+    def _plan(self) -> None:
+        plan, effects = self.core.plan(self._future.now_s)
+        self._perform(effects)
+        self._send()
+        if plan is not None:
+            self._begin(plan)
+
+    def _go_on(self) -> None:
+        """As `_plan`, where rows are only counted."""
+        assert self._decode is not None
+        alike, effects = self._decode.schedule_alike(_next_tokens)
+        self._perform(effects)
+        self._send()
+        if alike is not None:
+            price = StepPrice(num_rows=alike.num_rows, num_context=alike.num_context_tokens)
+            ends_s = self._ends_of_stretch(price, alike.num_steps)
+            self._run((), price, ends_s)
 
     def _note_lengths(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -256,12 +287,14 @@ class SimWorker:
                 continue
             message = event.message
             if isinstance(message, Decode | Generate):
-                self._max_len[message.seq_id] = message.limits.max_len
+                # One token will have been chosen when it begins to decode.
+                token = token_at(message.sampling, len(message.token_ids) + 1)
+                self._expected[message.seq_id] = _Told(message.limits.max_len, token)
             elif isinstance(message, Cancel):
                 self._forget(message.seq_id)
 
     def _forget(self, seq_id: SeqId) -> None:
-        self._max_len.pop(seq_id, None)
+        self._expected.pop(seq_id, None)
         self._told.pop(seq_id, None)
 
     def _on_report_due(self, _: None) -> None:
@@ -305,7 +338,12 @@ class SimWorker:
             ends_s = array("d", (now_s + seconds,))
         else:
             ends_s = self._ends_of_stretch(price, num_alike)
-        self._stretch = _Stretch(rows, num_decoding, ends_s, now_s)
+        self._run(rows, price, ends_s)
+
+    def _run(self, rows: Sequence[Row], price: StepPrice, ends_s: "array[float]") -> None:
+        self._stretch = _Stretch(
+            rows, price.num_rows, price.num_context, ends_s, self._future.now_s
+        )
         self._plan_end(self._stretch)
 
     def _ends_of_stretch(self, price: StepPrice, num_steps: int) -> "array[float]":
@@ -325,14 +363,9 @@ class SimWorker:
 
     def _num_alike(self, row: Row) -> int:
         """Steps until an answer ends or a block is full. The last of them may do either."""
-        seq_id, end = row.seq_id, row.start + 1
-        told = self._told.get(seq_id)
-        if told is None:
-            max_len = self._max_len.pop(seq_id)
-            told = _Told(max_len, self._num_steps_decoded, first_token(row))
-            self._told[seq_id] = told
+        end = row.start + 1
         until_full = len(row.block_table) * self._block_size - end + 1
-        until_end = told.max_len - end
+        until_end = self._told[row.seq_id].max_len - end
         return until_end if until_end < until_full else until_full
 
     def _plan_end(self, stretch: _Stretch) -> None:
@@ -365,7 +398,13 @@ class SimWorker:
         self.busy_s += ends_s[-1] - stretch.began_s
         if stretch.num_decoding:
             self._ends_s += ends_s
-        times = StepTimes(0.0, ends_s[0] - stretch.began_s, 0.0)
+        first_s = ends_s[0] - stretch.began_s
+        if self._counts:
+            assert self._decode is not None
+            num_rows, num_context = stretch.num_decoding, stretch.num_context
+            self.core.note_decoding(first_s, num_rows=num_rows, num_context_tokens=num_context)
+            return self._decode.advance_alike(num_steps)
+        times = StepTimes(0.0, first_s, 0.0)
         result = BatchResult([result_of(row, num_steps) for row in stretch.rows], times)
         return self.core.finish(result, ends_s[-1])
 
@@ -404,6 +443,10 @@ class SimWorker:
                 said.append(Said(message))
             case PrefillDone():
                 said.append(Said(message, (self._future.now_s,)))
+            case DecodeStarted(seq_id=seq_id):
+                told = self._told[seq_id] = self._expected.pop(seq_id)
+                told.step = num_steps
+                said.append(Said(message))
             case _:
                 said.append(Said(message))
 
@@ -434,17 +477,21 @@ def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
     )
 
 
-def first_token(row: Row) -> int:
-    """The token that follows a row: a function of seed and position."""
-    assert row.sampling is not None
-    return row.sampling.seed * _SEED_STRIDE % _SEEDS + row.end
+def token_at(sampling: Sampling, position: int) -> int:
+    """The token that is chosen there: a function of seed and position."""
+    return sampling.seed * _SEED_STRIDE % _SEEDS + position
+
+
+def _next_tokens(seq: EngineSequence, number: int) -> range:
+    first = token_at(seq.sampling, len(seq.token_ids))
+    return range(first, first + number)
 
 
 def result_of(row: Row, num_tokens: int) -> RowResult:
     """The tokens that follow a row, where it chooses any."""
     if row.sampling is None:
         return RowResult()
-    first = first_token(row)
+    first = token_at(row.sampling, row.end)
     return RowResult(tuple(range(first, first + num_tokens)))
 
 
