@@ -30,10 +30,14 @@ MAX_SEED = 2**64 - 1
 
 
 class PromptFacts(NamedTuple):
-    """What is read off a message's tokens: hashes of all full blocks, and the largest id."""
+    """What is read off a message's tokens: hashes of all full blocks, and the largest id.
+
+    `token_ids`, where they are given, are the tokens as the sequence shall keep them.
+    """
 
     block_hashes: Items[BlockHash]
     largest_id: int
+    token_ids: list[int] | None = None
 
 
 ReadPrompt = Callable[[Prefill | Generate | Decode | OfferPrefix, int], PromptFacts]
@@ -73,7 +77,7 @@ class Intake:
         return Sequence(
             seq_id=message.seq_id,
             gateway_id=gateway_id,
-            token_ids=list(message.token_ids),
+            token_ids=list(message.token_ids) if facts.token_ids is None else facts.token_ids,
             sampling=message.sampling,
             limits=message.limits,
             block_size=self.block_size,

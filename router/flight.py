@@ -86,7 +86,7 @@ class Flight:
         if self.tokens:
             return [*self.request.token_ids, *self.tokens]
         if self._prompt is None:
-            self._prompt = list(self.request.token_ids)
+            self._prompt = self.request.prompt()
         return self._prompt
 
     @property

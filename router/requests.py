@@ -5,9 +5,9 @@ decides everything in between. `RouterPort` is the seam, so that each side is te
 other.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -34,7 +34,7 @@ class Request:
     """
 
     request_id: RequestId
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]  # a tuple, or what need not be copied to be sent
     sampling: Sampling
     limits: Limits
     received_s: float  # when the HTTP request came in
@@ -45,6 +45,11 @@ class Request:
     deadline_s: float | None = None  # for the first token, on the clock of `received_s`
     tpot_bound_s: float | None = None  # seconds per token; None: the router's
     hashes: PrefixHashes | None = None  # of its blocks, as far as they are known
+
+    def prompt(self) -> list[int]:
+        """The tokens as messages carry them."""
+        tokens = self.token_ids
+        return list(tokens) if isinstance(tokens, tuple) else cast("list[int]", tokens)
 
 
 class Decision(msgspec.Struct, frozen=True):

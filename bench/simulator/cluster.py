@@ -232,11 +232,12 @@ class _Cluster:
         self._plan_arrival(index + 1)
         asked = self._records[index].asked
         request_id = RequestId(str(index))
-        token_ids, hashes = self._prompts.open(request_id, asked)
+        sampling = Sampling(temperature=0.0, seed=index)
+        token_ids, hashes = self._prompts.open(request_id, asked, sampling)
         request = Request(
             request_id=request_id,
             token_ids=token_ids,
-            sampling=Sampling(temperature=0.0, seed=index),
+            sampling=sampling,
             limits=_limits(asked, self._setup.max_answer_tokens),
             received_s=self._future.now_s,
             hashes=hashes,

@@ -3,9 +3,6 @@
 It takes turns as the worker host does: all events that have come, a report if one is due, a plan,
 the step, its results. Between the plan and the results lies nothing but time.
 
-A step's tokens are a function of seed and position alone, so what a request is answered does not
-depend on who answers it.
-
 *Stretches.* As long as only decoding goes on, no block fills up and no answer ends, one step is
 like the next: the schedulers would plan the same rows again. Such steps are one stretch. Where
 prompts are computed too, the core plans once, and is given all of a row's tokens as if a draft had
@@ -28,6 +25,7 @@ from typing import NamedTuple, Protocol, cast
 
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import Crowd, Hardware, Pricing, StepPrice
+from bench.simulator.prompts import token_at
 from bench.simulator.transfers import Transfers
 from decode.scheduler import DecodeScheduler
 from engine.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
@@ -57,7 +55,6 @@ from engine.messages import (
     Incarnation,
     PrefillDone,
     Role,
-    Sampling,
     SeqId,
     ToGateway,
     Tokens,
@@ -71,7 +68,6 @@ from engine.worker import Scheduler, WorkerCore
 from prefill.scheduler import PrefillScheduler
 
 REPORT_EVERY_S = 1.0
-_SEED_STRIDE, _SEEDS = 7919, 2**30  # keep the tokens of different seeds apart
 
 
 class Said(NamedTuple):
@@ -475,11 +471,6 @@ def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
         num_rows=num_decoding,
         num_context=sum([row.start for row in rows[:num_decoding]]) + num_decoding,
     )
-
-
-def token_at(sampling: Sampling, position: int) -> int:
-    """The token that is chosen there: a function of seed and position."""
-    return sampling.seed * _SEED_STRIDE % _SEEDS + position
 
 
 def _next_tokens(seq: EngineSequence, number: int) -> range:
