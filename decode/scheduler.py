@@ -53,6 +53,7 @@ from engine.events import (
     FromGateway,
     GatewayLost,
     HoldLease,
+    LeaseEnded,
     PullDone,
     PullFailed,
     StartPull,
@@ -68,6 +69,7 @@ from engine.messages import (
     GatewayId,
     GivenBack,
     KvReady,
+    OfferPrefix,
     SeqId,
     Tokens,
 )
@@ -75,7 +77,8 @@ from engine.sequence import Sequence
 from engine.worker import Scheduled, Workload
 
 INDEXED_TOKENS = 256  # of long prompts together, in one step
-_ARRIVALS = (Decode, FirstToken)  # running sequences are none of their business
+_ARRIVALS = (Decode, FirstToken, OfferPrefix)  # running sequences are none of their business
+_NEWS_OF_TRANSFERS = (PullDone, PullFailed, LeaseEnded, Adopted)
 CATCH_UP_TOKENS = 512  # that the draft model makes up for in one step, of sequences that it leaves
 
 
@@ -694,4 +697,4 @@ def _is_arrival(event: Event) -> bool:
     """Whether it leaves running sequences as they are."""
     if isinstance(event, FromGateway):
         return isinstance(event.message, _ARRIVALS)
-    return isinstance(event, PullDone | PullFailed | Adopted)
+    return isinstance(event, _NEWS_OF_TRANSFERS)

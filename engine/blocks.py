@@ -162,12 +162,13 @@ class BlockPool:
         """Takes that many blocks for a sequence, evicting cached ones. Raises OutOfBlocks."""
         if num_blocks > len(self._idle):
             raise OutOfBlocks(num_blocks, len(self._idle))
-        blocks = [self._idle.popitem(last=False)[0] for _ in range(num_blocks)]
+        take, owned, known = self._idle.popitem, self._owned, self._hash
+        blocks = [take(last=False)[0] for _ in range(num_blocks)]
         for block in blocks:
-            if self._hash[block] is not None:
+            if known[block] is not None:
                 self._num_cached -= 1
                 self._forget(block)
-            self._owned[block] = 1
+            owned[block] = 1
         return blocks
 
     def set_hash(
@@ -188,6 +189,20 @@ class BlockPool:
             self._num_cached += block in self._idle
             if self._news is not None:
                 self._news.append(Stored(block_hash, parent, token_ids))
+
+    def set_hashes(
+        self, blocks: Sequence[BlockId], hashes: Sequence[BlockHash], *, parent: BlockHash | None
+    ) -> None:
+        """`set_hash` of one block after the other, as many as there are hashes; no tokens."""
+        by_hash, known, idle, news = self._by_hash, self._hash, self._idle, self._news
+        for block, block_hash in zip(blocks, hashes, strict=False):
+            if block_hash not in by_hash:
+                by_hash[block_hash] = block
+                known[block] = block_hash
+                self._num_cached += block in idle
+                if news is not None:
+                    news.append(Stored(block_hash, parent))
+            parent = block_hash
 
     def take_news(self) -> list[CacheNews]:
         """What became cached and what was evicted since the last call, in order."""
@@ -245,27 +260,31 @@ class BlockPool:
     def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
         """Of how many blocks these are the first such holders."""
         num_first = 0
+        idle, known = self._idle, self._hash
         for block in blocks:
             num_first += not holders[block]
             holders[block] += 1
-            if block in self._idle:
-                del self._idle[block]
-                self._num_cached -= self._hash[block] is not None
+            if block in idle:
+                del idle[block]
+                self._num_cached -= known[block] is not None
         return num_first
 
     def _let_go(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
         """Of how many blocks these were the last such holders."""
         num_last = 0
+        owned, leased, in_flight = self._owned, self._leased, self._in_flight
+        idle, known = self._idle, self._hash
         for block in blocks:
-            assert holders[block] > 0, f"block {block} is let go more often than it was held"
-            holders[block] -= 1
-            if holders[block]:
+            count = holders[block] - 1
+            assert count >= 0, f"block {block} is let go more often than it was held"
+            holders[block] = count
+            if count:
                 continue
             num_last += 1
-            if not (self._owned[block] or self._leased[block] or self._in_flight[block]):
-                self._idle[block] = None
-                if self._hash[block] is None:
-                    self._idle.move_to_end(block, last=False)
+            if not (owned[block] or leased[block] or in_flight[block]):
+                idle[block] = None
+                if known[block] is None:
+                    idle.move_to_end(block, last=False)
                 else:
                     self._num_cached += 1
         return num_last

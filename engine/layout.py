@@ -29,6 +29,7 @@ Sources: paged KV, Kwon et al., SOSP 2023; one record across layers, Qin et al.,
 """
 
 from enum import StrEnum
+from functools import lru_cache
 
 import msgspec
 
@@ -102,7 +103,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def block_bytes(self) -> int:
         """Bytes from one block to the next."""
-        return self.section_offset_bytes(len(self.sections))
+        return _block_bytes(self)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -114,6 +115,11 @@ class KVLayout(msgspec.Struct, frozen=True):
             if getattr(self, field) != getattr(other, field):
                 return field
         return None
+
+
+@lru_cache
+def _block_bytes(layout: KVLayout) -> int:
+    return layout.section_offset_bytes(len(layout.sections))
 
 
 def _align(num_bytes: int) -> int:

@@ -129,7 +129,13 @@ class Sequence:
             self._tell_hashes(num_full, pool)
 
     def _tell_hashes(self, num_full: int, pool: BlockPool) -> None:
-        for i in range(self.num_hashed_blocks, num_full):
+        first = self.num_hashed_blocks
+        if not pool.wants_tokens:
+            known = self.block_hashes[first:num_full]
+            parent = self.block_hashes[first - 1] if first and known else None
+            pool.set_hashes(self.block_table[first:num_full], known, parent=parent)
+            first += len(known)
+        for i in range(first, num_full):
             parent = self.block_hashes[i - 1] if i else None
             tokens: list[int] = []
             if pool.wants_tokens or i == len(self.block_hashes):

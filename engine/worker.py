@@ -11,7 +11,6 @@ of prompts, timed by the runner. Left out are steps with drafts, of the draft mo
 and prompts whose log-probabilities are asked for: tokens alone do not say what these cost.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -238,9 +237,10 @@ class WorkerCore:
         `steps` are some of those since the last call.
         """
         counts = self._pool.counts()
-        counted: Counter[str] = Counter()
+        counted: dict[str, float] = {}
         for scheduler in self._schedulers:
-            counted.update(scheduler.counters)
+            for name, count in scheduler.counters.items():
+                counted[name] = counted.get(name, 0) + count
         workloads = [scheduler.workload for scheduler in self._schedulers]
         return LoadReport(
             free_blocks=counts.free,

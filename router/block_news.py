@@ -18,7 +18,7 @@ a snapshot counts only if it is not older than what has been applied.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from engine.block_events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from engine.blocks import BlockHash
@@ -54,11 +54,11 @@ def apply_events(index: BlockIndex, worker_id: WorkerId, events: Sequence[BlockE
     for event in events:
         match event:
             case BlockStored():
-                hashes = [BlockHash(h) for h in event.block_hashes]
-                parent = event.parent_block_hash
-                index.stored(worker_id, hashes, None if parent is None else BlockHash(parent))
+                hashes = cast("list[BlockHash]", event.block_hashes)
+                parent = cast("BlockHash | None", event.parent_block_hash)
+                index.stored(worker_id, hashes, parent)
             case BlockRemoved():
-                index.removed(worker_id, [BlockHash(h) for h in event.block_hashes])
+                index.removed(worker_id, cast("list[BlockHash]", event.block_hashes))
             case AllBlocksCleared():
                 index.cleared(worker_id)
 

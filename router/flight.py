@@ -75,9 +75,11 @@ class Flight:
     decision: Decision | None = None  # of the latest placement
     kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # by lost attempts
     hashes: PrefixHashes = field(init=False)
+    prompt_len: int = field(init=False)
     _prompt: list[int] | None = field(init=False, default=None)  # as messages carry it
 
     def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.token_ids)
         self.hashes = self.request.hashes or PrefixHashes()
 
     @property
@@ -92,7 +94,7 @@ class Flight:
     @property
     def length(self) -> int:
         """Tokens in the journal."""
-        return len(self.request.token_ids) + len(self.tokens)
+        return self.prompt_len + len(self.tokens)
 
     @property
     def prompt_logprobs(self) -> int | None:

@@ -189,9 +189,11 @@ class RouterMachine:
     def next_wake_s(self) -> float | None:
         """When `Tick` is wanted next: nothing falls due before. None where nothing will."""
         state = self.state
-        due_s = [state.deadlines.soonest_s()]
-        if (head := state.queue.head()) is not None:  # only the head is waited for
-            due_s += [state.flights[head].back_off_until_s, state.busy_until_s]
+        soonest_s = state.deadlines.soonest_s()
+        if (head := state.queue.head()) is None:
+            return soonest_s
+        # Only the head is waited for.
+        due_s = (soonest_s, state.flights[head].back_off_until_s, state.busy_until_s)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:

@@ -191,14 +191,15 @@ class Progress:
             flight = flights[request_id]
             answer, attempt, token_ids = flight.tokens, flight.attempt, message.token_ids
             assert attempt is not None
-            length = len(flight.request.token_ids) + len(answer) + len(token_ids)
+            worker, num_tokens = workers[attempt.decode], len(token_ids)
+            length = worker.decodes[message.seq_id].context_tokens + num_tokens
             is_plain = not (message.finish or message.logprobs or message.num_drafted)
             if not is_plain or len(answer) < 2 or length > attempt.reserved_len:
                 effects += self.on_message(worker_id, message, now_s)
                 continue
             flight.last_news_s = now_s
             answer += token_ids
-            workers[attempt.decode].grow_decode(message.seq_id, len(token_ids))
+            worker.grow_decode(message.seq_id, num_tokens)
             effects.append(Deliver(request_id, tuple(token_ids)))
         return effects
 

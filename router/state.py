@@ -129,12 +129,12 @@ class RouterState:
 
     def max_tokens(self, flight: Flight) -> int:
         """Tokens that its answer may have."""
-        return max(flight.request.limits.max_len - len(flight.request.token_ids), 1)
+        return max(flight.request.limits.max_len - flight.prompt_len, 1)
 
     def predicted_len(self, flight: Flight) -> int:
         """The length at its end that memory is reserved for, prompt included."""
         request = flight.request
-        prompt_len = len(request.token_ids)
+        prompt_len = flight.prompt_len
         likely = prompt_len + self.lengths.nearly_longest(self.max_tokens(flight))
         if likely > flight.length:
             return likely
