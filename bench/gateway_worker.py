@@ -43,7 +43,7 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
-from engine.rpc import Send, SessionServer
+from engine.rpc import Outbox, Send, SessionServer
 
 NUM_BLOCKS = 2**20  # nothing is ever held up for want of memory
 MAX_RUNNING = 2**16
@@ -71,14 +71,14 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Session:
-    """One gateway's sequences, and frames on their way to it: a stream takes one at a time."""
+    """One gateway's sequences, and frames on their way to it."""
 
-    outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    outbox: Outbox
     running: dict[SeqId, _Sequence] = field(default_factory=dict)
 
     def say(self, news: list[ToGateway]) -> None:
         if news:
-            self.outbox.put_nowait(encode_frame(news))
+            self.outbox.post(encode_frame(news))
 
 
 class NullWorker:
@@ -108,15 +108,14 @@ class NullWorker:
         assert isinstance(hello, Hello)
         assert hello.token == self._options.token
         await send(encode_frame([_welcome(self._options.worker_id)]))
-        session = _Session()
+        session = _Session(Outbox(send))
         self._sessions.append(session)
-        sender = asyncio.create_task(_send_all(session, send))
         try:
             async for frame in frames:
                 messages = decode_to_worker(frame)
                 session.say([n for message in messages for n in self._take(session, message)])
         finally:
-            sender.cancel()
+            session.outbox.close()
             self._sessions.remove(session)
 
     def _take(self, session: _Session, message: ToWorker) -> list[ToGateway]:
@@ -168,11 +167,6 @@ class NullWorker:
             if finish is not None:
                 del session.running[seq_id]
         session.say(news)
-
-
-async def _send_all(session: _Session, send: Send) -> None:
-    while True:
-        await send(await session.outbox.get())
 
 
 def _welcome(worker_id: str) -> Welcome:

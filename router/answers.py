@@ -77,20 +77,12 @@ class Choice:
             stop=rules.stop,
         )
         self._scored = ScoredText(self._text) if rules.scored else None
-        self._has_stop = bool(rules.stop)
-        self._is_plain = not (rules.scored or self._is_scored or parser is not None)
+        # Whether tokens become text and nothing else, and only tokens end it.
+        self.is_plain = not (rules.scored or self._is_scored or rules.stop or parser is not None)
 
     def take(self, update: Update, now_s: float) -> Piece:
         """What this update makes ready to be shown."""
         self.last_s = now_s
-        if self._is_plain and update.outcome is None and update.timeline is None:  # nearly always
-            token_ids = update.token_ids
-            text = self._text.push(token_ids)
-            if token_ids:
-                self._meter.tokens(len(token_ids), now_s)
-            if not (self._has_stop and self._text.stopped):
-                return Piece(self.index, text, self._text.num_tokens)
-            return self._last(text, (), None, now_s)
         entries: tuple[Entry, ...] = ()
         if self._scored is None:
             text = self._text.push(update.token_ids)
@@ -109,6 +101,12 @@ class Choice:
             text, calls = _told(self._parser.feed(text))
             return Piece(self.index, text, self._text.num_tokens, entries, calls)
         return self._last(text, entries, outcome, now_s)
+
+    def take_tokens(self, token_ids: Sequence[int], now_s: float) -> str:
+        """What tokens alone make ready to be shown, of a choice that `is_plain` and goes on."""
+        self.last_s = now_s
+        self._meter.tokens(len(token_ids), now_s)
+        return self._text.push(token_ids)
 
     @property
     def decision(self) -> Decision | None:

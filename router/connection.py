@@ -60,7 +60,10 @@ class Connection(HttpToolsProtocol):
 
     def write(self, data: bytes) -> None:
         """Sends a part, which is not empty, when the loop has done what it is at."""
-        self._outbox.put(self.transport, b"%x\r\n%b\r\n" % (len(data), data))
+        outbox = self._outbox
+        if not outbox.parts:
+            self.loop.call_soon(outbox.send)
+        outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
     def flush(self) -> None:
         """Sends what is to be sent soon, of other connections too."""
@@ -76,17 +79,11 @@ class _Outbox:
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[asyncio.Transport, bytes]] = []
-
-    def put(self, transport: asyncio.Transport, data: bytes) -> None:
-        """To be sent when the loop is done with what it is at."""
-        if not self._parts:
-            asyncio.get_running_loop().call_soon(self.send)
-        self._parts.append((transport, data))
+        self.parts: list[tuple[asyncio.Transport, bytes]] = []
 
     def send(self) -> None:
         """Sends all, but to clients that are gone. One that cannot be written to is cut off."""
-        parts, self._parts = self._parts, []
+        parts, self.parts = self.parts, []
         for transport, data in parts:
             if not transport.is_closing():
                 try:

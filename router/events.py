@@ -111,6 +111,11 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[Logprobs, ...] = ()  # one a token, where asked for
     prompt_logprobs: tuple[Logprobs, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but tokens."""
+        return self.timeline is None and not self.logprobs and not self.prompt_logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class End:

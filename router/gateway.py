@@ -19,7 +19,7 @@ import asyncio
 import hmac
 import importlib.metadata
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -391,6 +391,7 @@ class _Follower:
         self._choice = choice
         self._writer = writer
         self._clock = clock
+        self._is_plain = choice.is_plain and writer.shows_text_alone
         self._last: Piece | None = None  # of an answer that a stop string ended
 
     def take_at_once(self, update: Update) -> bool:
@@ -405,6 +406,15 @@ class _Follower:
         writer.write_at_once(piece)
         return True
 
+    def take_tokens(self, token_ids: Sequence[int], now_s: float) -> bool:
+        """Writes what these tokens bring, if nothing has to wait for it: the way of most tokens."""
+        choice, writer = self._choice, self._writer
+        if not (self._is_plain and writer.is_ready):
+            return False
+        if text := choice.take_tokens(token_ids, now_s):
+            writer.write_text(choice.index, text)
+        return True
+
     def take(self, update: Update) -> Piece:
         """What this update brings, if it was not taken at once."""
         return self._last or self._choice.take(update, self._clock.now_s())
@@ -417,7 +427,7 @@ async def _follow(service: _Service, choice: Choice, writer: AnswerWriter) -> Pi
     waits for the client to take the end of the answer.
     """
     follower = _Follower(choice, writer, service.clock)
-    updates = service.port.submit(choice.request, follower.take_at_once)
+    updates = service.port.submit(choice.request, follower.take_at_once, follower.take_tokens)
     async with aclosing(updates):
         async for update in updates:
             piece = follower.take(update)

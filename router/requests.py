@@ -150,8 +150,17 @@ class Update(msgspec.Struct, frozen=True, gc=False):
 TakeAtOnce = Callable[[Update], bool]
 
 
+# An update that brings tokens and nothing else, as nearly all do, and when it came in, in seconds.
+TakeTokens = Callable[[Sequence[int], float], bool]
+
+
 def take_nothing(_: Update) -> bool:
     """A `TakeAtOnce` of somebody who only iterates."""
+    return False
+
+
+def take_no_tokens(_: Sequence[int], __: float) -> bool:
+    """A `TakeTokens` of somebody to whom all updates are alike."""
     return False
 
 
@@ -179,13 +188,17 @@ class RouterPort(Protocol):
     """What the HTTP side needs of the router."""
 
     def submit(
-        self, request: Request, take_at_once: TakeAtOnce = take_nothing
+        self,
+        request: Request,
+        take_at_once: TakeAtOnce = take_nothing,
+        take_tokens: TakeTokens = take_no_tokens,
     ) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request.
 
         While the iterator is waited for, each update is first offered to `take_at_once`, and does
         not come out of the iterator if that is true: most tokens of a stream can be sent where
-        they come in, and need not wait until it is some task's turn.
+        they come in, and need not wait until it is some task's turn. One of tokens alone is offered
+        to `take_tokens` before.
         """
         ...
 

@@ -58,7 +58,15 @@ from router.machine import (
     WorkerLost,
 )
 from router.recording_file import RecordingFile
-from router.requests import Request, TakeAtOnce, Update, WorkerStatus, take_nothing
+from router.requests import (
+    Request,
+    TakeAtOnce,
+    TakeTokens,
+    Update,
+    WorkerStatus,
+    take_no_tokens,
+    take_nothing,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +79,9 @@ CLOSE_TIMEOUT_S = 5.0
 class _Client:
     """News of one request on their way to whoever follows it. What is not read yet is merged."""
 
-    def __init__(self, take_at_once: TakeAtOnce) -> None:
+    def __init__(self, take_at_once: TakeAtOnce, take_tokens: TakeTokens) -> None:
         self._take_at_once = take_at_once
+        self._take_tokens = take_tokens
         self._unread: Update | None = None
         self._waiter: asyncio.Future[Update] | None = None
 
@@ -89,6 +98,18 @@ class _Client:
             waiter.set_exception(error)
             return
         waiter.set_result(update)
+
+    def put_tokens(self, token_ids: tuple[int, ...], now_s: float) -> None:
+        """More news, of tokens alone: nearly always."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            try:
+                if self._take_tokens(token_ids, now_s):
+                    return
+            except Exception as error:  # as in `put`
+                waiter.set_exception(error)
+                return
+        self.put(Update(token_ids))
 
     async def next(self) -> Update:
         """All that has come, as soon as something has."""
@@ -173,10 +194,13 @@ class Router:
     # ------------------------------------------------------------ RouterPort
 
     async def submit(
-        self, request: Request, take_at_once: TakeAtOnce = take_nothing
+        self,
+        request: Request,
+        take_at_once: TakeAtOnce = take_nothing,
+        take_tokens: TakeTokens = take_no_tokens,
     ) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request."""
-        self._clients[request.request_id] = client = _Client(take_at_once)
+        self._clients[request.request_id] = client = _Client(take_at_once, take_tokens)
         self._handle(Arrived(request))
         try:
             while True:
@@ -246,25 +270,34 @@ class Router:
     # ------------------------------------------------------------ the machine
 
     def _handle(self, *events: RouterEvent) -> None:
-        """Feeds events and performs what follows: one frame to each worker, one update a request.
+        """Feeds events and performs what follows: one frame to each worker, one update a request,
+        and tokens alone, as nearly all there are, past what is needed for all else.
 
-        Updates come last: whoever takes them may feed events too.
+        News come last: whoever takes them may feed events too.
         """
         now_s = self._clock.now_s()
         frames: dict[WorkerId, list[ToWorker]] = {}
         updates: dict[RequestId, Update] = {}
+        tokens: list[Deliver] = []
         for event in events:
             effects = self.machine.handle(event, now_s)
             if self._recording is not None:
                 self._recording.note(event, now_s, effects)
             for effect in effects:
-                _perform(effect, frames, updates)
+                if type(effect) is Deliver and effect.is_plain and effect.request_id not in updates:
+                    tokens.append(effect)
+                else:
+                    _perform(effect, frames, updates)
         for worker_id, messages in frames.items():
             if (link := self._links.get(worker_id)) is not None:
                 _post(link, worker_id, encode_frame(messages))
         self._set_timer(self.machine.next_wake_s())
+        clients = self._clients
+        for piece in tokens:
+            if (client := clients.get(piece.request_id)) is not None:
+                client.put_tokens(piece.token_ids, now_s)
         for request_id, update in updates.items():
-            if (client := self._clients.get(request_id)) is not None:
+            if (client := clients.get(request_id)) is not None:
                 client.put(update)
 
     def _set_timer(self, wake_s: float | None) -> None:
@@ -404,8 +437,6 @@ def _perform(
 ) -> None:
     """Puts what is to be sent to the rest of it."""
     match effect:
-        case Deliver(request_id, token_ids, None, (), ()):  # nearly always
-            update = Update(token_ids)
         case Deliver(request_id):
             update = Update(
                 token_ids=effect.token_ids,

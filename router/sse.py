@@ -208,8 +208,17 @@ class AnswerWriter(Protocol):
         """Whether `write_at_once` may be called now."""
         ...
 
+    @property
+    def shows_text_alone(self) -> bool:
+        """Whether `write_text` will do for all that is text and nothing else."""
+        ...
+
     def write_at_once(self, piece: Piece) -> None:
         """More of a choice that goes on, perhaps nothing."""
+        ...
+
+    def write_text(self, choice: int, text: str) -> None:
+        """The same, if it is some text alone."""
         ...
 
     async def write(self, piece: Piece) -> None:
@@ -234,9 +243,18 @@ class WholeAnswer:
         """Nothing is ever waited for."""
         return True
 
+    @property
+    def shows_text_alone(self) -> bool:
+        """Where there is nothing else, nothing is lost."""
+        return True
+
     def write_at_once(self, piece: Piece) -> None:
         """Keeps the piece."""
         self._pieces[piece.choice].append(piece)
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Keeps the text."""
+        self._pieces[choice].append(Piece(choice, text, 0))
 
     async def write(self, piece: Piece) -> None:
         """Keeps the piece."""
@@ -324,12 +342,23 @@ class StreamedAnswer:
         """Whether the head is sent and nothing waits to be."""
         return self._is_open and self._pipe is not None and self._pipe.is_ready
 
+    @property
+    def shows_text_alone(self) -> bool:
+        """Unless each chunk says how many tokens there are by then."""
+        return not self._heading.wish.usage_in_every_chunk
+
     def write_at_once(self, piece: Piece) -> None:
         """Sends a chunk, unless there is nothing to show."""
         assert self._chunk is not None
         assert self._pipe is not None
         if data := self._chunk.of(piece):
             self._pipe.write(data)
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Sends a chunk."""
+        assert self._chunk is not None
+        assert self._pipe is not None
+        self._pipe.write(self._chunk.of_text(choice, text))
 
     async def write(self, piece: Piece) -> None:
         """Sends a chunk, unless there is nothing to show."""
@@ -424,13 +453,15 @@ class _ChunkEncoder:
                 data += before_text + _encode(self._wish.echo) + self._after_text
         return data
 
+    def of_text(self, choice: int, text: str) -> bytes:
+        """Text alone, where nobody wants to know more."""
+        return self._before_text[choice] + _encode(text) + self._after_text
+
     def of(self, piece: Piece) -> bytes:
         """All that is to be shown of a piece, perhaps nothing."""
         text = piece.text
-        if self._is_plain and not piece.calls:  # nearly always
-            if not text:
-                return b""
-            return self._before_text[piece.choice] + _encode(text) + self._after_text
+        if self._is_plain and not piece.calls:
+            return self.of_text(piece.choice, text) if text else b""
         data = self._text(piece) if text or piece.entries else b""
         return data + self._calls(piece) if piece.calls else data
 

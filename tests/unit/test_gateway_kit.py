@@ -16,9 +16,11 @@ from router.requests import (
     Finished,
     Request,
     TakeAtOnce,
+    TakeTokens,
     Timeline,
     Update,
     WorkerStatus,
+    take_no_tokens,
     take_nothing,
 )
 from router.templates import ChatTemplate
@@ -102,13 +104,18 @@ class FakeRouter:
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.live = 0
+        self.clock = TickingClock()  # the app's
+        self.num_taken = 0  # updates of tokens alone that nobody had to wait for
         self.waiting = asyncio.Event()  # a request has come to a `Never`
         self.not_ready: str | None = None
         self.statuses: dict[WorkerId, WorkerStatus] = {}
         self.events: dict[tuple[str, str], int] = {}
 
     async def submit(
-        self, request: Request, take_at_once: TakeAtOnce = take_nothing
+        self,
+        request: Request,
+        take_at_once: TakeAtOnce = take_nothing,
+        take_tokens: TakeTokens = take_no_tokens,
     ) -> AsyncIterator[Update]:
         number = len(self.requests)
         self.requests.append(request)
@@ -121,6 +128,8 @@ class FakeRouter:
                 if isinstance(step, Never):
                     self.waiting.set()
                     await asyncio.Event().wait()
+                elif self._is_plain(step) and take_tokens(step.token_ids, self.clock.now_s()):
+                    self.num_taken += 1
                 elif not take_at_once(step):
                     ended = step.outcome is not None
                     yield step
@@ -128,6 +137,9 @@ class FakeRouter:
             self.live -= 1
             if not ended:
                 self.cancelled.append(request.request_id)
+
+    def _is_plain(self, update: Update) -> bool:
+        return update == Update(update.token_ids)
 
     def _script_of(self, number: int) -> list[Update | Never | Exception]:
         return self.more_scripts[number - 1] if number and self.more_scripts else self.script
@@ -167,7 +179,7 @@ def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings:
         router,
         text_model(template),
         settings=GatewaySettings(**(given | settings)),
-        clock=TickingClock(),
+        clock=router.clock,
         rng=random.Random(1),
     )
 
