@@ -7,7 +7,9 @@ Life of a sequence here:
     ready     all KV is here; waits for its first token, which the gateway forwards
     running   has a row in every step
 
-A sequence that was prefilled in this worker (`Adopted`) begins as a running one.
+A sequence that was prefilled in this worker (`Adopted`) begins as a running one. A running one that
+is to go on elsewhere (`HandOver`) leaves between two steps, with its blocks (`Leaving`). Where it
+goes on it comes like any other; of its last tokens the draft model may have seen nothing.
 
 Only a queue head that the pool has room for is admitted, in order of arrival, and room includes the
 growth of the sequences admitted before it within the next `growth_tokens` tokens each. If memory
@@ -32,7 +34,8 @@ Sources: continuous batching, Yu et al., Orca, OSDI 2022; two owners of a block,
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +57,8 @@ from engine.events import (
     GatewayLost,
     HoldLease,
     LeaseEnded,
+    Leaving,
+    PassedOn,
     PullDone,
     PullFailed,
     StartPull,
@@ -61,6 +66,7 @@ from engine.events import (
 from engine.intake import Intake
 from engine.messages import (
     PREEMPTED,
+    ROLE_CHANGED,
     Cancel,
     Decode,
     DecodeStarted,
@@ -68,6 +74,8 @@ from engine.messages import (
     FirstToken,
     GatewayId,
     GivenBack,
+    HandedOver,
+    HandOver,
     KvReady,
     OfferPrefix,
     SeqId,
@@ -90,6 +98,12 @@ class _Arriving:
     pulled: tuple[BlockId, ...] | None = None  # being written; None while queued
     kv_here: bool = False
     first_token: int | None = None
+    num_draft_tokens: int | None = None  # that the draft model has seen at the source; None: all
+
+    def may_keep(self, index: int, block_size: int) -> bool:
+        """Whether a block of the prompt is all that others expect of it."""
+        seen = self.num_draft_tokens
+        return seen is None or (index + 1) * block_size <= seen
 
 
 @dataclass(slots=True)
@@ -184,13 +198,26 @@ class DecodeScheduler:
         """Sequences are decoded here, handed over or prefilled in this worker."""
         return kind in (Decode, Adopted)
 
-    def handle(self, event: Event, now_s: float) -> list[Effect]:
+    def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
+        """Those whose KV or first token is missing, if new ones are not accepted any more."""
+        if accepts(Decode):
+            return []
+        effects: list[Effect] = []
+        for arriving in [*self._queued.values(), *self._arriving.values()]:
+            seq = arriving.seq
+            effects += self._cancel(seq.seq_id)
+            effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))
+        return effects
+
+    def handle(self, event: Event, now_s: float) -> Items[Effect | PassedOn]:
         """Takes note of an event."""
         if self._lockstep is not None and not _is_arrival(event):
             self._lockstep.catch_up()
         match event:
             case FromGateway(gateway_id, Decode() as message):
                 return self._enqueue(gateway_id, message)
+            case FromGateway(gateway_id, HandOver() as message):
+                return self._hand_over(gateway_id, message)
             case FromGateway(_, FirstToken(seq_id, token)):
                 return self._on_first_token(seq_id, token)
             case FromGateway(_, Cancel(seq_id)):
@@ -228,7 +255,7 @@ class DecodeScheduler:
             self._counters["spec_steps"] += any(r.proposal is not None for r in chosen)
         return scheduled
 
-    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
+    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect]:
         """A sequence has its next tokens."""
         running = self._running[row.seq_id]
         seq = running.seq
@@ -340,7 +367,8 @@ class DecodeScheduler:
             return [Emit(gateway_id, seq)]
         if self._blocks_of(len(seq.token_ids) + 1) > self._pool.num_blocks:
             return [Emit(seq.gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
-        self._queued[seq.seq_id] = _Arriving(seq)
+        num_draft_tokens = message.num_draft_tokens if self._has_draft_model else None
+        self._queued[seq.seq_id] = _Arriving(seq, num_draft_tokens=num_draft_tokens)
         return [HoldLease(seq.seq_id, message.lease)]
 
     def _is_known(self, seq_id: SeqId) -> bool:
@@ -408,7 +436,11 @@ class DecodeScheduler:
         if arriving is None:
             return []
         seq = arriving.seq
-        seq.advance(len(seq.token_ids) - seq.num_computed_tokens, self._pool)
+        num_seen = arriving.num_draft_tokens
+        if num_seen is not None:
+            num_seen = min(max(num_seen, seq.num_draft_tokens), len(seq.token_ids))
+        num_missing = len(seq.token_ids) - seq.num_computed_tokens
+        seq.advance(num_missing, self._pool, num_draft_tokens=num_seen)
         if self._aborting.pop(done.seq_id, None) is not None:
             seq.release(self._pool)
             return []
@@ -462,16 +494,18 @@ class DecodeScheduler:
         arriving = self._end_pull(seq_id)
         if arriving is None:
             return []
-        num_kept_tokens = self._keep(arriving.seq, failed.arrived)
+        num_kept_tokens = self._keep(arriving, failed.arrived)
         if self._aborting.pop(seq_id, None) is not None:
             return []
         del self._arriving[seq_id]
         return [Emit(arriving.seq.gateway_id, GivenBack(seq_id, reason, num_kept_tokens))]
 
-    def _keep(self, seq: Sequence, arrived: tuple[int, ...]) -> int:
+    def _keep(self, arriving: _Arriving, arrived: tuple[int, ...]) -> int:
         """Lets go of a sequence; the tokens whose KV stays cached with what has arrived of it."""
+        seq = arriving.seq
         num_cached_tokens = seq.num_computed_tokens
-        seq.keep_pulled(frozenset(arrived), self._pool)
+        kept = frozenset(i for i in arrived if arriving.may_keep(i, self._block_size))
+        seq.keep_pulled(kept, self._pool)
         num_kept_tokens = seq.num_computed_tokens
         num_new_blocks = (num_kept_tokens - num_cached_tokens) // self._block_size
         self._counters["kept_blocks"] += num_new_blocks
@@ -547,13 +581,22 @@ class DecodeScheduler:
 
     def _leave(self, seq_id: SeqId) -> Sequence:
         """A running sequence is over here."""
+        seq = self._forget(seq_id)
+        seq.release(self._pool)
+        return seq
+
+    def _forget(self, seq_id: SeqId) -> Sequence:
+        """A running sequence is not decoded here any more; it has its blocks still."""
         if self._lockstep is not None:
             self._lockstep.leave(seq_id)
-        seq = self._running.pop(seq_id).seq
-        seq.release(self._pool)
         if self._speculator is not None:
             self._speculator.forget(seq_id)
-        return seq
+        return self._running.pop(seq_id).seq
+
+    def _hand_over(self, gateway_id: GatewayId, message: HandOver) -> list[Emit | Leaving]:
+        if message.seq_id not in self._running:
+            return [Emit(gateway_id, HandedOver(message.seq_id, None))]
+        return [Leaving(self._forget(message.seq_id), message.as_seq_id)]
 
     # ------------------------------------------------------------ drafts
 

@@ -219,8 +219,9 @@ class Deployment:
 def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
     """What workers of that role are started with.
 
-    `kv_dtype` is the format of their pool. `prefills_locally` is left only where KV that they
-    compute is, to the bit, what would be handed over to them.
+    `kv_dtype` is the format of their pool; `decode_kv_dtype` still says whether decode workers have
+    one of their own, so that none becomes what it cannot be. `prefills_locally` is left only where
+    KV that they compute is, to the bit, what would be handed over to them.
     """
     kv_dtype = config.kv_dtype
     if role is Role.DECODE and config.decode_kv_dtype is not None:
@@ -229,7 +230,6 @@ def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
     return msgspec.structs.replace(
         config,
         kv_dtype=kv_dtype,
-        decode_kv_dtype=None,
         prefills_locally=config.prefills_locally and len(formats) == 1,
     )
 

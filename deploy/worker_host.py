@@ -1,6 +1,6 @@
 """One worker: the threads around a `WorkerCore`.
 
-    asyncio thread   gRPC sessions of gateways, and who follows the block events
+    asyncio thread   gRPC sessions of gateways and of who sets roles; who follows the block events
     step thread      owns core, pool and runner: takes events, runs plans, performs effects
     transfer thread  the endpoint: leases and pulls
 
@@ -15,8 +15,8 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -29,7 +29,7 @@ from engine.blocks import BlockPool
 from engine.clock import Clock
 from engine.config import WorkerConfig
 from engine.errors import GrammarError, ProtocolError
-from engine.events import Effect, Emit, Event, FromGateway, GatewayLost
+from engine.events import Effect, Emit, EmitToAll, Event, FromGateway, GatewayLost
 from engine.grammars import LlGuides
 from engine.intake import Intake
 from engine.layout import KVFormat
@@ -44,6 +44,8 @@ from engine.messages import (
     Prefill,
     Refused,
     Role,
+    RoleChanged,
+    SetRole,
     ToGateway,
     TransferAddress,
     Welcome,
@@ -53,7 +55,7 @@ from engine.messages import (
 )
 from engine.offers import PrefixOffers
 from engine.rpc import Send, SessionServer
-from engine.worker import Scheduler, WorkerCore
+from engine.worker import Duties, WorkerCore
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import Pool
 from kvtransfer.messages import Identity
@@ -62,6 +64,7 @@ from prefill.scheduler import PrefillScheduler
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
+_WHY_NOT = "KV of those is in another format"
 MAX_UNSENT_FRAMES = 4096  # of one gateway; one that reads more slowly is cut off
 
 
@@ -110,6 +113,9 @@ class WorkerHost:
         self._incarnation = Incarnation(secrets.token_hex(8))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._gateways: dict[GatewayId, asyncio.Queue[bytes | None]] = {}
+        self._duties = Duties(
+            identity.role, roles_of(identity.role, config), config.prefills_locally
+        )
         self._stopping = False
 
     async def open(self) -> str:
@@ -162,22 +168,20 @@ class WorkerHost:
         intake = Intake(
             self._runner.layout.block_size, model.guides, model.vocab_size, model.context_len
         )
-        role = self._identity.role
-        schedulers: list[Scheduler] = []
-        if role.decodes:
-            schedulers.append(
-                DecodeScheduler(
-                    pool, intake=intake, max_running=config.max_running, speculator=speculator
-                )
-            )
-        if role.prefills or config.prefills_locally:
-            schedulers.append(
-                PrefillScheduler(
-                    pool, intake=intake, chunk_tokens=config.chunk_tokens, address=address
-                )
-            )
-        schedulers.append(PrefixOffers(pool, block_size=intake.block_size, address=address))
-        return WorkerCore(schedulers, pool, config.max_batch_tokens, observe=speculator.observe)
+        decode = DecodeScheduler(
+            pool, intake=intake, max_running=config.max_running, speculator=speculator
+        )
+        prefill = PrefillScheduler(
+            pool, intake=intake, chunk_tokens=config.chunk_tokens, address=address
+        )
+        offers = PrefixOffers(pool, block_size=intake.block_size, address=address)
+        return WorkerCore(
+            [decode, prefill, offers],
+            pool,
+            config.max_batch_tokens,
+            duties=self._duties,
+            observe=speculator.observe,
+        )
 
     async def close(self) -> None:
         """Ends sessions and threads."""
@@ -196,6 +200,7 @@ class WorkerHost:
         if gateway_id is None:
             return
         outbox: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNSENT_FRAMES)
+        outbox.put_nowait(encode_frame([self._welcome()]))  # and whatever it is from now on
         self._gateways[gateway_id] = outbox
         sender = asyncio.create_task(_send_all(outbox, send))
         reader = asyncio.create_task(self._read_all(gateway_id, frames))
@@ -224,7 +229,6 @@ class WorkerHost:
             case [Hello(gateway_id=gateway_id)] if gateway_id in self._gateways:
                 reason = "a session of this gateway is open"
             case [Hello(gateway_id=gateway_id)]:
-                await send(encode_frame([self._welcome()]))
                 return gateway_id
             case _:
                 reason = "the first frame must be one Hello"
@@ -237,14 +241,14 @@ class WorkerHost:
             version=PROTOCOL_VERSION,
             worker_id=self._identity.worker_id,
             incarnation=self._incarnation,
-            role=self._identity.role,
+            role=self._duties.role,
             fingerprint=served_as(self._identity.fingerprint, self._config.kv_wire_dtype),
             layout=self._runner.layout,
             num_blocks=self._runner.num_blocks,
             max_running=self._config.max_running,
             kv_wire_dtype=self._config.kv_wire_dtype,
             events=self._events,
-            prefills_locally=self._identity.role is Role.DECODE and self._config.prefills_locally,
+            prefills_locally=self._duties.is_local,
         )
 
     async def _read_all(self, gateway_id: GatewayId, frames: AsyncIterator[bytes]) -> None:
@@ -257,6 +261,8 @@ class WorkerHost:
             for message in messages:
                 if isinstance(message, Hello):
                     continue  # a second one means nothing
+                if isinstance(message, SetRole) and message.role not in self._duties.possible:
+                    log.warning("it cannot be a %s worker: %s", message.role, _WHY_NOT)
                 if isinstance(message, Prefill | Generate | Decode):
                     await self._prepare_grammar(message.sampling.grammar)
                 self._inbox.put(FromGateway(gateway_id, message))
@@ -318,8 +324,15 @@ class WorkerHost:
         for effect in effects:
             if isinstance(effect, Emit):
                 frames.setdefault(effect.gateway_id, []).append(effect.message)
+            elif isinstance(effect, EmitToAll):
+                self._send(frames)  # what was said before comes before
+                frames = {}
+                self._loop.call_soon_threadsafe(self._change_role, effect.message)
             else:
                 self._endpoint.perform(effect)
+        self._send(frames)
+
+    def _send(self, frames: Mapping[GatewayId, list[ToGateway]]) -> None:
         for gateway_id, messages in frames.items():
             frame = encode_frame(messages)
             self._loop.call_soon_threadsafe(self._post, gateway_id, frame)
@@ -335,6 +348,13 @@ class WorkerHost:
         load = msgspec.structs.replace(load, num_event_batches=self._publisher.num_batches)
         frame = encode_frame([load])
         self._loop.call_soon_threadsafe(self._post_all, frame)
+
+    def _change_role(self, message: RoleChanged) -> None:
+        """Gateways that are here are told; those that come later are welcomed so."""
+        if message.role is not self._duties.role:
+            log.info("it is a %s worker now", message.role)
+        self._duties = replace(self._duties, role=message.role)
+        self._post_all(encode_frame([message]))
 
     def _post_all(self, frame: bytes) -> None:
         for gateway_id in list(self._gateways):
@@ -352,6 +372,21 @@ class WorkerHost:
             while not outbox.empty():
                 outbox.get_nowait()
             outbox.put_nowait(None)
+
+
+def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
+    """The roles that a worker started so may be given.
+
+    Where decode workers hold KV in a format of their own, one cannot become another: its pool is
+    made.
+    """
+    if config.decode_kv_dtype is None:
+        return frozenset(Role)
+    return frozenset(
+        other
+        for other in Role
+        if other is Role.DRAINED or (other is Role.DECODE) == (role is Role.DECODE)
+    )
 
 
 def served_as(fingerprint: str, kv_wire_dtype: KVFormat | None) -> str:

@@ -21,6 +21,7 @@ from engine.messages import (
     LeaseRef,
     OfferPrefix,
     Prefill,
+    RoleChanged,
     SeqId,
     SetRole,
     ToGateway,
@@ -85,7 +86,16 @@ class Adopted:
     seq: Sequence
 
 
-Event = FromGateway | GatewayLost | LeaseEnded | PullDone | PullFailed | Adopted
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A sequence decoded in this worker goes on elsewhere, under another id; it owns its blocks."""
+
+    seq: Sequence
+    as_seq_id: SeqId
+
+
+PassedOn = Adopted | Leaving  # from one scheduler of a worker to another
+Event = FromGateway | GatewayLost | LeaseEnded | PullDone | PullFailed | PassedOn
 
 # ---------------------------------------------------------------- effects
 
@@ -95,6 +105,13 @@ class Emit(msgspec.Struct, frozen=True):  # one a token
 
     gateway_id: GatewayId
     message: ToGateway
+
+
+@dataclass(frozen=True, slots=True)
+class EmitToAll:
+    """Send a message to every gateway. New ones are welcomed by who this has made the worker."""
+
+    message: RoleChanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +160,4 @@ class AbortPull:
     seq_id: SeqId
 
 
-Effect = Emit | OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull
+Effect = Emit | EmitToAll | OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull

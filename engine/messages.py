@@ -23,6 +23,8 @@ from engine.layout import KVFormat, KVLayout
 
 PROTOCOL_VERSION = 6
 PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
+WRONG_ROLE = "wrong role"  # why one is that the worker is not there for
+ROLE_CHANGED = "role changed"  # the same, of one that it had accepted before
 MAX_FRAME_BYTES = 64 * 2**20
 
 RequestId = NewType("RequestId", str)
@@ -211,13 +213,17 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Pull the KV of `token_ids` under `lease`; generate when `FirstToken` has come too."""
+    """Pull the KV of `token_ids` under `lease`; generate when `FirstToken` has come too.
+
+    What was a running sequence elsewhere comes in the same way: its last token is the first here.
+    """
 
     seq_id: SeqId
     token_ids: Prompt
     sampling: Sampling
     limits: Limits
     lease: LeaseRef
+    num_draft_tokens: int | None = None  # as `HandedOver` says
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
@@ -371,11 +377,13 @@ class HandedOver(msgspec.Struct, frozen=True, tag=True):
     """The answer to `HandOver`: the sequence has stopped, and no token of it will come any more.
 
     `lease` covers the KV of all its tokens but the last, which was not fed back yet. None where it
-    does not decode here, or not yet.
+    does not decode here, or not yet. The draft model's KV is there of the first `num_draft_tokens`;
+    None: of as many.
     """
 
     seq_id: SeqId
     lease: LeaseRef | None
+    num_draft_tokens: int | None = None
 
 
 class RoleChanged(msgspec.Struct, frozen=True, tag=True):

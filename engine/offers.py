@@ -1,14 +1,17 @@
-"""Prefixes that this worker holds, leased to others on demand.
+"""Blocks that this worker has computed already, leased to others on demand.
 
 A gateway that places a prompt where less of it is cached than here asks this worker to offer what
 it holds (`OfferPrefix`); the other worker pulls under that lease instead of computing. Every worker
 offers, whatever its role: what a decode worker holds of a conversation, answers included, is the
 beginning of the next prompt.
 
+A sequence that is decoded here and is to go on elsewhere (`HandOver`) leaves its blocks in the same
+way, those of all its tokens but the last. Its sequence is gone by then: nobody here waits for it.
+
 Life of an offer: opened complete, for its blocks are computed already; it ends like any lease, by
 release, by the gateway's `Cancel` or loss, or for want of a sign of its sink. An offer takes cached
-blocks out of the free list but none from a sequence, and whoever holds one may not wait for memory
-(see `prefill.scheduler`), so offers cannot keep workers waiting for each other.
+blocks out of the free list but none from a sequence, and whoever holds one of a prefix may not wait
+for memory (see `prefill.scheduler`), so offers cannot keep workers waiting for each other.
 
 No forward pass comes of it: a scheduler without rows. It knows no clock, tensor or socket.
 
@@ -16,7 +19,7 @@ Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAS
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine.batch import Row, RowResult
@@ -30,6 +33,7 @@ from engine.events import (
     GatewayLost,
     GrowLease,
     LeaseEnded,
+    Leaving,
     OpenLease,
     RevokeLease,
 )
@@ -37,6 +41,7 @@ from engine.intake import ReadPrompt, read_prompt
 from engine.messages import (
     Cancel,
     GatewayId,
+    HandedOver,
     LeaseId,
     LeaseRef,
     OfferPrefix,
@@ -50,6 +55,11 @@ from engine.worker import Scheduled, Workload
 def prefix_lease_id(seq_id: SeqId) -> LeaseId:
     """The id of the lease on a prefix; the one that hands a sequence over is called like it."""
     return LeaseId(f"{seq_id}.prefix")
+
+
+def moved_lease_id(seq_id: SeqId) -> LeaseId:
+    """The id of the lease on a sequence that goes on elsewhere as this one."""
+    return LeaseId(f"{seq_id}.moved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +109,16 @@ class PrefixOffers:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Prefixes offered, and how often nothing was held."""
+        """Prefixes offered, how often nothing was held, and sequences handed over."""
         return self._counters
 
     def accepts(self, kind: type) -> bool:
-        """No sequence lives here."""
-        return False
+        """No sequence lives here; one that leaves goes through here."""
+        return kind is Leaving
+
+    def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
+        """Nothing waits here."""
+        return []
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Takes note of an event."""
@@ -112,8 +126,10 @@ class PrefixOffers:
             case FromGateway(gateway_id, OfferPrefix() as message):
                 return self._offer(gateway_id, message)
             case FromGateway(_, Cancel(seq_id)):
-                lease_id = prefix_lease_id(seq_id)
-                return [RevokeLease(lease_id)] if lease_id in self._offers else []
+                lease_ids = (prefix_lease_id(seq_id), moved_lease_id(seq_id))
+                return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self._offers]
+            case Leaving():
+                return self._hand_over(event)
             case GatewayLost(gateway_id):
                 mine = [i for i, offer in self._offers.items() if offer.gateway_id == gateway_id]
                 return [RevokeLease(lease_id) for lease_id in mine]
@@ -150,11 +166,29 @@ class PrefixOffers:
             self._counters["prefix_offers:not_held"] += 1
             return [Emit(gateway_id, PrefixOffered(message.seq_id, None))]
         self._counters["prefix_offers:held"] += 1
+        effects, lease = self._lease(gateway_id, lease_id, block_ids)
+        return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
+
+    def _hand_over(self, leaving: Leaving) -> list[Effect]:
+        """The blocks of a sequence go from it to a lease."""
+        seq = leaving.seq
+        lease_id = moved_lease_id(leaving.as_seq_id)
+        if lease_id in self._offers:  # nobody should give the same id twice
+            seq.release(self._pool)
+            return [Emit(seq.gateway_id, HandedOver(seq.seq_id, None))]
+        self._counters["handed_over"] += 1
+        num_blocks = -(-seq.num_computed_tokens // self._block_size)
+        block_ids = tuple(seq.block_table[:num_blocks])
+        num_draft_tokens = seq.num_draft_tokens if seq.num_unseen_tokens else None
+        effects, lease = self._lease(seq.gateway_id, lease_id, block_ids)
+        seq.release(self._pool)
+        handed_over = HandedOver(seq.seq_id, lease, num_draft_tokens)
+        return [*effects, Emit(seq.gateway_id, handed_over)]
+
+    def _lease(
+        self, gateway_id: GatewayId, lease_id: LeaseId, block_ids: tuple[BlockId, ...]
+    ) -> tuple[list[Effect], LeaseRef]:
         self._pool.lease(block_ids)
         self._offers[lease_id] = _Offer(gateway_id, block_ids)
         lease = LeaseRef(lease_id, self._address, len(block_ids))
-        return [
-            OpenLease(lease_id, len(block_ids)),
-            GrowLease(lease_id, block_ids),
-            Emit(gateway_id, PrefixOffered(message.seq_id, lease)),
-        ]
+        return [OpenLease(lease_id, len(block_ids)), GrowLease(lease_id, block_ids)], lease

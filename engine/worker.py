@@ -1,8 +1,13 @@
 """The core of a worker: its schedulers around one block pool, without I/O.
 
-What a worker can do is nothing but which schedulers are there. Per step the core asks them in order
-for rows under one token budget (decode first: its rows are short and somebody is waiting for each
-token), and hands the results back. Everything else that happens is an event.
+Every worker has all schedulers; its role is nothing but what it accepts. So a change of role builds
+nothing, and weights, KV, what is cached and what is leased stay. New work that the role is not for
+is given back, and so is what waits; what runs goes on until it ends or is handed over, so that for
+a while a worker may do more than its role says.
+
+Per step the core asks the schedulers in order for rows under one token budget (decode first: its
+rows are short and somebody is waiting for each token), and hands the results back. Everything else
+that happens is an event.
 
 The host around it owns the threads: it feeds events, runs the plans, and performs the effects.
 
@@ -11,14 +16,27 @@ of prompts, timed by the runner. Left out are steps with drafts, of the draft mo
 and prompts whose log-probabilities are asked for: tokens alone do not say what these cost.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.batch import BatchPlan, BatchResult, Row, RowResult
 from engine.blocks import BlockPool
-from engine.events import Adopted, Effect, Emit, Event, FromGateway
-from engine.messages import Decode, Generate, GivenBack, LoadReport, Prefill, StepReport
+from engine.events import Adopted, Effect, Emit, EmitToAll, Event, FromGateway, Leaving, PassedOn
+from engine.messages import (
+    WRONG_ROLE,
+    Decode,
+    Generate,
+    GivenBack,
+    HandedOver,
+    HandOver,
+    LoadReport,
+    Prefill,
+    Role,
+    RoleChanged,
+    SetRole,
+    StepReport,
+)
 
 MAX_STEPS_OF_A_KIND = 8  # in one report: of those that only decode, and of others
 
@@ -41,25 +59,51 @@ class Workload:
     context_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """What a worker is there for, and what else it may become."""
+
+    role: Role = Role.MIXED
+    possible: Collection[Role] = tuple(Role)
+    prefills_locally: bool = False  # as `Welcome` has it, while the role is to decode
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it decodes for others and yet takes prompts to go on with."""
+        return self.role is Role.DECODE and self.prefills_locally
+
+    def accepts(self, kind: type) -> bool:
+        """Whether new work of a kind is taken."""
+        if kind is Prefill:
+            return self.role.prefills
+        if kind is Decode:
+            return self.role.decodes
+        return kind is Generate and (self.role is Role.MIXED or self.is_local)
+
+
 class Scheduler(Protocol):
     """One part of a worker's work: prefill, decode, or offering prefixes."""
 
     def accepts(self, kind: type) -> bool:
-        """Whether a message of this kind, or `Adopted`, opens a sequence here.
+        """Whether a message of this kind opens a sequence here, or one passed on comes here.
 
         Other events concern every scheduler.
         """
         ...
 
-    def handle(self, event: Event, now_s: float) -> list[Effect]:
+    def handle(self, event: Event, now_s: float) -> Sequence[Effect | PassedOn]:
         """Takes note of an event."""
+        ...
+
+    def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
+        """Gives back what has not begun, of kinds that are accepted no more."""
         ...
 
     def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
         """Chooses rows of at most `budget_tokens` tokens in all."""
         ...
 
-    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
+    def advance(self, row: Row, result: RowResult, now_s: float) -> Sequence[Effect | PassedOn]:
         """A row of this scheduler ran; this is what it came to."""
         ...
 
@@ -129,9 +173,14 @@ class WorkerCore:
         pool: BlockPool,
         max_batch_tokens: int,
         *,
+        duties: Duties | None = None,
         observe: Observe | None = None,
     ) -> None:
-        """`observe` is told what each step was, how long it took, and when it ended."""
+        """Without `duties` it takes whatever its schedulers do.
+
+        `observe` is told what each step was, how long it took, and when it ended.
+        """
+        self._duties = duties or Duties()
         self._schedulers = schedulers
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
@@ -139,6 +188,11 @@ class WorkerCore:
         self._running: list[tuple[Scheduler, Row]] = []
         self._decoder = self._taker(Adopted)
         self._decode_steps, self._other_steps = StepSamples(), StepSamples()
+
+    @property
+    def role(self) -> Role:
+        """What it is there for."""
+        return self._duties.role
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Feeds an event to whom it concerns. A sequence that nobody accepts is given back.
@@ -150,17 +204,50 @@ class WorkerCore:
 
     def _dispatch(self, event: Event, now_s: float) -> list[Effect]:
         match event:
-            case Adopted():
-                assert self._decoder is not None, "a sequence was adopted where nobody decodes"
-                return self._decoder.handle(event, now_s)
+            case Adopted() | Leaving():
+                taker = self._taker(type(event))
+                assert taker is not None, f"nobody takes what is passed on: {event}"
+                return self._settled(taker.handle(event, now_s), now_s)
             case FromGateway(gateway_id, Prefill() | Generate() | Decode() as message):
-                taker = self._taker(type(message))
-                stays = isinstance(message, Generate)
-                if taker is None or (stays and self._decoder is None):
-                    return [Emit(gateway_id, GivenBack(message.seq_id, "wrong role"))]
-                return taker.handle(event, now_s)
+                taker = self._taker(type(message)) if self._accepts(type(message)) else None
+                if taker is None:
+                    return [Emit(gateway_id, GivenBack(message.seq_id, WRONG_ROLE))]
+                return self._settled(taker.handle(event, now_s), now_s)
+            case FromGateway(gateway_id, HandOver(seq_id)) if self._decoder is None:
+                return [Emit(gateway_id, HandedOver(seq_id, None))]
+            case FromGateway(_, SetRole(role)):
+                return self._set_role(role)
             case _:
-                return [e for scheduler in self._schedulers for e in scheduler.handle(event, now_s)]
+                effects = [e for s in self._schedulers for e in s.handle(event, now_s)]
+                return self._settled(effects, now_s)
+
+    def _settled(self, effects: Iterable[Effect | PassedOn], now_s: float) -> list[Effect]:
+        """Effects, with what follows from those that concern another scheduler here."""
+        settled: list[Effect] = []
+        for effect in effects:
+            if isinstance(effect, Adopted | Leaving):
+                settled += self._dispatch(effect, now_s)
+            else:
+                settled.append(effect)
+        return settled
+
+    # ------------------------------------------------------------ roles
+
+    def _accepts(self, kind: type) -> bool:
+        """Whether it takes new work of a kind."""
+        if kind is Generate and self._decoder is None:
+            return False
+        return self._duties.accepts(kind)
+
+    def _set_role(self, role: Role) -> list[Effect]:
+        """All gateways are told, also where it stays what it was: whoever asked waits for that."""
+        if role in self._duties.possible:
+            self._duties = replace(self._duties, role=role)
+        duties = self._duties
+        effects: list[Effect] = [EmitToAll(RoleChanged(duties.role, duties.is_local))]
+        for scheduler in self._schedulers:
+            effects += scheduler.give_back(self._accepts)
+        return effects
 
     def _taker(self, kind: type) -> Scheduler | None:
         return next((s for s in self._schedulers if s.accepts(kind)), None)
@@ -188,7 +275,7 @@ class WorkerCore:
             self._sample_step(result.times.total_s)
         for (scheduler, row), row_result in zip(self._running, result.rows, strict=True):
             for effect in scheduler.advance(row, row_result, now_s):
-                if isinstance(effect, Adopted):
+                if isinstance(effect, Adopted | Leaving):
                     effects += self._dispatch(effect, now_s)
                 else:
                     effects.append(effect)
@@ -210,9 +297,7 @@ class WorkerCore:
     def note_decoding(self, seconds: float, *, num_rows: int, num_context_tokens: int) -> None:
         """Takes note of a step that only decoded and was not run as a plan of this core."""
         if self._decode_steps.wants_next():
-            step = StepReport(
-                seconds, num_rows=num_rows, num_context_tokens=num_context_tokens
-            )
+            step = StepReport(seconds, num_rows=num_rows, num_context_tokens=num_context_tokens)
             self._decode_steps.keep(step)
 
     def _step_report(self, seconds: float) -> StepReport | None:

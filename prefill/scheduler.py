@@ -28,7 +28,7 @@ sglang#24527.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from engine.batch import Row, RowResult
@@ -52,6 +52,7 @@ from engine.events import (
 )
 from engine.intake import Intake
 from engine.messages import (
+    ROLE_CHANGED,
     Cancel,
     FinishReason,
     GatewayId,
@@ -139,6 +140,16 @@ class PrefillScheduler:
     def accepts(self, kind: type) -> bool:
         """Prompts are computed here."""
         return kind in (Prefill, Generate)
+
+    def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
+        """Prompts that wait, if new ones like them are not accepted any more."""
+        late = [j for j in self._waiting if not accepts(Prefill if j.hands_over else Generate)]
+        effects: list[Effect] = []
+        for job in late:
+            seq = job.seq
+            effects += self._cancel(seq.seq_id)
+            effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))
+        return effects
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Takes note of an event."""

@@ -35,6 +35,7 @@ from engine.events import (
     AbortPull,
     Effect,
     Emit,
+    EmitToAll,
     Event,
     FromGateway,
     GatewayLost,
@@ -81,7 +82,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.offers import PrefixOffers
-from engine.worker import Scheduler, WorkerCore
+from engine.worker import Duties, WorkerCore
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
     Data,
@@ -524,13 +525,13 @@ class FakeWorker:
             chunk_tokens=shape.chunk_tokens,
             address=self.endpoint.address,
         )
-        schedulers: list[Scheduler] = [self.decode] if shape.role.decodes else []
-        prefills = shape.role.prefills or shape.prefills_locally
-        schedulers += [self.prefill] if prefills else []
         self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=self.endpoint.address)
-        schedulers.append(self.offers)
         self.core = WorkerCore(
-            schedulers, self.pool, shape.max_batch_tokens, observe=speculator.observe
+            [self.decode, self.prefill, self.offers],
+            self.pool,
+            shape.max_batch_tokens,
+            duties=Duties(shape.role, prefills_locally=shape.prefills_locally),
+            observe=speculator.observe,
         )
         self.inbox: deque[Event] = deque()
         self.plan: BatchPlan | None = None  # what runs now
@@ -615,6 +616,9 @@ class FakeWorker:
             if isinstance(effect, Emit):
                 gateway = self._cluster.gateways.get(effect.gateway_id)
                 if gateway is not None:
+                    gateway.links[self.worker_id].to_gateway.append(encode_frame([effect.message]))
+            elif isinstance(effect, EmitToAll):
+                for gateway in self._cluster.gateways.values():
                     gateway.links[self.worker_id].to_gateway.append(encode_frame([effect.message]))
             else:
                 self.endpoint.orders.append(effect)

@@ -38,6 +38,7 @@ from engine.messages import (
     Prefill,
     RequestId,
     Role,
+    RoleChanged,
     Sampling,
     SeqId,
     Tokens,
@@ -181,7 +182,7 @@ class _Cluster:
         }
         settles = setup.settles
         self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
-        self._decoding = [w for w in self._workers.values() if w.role.decodes]
+        self._decoding = [w for w in self._workers.values() if w.role.decodes]  # or once did
 
     # ------------------------------------------------------------ the run
 
@@ -264,10 +265,18 @@ class _Cluster:
                 continue
             self._hear_tokens(worker_id, told)
             told = []
-            if isinstance(message, GivenBack):
+            if isinstance(message, RoleChanged):
+                self._note_role(worker_id)
+            if isinstance(message, GivenBack | RoleChanged):
                 self._settle(places=True)
             self._take(FromWorker(worker_id, message), said.times_s)
         self._hear_tokens(worker_id, told)
+
+    def _note_role(self, worker_id: WorkerId) -> None:
+        """One that may come to decode has tokens to tell of from now on."""
+        worker = self._workers[worker_id]
+        if worker not in self._decoding:
+            self._decoding.append(worker)
 
     def _handle(self, event: RouterEvent) -> None:
         self._settle(places=isinstance(event, Arrived))

@@ -35,6 +35,7 @@ from engine.events import (
     AbortPull,
     Effect,
     Emit,
+    EmitToAll,
     Event,
     FromGateway,
     GrowLease,
@@ -52,6 +53,7 @@ from engine.messages import (
     FinishReason,
     Generate,
     GivenBack,
+    HandedOver,
     Incarnation,
     PrefillDone,
     Role,
@@ -64,7 +66,7 @@ from engine.messages import (
 )
 from engine.offers import PrefixOffers
 from engine.sequence import Sequence as EngineSequence
-from engine.worker import Scheduler, WorkerCore
+from engine.worker import Duties, WorkerCore
 from prefill.scheduler import PrefillScheduler
 
 REPORT_EVERY_S = 1.0
@@ -148,7 +150,6 @@ class SimWorker:
         self._transfers = transfers
         self._listener = listener
         self._leaps = leaps
-        self._decode: DecodeScheduler | None = None
         self._block_size = hardware.layout.block_size
         self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
         self.core = self._open_core(read)
@@ -169,21 +170,17 @@ class SimWorker:
         hardware, pool, block_size = self._hardware, self.pool, self._block_size
         address = TransferAddress(self.worker_id, Incarnation("1"), "")
         intake = Intake(block_size, read=read)
-        schedulers: list[Scheduler] = []
-        if self.role.decodes:
-            self._decode = DecodeScheduler(pool, intake=intake, max_running=hardware.max_running)
-            schedulers.append(self._decode)
-        if self.role.prefills:
-            schedulers.append(
-                PrefillScheduler(
-                    pool,
-                    intake=intake,
-                    chunk_tokens=hardware.chunk_tokens,
-                    address=address,
-                )
-            )
-        schedulers.append(PrefixOffers(pool, block_size=block_size, address=address, read=read))
-        return WorkerCore(schedulers, pool, hardware.max_batch_tokens)
+        self._decode = DecodeScheduler(pool, intake=intake, max_running=hardware.max_running)
+        prefill = PrefillScheduler(
+            pool, intake=intake, chunk_tokens=hardware.chunk_tokens, address=address
+        )
+        offers = PrefixOffers(pool, block_size=block_size, address=address, read=read)
+        return WorkerCore(
+            [self._decode, prefill, offers],
+            pool,
+            hardware.max_batch_tokens,
+            duties=Duties(self.role),
+        )
 
     def welcome(self) -> Welcome:
         """Who it is and what it can hold."""
@@ -324,7 +321,7 @@ class SimWorker:
 
     def _begin(self, plan: BatchPlan) -> None:
         rows = plan.rows
-        num_decoding = 0 if self._decode is None else min(self._decode.num_running, len(rows))
+        num_decoding = min(self._decode.num_running, len(rows))
         num_alike = min(map(self._num_alike, rows[:num_decoding]), default=1)
         price = price_of(rows, num_decoding)
         now_s = self._future.now_s
@@ -410,6 +407,9 @@ class SimWorker:
         for effect in effects:
             if isinstance(effect, Emit):  # nearly all are
                 self._say(effect.message)
+            elif isinstance(effect, EmitToAll):
+                self.role = effect.message.role
+                self._say(effect.message)
             else:
                 self._move(effect)
 
@@ -431,7 +431,7 @@ class SimWorker:
                     said.append(self._tell(seq_id, told, num_steps, finish))
                 if finish is not None:
                     self._forget(seq_id)
-            case GivenBack(seq_id=seq_id):
+            case GivenBack(seq_id=seq_id) | HandedOver(seq_id=seq_id):
                 last = self._told.get(seq_id)
                 if last is not None and last.step < num_steps:
                     said.append(self._tell(seq_id, last, num_steps))

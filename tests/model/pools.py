@@ -59,7 +59,8 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
-from engine.worker import Scheduler, WorkerCore
+from engine.offers import PrefixOffers
+from engine.worker import Duties, Scheduler, WorkerCore
 from prefill.scheduler import PrefillScheduler
 
 GATEWAY = GatewayId("here")
@@ -144,22 +145,23 @@ class Worker:
         self.speculator = speculator(
             speculate, max_draft_tokens=8, has_draft_model=runner.draft_forward is not None
         )
-        self.schedulers: list[Scheduler] = []
-        if role.decodes:
-            decode = DecodeScheduler(
-                self.pool,
-                intake=intake,
-                max_running=max_running,
-                growth_tokens=growth_tokens,
-                speculator=self.speculator,
-            )
-            self.schedulers.append(decode)
-        if role.prefills or prefills_locally:
-            prefill = PrefillScheduler(
-                self.pool, intake=intake, chunk_tokens=64, address=self.address
-            )
-            self.schedulers.append(prefill)
-        self.core = WorkerCore(self.schedulers, self.pool, 256, observe=self.speculator.observe)
+        decode = DecodeScheduler(
+            self.pool,
+            intake=intake,
+            max_running=max_running,
+            growth_tokens=growth_tokens,
+            speculator=self.speculator,
+        )
+        prefill = PrefillScheduler(self.pool, intake=intake, chunk_tokens=64, address=self.address)
+        offers = PrefixOffers(self.pool, block_size=intake.block_size, address=self.address)
+        self.schedulers: list[Scheduler] = [decode, prefill, offers]
+        self.core = WorkerCore(
+            self.schedulers,
+            self.pool,
+            256,
+            duties=Duties(role, prefills_locally=prefills_locally),
+            observe=self.speculator.observe,
+        )
 
     @property
     def blocks(self) -> np.ndarray:

@@ -15,6 +15,7 @@ from engine.messages import Role
 FP32, BF16, FP8 = KVFormat.FP32, KVFormat.BF16, KVFormat.FP8_E4M3
 INT8, INT4 = KVFormat.INT8, KVFormat.INT4
 PAIR = (Role.PREFILL, Role.DECODE)
+ALL = (*PAIR, Role.MIXED)
 
 
 def configs(prefill, decode=None, wire=None, roles=PAIR):
@@ -23,12 +24,12 @@ def configs(prefill, decode=None, wire=None, roles=PAIR):
 
 
 def test_decode_workers_hold_kv_in_their_own_format_and_all_others_in_the_common_one():
-    formats = {role: c.kv_dtype for role, c in configs(FP32, INT8, roles=tuple(Role)).items()}
+    formats = {role: c.kv_dtype for role, c in configs(FP32, INT8, roles=ALL).items()}
     assert formats == {Role.PREFILL: FP32, Role.DECODE: INT8, Role.MIXED: FP32}
 
 
 def test_without_a_format_of_their_own_decode_workers_hold_kv_like_all_others():
-    assert {c.kv_dtype for c in configs(BF16, roles=tuple(Role)).values()} == {BF16}
+    assert {c.kv_dtype for c in configs(BF16, roles=ALL).values()} == {BF16}
 
 
 @pytest.mark.parametrize("role", list(Role))

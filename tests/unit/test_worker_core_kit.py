@@ -58,7 +58,7 @@ from engine.messages import (
     WorkerId,
 )
 from engine.offers import PrefixOffers
-from engine.worker import Scheduler, WorkerCore
+from engine.worker import Duties, WorkerCore
 from prefill.scheduler import PrefillScheduler
 
 BLOCK_SIZE = 4
@@ -331,11 +331,13 @@ class Rig:
         self.prefill = PrefillScheduler(
             self.pool, intake=Intake(BLOCK_SIZE, **intake), chunk_tokens=chunk, address=HERE
         )
-        schedulers: list[Scheduler] = [self.decode] if role.decodes else []
-        schedulers += [self.prefill] if role.prefills or prefills_locally else []
         self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=HERE)
-        schedulers.append(self.offers)
-        self.core = WorkerCore(schedulers, self.pool, budget)
+        self.core = WorkerCore(
+            [self.decode, self.prefill, self.offers],
+            self.pool,
+            budget,
+            duties=Duties(role, prefills_locally=prefills_locally),
+        )
         self.rows: tuple[Row, ...] = ()  # of the last step
         self.seconds: float | None = None  # that the runner says of a step
 

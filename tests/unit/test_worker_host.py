@@ -39,7 +39,7 @@ def step(core: WorkerCore) -> list[tuple[str, int]]:
     [
         (Role.PREFILL, True, {"prefill"}),
         (Role.PREFILL, False, {"prefill"}),
-        (Role.DECODE, True, {"prefill", "generate", "decode"}),
+        (Role.DECODE, True, {"generate", "decode"}),
         (Role.DECODE, False, {"decode"}),
         (Role.MIXED, True, {"prefill", "generate", "decode"}),
         (Role.MIXED, False, {"prefill", "generate", "decode"}),
