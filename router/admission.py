@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
-from engine.messages import Role
 from router.flight import Flight
 from router.placing import KnownPrefixes
 from router.policies.candidates import predicted_ready_s
@@ -105,7 +104,7 @@ class Admission:
     def _prefill_wait_s(self, now_s: float) -> float | None:
         """Seconds until a prefill worker has time for one that comes now."""
         state = self._state
-        workers = [w for w in state.view.workers.values() if w.info.role is not Role.DECODE]
+        workers = [worker for _, worker in state.view.prefillers()]
         if not workers:
             return None
         left_s = state.queued_s
@@ -119,7 +118,7 @@ class Admission:
     def _compute_s(self, flight: Flight) -> float | None:
         """Of a prompt, what is cached nowhere."""
         state = self._state
-        worker = next(w for w in state.view.workers.values() if w.info.role is not Role.DECODE)
+        _, worker = state.view.prefillers()[0]
         cached = max(KnownPrefixes(state, flight).matched_tokens().values(), default=0)
         return state.estimates.prefill_s(worker, flight.length, cached)
 
@@ -242,7 +241,7 @@ class Admission:
 
     def _decoders(self) -> list[WorkerView]:
         workers = self._state.view.workers.values()
-        return [worker for worker in workers if worker.info.role is not Role.PREFILL]
+        return [worker for worker in workers if worker.info.role.decodes]
 
 
 def _least(*bounds_s: float | None) -> float | None:

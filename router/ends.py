@@ -6,7 +6,7 @@ request ends in exactly one of Finished, Rejected, Failed, Cancelled.
 
 from engine.messages import Cancel, WorkerId
 from router.events import End, RouterEffect, SendTo
-from router.flight import Flight, timeline
+from router.flight import Attempt, Flight, timeline
 from router.policies.base import Placement, SharedPrompt
 from router.requests import Failed, Finished, Outcome
 from router.state import RouterState
@@ -51,12 +51,17 @@ class Ends:
         state.counters["retried", reason] += 1
         self.release_followers(flight, now_s)
         effects = self.end_attempt(flight, now_s)
-        if flight.num_attempts - flight.num_preemptions >= state.config.max_attempts:
+        if flight.num_counted >= state.config.max_attempts:
             message = f"given up after {flight.num_attempts} attempts; the last one: {reason}"
             return effects + self.end(flight, Failed(message), now_s)
         flight.last_news_s = now_s
         state.put_back(flight)
         return effects
+
+    def excuse(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
+        """As `retry`, of an attempt that did not fail: it does not count."""
+        flight.num_excused += 1
+        return self.retry(flight, reason, now_s)
 
     def end_attempt(
         self, flight: Flight, now_s: float, *, tell_workers: bool = True
@@ -67,7 +72,8 @@ class Ends:
             return []
         flight.attempt = None
         del self._state.by_seq[attempt.seq_id]
-        effects: list[RouterEffect] = []
+        self._state.unstrand(flight)
+        effects = self._end_move(attempt, tell_workers=tell_workers)
         concerned = [attempt.prefill, attempt.decode]
         if attempt.holder is not None:
             concerned.append(attempt.holder)
@@ -80,6 +86,17 @@ class Ends:
             if tell_workers:
                 effects.append(SendTo(worker_id, Cancel(attempt.seq_id)))
         return effects
+
+    def _end_move(self, attempt: Attempt, *, tell_workers: bool) -> list[RouterEffect]:
+        """Gives back what a move under way claimed: room, and what is leased for it, if it is."""
+        move = attempt.move
+        if move is None:
+            return []
+        workers = self._state.view.workers
+        if (target := workers.get(move.decode)) is not None:
+            target.release_decode(move.seq_id)
+        is_told = tell_workers and attempt.decode in workers
+        return [SendTo(attempt.decode, Cancel(move.seq_id))] if is_told else []
 
     def release_followers(self, leader: Flight, now_s: float) -> None:
         """Queues those that were held back: there is nothing to wait for any more."""

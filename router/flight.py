@@ -27,8 +27,21 @@ class Stamps:
 
 
 @dataclass(slots=True)
+class Move:
+    """Where a sequence that runs goes on, and as what: room is reserved there under `seq_id`."""
+
+    seq_id: SeqId
+    decode: WorkerId
+    reserved_len: int
+    reason: str
+
+
+@dataclass(slots=True)
 class Attempt:
-    """One placement. While `offer_due_s` is set, the prefill worker has not heard of it."""
+    """One placement. While `offer_due_s` is set, the prefill worker has not heard of it.
+
+    With a `move` its decode worker has been told to hand it over, and has not answered yet.
+    """
 
     seq_id: SeqId
     prefill: WorkerId
@@ -43,6 +56,12 @@ class Attempt:
     lease: LeaseRef | None = None
     prefilled: bool = False
     kv_ready: bool = False
+    move: Move | None = None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether nothing is missing for it to be decoded where it is."""
+        return self.prefilled and self.kv_ready
 
     @property
     def hands_over(self) -> bool:
@@ -62,6 +81,8 @@ class Flight:
     waits_for_s: float = 0.0  # counted in the queue: to compute it, as predicted then
     num_attempts: int = 0
     num_preemptions: int = 0  # attempts that do not count
+    num_excused: int = 0  # the same, of those that ended because a worker changed its role
+    num_moves: int = 0  # attempts that went on from another
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # when last, by whom
     back_off_until_s: float | None = None
     leads: bool = True  # followers are held back for it
@@ -81,6 +102,12 @@ class Flight:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.token_ids)
         self.hashes = self.request.hashes or PrefixHashes()
+
+    @property
+    def num_counted(self) -> int:
+        """Attempts of which there may only be so many."""
+        uncounted = self.num_preemptions + self.num_excused + self.num_moves
+        return self.num_attempts - uncounted
 
     @property
     def token_ids(self) -> list[int]:
@@ -133,7 +160,7 @@ def timeline(flight: Flight, now_s: float) -> Timeline:
         num_cached_tokens=flight.num_cached_tokens,
         num_drafted_tokens=flight.num_drafted_tokens,
         num_accepted_tokens=flight.num_accepted_tokens,
-        attempts=flight.num_attempts,
+        attempts=flight.num_attempts - flight.num_moves,
         prefill_worker=flight.workers[0],
         decode_worker=flight.workers[1],
         decision=flight.decision,

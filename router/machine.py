@@ -22,6 +22,9 @@ attempt, if it brought a token at all, and does not count as one. The request is
 again, and stays there until some worker has room: one that gave it back, when it has reported room
 for all of it, or after a back-off that grows.
 
+Where a worker is not there to decode any more, what runs on it is moved (`moving`): it stops when
+its KV is leased out, and goes on elsewhere as an attempt that has been prefilled.
+
 Every accepted request ends in exactly one of Finished, Rejected, Failed, Cancelled. A placement
 reserves, in the same call, what it chose; every end of an attempt gives that back and tells all
 workers concerned, whatever the reason.
@@ -60,6 +63,7 @@ from router.events import (
 )
 from router.flight import Attempt, Flight, Stamps, timeline
 from router.index import Prefixes, prefix_index
+from router.moving import Moving
 from router.placing import Placing
 from router.policies.base import Policy
 from router.policies.candidates import predicted_ready_s
@@ -105,7 +109,8 @@ class RouterMachine:
         )
         self._ends = Ends(self.state)
         self._placing = Placing(self.state, self._ends)
-        self._progress = Progress(self.state, self._ends, self._placing)
+        self._moving = Moving(self.state, self._ends, self._placing)
+        self._progress = Progress(self.state, self._ends, self._placing, self._moving)
         self._admission = Admission(self.state)
 
     @property
@@ -159,8 +164,12 @@ class RouterMachine:
                 effects = self._on_blocks_unheard(worker_id, reason)
             case Tick():
                 effects = self._on_tick(now_s)
-        if self.state.queue and self._may_make_room(event):
-            effects += self._placing.place_all(now_s)
+        state = self.state
+        if (state.queue or state.stranded) and self._may_make_room(event):
+            if state.stranded:  # whoever runs already goes before those that wait
+                effects += self._moving.move_all(now_s)
+            if state.queue:
+                effects += self._placing.place_all(now_s)
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
@@ -189,11 +198,9 @@ class RouterMachine:
     def next_wake_s(self) -> float | None:
         """When `Tick` is wanted next: nothing falls due before. None where nothing will."""
         state = self.state
-        soonest_s = state.deadlines.soonest_s()
-        if (head := state.queue.head()) is None:
-            return soonest_s
-        # Only the head is waited for.
-        due_s = (soonest_s, state.flights[head].back_off_until_s, state.busy_until_s)
+        due_s = [state.deadlines.soonest_s(), state.move_again_s]
+        if (head := state.queue.head()) is not None:  # only the head is waited for
+            due_s += [state.flights[head].back_off_until_s, state.busy_until_s]
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
@@ -286,11 +293,13 @@ class RouterMachine:
             attempt = flight.attempt
             if attempt is None:
                 continue
-            needs_prefill = not (attempt.prefilled and attempt.kv_ready)
-            if attempt.decode == worker_id or (attempt.prefill == worker_id and needs_prefill):
+            needs_prefill = attempt.prefill == worker_id and not attempt.is_decoding
+            if attempt.decode == worker_id or needs_prefill:
                 effects += self._ends.retry(flight, "worker lost", now_s)
             elif attempt.holder == worker_id:
                 effects += self._on_holder_lost(flight, attempt, now_s)
+            elif attempt.move is not None and attempt.move.decode == worker_id:
+                effects += self._moving.redirect(flight, attempt, now_s)
         return effects
 
     def _on_holder_lost(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:

@@ -47,7 +47,7 @@ class Placing:
         effects: list[RouterEffect] = []
         while (head := state.queue.head()) is not None:
             flight = state.flights[head]
-            need = self._need(flight, now_s)
+            need = self.need(flight, now_s)
             match self._choose(flight, need, now_s):
                 case Busy(until_s):
                     state.busy_until_s = until_s
@@ -59,7 +59,7 @@ class Placing:
                     effects.append(self._place(flight, choice, need, now_s))
         return effects
 
-    def _need(self, flight: Flight, now_s: float) -> Need:
+    def need(self, flight: Flight, now_s: float) -> Need:
         """What the next attempt needs. Only a first one is kept close to the leader's.
 
         The pace of an answer that has begun is kept up as well as can be: it is not held back.

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from engine.messages import (
     PREEMPTED,
+    ROLE_CHANGED,
+    WRONG_ROLE,
     Decode,
     DecodeStarted,
     FirstToken,
@@ -25,6 +27,7 @@ from engine.messages import (
 from router.ends import Ends
 from router.events import Deliver, RouterEffect, SendTo
 from router.flight import Attempt, Flight, timeline
+from router.moving import Moving
 from router.placing import Placing
 from router.requests import Failed, Finished
 from router.state import RouterState
@@ -37,23 +40,21 @@ MAX_BACK_OFF_S = 8.0
 class Progress:
     """Takes workers' messages in, in the state that it is given."""
 
-    def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
+    def __init__(self, state: RouterState, ends: Ends, placing: Placing, moving: Moving) -> None:
         self._state = state
         self._ends = ends
         self._placing = placing
+        self._moving = moving
 
     def on_message(
         self, worker_id: WorkerId, message: ToGateway, now_s: float
     ) -> list[RouterEffect]:
         """What follows from a worker's message."""
         state = self._state
-        if isinstance(message, LoadReport):
-            if (worker := state.view.workers.get(worker_id)) is not None:
-                worker.report(message, now_s)
-                state.estimates.observe_steps(worker, message.steps)
-            return []
-        if isinstance(message, Welcome | Refused | RoleChanged):
+        if isinstance(message, Welcome | Refused):
             return []  # the link deals with these
+        if isinstance(message, LoadReport | RoleChanged):
+            return self._on_own_news(worker_id, message, now_s)
         request_id = state.by_seq.get(message.seq_id)
         if request_id is None:
             return []  # of an attempt that is over
@@ -73,15 +74,28 @@ class Progress:
             case KvReady():
                 self._on_kv_ready(flight, attempt, message, now_s)
                 self._release_if_computed(flight, attempt, now_s)
-                return []
+                return self._moving.look_at(flight, now_s)
             case DecodeStarted():
                 if len(flight.tokens) == 1:
                     flight.stamps.decode_started_s = now_s
                 return []
             case HandedOver():
-                return []
+                return self._moving.on_handed_over(flight, attempt, message, now_s)
             case GivenBack():
                 return self._on_given_back(flight, worker_id, message, now_s)
+
+    def _on_own_news(
+        self, worker_id: WorkerId, message: LoadReport | RoleChanged, now_s: float
+    ) -> list[RouterEffect]:
+        """What a worker tells of itself."""
+        worker = self._state.view.workers.get(worker_id)
+        if worker is None:
+            return []
+        if isinstance(message, RoleChanged):
+            return self._moving.on_role_changed(worker, message, now_s)
+        worker.report(message, now_s)
+        self._state.estimates.observe_steps(worker, message.steps)
+        return []
 
     # ------------------------------------------------------------ prompts
 
@@ -151,7 +165,7 @@ class Progress:
         self._release_if_computed(flight, attempt, now_s)
         if attempt.lease is not None:
             effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))
-        return effects
+        return effects + self._moving.look_at(flight, now_s)
 
     def _release_if_computed(self, flight: Flight, attempt: Attempt, now_s: float) -> None:
         if flight.leads and attempt.prefilled and attempt.kv_ready:
@@ -263,12 +277,26 @@ class Progress:
             flight.kept_tokens[worker_id] = message.num_kept_tokens
             num_tokens = min(message.num_kept_tokens, attempt.base_len)
             self._ends.record(flight, worker_id, num_tokens)
+        if self._is_of_a_role(attempt, worker_id, message.reason):
+            return self._ends.excuse(flight, message.reason, now_s)
         if worker_id == attempt.decode and attempt.hands_over and not attempt.kv_ready:
             pair = attempt.prefill, attempt.decode
             self._state.view.severed[pair] = now_s + SEVERED_S
         if message.reason == PREEMPTED and flight.length > attempt.base_len:
             _back_off(flight, worker_id, now_s)
         return self._ends.retry(flight, message.reason, now_s)
+
+    def _is_of_a_role(self, attempt: Attempt, worker_id: WorkerId, reason: str) -> bool:
+        """Whether it came back because the worker is not there for it any more. One that says so
+        and is, as far as it told, is believed as often as there are attempts.
+        """
+        worker = self._state.view.workers.get(worker_id)
+        if reason not in (WRONG_ROLE, ROLE_CHANGED) or worker is None:
+            return False
+        info = worker.info
+        if not attempt.hands_over:
+            return not info.generates
+        return not (info.role.prefills if worker_id == attempt.prefill else info.role.decodes)
 
 
 def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:

@@ -1,6 +1,6 @@
 """What went into a request machine and what came out, one JSON line an event.
 
-    {"version": 5, "config": {...}}                              first line
+    {"version": 6, "config": {...}}                              first line
     {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
 
 A machine is a function of its configuration and its events: a fresh one, fed the recorded events at

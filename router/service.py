@@ -216,12 +216,8 @@ class Router:
         """None when requests can be served, else what is missing."""
         if self._crash is not None:
             return f"a router task died: {self._crash!r}"
-        roles = [worker.info.role for worker in self.machine.view.workers.values()]
-        if not any(role.prefills for role in roles):
-            return "no prefill worker is connected"
-        if not any(role.decodes for role in roles):
-            return "no decode worker is connected"
-        return None
+        missing = self.machine.view.missing()
+        return None if missing is None else f"{missing} is connected"
 
     async def wait_until_ready(self, timeout_s: float) -> str | None:
         """Waits until requests can be served, or so long; returns what is missing then."""

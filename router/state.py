@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Set
 
 from engine.config import RouterConfig
-from engine.messages import RequestId, SeqId, WorkerId
+from engine.messages import RequestId, RoleChanged, SeqId, WorkerId
 from router.deadlines import Deadlines
 from router.estimates import Estimates
 from router.fleet import Fleet
@@ -20,11 +20,12 @@ from router.policies import make_policy
 from router.policies.base import Policy
 from router.policies.slo import Slo
 from router.queue import FairQueue
-from router.view import ClusterView
+from router.view import ClusterView, WorkerView
 
 # A tenant's turn, in tokens of prompts and predicted answers: the larger, the fewer turns it takes
 # to reach a long request; the smaller, the finer the sharing.
 QUANTUM_TOKENS = 4096.0
+MOVE_AGAIN_S = 1.0  # about the time between two load reports
 
 
 class RouterState:
@@ -54,12 +55,22 @@ class RouterState:
         self.counters: Counter[tuple[str, str]] = Counter()
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
         self.busy_until_s: float | None = None  # a worker is predicted to be free for the head then
+        self.stranded: dict[RequestId, float] = {}  # to be moved and cannot be, since when
+        self.move_again_s: float | None = None  # when that is tried again
         self.heard: set[WorkerId] = set()  # workers that tell by themselves what they cache
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a worker."""
         return len(self.queue) + len(self.held)
+
+    def give_role(self, worker: WorkerView, message: RoleChanged) -> None:
+        """What a worker is there for from now on. Claims on it stay."""
+        if self.fleet is not None:
+            self.fleet.forget(worker)
+        worker.change_role(message)
+        if self.fleet is not None:
+            self.fleet.add(worker)
 
     def put(self, flight: Flight) -> None:
         """A new request waits for its turn."""
@@ -88,6 +99,18 @@ class RouterState:
         """A request waits no longer: it is over."""
         self.queue.discard(flight.request.request_id)
         self._end_wait(flight)
+
+    def strand(self, flight: Flight, now_s: float) -> None:
+        """It is to be moved, and there is no room for it yet."""
+        self.stranded.setdefault(flight.request.request_id, now_s)
+        if self.move_again_s is None:
+            self.move_again_s = now_s + MOVE_AGAIN_S
+
+    def unstrand(self, flight: Flight) -> None:
+        """It is not to be moved any more, or is being moved."""
+        self.stranded.pop(flight.request.request_id, None)
+        if not self.stranded:
+            self.move_again_s = None
 
     def watch(self, flight: Flight) -> None:
         """Takes note of its next deadline; wanted where that may be earlier than it was."""
@@ -161,6 +184,7 @@ class RouterState:
         attempts = {f.attempt.seq_id: f.attempt for f in self.flights.values() if f.attempt}
         assert set(attempts) == set(self.by_seq)
         self._validate_claims(attempts)
+        self._validate_stranded()
         for attempt in attempts.values():
             self._validate_attempt(attempt)
 
@@ -189,17 +213,38 @@ class RouterState:
                 i for i, a in attempts.items() if a.prefill == worker_id and not a.prefilled
             }
             decodes = {i for i, a in attempts.items() if a.decode == worker_id}
+            moves = [a.move for a in attempts.values() if a.move is not None]
+            arriving = {move.seq_id for move in moves if move.decode == worker_id}
             assert set(worker.prefills) == prefills
-            assert set(worker.decodes) == decodes
+            assert set(worker.decodes) == decodes | arriving
             for seq_id, claim in worker.decodes.items():
+                if seq_id in arriving:
+                    continue  # as it was when the move began
                 flight = self.flights[self.by_seq[seq_id]]
                 assert claim.context_tokens == flight.length
                 assert claim.blocks >= worker.info.layout.num_blocks_for(flight.length)
 
+    def _validate_stranded(self) -> None:
+        """Nobody is where nobody decodes without being moved or waiting for it."""
+        assert (self.move_again_s is not None) == bool(self.stranded)
+        for request_id, flight in self.flights.items():
+            attempt = flight.attempt
+            if request_id in self.stranded:
+                assert attempt is not None
+                assert attempt.is_decoding
+                assert attempt.move is None
+            elif attempt is not None and attempt.is_decoding and attempt.move is None:
+                assert self.view.workers[attempt.decode].info.role.decodes
+
     def _validate_attempt(self, attempt: Attempt) -> None:
         workers = self.view.workers
         assert attempt.decode in workers
-        assert (attempt.prefilled and attempt.kv_ready) or attempt.prefill in workers
+        assert attempt.is_decoding or attempt.prefill in workers
+        if attempt.move is not None:
+            assert attempt.is_decoding
+            assert attempt.move.decode in workers
+            assert attempt.move.decode != attempt.decode
+            assert attempt.move.seq_id not in self.by_seq
         if attempt.holder is not None:
             assert attempt.holder in workers
             assert attempt.holder != attempt.prefill

@@ -10,7 +10,9 @@ next report puts that right.
 from dataclasses import dataclass, field
 from math import inf
 
-from engine.messages import LoadReport, SeqId, Welcome, WorkerId
+from msgspec.structs import replace
+
+from engine.messages import LoadReport, RoleChanged, SeqId, Welcome, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class WorkerView:
     context_tokens: int = 0
     computing_since_s: float = 0.0  # the oldest prompt here; it was idle before, or had another
     touched: set[WorkerId] = field(default_factory=set, repr=False)  # of the view: what changed
+
+    def change_role(self, message: RoleChanged) -> None:
+        """It is there for something else; what is promised to it stays."""
+        self.info = replace(self.info, role=message.role, prefills_locally=message.prefills_locally)
+        self.touched.add(self.info.worker_id)
 
     def reserve_prefill(
         self,
@@ -240,6 +247,20 @@ class ClusterView:
         worker = WorkerView(info, touched=self.touched)
         self.workers[info.worker_id] = worker
         return worker
+
+    def prefillers(self) -> list[tuple[WorkerId, WorkerView]]:
+        """Workers that are there to prefill or, where nobody is, those that can do so locally."""
+        workers = self.workers.items()
+        found = [(i, w) for i, w in workers if w.info.role.prefills]
+        return found or [(i, w) for i, w in workers if w.info.prefills_locally]
+
+    def missing(self) -> str | None:
+        """Whose absence keeps requests from being served. None: they can be."""
+        if not self.prefillers():
+            return "no prefill worker"
+        if not any(worker.info.role.decodes for worker in self.workers.values()):
+            return "no decode worker"
+        return None
 
     def forget_severed(self, now_s: float) -> None:
         """Lets pairs be tried again whose time has come."""

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from engine.messages import Role
 from router.policies.base import Asked, Busy, Choice, Placement
 
 
@@ -18,6 +17,6 @@ class AtRandom:
         prefillers = asked.candidates.prefillers
         prefill, worker = asked.rng.choice(prefillers)
         decode = prefill
-        if worker.info.role is not Role.MIXED:
+        if not worker.info.role.decodes:
             decode, _ = asked.rng.choice(asked.candidates.partners(prefill))
         return Choice(Placement(prefill, decode), "by chance", len(prefillers))

@@ -123,7 +123,7 @@ class Impossible:
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Workers that could take a request now. `partners` are, of each prefill worker, the decode
-    workers that have room and that KV can reach from it; a mixed one decodes what it prefills.
+    workers that have room and that KV can reach from it; one that decodes too goes on by itself.
 
     There may be no prefill worker, if the policy asks decode workers to prefill locally; then some
     prefill worker is predicted to be free at `busy_until_s`.

@@ -10,6 +10,9 @@ that are there as for the one that comes. Predictions fail: then the worker give
 A decode worker that ran out of memory under this request is open to it again when it has reported
 room for all of it.
 
+A mixed worker decodes what it prefills. Where nobody is there to prefill, decode workers that do so
+locally stand in, however long it takes.
+
 Severed workers are not put together while there are others, even if those are busy: to wait for
 them is quicker than to fail again.
 """
@@ -17,7 +20,6 @@ them is quicker than to fail again.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.messages import Role
 from router.policies.base import Busy, Candidates, Costs, Impossible, Need, Worker
 from router.view import ClusterView, WorkerView
 
@@ -71,9 +73,8 @@ def find(
 
     With `locally` there need not be any, if a decode worker with room can prefill.
     """
-    workers = view.workers.items()
-    decoders = [(i, w) for i, w in workers if w.info.role is not Role.PREFILL]
-    prefillers = [(i, w) for i, w in workers if w.info.role is not Role.DECODE]
+    decoders = [(i, w) for i, w in view.workers.items() if w.info.role.decodes]
+    prefillers = view.prefillers()
     fault = _fault(prefillers, decoders, need)
     if fault is not None:
         return fault
@@ -83,14 +84,18 @@ def find(
         return Busy()
     waits = [(_wait_s(w, need, backlog), i, w) for i, w in prefillers]
     open_prefillers = [(i, w) for wait_s, i, w in waits if wait_s == 0.0]
-    if not open_prefillers:
+    until_s = None
+    if open_prefillers:
+        if not view.severed:
+            return Candidates(open_prefillers, open_decoders)
+        found = _kept_apart(view, (prefillers, decoders), (open_prefillers, open_decoders))
+        if isinstance(found, Candidates):
+            return found
+    else:
         until_s = _soonest_s(min(wait_s for wait_s, _, _ in waits), backlog)
-        if locally and any(worker.info.prefills_locally for _, worker in open_decoders):
-            return Candidates([], open_decoders, busy_until_s=until_s)
-        return Busy(until_s)
-    if not view.severed:
-        return Candidates(open_prefillers, open_decoders)
-    return _kept_apart(view, (prefillers, decoders), (open_prefillers, open_decoders))
+    if locally and any(worker.info.prefills_locally for _, worker in open_decoders):
+        return Candidates([], open_decoders, busy_until_s=until_s)
+    return Busy(until_s)
 
 
 def _soonest_s(wait_s: float, backlog: Backlog | None) -> float | None:
@@ -112,7 +117,7 @@ def _fault(
 
 
 def _wait_s(worker: WorkerView, need: Need, backlog: Backlog | None) -> float:
-    if worker.info.role is Role.MIXED and not has_room(worker, need):
+    if worker.info.role.decodes and not has_room(worker, need):
         return float("inf")
     if backlog is None:
         return 0.0
@@ -141,7 +146,7 @@ def _reaching(
     return [
         (worker_id, worker)
         for worker_id, worker in prefillers
-        if worker.info.role is Role.MIXED
+        if worker.info.role.decodes
         or any((worker_id, decode_id) not in apart for decode_id, _ in decoders)
     ]
 
@@ -169,9 +174,14 @@ def _fits_empty(worker: WorkerView, need: Need) -> bool:
 
 def _could_prefill(worker: WorkerView, need: Need) -> bool:
     """Whether it holds the prompt; one that goes on decoding, the whole answer."""
-    if worker.info.role is Role.MIXED:
+    if worker.info.role.decodes:
         return _fits_empty(worker, need)
     return has_memory(worker, need.num_tokens)
+
+
+def promised_share(worker: WorkerView) -> float:
+    """Of its KV, how much is promised."""
+    return worker.promised_blocks / worker.info.num_blocks
 
 
 def has_room(worker: WorkerView, need: Need) -> bool:

@@ -6,7 +6,6 @@ Source: Mitzenmacher, The power of two choices in randomized load balancing, 200
 from collections.abc import Sequence
 from typing import ClassVar
 
-from engine.messages import Role
 from router.policies.base import Asked, Busy, Choice, Placement, Worker
 from router.policies.sharing import with_leader
 
@@ -25,7 +24,7 @@ class PowerOfTwo:
             return shared
         prefillers = asked.candidates.prefillers
         prefill_id, prefill = min(_two(asked, prefillers), key=lambda item: item[1].promised_tokens)
-        if prefill.info.role is Role.MIXED:
+        if prefill.info.role.decodes:
             placement = Placement(prefill_id, prefill_id)
         else:
             partners = _two(asked, asked.candidates.partners(prefill_id))

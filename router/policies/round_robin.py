@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from engine.messages import Role, WorkerId
+from engine.messages import WorkerId
 from router.policies.base import Asked, Busy, Choice, Placement, Worker
 
 
@@ -23,7 +23,7 @@ class RoundRobin:
         prefillers = asked.candidates.prefillers
         prefill, worker = _after(self._last_prefill, prefillers)
         self._last_prefill = prefill
-        if worker.info.role is Role.MIXED:
+        if worker.info.role.decodes:
             return Choice(Placement(prefill, prefill), "its turn", len(prefillers))
         decode, _ = _after(self._last_decode, asked.candidates.partners(prefill))
         self._last_decode = decode

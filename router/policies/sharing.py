@@ -1,8 +1,8 @@
 """What every policy does with the followers of a group, and with a decode worker to choose."""
 
-from engine.messages import Role, WorkerId
+from engine.messages import WorkerId
 from router.policies.base import Asked, Choice, Placement, Worker
-from router.policies.candidates import has_memory, least, predicted_ready_s
+from router.policies.candidates import has_memory, least, predicted_ready_s, promised_share
 
 
 def with_leader(asked: Asked) -> Choice | None:
@@ -39,13 +39,12 @@ def emptiest_decoder(asked: Asked, prefill: Worker) -> Placement:
     smallest share is promised. A mixed worker that prefills goes on decoding.
     """
     prefill_id, worker = prefill
-    if worker.info.role is Role.MIXED:
+    if worker.info.role.decodes:
         return Placement(prefill_id, prefill_id)
 
     def cost(item: Worker) -> tuple[float, ...]:
         decode_id, decoder = item
-        share = decoder.promised_blocks / decoder.info.num_blocks
-        return -asked.need.kept_tokens.get(decode_id, 0), share
+        return -asked.need.kept_tokens.get(decode_id, 0), promised_share(decoder)
 
     equals = least(asked.candidates.partners(prefill_id), cost)
     return Placement(prefill_id, asked.rng.choice(equals)[0])

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.messages import Role, WorkerId
+from engine.messages import WorkerId
 from router.policies.base import Asked, Busy, Choice, Costs, Need, Placement, Worker
 from router.policies.candidates import has_memory, predicted_ready_s
 from router.policies.least_loaded import shortest_backlog
@@ -109,16 +109,16 @@ class _Question:
         return self._bound_s is None or pace_s <= self._bound_s
 
     def _can_go_on(self, item: Worker) -> bool:
-        """Whether a mixed worker keeps the bound with one more; others hand over."""
+        """Whether one that goes on decoding keeps the bound with one more; others hand over."""
         worker_id, worker = item
-        if worker.info.role is not Role.MIXED or not self._all_paces_known:
+        if not worker.info.role.decodes or not self._all_paces_known:
             return True
         return self._is_kept(self._paces_s[worker_id])
 
     def _is_in_the_way(self, prefill: _Prefill) -> bool:
-        """Whether a mixed worker's sequences would wait for it for too long."""
+        """Whether sequences that decode there would wait for it for too long."""
         worker = prefill.worker[1]
-        if worker.info.role is not Role.MIXED or not worker.num_decodes or self._bound_s is None:
+        if not worker.info.role.decodes or not worker.num_decodes or self._bound_s is None:
             return False
         pace_s = present_tpot_s(worker, self._asked.costs)
         return pace_s is not None and pace_s + prefill.bid.seconds > self._bound_s
@@ -161,7 +161,7 @@ class _Question:
         asked, (prefill_id, worker) = self._asked, prefill.worker
         if not self._all_paces_known:
             decode = emptiest_decoder(asked, prefill.worker).decode
-        elif worker.info.role is Role.MIXED:
+        elif worker.info.role.decodes:
             decode = prefill_id
         else:
             decode = self._steadiest(asked.candidates.partners(prefill_id))
@@ -202,7 +202,7 @@ def bound_s(asked: Asked) -> float | None:
     if bound_s is None:
         return None
     end_len = asked.need.end_len
-    decoders = (w for w in asked.view.workers.values() if w.info.role is not Role.PREFILL)
+    decoders = (w for w in asked.view.workers.values() if w.info.role.decodes)
     able = (worker for worker in decoders if has_memory(worker, end_len))
     alone = (asked.costs.step_s(worker, 1, end_len) for worker in able)
     return bound_s if any(step_s is None or step_s <= bound_s for step_s in alone) else None

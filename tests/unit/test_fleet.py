@@ -9,7 +9,15 @@ import pytest
 
 from engine.blocks import BlockHash
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import PROTOCOL_VERSION, LoadReport, Role, StepReport, Welcome, WorkerId
+from engine.messages import (
+    PROTOCOL_VERSION,
+    LoadReport,
+    Role,
+    RoleChanged,
+    StepReport,
+    Welcome,
+    WorkerId,
+)
 from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 from router.estimates import Estimates
 from router.fleet import MAX_KINDS, Fleet
@@ -66,6 +74,12 @@ class Cluster:
     def lose(self, name):
         self.fleet.forget(self.view.workers.pop(name))
         self.index.forget(name)
+
+    def change_role(self, name, message):
+        worker = self.view.workers[name]
+        self.fleet.forget(worker)
+        worker.change_role(message)
+        self.fleet.add(worker)
 
     def hold(self, name, hashes):
         self.index.stored(WorkerId(name), hashes)
@@ -149,9 +163,9 @@ class RandomCluster:
         self.rng.choices(
             [
                 *(self.prefill, self.decode, self.end, self.report, self.store),
-                *(self.lose, self.join, self.observe, self.go_on),
+                *(self.lose, self.join, self.observe, self.go_on, self.change_role),
             ],
-            [4, 4, 4, 2, 6, 0.4, 0.4, 1, 4],
+            [4, 4, 4, 2, 6, 0.4, 0.4, 1, 4, 1],
         )[0]()
         self.now_s += self.rng.choice([0.0, 0.125, 1.0])
         self.compare()
@@ -219,6 +233,13 @@ class RandomCluster:
         if name not in self.cluster.view.workers:
             self.add(name)
 
+    def change_role(self):
+        """Its claims stay, also those that it would not be given any more."""
+        role = self.rng.choice(list(Role))
+        local = role is Role.DECODE and self.rng.random() < 0.7
+        name = self.rng.choice(self.workers).info.worker_id
+        self.cluster.change_role(name, RoleChanged(role, prefills_locally=local))
+
     def observe(self):
         """Often enough, and costs are others than they were."""
         rng, worker, estimates = self.rng, self.rng.choice(self.workers), self.cluster.estimates
@@ -243,7 +264,8 @@ class RandomCluster:
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
         if ours is None:
-            assert isinstance(theirs, Impossible)
+            nobody_prefills = not any(w.info.role.prefills for w in self.workers)
+            assert nobody_prefills or isinstance(theirs, Impossible)
         elif isinstance(ours, Busy):
             assert isinstance(theirs, Busy)
             if ours.until_s is not None:

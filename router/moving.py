@@ -1,0 +1,231 @@
+"""Workers change their roles, and what they decode goes on elsewhere.
+
+    decoding ──HandOver──> leaving ──HandedOver(lease)──> prefilled, its KV on its way ──> decoding
+       │  ^                   │
+       │  └── no room ──      └── target gone: another one; HandedOver(None): prefilled again
+       │       (stranded)
+       └── for too long ──> prefilled again
+
+Rule, looked at whenever a role changes and whenever a sequence begins to be decoded: what is
+decoded where nobody decodes any more is to be moved. Room is reserved at the target before the
+source is told. Tokens of the old id are delivered until `HandedOver`, and from then on the attempt
+is one whose prompt, all tokens but the last, the source has computed: pulls, losses and deadlines
+are as for any other. A move is no failed attempt.
+
+Who finds no room stays where it runs, which goes on decoding what it has, and is tried again at
+every chance and every `MOVE_AGAIN_S`. After `move_timeout_s` it is prefilled elsewhere, if there is
+anybody that decodes at all.
+
+An attempt that has a decode worker and is not decoded yet begins anew elsewhere; what is computed
+of its prompt stays cached. One that is prefilled where it would be decoded is moved afterwards.
+"""
+
+from engine.messages import (
+    ROLE_CHANGED,
+    Decode,
+    FirstToken,
+    HandedOver,
+    HandOver,
+    LeaseRef,
+    Role,
+    RoleChanged,
+    SeqId,
+    WorkerId,
+)
+from router.ends import Ends
+from router.events import RouterEffect, SendTo
+from router.flight import Attempt, Flight, Move
+from router.placing import Placing
+from router.policies.base import Need
+from router.policies.candidates import decode_blocks
+from router.policies.joining import next_decoder, somebody_else_decodes
+from router.state import MOVE_AGAIN_S, RouterState
+from router.view import WorkerView
+
+DRAINED = "drained"  # why a sequence was moved: its worker is there for nothing any more
+NOT_HANDED_OVER = "not handed over"
+NOT_MOVED = "not moved in time"
+
+
+class Moving:
+    """Moves what runs, in the state that it is given."""
+
+    def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
+        self._state = state
+        self._ends = ends
+        self._placing = placing
+
+    # ------------------------------------------------------------ roles
+
+    def on_role_changed(
+        self, worker: WorkerView, message: RoleChanged, now_s: float
+    ) -> list[RouterEffect]:
+        """A worker is there for something else, or says that it is not."""
+        state, worker_id = self._state, worker.info.worker_id
+        if worker.info.role is not message.role:
+            state.counters["role changed", message.role] += 1
+        state.give_role(worker, message)
+        effects: list[RouterEffect] = []
+        for flight in reversed(list(state.flights.values())):  # those put back keep their order
+            effects += self._after_change(flight, worker_id, now_s)
+        for flight in list(state.flights.values()):
+            if flight.attempt is not None and flight.attempt.decode == worker_id:
+                effects += self.look_at(flight, now_s)
+        return effects
+
+    def _after_change(
+        self, flight: Flight, worker_id: WorkerId, now_s: float
+    ) -> list[RouterEffect]:
+        """What cannot go on as it was meant to begins anew, or goes elsewhere."""
+        attempt = flight.attempt
+        if attempt is None:
+            return []
+        info = self._state.view.workers[worker_id].info
+        if attempt.move is not None and attempt.move.decode == worker_id:
+            return [] if info.role.decodes else self.redirect(flight, attempt, now_s)
+        if attempt.is_decoding:
+            return []
+        waits_for_offer = attempt.offer_due_s is not None and attempt.prefill == worker_id
+        if attempt.hands_over:
+            lacks = attempt.decode == worker_id and not info.role.decodes
+            lacks = lacks or (waits_for_offer and not info.role.prefills)
+        else:
+            lacks = waits_for_offer and not info.generates
+        return self._ends.excuse(flight, ROLE_CHANGED, now_s) if lacks else []
+
+    # ------------------------------------------------------------ moves
+
+    def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """Moves what is decoded where nobody decodes any more."""
+        attempt = flight.attempt
+        if attempt is None or not attempt.is_decoding or attempt.move is not None:
+            return []
+        worker = self._state.view.workers[attempt.decode]
+        if worker.info.role.decodes:
+            self._state.unstrand(flight)
+            return []
+        need = self._placing.need(flight, now_s)
+        target = self._choose(attempt, need)
+        if target is None:
+            self._state.strand(flight, now_s)
+            return []
+        reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
+        seq_id = SeqId(f"{flight.request.request_id}.{flight.num_attempts}")
+        flight.num_attempts += 1
+        flight.num_moves += 1
+        attempt.move = Move(seq_id, target, need.end_len, reason)
+        self._reserve(flight, attempt.move, need, now_s)
+        self._state.unstrand(flight)
+        return [SendTo(attempt.decode, HandOver(attempt.seq_id, seq_id))]
+
+    def move_all(self, now_s: float) -> list[RouterEffect]:
+        """Tries again to move those for which there was no room, oldest first."""
+        state = self._state
+        effects: list[RouterEffect] = []
+        has_room = True
+        for request_id, since_s in list(state.stranded.items()):
+            flight = state.flights[request_id]
+            if has_room:
+                effects += self.look_at(flight, now_s)
+            if request_id in state.stranded:
+                has_room = False
+                if now_s - since_s >= state.config.move_timeout_s:
+                    effects += self._give_up(flight, now_s)
+        if state.stranded:
+            state.move_again_s = now_s + MOVE_AGAIN_S
+        return effects
+
+    def redirect(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
+        """The target of a move is not to be had any more. The source need not know which it is."""
+        move = attempt.move
+        assert move is not None
+        need = self._placing.need(flight, now_s)
+        target = self._choose(attempt, need)
+        if target is None:
+            return self._ends.excuse(flight, ROLE_CHANGED, now_s)
+        if (old := self._state.view.workers.get(move.decode)) is not None:
+            old.release_decode(move.seq_id)
+        move.decode, move.reserved_len = target, need.end_len
+        self._reserve(flight, move, need, now_s)
+        return []
+
+    def on_handed_over(
+        self, flight: Flight, attempt: Attempt, message: HandedOver, now_s: float
+    ) -> list[RouterEffect]:
+        """The source has stopped; what it leased is pulled by the target."""
+        move = attempt.move
+        if move is None:
+            return []  # nobody asked for it
+        if message.lease is None:
+            return self._ends.excuse(flight, NOT_HANDED_OVER, now_s)
+        self._state.counters["moved", move.reason] += 1
+        self._ends.record(flight, attempt.decode, flight.length - 1)
+        self._become(flight, attempt, move, message.lease)
+        flight.last_news_s = now_s
+        self._state.watch(flight)
+        *token_ids, last = flight.token_ids
+        request = flight.request
+        decode = Decode(
+            move.seq_id,
+            token_ids,
+            request.sampling,
+            request.limits,
+            message.lease,
+            message.num_draft_tokens,
+        )
+        return [
+            SendTo(move.decode, decode),
+            SendTo(move.decode, FirstToken(move.seq_id, last)),
+        ]
+
+    # ------------------------------------------------------------ the parts of a move
+
+    def _choose(self, attempt: Attempt, need: Need) -> WorkerId | None:
+        state = self._state
+        return next_decoder(
+            state.view, need, source=attempt.decode, costs=state.estimates, rng=state.rng
+        )
+
+    def _reserve(self, flight: Flight, move: Move, need: Need, now_s: float) -> None:
+        target = self._state.view.workers[move.decode]
+        target.reserve_decode(
+            move.seq_id,
+            decode_blocks(target, need),
+            context_tokens=need.num_tokens,
+            begins_s=now_s,
+            prompt_tokens=len(flight.request.token_ids),
+            max_tokens=self._state.max_tokens(flight),
+        )
+
+    def _become(self, flight: Flight, old: Attempt, move: Move, lease: LeaseRef) -> None:
+        """The attempt is over at the source, and the one that follows has been prefilled there."""
+        state = self._state
+        source, target = (state.view.workers[i] for i in (old.decode, move.decode))
+        source.release_decode(old.seq_id)
+        del state.by_seq[old.seq_id]
+        state.by_seq[move.seq_id] = flight.request.request_id
+        flight.workers = (flight.workers[0], move.decode)
+        flight.attempt = Attempt(
+            move.seq_id,
+            prefill=old.decode,
+            decode=move.decode,
+            base_len=flight.length - 1,
+            reserved_len=move.reserved_len,
+            lease=lease,
+            prefilled=True,
+        )
+        claim = target.decodes[move.seq_id]
+        claim.is_there = True
+        target.grow_decode(move.seq_id, flight.length - claim.context_tokens)
+        if flight.length > move.reserved_len:
+            flight.attempt.reserved_len = state.predicted_len(flight)
+            num_blocks = target.info.layout.num_blocks_for(flight.attempt.reserved_len)
+            target.extend_decode(move.seq_id, num_blocks)
+
+    def _give_up(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """Nobody has had room for it. It stays where it is if there is nobody to have any."""
+        attempt = flight.attempt
+        assert attempt is not None
+        if not somebody_else_decodes(self._state.view, attempt.decode):
+            return []
+        return self._ends.excuse(flight, NOT_MOVED, now_s)

@@ -1,0 +1,49 @@
+"""Which decode worker a sequence that runs already goes on in.
+
+The same that a policy says of a new one: room at its predicted end, and the least time per token
+once it has joined or, as long as nobody knows that, the one of whose KV the smallest share is
+promised. Its pace is kept up as well as can be: it is not held back for a bound.
+"""
+
+import random
+
+from engine.messages import WorkerId
+from router.policies.base import Costs, Need, Worker
+from router.policies.candidates import has_room, least, promised_share
+from router.policies.slo import tpot_s
+from router.view import ClusterView
+
+
+def next_decoder(
+    view: ClusterView, need: Need, *, source: WorkerId, costs: Costs, rng: random.Random
+) -> WorkerId | None:
+    """Where a sequence at `source` goes. None where there is no room for it now."""
+    able = [item for item in _others(view, source) if has_room(item[1], need)]
+    if not able:
+        return None
+    paces_s = {i: tpot_s(worker, need, costs) for i, worker in able}
+    known_s = {i: pace_s for i, pace_s in paces_s.items() if pace_s is not None}
+
+    def cost(item: Worker) -> tuple[float, ...]:
+        worker_id, worker = item
+        return (known_s[worker_id] if len(known_s) == len(able) else promised_share(worker),)
+
+    return rng.choice(least(able, cost))[0]
+
+
+def somebody_else_decodes(view: ClusterView, source: WorkerId) -> bool:
+    """Whether there is any worker that could take it, had it room."""
+    return bool(_others(view, source))
+
+
+def _others(view: ClusterView, source: WorkerId) -> list[Worker]:
+    """Decode workers that read the blocks of `source`, and that they reach."""
+    layout = view.workers[source].info.layout
+    return [
+        (worker_id, worker)
+        for worker_id, worker in view.workers.items()
+        if worker_id != source
+        and worker.info.role.decodes
+        and worker.info.layout.difference(layout) is None
+        and (source, worker_id) not in view.severed
+    ]
