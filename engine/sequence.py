@@ -133,7 +133,8 @@ class Sequence:
         if not pool.wants_tokens:
             known = self.block_hashes[first:num_full]
             parent = self.block_hashes[first - 1] if first and known else None
-            pool.set_hashes(self.block_table[first:num_full], known, parent=parent)
+            blocks = self.block_table[first : first + len(known)]
+            pool.set_hashes(blocks, known, parent=parent)
             first += len(known)
         for i in range(first, num_full):
             parent = self.block_hashes[i - 1] if i else None

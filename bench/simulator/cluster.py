@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -263,14 +264,16 @@ class _Cluster:
             if isinstance(message, Tokens) and message.finish is None:
                 told.append(said)
                 continue
-            self._hear_tokens(worker_id, told)
-            told = []
+            if told:
+                self._hear_tokens(worker_id, told)
+                told = []
             if isinstance(message, RoleChanged):
                 self._note_role(worker_id)
             if isinstance(message, GivenBack | RoleChanged):
                 self._settle(places=True)
             self._take(FromWorker(worker_id, message), said.times_s)
-        self._hear_tokens(worker_id, told)
+        if told:
+            self._hear_tokens(worker_id, told)
 
     def _note_role(self, worker_id: WorkerId) -> None:
         """One that may come to decode has tokens to tell of from now on."""
@@ -288,23 +291,19 @@ class _Cluster:
             return
         until_s = self._future.now_s - self._setup.latency_s
         for worker in self._decoding:
-            self._hear_tokens(worker.worker_id, worker.settle(until_s))
+            if told := worker.settle(until_s):
+                self._hear_tokens(worker.worker_id, told)
 
     def _hear_tokens(self, worker_id: WorkerId, told: Sequence[Said]) -> None:
         """Tokens of answers that go on: they are delivered, and nothing else follows."""
-        if not told:
-            return
-        tokens = [said.message for said in told if isinstance(said.message, Tokens)]
-        assert len(tokens) == len(told)
+        tokens = cast("list[Tokens]", [message for message, _ in told])
         effects = self._machine.handle(Stepped(worker_id, tokens), self._future.now_s)
-        times_of = {
-            request_index(message.seq_id): said.times_s
-            for message, said in zip(tokens, told, strict=True)
-        }
-        for effect in effects:
+        if len(effects) < len(told):  # some are of attempts that are over
+            here = {int(effect.request_id) for effect in effects if isinstance(effect, Deliver)}
+            told = [one for one in told if request_index(tokens_of(one).seq_id) in here]
+        for effect, (_, times_s) in zip(effects, told, strict=True):
             assert isinstance(effect, Deliver)
-            index = int(effect.request_id)
-            self._records[index].times_s.extend(times_of[index])
+            self._records[int(effect.request_id)].times_s.extend(times_s)
 
     def _take(self, event: RouterEvent, times_s: Sequence[float] = ()) -> None:
         """`times_s` is when the worker chose each token that the event brings."""
@@ -378,6 +377,12 @@ class _Cluster:
         record.ended_s = self._future.now_s
         np.asarray(record.times_s)[:] += self._setup.latency_s  # heard, from here on
         self._num_open -= 1
+
+
+def tokens_of(said: Said) -> Tokens:
+    """A message that brings tokens."""
+    assert isinstance(said.message, Tokens)
+    return said.message
 
 
 def request_index(seq_id: SeqId) -> int:

@@ -18,7 +18,7 @@ running, so that nobody can tell the difference but by the clock on the wall.
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, cast
@@ -205,34 +205,37 @@ class SimWorker:
         else:
             self._cut(self._stretch)
 
-    def settle(self, until_s: float) -> Sequence[Said]:
+    def settle(self, until_s: float) -> list[Said]:
         """What a live worker would have told of tokens by then, if the gateway has not heard it."""
         if not self._told:
-            return ()
+            return []
         num_over = bisect_right(self._ends_s, until_s)
         stretch = self._stretch
         if num_over == len(self._ends_s) and stretch is not None and stretch.num_decoding:
             # The end of the last step is yet to come, be it at this moment.
             num_over += bisect_right(stretch.ends_s, until_s, 0, len(stretch.ends_s) - 1)
-        return [*self._untold(self._num_earlier + num_over)]
+        return self._untold(self._num_earlier + num_over)
 
-    def _untold(self, until_step: int) -> Iterator[Said]:
+    def _untold(self, until_step: int) -> list[Said]:
         """Tokens of all steps before that one which have not been told."""
+        said: list[Said] = []
+        step, times_s = until_step, array("d")  # most were told of up to the same one
         for seq_id, told in self._told.items():
             if told.step < until_step:
-                yield self._tell(seq_id, told, until_step)
+                if told.step != step:
+                    step = told.step
+                    times_s = self._times_s(step, until_step)
+                said.append(_tell(seq_id, told, times_s))
+        return said
 
-    def _tell(
-        self, seq_id: SeqId, told: _Told, until_step: int, finish: FinishReason | None = None
-    ) -> Said:
-        begin, end = told.step - self._num_earlier, until_step - self._num_earlier
+    def _times_s(self, step: int, until_step: int) -> "array[float]":
+        """The ends of the steps from one on until another."""
+        begin, end = step - self._num_earlier, until_step - self._num_earlier
         times_s = self._ends_s[begin:end]
         if end > (num_ended := len(self._ends_s)):
             assert self._stretch is not None
             times_s += self._stretch.ends_s[max(begin - num_ended, 0) : end - num_ended]
-        tokens: Sequence[int] = range(told.token, told.token + end - begin)
-        told.step, told.token, told.has_begun = until_step, told.token + end - begin, True
-        return Said(Tokens(seq_id, cast("list[int]", tokens), finish), times_s)
+        return times_s
 
     # ------------------------------------------------------------ turns
 
@@ -428,13 +431,13 @@ class SimWorker:
             case Tokens(seq_id=seq_id, finish=finish):
                 told = self._told[seq_id]
                 if finish is not None or not told.has_begun:
-                    said.append(self._tell(seq_id, told, num_steps, finish))
+                    said.append(_tell(seq_id, told, self._times_s(told.step, num_steps), finish))
                 if finish is not None:
                     self._forget(seq_id)
             case GivenBack(seq_id=seq_id) | HandedOver(seq_id=seq_id):
                 last = self._told.get(seq_id)
                 if last is not None and last.step < num_steps:
-                    said.append(self._tell(seq_id, last, num_steps))
+                    said.append(_tell(seq_id, last, self._times_s(last.step, num_steps)))
                 self._forget(seq_id)
                 said.append(Said(message))
             case PrefillDone():
@@ -471,6 +474,18 @@ def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
         num_rows=num_decoding,
         num_context=sum([row.start for row in rows[:num_decoding]]) + num_decoding,
     )
+
+
+def _tell(
+    seq_id: SeqId, told: _Told, times_s: "array[float]", finish: FinishReason | None = None
+) -> Said:
+    """The next tokens of an answer, which were chosen at these times."""
+    num_tokens = len(times_s)
+    tokens = cast("list[int]", range(told.token, told.token + num_tokens))
+    told.step += num_tokens
+    told.token += num_tokens
+    told.has_begun = True
+    return Said(Tokens(seq_id, tokens, finish), times_s)
 
 
 def _next_tokens(seq: EngineSequence, number: int) -> range:
