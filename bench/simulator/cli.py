@@ -16,6 +16,7 @@ from bench.machine import commit, hardware
 from bench.plots import plot_cdfs, require_matplotlib
 from bench.report import Report, Scalar, results_of, write_json
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Setup, simulate
+from bench.simulator.goodput import distserve_goodput
 from bench.simulator.hardware import PROFILES, Hardware, hardware_named, write_hardware
 from bench.simulator.results import figures_of, series_ms
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
@@ -45,6 +46,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         int | None, typer.Option(min=1, help="Only so many, from the first on.")
     ] = None,
     rate: Annotated[float, typer.Option(help="Requests/s of a synthetic trace.")] = 3.4,
+    families: Annotated[int, typer.Option(min=1, help="System prompts of a synthetic trace.")] = 1,
     kv_blocks: Annotated[
         int | None, typer.Option(min=1, help="KV blocks of a worker.", show_default="profile")
     ] = None,
@@ -59,6 +61,12 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     reject: Annotated[
         bool, typer.Option(help="Refuse what is predicted to miss its bounds.")
     ] = False,
+    goodput_requests: Annotated[
+        int,
+        typer.Option(
+            min=0, help="So many, from the first on, to find DistServe's goodput; 0: left out."
+        ),
+    ] = 1000,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 100_000,
     queue_timeout_s: Annotated[float, typer.Option(help="How long one may wait.")] = 3600.0,
     gpu_hour_usd: Annotated[
@@ -81,7 +89,8 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         profile = hardware_named(hardware_)
         if kv_blocks is not None:
             profile = msgspec.structs.replace(profile, num_blocks=kv_blocks)
-        played = _trace(trace, requests=requests, rate=rate, seed=seed)
+        chat = Chat(rate_per_s=rate, families=families)
+        played = _trace(trace, chat, requests=requests, seed=seed)
         played = played.sped_up(speed_up).shortened(shorten)
         setup = Setup(
             profile,
@@ -105,6 +114,12 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         run = simulate(played, setup, RouterMachine(router))
         price = profile.usd_per_gpu_hour if gpu_hour_usd is None else gpu_hour_usd
         figures = figures_of(run, slo, usd_per_gpu_hour=price)
+        figures |= distserve_goodput(
+            played.first(goodput_requests),
+            lambda sped_up: simulate(sped_up, setup, RouterMachine(router)),
+            slo,
+            gpus=setup.pools.total * profile.gpus,
+        )
         report = Report(
             bench="simulate",
             commit=commit(),
@@ -124,9 +139,8 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         raise typer.Exit(1) from error
 
 
-def _trace(name: str, *, requests: int | None, rate: float, seed: int) -> Trace:
+def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:
     if name == SYNTHETIC:
-        chat = Chat(rate_per_s=rate)
         return synthetic(chat, requests or 1000, random.Random(seed))
     read = read_trace(Path(name))
     return read if requests is None else read.first(requests)

@@ -19,6 +19,7 @@ from math import inf
 
 from bench.report import Peer, Result
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Run, Setup, simulate
+from bench.simulator.goodput import greatest_speed
 from bench.simulator.hardware import Hardware
 from bench.simulator.peer import NAME, Dynamo, Played, Shape
 from bench.simulator.results import latencies_of
@@ -35,7 +36,6 @@ GOALS = {
     "sim/wall_s": 15.0,
 }
 LEAST_IS_BEST = ("sim/ttft_x1", "sim/ttft_x2", "sim/wall_s")
-NUM_HALVINGS = 4  # of the factor two within which the greatest speed is looked for
 MAX_SPEED_UP = 16.0
 
 
@@ -112,25 +112,10 @@ def _best(plan: Plan, play_one: Play, who: str, say: Say) -> float:
             played = play_one(Shape(prefill, decode, speed_up))
             return played.keeps(ttft_s=plan.ttft_s, tpot_s=plan.tpot_s)
 
-        speed = greatest_speed(keeps)
+        speed = greatest_speed(keeps, least=1.0, most=MAX_SPEED_UP)
         say(f"goodput of {who}, {prefill} + {decode}: {speed:.2f} times the trace's pace")
         best = max(best, speed)
     return best
-
-
-def greatest_speed(keeps: Callable[[float], bool]) -> float:
-    """The most that a trace may be sped up. 0 if even its own pace is too much."""
-    if not keeps(1.0):
-        return 0.0
-    low, high = 1.0, 2.0
-    while high <= MAX_SPEED_UP and keeps(high):
-        low, high = high, 2 * high
-    if high > MAX_SPEED_UP:
-        return low
-    for _ in range(NUM_HALVINGS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if keeps(middle) else (low, middle)
-    return low
 
 
 def play(

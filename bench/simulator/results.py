@@ -3,8 +3,8 @@
 Latencies are of finished answers, seen at the gateway, in milliseconds; a request that was refused
 or failed meets no SLO. ITL percentiles are over all gaps of all answers. Goodput by the three usual
 definitions, as in `bench.load`, and per GPU; Mooncake's effective capacity also at the bounds of
-its paper, TTFT 30 s and TBT 100, 200 and 300 ms. (DistServe's goodput is the highest rate at which
-`attainment` is 90 %: that takes several simulations at different speeds.)
+its paper, TTFT 30 s and TBT 100, 200 and 300 ms. (DistServe's goodput, the highest rate at which
+`attainment` is 90 %, takes several simulations: see `goodput`.)
 
 Prefix hits are prompt tokens found cached or pulled, of all prompt tokens; `infinite_cache` is what
 one cache that never forgets would have had.
@@ -13,22 +13,28 @@ A pool's utilisation is the share of the time that its workers spent in steps. C
 all the time; what it is divided by is all tokens, prompts included.
 """
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.load import TBT_SHARE, Slo
 from bench.report import Figure
 from bench.simulator.cluster import Record, Run
 from bench.simulator.traces import infinite_cache_hits
-from bench.stats import mean_of_longest, summarize
+from bench.stats import Summary, summarize
 from router.requests import Finished
 
 MOONCAKE_TTFT_S = 30.0
 MOONCAKE_TBT_S = (0.1, 0.2, 0.3)
+NUM_BINS = 2**16  # of gaps, and so many answers' are looked at together
+NUM_TOGETHER = 4096
+
+Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,15 @@ def latencies_of(record: Record) -> Latencies | None:
     e2e_s = times_s[-1] - record.asked.arrived_s
     if len(times_s) == 1:
         return Latencies(ttft_s, e2e_s, None, None)
-    gaps_s = [after - before for before, after in pairwise(times_s)]
+    gaps_s = np.diff(times_s)
     tpot_s = (times_s[-1] - times_s[0]) / len(gaps_s)
-    return Latencies(ttft_s, e2e_s, tpot_s, mean_of_longest(gaps_s, TBT_SHARE))
+    return Latencies(ttft_s, e2e_s, tpot_s, _mean_of_longest(gaps_s, TBT_SHARE))
+
+
+def _mean_of_longest(values: Values, share: float) -> float:
+    """As `bench.stats.mean_of_longest`."""
+    num_others = len(values) - math.ceil(share * len(values))
+    return float(np.partition(values, num_others)[num_others:].mean())
 
 
 def meets(latencies: Latencies | None, slo: Slo) -> bool:
@@ -80,15 +92,14 @@ def figures_of(run: Run, slo: Slo, *, usd_per_gpu_hour: float) -> dict[str, Figu
 
 def _latency_figures(run: Run, latencies: Sequence[Latencies | None]) -> dict[str, Figure]:
     answered = [one for one in latencies if one is not None]
-    samples: dict[str, Sequence[float]] = {
-        "ttft": [one.ttft_s for one in answered],
-        "tpot": [one.tpot_s for one in answered if one.tpot_s is not None],
-        "itl": gaps_s(run.records),
-        "e2e": [one.e2e_s for one in answered],
+    summaries = {
+        "ttft": summarize([one.ttft_s for one in answered]),
+        "tpot": summarize([one.tpot_s for one in answered if one.tpot_s is not None]),
+        "itl": summary_of_gaps(run.records),
+        "e2e": summarize([one.e2e_s for one in answered]),
     }
     figures: dict[str, Figure] = {}
-    for name, values_s in samples.items():
-        summary = summarize(values_s)
+    for name, summary in summaries.items():
         if summary is not None:
             figures |= {
                 f"{name}/{statistic}": Figure(getattr(summary, statistic) * 1000, "ms")
@@ -97,11 +108,63 @@ def _latency_figures(run: Run, latencies: Sequence[Latencies | None]) -> dict[st
     return figures
 
 
-def gaps_s(records: Sequence[Record]) -> list[float]:
-    """All gaps between tokens of one answer, of all answers."""
-    parts = [np.diff(record.times_s) for record in records if len(record.times_s) > 1]
-    gaps: list[float] = np.concatenate(parts).tolist() if parts else []
-    return gaps
+def summary_of_gaps(
+    records: Sequence[Record], *, num_bins: int = NUM_BINS, num_together: int = NUM_TOGETHER
+) -> Summary | None:
+    """Of all gaps between tokens of one answer, of all answers, seconds. Exact, and never in memory
+    all at once: it is first counted how many are about how long, and then looked closely where the
+    percentiles are.
+    """
+    parts = partial(_gaps_s, records, num_together)
+    least, most = math.inf, -math.inf
+    number, total = 0, 0.0
+    for part in parts():
+        least, most = min(least, float(part.min())), max(most, float(part.max()))
+        number, total = number + len(part), total + float(part.sum())
+    if not number:
+        return None
+    edges = np.linspace(least, most, num_bins + 1)
+    counts = np.zeros(num_bins + 1, dtype=np.int64)
+    for part in parts():
+        counts += np.bincount(_bin(part, edges), minlength=num_bins + 1)
+    behind = np.cumsum(counts)  # of each bin's end
+    positions = {q: (number - 1) * q / 100 for q in (50, 90, 99)}
+    places = sorted({f(at) for at in positions.values() for f in (math.floor, math.ceil)})
+    wanted = np.unique(np.searchsorted(behind, places, side="right"))
+    closer: Values = np.sort(
+        np.concatenate([part[np.isin(_bin(part, edges), wanted)] for part in parts()])
+    )
+    kept_before = np.concatenate(([0], np.cumsum(counts[wanted])))
+    at_place: dict[int, float] = {}
+    for place in places:
+        bin_ = int(np.searchsorted(behind, place, side="right"))
+        first = int(behind[bin_] - counts[bin_])
+        nth = int(kept_before[int(np.searchsorted(wanted, bin_))])
+        at_place[place] = float(closer[nth + place - first])
+    p50, p90, p99 = (
+        at_place[math.floor(at)]
+        + (at_place[math.ceil(at)] - at_place[math.floor(at)]) * (at - math.floor(at))
+        for at in positions.values()
+    )
+    return Summary(mean=total / number, p50=p50, p90=p90, p99=p99)
+
+
+def _bin(values: Values, edges: Values) -> NDArray[np.int64]:
+    """The number of the bin of each; the order of values is that of their bins."""
+    width = edges[1] - edges[0]
+    if not width:
+        return np.zeros(len(values), dtype=np.int64)
+    bins: NDArray[np.int64] = ((values - edges[0]) / width).astype(np.int64)
+    return bins
+
+
+def _gaps_s(records: Sequence[Record], num_together: int) -> Iterator[Values]:
+    """The gaps of so many records at a time."""
+    for start in range(0, len(records), num_together):
+        some = records[start : start + num_together]
+        parts = [np.diff(record.times_s) for record in some if len(record.times_s) > 1]
+        if parts:
+            yield np.concatenate(parts)
 
 
 def _goodput_figures(

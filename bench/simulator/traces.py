@@ -22,10 +22,12 @@ Mooncake's conversation trace.
 
 import csv
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import count, pairwise
+from heapq import heappop, heappush
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from random import Random
 
@@ -330,8 +332,10 @@ def _from_zero(path: Path, requests: list[TraceRequest]) -> tuple[TraceRequest, 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The shape of a made-up load: conversations of several turns behind one system prompt.
+    """The shape of a made-up load: conversations of several turns behind a system prompt.
 
+    There are `families` of these, each with another system prompt; the n-th is in 1/n as many
+    conversations as the first.
     Lengths are log-normal around their medians; `spread` is the deviation of their logarithm.
     """
 
@@ -342,20 +346,31 @@ class Chat:
     input_tokens: int = 2048  # new ones, in the median
     output_tokens: int = 256  # in the median
     spread: float = 1.0
+    families: int = 1
 
 
 def synthetic(chat: Chat, num_requests: int, rng: Random) -> Trace:
     """Conversations whose every turn sends what was said before along."""
     block_tokens = MOONCAKE_BLOCK_TOKENS
-    system_ids = range(-(-chat.system_tokens // block_tokens))
-    fresh = count(len(system_ids))
+    num_system_ids = -(-chat.system_tokens // block_tokens)
+    shares = [*accumulate(1 / number for number in range(1, chat.families + 1))]
+    fresh = count(num_system_ids * chat.families)
+    # Requests of conversations that have begun, by their arrival. Those that come before the next
+    # conversation begins are final, so what is cut off at the end was hardly made.
+    coming: list[tuple[float, int, TraceRequest]] = []
+    places = count()
     requests: list[TraceRequest] = []
     starts_s = 0.0
-    while len(requests) < 2 * num_requests:  # late turns of the last ones are cut off
+    while True:
         starts_s += rng.expovariate(chat.rate_per_s / chat.mean_turns)
-        requests += _conversation(chat, starts_s, tuple(system_ids), fresh, rng)
-    requests.sort(key=lambda r: r.arrived_s)
-    return _named("synthetic", block_tokens, requests[:num_requests])
+        while coming and coming[0][0] <= starts_s:
+            requests.append(heappop(coming)[-1])
+        if len(requests) >= num_requests:
+            return _named("synthetic", block_tokens, requests[:num_requests])
+        family = bisect_right(shares, rng.random() * shares[-1]) if chat.families > 1 else 0
+        ids = tuple(range(family * num_system_ids, (family + 1) * num_system_ids))
+        for request in _conversation(chat, starts_s, ids, fresh, rng):
+            heappush(coming, (request.arrived_s, next(places), request))
 
 
 def _conversation(

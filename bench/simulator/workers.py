@@ -154,7 +154,8 @@ class SimWorker:
         self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
-        self._counts = leaps and counts and self._decode is not None and not role.prefills
+        fits = hardware.max_running <= hardware.max_batch_tokens  # all have a row in every step
+        self._counts = leaps and counts and fits and role.decodes and not role.prefills
         self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
         self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
         self._ends_s = array("d")  # of the latest steps that decoded

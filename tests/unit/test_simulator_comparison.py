@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.report import from_json
-from bench.simulator.comparison import Plan, greatest_speed, play
+from bench.simulator.comparison import Plan, play
 from bench.simulator.hardware import hardware_named
 from bench.simulator.peer import Dynamo, PeerError, Shape, tables
 from bench.simulator.traces import Trace, TraceRequest, write_trace
@@ -43,11 +43,6 @@ def test_the_peer_s_tables_hold_our_costs():
     kv, mean = costs["decode_active_kv_tokens"][4], costs["decode_context_length"][1]
     assert (kv, mean) == (8192, 2048)
     assert costs["decode_itl"][4][1] == pytest.approx(1000 * HARDWARE.decode.seconds(4, 8192))
-
-
-@pytest.mark.parametrize(("limit", "found"), [(0.5, 0.0), (1.0, 1.0), (3.0, 3.0), (99.0, 16.0)])
-def test_the_greatest_speed_is_found_within_a_twentieth(limit, found):
-    assert greatest_speed(lambda speed: speed <= limit) == pytest.approx(found, rel=0.05)
 
 
 def test_who_is_refused_early_counts_as_a_miss_of_both_bounds():
