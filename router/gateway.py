@@ -38,7 +38,7 @@ from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
 from engine.messages import RequestId
 from router.answers import Choice, Piece, TextRules
-from router.connection import pipe_of
+from router.connection import Caller, caller_of, pipe_of
 from router.metrics import GatewayMetrics, RequestMeter
 from router.openai_schema import (
     ApiError,
@@ -218,13 +218,21 @@ class _Answers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings = self._service.settings
         with self._service.metrics.request() as meter:
+            caller = caller_of(scope)
             try:
-                body = await _read_body(receive, settings)
+                body = None if caller is None else caller.take_body()
+                if body is None:
+                    body = await _read_body(receive, settings)
+                _check_size(len(body), settings)
             except InvalidRequest as error:
                 meter.refuse()
                 await send_invalid(send, error)
                 return
             except _ClientGone:
+                return
+            if caller is not None:
+                with _UntilCallerLeaves(caller):
+                    await self._answer(body, scope, meter, send)
                 return
             async with _until_client_leaves(receive):
                 await self._answer(body, scope, meter, send)
@@ -511,6 +519,33 @@ async def _until_client_leaves(receive: Receive) -> AsyncIterator[None]:
         pass
 
 
+class _UntilCallerLeaves:
+    """The same where the server tells when the client is gone."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._has_left = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        if not self._caller.watch(self._leave):
+            self._leave()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> bool:
+        self._caller.watch(None)
+        if self._has_left:
+            self._task.uncancel()
+        return self._has_left and isinstance(error, asyncio.CancelledError)
+
+    def _leave(self) -> None:
+        self._has_left = True
+        self._task.cancel()
+
+
 async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -529,13 +564,18 @@ async def _read_body(receive: Receive, settings: GatewaySettings) -> bytes:
                     raise _ClientGone
                 body += message.get("body", b"")
                 more_body = message.get("more_body", False)
-                if len(body) > settings.max_body_bytes:
-                    text = f"the body is longer than {settings.max_body_bytes} bytes"
-                    raise ApiError(text, code="request_too_large", status=413)
+                _check_size(len(body), settings)
     except TimeoutError:
         text = f"the body did not come within {settings.body_timeout_s:g} s"
         raise ApiError(text, code="request_timeout", status=408) from None
     return bytes(body)
+
+
+def _check_size(num_bytes: int, settings: GatewaySettings) -> None:
+    """Raises ApiError where a body is too long."""
+    if num_bytes > settings.max_body_bytes:
+        text = f"the body is longer than {settings.max_body_bytes} bytes"
+        raise ApiError(text, code="request_too_large", status=413)
 
 
 class _KeyGuard:
