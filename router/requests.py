@@ -34,7 +34,7 @@ class Request:
     """
 
     request_id: RequestId
-    token_ids: Sequence[int]  # a tuple, or what need not be copied to be sent
+    token_ids: tuple[int, ...]  # of a simulated one, what acts like it and need not be copied
     sampling: Sampling
     limits: Limits
     received_s: float  # when the HTTP request came in
@@ -48,7 +48,7 @@ class Request:
 
     def prompt(self) -> list[int]:
         """The tokens as messages carry them."""
-        tokens = self.token_ids
+        tokens: Sequence[int] = self.token_ids
         return list(tokens) if isinstance(tokens, tuple) else cast("list[int]", tokens)
 
 

@@ -238,7 +238,7 @@ class _Cluster:
         token_ids, hashes = self._prompts.open(request_id, asked, sampling)
         request = Request(
             request_id=request_id,
-            token_ids=token_ids,
+            token_ids=cast("tuple[int, ...]", token_ids),  # or what acts like it
             sampling=sampling,
             limits=_limits(asked, self._setup.max_answer_tokens),
             received_s=self._future.now_s,
