@@ -124,7 +124,8 @@ class Fleet:
             return
         home = self._classes.get(its_class)
         if home is None:
-            home = self._classes[its_class] = _Class(number, worker)
+            alike = WorkerView(info)  # the worker itself may come to be of another class
+            home = self._classes[its_class] = _Class(number, alike)
         home.size += 1
         self._homes[worker_id] = home
         self._num_prefillers += info.role.prefills

@@ -122,6 +122,9 @@ def chain(seed, num_blocks=12):
 # ---------------------------------------------------------------- random clusters
 
 
+TIES = 60  # ways in which they may fall, tried before a choice counts as another one
+
+
 class RandomCluster:
     """Workers with claims and blocks by lot."""
 
@@ -271,7 +274,19 @@ class RandomCluster:
             if ours.until_s is not None:
                 assert ours.until_s == pytest.approx(theirs.until_s)
         else:
+            if ours.ttft_s != pytest.approx(theirs.ttft_s):
+                theirs = self.another(ours, hashes, need)
             self.check(ours, theirs, hashes, need)
+
+    def another(self, ours, hashes, need):
+        """Another choice of the policy. Who decodes at the same pace prefills locally, or does not:
+        ties decide who is asked that.
+        """
+        for seed in range(TIES):
+            theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed)
+            if ours.ttft_s == pytest.approx(theirs.ttft_s):
+                break
+        return theirs
 
     def check(self, ours, theirs, hashes, need):
         """Equally good, and all that is said of it true."""
