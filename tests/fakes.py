@@ -60,6 +60,8 @@ from engine.messages import (
     Generate,
     GivenBack,
     Grammar,
+    HandedOver,
+    HandOver,
     Incarnation,
     KvReady,
     LeaseRef,
@@ -71,8 +73,10 @@ from engine.messages import (
     PrefillStarted,
     PrefixOffered,
     Role,
+    RoleChanged,
     Sampling,
     SeqId,
+    SetRole,
     Tokens,
     ToWorker,
     TransferAddress,
@@ -784,9 +788,24 @@ class Ask:
     num_attempts: int = 0
     news: list[type] = field(default_factory=list)  # of the present attempt
     waits_for_offer: bool = False
+    num_moves: int = 0
+    moved: Route | None = None  # of the present attempt, if it goes on from another worker's
+    moves_as: SeqId | None = None  # while its worker has been told to hand it over
+    moves_to: WorkerId = WorkerId("")
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """Where it is decoded."""
+        return self.route.decode
+
+    @property
+    def hands_over(self) -> bool:
+        return self.route.prefill != self.route.decode
 
     @property
     def route(self) -> Route:
+        if self.moved is not None:
+            return self.moved
         return self.routes[self.num_attempts % len(self.routes)]
 
     @property
@@ -844,10 +863,42 @@ class FakeGateway:
         ask.outcome = "cancelled"
         self._end_attempt(ask)
 
+    def set_role(self, worker_id: WorkerId, role: Role) -> None:
+        """As who controls the workers does."""
+        self._send(worker_id, SetRole(role))
+
+    def hand_over(self, ask: Ask, target: WorkerId) -> None:
+        """What has begun to be answered is to go on elsewhere, if it is not on its way already."""
+        has_begun = PrefillDone in ask.news and (KvReady in ask.news or not ask.hands_over)
+        if has_begun and ask.moves_as is None and ask.worker_id != target:
+            assert ask.seq_id is not None
+            ask.num_moves += 1
+            ask.moves_as = SeqId(f"{ask.name}.{ask.num_attempts}.{ask.num_moves}")
+            ask.moves_to = target
+            self._send(ask.worker_id, HandOver(ask.seq_id, ask.moves_as))
+
+    def _move(self, ask: Ask, message: HandedOver) -> None:
+        """It has stopped, and goes on as one whose prompt has been computed."""
+        assert ask.seq_id is not None
+        assert ask.moves_as is not None
+        if message.lease is None:
+            self.retry(ask)
+            return
+        del self.asks[ask.seq_id]
+        ask.moved = Route(ask.worker_id, ask.moves_to)
+        ask.seq_id, ask.moves_as = ask.moves_as, None
+        ask.news = [PrefillStarted, PrefillDone]
+        self.asks[ask.seq_id] = ask
+        *token_ids, last = ask.token_ids
+        fields = (ask.seq_id, token_ids, ask.sampling, ask.limits, message.lease)
+        self._send(ask.moves_to, Decode(*fields, message.num_draft_tokens))
+        self._send(ask.moves_to, FirstToken(ask.seq_id, last))
+
     def retry(self, ask: Ask) -> None:
         """The attempt was given back, or there was no news of it for too long."""
         self._end_attempt(ask)
         ask.num_attempts += 1
+        ask.moved = None
         self.submit(ask)
 
     def give_up(self) -> None:
@@ -859,6 +910,8 @@ class FakeGateway:
     def take(self, worker_id: WorkerId) -> None:
         """Takes note of a worker's next message."""
         (message,) = decode_to_gateway(self.links[worker_id].to_gateway.popleft())
+        if isinstance(message, RoleChanged):
+            return
         ask = self.asks.get(message.seq_id)  # type: ignore[union-attr]
         if ask is None:
             return  # of an attempt that is over
@@ -891,6 +944,8 @@ class FakeGateway:
             case Tokens(_, token_ids, finish, logprobs, num_drafted, num_accepted):
                 assert 0 <= len(token_ids) - 1 <= num_accepted <= num_drafted
                 self._deliver(ask, token_ids, finish, logprobs)
+            case HandedOver():
+                self._move(ask, message)
             case GivenBack(num_kept_tokens=num_kept_tokens):
                 assert num_kept_tokens <= len(ask.token_ids)
                 assert num_kept_tokens % BLOCK_SIZE == 0
@@ -938,6 +993,9 @@ class FakeGateway:
         concerned = [route.prefill, route.decode, *([route.holder] if may_be_offered else [])]
         for worker_id in dict.fromkeys(w for w in concerned if w is not None):
             self._send(worker_id, Cancel(ask.seq_id))
+        if ask.moves_as is not None:
+            self._send(ask.worker_id, Cancel(ask.moves_as))
+            ask.moves_as = None
 
     def _send(self, worker_id: WorkerId, message: ToWorker) -> None:
         self.links[worker_id].to_worker.append(encode_frame([message]))
@@ -1087,6 +1145,8 @@ class FakeCluster:
         wanted = {seq_id for gateway in self.gateways.values() for seq_id in gateway.asks}
         for worker in self.workers.values():
             assert worker.seq_ids() <= wanted, "a sequence goes on that nobody wants"
+            moved = {i.removesuffix(".moved") for i in worker.offers._offers if "moved" in i}
+            assert moved <= wanted, "a sequence is handed over to nobody"
             assert set(worker.prefill._leases) <= wanted, "a lease goes on that nobody wants"
 
     def _moves_of(self, worker: FakeWorker) -> list[Move]:

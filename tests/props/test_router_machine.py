@@ -21,6 +21,8 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PREEMPTED,
     PROTOCOL_VERSION,
+    ROLE_CHANGED,
+    WRONG_ROLE,
     Cancel,
     Decode,
     DecodeStarted,
@@ -28,6 +30,8 @@ from engine.messages import (
     FirstToken,
     Generate,
     GivenBack,
+    HandedOver,
+    HandOver,
     KvReady,
     LeaseRef,
     Limits,
@@ -39,6 +43,7 @@ from engine.messages import (
     PrefixOffered,
     RequestId,
     Role,
+    RoleChanged,
     Sampling,
     ToGateway,
     Tokens,
@@ -64,6 +69,7 @@ from router.machine import (
     WorkerJoined,
     WorkerLost,
 )
+from router.moving import DRAINED
 from router.prefixes import PrefixMap
 from router.recording import Recorder, replay
 from router.requests import Cancelled, Finished, Outcome, Rejected, Request
@@ -111,6 +117,7 @@ class Seq:
     limits: Limits
     kind: type
     prefix: LeaseRef | None = None
+    lease: LeaseRef | None = None  # of one that ran elsewhere
     started: bool = False
     kv_here: bool = False
     first_token: int | None = None
@@ -133,6 +140,7 @@ class FakeWorker:
         self.seqs: dict[str, Seq] = {}
         self.asked: dict[str, int] = {}  # offers to be answered: blocks of the prompt
         self.offers: dict[str, LeaseRef] = {}  # by the sequence that they are for
+        self.moved: dict[str, list[int]] = {}  # handed over: tokens, by the id to go on as
         self.released: list[LeaseRef] = []  # foreign leases that are not needed any more
         self._seen: set[str] = set()
 
@@ -147,8 +155,39 @@ class FakeWorker:
             LAYOUT,
             NUM_BLOCKS,
             MAX_RUNNING,
-            prefills_locally=self.name[0] == LOCAL,
+            prefills_locally=self.is_local,
         )
+
+    @property
+    def is_local(self) -> bool:
+        return self.name[0] == LOCAL and self.role is Role.DECODE
+
+    def change_role(self, role: Role) -> None:
+        """It finishes what it has begun and gives back the rest."""
+        self.role = role
+        self._say(RoleChanged(role, self.is_local))
+        for seq_id, seq in list(self.seqs.items()):
+            has_begun = seq.decoding or (seq.kind is not Decode and seq.started)
+            if not has_begun and not self._accepts(seq.kind):
+                del self.seqs[seq_id]
+                self._say(GivenBack(seq_id, ROLE_CHANGED))
+
+    def _accepts(self, kind: type) -> bool:
+        if kind is Generate:
+            return self.role is Role.MIXED or self.is_local
+        return self.role.prefills if kind is Prefill else self.role.decodes
+
+    def _hand_over(self, seq_id: str, as_seq_id: str) -> None:
+        """Only what is decoded has anything to hand over."""
+        seq = self.seqs.get(seq_id)
+        is_decoding = seq is not None and (seq.decoding or (seq.kind is Generate and seq.kv_here))
+        lease = None
+        if seq is not None and is_decoding:
+            del self.seqs[seq_id]
+            num_blocks = LAYOUT.num_blocks_for(len(seq.token_ids) - 1)
+            lease = self._lease_ref(f"{as_seq_id}.moved", num_blocks)
+            self.moved[as_seq_id] = seq.token_ids
+        self._say(HandedOver(seq_id, lease))
 
     def take(self) -> None:
         """Takes note of the router's next message."""
@@ -156,17 +195,20 @@ class FakeWorker:
         match message:
             case Prefill() | Generate() | Decode():
                 assert message.seq_id not in self._seen, "a sequence was sent twice"
-                assert self.role.decodes or isinstance(message, Prefill)
-                generates = self.welcome.generates and isinstance(message, Generate)
-                assert self.role.prefills or generates or isinstance(message, Decode)
                 self._seen.add(message.seq_id)
+                if not self._accepts(type(message)):
+                    self._say(GivenBack(message.seq_id, WRONG_ROLE))
+                    return
                 seq = Seq(list(message.token_ids), message.limits, type(message))
                 if not isinstance(message, Decode):
                     seq.prefix = message.prefix
+                elif message.lease.lease_id.endswith(".moved"):
+                    seq.lease = message.lease
                 self.seqs[message.seq_id] = seq
             case FirstToken(seq_id, token):
                 assert seq_id in self._seen, "the first token came before its sequence"
                 if seq_id in self.seqs:
+                    assert self.seqs[seq_id].first_token is None
                     assert token == next_token(self.seqs[seq_id].token_ids)
                     self.seqs[seq_id].first_token = token
             case OfferPrefix(seq_id, token_ids):
@@ -177,6 +219,9 @@ class FakeWorker:
                 self.seqs.pop(seq_id, None)
                 self.asked.pop(seq_id, None)
                 self.offers.pop(seq_id, None)
+                self.moved.pop(seq_id, None)
+            case HandOver(seq_id, as_seq_id):
+                self._hand_over(seq_id, as_seq_id)
             case other:
                 raise AssertionError(f"not for a worker: {other}")
 
@@ -235,6 +280,8 @@ class FakeWorker:
     def _advance_arriving(self, seq_id: str, seq: Seq) -> None:
         if not seq.kv_here:
             seq.kv_here = True
+            if seq.lease is not None:
+                self.released.append(seq.lease)
             self._say(KvReady(seq_id, 1, 0, "fake", 0.01, 0.005))
         elif not seq.decoding and seq.first_token is not None:
             seq.decoding = True
@@ -328,6 +375,9 @@ class World:
             self._handle(Arrived(request))
             leader = leader or name
 
+    def change_role(self, worker: FakeWorker, role: Role) -> None:
+        worker.change_role(role)
+
     def leave(self, rng: random.Random) -> None:
         live = [c for c in self.clients.values() if not c.outcomes]
         if live:
@@ -347,6 +397,7 @@ class World:
             holder = self.workers.get(lease.source.worker_id)
             if holder is not None:
                 holder.offers.pop(lease.lease_id.removesuffix(".prefix"), None)
+                holder.moved.pop(lease.lease_id.removesuffix(".moved"), None)
 
     def tell(self, worker: FakeWorker) -> None:
         if worker.outbox:
@@ -362,6 +413,7 @@ class World:
     def run_down(self, rng: random.Random) -> None:
         """Nothing goes wrong any more, and other gateways have left: all requests end."""
         for worker in self.workers.values():
+            worker.change_role(ROLES[worker.name[0]])
             worker.report(rng, others=0.0)
         for _ in range(3000):  # longer than anybody waits in the queue
             if self.machine.num_flights == 0:
@@ -384,6 +436,7 @@ class World:
             assert not worker.seqs, "a worker was not told that nobody wants this any more"
             assert not worker.asked
             assert not worker.offers, "a prefix stays offered to nobody"
+            assert not worker.moved, "a sequence stays leased to nobody"
 
     # ------------------------------------------------------------ what must hold
 
@@ -504,6 +557,12 @@ class Requests(RuleBasedStateMachine):
         workers[number % len(workers)].give_back(self.rng)
 
     @precondition(lambda self: self.world.workers)
+    @rule(number=st.integers(0, 5), role=st.sampled_from(Role))
+    def change_role(self, number, role):
+        workers = list(self.world.workers.values())
+        self.world.change_role(workers[number % len(workers)], role)
+
+    @precondition(lambda self: self.world.workers)
     @rule(number=st.integers(0, 5))
     def report(self, number):
         workers = list(self.world.workers.values())
@@ -552,7 +611,7 @@ def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONF
                 if rng.random() < 0.7:
                     act(worker)
         if rng.random() < troubles:
-            trouble = rng.randrange(6)
+            trouble = rng.randrange(7)
             if trouble == 0:
                 world.lose(rng.choice(NAMES))
             elif trouble == 1:
@@ -563,6 +622,9 @@ def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONF
                 rng.choice(list(world.workers.values())).report(rng)
             elif trouble == 4:
                 world.pass_time(rng.choice([9.0, 25.0]))
+            elif trouble == 5 and world.workers:
+                worker = rng.choice(list(world.workers.values()))
+                world.change_role(worker, rng.choice(list(Role)))
         if rng.random() < 0.1:
             world.join(rng.choice(NAMES))
         world.pass_time(0.01)
@@ -618,5 +680,8 @@ def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
     for reason in ("prefix not held", "prefix offer late", "prefix holder lost"):
         assert counted["fallback", reason] > 0, reason
     assert counted["retried", PREEMPTED] > 20
+    assert counted["moved", ROLE_CHANGED] > 10
+    assert counted["moved", DRAINED] > 3
+    assert counted["retried", ROLE_CHANGED] > 10
     assert followers[True] > 60  # found the prompt where it was computed
     assert followers[True] > followers[False]

@@ -61,6 +61,7 @@ PREFIX_EVENTS = (
     "fallbacks:prefix_without_memory",
     "fallbacks:prefix_pull_failed",
     "kept_blocks",
+    "handed_over",
 )
 SIZES = {
     "prefills_locally": (True, True, False),
@@ -140,6 +141,19 @@ class Traffic:
         for gateway, ask in self._live(which):
             gateway.retry(ask)
 
+    def change_role(self, which: int, worker: str, role: Role) -> None:
+        self.gateways[which].set_role(WorkerId(worker), role)
+
+    def hand_over(self, which: int, target: str) -> None:
+        """One of those that run, wherever the news of it stand."""
+        for gateway, ask in self._live(which):
+            gateway.hand_over(ask, WorkerId(target))
+
+    def hand_over_all(self, target: str) -> None:
+        for gateway in self.gateways:
+            for ask in list(gateway.asks.values()):
+                gateway.hand_over(ask, WorkerId(target))
+
     def stop_waiting(self, which: int) -> None:
         for gateway, ask in self._live(which):
             gateway.stop_waiting(ask)
@@ -163,6 +177,8 @@ class Traffic:
             self.cluster.move(rng)
 
     def finish(self, rng: random.Random) -> None:
+        for worker in self.cluster.workers.values():
+            self.gateways[0].set_role(worker.worker_id, worker.shape.role)
         self.cluster.drain(rng)
         for ask in self.cluster.asks:
             assert ask.outcome in ("finished", "cancelled", "lost")
@@ -268,6 +284,15 @@ class WorkersOfAllRoles(RuleBasedStateMachine):
     def retry(self, which):
         self.do(self.traffic.retry, which)
 
+    @rule(which=GATEWAYS, worker=st.sampled_from("pqdm"), role=st.sampled_from(Role))
+    def change_role(self, which, worker, role):
+        self.do(self.traffic.change_role, which, worker, role)
+
+    @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
+    @rule(which=st.integers(0, 9), target=st.sampled_from("dm"))
+    def hand_over(self, which, target):
+        self.do(self.traffic.hand_over, which, target)
+
     @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
     @rule(which=st.integers(0, 9))
     def stop_waiting(self, which):
@@ -348,6 +373,10 @@ def random_traffic(seed: int, num_events: int) -> Counter[str]:
         traffic.cancel_pulling: 0.15,
         lambda: traffic.retry(rng.randrange(100)): 0.01,
         lambda: traffic.stop_waiting(rng.randrange(100)): 0.02,
+        lambda: traffic.hand_over_all(rng.choice("dm")): 0.1,
+        lambda: traffic.change_role(
+            rng.randrange(NUM_GATEWAYS), rng.choice("pqdm"), rng.choice(list(Role))
+        ): 0.02,
         lambda: traffic.lose_gateway(rng.randrange(NUM_GATEWAYS), rng.randrange(4)): 0.01,
         lambda: traffic.wait(rng.choice(SECONDS)): 0.03,
         lambda: traffic.block(rng.choice("pqdm"), rng.choice(PARTS)): 0.15,

@@ -16,6 +16,7 @@ from engine.events import (
     AbortPull,
     Effect,
     Emit,
+    EmitToAll,
     Event,
     FromGateway,
     GatewayLost,
@@ -38,6 +39,8 @@ from engine.messages import (
     GatewayId,
     Generate,
     GivenBack,
+    HandedOver,
+    HandOver,
     Incarnation,
     KvReady,
     LeaseId,
@@ -50,8 +53,10 @@ from engine.messages import (
     PrefillStarted,
     PrefixOffered,
     Role,
+    RoleChanged,
     Sampling,
     SeqId,
+    SetRole,
     ToGateway,
     Tokens,
     TransferAddress,
@@ -138,6 +143,14 @@ def first(name, token=SAMPLED, gateway="g") -> FromGateway:
 
 def cancel(name, gateway="g") -> FromGateway:
     return FromGateway(GatewayId(gateway), Cancel(SeqId(name)))
+
+
+def set_role(role, gateway="g") -> FromGateway:
+    return FromGateway(GatewayId(gateway), SetRole(role))
+
+
+def hand_over(name, as_name, gateway="g") -> FromGateway:
+    return FromGateway(GatewayId(gateway), HandOver(SeqId(name), SeqId(as_name)))
 
 
 def lost(gateway) -> GatewayLost:
@@ -259,6 +272,16 @@ def tokens(name, *token_ids, drafted=0, accepted=None, finish=None) -> Emit:
 
 def given_back(name, reason, *, kept=0, hopeless=False, gateway="g") -> Emit:
     return emit(GivenBack(SeqId(name), reason, kept, hopeless), gateway)
+
+
+def role_changed(role, *, locally=False) -> EmitToAll:
+    return EmitToAll(RoleChanged(role, locally))
+
+
+def handed_over(name, lease=None, num_blocks=0, gateway="g") -> Emit:
+    """No lease: it does not run here."""
+    ref = None if lease is None else here(lease, num_blocks)
+    return emit(HandedOver(SeqId(name), ref), gateway)
 
 
 def blocks(*, free=0, cached=0, owned=0, leased=0, in_flight=0) -> list[BlockCounts]:

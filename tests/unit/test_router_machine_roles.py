@@ -1,0 +1,298 @@
+"""The request machine when workers change their roles: what runs is moved, what waits begins anew."""
+
+import pytest
+from test_router_machine import LEASE, Driver, ends, sent
+
+from engine.messages import (
+    ROLE_CHANGED,
+    WRONG_ROLE,
+    Cancel,
+    Decode,
+    DecodeStarted,
+    FinishReason,
+    FirstToken,
+    Generate,
+    GivenBack,
+    HandedOver,
+    HandOver,
+    KvReady,
+    LeaseRef,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    RequestId,
+    Role,
+    RoleChanged,
+    Tokens,
+    TransferAddress,
+)
+from router.machine import ClientGone, Deliver, Tick, WorkerLost
+from router.moving import DRAINED, NOT_HANDED_OVER, NOT_MOVED
+from router.requests import Cancelled, Failed, Finished
+
+MOVED = LeaseRef("r.1.moved", TransferAddress("d0", "inc", "tcp://d0"), 2)
+TO_PREFILL, TO_DECODE = RoleChanged(Role.PREFILL), RoleChanged(Role.DECODE)
+TO_NOTHING = RoleChanged(Role.DRAINED)
+
+
+def delivered(effects):
+    return [e.token_ids for e in effects if isinstance(e, Deliver)]
+
+
+def promised(driver: Driver) -> dict[str, int]:
+    return {i: w.reserved_blocks for i, w in driver.machine.view.workers.items()}
+
+
+@pytest.fixture
+def running() -> Driver:
+    """A request that has three tokens of its answer; it decodes at d0."""
+    driver = Driver("p0", "d0", "d1")
+    driver.ask(max_tokens=20)
+    driver.hand_over()
+    driver.say("d0", Tokens("r.0", [8, 7]))
+    return driver
+
+
+@pytest.fixture
+def moving(running) -> Driver:
+    """The same, on its way to d1."""
+    assert sent(running.say("d0", TO_PREFILL), HandOver) == [("d0", HandOver("r.0", "r.1"))]
+    return running
+
+
+def test_what_runs_where_nobody_decodes_any_more_is_handed_over_and_has_room_elsewhere(moving):
+    assert promised(moving) == {"p0": 0, "d0": 7, "d1": 7}
+    assert moving.machine.counters["role changed", "prefill"] == 1
+
+
+def test_tokens_are_delivered_until_the_sequence_has_stopped(moving):
+    assert delivered(moving.say("d0", Tokens("r.0", [6]))) == [(6,)]
+
+
+def test_the_other_worker_goes_on_from_all_tokens_but_the_last(moving):
+    moving.say("d0", Tokens("r.0", [6]))
+    effects = moving.say("d0", HandedOver("r.0", MOVED, 4))
+    [(worker, decode)] = sent(effects, Decode)
+    assert (worker, decode.seq_id, decode.lease) == ("d1", "r.1", MOVED)
+    assert decode.token_ids == [1, 2, 3, 4, 5, 9, 8, 7]
+    assert (decode.limits.max_len, decode.num_draft_tokens) == (25, 4)
+    assert sent(effects, FirstToken) == [("d1", FirstToken("r.1", 6))]
+    assert promised(moving) == {"p0": 0, "d0": 0, "d1": 7}
+    assert moving.machine.counters["moved", ROLE_CHANGED] == 1
+    moving.say("d1", KvReady("r.1", 2, 0, "shm"))
+    moving.say("d1", DecodeStarted("r.1"))
+    assert delivered(moving.say("d1", Tokens("r.1", [5]))) == [(5,)]
+    effects = moving.say("d1", Tokens("r.1", [4], FinishReason.STOP))
+    assert ends(effects) == [Finished(FinishReason.STOP)]
+    assert not sent(effects, Cancel)
+
+
+def test_a_move_counts_as_no_attempt(moving):
+    moving.say("d0", HandedOver("r.0", MOVED))
+    effects = moving.say("d1", Tokens("r.1", [4], FinishReason.STOP))
+    assert effects[-1].timeline.attempts == 1
+    assert effects[-1].timeline.decode_worker == "d1"
+
+
+def test_a_drained_worker_is_emptied_in_the_same_way(running):
+    assert sent(running.say("d0", TO_NOTHING), HandOver)
+    running.say("d0", HandedOver("r.0", MOVED))
+    assert running.machine.counters["moved", DRAINED] == 1
+
+
+def test_an_answer_that_ends_before_it_has_stopped_needs_no_room_elsewhere(moving):
+    effects = moving.say("d0", Tokens("r.0", [6], FinishReason.STOP))
+    assert ends(effects) == [Finished(FinishReason.STOP)]
+    assert not any(promised(moving).values())
+    assert moving.say("d0", HandedOver("r.0", None)) == []
+
+
+def test_a_client_that_leaves_meanwhile_frees_what_may_be_leased_already(moving):
+    effects = moving.handle(ClientGone(RequestId("r")))
+    assert ends(effects) == [Cancelled()]
+    assert ("d0", Cancel("r.1")) in sent(effects, Cancel)
+    assert not any(promised(moving).values())
+    assert moving.say("d0", HandedOver("r.0", MOVED)) == []
+
+
+@pytest.mark.parametrize("news", [[], [KvReady("r.1", 2, 0, "shm")]])
+def test_a_client_that_leaves_afterwards_is_cancelled_at_both_ends(moving, news):
+    moving.say("d0", HandedOver("r.0", MOVED))
+    for message in news:
+        moving.say("d1", message)
+    effects = moving.handle(ClientGone(RequestId("r")))
+    assert set(sent(effects, Cancel)) == {("d0", Cancel("r.1")), ("d1", Cancel("r.1"))}
+
+
+def test_what_cannot_be_handed_over_is_prefilled_again_and_counts_as_no_attempt():
+    driver = Driver("p0", "d0", "d1", max_attempts=1)
+    driver.ask(max_tokens=20)
+    driver.hand_over()
+    driver.say("d0", TO_NOTHING)
+    effects = driver.say("d0", HandedOver("r.0", None))
+    assert [m.token_ids for _, m in sent(effects, Prefill)] == [[1, 2, 3, 4, 5, 9]]
+    assert driver.machine.counters["retried", NOT_HANDED_OVER] == 1
+    assert promised(driver)["d1"] == 7
+
+
+def test_another_target_is_found_when_the_first_one_is_lost():
+    driver = Driver("p0", "d0", "d1", "d2")
+    driver.ask(max_tokens=20)
+    driver.hand_over()
+    driver.say("d0", TO_NOTHING)
+    assert promised(driver)["d1"] == 7
+    assert driver.handle(WorkerLost("d1", "gone")) == []
+    assert promised(driver) == {"p0": 0, "d0": 7, "d2": 7}
+    driver.say("d2", TO_PREFILL)  # and that does not decode any more either
+    assert driver.machine.counters["retried", ROLE_CHANGED] == 1
+
+
+def test_a_target_that_is_lost_afterwards_costs_a_prefill(moving):
+    moving.say("d0", HandedOver("r.0", MOVED))
+    effects = moving.handle(WorkerLost("d1", "gone"))
+    assert ("d0", Cancel("r.1")) in sent(effects, Cancel)
+    assert ends(effects) == [Failed("no decode worker is alive")]  # there is no third one
+
+
+def test_a_source_that_is_lost_before_its_blocks_are_pulled_costs_a_prefill(moving):
+    moving.say("d0", HandedOver("r.0", MOVED))
+    [(worker, message)] = sent(moving.handle(WorkerLost("d0", "gone")), Prefill)
+    assert (worker, message.token_ids) == ("p0", [1, 2, 3, 4, 5, 9, 8, 7])
+
+
+def test_a_source_that_is_lost_after_they_are_pulled_costs_nothing(moving):
+    moving.say("d0", HandedOver("r.0", MOVED))
+    moving.say("d1", KvReady("r.1", 2, 0, "shm"))
+    assert moving.handle(WorkerLost("d0", "gone")) == []
+
+
+def test_a_pull_that_fails_costs_a_prefill(moving):
+    moving.say("d0", HandedOver("r.0", MOVED))
+    effects = moving.say("d1", GivenBack("r.1", "pull failed: why"))
+    assert sent(effects, Prefill)[0][1].seq_id == "r.2"
+
+
+# ---------------------------------------------------------------- no room
+
+
+@pytest.fixture
+def stranded() -> Driver:
+    """Two requests run; there is room for one of them elsewhere."""
+    driver = Driver("p0", "d0", "d1", num_blocks=7)
+    for name in ("a", "b"):
+        driver.ask(name, max_tokens=20)
+        driver.hand_over(f"{name}.0", decode="d0" if name == "a" else "d1")
+    assert not sent(driver.say("d0", TO_NOTHING), HandOver)
+    return driver
+
+
+def test_who_finds_no_room_stays_and_is_moved_when_there_is_some(stranded):
+    assert delivered(stranded.say("d0", Tokens("a.0", [8]))) == [(8,)]
+    effects = stranded.say("d1", Tokens("b.0", [8], FinishReason.STOP))
+    assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
+
+
+def test_who_finds_no_room_is_tried_again_after_a_while(stranded):
+    assert stranded.machine.next_wake_s() == stranded.now_s + 1
+    stranded.now_s += 1
+    assert stranded.handle(Tick()) == []
+    assert stranded.machine.next_wake_s() == stranded.now_s + 1
+
+
+def test_who_finds_no_room_in_time_is_prefilled_elsewhere(stranded):
+    stranded.now_s += 10
+    effects = stranded.handle(Tick())
+    assert ("d0", Cancel("a.0")) in sent(effects, Cancel)
+    assert stranded.machine.counters["retried", NOT_MOVED] == 1
+    assert stranded.machine.queue_len == 1
+    effects = stranded.say("d1", Tokens("b.0", [8], FinishReason.STOP))
+    assert sent(effects, Prefill)[0][1].seq_id == "a.1"
+
+
+def test_where_there_is_nobody_else_what_runs_goes_on_to_its_end():
+    driver = Driver("p0", "d0")
+    driver.ask(max_tokens=20)
+    driver.hand_over()
+    driver.say("d0", TO_NOTHING)
+    driver.now_s += 30
+    assert driver.handle(Tick()) == []
+    assert ends(driver.say("d0", Tokens("r.0", [8], FinishReason.STOP)))
+
+
+def test_a_worker_that_decodes_again_keeps_what_it_has(stranded):
+    stranded.say("d0", TO_DECODE)
+    assert not stranded.machine.state.stranded
+    stranded.now_s += 20
+    assert stranded.handle(Tick()) == []
+
+
+# ---------------------------------------------------------------- what is not decoded yet
+
+
+@pytest.mark.parametrize("num_news", range(3))
+def test_what_is_not_decoded_yet_begins_anew_elsewhere(num_news):
+    driver = Driver("p0", "d0", "d1", max_attempts=1)
+    driver.ask(max_tokens=20)
+    news = [PrefillStarted("r.0", 0, LEASE), PrefillDone("r.0", 9, None)]
+    for message in news[:num_news]:
+        driver.say("p0", message)
+    effects = driver.say("d0", TO_PREFILL)
+    assert ("d0", Cancel("r.0")) in sent(effects, Cancel)
+    assert [m.seq_id for _, m in sent(effects, Prefill)] == ["r.1"]
+    assert promised(driver) == {"p0": 0, "d0": 0, "d1": 7}
+    assert driver.say("d0", GivenBack("r.0", ROLE_CHANGED)) == []
+
+
+def test_a_worker_is_chosen_by_its_new_role():
+    driver = Driver("p0", "d0", "d1")
+    driver.say("d1", TO_PREFILL)
+    driver.say("p0", TO_DECODE)
+    [(worker, _)] = sent(driver.ask(), Prefill)
+    assert worker == "d1"
+    driver.say("d1", PrefillStarted("r.0", 0, LEASE))
+    assert driver.machine.view.missing() is None
+
+
+@pytest.mark.parametrize("reason", [WRONG_ROLE, ROLE_CHANGED])
+def test_a_prompt_that_its_worker_is_not_there_for_any_more_counts_as_no_attempt(reason):
+    driver = Driver("p0", "p1", "d0", max_attempts=1)
+    driver.ask()
+    assert driver.say("p0", TO_DECODE) == []  # it may have begun
+    effects = driver.say("p0", GivenBack("r.0", reason))
+    assert [(i, m.seq_id) for i, m in sent(effects, Prefill)] == [("p1", "r.1")]
+    assert not driver.machine.view.severed
+
+
+def test_a_worker_that_only_says_that_it_is_not_there_for_it_is_not_asked_for_ever():
+    driver = Driver("p0", "d0", max_attempts=2)
+    driver.ask()
+    driver.say("p0", GivenBack("r.0", WRONG_ROLE))
+    [outcome] = ends(driver.say("p0", GivenBack("r.1", WRONG_ROLE)))
+    assert isinstance(outcome, Failed)
+
+
+def test_a_prompt_that_is_computed_where_nobody_decodes_any_more_is_moved_when_it_is_done():
+    driver = Driver("m0")
+    driver.ask(max_tokens=20)
+    driver.join("m1")
+    driver.say("m0", PrefillStarted("r.0", 0, None))
+    assert driver.say("m0", TO_PREFILL) == []
+    effects = driver.say("m0", PrefillDone("r.0", 9, None))
+    assert sent(effects, HandOver) == [("m0", HandOver("r.0", "r.1"))]
+    assert delivered(effects) == [(9,)]
+
+
+def test_decode_workers_that_can_prefill_stand_in_where_nobody_is_there_to_do_it():
+    driver = Driver("p0", "d0")
+    driver.say("d0", RoleChanged(Role.DECODE, prefills_locally=True))
+    driver.say("p0", TO_NOTHING)
+    assert driver.machine.view.missing() is None
+    [(worker, _)] = sent(driver.ask(prompt=range(300)), Generate)
+    assert worker == "d0"
+
+
+def test_drained_workers_are_given_nothing():
+    driver = Driver("p0", "d0")
+    driver.say("d0", TO_NOTHING)
+    assert driver.machine.view.missing() == "no decode worker"
+    assert ends(driver.ask()) == [Failed("no decode worker is alive")]
