@@ -791,7 +791,7 @@ class Ask:
     num_moves: int = 0
     moved: Route | None = None  # of the present attempt, if it goes on from another worker's
     moves_as: SeqId | None = None  # while its worker has been told to hand it over
-    moves_to: WorkerId = WorkerId("")
+    moves_to: WorkerId | None = None
 
     @property
     def worker_id(self) -> WorkerId:
@@ -881,6 +881,7 @@ class FakeGateway:
         """It has stopped, and goes on as one whose prompt has been computed."""
         assert ask.seq_id is not None
         assert ask.moves_as is not None
+        assert ask.moves_to is not None
         if message.lease is None:
             self.retry(ask)
             return

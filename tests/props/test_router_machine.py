@@ -596,6 +596,24 @@ def some_prompt(rng: random.Random, world: World) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 14))]
 
 
+def make_trouble(rng: random.Random, world: World) -> None:
+    """One of all that can go wrong."""
+    trouble = rng.randrange(7)
+    if trouble == 0:
+        world.lose(rng.choice(NAMES))
+    elif trouble == 1:
+        world.leave(rng)
+    elif trouble == 2 and world.workers:
+        rng.choice(list(world.workers.values())).give_back(rng)
+    elif trouble == 3 and world.workers:
+        rng.choice(list(world.workers.values())).report(rng)
+    elif trouble == 4:
+        world.pass_time(rng.choice([9.0, 25.0]))
+    elif trouble == 5 and world.workers:
+        worker = rng.choice(list(world.workers.values()))
+        world.change_role(worker, rng.choice(list(Role)))
+
+
 def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONFIG) -> World:
     """Many requests, and now and then trouble."""
     world = World(config)
@@ -611,20 +629,7 @@ def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONF
                 if rng.random() < 0.7:
                     act(worker)
         if rng.random() < troubles:
-            trouble = rng.randrange(7)
-            if trouble == 0:
-                world.lose(rng.choice(NAMES))
-            elif trouble == 1:
-                world.leave(rng)
-            elif trouble == 2 and world.workers:
-                rng.choice(list(world.workers.values())).give_back(rng)
-            elif trouble == 3 and world.workers:
-                rng.choice(list(world.workers.values())).report(rng)
-            elif trouble == 4:
-                world.pass_time(rng.choice([9.0, 25.0]))
-            elif trouble == 5 and world.workers:
-                worker = rng.choice(list(world.workers.values()))
-                world.change_role(worker, rng.choice(list(Role)))
+            make_trouble(rng, world)
         if rng.random() < 0.1:
             world.join(rng.choice(NAMES))
         world.pass_time(0.01)

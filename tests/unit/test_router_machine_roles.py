@@ -1,4 +1,4 @@
-"""The request machine when workers change their roles: what runs is moved, what waits begins anew."""
+"""The request machine when workers change roles: what runs is moved, what waits begins anew."""
 
 import pytest
 from test_router_machine import LEASE, Driver, ends, sent
