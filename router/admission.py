@@ -10,7 +10,8 @@ load of now sees it low while a wave of prompts is being computed, lets more in,
 everybody when the wave arrives: the pools are then loaded by turns.
 
     time to first token   (work in the queue + left in the workers) / prefill workers, or, where
-                          memory is short, until enough sequences have ended; then its own prompt
+                          memory is short, until enough sequences have ended; then its own prompt;
+                          sooner if nobody waits and a decode worker has time to compute it
     time per token        a step of the sequences there at that time, evenly over decode workers,
                           and of some more: half of all predictions fall short
 
@@ -19,13 +20,15 @@ everybody when the wave arrives: the pools are then loaded by turns.
 Source: early rejection based on prediction, Qin et al., Mooncake, arXiv 2407.00079, §6.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
+from engine.messages import WorkerId
 from router.flight import Flight
 from router.placing import KnownPrefixes
-from router.policies.candidates import predicted_ready_s
+from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
+from router.policies.slo import spare_s
 from router.requests import Rejected
 from router.state import RouterState
 from router.view import WorkerView
@@ -96,10 +99,35 @@ class Admission:
         wait_s = self._prefill_wait_s(now_s)
         if wait_s is None:
             return None
-        compute_s = self._compute_s(flight)
+        matched = KnownPrefixes(self._state, flight).matched_tokens()
+        _, worker = self._state.view.prefillers()[0]
+        cached = max(matched.values(), default=0)
+        compute_s = self._state.estimates.prefill_s(worker, flight.length, cached)
         if compute_s is None:
             return None
-        return max(wait_s, self._memory_wait_s(flight, now_s)) + compute_s
+        memory_s = self._memory_wait_s(flight, now_s)
+        if memory_s > 0.0:
+            return max(wait_s, memory_s) + compute_s
+        return min(wait_s + compute_s, self._local_ttft_s(flight, matched, now_s))
+
+    def _local_ttft_s(self, flight: Flight, matched: Mapping[WorkerId, int], now_s: float) -> float:
+        """The same where it is decoded; infinite where nobody has time to prefill beside that."""
+        state, costs = self._state, self._state.estimates
+        if state.queue or not state.policy.prefills_locally:
+            return inf
+        bound_s = flight.request.tpot_bound_s or state.config.slo_tpot_s
+        soonest_s = inf
+        for worker_id, worker in state.view.workers.items():
+            if not worker.info.prefills_locally:
+                continue
+            wait_s = predicted_ready_s(worker, costs, now_s)
+            compute_s = costs.prefill_s(worker, flight.length, matched.get(worker_id, 0))
+            if wait_s is None or compute_s is None:
+                continue
+            is_idle = wait_s <= state.config.prefill_backlog_s + LEAST_WAIT_S
+            if is_idle and compute_s <= spare_s(worker, costs, bound_s):
+                soonest_s = min(soonest_s, wait_s + compute_s)
+        return soonest_s
 
     def _prefill_wait_s(self, now_s: float) -> float | None:
         """Seconds until a prefill worker has time for one that comes now."""
@@ -114,13 +142,6 @@ class Admission:
                 return None
             left_s += ready_s
         return left_s / len(workers)
-
-    def _compute_s(self, flight: Flight) -> float | None:
-        """Of a prompt, what is cached nowhere."""
-        state = self._state
-        _, worker = state.view.prefillers()[0]
-        cached = max(KnownPrefixes(state, flight).matched_tokens().values(), default=0)
-        return state.estimates.prefill_s(worker, flight.length, cached)
 
     def _memory_wait_s(self, flight: Flight, now_s: float) -> float:
         """Seconds until decode workers have room for all that waits and for this one."""

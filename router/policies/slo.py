@@ -29,6 +29,7 @@ al., OSDI 2024.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from engine.messages import WorkerId
@@ -138,13 +139,11 @@ class _Question:
 
     def _has_time(self, prefill: _Prefill) -> bool:
         asked, (worker_id, worker) = self._asked, prefill.worker
-        pace_s = present_tpot_s(worker, asked.costs)
-        if pace_s is None or not self._is_kept(self._paces_s[worker_id]):
+        if not self._is_kept(self._paces_s[worker_id]) or prefill.wait_s > asked.wait_bound_s:
             return False
-        if not has_memory(worker, asked.need.max_len) or prefill.wait_s > asked.wait_bound_s:
+        if not has_memory(worker, asked.need.max_len):
             return False
-        spare_s = pace_s if self._bound_s is None else self._bound_s - pace_s
-        return prefill.bid.seconds <= spare_s
+        return prefill.bid.seconds <= spare_s(worker, asked.costs, self._bound_s)
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
@@ -211,6 +210,14 @@ def bound_s(asked: Asked) -> float | None:
 def present_tpot_s(worker: WorkerView, costs: Costs) -> float | None:
     """Seconds per token at a decode worker with what is promised to it."""
     return costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
+
+
+def spare_s(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
+    """How much of a prompt a decode worker has time for in one step; nothing where nobody knows."""
+    pace_s = present_tpot_s(worker, costs)
+    if pace_s is None:
+        return -inf
+    return pace_s if bound_s is None else bound_s - pace_s
 
 
 def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:

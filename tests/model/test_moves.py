@@ -124,7 +124,9 @@ class Couple:
             case Tokens(seq_id, token_ids, finish, logprobs):
                 self._add(seq_id, token_ids, finish, logprobs)
             case HandedOver(seq_id, lease) if seq_id in self._asked:
-                assert lease is not None
+                if lease is None:  # it has come a moment ago, and is not decoded yet
+                    del self._as[seq_id]
+                    return
                 self.num_moves[message.num_draft_tokens is None] += 1
                 asked, as_seq_id = self._asked.pop(seq_id), self._as.pop(seq_id)
                 del self._at[seq_id]

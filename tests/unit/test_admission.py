@@ -25,6 +25,7 @@ from engine.messages import (
     PrefillStarted,
     RequestId,
     Role,
+    RoleChanged,
     Sampling,
     Tokens,
     TransferAddress,
@@ -89,6 +90,27 @@ def test_what_is_cached_somewhere_is_not_waited_for():
     assert refused(router.handle(event, 0.0))
     router.prefixes.record("d0", hash_blocks(event.request.token_ids, LAYOUT.block_size))
     assert not refused(router.handle(event, 0.0))
+
+
+def test_a_prompt_that_a_decode_worker_has_time_for_does_not_wait_for_others():
+    """Two tokens are as long as two steps: each with a bound that leaves room for them or not."""
+    router = machine(welcome("p0"), welcome("d0"), slo_ttft_s=3.0, slo_tpot_s=2.0)
+    for number in range(3):
+        router.handle(arrival(f"r{number}", 0.1 * number), 0.0)
+    assert refused(router.handle(arrival("others", 0.5), 0.5))
+    router.handle(FromWorker("d0", RoleChanged(Role.DECODE, prefills_locally=True)), 0.5)
+    assert not refused(router.handle(arrival("local", 0.6), 0.6))
+    assert refused(router.handle(arrival("paced", 0.7, tpot_bound_s=0.5), 0.7))
+    router.validate()
+
+
+def test_where_nobody_is_there_to_prefill_those_that_can_are_counted():
+    router = machine(welcome("p0"), welcome("d0"), slo_ttft_s=1.5)
+    router.handle(FromWorker("d0", RoleChanged(Role.DECODE, prefills_locally=True)), 0.0)
+    router.handle(FromWorker("p0", RoleChanged(Role.DRAINED)), 0.0)
+    assert not refused(router.handle(arrival("a", 0.0), 0.0))
+    assert refused(router.handle(arrival("b", 0.1), 0.0))
+    router.validate()
 
 
 def test_a_request_may_bring_bounds_of_its_own():
