@@ -1,0 +1,316 @@
+"""What goes into the machine of the pools and comes out of it, and what it knows of a worker."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.control import Members, PlannerMode, Pools
+from engine.errors import BatonError
+from engine.layout import KVFormat
+from engine.messages import LoadReport, Role, WorkerId
+
+
+class OrderRefused(BatonError):
+    """An order that cannot be carried out; nothing has changed. `status` is the HTTP status."""
+
+    def __init__(self, reason: str, *, status: int = 409) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+# ---------------------------------------------------------------- events: what was seen
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A worker that runs already. Its role comes with `Connected`."""
+
+    worker_id: WorkerId
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A worker that was to be started listens; `start` is the effect's."""
+
+    worker_id: WorkerId
+    start: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """A worker did not start, and nothing of it is left."""
+
+    worker_id: WorkerId
+    start: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A worker that was to be stopped is gone."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """A worker or a gateway ended by itself."""
+
+    name: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A session with the worker at this address is open."""
+
+    worker_id: WorkerId
+    address: str
+    role: Role
+    kv_format: KVFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The session with the worker at this address is over."""
+
+    worker_id: WorkerId
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSeen:
+    """A worker says what it is there for now."""
+
+    worker_id: WorkerId
+    address: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSeen:
+    """A worker says what it holds."""
+
+    worker_id: WorkerId
+    address: str
+    load: LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStarted:
+    """A gateway answers, or was found to."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFailed:
+    """A gateway did not start."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. To be told about once a second."""
+
+
+# ---------------------------------------------------------------- events: orders
+
+
+@dataclass(frozen=True, slots=True)
+class SetPools:
+    """So many workers of each role."""
+
+    pools: Pools
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """This worker for another role, in place. One that is drained serves again."""
+
+    worker_id: WorkerId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """This worker for nothing: it stays, without work, until it is flipped or stopped."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """This worker away, drained before."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SetPlanner:
+    """What becomes of the planner's proposals."""
+
+    mode: PlannerMode
+
+
+Order = SetPools | Flip | Drain | Stop | SetPlanner
+PoolEvent = (
+    Found
+    | Started
+    | StartFailed
+    | Stopped
+    | Died
+    | Connected
+    | Disconnected
+    | RoleSeen
+    | LoadSeen
+    | GatewayStarted
+    | GatewayFailed
+    | Tick
+    | Order
+)
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start a worker; answered by `Started` or `StartFailed` with the same number."""
+
+    worker_id: WorkerId
+    role: Role
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """End a worker's process; answered by `Stopped`. By force where it cannot be asked."""
+
+    worker_id: WorkerId
+    by_force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetWorkerRole:
+    """Tell a worker what it is there for."""
+
+    worker_id: WorkerId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class StartGateway:
+    """Start a gateway; answered by `GatewayStarted` or `GatewayFailed`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tell all gateways."""
+
+    members: Members
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One line of the history."""
+
+    number: int
+    at_s: float
+    subject: str  # worker, gateway, or "pools"
+    what: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.subject} {self.what}" + (f": {self.why}" if self.why else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Something happened that an operator may want to know."""
+
+    step: Step
+
+
+PoolEffect = StartWorker | StopWorker | SetWorkerRole | StartGateway | Publish | Tell
+
+
+# ---------------------------------------------------------------- records
+
+
+class WorkerState(StrEnum):
+    """Where a worker is in its life."""
+
+    WAITING = "waiting"  # not there; to be started when that is due
+    STARTING = "starting"
+    JOINING = "joining"  # runs; no session with it yet
+    SERVING = "serving"
+    FLIPPING = "flipping"  # was told its new role and has not confirmed it
+    DRAINING = "draining"  # was told to be there for nothing, and holds something yet
+    DRAINED = "drained"  # stays so until the operator wants something else
+    STOPPING = "stopping"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker as the controller knows it."""
+
+    worker_id: WorkerId
+    target: Role | None  # what it is to be; DRAINED if it is to go; None: it was found, unasked yet
+    since_s: float  # in this state
+    state: WorkerState = WorkerState.WAITING
+    start: int = 0  # the number of its latest start
+    address: str | None = None  # None while it does not run
+    role: Role | None = None  # as it said last
+    kv_format: KVFormat | None = None
+    load: LoadReport | None = None
+    is_connected: bool = False
+    lost_s: float | None = None  # without a session since then
+    leaves: bool = False  # to be stopped when it is drained
+    refuses: set[Role] = field(default_factory=set)  # roles that it did not take
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that it holds, as it said last."""
+        return 0 if self.load is None else self.load.waiting_seqs + self.load.running_seqs
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody would miss it: no sequence, no lease, no pull."""
+        load = self.load
+        return load is not None and not (
+            load.waiting_seqs or load.running_seqs or load.open_leases or load.in_flight_blocks
+        )
+
+    @property
+    def work_tokens(self) -> int:
+        """What it has to do: prompts, and contexts that are decoded."""
+        return 0 if self.load is None else self.load.prompt_tokens + self.load.context_tokens
+
+    def prefills(self) -> bool:
+        """Whether prompts are computed here, now and when it is what it is to be."""
+        return self._serves() and _both(self.role, self.target, "prefills")
+
+    def decodes(self) -> bool:
+        """Whether tokens are generated here, now and when it is what it is to be."""
+        return self._serves() and _both(self.role, self.target, "decodes")
+
+    def _serves(self) -> bool:
+        return self.is_connected and self.state in (WorkerState.SERVING, WorkerState.FLIPPING)
+
+
+def _both(role: Role | None, target: Role | None, what: str) -> bool:
+    return all(each is not None and getattr(each, what) for each in (role, target))
+
+
+class GatewayState(StrEnum):
+    """Where a gateway is in its life."""
+
+    WAITING = "waiting"  # to be started when that is due
+    STARTING = "starting"
+    SERVING = "serving"

@@ -1,0 +1,572 @@
+"""What is started, flipped, drained and stopped so that the pools are what the operator wants.
+
+Sans I/O: `handle(event, now_s)` returns effects. It knows what is wanted, what was seen of each
+worker, and what it asked for; not how processes are started, nor what a session is. What to do next
+is `deploy.reconcile`'s decision; here is what follows from it, and what comes of it:
+
+    waiting ──> starting ──> joining ──> serving <──> flipping
+       ^            │           │           │
+       │   it did not start, died, or could not be reached
+       └────────────┴───────────┴───────────┤
+                                        draining ──> drained (where the operator wants it so)
+                                            └──────> stopping ──> gone
+
+Whatever cannot be answered in time is ended: a flip without an answer is given up, a worker that
+does not become idle is stopped all the same, one that cannot be reached is stopped by force.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from deploy.pool_events import (
+    Connected,
+    Died,
+    Disconnected,
+    Drain,
+    Flip,
+    Found,
+    GatewayFailed,
+    GatewayStarted,
+    GatewayState,
+    LoadSeen,
+    OrderRefused,
+    PoolEffect,
+    PoolEvent,
+    Publish,
+    RoleSeen,
+    SetPlanner,
+    SetPools,
+    SetWorkerRole,
+    Started,
+    StartFailed,
+    StartGateway,
+    StartWorker,
+    Step,
+    Stop,
+    Stopped,
+    StopWorker,
+    Tell,
+    Tick,
+    Worker,
+    WorkerState,
+)
+from deploy.reconcile import Begin, Drop, FlipTo, Move, Retire, Rules, last_that, next_move
+from deploy.restarts import Restarts
+from engine.control import SERVING_ROLES, Intent, Member, Members
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+from engine.messages import Role, WorkerId
+
+FLIP_TIMEOUT_S = 10.0  # a worker answers between two steps
+UNREACHABLE_S = 30.0  # a worker without a session for so long is stopped by force
+MAX_HISTORY = 1000  # steps
+
+_RUNNING = (
+    WorkerState.JOINING,
+    WorkerState.SERVING,
+    WorkerState.FLIPPING,
+    WorkerState.DRAINING,
+    WorkerState.DRAINED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """What the machine is built with. `formats`: of the KV that workers of a role hold."""
+
+    max_workers: int
+    formats: Mapping[Role, KVFormat]
+    drain_timeout_s: float = 60.0
+
+
+class PoolMachine:
+    """The one owner of what is known of the pools."""
+
+    def __init__(
+        self,
+        intent: Intent,
+        *,
+        limits: PoolLimits,
+        gateways: Sequence[str] = (),
+        version: int = 0,
+    ) -> None:
+        """`version` is the last one that a gateway heard, from an earlier controller."""
+        self.intent = intent
+        self.limits = limits
+        self.workers: dict[WorkerId, Worker] = {}
+        self.gateways = dict.fromkeys(gateways, GatewayState.WAITING)
+        self.members = Members(version, (), intent)
+        self.history: deque[Step] = deque(maxlen=MAX_HISTORY)
+        self.counters: Counter[str] = Counter()
+        self.restarts = Restarts()
+        self._rules = Rules(limits.max_workers, limits.formats)
+        self._num_steps = 0
+        self._num_starts = 0
+        self._has_served = False  # every wanted worker at once, so that gateways could be started
+        self._handlers: Mapping[type, Any] = {
+            Found: self._on_found,
+            Started: self._on_started,
+            StartFailed: self._on_start_failed,
+            Stopped: self._on_stopped,
+            Died: self._on_died,
+            Connected: self._on_connected,
+            Disconnected: self._on_disconnected,
+            RoleSeen: self._on_role,
+            LoadSeen: self._on_load,
+            GatewayStarted: self._on_gateway_started,
+            GatewayFailed: self._on_gateway_failed,
+            Tick: self._on_tick,
+            SetPools: self._on_set_pools,
+            Flip: self._on_flip,
+            Drain: self._on_drain,
+            Stop: self._on_stop,
+            SetPlanner: self._on_set_planner,
+        }
+
+    def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
+        """What follows from an event. Raises OrderRefused, and then nothing has changed."""
+        effects: list[PoolEffect] = list(self._handlers[type(event)](event, now_s))
+        effects += self._reconcile(now_s)
+        effects += self._publish()
+        return effects
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all is as it is wanted, and nothing is under way."""
+        workers = self.workers.values()
+        counts = Counter(w.target for w in workers if w.state is WorkerState.SERVING)
+        steady = (WorkerState.SERVING, WorkerState.DRAINED)
+        return (
+            all(counts[role] == self.intent.pools.of(role) for role in SERVING_ROLES)
+            and all(w.state in steady and w.is_connected for w in workers)
+            and all(state is GatewayState.SERVING for state in self.gateways.values())
+        )
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        self.intent.pools.check()
+        for worker in self.workers.values():
+            runs = worker.state in _RUNNING
+            assert (worker.address is not None) == (runs or worker.state is WorkerState.STOPPING)
+            assert runs or not worker.is_connected
+            assert worker.is_connected or worker.lost_s is not None or not runs
+            assert worker.target is not None or worker.state is WorkerState.JOINING
+            going = (WorkerState.DRAINING, WorkerState.DRAINED)
+            assert (worker.target is Role.DRAINED) >= (worker.state in going)
+            assert worker.leaves <= (worker.target is Role.DRAINED)
+        named = {member.worker_id for member in self.members.workers}
+        assert named == {w.worker_id for w in self.workers.values() if w.state in _RUNNING}
+
+    # ------------------------------------------------------------ what was seen of workers
+
+    def _on_found(self, event: Found, now_s: float) -> Iterator[PoolEffect]:
+        worker = Worker(event.worker_id, None, now_s, WorkerState.JOINING)
+        worker.address, worker.lost_s = event.address, now_s
+        self.workers[worker.worker_id] = worker
+        yield self._tell(now_s, worker.worker_id, "was found running")
+
+    def _on_started(self, event: Started, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._starting(event.worker_id, event.start)
+        if worker is None:
+            return
+        self._enter(worker, WorkerState.JOINING, now_s)
+        worker.address, worker.lost_s = event.address, now_s
+        failed = self.restarts.num_failed(worker.worker_id)
+        self.restarts.started(worker.worker_id, now_s)
+        yield self._tell(now_s, worker.worker_id, "was started again" if failed else "was started")
+
+    def _on_start_failed(self, event: StartFailed, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._starting(event.worker_id, event.start)
+        if worker is not None:
+            yield from self._lose(worker, f"did not start: {event.reason}", now_s)
+
+    def _on_stopped(self, event: Stopped, now_s: float) -> Iterator[PoolEffect]:
+        worker = self.workers.get(event.worker_id)
+        if worker is None or worker.state is not WorkerState.STOPPING:
+            return
+        yield self._tell(now_s, worker.worker_id, "was stopped")
+        if worker.target is Role.DRAINED or worker.target is None:
+            self._forget(worker)
+        else:
+            self._wait(worker, now_s)
+
+    def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
+        if event.name in self.gateways:
+            yield from self._lose_gateway(event.name, event.how, now_s)
+            return
+        worker = self.workers.get(WorkerId(event.name))
+        if worker is None or worker.state not in _RUNNING:
+            return
+        self.counters["workers died"] += 1
+        if worker.target is Role.DRAINED or worker.target is None:
+            self._forget(worker)
+            yield self._tell(now_s, event.name, event.how, "it was not needed")
+        else:
+            yield from self._lose(worker, event.how, now_s)
+
+    def _on_connected(self, event: Connected, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._at(event.worker_id, event.address)
+        if worker is None:
+            return
+        worker.is_connected, worker.lost_s = True, None
+        worker.role, worker.kv_format = event.role, event.kv_format
+        if worker.target is None:
+            worker.target = event.role
+            worker.leaves = (
+                event.role is Role.DRAINED and worker.worker_id not in self.intent.drained
+            )
+        if worker.state is WorkerState.JOINING:
+            goes = worker.target is Role.DRAINED
+            self._enter(worker, WorkerState.DRAINING if goes else WorkerState.SERVING, now_s)
+        if worker.role is not worker.target:  # it had not heard
+            assert worker.target is not None
+            yield SetWorkerRole(worker.worker_id, worker.target)
+
+    def _on_disconnected(self, event: Disconnected, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._at(event.worker_id, event.address)
+        if worker is None or not worker.is_connected:
+            return
+        worker.is_connected, worker.lost_s, worker.load = False, now_s, None
+        yield self._tell(now_s, worker.worker_id, "cannot be reached", event.reason)
+
+    def _on_role(self, event: RoleSeen, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._at(event.worker_id, event.address)
+        if worker is None:
+            return
+        before, worker.role = worker.role, event.role
+        worker.load = None  # what it held before says nothing of now
+        if event.role is worker.target:
+            if worker.state is WorkerState.FLIPPING:
+                took_s = now_s - worker.since_s
+                self._enter(worker, WorkerState.SERVING, now_s)
+                yield self._tell(now_s, worker.worker_id, f"is {event.role} now, {took_s:.1f} s")
+        elif worker.state is WorkerState.SERVING:  # somebody else told it
+            worker.target = event.role
+            if event.role is Role.DRAINED:
+                self._enter(worker, WorkerState.DRAINING, now_s)
+            yield self._tell(now_s, worker.worker_id, f"became {event.role}", "not by an order")
+        elif event.role is before:
+            yield from self._give_up_flip(worker, "the worker refuses it", now_s)
+
+    def _on_load(self, event: LoadSeen, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._at(event.worker_id, event.address)
+        if worker is None:
+            return
+        worker.load = event.load
+        if (
+            worker.state is WorkerState.DRAINING
+            and worker.role is Role.DRAINED
+            and worker.is_idle
+        ):
+            yield self._tell(
+                now_s, worker.worker_id, f"is drained, after {now_s - worker.since_s:.1f} s"
+            )
+            self._enter(worker, WorkerState.DRAINED, now_s)
+        if worker.state is WorkerState.DRAINED and worker.leaves:
+            yield self._end(worker, now_s)
+
+    # ------------------------------------------------------------ gateways
+
+    def _on_gateway_started(self, event: GatewayStarted, now_s: float) -> Iterator[PoolEffect]:
+        again = self.restarts.num_failed(event.name) > 0
+        self.gateways[event.name] = GatewayState.SERVING
+        self.restarts.started(event.name, now_s)
+        self._has_served = True
+        yield self._tell(now_s, event.name, "was started again" if again else "was started")
+
+    def _on_gateway_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
+        yield from self._lose_gateway(event.name, f"did not start: {event.reason}", now_s)
+
+    def _lose_gateway(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
+        self.gateways[name] = GatewayState.WAITING
+        yield self._tell(now_s, name, how, self._outlook(name, now_s))
+
+    def _start_gateways(self, now_s: float) -> Iterator[PoolEffect]:
+        """The first one by itself: where it listens the others do."""
+        if not self._has_served and not self._all_serve():
+            return
+        for name, state in self.gateways.items():
+            if state is GatewayState.WAITING and self.restarts.is_due(name, now_s):
+                self.gateways[name] = GatewayState.STARTING
+                yield StartGateway(name)
+            if not self._has_served:
+                return
+
+    def _all_serve(self) -> bool:
+        serving = Counter(w.target for w in self.workers.values() if w.is_connected)
+        return all(serving[role] >= self.intent.pools.of(role) for role in SERVING_ROLES)
+
+    # ------------------------------------------------------------ time
+
+    def _on_tick(self, _: Tick, now_s: float) -> Iterator[PoolEffect]:
+        for worker in list(self.workers.values()):
+            yield from self._sweep(worker, now_s)
+
+    def _sweep(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
+        """What has a deadline."""
+        waited_s = now_s - worker.since_s
+        if worker.state in _RUNNING and worker.lost_s is not None:
+            if now_s - worker.lost_s >= UNREACHABLE_S:
+                self.counters["workers unreachable"] += 1
+                yield self._tell(
+                    now_s, worker.worker_id, "is stopped", f"no session for {UNREACHABLE_S:g} s"
+                )
+                yield self._end(worker, now_s, by_force=True)
+        elif worker.state is WorkerState.FLIPPING and waited_s >= FLIP_TIMEOUT_S:
+            yield from self._give_up_flip(worker, f"no answer in {FLIP_TIMEOUT_S:g} s", now_s)
+        elif worker.state is WorkerState.DRAINING and worker.leaves:
+            if waited_s >= self.limits.drain_timeout_s:
+                self.counters["drains timed out"] += 1
+                why = f"not drained in {waited_s:.0f} s, {worker.num_seqs} sequences are retried"
+                yield self._tell(now_s, worker.worker_id, "is stopped all the same", why)
+                yield self._end(worker, now_s)
+
+    # ------------------------------------------------------------ orders
+
+    def _on_set_pools(self, event: SetPools, now_s: float) -> Iterator[PoolEffect]:
+        pools = event.pools
+        self._check_pools(pools)
+        self.intent = msgspec.structs.replace(self.intent, pools=pools)
+        what = f"are to be prefill={pools.prefill} decode={pools.decode} mixed={pools.mixed}"
+        yield self._tell(now_s, "pools", what, "ordered")
+
+    def _on_flip(self, event: Flip, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._known(event.worker_id)
+        self._check_flip(worker, event.role)
+        assert worker.target is not None
+        pools = self.intent.pools.moved(worker.target, event.role)
+        self._check_pools(pools, other_than=worker)
+        self.intent = msgspec.structs.replace(self.intent, pools=pools)
+        worker.refuses.discard(event.role)
+        yield from self._flip(worker, event.role, "ordered", now_s)
+
+    def _on_drain(self, event: Drain, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._known(event.worker_id)
+        self._check_takes_orders(worker, Role.DRAINED)
+        self._check_not_last(worker, Role.DRAINED)
+        yield from self._take_out(worker, now_s)
+
+    def _on_stop(self, event: Stop, now_s: float) -> Iterator[PoolEffect]:
+        worker = self._known(event.worker_id)
+        if worker.state is WorkerState.STOPPING or worker.leaves:
+            raise OrderRefused(f"{worker.worker_id} is being stopped already")
+        if worker.target is None:
+            raise OrderRefused(f"{worker.worker_id} was just found; its role is not known yet")
+        self._check_not_last(worker, Role.DRAINED)
+        if worker.target is not Role.DRAINED:
+            yield from self._take_out(worker, now_s)
+        worker.leaves = True
+        if worker.state in (WorkerState.WAITING, WorkerState.STARTING):
+            yield from self._end_unborn(worker, now_s)
+        elif worker.state is WorkerState.DRAINED or not worker.is_connected:
+            yield self._end(worker, now_s, by_force=not worker.is_connected)
+
+    def _on_set_planner(self, event: SetPlanner, now_s: float) -> Iterator[PoolEffect]:
+        self.intent = msgspec.structs.replace(self.intent, planner=event.mode)
+        yield self._tell(now_s, "planner", f"is {event.mode}", "ordered")
+
+    def _take_out(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
+        """An order: its pool has one worker less from now on."""
+        assert worker.target is not None
+        pools = self.intent.pools.moved(worker.target, Role.DRAINED)
+        self._check_pools(pools, other_than=worker)
+        self.intent = msgspec.structs.replace(self.intent, pools=pools)
+        if worker.state in (WorkerState.WAITING, WorkerState.STARTING):
+            worker.target = Role.DRAINED
+        else:
+            yield from self._drain(worker, "ordered", now_s)
+
+    def _check_pools(self, pools: "Any", other_than: Worker | None = None) -> None:
+        try:
+            pools.check()
+        except ConfigError as error:
+            raise OrderRefused(str(error), status=400 if other_than is None else 409) from error
+        kept = [
+            w.worker_id
+            for w in self.workers.values()
+            if w.target is Role.DRAINED and not w.leaves and w is not other_than
+        ]
+        most = self.limits.max_workers
+        if pools.total + len(kept) > most:
+            beside = f" beside {', '.join(kept)}, drained," if kept else ""
+            raise OrderRefused(f"{pools.total} workers{beside} are more than the {most} there can be")
+
+    def _check_flip(self, worker: Worker, role: Role) -> None:
+        if role is Role.DRAINED:
+            raise OrderRefused("a worker is not flipped to drained, it is drained", status=400)
+        self._check_takes_orders(worker, role)
+        wanted = self.limits.formats[role]
+        if worker.kv_format != wanted:
+            raise OrderRefused(
+                f"{worker.worker_id} holds KV as {worker.kv_format}, {role} workers as {wanted}"
+            )
+        self._check_not_last(worker, role)
+
+    def _check_takes_orders(self, worker: Worker, role: Role) -> None:
+        if worker.target is role:
+            raise OrderRefused(f"{worker.worker_id} is {role} already, or about to be")
+        if not worker.is_connected or worker.leaves:
+            raise OrderRefused(f"{worker.worker_id} is {worker.state}, and takes no orders now")
+
+    def _check_not_last(self, worker: Worker, role: Role) -> None:
+        what = last_that(worker, role, self.workers.values())
+        if what is not None:
+            raise OrderRefused(f"{worker.worker_id} is the last worker that {what}")
+
+    def _known(self, worker_id: WorkerId) -> Worker:
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            there = ", ".join(sorted(self.workers)) or "none"
+            raise OrderRefused(f"no worker is called {worker_id}; there are: {there}", status=404)
+        return worker
+
+    # ------------------------------------------------------------ reconciling
+
+    def _reconcile(self, now_s: float) -> Iterator[PoolEffect]:
+        while (move := next_move(self.workers, self.intent.pools, self._rules)) is not None:
+            yield from self._make(move, now_s)
+        for worker in list(self.workers.values()):
+            is_due = self.restarts.is_due(worker.worker_id, now_s)
+            if worker.state is WorkerState.WAITING and is_due:
+                self._num_starts += 1
+                worker.start = self._num_starts
+                self._enter(worker, WorkerState.STARTING, now_s)
+                assert worker.target is not None
+                yield StartWorker(worker.worker_id, worker.target, worker.start)
+        yield from self._start_gateways(now_s)
+
+    def _make(self, move: Move, now_s: float) -> Iterator[PoolEffect]:
+        match move:
+            case Drop(worker_id):
+                self._forget(self.workers[worker_id])
+                yield self._tell(now_s, worker_id, "is not started any more", "too many")
+            case FlipTo(worker_id, role):
+                worker = self.workers[worker_id]
+                why = f"too many {worker.target} workers, too few {role}"
+                yield from self._flip(worker, role, why, now_s)
+            case Begin(role):
+                worker_id = self._free_name(role)
+                self.restarts.forget(worker_id)
+                self.workers[worker_id] = Worker(worker_id, role, now_s)
+                yield self._tell(now_s, worker_id, "is being started", f"too few {role} workers")
+            case Retire(worker_id):
+                worker = self.workers[worker_id]
+                worker.leaves = True
+                yield from self._drain(worker, f"too many {worker.target} workers", now_s)
+
+    def _flip(self, worker: Worker, role: Role, why: str, now_s: float) -> Iterator[PoolEffect]:
+        self.counters["flips"] += 1
+        yield self._tell(now_s, worker.worker_id, f"is flipped from {worker.role} to {role}", why)
+        worker.target = role
+        self._enter(worker, WorkerState.FLIPPING, now_s)
+        yield SetWorkerRole(worker.worker_id, role)
+
+    def _drain(self, worker: Worker, why: str, now_s: float) -> Iterator[PoolEffect]:
+        self.counters["drains"] += 1
+        yield self._tell(now_s, worker.worker_id, "is drained of its work", why)
+        worker.target = Role.DRAINED
+        self._enter(worker, WorkerState.DRAINING, now_s)
+        yield SetWorkerRole(worker.worker_id, Role.DRAINED)
+
+    def _give_up_flip(self, worker: Worker, why: str, now_s: float) -> Iterator[PoolEffect]:
+        """It stays what it says it is; what is missing is got in another way."""
+        if worker.state is not WorkerState.FLIPPING:
+            return
+        assert worker.target is not None
+        assert worker.role is not None
+        self.counters["flips failed"] += 1
+        yield self._tell(now_s, worker.worker_id, f"did not become {worker.target}", why)
+        worker.refuses.add(worker.target)
+        worker.target = worker.role
+        self._enter(worker, WorkerState.SERVING, now_s)
+
+    def _end(self, worker: Worker, now_s: float, *, by_force: bool = False) -> PoolEffect:
+        self._enter(worker, WorkerState.STOPPING, now_s)
+        worker.is_connected, worker.lost_s, worker.load = False, None, None
+        return StopWorker(worker.worker_id, by_force=by_force)
+
+    def _end_unborn(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
+        """One that is not there yet, or not quite."""
+        if worker.state is WorkerState.WAITING:
+            self._forget(worker)
+            yield self._tell(now_s, worker.worker_id, "is not started any more", "ordered")
+        else:
+            worker.address = ""
+            yield self._tell(now_s, worker.worker_id, "is stopped while it starts", "ordered")
+            yield self._end(worker, now_s, by_force=True)
+
+    def _lose(self, worker: Worker, how: str, now_s: float) -> Iterator[PoolEffect]:
+        """It is gone and is wanted."""
+        yield self._tell(
+            now_s, worker.worker_id, how, self._outlook(worker.worker_id, now_s)
+        )
+        self._wait(worker, now_s)
+
+    def _wait(self, worker: Worker, now_s: float) -> None:
+        """For its next start, of which all that was known of it is forgotten."""
+        self.workers[worker.worker_id] = Worker(worker.worker_id, worker.target, now_s)
+
+    def _outlook(self, name: str, now_s: float) -> str:
+        delay_s = self.restarts.failed(name, now_s)
+        looping = ""
+        if self.restarts.is_looping(name):
+            looping = f"for the {self.restarts.num_failed(name)}. time in a row, "
+        return f"{looping}it is started again in {delay_s:g} s"
+
+    # ------------------------------------------------------------ books
+
+    def _publish(self) -> Iterator[PoolEffect]:
+        kept = tuple(
+            sorted(
+                w.worker_id
+                for w in self.workers.values()
+                if w.target is Role.DRAINED and not w.leaves
+            )
+        )
+        self.intent = msgspec.structs.replace(self.intent, drained=kept)
+        workers = tuple(
+            Member(worker.worker_id, worker.address)
+            for worker in sorted(self.workers.values(), key=lambda w: w.worker_id)
+            if worker.state in _RUNNING and worker.address is not None
+        )
+        if (workers, self.intent) != (self.members.workers, self.members.intent):
+            self.members = Members(self.members.version + 1, workers, self.intent)
+            yield Publish(self.members)
+
+    def _tell(self, now_s: float, subject: str, what: str, why: str = "") -> Tell:
+        self._num_steps += 1
+        what = what.removeprefix(f"{subject} ")
+        step = Step(self._num_steps, now_s, subject, what, why)
+        self.history.append(step)
+        return Tell(step)
+
+    def _enter(self, worker: Worker, state: WorkerState, now_s: float) -> None:
+        worker.state, worker.since_s = state, now_s
+
+    def _forget(self, worker: Worker) -> None:
+        del self.workers[worker.worker_id]
+        self.restarts.forget(worker.worker_id)
+
+    def _starting(self, worker_id: WorkerId, start: int) -> Worker | None:
+        """The worker, if this is the start that is waited for."""
+        worker = self.workers.get(worker_id)
+        if worker is None or worker.state is not WorkerState.STARTING or worker.start != start:
+            return None
+        return worker
+
+    def _at(self, worker_id: WorkerId, address: str) -> Worker | None:
+        """The worker, if it is still the one at that address."""
+        worker = self.workers.get(worker_id)
+        if worker is None or worker.address != address or worker.state not in _RUNNING:
+            return None
+        return worker
+
+    def _free_name(self, role: Role) -> WorkerId:
+        number = 0
+        while WorkerId(f"{role}-{number}") in self.workers:
+            number += 1
+        return WorkerId(f"{role}-{number}")

@@ -1,0 +1,61 @@
+"""When services that ended are started again: later each time, until one lives for a while."""
+
+from dataclasses import dataclass
+
+FIRST_RESTART_S = 1.0
+LAST_RESTART_S = 60.0
+MAX_DOUBLINGS = 6  # by which the last is reached
+STEADY_S = 60.0  # who lived that long ended for a new reason
+LOOPS_AFTER = 3  # failures in a row
+
+
+@dataclass(slots=True)
+class _Restart:
+    """One service: how often it failed in a row, and when it is due or was started."""
+
+    num_failed: int = 0
+    due_s: float | None = None  # None while it runs
+    started_s: float | None = None
+
+
+class Restarts:
+    """Workers and gateways alike, by name. Pure: seconds come from outside."""
+
+    def __init__(self) -> None:
+        self._restarts: dict[str, _Restart] = {}
+
+    def failed(self, name: str, now_s: float) -> float:
+        """It ended, or did not start; in how many seconds it is due."""
+        restart = self._restarts.setdefault(name, _Restart())
+        started_s, restart.started_s = restart.started_s, None
+        if started_s is not None and now_s - started_s >= STEADY_S:
+            restart.num_failed = 0
+        delay_s = FIRST_RESTART_S * float(2 ** min(restart.num_failed, MAX_DOUBLINGS))
+        delay_s = min(delay_s, LAST_RESTART_S)
+        restart.num_failed += 1
+        restart.due_s = now_s + delay_s
+        return delay_s
+
+    def started(self, name: str, now_s: float) -> None:
+        """It runs."""
+        restart = self._restarts.setdefault(name, _Restart())
+        restart.due_s = None
+        restart.started_s = now_s
+
+    def is_due(self, name: str, now_s: float) -> bool:
+        """Whether it may be started; who never failed may."""
+        restart = self._restarts.get(name)
+        return restart is None or restart.due_s is None or restart.due_s <= now_s
+
+    def num_failed(self, name: str) -> int:
+        """Failures in a row."""
+        restart = self._restarts.get(name)
+        return 0 if restart is None else restart.num_failed
+
+    def is_looping(self, name: str) -> bool:
+        """Whether it ends again and again: a new start is not likely to help."""
+        return self.num_failed(name) >= LOOPS_AFTER
+
+    def forget(self, name: str) -> None:
+        """It is not wanted any more."""
+        self._restarts.pop(name, None)
