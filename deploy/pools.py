@@ -151,7 +151,7 @@ class PoolMachine:
         self.intent.pools.check()
         for worker in self.workers.values():
             runs = worker.state in _RUNNING
-            assert (worker.address is not None) == (runs or worker.state is WorkerState.STOPPING)
+            assert worker.address is not None or not runs
             assert runs or not worker.is_connected
             assert worker.is_connected or worker.lost_s is not None or not runs
             assert worker.target is not None or worker.state is WorkerState.JOINING
@@ -222,6 +222,8 @@ class PoolMachine:
         if worker.state is WorkerState.JOINING:
             goes = worker.target is Role.DRAINED
             self._enter(worker, WorkerState.DRAINING if goes else WorkerState.SERVING, now_s)
+        if worker.state is WorkerState.FLIPPING and worker.role is worker.target:
+            self._enter(worker, WorkerState.SERVING, now_s)
         if worker.role is not worker.target:  # it had not heard
             assert worker.target is not None
             yield SetWorkerRole(worker.worker_id, worker.target)
@@ -388,7 +390,7 @@ class PoolMachine:
         kept = [
             w.worker_id
             for w in self.workers.values()
-            if w.target is Role.DRAINED and not w.leaves and w is not other_than
+            if self._is_kept(w) and w is not other_than
         ]
         most = self.limits.max_workers
         if pools.total + len(kept) > most:
@@ -482,7 +484,8 @@ class PoolMachine:
         yield self._tell(now_s, worker.worker_id, f"did not become {worker.target}", why)
         worker.refuses.add(worker.target)
         worker.target = worker.role
-        self._enter(worker, WorkerState.SERVING, now_s)
+        drained = worker.role is Role.DRAINED
+        self._enter(worker, WorkerState.DRAINED if drained else WorkerState.SERVING, now_s)
 
     def _end(self, worker: Worker, now_s: float, *, by_force: bool = False) -> PoolEffect:
         self._enter(worker, WorkerState.STOPPING, now_s)
@@ -495,7 +498,6 @@ class PoolMachine:
             self._forget(worker)
             yield self._tell(now_s, worker.worker_id, "is not started any more", "ordered")
         else:
-            worker.address = ""
             yield self._tell(now_s, worker.worker_id, "is stopped while it starts", "ordered")
             yield self._end(worker, now_s, by_force=True)
 
@@ -520,13 +522,7 @@ class PoolMachine:
     # ------------------------------------------------------------ books
 
     def _publish(self) -> Iterator[PoolEffect]:
-        kept = tuple(
-            sorted(
-                w.worker_id
-                for w in self.workers.values()
-                if w.target is Role.DRAINED and not w.leaves
-            )
-        )
+        kept = tuple(sorted(w.worker_id for w in self.workers.values() if self._is_kept(w)))
         self.intent = msgspec.structs.replace(self.intent, drained=kept)
         workers = tuple(
             Member(worker.worker_id, worker.address)
@@ -536,6 +532,12 @@ class PoolMachine:
         if (workers, self.intent) != (self.members.workers, self.members.intent):
             self.members = Members(self.members.version + 1, workers, self.intent)
             yield Publish(self.members)
+
+    def _is_kept(self, worker: Worker) -> bool:
+        """Whether the operator wants it to stay, and without work."""
+        if worker.target is None:
+            return worker.worker_id in self.intent.drained
+        return worker.target is Role.DRAINED and not worker.leaves
 
     def _tell(self, now_s: float, subject: str, what: str, why: str = "") -> Tell:
         self._num_steps += 1

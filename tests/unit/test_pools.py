@@ -1,0 +1,530 @@
+"""The machine of the pools: it converges, never takes the last worker, never starts too many."""
+
+import heapq
+import random
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.pool_events import (
+    Connected,
+    Died,
+    Disconnected,
+    Drain,
+    Flip,
+    Found,
+    GatewayFailed,
+    GatewayStarted,
+    LoadSeen,
+    OrderRefused,
+    Publish,
+    RoleSeen,
+    SetPlanner,
+    SetPools,
+    SetWorkerRole,
+    Started,
+    StartFailed,
+    StartGateway,
+    StartWorker,
+    Stop,
+    Stopped,
+    StopWorker,
+    Tell,
+    Tick,
+    WorkerState,
+)
+from deploy.pools import FLIP_TIMEOUT_S, UNREACHABLE_S, PoolLimits, PoolMachine
+from engine.control import Intent, PlannerMode, Pools
+from engine.layout import KVFormat
+from engine.messages import LoadReport, Role, WorkerId
+
+SAME = dict.fromkeys((Role.PREFILL, Role.DECODE, Role.MIXED), KVFormat.FP32)
+APART = {**SAME, Role.DECODE: KVFormat.INT8}
+IDLE = LoadReport(8, 0, 0, 0, 0, 0, 0, 0)
+BUSY = LoadReport(8, 0, 0, 0, 0, 1, 1, 0)
+
+
+class FakeProcess:
+    """A worker that does what it is told at once; its answers take a while."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.refuses: set[Role] = set()
+        self.is_deaf = False
+        self.is_stuck = False  # never idle
+        self.is_mute = False  # does not do what it is told
+
+
+class World:
+    """Launcher, workers and time, in which effects become events a little later."""
+
+    def __init__(
+        self, pools: Pools = Pools(), max_workers: int = 8, formats=SAME, gateways=("gateway",)
+    ) -> None:
+        self.now_s = 0.0
+        limits = PoolLimits(max_workers, formats, drain_timeout_s=20)
+        self.machine = PoolMachine(Intent(pools), limits=limits, gateways=gateways)
+        self.formats = formats
+        self.rng = random.Random(1)
+        self.processes: dict[str, FakeProcess] = {}
+        self.addresses: dict[str, str] = {}
+        self.queue: list[tuple[float, int, object]] = []
+        self.number = count()
+        self.fails: list[str] = []  # the next starts
+        self.fails_always: set[Role] = set()
+        self.started: list[tuple[float, str]] = []
+        self.told: list[str] = []
+        self.forbids_last = True
+
+    # -------------------------------------------------------- time
+
+    def later(self, event: object, delay_s: float | None = None) -> None:
+        delay_s = self.rng.uniform(0.01, 1.5) if delay_s is None else delay_s
+        heapq.heappush(self.queue, (self.now_s + delay_s, next(self.number), event))
+
+    def run(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            next_tick_s = self.now_s + 1
+            while self.queue and self.queue[0][0] <= next_tick_s:
+                self.now_s, _, event = heapq.heappop(self.queue)
+                self.feed(event)
+            self.now_s = next_tick_s
+            for name, process in list(self.processes.items()):
+                if not process.is_deaf:
+                    load = BUSY if process.is_stuck else IDLE
+                    self.feed(LoadSeen(WorkerId(name), self.addresses[name], load))
+            self.feed(Tick())
+
+    def settle(self, seconds: float = 400) -> None:
+        end_s = self.now_s + seconds
+        while not self.machine.is_settled:
+            assert self.now_s < end_s, (self.machine.workers, self.machine.intent, self.told[-20:])
+            self.run(1)
+
+    def feed(self, event: object) -> None:
+        for effect in self.machine.handle(event, self.now_s):
+            self.perform(effect)
+        self.machine.validate()
+
+    def perform(self, effect: object) -> None:
+        match effect:
+            case StartWorker(worker_id, role, start):
+                self.start(worker_id, role, start)
+            case StopWorker(worker_id):
+                self.check_not_last(worker_id, Role.DRAINED)
+                self.processes.pop(worker_id, None)
+                self.later(Stopped(worker_id))
+            case SetWorkerRole(worker_id, role):
+                self.set_role(worker_id, role)
+            case StartGateway(name):
+                self.later(GatewayStarted(name))
+            case Tell(step):
+                self.told.append(str(step))
+            case Publish(members):
+                assert members == self.machine.members
+
+    def start(self, worker_id: str, role: Role, start: int) -> None:
+        assert len(self.processes) < self.machine.limits.max_workers
+        assert worker_id not in self.processes
+        self.started.append((self.now_s, worker_id))
+        if self.fails or role in self.fails_always:
+            reason = self.fails.pop() if self.fails else "it never does"
+            self.later(StartFailed(worker_id, start, reason))
+            return
+        address = f"{worker_id}@{start}"
+        self.processes[worker_id] = FakeProcess(role)
+        self.addresses[worker_id] = address
+        self.later(Started(worker_id, start, address), 0.5)
+        connected = Connected(worker_id, address, role, self.formats[role])
+        self.later(connected, 0.6)
+
+    def set_role(self, worker_id: str, role: Role) -> None:
+        process = self.processes.get(worker_id)
+        if process is None or process.is_deaf or process.is_mute:
+            return
+        self.check_not_last(worker_id, role)
+        if role not in process.refuses:
+            process.role = role
+        self.later(RoleSeen(WorkerId(worker_id), self.addresses[worker_id], process.role))
+
+    def check_not_last(self, worker_id: str, role: Role) -> None:
+        """What is ordered leaves somebody who prefills, and who decodes, if somebody did."""
+        process = self.processes.get(worker_id)
+        if process is None or process.is_deaf:
+            return
+        others = [p for name, p in self.processes.items() if name != worker_id and not p.is_deaf]
+        for does in ("prefills", "decodes"):
+            if getattr(process.role, does) and not getattr(role, does):
+                assert any(getattr(p.role, does) for p in others), (worker_id, role)
+
+    def die(self, worker_id: str) -> None:
+        del self.processes[worker_id]
+        self.later(Died(worker_id, f"{worker_id} ended"), 0.2)
+
+    def hang(self, worker_id: str) -> None:
+        self.processes[worker_id].is_deaf = True
+        address = self.addresses[worker_id]
+        self.feed(Disconnected(WorkerId(worker_id), address, "silence"))
+
+    # -------------------------------------------------------- what is there
+
+    def roles(self) -> dict[str, Role]:
+        return {name: p.role for name, p in sorted(self.processes.items())}
+
+    def states(self) -> dict[str, WorkerState]:
+        return {name: w.state for name, w in self.machine.workers.items()}
+
+
+def settled(*arguments, **options) -> World:
+    world = World(*arguments, **options)
+    world.feed(Tick())
+    world.settle()
+    world.told.clear()
+    world.started.clear()
+    return world
+
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+
+
+def test_what_is_wanted_is_started_then_the_gateways_the_first_one_by_itself():
+    world = World(Pools(2, 1), gateways=("gateway-0", "gateway-1"))
+    world.feed(Tick())
+    world.settle()
+    assert world.roles() == {"prefill-0": P, "prefill-1": P, "decode-0": D}
+    order = [line.split()[0] for line in world.told if "gateway" in line]
+    assert order == ["gateway-0", "gateway-1"]
+    assert {m.worker_id for m in world.machine.members.workers} == set(world.processes)
+
+
+def test_growing_starts_and_shrinking_drains_before_it_stops():
+    world = settled(Pools(1, 1))
+    world.feed(SetPools(Pools(2, 2)))
+    world.settle()
+    assert len(world.processes) == 4
+    world.told.clear()
+    world.feed(SetPools(Pools(1, 2)))
+    world.settle()
+    assert world.roles() == {"decode-0": D, "decode-1": D, "prefill-1": P}
+    assert [line.split(",")[0] for line in world.told[1:]] == [
+        "prefill-0 is drained of its work: too many prefill workers",
+        "prefill-0 is drained",
+        "prefill-0 was stopped",
+    ]
+
+
+def test_a_worker_too_much_is_flipped_into_the_pool_that_has_too_few():
+    world = settled(Pools(3, 1))
+    world.feed(SetPools(Pools(1, 3)))
+    world.settle()
+    assert world.started == []
+    assert sorted(world.roles().values()) == [D, D, D, P]
+
+
+def test_the_least_loaded_one_is_flipped():
+    world = settled(Pools(2, 1))
+    busy = LoadReport(8, 0, 0, 0, 0, 3, 1, 0, prompt_tokens=900)
+    world.feed(LoadSeen(WorkerId("prefill-0"), world.addresses["prefill-0"], busy))
+    world.feed(SetPools(Pools(1, 2)))
+    world.settle()
+    assert world.roles() == {"decode-0": D, "prefill-0": P, "prefill-1": D}
+
+
+def test_workers_whose_kv_differs_are_not_flipped_but_replaced():
+    world = settled(Pools(2, 1), formats=APART)
+    world.feed(SetPools(Pools(1, 2)))
+    world.settle()
+    assert len(world.started) == 1
+    assert sorted(world.roles().values()) == [D, D, P]
+
+
+def test_a_pool_is_not_emptied_before_another_serves():
+    world = settled(Pools(0, 0, 1), max_workers=2)
+    world.feed(SetPools(Pools(1, 1, 0)))
+    world.settle()
+    assert sorted(world.roles().values()) == [D, P]
+    assert len(world.started) == 1
+
+
+def test_a_worker_that_is_just_being_started_is_waited_for_and_flipped():
+    world = settled(Pools(1, 1))
+    world.feed(SetPools(Pools(2, 1)))
+    world.feed(SetPools(Pools(1, 2)))
+    world.settle()
+    assert len(world.started) == 1
+    assert sorted(world.roles().values()) == [D, D, P]
+
+
+def test_a_dead_worker_is_replaced_with_a_pause_that_grows():
+    world = settled()
+    world.fails_always = {D}
+    world.die("decode-0")
+    world.run(3600)
+    times = [when for when, _ in world.started]
+    assert len(times) <= 6 + 60
+    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert gaps[0] < 5
+    assert min(gaps[7:]) >= 60
+    assert any("for the 3. time in a row" in line for line in world.told)
+    world.fails_always = set()
+    world.settle()
+    assert world.roles() == {"prefill-0": P, "decode-0": D}
+
+
+def test_a_worker_that_cannot_be_reached_is_ended_by_force_and_replaced():
+    world = settled()
+    world.hang("decode-0")
+    world.run(UNREACHABLE_S - 2)
+    assert world.states()["decode-0"] is WorkerState.SERVING
+    world.settle()
+    assert len(world.started) == 1
+    assert world.machine.counters["workers unreachable"] == 1
+
+
+def test_a_worker_that_comes_back_in_time_stays():
+    world = settled()
+    world.hang("decode-0")
+    world.run(5)
+    world.processes["decode-0"].is_deaf = False
+    address = world.addresses["decode-0"]
+    world.feed(Connected(WorkerId("decode-0"), address, D, KVFormat.FP32))
+    world.run(100)
+    assert world.started == []
+    assert world.machine.is_settled
+
+
+def test_a_flip_that_a_worker_refuses_is_done_in_another_way():
+    world = settled(Pools(2, 1))
+    for process in world.processes.values():
+        process.refuses = {D}
+    world.feed(SetPools(Pools(1, 2)))
+    world.settle()
+    assert len(world.started) == 1
+    assert sorted(world.roles().values()) == [D, D, P]
+    assert world.machine.counters["flips failed"] == 2
+
+
+def test_a_flip_without_an_answer_is_given_up():
+    world = settled(Pools(2, 1))
+    world.processes["prefill-0"].is_mute = True
+    world.feed(Flip(WorkerId("prefill-0"), D))
+    world.run(FLIP_TIMEOUT_S + 2)
+    assert world.machine.counters["flips failed"] == 1
+    world.settle()
+    assert sum(role is D for role in world.roles().values()) == 2
+
+
+def test_a_drain_has_a_deadline_after_which_the_worker_is_stopped_all_the_same():
+    world = settled(Pools(2, 1))
+    for process in world.processes.values():
+        process.is_stuck = True
+    world.feed(SetPools(Pools(1, 1)))
+    world.run(10)
+    assert len(world.processes) == 3
+    world.run(20)
+    assert len(world.processes) == 2
+    assert world.machine.counters["drains timed out"] == 1
+    assert any("is stopped all the same" in line for line in world.told)
+
+
+def test_a_drained_worker_stays_until_it_is_flipped_back():
+    world = settled(Pools(2, 1))
+    world.feed(Drain(WorkerId("prefill-0")))
+    world.settle()
+    world.run(100)
+    assert world.states()["prefill-0"] is WorkerState.DRAINED
+    assert world.machine.intent == Intent(Pools(1, 1), drained=(WorkerId("prefill-0"),))
+    world.feed(Flip(WorkerId("prefill-0"), D))
+    world.settle()
+    assert world.machine.intent == Intent(Pools(1, 2))
+    assert world.started == []
+
+
+def test_a_worker_that_is_to_be_stopped_is_not_replaced():
+    world = settled(Pools(2, 1))
+    world.feed(Stop(WorkerId("prefill-1")))
+    world.settle()
+    world.run(100)
+    assert list(world.processes) == ["prefill-0", "decode-0"]
+    assert world.machine.intent.pools == Pools(1, 1)
+
+
+def test_a_worker_may_be_stopped_while_it_starts_and_while_it_waits_to():
+    world = settled()
+    world.feed(SetPools(Pools(2, 1)))
+    world.feed(Stop(WorkerId("prefill-1")))
+    world.settle()
+    world.fails_always = {D}
+    world.feed(SetPools(Pools(1, 2)))
+    world.run(2)
+    while world.states()["decode-1"] is not WorkerState.WAITING:
+        world.run(1)
+    world.feed(Stop(WorkerId("decode-1")))
+    world.settle()
+    assert sorted(world.processes) == ["decode-0", "prefill-0"]
+
+
+@pytest.mark.parametrize(
+    ("order", "reason", "status"),
+    [
+        (SetPools(Pools(0, 1)), "need a prefill and a decode worker", 400),
+        (SetPools(Pools(-1, 1, 1)), "fewer than 0", 400),
+        (SetPools(Pools(4, 3)), "7 workers are more than the 6 there can be", 409),
+        (Flip(WorkerId("prefill-0"), D), "need a prefill and a decode|last worker that pre", 409),
+        (Flip(WorkerId("decode-0"), D), "decode already", 409),
+        (Flip(WorkerId("decode-0"), Role.DRAINED), "it is drained", 400),
+        (Flip(WorkerId("decode-7"), D), "no worker is called decode-7; there are: dec", 404),
+        (Drain(WorkerId("prefill-0")), "the last worker that prefills", 409),
+        (Stop(WorkerId("prefill-0")), "the last worker that prefills", 409),
+        (Drain(WorkerId("x")), "no worker is called x", 404),
+        (Stop(WorkerId("x")), "no worker is called x", 404),
+    ],
+)
+def test_an_impossible_order_is_refused_with_the_reason(order, reason, status):
+    world = settled(Pools(1, 2), max_workers=6)
+    before = world.machine.members
+    with pytest.raises(OrderRefused, match=reason) as caught:
+        world.feed(order)
+    assert caught.value.status == status
+    assert world.machine.members == before
+    assert world.machine.is_settled
+
+
+def test_a_flip_between_formats_is_refused_and_so_is_too_much_beside_a_drained_worker():
+    world = settled(Pools(2, 2), max_workers=4, formats=APART)
+    with pytest.raises(OrderRefused, match="holds KV as fp32, decode workers as int8"):
+        world.feed(Flip(WorkerId("prefill-0"), D))
+    world.feed(Drain(WorkerId("prefill-0")))
+    with pytest.raises(OrderRefused, match="4 workers beside prefill-0, drained, are more than"):
+        world.feed(SetPools(Pools(2, 2)))
+
+
+def test_a_gateway_that_ends_is_started_again():
+    world = settled()
+    world.feed(Died("gateway", "ended with status -9"))
+    assert world.told == ["gateway ended with status -9: it is started again in 1 s"]
+    world.settle()
+    assert world.told[-1] == "gateway was started again"
+    world.feed(GatewayFailed("gateway", "no port"))
+    assert "did not start: no port" in world.told[-1]
+
+
+def test_another_controller_goes_on_where_the_first_one_was():
+    world = settled(Pools(2, 2))
+    world.feed(Drain(WorkerId("prefill-0")))
+    world.feed(SetPlanner(PlannerMode.DRY_RUN))
+    world.settle()
+    before = world.machine.members
+    world.machine = PoolMachine(
+        before.intent, limits=world.machine.limits, gateways=["gateway"], version=before.version
+    )
+    for name, address in world.addresses.items():
+        world.feed(Found(WorkerId(name), address))
+    world.feed(GatewayStarted("gateway"))
+    world.run(3)
+    assert world.started == []  # nothing is decided before it is known who is what
+    for name, process in world.processes.items():
+        address = world.addresses[name]
+        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.settle()
+    assert world.started == []
+    assert world.machine.members.workers == before.workers
+    assert world.machine.members.version > before.version
+    assert world.machine.intent == before.intent
+
+
+def test_a_drained_worker_that_nobody_wants_kept_goes_when_another_controller_finds_it():
+    world = settled(Pools(1, 1))
+    world.feed(SetPools(Pools(2, 1)))
+    world.settle()
+    world.processes["prefill-1"].role = Role.DRAINED
+    world.machine = PoolMachine(
+        Intent(Pools(1, 1)), limits=world.machine.limits, gateways=["gateway"], version=9
+    )
+    for name, address in world.addresses.items():
+        world.feed(Found(WorkerId(name), address))
+    world.feed(GatewayStarted("gateway"))
+    for name, process in list(world.processes.items()):
+        address = world.addresses[name]
+        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.settle()
+    assert world.roles() == {"decode-0": D, "prefill-0": P}
+
+
+def test_news_of_an_earlier_start_of_the_same_name_count_for_nothing():
+    world = settled()
+    old = world.addresses["decode-0"]
+    world.die("decode-0")
+    world.run(2)
+    world.settle()
+    before = repr(world.machine.workers)
+    world.feed(Disconnected(WorkerId("decode-0"), old, "late"))
+    world.feed(RoleSeen(WorkerId("decode-0"), old, P))
+    world.feed(Started(WorkerId("decode-0"), 1, old))
+    world.feed(StartFailed(WorkerId("decode-0"), 1, "late"))
+    world.feed(Stopped(WorkerId("decode-0")))
+    assert repr(world.machine.workers) == before
+
+
+small = st.integers(0, 3)
+wanted = st.builds(Pools, small, small, small).filter(
+    lambda p: p.total <= 6 and (p.mixed or (p.prefill and p.decode))
+)
+names = st.sampled_from([f"{role}-{i}" for role in (P, D, M) for i in range(3)]).map(WorkerId)
+actions = st.one_of(
+    st.tuples(st.just("order"), st.builds(SetPools, wanted)),
+    st.tuples(st.just("order"), st.builds(Flip, names, st.sampled_from((P, D, M)))),
+    st.tuples(st.just("order"), st.builds(Drain, names)),
+    st.tuples(st.just("order"), st.builds(Stop, names)),
+    st.tuples(st.just("die"), names),
+    st.tuples(st.just("hang"), names),
+    st.tuples(st.just("stick"), names),
+    st.tuples(st.just("refuse"), names),
+    st.tuples(st.just("fail"), st.integers(1, 3)),
+    st.tuples(st.just("run"), st.integers(1, 40)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    first=wanted,
+    script=st.lists(actions, max_size=12),
+    formats=st.sampled_from([SAME, APART]),
+    seed=st.integers(0, 99),
+)
+def test_whatever_happens_the_pools_come_to_be_what_is_wanted(first, script, formats, seed):
+    world = World(first, max_workers=6, formats=formats)
+    world.rng = random.Random(seed)
+    world.feed(Tick())
+    for what, argument in script:
+        process = world.processes.get(argument) if isinstance(argument, str) else None
+        connected = process is not None and world.machine.workers[argument].is_connected
+        if what == "order":
+            try:
+                world.feed(argument)
+            except OrderRefused:
+                world.machine.validate()
+        elif what == "run":
+            world.run(argument)
+        elif what == "fail":
+            world.fails += ["random"] * argument
+        elif what == "die" and connected:
+            world.die(argument)
+        elif what == "hang" and connected:
+            world.hang(argument)
+        elif what == "stick" and connected:
+            process.is_stuck = True
+        elif what == "refuse" and connected:
+            process.refuses = {P, D, M} - {process.role}
+    for process in world.processes.values():
+        process.is_stuck = False
+    world.run(2)
+    world.settle(800)
+    counts = [sum(p.role is role for p in world.processes.values()) for role in (P, D, M)]
+    pools = world.machine.intent.pools
+    assert counts == [pools.prefill, pools.decode, pools.mixed]
+    world.run(100)
+    assert world.machine.is_settled
