@@ -19,10 +19,10 @@ from bench.cli import app as bench_app
 from bench.planner.cli import plan_command
 from bench.simulator.cli import simulate_command
 from deploy.chat import ChatClient, converse, first_model
-from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL, Deployment, Pools
+from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL, Deployment
 from deploy.launcher import Launcher, ProcessLauncher
+from deploy.operator_cli import register
 from deploy.processes import GatewayReady
-from engine.clock import MonotonicClock
 from engine.config import (
     WITH_DRAFT,
     RouterPolicy,
@@ -43,8 +43,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.command(name="simulate")(simulate_command)
 app.command(name="plan")(plan_command)
-
-WATCH_EVERY_S = 1.0
+register(app)
 
 
 class LauncherKind(StrEnum):
@@ -61,7 +60,8 @@ def serve(  # noqa: PLR0913 - a command's options
     port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers [default: 1]")] = None,
-    mixed: Annotated[int, typer.Option(help="workers that do both")] = 0,
+    mixed: Annotated[int | None, typer.Option(help="workers that do both [default: 0]")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="how many there may ever be")] = None,
     launcher: Annotated[LauncherKind, typer.Option(help="how to run them")] = LauncherKind.RAY,
     model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
     weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
@@ -92,6 +92,7 @@ def serve(  # noqa: PLR0913 - a command's options
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
+    admin_port: Annotated[int | None, typer.Option(help="of the operator's API")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
 ) -> None:
     """Serves a model until Ctrl-C; without MODEL, the bundled one."""
@@ -101,6 +102,11 @@ def serve(  # noqa: PLR0913 - a command's options
         "gateway.model_name": model_name or (None if model != BUNDLED_MODEL else "baton-bundled"),
         "gateway.record_dir": None if record is None else str(record.resolve()),
         "router.policy": policy,
+        "pools.prefill": prefill,
+        "pools.decode": decode,
+        "pools.mixed": mixed,
+        "pools.max_workers": max_workers,
+        "admin.port": admin_port,
         "worker.weights": weights,
         "worker.kv_dtype": kv_dtype,
         "worker.decode_kv_dtype": decode_kv_dtype,
@@ -114,12 +120,8 @@ def serve(  # noqa: PLR0913 - a command's options
     }
     if model == BUNDLED_MODEL and draft_model is None and speculate in WITH_DRAFT:
         flags["worker.draft_model"] = str(BUNDLED_DRAFT)
-    default = 0 if mixed else 1
-    pools = Pools(
-        default if prefill is None else prefill, default if decode is None else decode, mixed
-    )
     tree = load_config(config, os.environ, flags)
-    deployment = Deployment(_launcher(launcher), model=model, pools=pools, config=tree)
+    deployment = Deployment(_launcher(launcher), model=model, config=tree)
     deployment.log_level = log_level
     _run(deployment, Console(stderr=True))
 
@@ -133,24 +135,27 @@ def _launcher(kind: LauncherKind) -> Launcher:
 
 
 def _run(deployment: Deployment, console: Console) -> None:
-    """Opens the deployment, watches it until a signal, and closes it."""
+    """Opens the deployment, tells its news until a signal, and closes it."""
     stop = threading.Event()
-    clock = MonotonicClock()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
+    def tell(line: str) -> None:
+        if not stop.is_set():
+            console.print(escape(line), highlight=False)
+
     with console.status("starting") as status:
-        ready = deployment.open(status.update)
+        deployment.on_news = status.update
+        ready = deployment.open()
+    deployment.on_news = tell
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     try:
         _say_ready(console, deployment, ready)
-        while not stop.wait(WATCH_EVERY_S):
-            for line in deployment.mend(clock):
-                console.print(f"[red]{escape(line)}[/red]")
+        stop.wait()
     finally:
         with console.status("stopping"):
             deployment.close()
@@ -158,7 +163,7 @@ def _run(deployment: Deployment, console: Console) -> None:
 
 
 def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) -> None:
-    for worker_id, worker in deployment.workers.items():
+    for worker_id, worker in deployment.controller.workers.items():
         mib = worker.num_blocks * worker.block_bytes / 2**20
         console.print(
             f"[green]✓[/green] {worker_id}: {worker.num_blocks} KV blocks, {mib:.0f} MiB, "

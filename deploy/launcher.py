@@ -1,11 +1,17 @@
 """Starts workers and gateways, and sees when one dies: as plain processes here, on Ray in
 `ray_launcher`.
+
+A launcher may be asked from several threads at once: a start takes seconds, and nothing else waits
+for it.
 """
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -20,15 +26,20 @@ from deploy.processes import (
 from engine.errors import ConfigError
 
 STOP_TIMEOUT_S = 30.0
+LEAST_ROOM = 4  # workers, also where there are fewer cores: they wait for one another, no more
 
 T = TypeVar("T")
 
 
 class Launcher(Protocol):
-    """Where services run. Services stop in the reverse order of their start."""
+    """Where services run. Gateways are stopped before workers."""
 
     def open(self) -> None:
         """Prepares to start services."""
+        ...
+
+    def room(self, num_gpus: float) -> int:
+        """How many workers there can be, each with so many GPUs."""
         ...
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
@@ -37,6 +48,17 @@ class Launcher(Protocol):
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway and waits until it listens. Raises ConfigError; then nothing is left."""
+        ...
+
+    def stop(self, name: str, *, by_force: bool) -> None:
+        """Ends a service, also while it starts; returns when nothing of it is left.
+
+        Its name is free then. By force it is not asked.
+        """
+        ...
+
+    def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
+        """Services that were started, by this launcher or the one before it, and run."""
         ...
 
     def dead(self) -> dict[str, str]:
@@ -56,8 +78,11 @@ class ServiceProcess:
 
     def __init__(self, name: str, kind: str) -> None:
         self.name = name
-        self._kind = kind
+        self.kind = kind
+        self.ready: Any = None  # its answer, when it has given it
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_wanted = True
+        self._lock = threading.Lock()  # a process is made, or not wanted any more: one comes first
 
     @property
     def pid(self) -> int:
@@ -68,12 +93,15 @@ class ServiceProcess:
     def start(self, spec: WorkerSpec | GatewaySpec, ready_type: type[T]) -> T:
         """Starts the process and waits for its answer. Raises ConfigError."""
         try:
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.process_main", self._kind],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
+            with self._lock:
+                if not self._is_wanted:
+                    raise ConfigError(f"{self.name} is not wanted any more")
+                self._process = process = subprocess.Popen(
+                    [sys.executable, "-m", "deploy.process_main", self.kind],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                )
             watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
             watchdog.start()
         except (OSError, RuntimeError) as error:  # no memory, descriptors, processes or threads
@@ -86,9 +114,11 @@ class ServiceProcess:
             answer = msgspec.json.decode(line, type=dict[str, Any])
             if "error" in answer:
                 raise ConfigError(f"{self.name}: {answer['error']}")
-            return msgspec.convert(answer, ready_type)
+            ready = msgspec.convert(answer, ready_type)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.name} said {line[:200]!r} while starting") from error
+        self.ready = ready
+        return ready
 
     def _ask(self, process: subprocess.Popen[bytes], request: bytes) -> bytes:
         """The line that it answers with. Raises ConfigError if it ends without."""
@@ -107,6 +137,13 @@ class ServiceProcess:
         """None while the process runs."""
         assert self._process is not None
         return self._process.poll()
+
+    def kill(self) -> None:
+        """Ends the process at once. One that is only just being started ends its start by that."""
+        with self._lock:
+            self._is_wanted = False
+            if self._process is not None:
+                self._process.kill()
 
     def stop(self) -> None:
         """Ends the process: by closing its standard input, and if that does not help, by force."""
@@ -130,9 +167,14 @@ class ProcessLauncher:
 
     def __init__(self) -> None:
         self.processes: list[ServiceProcess] = []
+        self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start is over
 
     def open(self) -> None:
         """Nothing to prepare."""
+
+    def room(self, num_gpus: float) -> int:
+        """As many as cores, but a few in any case: of GPUs a process knows nothing."""
+        return max(LEAST_ROOM, len(os.sched_getaffinity(0)))
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker process."""
@@ -142,27 +184,65 @@ class ProcessLauncher:
         """Starts a gateway process."""
         return self._start(ServiceProcess(spec.name, "gateway"), spec, GatewayReady)
 
+    def stop(self, name: str, *, by_force: bool) -> None:
+        """Ends a process."""
+        for process in [p for p in self.processes if p.name == name]:
+            self._end(process, by_force=by_force)
+
+    def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
+        """Processes that have answered and not ended."""
+        return {
+            p.name: p.ready
+            for p in list(self.processes)
+            if p.ready is not None and p.exit_status() is None
+        }
+
     def dead(self) -> dict[str, str]:
         """Processes that ended, each named once."""
-        ended = [process for process in self.processes if process.exit_status() is not None]
+        ended = [
+            process
+            for process in list(self.processes)
+            if process not in self._starting and process.exit_status() is not None
+        ]
         for process in ended:
             process.stop()  # which closes its pipes
-            self.processes.remove(process)
+            self._remove(process)
         return {p.name: f"{p.name} ended with status {p.exit_status()}" for p in ended}
 
     def close(self) -> None:
-        """Stops the gateways, then the workers."""
-        for process in reversed(self.processes):
-            process.stop()
-        self.processes = []
+        """Stops the gateways, then the workers, those of a kind at once."""
+        for kind in ("gateway", "worker"):
+            of_kind = [process for process in self.processes if process.kind == kind]
+            if of_kind:
+                with ThreadPoolExecutor(len(of_kind)) as threads:
+                    list(threads.map(lambda process: self._end(process, by_force=False), of_kind))
+
+    def _end(self, process: ServiceProcess, *, by_force: bool) -> None:
+        is_over = self._starting.get(process)
+        if is_over is not None:  # whoever starts it hears of its end, and cleans up
+            process.kill()
+            is_over.wait(STOP_TIMEOUT_S)
+        elif by_force:
+            process.kill()
+        process.stop()
+        self._remove(process)
 
     def _start(
         self, process: ServiceProcess, spec: WorkerSpec | GatewaySpec, ready_type: type[T]
     ) -> T:
+        is_over = self._starting[process] = threading.Event()
         self.processes.append(process)  # before it starts: an interrupt leaves it to `close`
         try:
-            return process.start(spec, ready_type)
+            ready = process.start(spec, ready_type)
         except ConfigError:
-            self.processes.remove(process)
             process.stop()
+            self._remove(process)
             raise
+        finally:
+            del self._starting[process]
+            is_over.set()
+        return ready
+
+    def _remove(self, process: ServiceProcess) -> None:
+        with contextlib.suppress(ValueError):  # somebody else did
+            self.processes.remove(process)

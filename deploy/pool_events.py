@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.control import Members, PlannerMode, Pools
+from engine.control import Member, Members, PlannerMode, Pools
 from engine.errors import BatonError
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
@@ -22,10 +22,9 @@ class OrderRefused(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A worker that runs already. Its role comes with `Connected`."""
+    """All workers that run already. Their roles come with `Connected`."""
 
-    worker_id: WorkerId
-    address: str
+    workers: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,10 +164,11 @@ class PoolMachine:
     # ------------------------------------------------------------ what was seen of workers
 
     def _on_found(self, event: Found, now_s: float) -> Iterator[PoolEffect]:
-        worker = Worker(event.worker_id, None, now_s, WorkerState.JOINING)
-        worker.address, worker.lost_s = event.address, now_s
-        self.workers[worker.worker_id] = worker
-        yield self._tell(now_s, worker.worker_id, "was found running")
+        for member in event.workers:
+            worker = Worker(member.worker_id, None, now_s, WorkerState.JOINING)
+            worker.address, worker.lost_s = member.address, now_s
+            self.workers[worker.worker_id] = worker
+            yield self._tell(now_s, worker.worker_id, "was found running")
 
     def _on_started(self, event: Started, now_s: float) -> Iterator[PoolEffect]:
         worker = self._starting(event.worker_id, event.start)
@@ -259,11 +260,7 @@ class PoolMachine:
         if worker is None:
             return
         worker.load = event.load
-        if (
-            worker.state is WorkerState.DRAINING
-            and worker.role is Role.DRAINED
-            and worker.is_idle
-        ):
+        if worker.state is WorkerState.DRAINING and worker.role is Role.DRAINED and worker.is_idle:
             yield self._tell(
                 now_s, worker.worker_id, f"is drained, after {now_s - worker.since_s:.1f} s"
             )
@@ -320,12 +317,16 @@ class PoolMachine:
                 yield self._end(worker, now_s, by_force=True)
         elif worker.state is WorkerState.FLIPPING and waited_s >= FLIP_TIMEOUT_S:
             yield from self._give_up_flip(worker, f"no answer in {FLIP_TIMEOUT_S:g} s", now_s)
-        elif worker.state is WorkerState.DRAINING and worker.leaves:
-            if waited_s >= self.limits.drain_timeout_s:
-                self.counters["drains timed out"] += 1
-                why = f"not drained in {waited_s:.0f} s, {worker.num_seqs} sequences are retried"
-                yield self._tell(now_s, worker.worker_id, "is stopped all the same", why)
-                yield self._end(worker, now_s)
+        elif self._drains_too_long(worker, waited_s):
+            self.counters["drains timed out"] += 1
+            why = f"not drained in {waited_s:.0f} s, {worker.num_seqs} sequences are retried"
+            yield self._tell(now_s, worker.worker_id, "is stopped all the same", why)
+            yield self._end(worker, now_s)
+
+    def _drains_too_long(self, worker: Worker, waited_s: float) -> bool:
+        """One that is to stay may take its time."""
+        drains = worker.state is WorkerState.DRAINING and worker.leaves
+        return drains and waited_s >= self.limits.drain_timeout_s
 
     # ------------------------------------------------------------ orders
 
@@ -388,14 +389,14 @@ class PoolMachine:
         except ConfigError as error:
             raise OrderRefused(str(error), status=400 if other_than is None else 409) from error
         kept = [
-            w.worker_id
-            for w in self.workers.values()
-            if self._is_kept(w) and w is not other_than
+            w.worker_id for w in self.workers.values() if self._is_kept(w) and w is not other_than
         ]
         most = self.limits.max_workers
         if pools.total + len(kept) > most:
             beside = f" beside {', '.join(kept)}, drained," if kept else ""
-            raise OrderRefused(f"{pools.total} workers{beside} are more than the {most} there can be")
+            raise OrderRefused(
+                f"{pools.total} workers{beside} are more than the {most} there can be"
+            )
 
     def _check_flip(self, worker: Worker, role: Role) -> None:
         if role is Role.DRAINED:
@@ -503,9 +504,7 @@ class PoolMachine:
 
     def _lose(self, worker: Worker, how: str, now_s: float) -> Iterator[PoolEffect]:
         """It is gone and is wanted."""
-        yield self._tell(
-            now_s, worker.worker_id, how, self._outlook(worker.worker_id, now_s)
-        )
+        yield self._tell(now_s, worker.worker_id, how, self._outlook(worker.worker_id, now_s))
         self._wait(worker, now_s)
 
     def _wait(self, worker: Worker, now_s: float) -> None:

@@ -28,6 +28,7 @@ from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
 from router.connection import Connection
 from router.gateway import GatewaySettings, create_app
+from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router
 from router.siblings import Siblings
@@ -79,6 +80,7 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     process: int = 0  # which of those that share the port
     joins: bool = False  # the others may be there already; who does not sees that the port is free
     siblings: str | None = None  # a directory, where several share it
+    control_host: str = "127.0.0.1"  # where the controller reaches it
 
 
 class GatewayReady(msgspec.Struct, frozen=True):
@@ -87,6 +89,7 @@ class GatewayReady(msgspec.Struct, frozen=True):
     url: str
     model_name: str
     pid: int
+    control: str = ""  # address for the controller
 
 
 T = TypeVar("T", covariant=True)
@@ -243,15 +246,20 @@ class GatewayService:
                 backlog=BACKLOG,
             )
         )
+        self._control = ControlServer(
+            self._router, token=spec.token, clock=clock, host=spec.control_host
+        )
+        control = await self._control.open()
         _listen(sock)
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
-        return GatewayReady(f"http://{host}:{port}", model_name, os.getpid())
+        return GatewayReady(f"http://{host}:{port}", model_name, os.getpid(), control)
 
     async def close(self) -> None:
         """Finishes what can be finished in a few seconds, then ends all sessions."""
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=CLOSE_TIMEOUT_S / 2)
+        await self._control.close()
         if self._siblings is not None:
             await self._siblings.close()
         await self._router.close()

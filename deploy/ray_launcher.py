@@ -5,11 +5,14 @@ The only file that imports ray.
 
 import logging
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import ray
 
+from deploy.launcher import LEAST_ROOM
 from deploy.processes import (
     READY_TIMEOUT_S,
     GatewayReady,
@@ -22,10 +25,14 @@ from deploy.processes import (
     service_of,
 )
 from engine.errors import BatonError, ConfigError
+from engine.messages import Role
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
+ADOPT_TIMEOUT_S = 10.0
+NAMESPACE = "baton"
+CONTROLLER = "controller"  # the name of the one actor that is no service
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no KV and no token ever goes there
 
 
@@ -35,6 +42,8 @@ class _Actor:
     def __init__(self, kind: str, spec: bytes) -> None:
         service, log_level = service_of(kind, spec)
         configure_logging(log_level)
+        self._kind = kind
+        self._ready = b""
         self._thread: ServiceThread[Any] = ServiceThread(service, kind)
 
     def start(self) -> tuple[bytes, str]:
@@ -44,7 +53,12 @@ class _Actor:
         except BatonError as error:
             return b"", str(error)
         freeze_heap()
-        return msgspec.json.encode(ready), ""
+        self._ready = msgspec.json.encode(ready)
+        return self._ready, ""
+
+    def describe(self) -> tuple[str, bytes]:
+        """Worker or gateway, and its answer: empty if it has not started."""
+        return self._kind, self._ready
 
     def stop(self) -> None:
         """Closes the service."""
@@ -55,33 +69,74 @@ class _Actor:
 
 
 class RayLauncher:
-    """Runs every service as an actor of a Ray that it starts here, on loopback only."""
+    """Runs every service as an actor: of a Ray that it starts here, on loopback only.
+
+    As `RayLauncher.of_cluster` of the Ray that this process is connected to already; the actors are
+    detached then: they outlive whoever started them, and the next launcher finds them.
+    """
 
     def __init__(self) -> None:
+        self.is_detached = False
+        self.placement: Placement = NOWHERE_SPECIAL
         self._actors: dict[str, Any] = {}
+        self._kinds: dict[str, str] = {}
         self._pings: dict[str, Any] = {}
+        self._ready: dict[str, WorkerReady | GatewayReady] = {}
+
+    @classmethod
+    def of_cluster(cls, placement: "Placement") -> "RayLauncher":
+        """To be used where Ray is connected; `open` and `close` leave Ray and its actors alone."""
+        launcher = cls()
+        launcher.is_detached = True
+        launcher.placement = placement
+        return launcher
 
     def open(self) -> None:
         """Starts Ray on this machine."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Leave CUDA_VISIBLE_DEVICES as it is for actors without GPUs (and do not warn about it).
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(
-            address="local",
-            _node_ip_address="127.0.0.1",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            log_to_driver=True,
-        )
+        if not self.is_detached:
+            start_ray_here()
+
+    def room(self, num_gpus: float) -> int:
+        """As many as GPUs suffice for; without GPUs, as there are cores, but a few in any case."""
+        total = ray.cluster_resources()
+        if num_gpus > 0:
+            return int(total.get("GPU", 0.0) / num_gpus)
+        return max(LEAST_ROOM, int(total.get("CPU", 0.0)))
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker actor."""
-        return msgspec.json.decode(self._start(spec.worker_id, "worker", spec), type=WorkerReady)
+        options = self.placement.options(spec.role)
+        answer = self._start(spec.worker_id, "worker", spec, options)
+        ready = msgspec.json.decode(answer, type=WorkerReady)
+        self._ready[spec.worker_id] = ready
+        return ready
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway actor."""
-        return msgspec.json.decode(self._start(spec.name, "gateway", spec), type=GatewayReady)
+        answer = self._start(spec.name, "gateway", spec, {})
+        ready = msgspec.json.decode(answer, type=GatewayReady)
+        self._ready[spec.name] = ready
+        return ready
+
+    def stop(self, name: str, *, by_force: bool) -> None:
+        """Ends an actor. One that still starts is not asked."""
+        actor = self._actors.get(name)
+        if actor is not None and not by_force and name in self._ready:
+            _ask_to_stop(name, actor)
+        self._drop(name)
+
+    def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
+        """Actors of this launcher; where they are detached, of those before it too.
+
+        What does not answer, or had not started when its launcher ended, is ended: its name must
+        be free.
+        """
+        if self.is_detached:
+            for named in ray.util.list_named_actors(all_namespaces=True):
+                name = named["name"]
+                if named["namespace"] == NAMESPACE and name not in (*self._actors, CONTROLLER):
+                    self._adopt(name)
+        return dict(self._ready)
 
     def dead(self) -> dict[str, str]:
         """Actors whose standing ping failed, each named once."""
@@ -92,32 +147,63 @@ class RayLauncher:
                 continue
             try:
                 ray.get(ping)
-                self._pings[name] = self._actors[name].ping.remote()
+                self._ping(name)
             except ray.exceptions.RayError as error:
-                self._drop(name)
-                dead[name] = f"{name} ended: {_reason(error)}"
+                if name in self._pings:  # nobody stopped it meanwhile
+                    self._drop(name)
+                    dead[name] = f"{name} ended: {_reason(error)}"
         return dead
 
     def close(self) -> None:
-        """Stops the actors in reverse order, then Ray."""
-        for name, actor in reversed(self._actors.items()):
-            try:
-                ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                log.warning("%s did not stop by itself: %s", name, error)
-            ray.kill(actor)
-        self._actors, self._pings = {}, {}
+        """Stops the actors, gateways first, then Ray."""
+        if self.is_detached:
+            return
+        self.stop_all()
         ray.shutdown()
 
-    def _start(self, name: str, kind: str, spec: WorkerSpec | GatewaySpec) -> bytes:
-        actor_class = ray.remote(num_cpus=0, max_restarts=0)(_Actor)
+    def stop_all(self) -> None:
+        """Stops the gateways, then the workers, those of a kind at once."""
+        for kind in ("gateway", "worker"):
+            actors = {n: self._actors[n] for n, k in list(self._kinds.items()) if k == kind}
+            stopping = {n: actor.stop.remote() for n, actor in actors.items() if n in self._ready}
+            for name, answer in stopping.items():
+                _await_stop(name, answer)
+            for name in actors:
+                self._drop(name)
+
+    def _adopt(self, name: str) -> None:
+        actor = ray.get_actor(name, namespace=NAMESPACE)
+        self._actors[name] = actor
         try:
-            actor = actor_class.options(name=name).remote(kind, msgspec.json.encode(spec))
-            self._actors[name] = actor
+            kind, answer = ray.get(actor.describe.remote(), timeout=ADOPT_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            log.warning("%s does not answer and is ended: %s", name, _reason(error))
+            kind, answer = "", b""
+        if not answer:
+            self._drop(name)
+            return
+        self._kinds[name] = kind
+        if kind == "worker":
+            self._ready[name] = msgspec.json.decode(answer, type=WorkerReady)
+        else:
+            self._ready[name] = msgspec.json.decode(answer, type=GatewayReady)
+        self._ping(name)
+
+    def _start(
+        self, name: str, kind: str, spec: WorkerSpec | GatewaySpec, options: dict[str, Any]
+    ) -> bytes:
+        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(_Actor)
+        if self.is_detached:
+            options = {**options, "lifetime": "detached", "namespace": NAMESPACE}
+        try:
+            actor = actor_class.options(name=name, **options).remote(
+                kind, msgspec.json.encode(spec)
+            )
+            self._actors[name], self._kinds[name] = actor, kind
             answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
             if error:
                 raise ConfigError(f"{name}: {error}")
-            self._pings[name] = actor.ping.remote()
+            self._ping(name)
         except ConfigError:
             self._drop(name)
             raise
@@ -126,12 +212,68 @@ class RayLauncher:
             raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
         return bytes(answer)
 
+    def _ping(self, name: str) -> None:
+        actor = self._actors.get(name)
+        if actor is not None:
+            self._pings[name] = actor.ping.remote()
+
     def _drop(self, name: str) -> None:
         """Forgets an actor and ends what there is of it, so that its name is free again."""
         self._pings.pop(name, None)
+        self._ready.pop(name, None)
+        self._kinds.pop(name, None)
         actor = self._actors.pop(name, None)
         if actor is not None:
             ray.kill(actor)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What an actor of a role needs of its node."""
+
+    num_gpus: float = 0.0
+    prefill_resource: str | None = None
+    decode_resource: str | None = None
+
+    def options(self, role: Role) -> dict[str, Any]:
+        """For the actor."""
+        resource = self.prefill_resource if role is Role.PREFILL else self.decode_resource
+        options: dict[str, Any] = {}
+        if self.num_gpus:
+            options["num_gpus"] = self.num_gpus
+        if resource is not None:
+            options["resources"] = {resource: 1}
+        return options
+
+
+NOWHERE_SPECIAL = Placement()
+
+
+def start_ray_here() -> None:
+    """A Ray of this process's own, on loopback only."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Leave CUDA_VISIBLE_DEVICES as it is for actors without GPUs (and do not warn about it).
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        _node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.ERROR,
+        log_to_driver=True,
+    )
+
+
+def _ask_to_stop(name: str, actor: Any) -> None:
+    _await_stop(name, actor.stop.remote())
+
+
+def _await_stop(name: str, answer: Any) -> None:
+    try:
+        ray.get(answer, timeout=STOP_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        log.warning("%s did not stop by itself: %s", name, _reason(error))
 
 
 def _reason(error: Exception) -> str:

@@ -71,9 +71,7 @@ class Rules:
         return role not in worker.refuses and kv_format == self.formats[role]
 
 
-def next_move(
-    workers: Mapping[WorkerId, Worker], pools: Pools, rules: Rules
-) -> Move | None:
+def next_move(workers: Mapping[WorkerId, Worker], pools: Pools, rules: Rules) -> Move | None:
     """None where nothing is to be done now."""
     if any(worker.target is None for worker in workers.values()):
         return None  # who it is will be known soon: nothing is to be started in its place

@@ -166,12 +166,47 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(self.max_choices > 0, "gateway.max_choices must be positive")
 
 
+class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many workers there are, and where Ray may put them."""
+
+    prefill: int | None = None  # None: 1, or 0 where there are mixed ones
+    decode: int | None = None
+    mixed: int = 0  # do both
+    max_workers: int | None = None  # None: as many as cores, at least 4, and as GPUs suffice for
+    drain_timeout_s: float = 60.0  # a worker that holds something after so long is stopped anyway
+    num_gpus: float = 0.0  # of one worker
+    prefill_resource: str | None = None  # a custom resource of the nodes for prefill workers
+    decode_resource: str | None = None  # for decode and mixed workers
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "mixed", "num_gpus"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"pools.{name} must not be negative")
+        most = self.max_workers
+        _require(most is None or most > 0, "pools.max_workers must be positive")
+        _require(self.drain_timeout_s > 0, "pools.drain_timeout_s must be positive")
+
+
+class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The operator's API, on loopback unless said otherwise."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: the system chooses; `baton pools` finds it on the same machine
+    key: str | None = None  # None: a new one at every start, told to the user of the machine alone
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 2**16, "admin.port must be between 0 and 65535")
+        _require(self.key != "", "admin.key must not be empty")
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole tree."""
 
     worker: WorkerConfig = WorkerConfig()
     router: RouterConfig = RouterConfig()
     gateway: GatewayConfig = GatewayConfig()
+    pools: PoolsConfig = PoolsConfig()
+    admin: AdminConfig = AdminConfig()
 
 
 def load_config(

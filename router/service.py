@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
@@ -136,7 +136,7 @@ class Router:
         """`estimates` may know what workers cost before they have shown it; a recording, which
         comes to be in `record_dir` under the gateway's id, does not say what they know.
         """
-        self._addresses = addresses
+        self._addresses = set(addresses)  # of the workers that there are to be
         self._token = token
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
@@ -146,11 +146,14 @@ class Router:
         if record_dir is not None:
             self._recording = RecordingFile(record_dir / f"{self.gateway_id}.jsonl", seeded)
         self._links: dict[WorkerId, SessionClient] = {}
+        self._linked_to: dict[WorkerId, str] = {}  # addresses of the same
         self._clients: dict[RequestId, _Client] = {}
         self._fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
         self._news_counters: Counter[tuple[str, str]] = Counter()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by address
+        self._linking: set[asyncio.Task[None]] = set()  # the same, and those that are ending
+        self._leaving: dict[WorkerId, str] = {}  # address; their sessions end with their requests
         self._timer: asyncio.TimerHandle | None = None
         self._wake_s: float | None = None  # when the timer is set for
         self._crash: BaseException | None = None
@@ -163,26 +166,61 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._closing = self._loop.create_future()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._tasks = [asyncio.create_task(self._keep_linked(a)) for a in self._addresses]
-        for task in self._tasks:
-            task.add_done_callback(self._on_task_end)
+        for address in self._addresses:
+            self._link(address)
 
     async def close(self) -> None:
         """Ends the sessions; the workers free what this gateway's requests held."""
         try:
             self._set_timer(None)
             self._closing.cancel()
-            for task in self._tasks:
+            tasks = set(self._linking)
+            for task in tasks:
                 task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=CLOSE_TIMEOUT_S)
+            if tasks:
+                await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
             self._zmq.destroy(linger=0)
         finally:
             if self._recording is not None:
                 await asyncio.to_thread(self._recording.close)
 
+    def follow(self, addresses: Collection[str]) -> None:
+        """From now on these are the workers.
+
+        A session with one that is not among them any more ends when none of its requests is left.
+        """
+        self._addresses = set(addresses)
+        for address in sorted(self._addresses - set(self._tasks)):
+            self._link(address)
+        self._leaving = {
+            worker_id: address
+            for worker_id, address in self._linked_to.items()
+            if address not in self._addresses
+        }
+        for address in set(self._tasks) - self._addresses - set(self._leaving.values()):
+            self._unlink(address)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Ends sessions with workers that were given up and have nothing left to do for us."""
+        for worker_id, address in list(self._leaving.items()):
+            worker = self.machine.view.workers.get(worker_id)
+            if worker is None or not (worker.prefills or worker.decodes):
+                del self._leaving[worker_id]
+                self._unlink(address)
+
+    def _link(self, address: str) -> None:
+        task = asyncio.create_task(self._keep_linked(address))
+        task.add_done_callback(self._on_task_end)
+        self._tasks[address] = task
+        self._linking.add(task)
+
+    def _unlink(self, address: str) -> None:
+        self._tasks.pop(address).cancel()
+
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
-        """None of them returns: one that ends before `close` died of a bug."""
+        """One that ends with an exception died of a bug."""
+        self._linking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._note_bug(error)
 
@@ -288,6 +326,8 @@ class Router:
             if (link := self._links.get(worker_id)) is not None:
                 _post(link, worker_id, encode_frame(messages))
         self._set_timer(self.machine.next_wake_s())
+        if self._leaving:
+            self._let_go()
         clients = self._clients
         for piece in tokens:
             if (client := clients.get(piece.request_id)) is not None:
@@ -323,7 +363,7 @@ class Router:
             client = SessionClient(address)
             await client.open()
             try:
-                await self._run_session(client)
+                await self._run_session(client, address)
             except (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch) as error:
                 reason = str(error) or type(error).__name__
                 level = logging.WARNING if reason != last_reason else logging.DEBUG
@@ -331,15 +371,19 @@ class Router:
                 last_reason = reason
             finally:
                 await client.close()
+            if address not in self._addresses:  # it was given up
+                self._tasks.pop(address, None)
+                return
             await asyncio.wait([self._closing], timeout=RETRY_EVERY_S)
 
-    async def _run_session(self, client: SessionClient) -> None:
+    async def _run_session(self, client: SessionClient, address: str) -> None:
         hello = Hello(PROTOCOL_VERSION, self.gateway_id, self._token)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await client.send(encode_frame([hello]))
             info = _welcome(await client.receive())
         self._check_identity(info)
         self._links[info.worker_id] = client
+        self._linked_to[info.worker_id] = address
         log.info("%s worker %s joined", info.role, info.worker_id)
         self._handle(WorkerJoined(info))
         self._joined.set()
@@ -357,7 +401,8 @@ class Router:
         finally:
             if feed is not None:
                 feed.close()
-            del self._links[info.worker_id]
+            del self._links[info.worker_id], self._linked_to[info.worker_id]
+            self._leaving.pop(info.worker_id, None)
             log.warning("worker %s is lost", info.worker_id)
             self._handle(WorkerLost(info.worker_id, reason))
 

@@ -2,7 +2,7 @@
 
 import heapq
 import random
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +36,7 @@ from deploy.pool_events import (
     WorkerState,
 )
 from deploy.pools import FLIP_TIMEOUT_S, UNREACHABLE_S, PoolLimits, PoolMachine
-from engine.control import Intent, PlannerMode, Pools
+from engine.control import Intent, Member, PlannerMode, Pools
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
 
@@ -44,6 +44,9 @@ SAME = dict.fromkeys((Role.PREFILL, Role.DECODE, Role.MIXED), KVFormat.FP32)
 APART = {**SAME, Role.DECODE: KVFormat.INT8}
 IDLE = LoadReport(8, 0, 0, 0, 0, 0, 0, 0)
 BUSY = LoadReport(8, 0, 0, 0, 0, 1, 1, 0)
+
+
+ONE_EACH = Pools(1, 1)
 
 
 class FakeProcess:
@@ -61,7 +64,7 @@ class World:
     """Launcher, workers and time, in which effects become events a little later."""
 
     def __init__(
-        self, pools: Pools = Pools(), max_workers: int = 8, formats=SAME, gateways=("gateway",)
+        self, pools: Pools = ONE_EACH, max_workers: int = 8, formats=SAME, gateways=("gateway",)
     ) -> None:
         self.now_s = 0.0
         limits = PoolLimits(max_workers, formats, drain_timeout_s=20)
@@ -187,6 +190,11 @@ def settled(*arguments, **options) -> World:
     return world
 
 
+def found(world: World) -> Found:
+    members = [Member(WorkerId(name), address) for name, address in world.addresses.items()]
+    return Found(tuple(members))
+
+
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 
@@ -265,7 +273,7 @@ def test_a_dead_worker_is_replaced_with_a_pause_that_grows():
     world.run(3600)
     times = [when for when, _ in world.started]
     assert len(times) <= 6 + 60
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps[0] < 5
     assert min(gaps[7:]) >= 60
     assert any("for the 3. time in a row" in line for line in world.told)
@@ -421,8 +429,7 @@ def test_another_controller_goes_on_where_the_first_one_was():
     world.machine = PoolMachine(
         before.intent, limits=world.machine.limits, gateways=["gateway"], version=before.version
     )
-    for name, address in world.addresses.items():
-        world.feed(Found(WorkerId(name), address))
+    world.feed(found(world))
     world.feed(GatewayStarted("gateway"))
     world.run(3)
     assert world.started == []  # nothing is decided before it is known who is what
@@ -444,8 +451,7 @@ def test_a_drained_worker_that_nobody_wants_kept_goes_when_another_controller_fi
     world.machine = PoolMachine(
         Intent(Pools(1, 1)), limits=world.machine.limits, gateways=["gateway"], version=9
     )
-    for name, address in world.addresses.items():
-        world.feed(Found(WorkerId(name), address))
+    world.feed(found(world))
     world.feed(GatewayStarted("gateway"))
     for name, process in list(world.processes.items()):
         address = world.addresses[name]
@@ -488,7 +494,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     first=wanted,
     script=st.lists(actions, max_size=12),

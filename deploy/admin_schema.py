@@ -1,0 +1,205 @@
+"""What the operator's API takes and answers, and its OpenAPI description."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from deploy.pool_events import GatewayState, WorkerState
+from engine.control import PlannerMode, Pools, RequestInfo
+from engine.messages import Role, WorkerId
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+
+
+class PoolsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Wanted workers by role; what is left out stays."""
+
+    prefill: Count | None = None
+    decode: Count | None = None
+    mixed: Count | None = None
+
+
+class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The role to take."""
+
+    role: Role
+
+
+class PlannerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What becomes of the planner's proposals."""
+
+    mode: PlannerMode
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """One worker. `role` is what it says, `target` what it is to be."""
+
+    worker_id: WorkerId
+    role: Role | None
+    target: Role | None
+    state: WorkerState
+    state_s: float  # so long
+    is_connected: bool
+    is_leaving: bool
+    failures: int  # ends and failed starts in a row
+    is_crash_looping: bool
+    pid: int | None
+    address: str | None
+    waiting_seqs: int
+    running_seqs: int
+    open_leases: int
+    num_blocks: int
+    free_blocks: int  # cached ones included
+
+
+class GatewayInfo(msgspec.Struct, frozen=True):
+    """One gateway process. `missing` is what keeps it from serving."""
+
+    name: str
+    url: str
+    pid: int | None
+    state: GatewayState
+    is_connected: bool
+    missing: str | None
+    members_version: int
+    num_requests: int
+    num_waiting: int
+
+
+class StepInfo(msgspec.Struct, frozen=True):
+    """One line of the history."""
+
+    number: int
+    age_s: float
+    subject: str
+    what: str
+    why: str
+
+
+class PlannerInfo(msgspec.Struct, frozen=True):
+    """What the planner may do, and what it last said."""
+
+    mode: PlannerMode
+    is_there: bool
+    pools: Pools | None
+    reasons: tuple[str, ...]
+
+
+class PoolsAnswer(msgspec.Struct, frozen=True):
+    """The pools. `settled`: all is as wanted and nothing is under way."""
+
+    wanted: Pools
+    settled: bool
+    version: int
+    max_workers: int
+    workers: list[WorkerInfo]
+    gateways: list[GatewayInfo]
+    planner: PlannerInfo
+    counters: dict[str, int]
+    steps: list[StepInfo]  # of the history, the latest ones
+
+
+class WorkersAnswer(msgspec.Struct, frozen=True):
+    """All workers."""
+
+    workers: list[WorkerInfo]
+
+
+class ListedRequest(msgspec.Struct, frozen=True):
+    """A request, and the gateway process that serves it."""
+
+    gateway: str
+    request: RequestInfo
+
+
+class RequestsAnswer(msgspec.Struct, frozen=True):
+    """Requests that are being served, oldest first; not all may be listed."""
+
+    num_requests: int
+    requests: list[ListedRequest]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """Instead of an answer."""
+
+    error: ErrorBody
+
+
+_REF = "#/components/schemas/{name}"
+_WORKER = {"name": "worker_id", "in": "path", "required": True, "schema": {"type": "string"}}
+_SINCE = {
+    "name": "since",
+    "in": "query",
+    "description": "only steps of the history with higher numbers",
+    "schema": {"type": "integer", "minimum": 0},
+}
+# (method, path, summary, body, answer, parameters)
+_OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
+    ("get", "/v1/pools", "The pools, and what happened to them", None, PoolsAnswer, [_SINCE]),
+    ("post", "/v1/pools", "Set how many workers there are", PoolsBody, PoolsAnswer, []),
+    ("get", "/v1/workers", "All workers", None, WorkersAnswer, []),
+    ("get", "/v1/requests", "Requests that are being served", None, RequestsAnswer, []),
+    ("post", "/v1/workers/{worker_id}/flip", "Change a role", FlipBody, PoolsAnswer, [_WORKER]),
+    ("post", "/v1/workers/{worker_id}/drain", "Take work away", None, PoolsAnswer, [_WORKER]),
+    ("post", "/v1/workers/{worker_id}/stop", "Drain and stop", None, PoolsAnswer, [_WORKER]),
+    ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
+]
+_ERRORS = {
+    "400": "not a valid request",
+    "401": "no key, or a wrong one",
+    "404": "no such worker",
+    "409": "an order that cannot be carried out, with the reason",
+}
+
+
+def openapi(version: str) -> dict[str, Any]:
+    """The description, OpenAPI 3.1."""
+    types = [each for *_, body, answer, _ in _OPERATIONS for each in (body, answer) if each]
+    _, components = msgspec.json.schema_components([*types, ErrorAnswer], ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, summary, body, answer, parameters in _OPERATIONS:
+        paths.setdefault(path, {})[method] = _operation(
+            method, summary, body=body, answer=answer, parameters=parameters
+        )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton: operator's API", "version": version},
+        "security": [{"key": []}],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(
+    method: str, summary: str, *, body: Any, answer: Any, parameters: list[Any]
+) -> dict[str, Any]:
+    done = ("202", "ordered") if method == "post" else ("200", "as it is now")
+    found: dict[str, Any] = {
+        "summary": summary,
+        "responses": {
+            done[0]: {"description": done[1], "content": _content(answer)},
+            **{
+                status: {"description": what, "content": _content(ErrorAnswer)}
+                for status, what in _ERRORS.items()
+            },
+        },
+    }
+    if parameters:
+        found["parameters"] = parameters
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": _content(body)}
+    return found
+
+
+def _content(answer: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=answer.__name__)}}}

@@ -1,0 +1,448 @@
+"""The shell of the pools: sessions, a launcher, and the machine between them.
+
+One asyncio loop. It runs in the process of `baton serve`, or in an actor of a Ray cluster; there it
+may be killed at any time, and another one goes on: it finds workers and gateways through the
+launcher, asks the gateways for the last members and what the operator wants, and the workers for
+their roles. Requests never wait for it.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from deploy.formats import config_of, formats_of
+from deploy.launcher import Launcher
+from deploy.links import ANSWER_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, GatewayLink, WorkerLink, keep
+from deploy.pool_events import (
+    Died,
+    Found,
+    GatewayFailed,
+    GatewayStarted,
+    Order,
+    OrderRefused,
+    PoolEffect,
+    PoolEvent,
+    Publish,
+    SetPlanner,
+    SetPools,
+    SetWorkerRole,
+    Started,
+    StartFailed,
+    StartGateway,
+    StartWorker,
+    Stopped,
+    StopWorker,
+    Tell,
+    Tick,
+    Worker,
+)
+from deploy.pools import PoolLimits, PoolMachine
+from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from engine.clock import Clock
+from engine.config import Config
+from engine.control import GatewayReport, Intent, Member, Members, PlannerMode, Pools, RequestInfo
+from engine.errors import ConfigError
+from engine.messages import GatewayId, Role, WorkerId
+
+log = logging.getLogger(__name__)
+
+WATCH_EVERY_S = 1.0
+MAX_THREADS = 64  # starts and stops at once
+SETTLE_EVERY_S = 0.05
+
+T = TypeVar("T")
+Report = Callable[[str], None]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """All that a controller is started with; as JSON it starts one again."""
+
+    model: str  # directory
+    config: Config
+    pools: Pools  # at the first start: afterwards what the operator ordered
+    token: str
+    cores: int  # of the machine where workers run, for their threads
+    siblings: str | None = None  # a directory, where several gateways share a port
+    log_level: str = "warning"
+
+    @property
+    def gateways(self) -> list[str]:
+        """Their names."""
+        num_processes = self.config.gateway.processes
+        if num_processes == 1:
+            return ["gateway"]
+        return [f"gateway-{i}" for i in range(num_processes)]
+
+
+class Planner(Protocol):
+    """Says what the pools should be."""
+
+    def propose(
+        self, reports: Mapping[str, GatewayReport], workers: Mapping[WorkerId, Worker], now_s: float
+    ) -> "Proposal":
+        """To be asked about once a second, with the last words of gateways and workers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What the pools should be; None: as they are. It carries its reasons in either case."""
+
+    pools: Pools | None
+    reasons: tuple[str, ...]
+
+
+class PoolController:
+    """Makes the pools what is wanted, from open to close; the launcher is somebody else's."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        launcher: Launcher,
+        clock: Clock,
+        report: Report,
+        planner: Planner | None = None,
+    ) -> None:
+        self._plan = plan
+        self._launcher = launcher
+        self._clock = clock
+        self._report = report
+        self.planner = planner
+        self.controller_id = GatewayId(f"controller-{secrets.token_hex(6)}")
+        self.workers: dict[WorkerId, WorkerReady] = {}
+        self.gateways: dict[str, GatewayReady] = {}
+        self.links: dict[WorkerId, WorkerLink] = {}
+        self.gateway_links: dict[str, GatewayLink] = {}
+        self.proposal: Proposal | None = None  # the planner's latest one
+        self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._first_failure: asyncio.Future[str] | None = None  # of a start, while opening
+        self._is_closing = False
+
+    # ------------------------------------------------------------ life
+
+    async def open(self) -> None:
+        """Finds what runs, and starts what does not. Returns when all serves.
+
+        Raises ConfigError if something cannot be started at all, the first time.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")
+        room = await self._in_thread(self._launcher.room, self._plan.config.pools.num_gpus)
+        most = self._plan.config.pools.max_workers
+        limits = PoolLimits(
+            max_workers=room if most is None else most,
+            formats=formats_of(self._plan.config.worker),
+            drain_timeout_s=self._plan.config.pools.drain_timeout_s,
+        )
+        found = await self._in_thread(self._launcher.running)
+        heard = await self._adopt_gateways(found)
+        intent = Intent(self._plan.pools) if heard is None else heard.intent
+        self.machine = PoolMachine(
+            intent,
+            limits=limits,
+            gateways=self._plan.gateways,
+            version=0 if heard is None else heard.version,
+        )
+        is_first = not found
+        self._first_failure = self._loop.create_future() if is_first else None
+        self._adopt(found)
+        if is_first:
+            most = limits.max_workers
+            if intent.pools.total > most:
+                raise ConfigError(
+                    f"{intent.pools.total} workers are more than the {most} there can be: "
+                    "see pools.max_workers"
+                )
+            self._report(f"starting {intent.pools.total} workers")
+        self._handle(Tick())
+        self._spawn(self._watch())
+        if is_first:
+            await self._until_settled()
+        self._first_failure = None
+
+    async def close(self) -> None:
+        """Ends the sessions. What was started goes on."""
+        self._is_closing = True
+        tasks = [*self._tasks, *self._dialling.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=HANDSHAKE_TIMEOUT_S)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _adopt(self, found: Mapping[str, WorkerReady | GatewayReady]) -> None:
+        for name, ready in found.items():
+            if isinstance(ready, WorkerReady):
+                self.workers[WorkerId(name)] = ready
+        if self.workers:
+            members = [Member(name, ready.address) for name, ready in self.workers.items()]
+            self._handle(Found(tuple(members)))
+        for name in self.workers:
+            self._dial_worker(name)
+        for name in [name for name in self.gateways if name in self.machine.gateways]:
+            self._handle(GatewayStarted(name))
+
+    async def _adopt_gateways(
+        self, found: Mapping[str, WorkerReady | GatewayReady]
+    ) -> Members | None:
+        """Dials the gateways that run; the newest members that one of them was told."""
+        waits: list[asyncio.Task[None]] = []
+        for name, ready in found.items():
+            if isinstance(ready, GatewayReady):
+                self.gateways[name] = ready
+                heard = asyncio.Event()
+                self._dial_gateway(name, on_welcome=heard.set)
+                waits.append(asyncio.create_task(_set(heard)))
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=HANDSHAKE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+        heard_of = [link.heard for link in self.gateway_links.values() if link.heard is not None]
+        members = [welcome.members for welcome in heard_of if welcome.members is not None]
+        return max(members, key=lambda each: each.version, default=None)
+
+    async def _until_settled(self) -> None:
+        assert self._first_failure is not None
+        while not self.machine.is_settled:
+            await asyncio.wait([self._first_failure], timeout=SETTLE_EVERY_S)
+            if self._first_failure.done():
+                raise ConfigError(self._first_failure.result())
+
+    # ------------------------------------------------------------ what operators ask
+
+    def order(self, order: Order) -> None:
+        """Raises OrderRefused, with the reason."""
+        if (
+            isinstance(order, SetPlanner)
+            and order.mode is not PlannerMode.OFF
+            and self.planner is None
+        ):
+            raise OrderRefused("this deployment has no planner")
+        self._handle(order)
+
+    async def requests(self) -> tuple[int, list[tuple[str, RequestInfo]]]:
+        """How many are being served, and the oldest of each gateway, with its name."""
+        links = dict(self.gateway_links)
+        lists = await asyncio.gather(*(link.requests() for link in links.values()))
+        answered = [
+            (name, each) for name, each in zip(links, lists, strict=True) if each is not None
+        ]
+        if len(answered) < len(links):
+            silent = ", ".join(sorted(set(links) - {name for name, _ in answered}))
+            raise OrderRefused(f"no answer in {ANSWER_TIMEOUT_S:g} s from {silent}", status=503)
+        found = [(name, info) for name, each in answered for info in each.requests]
+        return sum(each.num_requests for _, each in answered), found
+
+    @property
+    def url(self) -> str:
+        """Where clients send requests."""
+        return next(iter(self.gateways.values())).url
+
+    # ------------------------------------------------------------ events and effects
+
+    def _handle(self, event: PoolEvent) -> None:
+        if self._is_closing:
+            return
+        for effect in self.machine.handle(event, self._clock.now_s()):
+            self._perform(effect)
+
+    def _perform(self, effect: PoolEffect) -> None:
+        match effect:
+            case StartWorker(worker_id, role, start):
+                self._spawn(self._start_worker(worker_id, role, start))
+            case StopWorker(worker_id, by_force):
+                self._hang_up(worker_id)
+                self._spawn(self._stop_worker(worker_id, by_force=by_force))
+            case SetWorkerRole(worker_id, role):
+                if (link := self.links.get(worker_id)) is not None:
+                    link.set_role(role)
+            case StartGateway(name):
+                self._spawn(self._start_gateway(name))
+            case Publish(members):
+                for gateway in self.gateway_links.values():
+                    gateway.tell(members)
+            case Tell(step):
+                self._report(str(step))
+
+    async def _start_worker(self, worker_id: WorkerId, role: Role, start: int) -> None:
+        spec = self._worker_spec(worker_id, role)
+        try:
+            ready = await self._in_thread(self._launcher.start_worker, spec)
+        except ConfigError as error:
+            self._note_failure(str(error))
+            self._handle(StartFailed(worker_id, start, str(error)))
+            return
+        worker = self.machine.workers.get(worker_id)
+        if worker is None or worker.start != start:
+            return  # it was stopped while it started
+        self.workers[worker_id] = ready
+        self._handle(Started(worker_id, start, ready.address))
+        self._dial_worker(worker_id)
+
+    async def _stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
+        await self._in_thread(lambda: self._launcher.stop(worker_id, by_force=by_force))
+        self._handle(Stopped(worker_id))
+
+    async def _start_gateway(self, name: str) -> None:
+        try:
+            ready = await self._in_thread(self._launcher.start_gateway, self._gateway_spec(name))
+        except ConfigError as error:
+            self._note_failure(str(error))
+            self._handle(GatewayFailed(name, str(error)))
+            return
+        self.gateways[name] = ready
+        self._dial_gateway(name)
+        self._handle(GatewayStarted(name))
+
+    def _note_failure(self, reason: str) -> None:
+        first = self._first_failure
+        if first is not None and not first.done():
+            first.set_result(reason)
+
+    async def _watch(self) -> None:
+        """Sees who ended, and that time passes."""
+        never = self._loop.create_future()
+        while True:
+            await asyncio.wait([never], timeout=WATCH_EVERY_S)
+            for name, how in (await self._in_thread(self._launcher.dead)).items():
+                self._hang_up(name)
+                self._handle(Died(name, how))
+            self._handle(Tick())
+            self._ask_planner()
+
+    def _ask_planner(self) -> None:
+        mode = self.machine.intent.planner
+        if self.planner is None or mode is PlannerMode.OFF:
+            self.proposal = None
+            return
+        reports = {
+            name: link.report
+            for name, link in self.gateway_links.items()
+            if link.report is not None
+        }
+        proposal = self.planner.propose(reports, self.machine.workers, self._clock.now_s())
+        is_new, self.proposal = proposal != self.proposal, proposal
+        if proposal.pools is None or proposal.pools == self.machine.intent.pools or not is_new:
+            return
+        self._report(f"planner ({mode}): {proposal.pools}, because {'; '.join(proposal.reasons)}")
+        if mode is PlannerMode.ON:
+            try:
+                self._handle(SetPools(proposal.pools))
+            except OrderRefused as refusal:
+                self._report(f"planner: refused: {refusal}")
+
+    # ------------------------------------------------------------ specs
+
+    def _worker_spec(self, worker_id: WorkerId, role: Role) -> WorkerSpec:
+        config = config_of(role, self._plan.config.worker)
+        num_workers = max(self.machine.intent.pools.total, 1)
+        return WorkerSpec(
+            worker_id=worker_id,
+            role=role,
+            model=self._plan.model,
+            config=config,
+            token=self._plan.token,
+            threads=config.threads or max(1, self._plan.cores // num_workers),
+            log_level=self._plan.log_level,
+        )
+
+    def _gateway_spec(self, name: str) -> GatewaySpec:
+        config = self._plan.config
+        others = list(self.gateways.values())
+        gateway = config.gateway
+        if others:  # they listen where the first one does
+            gateway = msgspec.structs.replace(gateway, port=urlsplit(others[0].url).port)
+        return GatewaySpec(
+            workers=tuple(member.address for member in self.machine.members.workers),
+            model=self._plan.model,
+            context_len=min(ready.context_len for ready in self.workers.values()),
+            gateway=gateway,
+            router=config.router,
+            token=self._plan.token,
+            log_level=self._plan.log_level,
+            name=name,
+            process=self._plan.gateways.index(name),
+            joins=bool(others),
+            siblings=self._plan.siblings,
+        )
+
+    # ------------------------------------------------------------ sessions
+
+    def _dial_worker(self, worker_id: WorkerId) -> None:
+        address = self.workers[worker_id].address
+        link = WorkerLink(
+            worker_id,
+            address,
+            hello=(self.controller_id, self._plan.token),
+            on_event=self._handle,
+        )
+        self.links[worker_id] = link
+        self._dial(worker_id, address, link)
+
+    def _dial_gateway(self, name: str, on_welcome: Callable[[], None] | None = None) -> None:
+        link = GatewayLink(
+            self._plan.token,
+            members=lambda: self.machine.members,
+            on_welcome=lambda: self._welcome(name) if on_welcome is None else on_welcome(),
+        )
+        self.gateway_links[name] = link
+        self._dial(name, self.gateways[name].control, link)
+
+    def _welcome(self, name: str) -> None:
+        self.gateway_links[name].welcome()
+
+    def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink) -> None:
+        self._hang_up_task(name)
+        self._dialling[name] = task = asyncio.create_task(keep(address, link))
+        task.add_done_callback(self._on_task_end)
+
+    def _hang_up(self, name: str) -> None:
+        """Forgets a worker or a gateway that is gone."""
+        self._hang_up_task(name)
+        self.links.pop(WorkerId(name), None)
+        self.gateway_links.pop(name, None)
+
+    def _hang_up_task(self, name: str) -> None:
+        if (task := self._dialling.pop(name, None)) is not None:
+            task.cancel()
+
+    # ------------------------------------------------------------ tasks
+
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Launchers block. None of their calls waits for another."""
+        return await self._loop.run_in_executor(self._threads, function, *arguments)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: "asyncio.Task[None]") -> None:
+        """A task that died of a bug is told, and the others go on."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("a task of the controller died: %r", error, exc_info=error)
+            self._report(f"the controller has a bug: {error!r}")
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def model_directory(model: Path, config: Config) -> str:
+    """Checked before anything is started. Raises ConfigError."""
+    draft = config.worker.draft_path
+    for path in (model, draft):
+        if path is not None and not path.is_dir():
+            raise ConfigError(f"{path}: no such model directory")
+    return str(model.resolve())

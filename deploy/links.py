@@ -1,0 +1,238 @@
+"""The controller's sessions: one with every worker, one with every gateway.
+
+A link dials until its task is cancelled, so that who was only cut off comes back. The controller is
+a client of everybody: nobody needs to know where it is.
+"""
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import count
+from typing import Protocol
+
+from deploy.pool_events import Connected, Disconnected, LoadSeen, PoolEvent, RoleSeen
+from engine.control import (
+    CONTROL_VERSION,
+    ControllerHello,
+    ControllerRefused,
+    GatewayReport,
+    GatewayWelcome,
+    ListRequests,
+    Members,
+    RequestList,
+    decode_from_gateway,
+    encode_control,
+)
+from engine.errors import ProtocolError
+from engine.messages import (
+    PROTOCOL_VERSION,
+    GatewayId,
+    Hello,
+    LoadReport,
+    Refused,
+    Role,
+    RoleChanged,
+    SetRole,
+    Welcome,
+    WorkerId,
+    decode_to_gateway,
+    encode_frame,
+)
+from engine.rpc import SessionClient
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 2.0
+RETRY_EVERY_S = 1.0
+SILENCE_S = 15.0  # both workers and gateways report once a second; a stopped one says nothing
+
+
+class _Session(Protocol):
+    """What one kind of peer is asked and says."""
+
+    async def shake_hands(self, client: SessionClient) -> None:
+        """Raises ProtocolError, ConnectionError."""
+        ...
+
+    @abstractmethod
+    def take(self, frame: bytes) -> None:
+        """Raises ProtocolError."""
+        ...
+
+    @abstractmethod
+    def lost(self, reason: str) -> None:
+        """The session that had begun is over."""
+        ...
+
+
+async def keep(address: str, session: _Session) -> None:
+    """Dials again and again, until it is cancelled."""
+    never = asyncio.get_running_loop().create_future()
+    while True:
+        client = SessionClient(address)
+        await client.open()
+        try:
+            await _run(client, session)
+        except (ConnectionError, TimeoutError, ProtocolError) as error:
+            log.info("%s: %s; trying again", address, str(error) or type(error).__name__)
+        finally:
+            await client.close()
+        await asyncio.wait([never], timeout=RETRY_EVERY_S)
+
+
+async def _run(client: SessionClient, session: _Session) -> None:
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        await session.shake_hands(client)
+    reason = "the session ended"
+    try:
+        while True:
+            async with asyncio.timeout(SILENCE_S):
+                frame = await client.receive()
+            if frame is None:
+                return
+            session.take(frame)
+    except TimeoutError:
+        reason = f"silent for {SILENCE_S:g} s"
+        raise
+    except (ConnectionError, ProtocolError) as error:
+        reason = str(error)
+        raise
+    finally:
+        session.lost(reason)
+
+
+class WorkerLink:
+    """Tells the machine what a worker says."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        address: str,
+        *,
+        hello: tuple[GatewayId, str],
+        on_event: Callable[[PoolEvent], None],
+    ) -> None:
+        """`hello`: who the controller is, and the internal token."""
+        self._worker_id = worker_id
+        self._address = address
+        self._hello = hello
+        self._on_event = on_event
+        self._client: SessionClient | None = None
+
+    def set_role(self, role: Role) -> None:
+        """To be told at once; where that cannot be, the machine says it again."""
+        if self._client is not None:
+            try:
+                self._client.post(encode_frame([SetRole(role)]))
+            except ConnectionError as error:
+                log.info("%s was not told its role: %s", self._worker_id, error)
+
+    async def shake_hands(self, client: SessionClient) -> None:
+        """Who is there?"""
+        controller_id, token = self._hello
+        await client.send(encode_frame([Hello(PROTOCOL_VERSION, controller_id, token)]))
+        frame = await client.receive()
+        match decode_to_gateway(frame) if frame is not None else []:
+            case [Welcome() as info] if info.worker_id == self._worker_id:
+                self._client = client
+                kv_format = info.layout.kv_format
+                self._on_event(Connected(info.worker_id, self._address, info.role, kv_format))
+            case [Refused(reason)]:
+                raise ProtocolError(f"refused the controller: {reason}")
+            case other:
+                raise ProtocolError(f"answered with {[type(each).__name__ for each in other]}")
+
+    def take(self, frame: bytes) -> None:
+        """News."""
+        for message in decode_to_gateway(frame):
+            match message:
+                case LoadReport():
+                    self._on_event(LoadSeen(self._worker_id, self._address, message))
+                case RoleChanged(role):
+                    self._on_event(RoleSeen(self._worker_id, self._address, role))
+
+    def lost(self, reason: str) -> None:
+        """No news any more."""
+        self._client = None
+        self._on_event(Disconnected(self._worker_id, self._address, reason))
+
+
+class GatewayLink:
+    """Tells a gateway who the workers are; knows its last report."""
+
+    def __init__(
+        self, token: str, *, members: Callable[[], Members], on_welcome: Callable[[], None]
+    ) -> None:
+        """`members` are those of now; `on_welcome` is called when the gateway has said its."""
+        self._token = token
+        self._members = members
+        self._on_welcome = on_welcome
+        self._client: SessionClient | None = None
+        self._questions = count()
+        self._answers: dict[int, asyncio.Future[RequestList]] = {}
+        self.heard: GatewayWelcome | None = None  # its first words, of the latest session
+        self.report: GatewayReport | None = None
+
+    def tell(self, members: Members) -> None:
+        """Members, if the gateway is there: else it is told when it is."""
+        self._post(members)
+
+    async def requests(self) -> RequestList | None:
+        """What it serves. None if it does not answer in time."""
+        question = next(self._questions)
+        self._answers[question] = answer = asyncio.get_running_loop().create_future()
+        try:
+            self._post(ListRequests(question))
+            return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            return None
+        finally:
+            del self._answers[question]
+
+    async def shake_hands(self, client: SessionClient) -> None:
+        """Which members does it know?"""
+        await client.send(encode_control([ControllerHello(CONTROL_VERSION, self._token)]))
+        frame = await client.receive()
+        match decode_from_gateway(frame) if frame is not None else []:
+            case [GatewayWelcome(version=version) as welcome] if version == CONTROL_VERSION:
+                self._client = client
+                self.heard = welcome
+                self._on_welcome()
+            case [ControllerRefused(reason)]:
+                raise ProtocolError(f"refused the controller: {reason}")
+            case other:
+                raise ProtocolError(f"answered with {other!r}"[:200])
+
+    def welcome(self) -> None:
+        """The members of now, to a gateway whose own are known."""
+        members = self._members()
+        if members.version and self.heard is not None:
+            known = self.heard.members
+            if known is None or known.version < members.version:
+                self._post(members)
+
+    def take(self, frame: bytes) -> None:
+        """A report or an answer."""
+        for message in decode_from_gateway(frame):
+            match message:
+                case GatewayReport():
+                    self.report = message
+                case RequestList(question):
+                    answer = self._answers.get(question)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+
+    def lost(self, reason: str) -> None:
+        """It is told again when it is back."""
+        log.info("a gateway is lost: %s", reason)
+        self._client = None
+        self.report = None
+
+    def _post(self, message: Members | ListRequests) -> None:
+        if self._client is not None:
+            try:
+                self._client.post(encode_control([message]))
+            except ConnectionError as error:
+                log.info("a gateway was not told: %s", error)

@@ -1,0 +1,294 @@
+"""Commands for who runs a deployment: `baton pools`, `workers`, `flip`, `drain`, and so on."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from deploy.admin_client import AdminClient, AdminError, connect
+from deploy.admin_schema import (
+    GatewayInfo,
+    PoolsAnswer,
+    RequestsAnswer,
+    StepInfo,
+    WorkerInfo,
+)
+from engine.control import SERVING_ROLES, PlannerMode
+from engine.errors import ConfigError
+from engine.messages import Role
+
+WATCH_EVERY_S = 1.0
+POLL_EVERY_S = 0.2
+NUM_STEPS = 8  # shown below the tables
+
+AdminUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-url", envvar="BATON_ADMIN_URL", help="default: what runs on this machine"
+    ),
+]
+AdminKey = Annotated[str | None, typer.Option("--admin-key", envvar="BATON_ADMIN_KEY")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="until it is done")]
+
+pools_app = typer.Typer(help="How many workers of each role there are.")
+
+
+@pools_app.callback(invoke_without_command=True)
+def pools_command(
+    context: typer.Context,
+    watch: Annotated[bool, typer.Option("--watch", help="until Ctrl-C")] = False,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Shows the pools."""
+    if context.invoked_subcommand is not None:
+        context.obj = (admin_url, admin_key)
+        return
+    with connect(admin_url, admin_key) as client:
+        _show(lambda: _pools_view(client.pools()), watch=watch)
+
+
+@pools_app.command("set")
+def set_command(
+    context: typer.Context,
+    counts: Annotated[list[str], typer.Argument(metavar="ROLE=NUMBER...")],
+    wait: Wait = True,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Sets how many workers there are: `baton pools set prefill=3 decode=5`."""
+    url, key = context.obj
+    wanted = parse_counts(counts)
+    with connect(admin_url or url, admin_key or key) as client:
+        _follow(client, client.set_pools(wanted), wait=wait)
+
+
+def flip_command(
+    worker: Annotated[str, typer.Argument(metavar="WORKER")],
+    to: Annotated[Role | None, typer.Option(help="default: the other one of the two")] = None,
+    wait: Wait = True,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Changes a worker's role in place; what it runs is moved. One that is drained serves again."""
+    with connect(admin_url, admin_key) as client:
+        role = to or _other_role(client.pools(), worker)
+        _follow(client, client.order(worker, "flip", {"role": role}), wait=wait)
+
+
+def drain_command(
+    worker: Annotated[str, typer.Argument(metavar="WORKER")],
+    wait: Wait = True,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Takes all work from a worker, which stays; `baton flip WORKER --to ROLE` brings it back."""
+    with connect(admin_url, admin_key) as client:
+        _follow(client, client.order(worker, "drain"), wait=wait)
+
+
+def stop_worker_command(
+    worker: Annotated[str, typer.Argument(metavar="WORKER")],
+    wait: Wait = True,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Drains a worker, then ends it; its pool has one less from then on."""
+    with connect(admin_url, admin_key) as client:
+        _follow(client, client.order(worker, "stop"), wait=wait)
+
+
+def workers_command(
+    watch: Annotated[bool, typer.Option("--watch", help="until Ctrl-C")] = False,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Shows every worker."""
+    with connect(admin_url, admin_key) as client:
+        _show(lambda: _workers_table(client.pools().workers), watch=watch)
+
+
+def requests_command(
+    watch: Annotated[bool, typer.Option("--watch", help="until Ctrl-C")] = False,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Shows the requests that are being served."""
+    with connect(admin_url, admin_key) as client:
+        _show(lambda: _requests_table(client.requests()), watch=watch)
+
+
+def planner_command(
+    mode: Annotated[PlannerMode, typer.Argument()],
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Says what becomes of the planner's proposals."""
+    with connect(admin_url, admin_key) as client:
+        answer = client.set_planner(mode)
+        Console().print(f"planner: {answer.planner.mode}")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.add_typer(pools_app, name="pools")
+    app.command("flip")(flip_command)
+    app.command("drain")(drain_command)
+    app.command("stop-worker")(stop_worker_command)
+    app.command("workers")(workers_command)
+    app.command("requests")(requests_command)
+    app.command("planner")(planner_command)
+
+
+def parse_counts(counts: list[str]) -> dict[str, int]:
+    """Workers by role from "prefill=3". Raises ConfigError."""
+    wanted: dict[str, int] = {}
+    for given in counts:
+        role, _, number = given.partition("=")
+        if role not in SERVING_ROLES or not number.isdecimal() or role in wanted:
+            roles = ", ".join(SERVING_ROLES)
+            raise ConfigError(f"{given!r} is not ROLE=NUMBER, with each role once, one of {roles}")
+        wanted[role] = int(number)
+    return wanted
+
+
+# ---------------------------------------------------------------- progress
+
+
+def _follow(client: AdminClient, answer: PoolsAnswer, *, wait: bool) -> None:
+    """Prints each step as it is made, until nothing is under way. Ctrl-C undoes nothing."""
+    console = Console()
+    for step in _steps(client, answer, wait=wait):
+        console.print(f"  {_step(step)}", highlight=False)
+    if wait:
+        console.print("[green]✓[/green] done")
+
+
+def _steps(client: AdminClient, answer: PoolsAnswer, *, wait: bool) -> Iterator[StepInfo]:
+    pause = threading.Event()
+    last = 0
+    while True:
+        yield from answer.steps
+        last = max([last, *(step.number for step in answer.steps)])
+        if not wait or answer.settled:
+            return
+        pause.wait(POLL_EVERY_S)
+        answer = client.pools(since=last)
+
+
+def _step(step: StepInfo) -> str:
+    why = f"[dim]: {escape(step.why)}[/dim]" if step.why else ""
+    return f"[bold]{escape(step.subject)}[/bold] {escape(step.what)}{why}"
+
+
+def _other_role(answer: PoolsAnswer, worker_id: str) -> Role:
+    """Raises AdminError where there is no other one to be meant."""
+    others = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+    for worker in answer.workers:
+        if worker.worker_id == worker_id:
+            if worker.target not in others:
+                raise AdminError(f"{worker_id} is {worker.target}: say to what with --to")
+            return others[worker.target]
+    raise AdminError(f"no worker is called {worker_id}")
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _show(view: Callable[[], Group | Table], *, watch: bool) -> None:
+    console = Console()
+    if not watch:
+        console.print(view())
+        return
+    pause = threading.Event()
+    with Live(view(), console=console, auto_refresh=False) as live:
+        while not pause.wait(WATCH_EVERY_S):
+            live.update(view(), refresh=True)
+
+
+def _pools_view(answer: PoolsAnswer) -> Group:
+    table = Table(title="pools")
+    for name in ("role", "wanted", "serving", "on the way"):
+        table.add_column(name, justify="left" if name == "role" else "right")
+    for role in SERVING_ROLES:
+        of_role = [w for w in answer.workers if w.target is role]
+        serving = sum(w.state == "serving" and w.is_connected for w in of_role)
+        if answer.wanted.of(role) or of_role:
+            wanted = answer.wanted.of(role)
+            table.add_row(role, str(wanted), str(serving), str(len(of_role) - serving))
+    state = "all as wanted" if answer.settled else "changes are under way"
+    planner = f"planner {answer.planner.mode}"
+    lines = [f"{state}; at most {answer.max_workers} workers; {planner}"]
+    lines += [f"  {reason}" for reason in answer.planner.reasons]
+    lines += [f"  {step.age_s:5.0f} s ago  {_step(step)}" for step in answer.steps[-NUM_STEPS:]]
+    return Group(table, _workers_table(answer.workers), _gateways_table(answer.gateways), *lines)
+
+
+def _workers_table(workers: list[WorkerInfo]) -> Table:
+    table = Table(title="workers")
+    for name in ("worker", "role", "state", "for", "runs", "waits", "KV free", "pid", ""):
+        table.add_column(name, justify="right" if name in _NUMBERS else "left")
+    for w in workers:
+        role = w.role or "?"
+        if w.target not in (None, w.role):
+            role += f" → {w.target}"
+        free = f"{100 * w.free_blocks / w.num_blocks:.0f} %" if w.num_blocks and w.role else ""
+        table.add_row(
+            w.worker_id,
+            role,
+            w.state,
+            f"{w.state_s:.0f} s",
+            str(w.running_seqs),
+            str(w.waiting_seqs),
+            free,
+            "" if w.pid is None else str(w.pid),
+            _remark(w),
+        )
+    return table
+
+
+_NUMBERS = ("for", "runs", "waits", "KV free", "pid", "age", "prompt", "answer", "attempts")
+
+
+def _remark(worker: WorkerInfo) -> str:
+    if worker.is_crash_looping:
+        return f"[red]failed {worker.failures} times in a row[/red]"
+    if worker.state in ("waiting", "starting", "stopping"):
+        return ""
+    return "" if worker.is_connected else "[red]cannot be reached[/red]"
+
+
+def _gateways_table(gateways: list[GatewayInfo]) -> Table:
+    table = Table(title="gateways")
+    for name in ("gateway", "state", "url", "requests", "of these waiting", ""):
+        table.add_column(name)
+    for g in gateways:
+        remark = "" if g.missing is None else f"[red]{escape(g.missing)}[/red]"
+        table.add_row(g.name, g.state, g.url, str(g.num_requests), str(g.num_waiting), remark)
+    return table
+
+
+def _requests_table(answer: RequestsAnswer) -> Table:
+    table = Table(title=f"{answer.num_requests} requests")
+    columns = ("request", "state", "age", "prompt", "answer", "prefill", "decode", "attempts")
+    for name in (*columns, "gateway"):
+        table.add_column(name, justify="right" if name in _NUMBERS else "left")
+    for each in answer.requests:
+        r = each.request
+        table.add_row(
+            r.request_id,
+            r.state,
+            f"{r.age_s:.1f} s",
+            str(r.prompt_len),
+            str(r.answer_len),
+            r.prefill or "",
+            r.decode or "",
+            str(r.num_attempts),
+            each.gateway,
+        )
+    return table

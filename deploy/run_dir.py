@@ -1,0 +1,81 @@
+"""Where a deployment on this machine says how its operator reaches it.
+
+One file for each, named after the process that serves the admin API, readable by its user alone: it
+holds the key. `$BATON_RUN_DIR`, else `$XDG_RUNTIME_DIR/baton`, else `/tmp/baton-<user id>`.
+"""
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ConfigError
+
+
+class AdminAccess(msgspec.Struct, frozen=True):
+    """How the admin API of one deployment is reached."""
+
+    admin_url: str
+    key: str
+    pid: int  # of the process that serves it
+    url: str = ""  # where its clients send requests
+
+
+def run_directory(environment: Mapping[str, str]) -> Path:
+    """The directory; it need not be there."""
+    if chosen := environment.get("BATON_RUN_DIR"):
+        return Path(chosen)
+    if private := environment.get("XDG_RUNTIME_DIR"):
+        return Path(private) / "baton"
+    return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"
+
+
+def announce(directory: Path, access: AdminAccess) -> Path:
+    """Writes the file, and returns it. Raises ConfigError if others could have meddled with it."""
+    path = directory / f"{access.pid}.json"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(directory)
+        path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(path, flags, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(access))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    return path
+
+
+def announced(directory: Path) -> list[AdminAccess]:
+    """All deployments that run, by process id. Raises ConfigError if others could have meddled."""
+    if not directory.is_dir():
+        return []
+    _check_private(directory)
+    found = []
+    for path in sorted(directory.glob("*.json")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            access = msgspec.json.decode(path.read_bytes(), type=AdminAccess)
+            if _is_alive(access.pid):
+                found.append(access)
+            else:
+                path.unlink(missing_ok=True)
+    return found
+
+
+def _check_private(directory: Path) -> None:
+    facts = directory.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise ConfigError(f"{directory} must be a directory of yours that nobody else writes to")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
