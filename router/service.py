@@ -403,7 +403,9 @@ class Router:
                 feed.close()
             del self._links[info.worker_id], self._linked_to[info.worker_id]
             self._leaving.pop(info.worker_id, None)
-            log.warning("worker %s is lost", info.worker_id)
+            is_wanted = address in self._addresses and not self._closing.done()
+            level = logging.WARNING if is_wanted else logging.INFO
+            log.log(level, "worker %s is lost", info.worker_id)
             self._handle(WorkerLost(info.worker_id, reason))
 
     def _follow(self, info: Welcome) -> BlockFeed | None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.cluster import BUNDLED_MODEL, config_of
+from deploy.cluster import BUNDLED_MODEL
+from deploy.formats import config_of
 from deploy.launcher import ProcessLauncher
 from deploy.processes import WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock

@@ -1,18 +1,20 @@
-"""Gateways that end are started again, later each time, whatever comes of an attempt."""
+"""What ends is started again, later each time; launchers forget what does not start."""
 
 import importlib
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from deploy.cluster import BUNDLED_MODEL, Deployment, Pools
 from deploy.launcher import ProcessLauncher
-from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
-from engine.config import Config, GatewayConfig, RouterConfig
+from deploy.processes import GatewaySpec
+from deploy.restarts import Restarts
+from engine.config import GatewayConfig, RouterConfig
 from engine.errors import ConfigError
 
 SPEC = GatewaySpec((), "model", 64, GatewayConfig(), RouterConfig(), "token")
@@ -20,162 +22,99 @@ READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 HOUR_S = 3600
 
 
-class SetClock:
-    """Virtual seconds."""
+class Tries:
+    """A service that is started whenever it is due, once a second from 0 on."""
 
     def __init__(self) -> None:
-        self.time_s = 0.0
+        self.restarts = Restarts()
+        self.now_s = 0.0
+        self.starts: list[float] = []
 
-    def now_s(self) -> float:
-        return self.time_s
-
-
-class FakeLauncher:
-    """Runs nothing. A gateway's start does what is next in `fates`, and succeeds after the last."""
-
-    def __init__(self, clock: SetClock) -> None:
-        self._clock = clock
-        self._dead: dict[str, str] = {}
-        self.fates: list[str] = []
-        self.dies_at_once = False
-        self.start_takes_s = 0.0
-        self.starts: list[tuple[float, str]] = []  # (when, name)
-
-    def open(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        return WorkerReady("address", 1, 64, 8, 1, 0.0)
-
-    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        self.starts.append((self._clock.time_s, spec.name))
-        self._clock.time_s += self.start_takes_s
-        if self.fates:
-            raise ConfigError(self.fates.pop(0))
-        if self.dies_at_once:
-            self.end(spec.name)
-        return GatewayReady("http://127.0.0.1:80", "m", len(self.starts))
-
-    def end(self, name: str) -> None:
-        self._dead[name] = f"{name} ended"
-
-    def dead(self) -> dict[str, str]:
-        dead, self._dead = self._dead, {}
-        return dead
-
-
-class World:
-    """An open deployment, watched once a second from 0 on."""
-
-    def __init__(self, processes: int = 1) -> None:
-        self.clock = SetClock()
-        self.launcher = FakeLauncher(self.clock)
-        config = Config(gateway=GatewayConfig(processes=processes))
-        self.deployment = Deployment(
-            self.launcher, model=BUNDLED_MODEL, pools=Pools(), config=config
-        )
-        self.deployment.open(lambda _: None)
-        self.launcher.starts.clear()
-
-    def watch(self, seconds: int) -> list[str]:
-        told: list[str] = []
-        for _ in range(seconds):
-            told += self.deployment.mend(self.clock)
-            self.clock.time_s += 1
-        return told
+    def watch(self, seconds: int, *, dies_after_s: float | None, takes_s: float = 0.0) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            if self.restarts.is_due("gateway", self.now_s):
+                self.starts.append(self.now_s)
+                self.now_s += takes_s
+                if dies_after_s is None:
+                    self.restarts.failed("gateway", self.now_s)
+                else:
+                    self.restarts.started("gateway", self.now_s)
+                    self.now_s += dies_after_s
+                    self.restarts.failed("gateway", self.now_s)
+            self.now_s += 1
 
     def gaps(self) -> list[float]:
-        times = [when for when, _ in self.launcher.starts]
-        return [later - earlier for earlier, later in pairwise(times)]
+        return [later - earlier for earlier, later in pairwise(self.starts)]
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    made.deployment.close()
+def test_what_dies_at_once_for_ever_is_tried_once_a_minute_in_the_end():
+    tries = Tries()
+    tries.watch(HOUR_S, dies_after_s=0.0)
+    assert tries.gaps()[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert set(tries.gaps()[7:]) == {60}
+    assert tries.restarts.is_looping("gateway")
 
 
-def test_a_gateway_that_dies_at_once_for_ever_is_tried_once_a_minute_in_the_end(world):
-    world.launcher.dies_at_once = True
-    world.launcher.end("gateway")
-    world.watch(HOUR_S)
-    # A second passes until its end is seen.
-    assert world.gaps()[:7] == [3, 5, 9, 17, 33, 61, 61]
-    assert set(world.gaps()[7:]) == {61}
-    assert len(world.launcher.starts) <= 6 + HOUR_S / 60
+def test_what_does_not_start_is_tried_as_seldom():
+    tries = Tries()
+    tries.watch(20, dies_after_s=None)
+    assert tries.starts == [0, 1, 3, 7, 15]
 
 
-def test_a_gateway_that_does_not_start_is_said_each_time_and_tried_when_due(world):
-    world.launcher.fates = ["no port"] * 3
-    world.launcher.end("gateway")
-    told = world.watch(20)
-    assert told == [
-        "gateway ended; its requests are lost, it is started again in 1 s",
-        "gateway did not start again: no port; the next attempt is in 2 s",
-        "gateway did not start again: no port; the next attempt is in 4 s",
-        "gateway did not start again: no port; the next attempt is in 8 s",
-        "gateway was started again",
-    ]
-    assert [when for when, _ in world.launcher.starts] == [1, 3, 7, 15]
-    assert world.deployment.gateways[0].pid == 4
+def test_the_wait_for_the_next_attempt_begins_when_the_last_one_is_over():
+    tries = Tries()
+    tries.watch(300, dies_after_s=None, takes_s=100.0)
+    assert tries.gaps() == [101, 102]
 
 
-def test_the_wait_for_the_next_attempt_begins_when_the_last_one_is_over(world):
-    world.launcher.start_takes_s = 100.0
-    world.launcher.fates = ["it takes too long"] * 2
-    world.launcher.end("gateway")
-    world.watch(10)
-    assert world.gaps() == [102, 104]
+def test_what_lived_for_a_minute_begins_anew():
+    tries = Tries()
+    tries.watch(30, dies_after_s=0.0)
+    assert tries.restarts.failed("gateway", tries.now_s) == 32
+    tries.restarts.started("gateway", 1000.0)
+    assert tries.restarts.failed("gateway", 1059.0) == 60
+    tries.restarts.started("gateway", 2000.0)
+    assert tries.restarts.failed("gateway", 2060.0) == 1
+    assert not tries.restarts.is_looping("gateway")
 
 
-def test_a_gateway_that_lived_for_a_minute_begins_anew(world):
-    world.launcher.fates = ["no port"] * 3
-    world.launcher.end("gateway")
-    world.watch(16)
-    world.watch(50)
-    world.launcher.end("gateway")
-    assert "started again in 16 s" in world.watch(1)[0]
-    world.watch(16)
-    world.watch(60)
-    world.launcher.end("gateway")
-    assert "started again in 1 s" in world.watch(1)[0]
+def test_what_is_forgotten_or_was_never_known_may_be_started():
+    restarts = Restarts()
+    assert restarts.is_due("other", 0.0)
+    restarts.failed("gateway", 0.0)
+    assert not restarts.is_due("gateway", 0.5)
+    restarts.forget("gateway")
+    assert restarts.is_due("gateway", 0.5)
+    assert restarts.num_failed("gateway") == 0
 
 
-def test_no_attempt_is_made_while_a_gateway_runs(world):
-    world.launcher.end("gateway")
-    world.watch(2)
-    assert world.watch(HOUR_S) == []
-    assert len(world.launcher.starts) == 1
+def test_a_process_that_is_stopped_while_it_starts_does_not_keep_anybody_waiting(
+    tmp_path, monkeypatch
+):
+    program = tmp_path / "python"
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    program.write_text(f"#!/bin/sh\necho > {begun}\nread spec; exec cat\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    launcher = ProcessLauncher()
+    said = []
 
+    def start() -> None:
+        with pytest.raises(ConfigError) as caught:
+            launcher.start_gateway(SPEC)
+        said.append(str(caught.value))
 
-def test_hours_of_failures_end_when_the_cause_does(world):
-    world.launcher.fates = ["no memory"] * 2000
-    world.launcher.end("gateway")
-    told = world.watch(2010 * 60)
-    assert told[-1] == "gateway was started again"
-    assert len(world.launcher.starts) == 2001
-
-
-def test_one_gateway_is_started_a_time_and_none_waits_for_ever():
-    world = World(processes=3)
-    for name in ("gateway-0", "gateway-1", "gateway-2"):
-        world.launcher.end(name)
-    assert len(world.watch(1)) == 3
-    for count in (1, 2, 3):
-        assert len(world.watch(1)) == 1
-        assert len(world.launcher.starts) == count
-    assert {name for _, name in world.launcher.starts} == {"gateway-0", "gateway-1", "gateway-2"}
-    world.deployment.close()
-
-
-def test_a_worker_that_ended_is_said_and_not_replaced(world):
-    world.launcher.end("decode-0")
-    assert world.watch(HOUR_S) == ["decode-0 ended; requests go on where they can"]
-    assert world.launcher.starts == []
+    thread = threading.Thread(target=start)
+    thread.start()
+    begun.read_text()  # it runs, and is waited for
+    assert launcher.dead() == {}
+    assert launcher.running() == {}
+    launcher.stop("gateway", by_force=False)
+    thread.join(10)
+    assert said == ["gateway ended while starting (exit status -9)"]
+    assert launcher.processes == []
 
 
 @pytest.mark.parametrize(
@@ -247,7 +186,7 @@ class FakeRay(ModuleType):
     def remote(self, **_options: object):
         return lambda _: SimpleNamespace(options=self._options)
 
-    def _options(self, name: str):
+    def _options(self, name: str, **_options: object):
         return SimpleNamespace(remote=lambda *_: self._create(name))
 
     def _create(self, name: str) -> FakeActor:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cluster import Deployment, Pools, check_formats, config_of
+from deploy.cluster import Deployment
+from deploy.formats import check_formats, config_of
 from deploy.launcher import ProcessLauncher
 from deploy.worker_host import served_as
 from engine.config import Config, WorkerConfig
@@ -113,9 +114,9 @@ def test_a_deployment_is_refused_before_anything_is_started(monkeypatch):
     launcher = ProcessLauncher()
     monkeypatch.setattr(launcher, "open", lambda: pytest.fail("something was started"))
     config = Config(WorkerConfig(decode_kv_dtype=INT8))
-    deployment = Deployment(launcher, model=Path.cwd(), pools=Pools(), config=config)
+    deployment = Deployment(launcher, model=Path.cwd(), config=config)
     with pytest.raises(ConfigError, match="--kv-wire-dtype"):
-        deployment.open(lambda _: None)
+        deployment.open()
 
 
 def test_a_gateway_tells_workers_apart_whose_kv_travels_in_different_formats():

@@ -1,0 +1,220 @@
+"""The operator's API, asked in the process; and how a command finds the deployment."""
+
+import asyncio
+import os
+import stat
+
+import httpx
+import msgspec
+import pytest
+
+from deploy.admin import admin_app
+from deploy.admin_client import find_deployment
+from deploy.admin_schema import PoolsAnswer
+from deploy.controller import PoolController
+from deploy.operator_cli import parse_counts
+from deploy.pool_events import Connected, OrderRefused, Started, StartWorker, Tick
+from deploy.pools import PoolLimits, PoolMachine
+from deploy.run_dir import AdminAccess, announce, announced, run_directory
+from engine.control import Intent, PlannerMode, Pools
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+from engine.messages import Role
+
+KEY = "secret"
+FORMATS = dict.fromkeys((Role.PREFILL, Role.DECODE, Role.MIXED), KVFormat.FP32)
+
+
+class SetClock:
+    def now_s(self) -> float:
+        return 5.0
+
+
+class FakeController:
+    """A machine whose orders nobody carries out."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.machine = PoolMachine(Intent(pools), limits=PoolLimits(4, FORMATS))
+        self.proposal = self.planner = None
+        self.workers, self.gateways, self.gateway_links = {}, {}, {}
+        for effect in self.machine.handle(Tick(), 0.0):
+            if isinstance(effect, StartWorker):
+                name = effect.worker_id
+                self.machine.handle(Started(name, effect.start, name), 1.0)
+                self.machine.handle(Connected(name, name, effect.role, KVFormat.FP32), 2.0)
+
+    order = PoolController.order
+
+    def _handle(self, event) -> None:
+        self.machine.handle(event, 3.0)
+
+    async def requests(self):
+        return 0, []
+
+
+def ask(method: str, path: str, body=None, key: str | None = KEY, pools=None) -> httpx.Response:
+    app = admin_app(FakeController(pools or Pools(2, 1)), key=KEY, clock=SetClock())
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    content = (
+        None if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
+    )
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+            return await client.request(method, path, content=content, headers=headers)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("key", [None, "", "wrong", KEY + "x"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/pools"),
+        ("POST", "/v1/pools"),
+        ("GET", "/openapi.json"),
+        ("GET", "/v1/requests"),
+    ],
+)
+def test_nothing_is_told_or_done_without_the_key(method, path, key):
+    answer = ask(method, path, {"prefill": 1}, key=key)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json() == {
+        "error": {"type": "unauthorized", "message": "this needs the admin key"}
+    }
+
+
+def test_the_pools_are_told_with_their_history():
+    answer = msgspec.json.decode(ask("GET", "/v1/pools").content, type=PoolsAnswer)
+    assert answer.wanted == Pools(2, 1)
+    assert answer.settled
+    assert [w.worker_id for w in answer.workers] == ["decode-0", "prefill-0", "prefill-1"]
+    assert {w.state for w in answer.workers} == {"serving"}
+    assert len(answer.steps) == 6
+    later = ask("GET", f"/v1/pools?since={answer.steps[3].number}").json()["steps"]
+    assert [step["number"] for step in later] == [5, 6]
+    assert ask("GET", "/v1/pools?since=x").status_code == 400
+    assert len(ask("GET", "/v1/workers").json()["workers"]) == 3
+
+
+def test_an_order_is_taken_and_answered_with_its_steps():
+    answer = ask("POST", "/v1/pools", {"decode": 2})
+    assert answer.status_code == 202
+    found = answer.json()
+    assert (found["wanted"], found["settled"]) == ({"prefill": 2, "decode": 2, "mixed": 0}, False)
+    assert [step["what"] for step in found["steps"]] == [
+        "are to be prefill=2 decode=2 mixed=0",
+        "is being started",
+    ]
+    assert ask("POST", "/v1/workers/prefill-0/flip", {"role": "decode"}).status_code == 202
+    assert ask("POST", "/v1/workers/prefill-0/drain").status_code == 202
+    assert ask("POST", "/v1/workers/prefill-0/stop").status_code == 202
+    assert ask("POST", "/v1/planner", {"mode": "off"}).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("/v1/pools", {"prefill": 9}, 409, "10 workers are more than the 4 there can be"),
+        ("/v1/pools", {"prefill": 0}, 400, "need a prefill and a decode worker"),
+        ("/v1/pools", {"prefill": -1}, 400, ">= 0"),
+        ("/v1/pools", {"what": 1}, 400, "unknown field"),
+        ("/v1/pools", b"{", 400, "truncated"),
+        ("/v1/pools", b"x" * 70_000, 413, "too large"),
+        ("/v1/workers/decode-0/flip", {"role": "prefill"}, 409, "last worker that decodes"),
+        ("/v1/workers/decode-0/flip", {"role": "king"}, 400, "Invalid enum value 'king'"),
+        ("/v1/workers/decode-0/drain", None, 409, "last worker that decodes"),
+        ("/v1/workers/decode-0/stop", None, 409, "last worker that decodes"),
+        ("/v1/workers/other/stop", None, 404, "no worker is called other"),
+        ("/v1/planner", {"mode": "on"}, 409, "no planner"),
+        ("/v1/other", None, 404, "Not Found"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(path, body, status, reason):
+    answer = ask("POST", path, body)
+    assert answer.status_code == status, answer.text
+    assert reason in answer.json()["error"]["message"]
+
+
+def test_the_description_names_every_page_and_resolves_every_reference():
+    described = ask("GET", "/openapi.json").json()
+    assert set(described["paths"]) == {
+        "/v1/pools",
+        "/v1/workers",
+        "/v1/requests",
+        "/v1/workers/{worker_id}/flip",
+        "/v1/workers/{worker_id}/drain",
+        "/v1/workers/{worker_id}/stop",
+        "/v1/planner",
+    }
+    text = msgspec.json.encode(described).decode()
+    names = {piece.split('"')[0] for piece in text.split("#/components/schemas/")[1:]}
+    assert names <= set(described["components"]["schemas"])
+
+
+def test_a_planner_is_not_switched_on_where_there_is_none():
+    controller = FakeController(Pools(1, 1))
+    from deploy.pool_events import SetPlanner
+
+    with pytest.raises(OrderRefused, match="no planner"):
+        controller.order(SetPlanner(PlannerMode.DRY_RUN))
+
+
+# ---------------------------------------------------------------- finding a deployment
+
+ACCESS = AdminAccess("http://127.0.0.1:1", "k", os.getpid(), "http://127.0.0.1:2")
+
+
+def test_the_file_is_for_its_user_alone_and_found(tmp_path):
+    path = announce(tmp_path / "run", ACCESS)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert announced(tmp_path / "run") == [ACCESS]
+    environment = {"BATON_RUN_DIR": str(tmp_path / "run")}
+    assert find_deployment(None, None, environment) == ("http://127.0.0.1:1", "k")
+    assert find_deployment(None, "mine", environment) == ("http://127.0.0.1:1", "mine")
+    assert find_deployment("http://other", "mine", {}) == ("http://other", "mine")
+
+
+def test_who_ended_is_not_found_and_its_file_goes(tmp_path):
+    path = announce(tmp_path, msgspec.structs.replace(ACCESS, pid=2**22 + 7))
+    (tmp_path / "broken.json").write_text("{")
+    assert announced(tmp_path) == []
+    assert not path.exists()
+    with pytest.raises(ConfigError, match="no deployment of yours is announced in"):
+        find_deployment(None, None, {"BATON_RUN_DIR": str(tmp_path)})
+    with pytest.raises(ConfigError, match="announced at http://there"):
+        find_deployment("http://there", None, {"BATON_RUN_DIR": str(tmp_path)})
+
+
+def test_of_several_one_must_be_chosen(tmp_path):
+    announce(tmp_path, ACCESS)
+    announce(tmp_path, AdminAccess("http://127.0.0.1:9", "other", os.getppid()))
+    environment = {"BATON_RUN_DIR": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"choose one with --admin-url: http.*http"):
+        find_deployment(None, None, environment)
+    assert find_deployment("http://127.0.0.1:9", None, environment)[1] == "other"
+
+
+def test_a_directory_that_others_write_to_is_not_trusted(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    with pytest.raises(ConfigError, match="nobody else writes to"):
+        announce(tmp_path / "run", ACCESS)
+    with pytest.raises(ConfigError, match="nobody else writes to"):
+        announced(tmp_path / "run")
+
+
+def test_where_the_directory_is():
+    assert str(run_directory({"BATON_RUN_DIR": "/a"})) == "/a"
+    assert str(run_directory({"XDG_RUNTIME_DIR": "/run/user/7"})) == "/run/user/7/baton"
+    assert run_directory({}).name == f"baton-{os.getuid()}"
+
+
+def test_counts_are_read_by_role():
+    assert parse_counts(["prefill=3", "decode=5"]) == {"prefill": 3, "decode": 5}
+    for wrong in (["prefill"], ["prefill=x"], ["drained=1"], ["prefill=1", "prefill=2"]):
+        with pytest.raises(ConfigError, match="is not ROLE=NUMBER"):
+            parse_counts(wrong)

@@ -1,0 +1,105 @@
+"""Messages between controller and gateways survive the way; nothing else is believed."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import control
+from engine.control import (
+    ControllerHello,
+    Members,
+    Pools,
+    decode_from_controller,
+    decode_from_gateway,
+    encode_control,
+)
+from engine.errors import ConfigError, ProtocolError
+from engine.messages import Role
+
+ints = st.integers(0, 2**63 - 1)
+texts = st.text(max_size=8)
+seconds = st.floats(allow_nan=False)
+pools = st.builds(Pools, ints, ints, ints)
+intents = st.builds(
+    control.Intent,
+    pools,
+    st.sampled_from(control.PlannerMode),
+    st.lists(texts, max_size=2).map(tuple),
+)
+workers = st.lists(st.builds(control.Member, texts, texts), max_size=3).map(tuple)
+members = st.builds(Members, ints, workers, intents)
+requests = st.builds(
+    control.RequestInfo,
+    request_id=texts,
+    state=st.sampled_from(control.RequestState),
+    age_s=seconds,
+    prompt_len=ints,
+    answer_len=ints,
+    prefill=st.none() | texts,
+    decode=st.none() | texts,
+    num_attempts=ints,
+)
+to_gateway = st.one_of(
+    st.builds(ControllerHello, ints, texts),
+    members,
+    st.builds(control.ListRequests, ints, ints),
+)
+to_controller = st.one_of(
+    st.builds(control.GatewayWelcome, ints, texts, st.none() | members),
+    st.builds(control.ControllerRefused, texts),
+    st.builds(control.GatewayReport, st.none() | texts, ints, ints, ints, ints, seconds),
+    st.builds(control.RequestList, ints, ints, st.lists(requests, max_size=2)),
+)
+
+
+@given(st.lists(to_gateway, max_size=3))
+def test_what_a_controller_says_arrives(messages):
+    assert decode_from_controller(encode_control(messages)) == messages
+
+
+@given(st.lists(to_controller, max_size=3))
+def test_what_a_gateway_says_arrives(messages):
+    assert decode_from_gateway(encode_control(messages)) == messages
+
+
+@given(st.binary(max_size=64))
+def test_bytes_that_are_no_message_are_a_typed_error(frame):
+    for decode in (decode_from_controller, decode_from_gateway):
+        try:
+            decode(frame)
+        except ProtocolError:
+            continue
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91\x81\xa4type\xa3Foo", b"\x91\xa1\xff"])
+def test_no_message_no_frame(frame):
+    with pytest.raises(ProtocolError, match="bad frame from a controller"):
+        decode_from_controller(frame)
+    with pytest.raises(ProtocolError, match="bad frame from a gateway"):
+        decode_from_gateway(frame)
+
+
+def test_one_side_does_not_take_what_it_says_itself():
+    hello = encode_control([ControllerHello(1, "token")])
+    with pytest.raises(ProtocolError):
+        decode_from_gateway(hello)
+
+
+def test_pools_count_by_role_and_move_a_worker():
+    pools = Pools(2, 1, 0)
+    assert pools.total == 3
+    assert [pools.of(role) for role in Role] == [2, 1, 0, 0]
+    assert pools.moved(Role.PREFILL, Role.DECODE) == Pools(1, 2)
+    assert pools.moved(Role.PREFILL, Role.DRAINED) == Pools(1, 1)
+    assert pools.moved(Role.DRAINED, Role.MIXED) == Pools(2, 1, 1)
+
+
+@pytest.mark.parametrize("pools", [Pools(0, 1), Pools(1, 0), Pools(0, 0), Pools(2, -1, 1)])
+def test_pools_that_could_serve_nothing_are_refused(pools):
+    with pytest.raises(ConfigError):
+        pools.check()
+
+
+def test_members_of_two_versions_differ():
+    first = Members(1, (), control.Intent())
+    assert first != Members(2, (), control.Intent())
