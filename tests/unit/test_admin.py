@@ -13,7 +13,7 @@ from deploy.admin_client import find_deployment
 from deploy.admin_schema import PoolsAnswer
 from deploy.controller import PoolController
 from deploy.operator_cli import parse_counts
-from deploy.pool_events import Connected, OrderRefused, Started, StartWorker, Tick
+from deploy.pool_events import Connected, OrderRefused, SetPlanner, Started, StartWorker, Tick
 from deploy.pools import PoolLimits, PoolMachine
 from deploy.run_dir import AdminAccess, announce, announced, run_directory
 from engine.control import Intent, PlannerMode, Pools
@@ -156,8 +156,6 @@ def test_the_description_names_every_page_and_resolves_every_reference():
 
 def test_a_planner_is_not_switched_on_where_there_is_none():
     controller = FakeController(Pools(1, 1))
-    from deploy.pool_events import SetPlanner
-
     with pytest.raises(OrderRefused, match="no planner"):
         controller.order(SetPlanner(PlannerMode.DRY_RUN))
 
