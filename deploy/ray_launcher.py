@@ -1,6 +1,6 @@
 """Starts workers and gateways as Ray actors. Ray places and watches them, and carries no request.
 
-The only file that imports ray.
+This file and `ray_controller` are the only ones that import ray.
 """
 
 import logging
@@ -172,7 +172,10 @@ class RayLauncher:
                 self._drop(name)
 
     def _adopt(self, name: str) -> None:
-        actor = ray.get_actor(name, namespace=NAMESPACE)
+        try:
+            actor = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:  # it ended meanwhile
+            return
         self._actors[name] = actor
         try:
             kind, answer = ray.get(actor.describe.remote(), timeout=ADOPT_TIMEOUT_S)

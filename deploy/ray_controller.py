@@ -1,0 +1,115 @@
+"""The controller as a detached actor of a Ray cluster, which Ray starts again when it dies.
+
+Workers and gateways are detached actors too, so nothing else ends with it: the next one finds them
+by name and goes on.
+"""
+
+import logging
+import os
+import threading
+from typing import Any
+
+import msgspec
+import ray
+
+from deploy.admin import AdminService
+from deploy.controller import Plan, PoolController
+from deploy.processes import READY_TIMEOUT_S, ServiceThread, configure_logging
+from deploy.ray_launcher import CONTROLLER, NAMESPACE, Placement, RayLauncher
+from engine.clock import MonotonicClock
+from engine.errors import BatonError, ConfigError
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 120.0
+
+
+class _ControllerActor:
+    """Opens the controller when it is made: that is all that Ray repeats."""
+
+    def __init__(self, plan_json: bytes) -> None:
+        plan = msgspec.json.decode(plan_json, type=Plan)
+        configure_logging(plan.log_level)
+        pools = plan.config.pools
+        clock = MonotonicClock()
+        self._launcher = RayLauncher.of_cluster(
+            Placement(pools.num_gpus, pools.prefill_resource, pools.decode_resource)
+        )
+        controller = PoolController(
+            plan, launcher=self._launcher, clock=clock, report=lambda line: log.warning("%s", line)
+        )
+        service = AdminService(controller, config=plan.config.admin, clock=clock)
+        self._thread: ServiceThread[str] = ServiceThread(service, "controller")
+        self._is_open = threading.Event()
+        self._url = self._error = ""
+        threading.Thread(target=self._open, name="open", daemon=True).start()
+
+    def _open(self) -> None:
+        try:
+            self._url = self._thread.open()
+        except BatonError as error:
+            self._error = str(error)
+        except BaseException as error:
+            log.critical("the controller did not open: %r", error, exc_info=error)
+            os._exit(70)  # Ray starts another one
+        self._is_open.set()
+
+    def ready(self) -> tuple[str, int, str]:
+        """The admin API's URL, and the process; or what is wrong."""
+        self._is_open.wait(READY_TIMEOUT_S)
+        return self._url, os.getpid(), self._error
+
+    def stop(self) -> None:
+        """Ends the controller, then all that it, or one before it, started."""
+        self._thread.close()
+        self._launcher.running()
+        self._launcher.stop_all()
+
+
+def start_controller(plan: Plan) -> tuple[str, int]:
+    """Starts a deployment in the Ray that this process is connected to; returns when it serves.
+
+    The URL of the admin API, and the process that answers there, for now. The plan must hold the
+    admin key: a controller that was started again has no other. Raises ConfigError.
+    """
+    assert plan.config.admin.key is not None
+    actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=4)(_ControllerActor)
+    try:
+        actor = actor_class.options(name=CONTROLLER, namespace=NAMESPACE, lifetime="detached")
+        handle = actor.remote(msgspec.json.encode(plan))
+    except ValueError as error:
+        raise ConfigError("a deployment runs in this cluster already") from error
+    try:
+        return find_controller()
+    except BaseException:
+        _end(handle)
+        raise
+
+
+def find_controller() -> tuple[str, int]:
+    """Where the controller answers now, waiting while it is started again. Raises ConfigError."""
+    try:
+        actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+        url, pid, error = ray.get(actor.ready.remote(), timeout=READY_TIMEOUT_S)
+    except (ValueError, ray.exceptions.RayError) as failure:
+        raise ConfigError(f"the controller cannot be reached: {failure}") from failure
+    if error:
+        raise ConfigError(error)
+    return str(url), int(pid)
+
+
+def stop_deployment() -> None:
+    """Ends everything that the controller runs, then the controller. Raises ConfigError."""
+    try:
+        actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except ValueError as error:
+        raise ConfigError("no deployment runs in this cluster") from error
+    _end(actor)
+
+
+def _end(actor: Any) -> None:
+    try:
+        ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        log.warning("the controller did not stop by itself: %s", error)
+    ray.kill(actor)

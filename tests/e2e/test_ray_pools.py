@@ -1,0 +1,62 @@
+"""The controller as an actor: when it is killed, requests go on and the next one takes over."""
+
+import os
+import secrets
+import signal
+
+import pytest
+
+from deploy.admin_client import AdminClient
+from deploy.cluster import BUNDLED_MODEL, with_admin_key
+from deploy.controller import Plan
+from engine.config import Config, GatewayConfig, WorkerConfig
+from engine.control import Pools
+from tests.e2e.served import poll_until
+from tests.e2e.test_pools import CHANGE_S, Trickle
+
+pytest.importorskip("ray", reason="Ray is not installed")
+pytestmark = [pytest.mark.torch, pytest.mark.ray]
+
+
+def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch):
+    import ray
+
+    from deploy.ray_controller import find_controller, start_controller, stop_deployment
+    from deploy.ray_launcher import start_ray_here
+
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
+    config = with_admin_key(
+        Config(worker=WorkerConfig(kv_mib=64), gateway=GatewayConfig(port=0, model_name="tiny"))
+    )
+    plan = Plan(str(BUNDLED_MODEL), config, Pools(1, 1), secrets.token_hex(16), cores=2)
+    start_ray_here()
+    try:
+        url, pid = start_controller(plan)
+        key = config.admin.key
+        with AdminClient(url, key) as admin:
+            admin.set_pools({"decode": 2})
+            poll_until(lambda: admin.pools().settled, lambda: str(admin.pools()), CHANGE_S)
+            before = admin.pools()
+        with Trickle(before.gateways[0].url) as trickle:
+            poll_until(lambda: len(trickle.answers) > 0, "requests run", CHANGE_S)
+            os.kill(pid, signal.SIGKILL)
+            count = len(trickle.answers)
+            poll_until(lambda: len(trickle.answers) > count + 1, "requests go on", CHANGE_S)
+            url, again = find_controller()
+            assert again != pid
+            with AdminClient(url, key) as admin:
+                poll_until(lambda: admin.pools().settled, lambda: str(admin.pools()), CHANGE_S)
+                after = admin.pools()
+                assert after.wanted == Pools(1, 2)
+                assert after.version > before.version
+                pids = {w.worker_id: w.pid for w in after.workers}
+                assert pids == {w.worker_id: w.pid for w in before.workers}
+                os.kill(pids["decode-1"], signal.SIGKILL)
+                poll_until(lambda: not admin.pools().settled, "its end is seen", CHANGE_S)
+                poll_until(lambda: admin.pools().settled, lambda: str(admin.pools()), CHANGE_S)
+        trickle.check()
+        stop_deployment()
+        left = ray.util.list_named_actors(all_namespaces=True)
+        assert left == []
+    finally:
+        ray.shutdown()
