@@ -23,7 +23,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import NO_CHANCES, Chances, Crowd, Hardware
+from bench.simulator.crowd import NO_CHANCES, Chances, Crowd
+from bench.simulator.hardware import Hardware
 from bench.simulator.prompts import Prompts
 from bench.simulator.traces import Trace, TraceRequest, with_ids
 from bench.simulator.transfers import Transfers
@@ -90,6 +91,7 @@ class Setup:
     latency_s: float = 2e-4  # of a message between gateway and worker
     max_answer_tokens: int | None = None  # that clients ask for; None: as many as come
     chances: Chances = NO_CHANCES  # what is beside prices and latency
+    prefills_locally: bool = False  # decode workers do, where that is predicted to be quicker
     leaps: bool = True
     counts: bool = True  # of rows that decode; both as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
@@ -164,7 +166,7 @@ class _Cluster:
         self._num_waiting = 0  # in the machine, for a worker
         self._ended_s = 0.0
         self._wake_s: float | None = None
-        self._crowd = Crowd(setup.hardware, setup.chances)
+        self._crowd = Crowd(setup.hardware, self._future, setup.chances)
         self._arrives_s: dict[WorkerId, float] = {}  # the last message to each worker
         self._workers = {
             worker_id: SimWorker(
@@ -178,6 +180,7 @@ class _Cluster:
                 leaps=setup.leaps and not self._crowd.watches,
                 counts=setup.counts,
                 crowd=self._crowd,
+                prefills_locally=setup.prefills_locally,
             )
             for worker_id, role in _names(setup.pools)
         }
@@ -346,7 +349,7 @@ class _Cluster:
         at_s = now_s + self._setup.latency_s
         if self._setup.chances:
             messages = (event.message for event in events if isinstance(event, FromGateway))
-            at_s += max((self._crowd.delay_s(m, now_s=now_s) for m in messages), default=0.0)
+            at_s += max((self._crowd.delay_s(m) for m in messages), default=0.0)
             at_s = max(at_s, self._arrives_s.get(worker_id, 0.0))
             self._arrives_s[worker_id] = at_s
         return at_s

@@ -6,43 +6,46 @@ planning, encoding, threads that wait for each other.
     prompts    from the word that the first chunk begins to the first token, of those that had their
                worker to themselves; A is paid for each chunk
     decoding   from one step's tokens to the next one's, where the next followed at once. Messages
-               bunch, so steps are taken a few together. How uneven single ones are is kept too
+               bunch, so steps are taken a few together
     messages   the way of a prompt to a worker that had nothing to do, and back; and from the first
                token to the word that decoding begins. Some take longer than others, and the more
                so the more workers are busy: as they did in the recording, so they do by chance
     pulls      from the first token to the word that KV is in the decode worker, as far as that was
                not hidden behind the message with the first token
 
-Workers that share cores slow each other down, so a step takes 1 + s·u times as long while u other
-workers compute, each of two kinds of steps with an s of its own. For lack of a better theory s is
-what explains the recording best: it is of this machine, and of this number of workers.
+Workers that share cores slow each other down, and the gateway slows them. That is not fitted, it
+follows from the number of cores (see `crowd`): what was observed is counted in seconds of a core,
+by who else computed meanwhile. The gateway's part is the time of a core that it took in all, spread
+over the time in which workers decoded.
+
+Neither takes as long as its price each time: how uneven prompts and single steps are is kept too.
 
 All fits weigh relative errors, and are then scaled such that all that was observed takes as long in
 sum as it did: means are to be right, also where a few are much slower than most. Of several
 recordings that is the median's scale, as a machine may have had something else to do in one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.simulator.hardware import NO_CHANCES, Chances, Hardware
+from bench.simulator.crowd import NO_CHANCES, Chances, pace
+from bench.simulator.hardware import Hardware
 from bench.simulator.recordings import Attempt, DecodeStep, Told
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 from router.costs import DecodeCost, PrefillCost, PullCost
 
 STEPS_TOGETHER = 16
-MAX_SLOWER = 2.0  # how many times as long a step may take for each other busy worker
-NUM_TRIED = 41
 LEAST_SAMPLES = 8
 FAR_OFF = 0.15  # as a share: what is further off counts less
 NUM_REFITS = 6
 ALWAYS_OFF = 0.5  # of the median, beside as much of each
 INSTANTLY = 1e18  # bytes/s
+LONG_S = 1e9  # before and after all that was recorded
 
 Interval = tuple[float, float]
 Matrix = NDArray[np.float64]
@@ -55,10 +58,9 @@ class NotEnough(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """So long did this take, with so many other workers busy on average meanwhile."""
+    """So many seconds of a core did this take."""
 
     features: tuple[float, ...]
-    others: float
     seconds: float
 
 
@@ -79,19 +81,21 @@ class WorkerLimits:
     chunk_tokens: int
 
 
-def fit(recordings: Sequence[Told], limits: WorkerLimits, *, name: str) -> Fitted:
-    """The profile of workers that are alike, from recordings of them. Raises NotEnough."""
+def fit(
+    recordings: Sequence[Told], limits: WorkerLimits, *, name: str, cores: int | None = None
+) -> Fitted:
+    """The profile of workers that are alike, from recordings of them. Raises NotEnough.
+
+    `cores` is how many all workers share with the gateway; None: each has its own.
+    """
     infos = [info for told in recordings for info in told.workers.values()]
     if not infos:
         raise NotEnough("no worker joined")
-    prompts: list[list[Sample]] = []
-    decoding: list[list[Sample]] = []
-    for told in recordings:
-        busy = _busy(told)
-        prompts.append(_prompts(told, busy, limits.chunk_tokens))
-        decoding.append(_decoding(told, busy))
-    prefill, prefill_slower = _fit(prompts, "prompts")
-    decode, decode_slower = _fit(decoding, "decode steps")
+    gateway_load = 0.0 if cores is None else _gateway_load(recordings)
+    watched = [(told, _busy(told, cores, gateway_load)) for told in recordings]
+    prompts = [_prompts(told, busy, limits.chunk_tokens) for told, busy in watched]
+    prefill = _fit(prompts, "prompts")
+    decode = _fit([_decoding(told, busy) for told, busy in watched], "decode steps")
     latency_s = _latency_s(recordings)
     hardware = Hardware(
         name=name,
@@ -106,10 +110,19 @@ def fit(recordings: Sequence[Told], limits: WorkerLimits, *, name: str) -> Fitte
         max_running=min(info.max_running for info in infos),
         gpus=1,
         usd_per_gpu_hour=0.0,
-        prefill_slower=prefill_slower,
-        decode_slower=decode_slower,
+        cores=cores,
+        gateway_load=gateway_load,
     )
-    chances = _chances(recordings, latency_s, _unevenness(recordings, hardware))
+    prompt, first_token = _delays(watched, latency_s)
+    chances = Chances(
+        prompt,
+        first_token,
+        prefill=_unevenness([sample for group in prompts for sample in group], prefill),
+        decode=_unevenness(
+            [sample for told, busy in watched for sample in _decoding(told, busy, together=1)],
+            decode,
+        ),
+    )
     return Fitted(hardware, latency_s, chances)
 
 
@@ -123,22 +136,16 @@ def _prompts(told: Told, busy: "_Busy", chunk_tokens: int) -> list[Sample]:
         assert attempt.done_s is not None
         new = attempt.num_tokens - attempt.num_cached_tokens
         squares = attempt.num_tokens**2 - attempt.num_cached_tokens**2
-        interval = attempt.started_s, attempt.done_s
-        samples.append(
-            Sample(
-                (-(-new // chunk_tokens), new, squares),
-                busy.others(attempt.prefill_worker, interval),
-                attempt.done_s - attempt.started_s,
-            )
-        )
+        seconds = busy.work_s(attempt.prefill_worker, (attempt.started_s, attempt.done_s))
+        samples.append(Sample((-(-new // chunk_tokens), new, squares), seconds))
     return samples
 
 
 def _alone(told: Told) -> list[Attempt]:
-    """Those that had their prefill worker to themselves from the moment they were sent."""
+    """Those handed over that had their worker to themselves from the moment they were sent."""
     by_worker: dict[WorkerId, list[Attempt]] = {}
     for attempt in told.attempts.values():
-        if attempt.started_s is not None and attempt.done_s is not None:
+        if attempt.hands_over and attempt.started_s is not None and attempt.done_s is not None:
             by_worker.setdefault(attempt.prefill_worker, []).append(attempt)
     found = []
     for attempts in by_worker.values():
@@ -155,22 +162,40 @@ def _alone(told: Told) -> list[Attempt]:
     return found
 
 
-def _decoding(told: Told, busy: "_Busy") -> list[Sample]:
+def _decoding(told: Told, busy: "_Busy", together: int = STEPS_TOGETHER) -> list[Sample]:
     samples = []
-    for worker_id, steps in told.steps.items():
-        for run in _runs(steps):
+    for worker_id in told.steps:
+        for run in _only_decoding(told, worker_id):
             following = iter(pairwise(run))
-            while batch := list(islice(following, STEPS_TOGETHER)):
-                interval = batch[0][0].at_s, batch[-1][1].at_s
+            while batch := list(islice(following, together)):
                 counted = [step for _, step in batch]
                 features = (
                     len(counted),
                     sum(len(step.rows) for step in counted),
                     sum(step.num_context for step in counted),
                 )
-                others = busy.others(worker_id, interval)
-                samples.append(Sample(features, others, interval[1] - interval[0]))
+                interval = batch[0][0].at_s, batch[-1][1].at_s
+                samples.append(Sample(features, busy.work_s(worker_id, interval)))
     return samples
+
+
+def _only_decoding(told: Told, worker_id: WorkerId) -> Iterator[list[DecodeStep]]:
+    """Runs of steps of a worker, cut where it computed a prompt as well."""
+    prompts = [
+        (attempt.started_s, attempt.done_s)
+        for attempt in told.attempts.values()
+        if attempt.prefill_worker == worker_id
+        and attempt.started_s is not None
+        and attempt.done_s is not None
+    ]
+    for run in _runs(told.steps[worker_id]):
+        kept = run[:1]
+        for before, step in pairwise(run):
+            if any(begin_s < step.at_s and before.at_s < end_s for begin_s, end_s in prompts):
+                yield kept
+                kept = []
+            kept.append(step)
+        yield kept
 
 
 def _runs(steps: Sequence[DecodeStep]) -> list[list[DecodeStep]]:
@@ -187,84 +212,90 @@ def _runs(steps: Sequence[DecodeStep]) -> list[list[DecodeStep]]:
 
 
 class _Busy:
-    """When workers computed."""
+    """When workers computed, and how fast each of them could beside the others."""
 
-    def __init__(self, intervals: Mapping[WorkerId, Sequence[Interval]]) -> None:
-        self._intervals = {
-            worker_id: np.array(own, dtype=float).reshape(-1, 2)
-            for worker_id, own in intervals.items()
-        }
+    def __init__(
+        self,
+        intervals: Mapping[WorkerId, Sequence[Interval]],
+        demands: Mapping[WorkerId, float],
+        cores: int | None,
+    ) -> None:
+        """`demands` are the cores that a worker takes while it computes, with what it causes."""
+        ends = {end_s for own in intervals.values() for interval in own for end_s in interval}
+        self._at_s = np.array([-LONG_S, *sorted(ends), LONG_S])
+        computes = {worker_id: self._covered(own) for worker_id, own in intervals.items()}
+        self._num_busy = sum(computes.values(), np.zeros(len(self._at_s) - 1))
+        wanted = sum((computes[i] * demands[i] for i in computes), np.zeros(len(self._num_busy)))
+        self._work_s: dict[WorkerId, Vector] = {}
+        for worker_id, own in computes.items():
+            with_it = wanted + (1 - own) * demands[worker_id]
+            paces = np.array([pace(cores, float(demand)) for demand in with_it])
+            done_s = np.cumsum(np.diff(self._at_s) * paces)
+            self._work_s[worker_id] = np.concatenate(([0.0], done_s))
+
+    def _covered(self, intervals: Sequence[Interval]) -> Vector:
+        """One for each stretch between two of all moments in which these intervals lie, or zero."""
+        covered: Vector = np.zeros(len(self._at_s) - 1)
+        for interval in intervals:
+            begin, end = np.searchsorted(self._at_s, interval)
+            covered[begin:end] = 1.0
+        return covered
 
     def number(self, at_s: float) -> int:
         """How many did at a moment."""
-        return sum(
-            bool(((own[:, 0] <= at_s) & (at_s < own[:, 1])).any())
-            for own in self._intervals.values()
-        )
+        return int(self._num_busy[np.searchsorted(self._at_s, at_s, side="right") - 1])
 
-    def others(self, worker_id: WorkerId, interval: Interval) -> float:
-        """How many others did, on average over an interval."""
-        begin_s, end_s = interval
-        busy_s = 0.0
-        for other, own in self._intervals.items():
-            if other != worker_id:
-                shared = np.minimum(own[:, 1], end_s) - np.maximum(own[:, 0], begin_s)
-                busy_s += float(np.clip(shared, 0.0, None).sum())
-        return busy_s / (end_s - begin_s) if end_s > begin_s else 0.0
+    def work_s(self, worker_id: WorkerId, interval: Interval) -> float:
+        """Seconds of a core that a worker has had if it computed all the time."""
+        begin_s, end_s = np.interp(interval, self._at_s, self._work_s[worker_id])
+        return float(end_s - begin_s)
 
 
-def _busy(told: Told) -> _Busy:
-    intervals: dict[WorkerId, list[Interval]] = {}
-    for worker_id, steps in told.steps.items():
-        runs = _runs(steps)
-        intervals[worker_id] = [(run[0].at_s, run[-1].at_s) for run in runs]
-    computing: dict[WorkerId, list[Interval]] = {}
+def _busy(told: Told, cores: int | None, gateway_load: float) -> _Busy:
+    intervals: dict[WorkerId, list[Interval]] = {
+        worker_id: [(run[0].at_s, run[-1].at_s) for run in _runs(steps)]
+        for worker_id, steps in told.steps.items()
+    }
+    demands = dict.fromkeys(intervals, 1 + gateway_load)
     for attempt in told.attempts.values():
         if attempt.started_s is not None and attempt.done_s is not None:
-            own = computing.setdefault(attempt.prefill_worker, [])
+            own = intervals.setdefault(attempt.prefill_worker, [])
             own.append((attempt.started_s, attempt.done_s))
-    for worker_id, own in computing.items():
-        intervals.setdefault(worker_id, []).extend(_merged(own))
-    return _Busy(intervals)
+            demands.setdefault(attempt.prefill_worker, 1.0)
+    return _Busy(intervals, demands, cores)
 
 
-def _merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same times, each counted once."""
-    merged: list[Interval] = []
-    for begin_s, end_s in sorted(intervals):
-        if merged and begin_s <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end_s)
-        else:
-            merged.append((begin_s, end_s))
-    return merged
+def _gateway_load(recordings: Sequence[Told]) -> float:
+    """Cores that the gateway took for each worker that decoded."""
+    decoded_s = sum(
+        run[-1].at_s - run[0].at_s
+        for told in recordings
+        for steps in told.steps.values()
+        for run in _runs(steps)
+    )
+    return sum(told.gateway_cpu_s for told in recordings) / decoded_s if decoded_s else 0.0
 
 
 # ---------------------------------------------------------------- what follows from it
 
 
-def _fit(groups: Sequence[Sequence[Sample]], what: str) -> tuple[tuple[float, ...], float]:
-    """Weights of the features, and how much slower it is for each other busy worker."""
+def _fit(groups: Sequence[Sequence[Sample]], what: str) -> tuple[float, ...]:
+    """Weights of the features."""
     samples = [sample for group in groups for sample in group]
     if len(samples) < LEAST_SAMPLES:
         raise NotEnough(f"{len(samples)} {what} that can be told apart, of {LEAST_SAMPLES}")
     features = np.array([sample.features for sample in samples], dtype=float)
-    others = np.array([sample.others for sample in samples])
     seconds = np.array([sample.seconds for sample in samples])
     deviations = np.hypot(ALWAYS_OFF * np.median(seconds), seconds)
-    least, best, best_slower = np.inf, np.zeros(features.shape[1]), 0.0
-    for slower in np.linspace(0.0, MAX_SLOWER, NUM_TRIED):
-        slowed = features * (1 + slower * others)[:, None]
-        weights = _robust(slowed, seconds, deviations)
-        error = _huber((slowed @ weights - seconds) / deviations).sum()
-        if error < least:
-            least, best, best_slower = error, weights, float(slower)
-    predicted = features @ best * (1 + best_slower * others)
+    weights = _robust(features, seconds, deviations)
     ends = np.cumsum([len(group) for group in groups if group])[:-1]
     scales = [
         actual.sum() / guess.sum()
-        for actual, guess in zip(np.split(seconds, ends), np.split(predicted, ends), strict=True)
+        for actual, guess in zip(
+            np.split(seconds, ends), np.split(features @ weights, ends), strict=True
+        )
     ]
-    return tuple((best * np.median(scales)).tolist()), best_slower
+    return tuple((weights * np.median(scales)).tolist())
 
 
 def _robust(features: Matrix, seconds: Vector, deviations: Vector) -> Vector:
@@ -275,13 +306,6 @@ def _robust(features: Matrix, seconds: Vector, deviations: Vector) -> Vector:
         off = np.abs(features @ weights - seconds) / deviations
         trust = np.sqrt(np.minimum(1.0, FAR_OFF / np.maximum(off, 1e-9)))
     return weights
-
-
-def _huber(off: Vector) -> Vector:
-    """Squares near zero, lines beyond."""
-    far = np.abs(off)
-    loss: Vector = np.where(far <= FAR_OFF, far * far / 2, FAR_OFF * (far - FAR_OFF / 2))
-    return loss
 
 
 def _nonnegative(features: Matrix, seconds: Vector, weight: Vector) -> Vector:
@@ -329,7 +353,9 @@ def _least(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 10]
 
 
-def _chances(recordings: Sequence[Told], latency_s: float, decode: tuple[float, ...]) -> Chances:
+def _delays(
+    watched: Sequence[tuple[Told, _Busy]], latency_s: float
+) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
     """What prompts and first tokens took beyond twice the latency, by how many were busy.
 
     Only both ways together are seen; what is beyond is thought to be the way to the worker, which
@@ -337,30 +363,25 @@ def _chances(recordings: Sequence[Told], latency_s: float, decode: tuple[float, 
     """
     prompts: list[tuple[int, float]] = []
     firsts: list[tuple[int, float]] = []
-    for told in recordings:
-        busy = _busy(told)
+    for told, busy in watched:
         for attempt in _alone(told):
             assert attempt.started_s is not None
             prompts.append((busy.number(attempt.sent_s), attempt.started_s - attempt.sent_s))
         for attempt in told.attempts.values():
-            if attempt.decode_started_s is not None and attempt.done_s is not None:
+            if (
+                attempt.hands_over
+                and attempt.decode_started_s is not None
+                and attempt.done_s is not None
+            ):
                 seconds = attempt.decode_started_s - attempt.done_s
                 # the next prompt may have begun by then
                 firsts.append((busy.number(attempt.done_s + latency_s), seconds))
-    return Chances(_table(prompts, 2 * latency_s), _table(firsts, 2 * latency_s), decode)
+    return _table(prompts, 2 * latency_s), _table(firsts, 2 * latency_s)
 
 
-def _unevenness(recordings: Sequence[Told], hardware: Hardware) -> tuple[float, ...]:
-    """How many times as long as its price each decode step took; 1 on average."""
-    ratios: list[float] = []
-    for told in recordings:
-        busy = _busy(told)
-        for worker_id, steps in told.steps.items():
-            for before, step in (pair for run in _runs(steps) for pair in pairwise(run)):
-                price_s = hardware.decode.seconds(len(step.rows), step.num_context)
-                others = busy.others(worker_id, (before.at_s, step.at_s))
-                price_s *= 1 + hardware.decode_slower * others
-                ratios.append((step.at_s - before.at_s) / price_s)
+def _unevenness(samples: Sequence[Sample], cost: Sequence[float]) -> tuple[float, ...]:
+    """How many times as long as its price each took; 1 on average."""
+    ratios = [sample.seconds / float(np.dot(cost, sample.features)) for sample in samples]
     mean = sum(ratios) / len(ratios)
     return tuple(sorted(ratio / mean for ratio in ratios))
 

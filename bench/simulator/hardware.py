@@ -14,8 +14,7 @@ A profile with a `chunk_table` prices prompts by new tokens alone, interpolated 
 whatever stands before them: so does Dynamo's mocker, and that is what it is for. The sum over the
 chunks of a long prompt is then linear in its length; the true price is not.
 
-Workers may share what they compute with, as several do on one small machine: a step takes
-1 + s·u times as long while u others are busy, s being `prefill_slower` or `decode_slower`.
+Workers may share the cores of one small machine, with their gateway: see `crowd`.
 
 Sources: NVIDIA AIConfigurator's tables for H200 SXM and vLLM in bf16 (fits within 5 %, decode of
 the 0.6B model within 13 %); roofline, Williams et al., CACM 2009. Pulls are not in these tables:
@@ -26,13 +25,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 import msgspec
 
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import FirstToken, Generate, Prefill, ToWorker
 from router.costs import DecodeCost, PrefillCost, PullCost
 
 GPU_BYTES = 141e9  # of an H200
@@ -55,8 +52,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: int = 256
     gpus: int = 1
     usd_per_gpu_hour: float = 3.0
-    prefill_slower: float = 0.0
-    decode_slower: float = 0.0
+    cores: int | None = None  # that all workers share; None: each has its own
+    gateway_load: float = 0.0  # cores that it takes of these, for each worker that decodes
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_batch_tokens", "chunk_tokens", "max_running", "gpus"):
@@ -64,11 +61,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} must be positive")
         if len(self.chunk_table) == 1:
             raise ValueError("chunk_table needs two points")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether a worker's steps depend on what others do."""
-        return self.prefill_slower > 0 or self.decode_slower > 0
+        if self.cores is not None and self.cores < 1:
+            raise ValueError("cores must be positive")
 
     @property
     def kv_token_bytes(self) -> int:
@@ -116,74 +110,6 @@ class Pricing:
         right = min(max(bisect_left(self._lengths, num_new), 1), len(table) - 1)
         (low, low_s), (high, high_s) = table[right - 1], table[right]
         return low_s + (high_s - low_s) * (num_new - low) / (high - low)
-
-
-@dataclass(frozen=True, slots=True)
-class Chances:
-    """What is not always the same: one of these at a time, by chance, all as likely.
-
-    `prompt` and `first_token` are what such messages to workers take longer than others, seconds,
-    in rows by the number of workers that are busy; the last row is for more, too. Who has to be
-    woken up waits longer where others have the cores. `decode` are how many times as long as usual
-    steps take that only decode.
-    """
-
-    prompt: Sequence[Sequence[float]] = ()
-    first_token: Sequence[Sequence[float]] = ()
-    decode: Sequence[float] = ()
-    seed: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.prompt or self.first_token or self.decode)
-
-
-NO_CHANCES = Chances()
-
-
-class Crowd:
-    """Workers that share what they compute with, and until when each of them is busy."""
-
-    def __init__(self, hardware: Hardware, chances: Chances | None = None) -> None:
-        self._hardware = hardware
-        self._chances = chances or NO_CHANCES
-        self._watches = hardware.is_shared or bool(self._chances)
-        self._busy_until_s: dict[str, float] = {}
-        self._rng = Random(self._chances.seed)
-
-    @property
-    def watches(self) -> bool:
-        """Whether it has to be told of each step."""
-        return self._watches
-
-    def begin(self, worker_id: str, step: StepPrice, seconds: float, *, now_s: float) -> float:
-        """A worker begins a step that takes so long where nobody else computes; how long it will.
-
-        Who begins or ends in the middle of it changes nothing any more.
-        """
-        if not self._watches:
-            return seconds
-        hardware = self._hardware
-        self._busy_until_s[worker_id] = now_s  # itself does not count
-        slower = hardware.prefill_slower if step.num_new else hardware.decode_slower
-        seconds *= 1 + slower * self._num_busy(now_s)
-        if self._chances.decode and not step.num_new:
-            seconds *= self._rng.choice(self._chances.decode)
-        self._busy_until_s[worker_id] = now_s + seconds
-        return seconds
-
-    def delay_s(self, message: ToWorker, *, now_s: float) -> float:
-        """What a message that is sent now takes longer than others."""
-        table: Sequence[Sequence[float]] = ()
-        if isinstance(message, Prefill | Generate):
-            table = self._chances.prompt
-        elif isinstance(message, FirstToken):
-            table = self._chances.first_token
-        if not table:
-            return 0.0
-        return self._rng.choice(table[min(self._num_busy(now_s), len(table) - 1)])
-
-    def _num_busy(self, now_s: float) -> int:
-        return sum(until_s > now_s for until_s in self._busy_until_s.values())
 
 
 # ---------------------------------------------------------------- profiles

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
+from time import process_time
 
 from bench.services import Service, launched
 from bench.simulator.cluster import Pools
@@ -91,13 +92,17 @@ async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path
     await router.open()
     try:
         await _all_joined(router, len(live.addresses), clock)
+        began_s = process_time()
         outcomes = await _ask_all(router, requests, trace, clock)
+        cpu_s = process_time() - began_s
     finally:
         await router.close()
     failed = [outcome for outcome in outcomes if not isinstance(outcome, Finished)]
     if failed:
         raise DeploymentFailed(f"{len(failed)} requests were not answered: {failed[0]}")
-    return told_by(lines_of(record_dir / f"{router.gateway_id}.jsonl"))
+    told = told_by(lines_of(record_dir / f"{router.gateway_id}.jsonl"))
+    told.gateway_cpu_s = cpu_s
+    return told
 
 
 async def _ask_all(

@@ -78,12 +78,13 @@ class DecodeStep:
 
 @dataclass(slots=True)
 class Told:
-    """All of a recording."""
+    """All of a recording. `gateway_cpu_s` is none of it: who knows it may add it."""
 
     asked: dict[RequestId, Asked] = field(default_factory=dict)
     attempts: dict[SeqId, Attempt] = field(default_factory=dict)
     workers: dict[WorkerId, Welcome] = field(default_factory=dict)
     steps: dict[WorkerId, list[DecodeStep]] = field(default_factory=dict)
+    gateway_cpu_s: float = 0.0
 
     def note(self, recorded: Recorded) -> None:
         """What follows in the recording."""

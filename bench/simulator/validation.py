@@ -12,12 +12,15 @@ For each split of prefill and decode workers, on this machine:
 Nothing of 2 is known to 4. TTFT and TPOT of both are seen at the router: requests come to it as
 from the HTTP side, and there is neither HTTP nor text in either. Workers have one thread each.
 
-Two workers on two cores have about a core each. Four have to share them, and with the router, so
-how fast each is depends on what the others do: that is fitted in 4, and is why a split is
-calibrated by a run of the same split. It is no prediction of one machine from another.
+Two workers on two cores have about a core each. Four have to share them, and with the router: how
+fast each is depends on what the others do (see `crowd`). What messages take depends on that too, so
+a split is calibrated by runs of the same split. It is no prediction of one machine from another.
 
     validation/{split}/{ttft,tpot}_{mean,p99}   how far the simulated figure is from the measured
-                                                one, as a share of that; beside it, both
+                                                one, as a share of that; beside it, both, and
+                      …/spread                  how far single measured runs are from the median of
+                                                the others, the trace being the same: nobody can be
+                                                told to be nearer to the truth than it is to itself
 """
 
 import math
@@ -28,6 +31,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from bench.machine import hardware
 from bench.report import Result
 from bench.simulator.cluster import Pools, Run, Setup, simulate
 from bench.simulator.fitting import Fitted, WorkerLimits, fit
@@ -46,6 +50,7 @@ MAX_INPUT, MIN_INPUT = 1500, 32
 MAX_OUTPUT, MIN_OUTPUT = 64, 12
 NUM_WARM_UP = 8
 GOALS = {"mean": 0.10, "p99": 0.20}
+QUICK_REQUESTS = 25  # of one run of each split; so many were answered in 4 s
 
 Say = Callable[[str], None]
 Samples = Mapping[str, Sequence[float]]  # seconds, by name
@@ -133,8 +138,7 @@ def measure(plan: Plan, record_dir: Path, say: Say) -> list[Compared]:
 
 def _measure(plan: Plan, split: tuple[int, int], record_dir: Path, say: Say) -> Compared:
     pools, router = Pools(*split), RouterConfig(seed=plan.seed)
-    # The simulator's decode workers do not prefill.
-    worker = WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB, prefills_locally=False)
+    worker = WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
     name = f"{split[0]}+{split[1]}"
     ids = count()
     calibrated, measured = [], []
@@ -152,7 +156,8 @@ def _measure(plan: Plan, split: tuple[int, int], record_dir: Path, say: Say) -> 
             trace = made(plan.load(split), Random(plan.seed), ids)
             measured.append(measured_samples(played("measuring", trace)))
     limits = WorkerLimits(worker.max_batch_tokens, worker.chunk_tokens)
-    fitted = fit(calibrated, limits, name=f"this machine, {name}")
+    cores = hardware().num_cores
+    fitted = fit(calibrated, limits, name=f"this machine, {name}", cores=cores)
     say(f"{name}: simulating")
     simulations = [
         simulated(fitted, pools, trace, router, seed=plan.seed + repeat)
@@ -166,7 +171,14 @@ def simulated(
 ) -> Samples:
     """What a simulation of the trace comes to; `seed` is that of what is left to chance."""
     chances = replace(fitted.chances, seed=seed)
-    setup = Setup(fitted.hardware, pools, latency_s=fitted.latency_s, chances=chances, leaps=False)
+    setup = Setup(
+        fitted.hardware,
+        pools,
+        latency_s=fitted.latency_s,
+        chances=chances,
+        leaps=False,
+        prefills_locally=True,
+    )
     return simulated_samples(simulate(trace, setup, RouterMachine(router)))
 
 
@@ -241,8 +253,18 @@ def _results(name: str, measured_s: Sequence[float], simulated_s: Sequence[float
     }
     return [
         off,
+        *_spread(name, measured_s),
         *(Result(f"{name}/{kind}", median(runs), "ms", runs) for kind, runs in both.items()),
     ]
+
+
+def _spread(name: str, measured_s: Sequence[float]) -> list[Result]:
+    """How far each run is from the median of the others; nothing where there is but one."""
+    if len(measured_s) < 2:
+        return []
+    others_s = [median([*measured_s[:i], *measured_s[i + 1 :]]) for i in range(len(measured_s))]
+    apart = tuple(abs(a / b - 1) for a, b in zip(measured_s, others_s, strict=True))
+    return [Result(f"{name}/spread", median(apart), "share", apart)]
 
 
 def _summary(values_s: Sequence[float]) -> dict[str, float]:

@@ -17,7 +17,15 @@ from bench.machine import commit, hardware
 from bench.plots import plot_cdfs, require_matplotlib
 from bench.report import Report, Result, Scalar, write_json
 from bench.simulator.hardware import write_hardware
-from bench.simulator.validation import Compared, Plan, goal_of, measure, results_of, splits_of
+from bench.simulator.validation import (
+    QUICK_REQUESTS,
+    Compared,
+    Plan,
+    goal_of,
+    measure,
+    results_of,
+    splits_of,
+)
 from bench.tables import print_head
 from engine.errors import BatonError
 
@@ -41,6 +49,9 @@ def validation(  # noqa: PLR0913 (one parameter for each option is how typer dec
     repeat: Annotated[
         int, typer.Option(min=1, help="Calibrations and measurements, in turns.")
     ] = DEFAULTS.num_repeats,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Less than a minute: one short run of each split.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and ties.")] = 0,
     record: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep recordings and profiles here.")
@@ -53,6 +64,8 @@ def validation(  # noqa: PLR0913 (one parameter for each option is how typer dec
     try:
         if plot:
             require_matplotlib()
+        if quick:
+            requests, calibrating, repeat = QUICK_REQUESTS, QUICK_REQUESTS, 1
         plan = Plan(splits_of(splits), rate, requests, calibrating, repeat, seed)
         with tempfile.TemporaryDirectory(prefix="baton-") as scratch:
             folder = record or Path(scratch)
@@ -73,14 +86,17 @@ def validation(  # noqa: PLR0913 (one parameter for each option is how typer dec
 
 
 def print_validation(console: Console, report: Report, *, title: str) -> None:
-    """Each figure measured and simulated, how far off that is, and what was promised."""
-    columns = ("measured", "from … to", "simulated", "off by", "promised", "kept")
+    """Each figure measured and simulated, how far off that is, and what was promised.
+
+    Spread is how far single measured runs of the same trace are from each other.
+    """
+    columns = ("measured", "from … to", "spread", "simulated", "off by", "promised", "kept")
     table = Table("ms", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
     by_name = {result.name: result for result in report.results}
     for name, off in by_name.items():
-        if off.unit == "share":
+        if f"{name}/measured" in by_name:
             table.add_row(
                 name.removeprefix("validation/"), *_row(off, by_name[f"{name}/measured"], by_name)
             )
@@ -89,11 +105,12 @@ def print_validation(console: Console, report: Report, *, title: str) -> None:
 
 
 def _row(off: Result, measured: Result, by_name: dict[str, Result]) -> tuple[str, ...]:
-    simulated = by_name[f"{off.name}/simulated"]
+    simulated, spread = by_name[f"{off.name}/simulated"], by_name.get(f"{off.name}/spread")
     goal = goal_of(off.name)
     return (
         f"{measured.value:.2f}",
         f"{min(measured.runs):.2f} … {max(measured.runs):.2f}",
+        f"{spread.value:.1%}" if spread else "",
         f"{simulated.value:.2f}",
         f"{simulated.value / measured.value - 1:+.1%}",
         "" if goal is None else f"{goal:.0%}",
@@ -123,8 +140,7 @@ def _config(plan: Plan, compared: Sequence[Compared]) -> dict[str, Scalar]:
         fitted = one.fitted
         parts = {
             "latency_s": fitted.latency_s,
-            "prefill_slower": fitted.hardware.prefill_slower,
-            "decode_slower": fitted.hardware.decode_slower,
+            "gateway_load": fitted.hardware.gateway_load,
         }
         for part in ("prefill", "decode", "pull"):
             cost = getattr(fitted.hardware, part)

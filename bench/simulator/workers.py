@@ -16,6 +16,7 @@ anything `settle` says what a live worker would have told by then, whatever the 
 running, so that nobody can tell the difference but by the clock on the wall.
 """
 
+import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import Crowd, Hardware, Pricing, StepPrice
+from bench.simulator.crowd import Crowd
+from bench.simulator.hardware import Hardware, Pricing, StepPrice
 from bench.simulator.prompts import token_at
 from bench.simulator.transfers import Transfers
 from decode.scheduler import DecodeScheduler
@@ -135,6 +137,7 @@ class SimWorker:
         leaps: bool = True,
         counts: bool = True,
         crowd: Crowd | None = None,
+        prefills_locally: bool = False,
     ) -> None:
         """`read` as in `engine.intake.Intake`. Without `leaps` each step is one of its own; without
         `counts` the rows of each stretch are written down.
@@ -145,13 +148,14 @@ class SimWorker:
         self.num_steps = 0
         self._hardware = hardware
         self._pricing = Pricing(hardware)
-        self._crowd = crowd or Crowd(hardware)
+        self._crowd = crowd or Crowd(hardware, future)
         self._future = future
         self._transfers = transfers
         self._listener = listener
         self._leaps = leaps
         self._block_size = hardware.layout.block_size
         self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
+        self._duties = Duties(role, prefills_locally=prefills_locally)
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
         fits = hardware.max_running <= hardware.max_batch_tokens  # all have a row in every step
@@ -180,7 +184,7 @@ class SimWorker:
             [self._decode, prefill, offers],
             pool,
             hardware.max_batch_tokens,
-            duties=Duties(self.role),
+            duties=self._duties,
         )
 
     def welcome(self) -> Welcome:
@@ -190,6 +194,7 @@ class SimWorker:
             worker_id=self.worker_id,
             incarnation=Incarnation("1"),
             role=self.role,
+            prefills_locally=self._duties.is_local,
             fingerprint=self._hardware.name,
             layout=self._hardware.layout,
             num_blocks=self._hardware.num_blocks,
@@ -276,7 +281,7 @@ class SimWorker:
         if alike is not None:
             price = StepPrice(num_rows=alike.num_rows, num_context=alike.num_context_tokens)
             ends_s = self._ends_of_stretch(price, alike.num_steps)
-            self._run((), price, ends_s)
+            self._plan_end(self._run((), price, ends_s))
 
     def _note_lengths(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -328,20 +333,30 @@ class SimWorker:
         num_decoding = min(self._decode.num_running, len(rows))
         num_alike = min(map(self._num_alike, rows[:num_decoding]), default=1)
         price = price_of(rows, num_decoding)
-        now_s = self._future.now_s
+        if self._crowd.watches:
+            self._run_in_crowd(rows, price)
+            return
         if price.num_new or not self._leaps:
-            seconds = self._pricing.step_s(price)
-            seconds = self._crowd.begin(self.worker_id, price, seconds, now_s=now_s)
-            ends_s = array("d", (now_s + seconds,))
+            ends_s = array("d", (self._future.now_s + self._pricing.step_s(price),))
         else:
             ends_s = self._ends_of_stretch(price, num_alike)
-        self._run(rows, price, ends_s)
+        self._plan_end(self._run(rows, price, ends_s))
 
-    def _run(self, rows: Sequence[Row], price: StepPrice, ends_s: "array[float]") -> None:
+    def _run(self, rows: Sequence[Row], price: StepPrice, ends_s: "array[float]") -> _Stretch:
         self._stretch = _Stretch(
             rows, price.num_rows, price.num_context, ends_s, self._future.now_s
         )
-        self._plan_end(self._stretch)
+        return self._stretch
+
+    def _run_in_crowd(self, rows: Sequence[Row], price: StepPrice) -> None:
+        """One step, of which nobody knows when it ends before it does."""
+        stretch = self._run(rows, price, array("d", (math.inf,)))
+        on_end = partial(self._on_end_in_crowd, stretch)
+        self._crowd.begin(self.worker_id, price, self._pricing.step_s(price), on_end)
+
+    def _on_end_in_crowd(self, stretch: _Stretch) -> None:
+        stretch.ends_s[0] = stretch.planned_end_s = self._future.now_s
+        self._on_end(stretch, stretch.planned_end_s)
 
     def _ends_of_stretch(self, price: StepPrice, num_steps: int) -> "array[float]":
         """The ends of so many decode steps, or fewer if something else is due."""

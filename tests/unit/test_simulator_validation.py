@@ -5,10 +5,13 @@ from itertools import count
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 from test_recording import recorded
 
-from bench.simulator.fitting import Fitted, NotEnough, WorkerLimits, fit
-from bench.simulator.hardware import Crowd, Hardware, StepPrice
+from bench.simulator.clock import Future, Rank
+from bench.simulator.crowd import NO_CHANCES, Chances, Crowd
+from bench.simulator.fitting import Fitted, NotEnough, WorkerLimits, _runs, fit
+from bench.simulator.hardware import Hardware, StepPrice
 from bench.simulator.live import DeploymentFailed, _ask_all
 from bench.simulator.recordings import Asked, Attempt, DecodeStep, Told, told_by
 from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
@@ -198,19 +201,18 @@ def test_when_asking_fails_nobody_waits_for_the_others():
 # ---------------------------------------------------------------- fits
 
 
-def told_of(*, num_others: int = 0, slower: float = 0.0) -> Told:
-    """A deployment that takes what HARDWARE says, and so much longer beside each busy worker."""
+def told_of(*, num_others: int = 0, slower: float = 1.0) -> Told:
+    """A deployment that takes what HARDWARE says, every other time beside others that compute."""
     told = Told(workers={"p0": welcome("p0", Role.PREFILL), "d0": welcome("d0", Role.DECODE)})
     rng = Random(3)
     at_s = 0.0
     for i in range(60):
         num_tokens, num_cached = rng.randrange(300, 1500), rng.randrange(0, 200)
-        factor = 1 + slower * num_others * (i % 2)
         chunks = -(-(num_tokens - num_cached) // LIMITS.chunk_tokens)
         seconds = PREFILL.seconds(num_tokens, num_cached) + (chunks - 1) * PREFILL.fixed_s
         attempt = Attempt(f"{i}.0", num_tokens, True, "p0", at_s, "d0", num_cached)
         attempt.started_s = at_s + 2 * LATENCY_S
-        attempt.done_s = attempt.started_s + seconds * factor
+        attempt.done_s = attempt.started_s + seconds * (slower if i % 2 else 1.0)
         attempt.ready_s = attempt.done_s + PULL_S
         told.attempts[attempt.seq_id] = attempt
         if i % 2:
@@ -249,16 +251,32 @@ def test_a_fit_finds_what_steps_messages_and_pulls_take():
     assert found.prefill.square_s == pytest.approx(PREFILL.square_s, rel=0.02)
     assert found.decode.seconds(1, 100) == pytest.approx(DECODE.seconds(1, 100), rel=0.01)
     assert found.decode.context_s == pytest.approx(DECODE.context_s, rel=0.02)
-    assert not found.is_shared
+    assert found.cores is None
 
 
-@pytest.mark.parametrize("num_others", [1, 3])
-def test_a_fit_finds_how_much_slower_steps_are_beside_others(num_others):
-    told = told_of(num_others=num_others, slower=0.3)
+@pytest.mark.parametrize(("num_others", "slower"), [(1, 1.0), (2, 1.5), (3, 2.0)])
+def test_a_fit_knows_what_steps_would_take_without_others_on_their_cores(num_others, slower):
+    told = told_of(num_others=num_others, slower=slower)
     told.steps["d0"] = decode_steps(Random(4))
-    found = fit([told], LIMITS, name="found").hardware
-    assert found.prefill_slower == pytest.approx(0.3, abs=0.02)
-    assert found.prefill.seconds(900) == pytest.approx(PREFILL.seconds(900), rel=0.03)
+    shifted_s = told.attempts["59.0"].done_s + 1  # nobody is beside those
+    for step in told.steps["d0"]:
+        step.at_s += shifted_s
+    fitted = fit([told], LIMITS, name="found", cores=2)
+    found = fitted.hardware
+    assert found.prefill.seconds(900) == pytest.approx(PREFILL.seconds(900), rel=0.01)
+    assert found.decode.seconds(2, 600) == pytest.approx(DECODE.seconds(2, 600), rel=0.01)
+    assert fitted.chances.prefill == pytest.approx([1.0] * len(fitted.chances.prefill), rel=0.02)
+    assert found.gateway_load == 0.0
+
+
+def test_what_the_gateway_computes_is_laid_upon_the_time_in_which_workers_decoded():
+    told = told_of()
+    alone = fit([told], LIMITS, name="found", cores=1).hardware
+    decoded_s = sum(run[-1].at_s - run[0].at_s for run in _runs(told.steps["d0"]))
+    told.gateway_cpu_s = decoded_s / 4
+    found = fit([told], LIMITS, name="found", cores=1).hardware
+    assert found.gateway_load == pytest.approx(0.25)
+    assert found.decode.seconds(3, 900) == pytest.approx(alone.decode.seconds(3, 900) / 1.25)
 
 
 def test_a_step_that_was_interrupted_does_not_change_what_others_take():
@@ -278,27 +296,65 @@ def test_recordings_that_say_too_little_are_refused():
         fit([told_by(recording())], LIMITS, name="found")
 
 
-def test_workers_of_a_crowd_slow_each_other_down_while_they_are_busy():
-    shared = Hardware(
-        "h",
-        "made up",
-        LAYOUT,
-        100,
-        PREFILL,
-        DECODE,
-        PullCost(0.0, 0.0, 1e9),
-        prefill_slower=0.5,
-        decode_slower=0.25,
-    )
-    crowd = Crowd(shared)
-    chunk, step = StepPrice(num_new=9), StepPrice(num_rows=1)
-    assert crowd.begin("a", chunk, 1.0, now_s=0.0) == 1.0
-    assert crowd.begin("b", step, 1.0, now_s=0.5) == 1.25
-    assert crowd.begin("c", chunk, 1.0, now_s=0.9) == 2.0
-    assert crowd.begin("a", step, 1.0, now_s=1.0) == 1.5  # itself does not count
-    assert crowd.begin("b", chunk, 1.0, now_s=9.0) == 1.0
-    alone = Crowd(HARDWARE)
-    assert [alone.begin(name, chunk, 1.0, now_s=0.0) for name in "ab"] == [1.0, 1.0]
+class Crowded:
+    """Workers on two cores, whose steps begin when they are told to; `ends_s` is when they end."""
+
+    def __init__(self, chances: Chances = NO_CHANCES, **shared: float) -> None:
+        self.future = Future()
+        self.crowd = Crowd(replace(HARDWARE, **shared), self.future, chances)
+        self.ends_s: dict[str, float] = {}
+
+    def run(self, *steps: tuple[float, str, StepPrice, float]) -> dict[str, float]:
+        """Steps are: from when, whose, which, and how much work."""
+        for step in steps:
+            self.future.plan(step[0], Rank.MESSAGE, self._begin, step)
+        while self.future.step():
+            pass
+        return self.ends_s
+
+    def _begin(self, step: tuple[float, str, StepPrice, float]) -> None:
+        _, name, price, seconds = step
+        self.crowd.begin(name, price, seconds, lambda: self._end(name))
+
+    def _end(self, name: str) -> None:
+        self.ends_s[name] = self.future.now_s
+
+
+CHUNK, STEP = StepPrice(num_new=9), StepPrice(num_rows=1)
+
+
+def test_workers_share_cores_from_the_moment_on_at_which_there_are_too_few():
+    crowded = Crowded(cores=2)
+    ends_s = crowded.run((0.0, "a", CHUNK, 1.0), (0.0, "b", STEP, 2.0), (0.5, "c", CHUNK, 1.0))
+    # three on two cores from 0.5 on: a is done first, then the other two have a core each
+    assert ends_s == pytest.approx({"a": 1.25, "c": 1.75, "b": 2.25})
+
+
+def test_workers_with_cores_of_their_own_do_not_know_of_each_other():
+    ends_s = Crowded().run(*((0.0, name, CHUNK, 1.0) for name in "abc"))
+    assert ends_s == {"a": 1.0, "b": 1.0, "c": 1.0}
+
+
+def test_a_worker_that_decodes_keeps_the_gateway_busy():
+    ends_s = Crowded(cores=2, gateway_load=0.5).run((0.0, "a", STEP, 1.0), (0.0, "b", CHUNK, 1.0))
+    assert ends_s == {"a": pytest.approx(1.25), "b": pytest.approx(1.25)}
+
+
+def test_cores_do_as_much_work_however_steps_are_mixed():
+    rng = Random(5)
+    steps = [(rng.random(), str(i), CHUNK, 1 + rng.random()) for i in range(9)]
+    ends_s = Crowded(cores=2).run(*steps)
+    began_s = sorted(at_s for at_s, *_ in steps)
+    # one core until the second comes, both until but one is done, and one again
+    last, but_one = sorted(ends_s.values(), reverse=True)[:2]
+    cores_s = 2 * (but_one - began_s[1]) + (began_s[1] - began_s[0]) + (last - but_one)
+    assert cores_s == pytest.approx(sum(seconds for *_, seconds in steps))
+
+
+def test_how_uneven_steps_are_is_drawn_by_their_kind():
+    chances = Chances(prefill=(3.0,), decode=(0.5,))
+    ends_s = Crowded(chances).run((0.0, "a", CHUNK, 1.0), (0.0, "b", STEP, 1.0))
+    assert ends_s == {"a": 3.0, "b": 0.5}
 
 
 # ---------------------------------------------------------------- loads and figures

@@ -1,0 +1,121 @@
+"""Workers that share the cores of one machine: how long their steps take beside one another.
+
+A step is work: seconds on a core of its own. A worker computes with one thread, and the gateway is
+busy with what decoding workers tell it. While more threads want to run than there are cores, all
+have equal shares of them, as schedulers of operating systems give them out: with n threads on c
+cores each runs at c / n of its pace. Whoever begins or ends changes the pace of all others at once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from bench.simulator.clock import Future, Rank
+from bench.simulator.hardware import Hardware, StepPrice
+from engine.messages import FirstToken, Generate, Prefill, ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """What is not always the same: one of these at a time, by chance, all as likely.
+
+    `prompt` and `first_token` are what such messages to workers take longer than others, seconds,
+    in rows by the number of workers that are busy; the last row is for more, too. Who has to be
+    woken up waits longer where others have the cores. `prefill` and `decode` are how many times as
+    long as usual steps take: those that compute prompts, and those that only decode.
+    """
+
+    prompt: Sequence[Sequence[float]] = ()
+    first_token: Sequence[Sequence[float]] = ()
+    prefill: Sequence[float] = ()
+    decode: Sequence[float] = ()
+    seed: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.prompt or self.first_token or self.prefill or self.decode)
+
+
+NO_CHANCES = Chances()
+
+
+def pace(cores: int | None, demand: float) -> float:
+    """Of its own pace that a thread has where so many want to run at once, as a share."""
+    return 1.0 if cores is None or demand <= cores else cores / demand
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step that runs. What is left of it is work."""
+
+    left_s: float
+    demand: float  # cores
+    on_end: Callable[[], None]
+    planned_s: float | None = None  # when it ends, if nobody begins or ends before
+
+
+class Crowd:
+    """All workers of a machine, and the steps that run."""
+
+    def __init__(self, hardware: Hardware, future: Future, chances: Chances = NO_CHANCES) -> None:
+        self._hardware = hardware
+        self._future = future
+        self._chances = chances
+        self._rng = Random(chances.seed)
+        self._steps: dict[str, _Step] = {}
+        self._settled_s = 0.0  # until then what is left of steps is known
+
+    @property
+    def watches(self) -> bool:
+        """Whether it has to be told of each step."""
+        return self._hardware.cores is not None or bool(self._chances)
+
+    def begin(
+        self, worker_id: str, step: StepPrice, seconds: float, on_end: Callable[[], None]
+    ) -> None:
+        """A worker begins a step of so much work; `on_end` is called when that is done."""
+        ratios = self._chances.prefill if step.num_new else self._chances.decode
+        if ratios:
+            seconds *= self._rng.choice(ratios)
+        demand = 1 + (self._hardware.gateway_load if step.num_rows else 0.0)
+        self._settle()
+        self._steps[worker_id] = _Step(seconds, demand, on_end)
+        self._plan_ends()
+
+    def delay_s(self, message: ToWorker) -> float:
+        """What a message that is sent now takes longer than others."""
+        table: Sequence[Sequence[float]] = ()
+        if isinstance(message, Prefill | Generate):
+            table = self._chances.prompt
+        elif isinstance(message, FirstToken):
+            table = self._chances.first_token
+        if not table:
+            return 0.0
+        return self._rng.choice(table[min(len(self._steps), len(table) - 1)])
+
+    def _settle(self) -> None:
+        """Takes off what was computed since the last time."""
+        now_s = self._future.now_s
+        done_s = (now_s - self._settled_s) * self._pace()
+        for step in self._steps.values():
+            step.left_s -= done_s
+        self._settled_s = now_s
+
+    def _plan_ends(self) -> None:
+        own_pace = self._pace()
+        for worker_id, step in self._steps.items():
+            end_s = self._settled_s + max(step.left_s, 0.0) / own_pace
+            if end_s != step.planned_s:
+                step.planned_s = end_s
+                self._future.plan(end_s, Rank.STEP_END, self._on_end, (worker_id, step, end_s))
+
+    def _pace(self) -> float:
+        return pace(self._hardware.cores, sum(step.demand for step in self._steps.values()))
+
+    def _on_end(self, planned: tuple[str, _Step, float]) -> None:
+        worker_id, step, end_s = planned
+        if self._steps.get(worker_id) is not step or step.planned_s != end_s:
+            return  # it was planned anew
+        self._settle()
+        del self._steps[worker_id]
+        self._plan_ends()
+        step.on_end()
