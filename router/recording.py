@@ -1,12 +1,13 @@
 """What went into a request machine and what came out, one JSON line an event.
 
-    {"version": 6, "config": {...}}                              first line
+    {"version": 6, "config": {...}, "is_native": true}           first line
     {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
 
 A machine is a function of its configuration and its events: a fresh one, fed the recorded events at
 the recorded times, must come to the same effects. `replay` says where it does not. That is how the
 simulator's claim to run the very same router is checked, and how a bug seen once is seen again.
-With `slo` both must have the router's C++ or both not: ties fall by another generator there.
+With `slo` both must have the router's C++ or both not: ties fall by another generator there. A
+recording says which it was, and is not replayed by the other.
 
 A recording holds prompts and answers: it is as confidential as they are. The end of one that was
 cut off in the middle of a line is left out where lines are read from a file.
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from engine.config import RouterConfig
+from engine.config import RouterConfig, RouterPolicy
 from engine.errors import ProtocolError
 from engine.messages import PROTOCOL_VERSION
 from router.events import (
@@ -36,6 +37,7 @@ from router.events import (
     WorkerLost,
 )
 from router.machine import RouterMachine
+from router.native.library import is_native
 
 _EVENTS: dict[str, type[RouterEvent]] = {
     kind.__name__: kind
@@ -56,9 +58,10 @@ _EVENTS: dict[str, type[RouterEvent]] = {
 class _Head(msgspec.Struct, frozen=True):
     version: int
     config: RouterConfig
+    is_native: bool = False  # the router's C++ was there
 
 
-_HEAD_FIELDS = set(_Head.__struct_fields__)
+_HEAD_FIELDS = {"version", "config"}  # of any version
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -94,7 +97,7 @@ class Recorder:
         """`write` takes whole lines, in order."""
         self._write = write
         self._encoder = msgspec.json.Encoder()
-        write(self._encoder.encode(_Head(PROTOCOL_VERSION, config)) + b"\n")
+        write(self._encoder.encode(_Head(PROTOCOL_VERSION, config, is_native())) + b"\n")
 
     def note(self, event: RouterEvent, now_s: float, effects: Iterable[RouterEffect]) -> None:
         """The machine was told this, and this came of it."""
@@ -118,7 +121,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 def is_recording(first_line: bytes) -> bool:
     """Whether a file that begins so may be a recording."""
     try:
-        return set(msgspec.json.decode(first_line, type=dict[str, msgspec.Raw])) == _HEAD_FIELDS
+        return set(msgspec.json.decode(first_line, type=dict[str, msgspec.Raw])) >= _HEAD_FIELDS
     except msgspec.DecodeError:
         return False
 
@@ -139,9 +142,19 @@ def read_events(lines: Iterable[bytes]) -> Iterator[tuple[float, RouterEvent]]:
 def replay(
     lines: Iterable[bytes], make_machine: Callable[[RouterConfig], RouterMachine] = RouterMachine
 ) -> Iterator[Mismatch]:
-    """Feeds recorded events to a fresh machine. Raises ProtocolError for what is no recording."""
+    """Feeds recorded events to a fresh machine.
+
+    Raises ProtocolError for what is no recording, and for one that this router cannot repeat.
+    """
     rest = iter(lines)
-    machine = make_machine(read_config(rest))
+    head = _read_head(rest)
+    if head.config.policy is RouterPolicy.SLO and head.is_native != is_native():
+        with_it, without = ("was", "is not") if head.is_native else ("was not", "is")
+        raise ProtocolError(
+            f"the router's C++ {with_it} there when this was recorded, and {without} here: "
+            "placements would differ"
+        )
+    machine = make_machine(head.config)
     for number, line, event in _parse(rest):
         effects = machine.handle(event, line.now_s)
         replayed, recorded = msgspec.json.encode(_named(effects)), bytes(line.effects)
@@ -151,6 +164,10 @@ def replay(
 
 def read_config(lines: Iterator[bytes]) -> RouterConfig:
     """The configuration of the machine that was recorded; takes the first line."""
+    return _read_head(lines).config
+
+
+def _read_head(lines: Iterator[bytes]) -> _Head:
     first = next(lines, None)
     if first is None:
         raise ProtocolError("a recording is empty")
@@ -161,7 +178,7 @@ def read_config(lines: Iterator[bytes]) -> RouterConfig:
     if head.version != PROTOCOL_VERSION:
         versions = f"{head.version} and {PROTOCOL_VERSION}"
         raise ProtocolError(f"a recording's protocol version differs: {versions}")
-    return head.config
+    return head
 
 
 def _after_head(lines: Iterable[bytes]) -> Iterator[bytes]:

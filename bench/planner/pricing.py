@@ -16,8 +16,10 @@ So a simulated step is a token of each sequence, which takes 1/m of a real step:
 would be, single gaps between tokens are not. Measured gains are often smaller: vLLM's KV in fp8 has
 54 % of the slope in bf16 by its own account and 78 % by AIConfigurator's tables, not 51 %.
 
-Sources: data sheets of NVIDIA (dense peaks, without sparsity). Prices are round figures of 2025
-for renting, to be replaced by one's own.
+Sources: data sheets of NVIDIA (dense peaks, without sparsity). Rents are the middles of what
+specialised providers asked on demand in May 2026, as mercatus-ai.com, "cloud GPU pricing", compares
+them: H100 2.5-3.5 USD an hour, H200 3.5-4.5, A100 of 80 GB 1.1-1.5. Those of B200 and L40S are
+round figures without a source. All are to be replaced by one's own.
 """
 
 from dataclasses import dataclass
@@ -62,9 +64,9 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("b200", 2250e12, 8e12, 180e9, 900e9, 50e9, 5.0),
-        Gpu("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 3.0),
-        Gpu("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 2.5),
-        Gpu("a100", 312e12, 2.04e12, 80e9, 300e9, 25e9, 1.5, has_fp8=False),
+        Gpu("h200", 989e12, 4.8e12, 141e9, 450e9, 50e9, 4.0),
+        Gpu("h100", 989e12, 3.35e12, 80e9, 450e9, 50e9, 3.0),
+        Gpu("a100", 312e12, 2.04e12, 80e9, 300e9, 25e9, 1.3, has_fp8=False),
         Gpu("l40s", 362e12, 0.864e12, 48e9, 32e9, 25e9, 1.0),
     )
 }

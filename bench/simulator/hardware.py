@@ -51,7 +51,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: int = 8192
     max_running: int = 256
     gpus: int = 1
-    usd_per_gpu_hour: float = 3.0
+    usd_per_gpu_hour: float = 4.0  # an H200's, as `bench.planner.pricing` has it
     cores: int | None = None  # that all workers share; None: each has its own
     gateway_load: float = 0.0  # cores that it takes of these, for each worker that decodes
 

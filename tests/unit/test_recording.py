@@ -131,3 +131,22 @@ def test_an_effect_that_was_changed_by_hand_is_found():
 def test_what_is_no_recording_is_told_by_its_line(lines, reason):
     with pytest.raises(ProtocolError, match=reason):
         list(replay(lines))
+
+
+@pytest.mark.parametrize("was_native", [True, False])
+def test_a_recording_is_not_replayed_by_a_router_that_places_otherwise(monkeypatch, was_native):
+    lines: list[bytes] = []
+    monkeypatch.setattr("router.recording.is_native", lambda: was_native)
+    Recorder(RouterConfig(policy=RouterPolicy.SLO), lines.append)
+    assert not list(replay(lines))
+    monkeypatch.setattr("router.recording.is_native", lambda: not was_native)
+    with pytest.raises(ProtocolError, match="C\\+\\+"):
+        list(replay(lines))
+
+
+def test_policies_without_cpp_are_replayed_with_it_or_without(monkeypatch):
+    lines: list[bytes] = []
+    monkeypatch.setattr("router.recording.is_native", lambda: False)
+    Recorder(CONFIG, lines.append)
+    monkeypatch.setattr("router.recording.is_native", lambda: True)
+    assert not list(replay(lines))

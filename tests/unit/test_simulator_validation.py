@@ -258,25 +258,38 @@ def test_a_fit_finds_what_steps_messages_and_pulls_take():
 def test_a_fit_knows_what_steps_would_take_without_others_on_their_cores(num_others, slower):
     told = told_of(num_others=num_others, slower=slower)
     told.steps["d0"] = decode_steps(Random(4))
-    shifted_s = told.attempts["59.0"].done_s + 1  # nobody is beside those
-    for step in told.steps["d0"]:
-        step.at_s += shifted_s
     fitted = fit([told], LIMITS, name="found", cores=2)
     found = fitted.hardware
-    assert found.prefill.seconds(900) == pytest.approx(PREFILL.seconds(900), rel=0.01)
-    assert found.decode.seconds(2, 600) == pytest.approx(DECODE.seconds(2, 600), rel=0.01)
-    assert fitted.chances.prefill == pytest.approx([1.0] * len(fitted.chances.prefill), rel=0.02)
-    assert found.gateway_load == 0.0
+    assert found.prefill.seconds(900) == pytest.approx(PREFILL.seconds(900), rel=0.02)
+    assert fitted.chances.prefill[0] == pytest.approx(fitted.chances.prefill[-1], rel=0.1)
+    assert (found.cores, found.gateway_load) == (2, 0.0)
 
 
 def test_what_the_gateway_computes_is_laid_upon_the_time_in_which_workers_decoded():
     told = told_of()
+    after_s = told.attempts["59.0"].done_s + 1  # nobody is beside these
+    for step in told.steps["d0"]:
+        step.at_s += after_s
     alone = fit([told], LIMITS, name="found", cores=1).hardware
-    decoded_s = sum(run[-1].at_s - run[0].at_s for run in _runs(told.steps["d0"]))
-    told.gateway_cpu_s = decoded_s / 4
+    told.gateway_cpu_s = sum(run[-1].at_s - run[0].at_s for run in _runs(told.steps["d0"])) / 4
     found = fit([told], LIMITS, name="found", cores=1).hardware
     assert found.gateway_load == pytest.approx(0.25)
     assert found.decode.seconds(3, 900) == pytest.approx(alone.decode.seconds(3, 900) / 1.25)
+    assert found.prefill == alone.prefill
+
+
+def test_a_decode_step_beside_a_prompt_of_the_same_worker_says_nothing_of_decoding():
+    told = told_of()
+    clean = fit([told], LIMITS, name="found").hardware
+    steps = told.steps["d0"]
+    local = Attempt("local.0", 500, False, "d0", steps[100].at_s)
+    local.started_s, local.done_s = steps[100].at_s, steps[101].at_s + 5
+    for step in steps[101:]:
+        step.at_s += 5
+    told.attempts["local.0"] = local
+    found = fit([told], LIMITS, name="found").hardware
+    assert found.prefill == clean.prefill
+    assert found.decode.seconds(3, 900) == pytest.approx(clean.decode.seconds(3, 900), rel=0.01)
 
 
 def test_a_step_that_was_interrupted_does_not_change_what_others_take():
@@ -387,6 +400,8 @@ def test_figures_tell_both_sides_and_how_far_off_the_simulated_one_is():
     assert values["validation/1+1/ttft_mean/simulated"] == pytest.approx(2000)
     assert values["validation/1+1/ttft_mean"] == pytest.approx(0.2)
     assert values["validation/1+1/tpot_p99"] == pytest.approx(0.1)
+    # 2 s and 3 s: the one is a third less than the other, which is half as much again
+    assert values["validation/1+1/ttft_mean/spread"] == pytest.approx((1 / 3 + 1 / 2) / 2)
     assert goal_of("validation/1+1/ttft_mean") == 0.10
     assert goal_of("validation/2+2/tpot_p99") == 0.20
     assert goal_of("validation/2+2/tpot_p50") is None
