@@ -338,3 +338,8 @@ def test_a_made_up_load_is_a_function_of_its_seed():
         return workload(LOAD, num_requests=50, block_tokens=128, rng=Random(seed))
 
     assert made(3) == made(3) != made(4)
+
+
+def test_measured_profiles_cost_what_their_gpu_does():
+    for profile in PROFILES.values():
+        assert profile.usd_per_gpu_hour == GPUS["h200"].usd_per_hour, profile.name

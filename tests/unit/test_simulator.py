@@ -100,6 +100,16 @@ def test_an_answer_of_one_token_ends_with_its_prompt():
 # ---------------------------------------------------------------- many requests
 
 
+@pytest.mark.parametrize("prefills_locally", [True, False])
+def test_decode_workers_compute_prompts_where_that_is_quicker_if_they_may(prefills_locally):
+    trace = busy_trace(60)
+    setup = Setup(TINY, Pools(1, 2), prefills_locally=prefills_locally)
+    run = run_of(trace, setup, RouterPolicy.SLO)
+    assert all(isinstance(record.outcome, Finished) for record in run.records)
+    where = {record.timeline.prefill_worker.partition("-")[0] for record in run.records}
+    assert where == ({"prefill", "decode"} if prefills_locally else {"prefill"})
+
+
 @pytest.mark.parametrize("pools", [Pools(2, 1), Pools(2, 2), Pools(1, 1, 1), Pools(0, 0, 2)])
 @pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.ROUND_ROBIN])
 def test_leaping_over_steps_that_are_alike_changes_no_token_s_time(pools, policy):
