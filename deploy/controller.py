@@ -127,6 +127,7 @@ class PoolController:
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_failure: asyncio.Future[str] | None = None  # of a start, while opening
         self._is_closing = False
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")  # none is there before its use
 
     # ------------------------------------------------------------ life
 
@@ -136,7 +137,6 @@ class PoolController:
         Raises ConfigError if something cannot be started at all, the first time.
         """
         self._loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")
         room = await self._in_thread(self._launcher.room, self._plan.config.pools.num_gpus)
         most = self._plan.config.pools.max_workers
         limits = PoolLimits(

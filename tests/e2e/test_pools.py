@@ -133,6 +133,8 @@ def test_a_pool_grows_flips_and_shrinks_while_requests_run(served, admin, run_di
 
 
 def test_a_killed_worker_is_replaced_and_no_request_fails(served, admin):
+    admin.set_pools({"decode": 2})
+    settle(admin)
     with Trickle(served.url) as trickle:
         poll_until(lambda: len(trickle.answers) > 0, "requests run", CHANGE_S)
         victim = next(w for w in admin.pools().workers if w.target == "decode")
@@ -144,6 +146,8 @@ def test_a_killed_worker_is_replaced_and_no_request_fails(served, admin):
     trickle.check()
     again = {w.worker_id: w.pid for w in admin.pools().workers}
     assert again[victim.worker_id] not in (None, victim.pid)
+    admin.set_pools({"decode": 1})
+    settle(admin)
 
 
 def test_what_runs_is_listed(served, admin, run_dir):

@@ -326,7 +326,7 @@ def test_a_worker_that_does_not_fit_is_left_out_and_the_reason_is_logged(
         async with serving(first) as router:
             second = FakeWorker("m1", **difference)
             address = await second.open()
-            router._tasks.append(asyncio.create_task(router._keep_linked(address)))
+            router.follow({*router._addresses, address})
             await until(lambda: len(second.hellos) >= 2, "it was asked twice")
             assert list(router.workers()) == ["m0"]
             token_ids, _ = await follow(router, request())
@@ -336,6 +336,33 @@ def test_a_worker_that_does_not_fit_is_left_out_and_the_reason_is_logged(
     with caplog.at_level(logging.WARNING):
         run(test())
     assert reason in caplog.text
+
+
+def test_workers_come_and_go_and_who_goes_finishes_what_it_has_first():
+    async def test() -> None:
+        first, second = FakeWorker("m0"), FakeWorker("m1")
+        first.patience = 2
+        async with serving(first) as router:
+            address = await second.open()
+            updates = router.submit(request())
+            news = await anext(updates)
+            router.follow([address])
+            await until(lambda: len(router.workers()) == 2, "the new one joined")
+            assert not first.session.ended  # it has a request yet
+            await updates.aclose()
+            await until(lambda: first.session.ended, "it is let go")
+            assert list(router.workers()) == ["m1"]
+            assert news.token_ids
+            router.follow([])
+            await until(lambda: second.session.ended, "the other one too")
+            assert router.readiness() is not None
+            router.follow([address])
+            await until(lambda: len(router.workers()) == 1, "and it is back")
+            token_ids, _ = await follow(router, request())
+            assert token_ids == answer([1, 2, 3], 6)
+        await second.close()
+
+    run(test())
 
 
 @pytest.mark.parametrize(
