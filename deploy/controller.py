@@ -310,15 +310,18 @@ class PoolController:
             first.set_result(reason)
 
     async def _watch(self) -> None:
-        """Sees who ended, and that time passes."""
+        """Sees who ended, and that time passes; whatever goes wrong, it looks again."""
         never = self._loop.create_future()
         while True:
             await asyncio.wait([never], timeout=WATCH_EVERY_S)
-            for name, how in (await self._in_thread(self._launcher.dead)).items():
-                self._hang_up(name)
-                self._handle(Died(name, how))
-            self._handle(Tick())
-            self._ask_planner()
+            try:
+                for name, how in (await self._in_thread(self._launcher.dead)).items():
+                    self._hang_up(name)
+                    self._handle(Died(name, how))
+                self._handle(Tick())
+                self._ask_planner()
+            except Exception as error:
+                self._note_bug(error)
 
     def _ask_planner(self) -> None:
         mode = self.machine.intent.planner
@@ -431,8 +434,11 @@ class PoolController:
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
         """A task that died of a bug is told, and the others go on."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("a task of the controller died: %r", error, exc_info=error)
-            self._report(f"the controller has a bug: {error!r}")
+            self._note_bug(error)
+
+    def _note_bug(self, error: BaseException) -> None:
+        log.critical("a task of the controller failed: %r", error, exc_info=error)
+        self._report(f"the controller has a bug: {error!r}")
 
 
 async def _set(event: asyncio.Event) -> None:
