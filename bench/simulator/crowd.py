@@ -22,7 +22,9 @@ class Chances:
     `prompt` and `first_token` are what such messages to workers take longer than others, seconds,
     in rows by the number of workers that are busy; the last row is for more, too. Who has to be
     woken up waits longer where others have the cores. `prefill` and `decode` are how many times as
-    long as usual steps take: those that compute prompts, and those that only decode.
+    long as usual steps take: those that compute prompts, and those that only decode. The latter are
+    in the order in which they were seen, and some in a row are taken at a time: after a message
+    that came late the next ones follow at once, and only together they took long or did not.
     """
 
     prompt: Sequence[Sequence[float]] = ()
@@ -36,6 +38,7 @@ class Chances:
 
 
 NO_CHANCES = Chances()
+IN_A_ROW = 16  # decode steps, on average
 
 
 def pace(cores: int | None, demand: float) -> float:
@@ -61,6 +64,7 @@ class Crowd:
         self._future = future
         self._chances = chances
         self._rng = Random(chances.seed)
+        self._places: dict[str, int] = {}  # of each worker, among the chances of decode steps
         self._steps: dict[str, _Step] = {}
         self._settled_s = 0.0  # until then what is left of steps is known
 
@@ -73,13 +77,21 @@ class Crowd:
         self, worker_id: str, step: StepPrice, seconds: float, on_end: Callable[[], None]
     ) -> None:
         """A worker begins a step of so much work; `on_end` is called when that is done."""
-        ratios = self._chances.prefill if step.num_new else self._chances.decode
-        if ratios:
-            seconds *= self._rng.choice(ratios)
+        seconds *= self._ratio(worker_id, step)
         demand = 1 + (self._hardware.gateway_load if step.num_rows else 0.0)
         self._settle()
         self._steps[worker_id] = _Step(seconds, demand, on_end)
         self._plan_ends()
+
+    def _ratio(self, worker_id: str, step: StepPrice) -> float:
+        if step.num_new:
+            return self._rng.choice(self._chances.prefill or (1.0,))
+        ratios = self._chances.decode or (1.0,)
+        place = self._places.get(worker_id, len(ratios)) + 1
+        if place >= len(ratios) or self._rng.random() < 1 / IN_A_ROW:
+            place = self._rng.randrange(len(ratios))
+        self._places[worker_id] = place
+        return ratios[place]
 
     def delay_s(self, message: ToWorker) -> float:
         """What a message that is sent now takes longer than others."""

@@ -380,10 +380,10 @@ def _delays(
 
 
 def _unevenness(samples: Sequence[Sample], cost: Sequence[float]) -> tuple[float, ...]:
-    """How many times as long as its price each took; 1 on average."""
+    """How many times as long as its price each took, in the same order; 1 on average."""
     ratios = [sample.seconds / float(np.dot(cost, sample.features)) for sample in samples]
     mean = sum(ratios) / len(ratios)
-    return tuple(sorted(ratio / mean for ratio in ratios))
+    return tuple(ratio / mean for ratio in ratios)
 
 
 def _table(observed: Sequence[tuple[int, float]], usual_s: float) -> tuple[tuple[float, ...], ...]:

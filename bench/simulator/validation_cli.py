@@ -90,8 +90,10 @@ def print_validation(console: Console, report: Report, *, title: str) -> None:
 
     Spread is how far single measured runs of the same trace are from each other.
     """
-    columns = ("measured", "from … to", "spread", "simulated", "off by", "promised", "kept")
+    columns = ("measured", "from … to", "spread", "simulated", "off by", "promised")
     table = Table("ms", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     by_name = {result.name: result for result in report.results}
@@ -113,8 +115,7 @@ def _row(off: Result, measured: Result, by_name: dict[str, Result]) -> tuple[str
         f"{spread.value:.1%}" if spread else "",
         f"{simulated.value:.2f}",
         f"{simulated.value / measured.value - 1:+.1%}",
-        "" if goal is None else f"{goal:.0%}",
-        "" if goal is None else ("yes" if off.value <= goal else "no"),
+        "" if goal is None else f"{goal:.0%}, {'kept' if off.value <= goal else 'missed'}",
     )
 
 
