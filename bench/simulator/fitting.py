@@ -45,7 +45,7 @@ FAR_OFF = 0.15  # as a share: what is further off counts less
 NUM_REFITS = 6
 ALWAYS_OFF = 0.5  # of the median, beside as much of each
 INSTANTLY = 1e18  # bytes/s
-LONG_S = 1e9  # before and after all that was recorded
+LONG_S = 1e4  # before and after all that was recorded: nobody computed
 
 Interval = tuple[float, float]
 Matrix = NDArray[np.float64]
@@ -221,8 +221,9 @@ class _Busy:
         cores: int | None,
     ) -> None:
         """`demands` are the cores that a worker takes while it computes, with what it causes."""
-        ends = {end_s for own in intervals.values() for interval in own for end_s in interval}
-        self._at_s = np.array([-LONG_S, *sorted(ends), LONG_S])
+        ends = sorted({end_s for own in intervals.values() for pair in own for end_s in pair})
+        first_s, last_s = (ends[0], ends[-1]) if ends else (0.0, 0.0)
+        self._at_s = np.array([first_s - LONG_S, *ends, last_s + LONG_S])
         computes = {worker_id: self._covered(own) for worker_id, own in intervals.items()}
         self._num_busy = sum(computes.values(), np.zeros(len(self._at_s) - 1))
         wanted = sum((computes[i] * demands[i] for i in computes), np.zeros(len(self._num_busy)))
