@@ -97,7 +97,9 @@ def _open_ours(stack: ExitStack) -> Server:
         "model": str(TOKENIZER),
         "context_len": 4096,
         "gateway": GatewayConfig(port=0, model_name=MODEL),
-        "router": RouterConfig(max_queue=MANY, prefill_backlog_tokens=MANY * BLOCK_SIZE),
+        "router": RouterConfig(
+            max_queue=MANY, prefill_backlog_tokens=MANY * BLOCK_SIZE, prefill_backlog_s=MANY
+        ),
         "token": TOKEN,
     }
     service = launched("gateway", stack)

@@ -6,6 +6,11 @@ and all that a client waits for beside the pace is the gateway's own. What it sa
     Generate            its first token at once, as a prefill of no time
     every `pace_s`      one token of every sequence, in one frame for each gateway: a decode step
     Cancel, last token  the sequence is forgotten
+    now and then        its load, with how long a step takes
+
+Of its first prompts it tells in two frames when they begin and when they are done, so that the
+gateway learns what they cost: from then on it decides as it does in front of workers that it has
+known for a while.
 
 Of a request's sampling, `seed` names the place in a list of token ids where its answer begins, so
 that texts differ, and `top_k` says in how many steps there is one with a token of it. Driven as
@@ -31,10 +36,12 @@ from engine.messages import (
     Generate,
     Hello,
     Incarnation,
+    LoadReport,
     PrefillDone,
     PrefillStarted,
     Role,
     SeqId,
+    StepReport,
     ToGateway,
     Tokens,
     ToWorker,
@@ -48,6 +55,8 @@ from engine.rpc import Outbox, Send, SessionServer
 NUM_BLOCKS = 2**20  # nothing is ever held up for want of memory
 MAX_RUNNING = 2**16
 BLOCK_SIZE = 16
+NUM_SHOWN = 16  # prompts
+REPORT_EVERY = 100  # steps
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -91,6 +100,7 @@ class NullWorker:
         self._server = SessionServer(self._serve)
         self._stop = asyncio.Event()
         self._num_steps = 0
+        self._num_prompts = 0
 
     async def open(self) -> str:
         """Listens, and begins to step; the address."""
@@ -134,10 +144,12 @@ class NullWorker:
         token, finish = self._next(sequence)
         if finish is None:
             session.running[message.seq_id] = sequence
-        return [
-            PrefillStarted(message.seq_id, 0, None),
-            PrefillDone(message.seq_id, token, finish),
-        ]
+        started = PrefillStarted(message.seq_id, 0, None)
+        self._num_prompts += 1
+        if self._num_prompts <= NUM_SHOWN:
+            session.say([started])
+            return [PrefillDone(message.seq_id, token, finish)]
+        return [started, PrefillDone(message.seq_id, token, finish)]
 
     def _next(self, sequence: _Sequence) -> tuple[int, FinishReason | None]:
         token_ids = self._options.token_ids
@@ -166,7 +178,14 @@ class NullWorker:
             news.append(Tokens(seq_id, [token], finish))
             if finish is not None:
                 del session.running[seq_id]
+        if news and self._num_steps % REPORT_EVERY == 0:
+            news.append(self._load(len(news)))
         session.say(news)
+
+    def _load(self, num_rows: int) -> LoadReport:
+        """Of what it holds, only what nobody would be kept waiting for."""
+        step = StepReport(self._options.pace_s, num_rows=num_rows, num_context_tokens=num_rows)
+        return LoadReport(NUM_BLOCKS, 0, 0, 0, 0, 0, 0, 0, steps=[step])
 
 
 def _welcome(worker_id: str) -> Welcome:
