@@ -102,6 +102,9 @@ class Outbox:
                 self._sending = None
             except ConnectionError as error:
                 self._sending, self.broken = None, str(error)
+            except BaseException as error:  # a bug, and what is sent after it would be out of order
+                self._sending, self.broken = None, type(error).__name__
+                raise
             else:
                 # What a task does with the future that its coroutine waits for.
                 future._asyncio_future_blocking = False

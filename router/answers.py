@@ -4,7 +4,6 @@ It does not know HTTP or JSON, and of the other choices only that there may be s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -37,8 +36,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
         return not (self.text or self.entries or self.calls)
 
 
-@dataclass(frozen=True, slots=True)
-class TextRules:
+class TextRules(msgspec.Struct, frozen=True):
     """How the tokens of each choice become text. Log-probabilities come out if `scored`."""
 
     stop: tuple[str, ...] = ()

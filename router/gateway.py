@@ -151,8 +151,7 @@ class _Service:
     metrics: GatewayMetrics
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(msgspec.Struct, frozen=True):
     """A call that passed all checks. Of its requests, the best `num_shown` are answered with."""
 
     requests: tuple[Request, ...]
@@ -169,8 +168,7 @@ class _Job:
         return self.requests[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(msgspec.Struct, frozen=True):
     """A request as it came in. `tenant` is None where nobody needs a key."""
 
     data: bytes

@@ -136,8 +136,7 @@ class Wish:
     num_prompt_top: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
+class Heading(msgspec.Struct, frozen=True):
     """What every chunk of one answer repeats, and what its choices have in common."""
 
     dialect: Dialect
@@ -160,8 +159,7 @@ class Heading:
         return headers
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True):
     """How an answer ended.
 
     Of the choices, `shown` are sent in this order; all of them count. `timeline` is the first
