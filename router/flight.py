@@ -79,6 +79,7 @@ class Flight:
     tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
     attempt: Attempt | None = None
     waits_for_s: float = 0.0  # counted in the queue: to compute it, as predicted then
+    compute_s: float = 0.0  # the same without what was cached when it arrived
     num_attempts: int = 0
     num_preemptions: int = 0  # attempts that do not count
     num_excused: int = 0  # the same, of those that ended because a worker changed its role

@@ -43,6 +43,7 @@ from engine.config import RouterConfig
 from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, Welcome, WorkerId
 from router.admission import Admission
 from router.block_news import apply_events
+from router.demand import Demand
 from router.ends import Ends
 from router.estimates import Estimates
 from router.events import (
@@ -112,6 +113,7 @@ class RouterMachine:
         self._moving = Moving(self.state, self._ends, self._placing)
         self._progress = Progress(self.state, self._ends, self._placing, self._moving)
         self._admission = Admission(self.state)
+        self.demand = Demand(self.state)
 
     @property
     def view(self) -> ClusterView:
@@ -224,6 +226,7 @@ class RouterMachine:
         state = self.state
         flight = Flight(request, Stamps(arrived_s=now_s), now_s)
         assert request.request_id not in state.flights
+        self.demand.arrived(flight)
         refusal = self._admission.refusal(flight, now_s)
         if refusal is not None:
             return [End(request.request_id, refusal, timeline(flight, now_s))]

@@ -141,6 +141,8 @@ class Placing:
         state = self._state
         prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
         compute_s = state.estimates.prefill_s(prefill, need.num_tokens, choice.num_cached_tokens)
+        if not (attempt.hands_over or prefill.info.role.prefills):
+            state.locally_s += compute_s or 0.0
         pull_s = None
         if choice.source is not None:
             num_pulled = choice.num_source_tokens - choice.num_matched_tokens

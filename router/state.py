@@ -54,6 +54,7 @@ class RouterState:
         self.by_seq: dict[SeqId, RequestId] = {}
         self.counters: Counter[tuple[str, str]] = Counter()
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
+        self.locally_s = 0.0  # predicted for all prompts that decode workers were given to compute
         self.busy_until_s: float | None = None  # a worker is predicted to be free for the head then
         self.stranded: dict[RequestId, float] = {}  # to be moved and cannot be, since when
         self.move_again_s: float | None = None  # when that is tried again

@@ -1,0 +1,90 @@
+"""What is asked of the workers, as one gateway sees it: what the planner of pools is told.
+
+Requests count when they arrive, refused ones too, by what is predicted then: the seconds that a
+worker would compute the prompt, what is cached somewhere left out, and the tokens of the answer.
+Prompts that a decode worker computed by itself are taken off again.
+
+Who waits for a decode worker does not wait for a prefill worker: of the queue, only what its head
+waits for is counted as the one or the other.
+"""
+
+from dataclasses import dataclass, replace
+
+from router.flight import Flight
+from router.placing import KnownPrefixes
+from router.planner import Observation
+from router.state import RouterState
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Since the start."""
+
+    num_requests: int = 0
+    prefill_s: float = 0.0
+    output_tokens: float = 0.0
+    locally_s: float = 0.0  # of `prefill_s`, given to decode workers
+
+    @property
+    def sent_s(self) -> float:
+        """What was asked of prefill workers, seconds."""
+        return self.prefill_s - self.locally_s
+
+
+class Demand:
+    """Adds up what arrives at the state that it is given."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+        self._sums = Sums()
+        self._taken = Sums()  # when it was last observed
+        self._taken_s: float | None = None
+
+    def arrived(self, flight: Flight) -> None:
+        """A request has come, whatever will be done with it."""
+        state, sums = self._state, self._sums
+        flight.compute_s = self._prefill_s(flight)
+        self._sums = Sums(
+            sums.num_requests + 1,
+            sums.prefill_s + flight.compute_s,
+            sums.output_tokens + state.lengths.mean(state.max_tokens(flight)),
+        )
+
+    def _prefill_s(self, flight: Flight) -> float:
+        """0 where nobody knows. Who shares a prompt with a leader does not have it computed."""
+        state = self._state
+        workers = state.view.workers.values()
+        if flight.request.leader is not None or not workers:
+            return 0.0
+        worker = next((w for w in workers if w.info.role.prefills), next(iter(workers)))
+        cached = max(KnownPrefixes(state, flight).matched_tokens().values(), default=0)
+        return state.estimates.prefill_s(worker, flight.length, cached) or 0.0
+
+    def observe(self, now_s: float) -> Observation:
+        """What was asked since the last call, and what there is now."""
+        state, before = self._state, self._taken
+        sums = replace(self._sums, locally_s=state.locally_s)
+        over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
+        self._taken, self._taken_s = sums, now_s
+        per_s = 1 / over_s if over_s > 0 else 0.0
+        workers = state.view.workers.values()
+        queued = [state.flights[request_id] for request_id in state.queue]
+        decoders = [worker for worker in workers if worker.decodes]
+        costs = [state.estimates.decode_cost(w) for w in workers if w.info.role.decodes]
+        waits_for_prefill = state.busy_until_s is not None
+        return Observation(
+            requests_per_s=(sums.num_requests - before.num_requests) * per_s,
+            prefill_s_per_s=max(sums.sent_s - before.sent_s, 0.0) * per_s,
+            output_tokens_per_s=(sums.output_tokens - before.output_tokens) * per_s,
+            queued_s=sum(one.compute_s for one in queued) if waits_for_prefill else 0.0,
+            prefilling_s=sum(w.ready_s(now_s) for w in workers if w.prefills),
+            num_queued=len(queued),
+            queued_tokens=sum(one.length for one in queued),
+            num_decoding=sum(len(worker.decodes) for worker in decoders),
+            context_tokens=sum(
+                (w.context_tokens + w.reserved_blocks * w.info.layout.block_size) // 2
+                for w in decoders
+            ),
+            reserved_tokens=sum(w.reserved_blocks * w.info.layout.block_size for w in decoders),
+            decode_cost=next((cost for cost in costs if cost is not None), None),
+        )

@@ -1,0 +1,391 @@
+"""How many workers should prefill and how many decode, from what has been measured.
+
+Every second or so it is told what gateways saw (`Observation`) and which workers there are
+(`Pools`), and says what there should be (`Plan`), with its reasons in numbers. It only proposes:
+whether a proposal is carried out, and which worker it meets, is its caller's affair.
+
+    prefill   P = rate of prompts / BUSY + what waits / PATIENCE of the bound on TTFT
+    decode    D = (E·b + F·kv) / (t - D0), so that a step of evenly spread sequences takes t, or
+              what their KV needs if that is more
+
+A prompt counts in predicted seconds of one worker, what is cached left out. Decoding sequences are
+those of now, those that wait, and those that are predicted to come within `horizon_s`: by the slope
+of their number, or as it would approach rate · length · t (Little) if that is more. The length of
+answers is known only after they have ended; their number is a fact.
+
+*Flips first.* The total is kept: one pool grows as the other shrinks, in one proposal. There are
+flips only if a pool is short, and then as many as make both equally short, or equally idle. What
+is idle and not wanted elsewhere stays where it is. A pool that decodes is never made smaller than
+what decodes there now needs to keep its pace: to spoil what is half done gains nothing. As it
+ends, the other pool gets more.
+
+*Cost of a flip.* Sequences move, prompts are given back, and a worker is new to its pool. So the
+greater of the two shortages must shrink by `least_gain`, no worker goes back within `cool_down_s`
+of a flip in the other direction, and at most half of a pool goes at once.
+
+*Nodes after.* If both pools together lack workers for `grow_after_s`, more are asked for; if both
+together could do with fewer for `shrink_after_s`, some are given back.
+
+*What it does not do.* It decides nothing while a change is under way, until a deadline; nothing on
+missing reports, until gateways have been silent for so long that they are taken to be idle; and it
+never looks at what it proposed before, only at what there is: an operator may change the pools by
+hand at any time, and that counts as any change.
+
+Pure and deterministic: time comes in, nothing is known of loads to come.
+
+Sources: Dynamo's planner (`dynamo/planner/core`): capacity from rate and from queue, prediction,
+hysteresis; a full budget is kept by one proposal for both pools (dynamo#12428, #14231), a worker
+that never comes must not stop it (#14251), nor an edit by hand (#4420). Little, 1961.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, exp, inf
+
+from engine.messages import Role, WorkerId
+from router.costs import DecodeCost
+
+BUSY = 0.85  # of the time of a prefill worker
+PATIENCE = 0.5  # of the bound on TTFT, in which what waits is to be computed
+PACE = 0.95  # of the bound on TPOT
+MEMORY = 0.95  # of a worker's KV
+NO_BOUND_TTFT_S = 2.0  # instead of a bound on TTFT, where there is none
+IDLE = 0.7  # of what there is; if less is needed, nodes can be given back
+SOON_S, LATER_S = 5.0, 15.0  # rates count as the greater of their means over these
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a gateway saw in the last second or so. Those of several gateways add up.
+
+    Rates are per second and count what was refused. Amounts are of the gateway's own requests.
+    """
+
+    requests_per_s: float = 0.0
+    prefill_s_per_s: float = 0.0  # predicted for their prompts on one worker, what is cached less
+    output_tokens_per_s: float = 0.0  # predicted for their answers
+    queued_s: float = 0.0  # the same for prompts that wait for a prefill worker, seconds
+    prefilling_s: float = 0.0  # what prefill workers have left to do, seconds
+    num_queued: int = 0  # requests that wait for any worker
+    queued_tokens: int = 0  # of their prompts
+    num_decoding: int = 0  # sequences that decode, or will when their prompt is computed
+    context_tokens: int = 0  # of these, in the middle of their predicted growth
+    reserved_tokens: int = 0  # of KV, at the lengths that are predicted for their ends
+    decode_cost: DecodeCost | None = None  # of one worker, if it has been learned
+    num_gateways: int = 1  # whose observations these are
+
+    def __add__(self, other: "Observation") -> "Observation":
+        """Of two gateways; what decoding costs is known best to who sees more of it."""
+        more, fewer = sorted((self, other), key=lambda one: one.num_decoding, reverse=True)
+        return Observation(
+            requests_per_s=self.requests_per_s + other.requests_per_s,
+            prefill_s_per_s=self.prefill_s_per_s + other.prefill_s_per_s,
+            output_tokens_per_s=self.output_tokens_per_s + other.output_tokens_per_s,
+            queued_s=self.queued_s + other.queued_s,
+            prefilling_s=self.prefilling_s + other.prefilling_s,
+            num_queued=self.num_queued + other.num_queued,
+            queued_tokens=self.queued_tokens + other.queued_tokens,
+            num_decoding=self.num_decoding + other.num_decoding,
+            context_tokens=self.context_tokens + other.context_tokens,
+            reserved_tokens=self.reserved_tokens + other.reserved_tokens,
+            decode_cost=more.decode_cost or fewer.decode_cost,
+            num_gateways=self.num_gateways + other.num_gateways,
+        )
+
+    def waiting_s(self, num_prefill: int) -> float:
+        """Prompts that wait, seconds of one worker; one in each worker does not wait."""
+        mean_s = self.prefill_s_per_s / self.requests_per_s if self.requests_per_s else 0.0
+        return self.queued_s + max(self.prefilling_s - num_prefill * mean_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The workers there are, by the role that they have or were last told to have.
+
+    Mixed and drained workers are none of the planner's business.
+    """
+
+    prefill: int
+    decode: int
+    num_changing: int = 0  # of these, told to start, stop or flip and not yet done
+    kv_tokens: int = 0  # that one worker holds
+    max_running: int = 0  # sequences of one worker
+    num_gateways: int = 1  # that should report
+
+    @property
+    def total(self) -> int:
+        """Of both pools."""
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the planner is to keep to. Times are seconds."""
+
+    ttft_s: float | None = None  # bounds that requests should meet
+    tpot_s: float | None = None
+    min_prefill: int = 1
+    min_decode: int = 1
+    max_prefill: int | None = None
+    max_decode: int | None = None
+    min_total: int = 2
+    max_total: int | None = None  # None: nodes are never asked for
+    least_gain: float = 0.1  # of the greater shortage, that flips must take away
+    horizon_s: float = 10.0
+    cool_down_s: float = 15.0
+    change_timeout_s: float = 30.0
+    silence_s: float = 30.0
+    grow_after_s: float = 30.0
+    shrink_after_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What there should be, and why. `prefill + decode` are the workers there are, as long as both
+    together are not outside of their bounds; `nodes` is how many there should be in all.
+    """
+
+    prefill: int
+    decode: int
+    nodes: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Workers that each pool needs, in fractions. `holding` of `decode` keep the pace of now."""
+
+    prefill: float
+    decode: float
+    holding: float
+    coming: float  # sequences that are predicted at the horizon
+
+    def pressure(self, prefill: int, decode: int) -> float:
+        """How short the shorter pool is: above 1, there are too few."""
+        return max(self.prefill / max(prefill, 0.5), self.decode / max(decode, 0.5))
+
+
+class Planner:
+    """Decides, and remembers no more than what it saw lately and when the pools changed."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._seen: deque[tuple[float, Observation]] = deque()
+        self._sizes: tuple[int, int] | None = None  # of the pools, when last looked at
+        self._grew_s = {Role.PREFILL: -inf, Role.DECODE: -inf}
+        self._changing_since_s: float | None = None
+        self._silent_since_s: float | None = None
+        self._lacking_since_s: float | None = None
+        self._idle_since_s: float | None = None
+
+    def decide(self, seen: Observation | None, pools: Pools, now_s: float) -> Plan:
+        """What there should be now. None was seen where no gateway reports."""
+        self._note(seen, pools, now_s)
+        held = self._held(seen, pools, now_s)
+        if held is not None or seen is None:
+            return Plan(pools.prefill, pools.decode, pools.total, (f"nothing: {held}",))
+        needs = self._needs(seen, pools, now_s)
+        prefill, why = self._split(needs, pools, now_s)
+        nodes, why_nodes = self._nodes(needs, pools, now_s)
+        reasons = (*_told(seen, pools, needs), why, why_nodes)
+        return Plan(prefill, pools.total - prefill, nodes, reasons)
+
+    # ------------------------------------------------------------ when not to decide
+
+    def _note(self, seen: Observation | None, pools: Pools, now_s: float) -> None:
+        """Who changed the pools does not matter."""
+        sizes = pools.prefill, pools.decode
+        if self._sizes is not None:
+            for role, before, after in zip(self._grew_s, self._sizes, sizes, strict=True):
+                if after > before:
+                    self._grew_s[role] = now_s
+        self._sizes = sizes
+        if seen is not None:
+            self._seen.append((now_s, seen))
+        while self._seen and now_s - self._seen[0][0] > LATER_S:
+            self._seen.popleft()
+
+    def _held(self, seen: Observation | None, pools: Pools, now_s: float) -> str | None:
+        """Why nothing is decided now."""
+        rules = self._rules
+        num_silent = pools.num_gateways - (0 if seen is None else seen.num_gateways)
+        self._silent_since_s = _since(self._silent_since_s, num_silent > 0, now_s)
+        self._changing_since_s = _since(self._changing_since_s, pools.num_changing > 0, now_s)
+        if seen is None:
+            return "no gateway reports"
+        if pools.total == 0:
+            return "there is no worker"
+        for what, since_s, timeout_s in (
+            (f"{num_silent} gateways are silent", self._silent_since_s, rules.silence_s),
+            (
+                f"{pools.num_changing} workers are changing",
+                self._changing_since_s,
+                rules.change_timeout_s,
+            ),
+        ):
+            if since_s is not None and now_s - since_s < timeout_s:
+                return f"{what}, for {now_s - since_s:.1f} of {timeout_s:g} s"
+        return None
+
+    # ------------------------------------------------------------ needs
+
+    def _needs(self, seen: Observation, pools: Pools, now_s: float) -> Needs:
+        rules = self._rules
+        rate = self._rate(now_s, lambda one: one.prefill_s_per_s)
+        waiting_s = seen.waiting_s(pools.prefill)
+        prefill = rate / BUSY + waiting_s / (PATIENCE * (rules.ttft_s or NO_BOUND_TTFT_S))
+        coming = self._coming(seen, now_s)
+        share = coming / seen.num_decoding if seen.num_decoding else 0.0
+        later = replace(
+            seen,
+            num_decoding=ceil(coming) + seen.num_queued,
+            context_tokens=ceil(seen.context_tokens * share) + seen.queued_tokens,
+            reserved_tokens=ceil(seen.reserved_tokens * share) + seen.queued_tokens,
+        )
+        bound_s = rules.tpot_s
+        holding = _decoders(seen, pools, bound_s)
+        wanted = _decoders(later, pools, None if bound_s is None else PACE * bound_s)
+        return Needs(prefill, max(wanted, holding), holding, coming)
+
+    def _rate(self, now_s: float, of: Callable[[Observation], float]) -> float:
+        """Quick to rise, slow to fall."""
+        means = []
+        for over_s in (SOON_S, LATER_S):
+            values = [of(seen) for at_s, seen in self._seen if now_s - at_s < over_s]
+            means.append(sum(values) / max(len(values), 1))
+        return max(means)
+
+    def _coming(self, seen: Observation, now_s: float) -> float:
+        """Sequences that are predicted to decode at the horizon; never fewer than now."""
+        horizon_s, number = self._rules.horizon_s, seen.num_decoding
+        then_s, then = next(item for item in self._seen if now_s - item[0] <= SOON_S)
+        slope = (number - then.num_decoding) / (now_s - then_s) if now_s > then_s else 0.0
+        return max(number + max(slope, 0.0) * horizon_s, self._approached(seen, now_s))
+
+    def _approached(self, seen: Observation, now_s: float) -> float:
+        """Where their number would be at the horizon if answers become as long as others did."""
+        bound_s = self._rules.tpot_s
+        requests_per_s = self._rate(now_s, lambda one: one.requests_per_s)
+        tokens_per_s = self._rate(now_s, lambda one: one.output_tokens_per_s)
+        if bound_s is None or requests_per_s <= 0 or tokens_per_s <= 0:
+            return 0.0
+        final, stay_s = tokens_per_s * bound_s, tokens_per_s / requests_per_s * bound_s
+        return final + (seen.num_decoding - final) * exp(-self._rules.horizon_s / stay_s)
+
+    # ------------------------------------------------------------ decisions
+
+    def _split(self, needs: Needs, pools: Pools, now_s: float) -> tuple[int, str]:
+        """How many should prefill, of the workers that there are."""
+        present = needs.pressure(pools.prefill, pools.decode)
+        lowest, highest = self._range(needs, pools)
+        if not lowest <= pools.prefill <= highest and lowest <= highest:
+            prefill = min(max(pools.prefill, lowest), highest)
+            return prefill, f"{prefill} + {pools.total - prefill}: outside of the limits"
+        if present <= 1.0:
+            return pools.prefill, "no flip: neither pool is short"
+        choices = range(lowest, highest + 1) or range(pools.prefill, pools.prefill + 1)
+        best = min(
+            choices,
+            key=lambda p: (needs.pressure(p, pools.total - p), abs(p - pools.prefill)),
+        )
+        gain = 1 - needs.pressure(best, pools.total - best) / present
+        if gain < self._rules.least_gain:
+            return (
+                pools.prefill,
+                f"no flip: of a shortage of {present:.2f} it would gain {gain:.0%}",
+            )
+        giver = Role.DECODE if best > pools.prefill else Role.PREFILL
+        cooled_s = now_s - self._grew_s[giver]
+        if cooled_s < self._rules.cool_down_s:
+            return pools.prefill, f"no flip: {giver} grew {cooled_s:.1f} s ago"
+        number = abs(best - pools.prefill)
+        return (
+            best,
+            f"{number} flips from {giver}: of a shortage of {present:.2f} it gains {gain:.0%}",
+        )
+
+    def _range(self, needs: Needs, pools: Pools) -> tuple[int, int]:
+        """The fewest and the most that may prefill now."""
+        rules, total = self._rules, pools.total
+        lowest = max(rules.min_prefill, total - (rules.max_decode or total))
+        highest = min(rules.max_prefill or total, total - rules.min_decode)
+        half = pools.prefill - max(pools.prefill // 2, 1), pools.prefill + max(pools.decode // 2, 1)
+        kept = min(ceil(needs.holding), pools.decode)  # who decodes too few now decodes no fewer
+        return max(lowest, min(half[0], highest)), min(highest, max(half[1], lowest), total - kept)
+
+    def _nodes(self, needs: Needs, pools: Pools, now_s: float) -> tuple[int, str]:
+        """How many workers there should be in all."""
+        rules = self._rules
+        wanted = ceil(needs.prefill) + ceil(needs.decode)
+        self._lacking_since_s = _since(self._lacking_since_s, wanted > pools.total, now_s)
+        idle = wanted < IDLE * pools.total
+        self._idle_since_s = _since(self._idle_since_s, idle, now_s)
+        for since_s, after_s in (
+            (self._lacking_since_s, rules.grow_after_s),
+            (self._idle_since_s, rules.shrink_after_s),
+        ):
+            if since_s is not None and now_s - since_s >= after_s:
+                room = ceil(wanted / IDLE) if idle else wanted
+                nodes = max(min(room, rules.max_total or pools.total), rules.min_total)
+                return nodes, f"{nodes} nodes: {wanted} are needed, for {now_s - since_s:.0f} s"
+        return pools.total, f"{pools.total} nodes: {wanted} are needed"
+
+
+def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:  # noqa: FBT001
+    """Since when a thing holds."""
+    if not holds:
+        return None
+    return now_s if since_s is None else since_s
+
+
+def _decoders(seen: Observation, pools: Pools, bound_s: float | None) -> float:
+    """Workers among which the sequences are spread so that they keep the pace and have room."""
+    need = 0.0
+    if pools.kv_tokens:
+        need = seen.reserved_tokens / (MEMORY * pools.kv_tokens)
+    if pools.max_running:
+        need = max(need, seen.num_decoding / pools.max_running)
+    cost = seen.decode_cost
+    if cost is None or bound_s is None or bound_s <= cost.fixed_s:
+        return need
+    grows_s = cost.row_s * seen.num_decoding + cost.context_s * seen.context_tokens
+    return max(need, grows_s / (bound_s - cost.fixed_s))
+
+
+def _told(seen: Observation, pools: Pools, needs: Needs) -> tuple[str, str]:
+    """What each pool needs, and why."""
+    cost = seen.decode_cost
+    pace = "unknown"
+    if cost is not None:
+        num = max(pools.decode, 1)
+        grows_s = cost.row_s * seen.num_decoding + cost.context_s * seen.context_tokens
+        pace = f"{1000 * (cost.fixed_s + grows_s / num):.1f} ms"
+    return (
+        f"prefill needs {needs.prefill:.1f} of {pools.prefill}: {seen.requests_per_s:.1f} "
+        f"requests/s are {seen.prefill_s_per_s:.2f} s/s, "
+        f"{seen.waiting_s(pools.prefill):.2f} s wait",
+        f"decode needs {needs.decode:.1f} of {pools.decode}, now {needs.holding:.1f}: "
+        f"{seen.num_decoding} sequences, soon {needs.coming:.0f}, {seen.num_queued} wait; "
+        f"a token takes {pace}",
+    )
+
+
+# ---------------------------------------------------------------- who
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker of a pool; `work` is what a flip would move or give back, in whatever unit."""
+
+    worker_id: WorkerId
+    role: Role
+    work: float
+
+
+def flips(plan: Plan, members: Sequence[Member]) -> list[tuple[WorkerId, Role]]:
+    """The cheapest workers to flip for a plan, and to which role."""
+    num = plan.prefill - sum(member.role is Role.PREFILL for member in members)
+    giver, taker = (Role.DECODE, Role.PREFILL) if num > 0 else (Role.PREFILL, Role.DECODE)
+    givers = sorted((m for m in members if m.role is giver), key=lambda m: (m.work, m.worker_id))
+    return [(member.worker_id, taker) for member in givers[: abs(num)]]
