@@ -78,8 +78,8 @@ class Demand:
             output_tokens_per_s=(sums.output_tokens - before.output_tokens) * per_s,
             queued_s=sum(one.compute_s for one in queued) if waits_for_prefill else 0.0,
             prefilling_s=sum(w.ready_s(now_s) for w in workers if w.prefills),
-            num_queued=len(queued),
-            queued_tokens=sum(one.length for one in queued),
+            num_queued=0 if waits_for_prefill else len(queued),
+            queued_tokens=0 if waits_for_prefill else sum(one.length for one in queued),
             num_decoding=sum(len(worker.decodes) for worker in decoders),
             context_tokens=sum(
                 (w.context_tokens + w.reserved_blocks * w.info.layout.block_size) // 2

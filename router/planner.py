@@ -4,14 +4,14 @@ Every second or so it is told what gateways saw (`Observation`) and which worker
 (`Pools`), and says what there should be (`Plan`), with its reasons in numbers. It only proposes:
 whether a proposal is carried out, and which worker it meets, is its caller's affair.
 
-    prefill   P = rate of prompts / BUSY + what waits / PATIENCE of the bound on TTFT
-    decode    D = (E·b + F·kv) / (t - D0), so that a step of evenly spread sequences takes t, or
-              what their KV needs if that is more
+    prefill   rate of prompts / BUSY + what waits / PATIENCE of the bound on TTFT
+    decode    (E·b + F·kv) / (t - D), so that a step of b sequences that are evenly spread takes t,
+              PACE of the bound on TPOT; or what their KV needs, if that is more workers
 
-A prompt counts in predicted seconds of one worker, what is cached left out. Decoding sequences are
-those of now, those that wait, and those that are predicted to come within `horizon_s`: by the slope
-of their number, or as it would approach rate · length · t (Little) if that is more. The length of
-answers is known only after they have ended; their number is a fact.
+A prompt counts in predicted seconds of one worker, what is cached left out. Sequences are those of
+now, those that wait for a decode worker, and those that are predicted to come within `horizon_s`:
+by the slope of their number or, if that is more, as it would approach rate · length · t (Little).
+How long answers become is known only when they have ended; how many there are is a fact.
 
 *Flips first.* The total is kept: one pool grows as the other shrinks, in one proposal. There are
 flips only if a pool is short, and then as many as make both equally short, or equally idle. What
@@ -65,9 +65,9 @@ class Observation:
     requests_per_s: float = 0.0
     prefill_s_per_s: float = 0.0  # predicted for their prompts on one worker, what is cached less
     output_tokens_per_s: float = 0.0  # predicted for their answers
-    queued_s: float = 0.0  # the same for prompts that wait for a prefill worker, seconds
-    prefilling_s: float = 0.0  # what prefill workers have left to do, seconds
-    num_queued: int = 0  # requests that wait for any worker
+    queued_s: float = 0.0  # predicted for prompts that wait for a prefill worker
+    prefilling_s: float = 0.0  # predicted for what prefill workers have left to do
+    num_queued: int = 0  # requests that wait for a decode worker
     queued_tokens: int = 0  # of their prompts
     num_decoding: int = 0  # sequences that decode, or will when their prompt is computed
     context_tokens: int = 0  # of these, in the middle of their predicted growth
@@ -239,14 +239,12 @@ class Planner:
         share = coming / seen.num_decoding if seen.num_decoding else 0.0
         later = replace(
             seen,
-            num_decoding=ceil(coming) + seen.num_queued,
-            context_tokens=ceil(seen.context_tokens * share) + seen.queued_tokens,
-            reserved_tokens=ceil(seen.reserved_tokens * share) + seen.queued_tokens,
+            num_decoding=ceil(coming),
+            context_tokens=ceil(seen.context_tokens * share),
+            reserved_tokens=ceil(seen.reserved_tokens * share),
         )
-        bound_s = rules.tpot_s
-        holding = _decoders(seen, pools, bound_s)
-        wanted = _decoders(later, pools, None if bound_s is None else PACE * bound_s)
-        return Needs(prefill, max(wanted, holding), holding, coming)
+        holding = _decoders(seen, pools, rules.tpot_s)
+        return Needs(prefill, _decoders(later, pools, rules.tpot_s), holding, coming)
 
     def _rate(self, now_s: float, of: Callable[[Observation], float]) -> float:
         """Quick to rise, slow to fall."""
@@ -277,42 +275,43 @@ class Planner:
 
     def _split(self, needs: Needs, pools: Pools, now_s: float) -> tuple[int, str]:
         """How many should prefill, of the workers that there are."""
-        present = needs.pressure(pools.prefill, pools.decode)
-        lowest, highest = self._range(needs, pools)
-        if not lowest <= pools.prefill <= highest and lowest <= highest:
-            prefill = min(max(pools.prefill, lowest), highest)
-            return prefill, f"{prefill} + {pools.total - prefill}: outside of the limits"
+        here, total = pools.prefill, pools.total
+        fewest, most = self._limits(total)
+        if fewest > most:
+            return here, f"no flip: the limits leave no choice for {total} workers"
+        if not fewest <= here <= most:
+            inside = min(max(here, fewest), most)
+            return inside, f"{abs(inside - here)} flips: {fewest} to {most} may prefill"
+        present = needs.pressure(here, pools.decode)
         if present <= 1.0:
-            return pools.prefill, "no flip: neither pool is short"
-        choices = range(lowest, highest + 1) or range(pools.prefill, pools.prefill + 1)
+            return here, f"no flip: neither pool is short, {present:.2f} of the fuller is needed"
+        kept = min(ceil(needs.holding), pools.decode)
+        lowest = max(fewest, here - max(here // 2, 1))
+        highest = max(min(most, here + max(pools.decode // 2, 1), total - kept), lowest)
         best = min(
-            choices,
-            key=lambda p: (needs.pressure(p, pools.total - p), abs(p - pools.prefill)),
+            range(lowest, highest + 1),
+            key=lambda number: (needs.pressure(number, total - number), abs(number - here)),
         )
-        gain = 1 - needs.pressure(best, pools.total - best) / present
+        gain = 1 - needs.pressure(best, total - best) / present
+        shortage = f"{gain:.0%} of a shortage of {present:.2f}"
         if gain < self._rules.least_gain:
-            return (
-                pools.prefill,
-                f"no flip: of a shortage of {present:.2f} it would gain {gain:.0%}",
-            )
-        giver = Role.DECODE if best > pools.prefill else Role.PREFILL
+            return here, f"no flip: it would gain {shortage}, {kept} hold what decodes"
+        giver = Role.DECODE if best > here else Role.PREFILL
         cooled_s = now_s - self._grew_s[giver]
         if cooled_s < self._rules.cool_down_s:
-            return pools.prefill, f"no flip: {giver} grew {cooled_s:.1f} s ago"
-        number = abs(best - pools.prefill)
-        return (
-            best,
-            f"{number} flips from {giver}: of a shortage of {present:.2f} it gains {gain:.0%}",
-        )
+            return here, f"no flip: it would gain {shortage}, but {giver} grew {cooled_s:.1f} s ago"
+        return best, f"{abs(best - here)} flips from {giver}: they gain {shortage}"
 
-    def _range(self, needs: Needs, pools: Pools) -> tuple[int, int]:
-        """The fewest and the most that may prefill now."""
-        rules, total = self._rules, pools.total
-        lowest = max(rules.min_prefill, total - (rules.max_decode or total))
-        highest = min(rules.max_prefill or total, total - rules.min_decode)
-        half = pools.prefill - max(pools.prefill // 2, 1), pools.prefill + max(pools.decode // 2, 1)
-        kept = min(ceil(needs.holding), pools.decode)  # who decodes too few now decodes no fewer
-        return max(lowest, min(half[0], highest)), min(highest, max(half[1], lowest), total - kept)
+    def _limits(self, total: int) -> tuple[int, int]:
+        """The fewest and the most that may prefill, of so many."""
+        rules = self._rules
+        fewest = rules.min_prefill
+        if rules.max_decode is not None:
+            fewest = max(fewest, total - rules.max_decode)
+        most = total - rules.min_decode
+        if rules.max_prefill is not None:
+            most = min(most, rules.max_prefill)
+        return fewest, most
 
     def _nodes(self, needs: Needs, pools: Pools, now_s: float) -> tuple[int, str]:
         """How many workers there should be in all."""
@@ -340,17 +339,19 @@ def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:  #
 
 
 def _decoders(seen: Observation, pools: Pools, bound_s: float | None) -> float:
-    """Workers among which the sequences are spread so that they keep the pace and have room."""
+    """Workers that the sequences, those that wait included, need for their pace and their KV."""
+    num_seqs = seen.num_decoding + seen.num_queued
     need = 0.0
     if pools.kv_tokens:
-        need = seen.reserved_tokens / (MEMORY * pools.kv_tokens)
+        need = (seen.reserved_tokens + seen.queued_tokens) / (MEMORY * pools.kv_tokens)
     if pools.max_running:
-        need = max(need, seen.num_decoding / pools.max_running)
+        need = max(need, num_seqs / pools.max_running)
     cost = seen.decode_cost
-    if cost is None or bound_s is None or bound_s <= cost.fixed_s:
+    if cost is None or bound_s is None or bound_s * PACE <= cost.fixed_s:
         return need
-    grows_s = cost.row_s * seen.num_decoding + cost.context_s * seen.context_tokens
-    return max(need, grows_s / (bound_s - cost.fixed_s))
+    context_tokens = seen.context_tokens + seen.queued_tokens
+    grows_s = cost.row_s * num_seqs + cost.context_s * context_tokens
+    return max(need, grows_s / (bound_s * PACE - cost.fixed_s))
 
 
 def _told(seen: Observation, pools: Pools, needs: Needs) -> tuple[str, str]:
