@@ -8,12 +8,31 @@ Who waits for a decode worker does not wait for a prefill worker: of the queue, 
 waits for is counted as the one or the other.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from engine.messages import Role, WorkerId
 from router.flight import Flight
 from router.placing import KnownPrefixes
-from router.planner import Observation
+from router.planner import Member, Observation
 from router.state import RouterState
+from router.view import ClusterView
+
+_AS_THEY_ARE: Mapping[WorkerId, Role] = {}
+
+
+def members(view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE) -> list[Member]:
+    """Workers, with the tokens that a flip would move or give back; `roles` are those of workers
+    that were told of another one.
+    """
+    return [
+        Member(
+            worker_id,
+            roles.get(worker_id, worker.info.role),
+            worker.context_tokens + worker.reserved_tokens,
+        )
+        for worker_id, worker in view.workers.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)

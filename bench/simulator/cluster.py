@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from bench.simulator.clock import Future, Rank
 from bench.simulator.crowd import NO_CHANCES, Chances, Crowd
 from bench.simulator.hardware import Hardware
+from bench.simulator.planned import EVERY_S, Decision, Planned
 from bench.simulator.prompts import Prompts
 from bench.simulator.traces import Trace, TraceRequest, with_ids
 from bench.simulator.transfers import Transfers
@@ -59,6 +60,7 @@ from router.events import (
     WorkerJoined,
 )
 from router.machine import RouterMachine
+from router.planner import Rules
 from router.requests import Outcome, Request, Timeline
 
 GATEWAY = GatewayId("gateway")
@@ -95,6 +97,7 @@ class Setup:
     leaps: bool = True
     counts: bool = True  # of rows that decode; both as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
+    rules: Rules | None = None  # of the planner of pools, if there is one
 
 
 @dataclass(slots=True)
@@ -128,6 +131,7 @@ class Run:
     workers: Sequence[WorkerRecord]
     duration_s: float
     num_events: int
+    decisions: Sequence[Decision] = ()  # of the planner of pools
 
 
 def simulate(trace: Trace, setup: Setup, machine: RouterMachine) -> Run:
@@ -186,6 +190,7 @@ class _Cluster:
         }
         settles = setup.settles
         self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
+        self._planned = None if setup.rules is None else Planned(setup.rules, machine)
         self._decoding = [w for w in self._workers.values() if w.role.decodes]  # or once did
 
     # ------------------------------------------------------------ the run
@@ -196,6 +201,8 @@ class _Cluster:
             self._handle(WorkerJoined(worker.welcome()))
             worker.receive([])
         self._plan_arrival(0)
+        if self._planned is not None:
+            self._on_plan_due(self._planned)
         while self._num_open:
             assert self._future.step(), "requests are open and nothing will happen"
         self._ended_s = self._future.now_s
@@ -224,7 +231,18 @@ class _Cluster:
             workers,
             self._ended_s,
             self._future.num_events,
+            () if self._planned is None else self._planned.decisions,
         )
+
+    def _on_plan_due(self, planned: Planned) -> None:
+        if not self._num_open:
+            return
+        now_s = self._future.now_s
+        for worker_id, message in planned.tick(now_s):
+            event = FromGateway(GATEWAY, message)
+            at_s = self._arrival_s(worker_id, [event])
+            self._future.plan(at_s, Rank.MESSAGE, self._workers[worker_id].receive, [event])
+        self._future.plan(now_s + EVERY_S, Rank.ROUTINE, self._on_plan_due, planned)
 
     # ------------------------------------------------------------ clients
 

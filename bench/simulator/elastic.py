@@ -56,7 +56,9 @@ class Turns:
         fresh = count(sum(_num_blocks(mix.shared_tokens) for mix in self.mixes) + 1)
         requests: list[TraceRequest] = []
         for phase, mix in enumerate(islice(cycle(self.mixes), self.num_phases)):
-            first_id = sum(_num_blocks(m.shared_tokens) for m in self.mixes[: phase % len(self.mixes)])
+            first_id = sum(
+                _num_blocks(m.shared_tokens) for m in self.mixes[: phase % len(self.mixes)]
+            )
             shared = range(first_id, first_id + _num_blocks(mix.shared_tokens))
             for at_s in _arrivals(mix.rate_per_s * num_workers, self.phase_s, rng):
                 arrived_s = phase * self.phase_s + at_s

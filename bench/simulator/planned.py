@@ -1,0 +1,61 @@
+"""The planner's shell in the simulator: it is ticked, and its flips are sent. Nothing is decided.
+
+Which worker is told to flip, and into what, says `router.planner`, as it does where workers are
+real. A worker counts in the pool that it was told to be in, and as changing until the machine has
+heard of its new role.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.messages import Role, SetRole, WorkerId
+from router.demand import members
+from router.machine import RouterMachine
+from router.planner import Plan, Planner, Pools, Rules, flips
+
+EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the planner said, when, and of which pools."""
+
+    at_s: float
+    pools: Pools
+    plan: Plan
+
+    @property
+    def num_flips(self) -> int:
+        """Workers that it told to change."""
+        return abs(self.plan.prefill - self.pools.prefill)
+
+
+class Planned:
+    """Asks the planner about the machine's workers."""
+
+    def __init__(self, rules: Rules, machine: RouterMachine) -> None:
+        self._planner = Planner(rules)
+        self._machine = machine
+        self._told: dict[WorkerId, Role] = {}
+        self.decisions: list[Decision] = []
+
+    def tick(self, now_s: float) -> Iterator[tuple[WorkerId, SetRole]]:
+        """What workers are told now."""
+        pools = self._pools()
+        plan = self._planner.decide(self._machine.demand.observe(now_s), pools, now_s)
+        self.decisions.append(Decision(now_s, pools, plan))
+        for worker_id, role in flips(plan, members(self._machine.view, self._told)):
+            self._told[worker_id] = role
+            yield worker_id, SetRole(role)
+
+    def _pools(self) -> Pools:
+        workers = self._machine.view.workers
+        infos = [worker.info for worker in workers.values()]
+        roles = [self._told.get(info.worker_id, info.role) for info in infos]
+        return Pools(
+            roles.count(Role.PREFILL),
+            roles.count(Role.DECODE),
+            num_changing=sum(r is not i.role for r, i in zip(roles, infos, strict=True)),
+            kv_tokens=min(i.num_blocks * i.layout.block_size for i in infos),
+            max_running=min(i.max_running for i in infos),
+        )
