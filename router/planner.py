@@ -52,7 +52,7 @@ PACE = 0.95  # of the bound on TPOT
 MEMORY = 0.95  # of a worker's KV
 NO_BOUND_TTFT_S = 2.0  # instead of a bound on TTFT, where there is none
 IDLE = 0.7  # of what there is; if less is needed, nodes can be given back
-SOON_S, LATER_S = 5.0, 15.0  # rates count as the greater of their means over these
+SOON_S, LATER_S = 5.0, 15.0  # rates are means over these: quick to rise, prompts slow to fall
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +232,9 @@ class Planner:
 
     def _needs(self, seen: Observation, pools: Pools, now_s: float) -> Needs:
         rules = self._rules
-        rate = self._rate(now_s, lambda one: one.prefill_s_per_s)
+        rates = [self._mean(now_s, s, lambda one: one.prefill_s_per_s) for s in (SOON_S, LATER_S)]
         waiting_s = seen.waiting_s(pools.prefill)
-        prefill = rate / BUSY + waiting_s / (PATIENCE * (rules.ttft_s or NO_BOUND_TTFT_S))
+        prefill = max(rates) / BUSY + waiting_s / (PATIENCE * (rules.ttft_s or NO_BOUND_TTFT_S))
         coming = self._coming(seen, now_s)
         share = coming / seen.num_decoding if seen.num_decoding else 0.0
         later = replace(
@@ -246,13 +246,9 @@ class Planner:
         holding = _decoders(seen, pools, rules.tpot_s)
         return Needs(prefill, _decoders(later, pools, rules.tpot_s), holding, coming)
 
-    def _rate(self, now_s: float, of: Callable[[Observation], float]) -> float:
-        """Quick to rise, slow to fall."""
-        means = []
-        for over_s in (SOON_S, LATER_S):
-            values = [of(seen) for at_s, seen in self._seen if now_s - at_s < over_s]
-            means.append(sum(values) / max(len(values), 1))
-        return max(means)
+    def _mean(self, now_s: float, over_s: float, of: Callable[[Observation], float]) -> float:
+        values = [of(seen) for at_s, seen in self._seen if now_s - at_s < over_s]
+        return sum(values) / max(len(values), 1)
 
     def _coming(self, seen: Observation, now_s: float) -> float:
         """Sequences that are predicted to decode at the horizon; never fewer than now."""
@@ -264,8 +260,8 @@ class Planner:
     def _approached(self, seen: Observation, now_s: float) -> float:
         """Where their number would be at the horizon if answers become as long as others did."""
         bound_s = self._rules.tpot_s
-        requests_per_s = self._rate(now_s, lambda one: one.requests_per_s)
-        tokens_per_s = self._rate(now_s, lambda one: one.output_tokens_per_s)
+        requests_per_s = self._mean(now_s, SOON_S, lambda one: one.requests_per_s)
+        tokens_per_s = self._mean(now_s, SOON_S, lambda one: one.output_tokens_per_s)
         if bound_s is None or requests_per_s <= 0 or tokens_per_s <= 0:
             return 0.0
         final, stay_s = tokens_per_s * bound_s, tokens_per_s / requests_per_s * bound_s
