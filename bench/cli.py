@@ -7,6 +7,7 @@ baton bench kv --peer mooncake=/path/to/its/python --json kv.json
 baton bench speculate --json speculate.json
 baton bench router --json router.json
 baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/its/python
+baton bench elastic --json elastic.json
 baton bench validation --json validation.json
 baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
 baton bench interference --json interference.json
@@ -33,6 +34,7 @@ from bench.report import Report, results_of, write_json
 from bench.router_cli import router
 from bench.serve import Measured, measure
 from bench.simulator.comparison_cli import simulator
+from bench.simulator.elastic_cli import elastic
 from bench.simulator.validation_cli import validation
 from bench.speculate_cli import speculate
 from bench.tables import print_failures, print_report, print_warnings
@@ -47,6 +49,7 @@ app.command()(interference)
 app.command()(speculate)
 app.command()(router)
 app.command()(simulator)
+app.command()(elastic)
 app.command()(validation)
 
 

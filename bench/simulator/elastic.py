@@ -43,6 +43,7 @@ from router.requests import Failed
 
 GOALS = {"ratio": 1.3, "lost": 0.0}
 LEAST_IS_BEST = ("lost",)
+PATIENCE_S = 120.0  # who waited for so long has missed its bound, and the run is to end
 STEADY = 0.1  # of all workers: pools that differ by less are the same
 
 
@@ -198,7 +199,7 @@ def play(plan: Plan, trace: Trace, num_prefill: int, rules: Rules | None) -> Pla
     config = RouterConfig(
         seed=0,
         max_queue=len(trace.requests),
-        queue_timeout_s=1e6,
+        queue_timeout_s=PATIENCE_S,
         slo_ttft_s=plan.slo.ttft_s,
         slo_tpot_s=plan.slo.tpot_s,
     )
