@@ -159,8 +159,8 @@ class SimWorker:
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
         fits = hardware.max_running <= hardware.max_batch_tokens  # all have a row in every step
-        only_decodes = role.decodes and not role.prefills and not prefills_locally
-        self._counts = leaps and counts and fits and only_decodes
+        self._may_count = leaps and counts and fits and not prefills_locally
+        self._counts = False  # in the stretch that is running, or was last
         self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
         self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
         self._ends_s = array("d")  # of the latest steps that decoded
@@ -177,12 +177,12 @@ class SimWorker:
         address = TransferAddress(self.worker_id, Incarnation("1"), "")
         intake = Intake(block_size, read=read)
         self._decode = DecodeScheduler(pool, intake=intake, max_running=hardware.max_running)
-        prefill = PrefillScheduler(
+        self._prefill = PrefillScheduler(
             pool, intake=intake, chunk_tokens=hardware.chunk_tokens, address=address
         )
         offers = PrefixOffers(pool, block_size=block_size, address=address, read=read)
         return WorkerCore(
-            [self._decode, prefill, offers],
+            [self._decode, self._prefill, offers],
             pool,
             hardware.max_batch_tokens,
             duties=self._duties,
@@ -256,6 +256,9 @@ class SimWorker:
                 self._perform(self.core.handle(event, now_s))
         if self.reports and now_s >= self._next_report_s:
             self._report()
+        # As long as it only decodes. What it computes of prompts ends with its other role.
+        prompts = self._prefill.num_running + self._prefill.num_waiting
+        self._counts = self._may_count and self.role is Role.DECODE and not prompts
         if self._counts:
             self._go_on()
         else:
@@ -275,7 +278,6 @@ class SimWorker:
 
     def _go_on(self) -> None:
         """As `_plan`, where rows are only counted."""
-        assert self._decode is not None
         alike, effects = self._decode.schedule_alike(_next_tokens)
         self._perform(effects)
         self._send()
@@ -413,7 +415,6 @@ class SimWorker:
             self._ends_s += ends_s
         first_s = ends_s[0] - stretch.began_s
         if self._counts:
-            assert self._decode is not None
             num_rows, num_context = stretch.num_decoding, stretch.num_context
             self.core.note_decoding(first_s, num_rows=num_rows, num_context_tokens=num_context)
             return self._decode.advance_alike(num_steps)
@@ -451,6 +452,8 @@ class SimWorker:
                     said.append(_tell(seq_id, told, self._times_s(told.step, num_steps), finish))
                 if finish is not None:
                     self._forget(seq_id)
+            case HandedOver(lease=None):
+                said.append(Said(message))
             case GivenBack(seq_id=seq_id) | HandedOver(seq_id=seq_id):
                 last = self._told.get(seq_id)
                 if last is not None and last.step < num_steps:

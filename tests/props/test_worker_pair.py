@@ -289,9 +289,9 @@ class WorkersOfAllRoles(RuleBasedStateMachine):
         self.do(self.traffic.change_role, which, worker, role)
 
     @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
-    @rule(which=st.integers(0, 9), target=st.sampled_from("dm"))
-    def hand_over(self, which, target):
-        self.do(self.traffic.hand_over, which, target)
+    @rule(which=st.integers(0, 9), goes_to=st.sampled_from("dm"))
+    def hand_over(self, which, goes_to):
+        self.do(self.traffic.hand_over, which, goes_to)
 
     @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
     @rule(which=st.integers(0, 9))

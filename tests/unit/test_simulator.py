@@ -8,17 +8,28 @@ from typer.testing import CliRunner
 from bench.load import Slo
 from bench.report import from_json
 from bench.simulator.clock import Future, Rank
-from bench.simulator.cluster import Pools, Setup, simulate
+from bench.simulator.cluster import GATEWAY, Pools, Setup, simulate
+from bench.simulator.cluster import _Cluster as Cluster
 from bench.simulator.hardware import Hardware
 from bench.simulator.results import figures_of
 from bench.simulator.traces import Chat, Trace, TraceRequest, synthetic, write_trace
 from bench.simulator.transfers import Transfers
 from deploy.cli import app
 from engine.config import RouterConfig, RouterPolicy
-from engine.events import LeaseEnded, PullDone, PullFailed
+from engine.events import FromGateway, LeaseEnded, PullDone, PullFailed
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
-from router.costs import DecodeCost, PrefillCost, PullCost
+from engine.messages import (
+    Incarnation,
+    LeaseId,
+    LeaseRef,
+    Role,
+    SeqId,
+    SetRole,
+    TransferAddress,
+    WorkerId,
+)
+from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.estimates import Estimates
 from router.machine import Arrived, RouterMachine
 from router.requests import Finished
 
@@ -35,6 +46,7 @@ TINY = Hardware(
     max_running=8,
 )
 ONE_AND_ONE = Pools(1, 1)
+PRICES = WorkerCosts(TINY.prefill, TINY.decode, TINY.pull)
 
 
 def trace_of(*requests, block_tokens=8):
@@ -290,6 +302,54 @@ def test_a_lease_that_nobody_knows_cannot_be_held():
     transfers.start(sink, SeqId("a"), (0,))
     run_until_quiet(future)
     assert sink.heard == [PullFailed(SeqId("a"), "unknown")]
+
+
+# ---------------------------------------------------------------- roles
+
+
+def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
+    """A run in which workers are given other roles: (when, whom, what). The machine's counters."""
+    machine = RouterMachine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
+    cluster = Cluster(trace, setup, machine)
+    for at_s, worker_id, role in changes:
+        events = [FromGateway(GATEWAY, SetRole(role))]
+        worker = cluster._workers[WorkerId(worker_id)]
+        cluster._future.plan(at_s, Rank.MESSAGE, worker.receive, events)
+    cluster.run()
+    cluster.validate()
+    machine.validate()
+    return cluster.result(), machine.counters
+
+
+CHANGES = [
+    (1.0, "decode-0", Role.PREFILL),
+    (2.0, "prefill-0", Role.DECODE),
+    (3.0, "decode-1", Role.DRAINED),
+    (4.0, "decode-1", Role.DECODE),
+    (5.0, "decode-0", Role.MIXED),
+]
+
+
+@pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.LEAST_LOADED])
+def test_workers_change_their_roles_and_all_is_answered(policy):
+    trace = busy_trace(60)
+    setup = Setup(TINY, Pools(1, 3))
+    run, counters = with_roles(trace, setup, CHANGES, policy)
+    for record in run.records:
+        assert isinstance(record.outcome, Finished)
+        assert len(record.times_s) == record.asked.output_len
+        assert list(record.times_s) == sorted(record.times_s)
+    assert sum(n for (name, _), n in counters.items() if name == "moved") > 0
+
+
+def test_leaping_and_changing_roles_go_together():
+    trace = busy_trace(40)
+    setup = Setup(TINY, Pools(1, 3))
+    ends = [
+        [r.ended_s for r in with_roles(trace, replace(setup, leaps=leaps), CHANGES)[0].records]
+        for leaps in (True, False)
+    ]
+    assert ends[0] == pytest.approx(ends[1])
 
 
 def test_answers_end_as_in_the_trace_though_the_router_was_asked_for_more():
