@@ -159,7 +159,7 @@ class SimWorker:
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
         fits = hardware.max_running <= hardware.max_batch_tokens  # all have a row in every step
-        self._may_count = leaps and counts and fits and not prefills_locally
+        self._may_count = leaps and counts and fits
         self._counts = False  # in the stretch that is running, or was last
         self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
         self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
