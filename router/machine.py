@@ -141,6 +141,11 @@ class RouterMachine:
         return self.state.num_waiting
 
     @property
+    def num_stranded(self) -> int:
+        """Requests that run where they shall not, and wait for room elsewhere."""
+        return len(self.state.stranded)
+
+    @property
     def num_flights(self) -> int:
         """Requests that have not ended."""
         return len(self.state.flights)

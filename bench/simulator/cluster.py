@@ -167,7 +167,7 @@ class _Cluster:
         self._prompts = Prompts(trace, setup.hardware.layout.block_size)
         self._records = [Record(asked) for asked in trace.requests]
         self._num_open = len(self._records)
-        self._num_waiting = 0  # in the machine, for a worker
+        self._num_waiting = 0  # in the machine, for a worker or for room at another one
         self._ended_s = 0.0
         self._wake_s: float | None = None
         self._crowd = Crowd(setup.hardware, self._future, setup.chances)
@@ -349,8 +349,9 @@ class _Cluster:
         for worker_id, events in frames.items():
             at_s = self._arrival_s(worker_id, events)
             self._future.plan(at_s, Rank.MESSAGE, self._workers[worker_id].receive, events)
-        if frames or isinstance(event, Arrived | Tick):
-            self._num_waiting = self._machine.queue_len
+        num_stranded = self._machine.num_stranded
+        if frames or num_stranded or isinstance(event, Arrived | Tick):
+            self._num_waiting = self._machine.queue_len + num_stranded
         if frames or self._num_waiting:  # else it has nothing new to wait for
             self._look_ahead()
 

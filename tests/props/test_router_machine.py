@@ -598,7 +598,7 @@ def some_prompt(rng: random.Random, world: World) -> list[int]:
 
 def make_trouble(rng: random.Random, world: World) -> None:
     """One of all that can go wrong."""
-    trouble = rng.randrange(7)
+    trouble = rng.randrange(9)
     if trouble == 0:
         world.lose(rng.choice(NAMES))
     elif trouble == 1:
@@ -609,8 +609,10 @@ def make_trouble(rng: random.Random, world: World) -> None:
         rng.choice(list(world.workers.values())).report(rng)
     elif trouble == 4:
         world.pass_time(rng.choice([9.0, 25.0]))
-    elif trouble == 5 and world.workers:
-        worker = rng.choice(list(world.workers.values()))
+    elif trouble in (5, 6, 7) and world.workers:
+        workers = list(world.workers.values())
+        busy = [w for w in workers if any(seq.decoding for seq in w.seqs.values())]
+        worker = rng.choice(busy or workers)
         world.change_role(worker, rng.choice(list(Role)))
 
 
