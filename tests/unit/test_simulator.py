@@ -322,11 +322,10 @@ def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
 
 
 CHANGES = [
-    (0.4, "decode-0", Role.PREFILL),
-    (0.6, "prefill-0", Role.DECODE),
-    (0.8, "decode-1", Role.DRAINED),
-    (1.0, "decode-1", Role.DECODE),
-    (1.2, "decode-0", Role.MIXED),
+    (0.5, "decode-2", Role.PREFILL),
+    (0.8, "prefill-0", Role.DECODE),
+    (1.1, "decode-0", Role.DRAINED),
+    (1.3, "decode-0", Role.MIXED),
 ]
 
 
