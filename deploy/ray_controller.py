@@ -22,6 +22,7 @@ from engine.errors import BatonError, ConfigError
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 120.0
+RETRY_EVERY_S = 0.5
 
 
 class _ControllerActor:
@@ -88,11 +89,19 @@ def start_controller(plan: Plan) -> tuple[str, int]:
 
 def find_controller() -> tuple[str, int]:
     """Where the controller answers now, waiting while it is started again. Raises ConfigError."""
-    try:
-        actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
-        url, pid, error = ray.get(actor.ready.remote(), timeout=READY_TIMEOUT_S)
-    except (ValueError, ray.exceptions.RayError) as failure:
-        raise ConfigError(f"the controller cannot be reached: {failure}") from failure
+    pause = threading.Event()
+    clock = MonotonicClock()
+    end_s = clock.now_s() + READY_TIMEOUT_S
+    while True:
+        try:
+            actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+            url, pid, error = ray.get(actor.ready.remote(), timeout=READY_TIMEOUT_S)
+            break
+        except (ValueError, ray.exceptions.RayError) as failure:
+            is_back_soon = isinstance(failure, ray.exceptions.ActorUnavailableError)
+            if not is_back_soon or clock.now_s() >= end_s:
+                raise ConfigError(f"the controller cannot be reached: {failure}") from failure
+            pause.wait(RETRY_EVERY_S)
     if error:
         raise ConfigError(error)
     return str(url), int(pid)

@@ -153,7 +153,9 @@ def test_a_killed_worker_is_replaced_and_no_request_fails(served, admin):
 def test_what_runs_is_listed(served, admin, run_dir):
     body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
-        next(response.iter_lines())
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()  # kept: without it the connection is closed
+        next(lines)
         listed = admin.requests()
         assert listed.num_requests == 1
         assert listed.requests[0].request.decode is not None
