@@ -1,0 +1,105 @@
+"""What one gateway tells the planner of pools."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from test_router_machine import LAYOUT
+
+from engine.config import RouterConfig
+from engine.messages import PROTOCOL_VERSION, Limits, RequestId, Role, Sampling, Welcome
+from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.demand import members
+from router.estimates import Estimates
+from router.events import Arrived, WorkerJoined
+from router.machine import RouterMachine
+from router.requests import Rejected, Request
+
+COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
+
+
+def machine_of(*roles, num_blocks=100, **config):
+    machine = RouterMachine(
+        RouterConfig(**config), estimates=Estimates(COSTS), rng=random.Random(0)
+    )
+    for number, role in enumerate(roles):
+        name = f"{role}-{number}"
+        info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
+        machine.handle(WorkerJoined(info), 0.0)
+    return machine
+
+
+def ask(machine, name, now_s=1.0, num_tokens=40, max_tokens=10):
+    limits = Limits(max_len=num_tokens + max_tokens, prompt_len=num_tokens)
+    first = sum(map(ord, name))
+    tokens = tuple(range(first, first + num_tokens))
+    request = Request(RequestId(name), tokens, Sampling(0.0, seed=1), limits, received_s=now_s)
+    return machine.handle(Arrived(request), now_s)
+
+
+def test_arrivals_are_rates_since_the_last_look():
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    machine.demand.observe(0.0)
+    for number in range(4):
+        ask(machine, f"r{number}")
+    seen = machine.demand.observe(2.0)
+    assert seen.requests_per_s == pytest.approx(2.0)
+    assert seen.prefill_s_per_s == pytest.approx(4 * 0.4 / 2)
+    assert seen.output_tokens_per_s == pytest.approx(4 * 10 / 2)
+    again = machine.demand.observe(3.0)
+    assert (again.requests_per_s, again.prefill_s_per_s) == (0.0, 0.0)
+
+
+def test_who_waits_for_a_prefill_worker_is_told_in_seconds():
+    machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE)
+    for number in range(3):
+        ask(machine, f"r{number}")
+    seen = machine.demand.observe(1.0)
+    assert seen.num_decoding == 1
+    assert (seen.prefilling_s, seen.queued_s) == (pytest.approx(0.4), pytest.approx(0.8))
+    assert (seen.num_queued, seen.queued_tokens) == (0, 0)
+
+
+def test_who_waits_for_a_decode_worker_is_told_in_requests():
+    machine = machine_of(Role.PREFILL, Role.PREFILL, Role.DECODE, num_blocks=4)
+    for number in range(3):
+        ask(machine, f"r{number}")
+    seen = machine.demand.observe(1.0)
+    assert seen.num_decoding == 1
+    assert (seen.num_queued, seen.queued_tokens, seen.queued_s) == (2, 80, 0.0)
+
+
+def test_who_is_refused_has_asked_all_the_same():
+    machine = machine_of(Role.PREFILL, Role.DECODE, slo_ttft_s=0.1)
+    machine.demand.observe(0.0)
+    [end] = ask(machine, "r")
+    assert isinstance(end.outcome, Rejected)
+    assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.4)
+
+
+def test_what_decode_workers_compute_is_not_asked_of_prefill_workers():
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    machine.demand.observe(0.0)
+    ask(machine, "r")
+    machine.state.locally_s += 0.3
+    assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.1)
+
+
+def test_without_workers_nothing_is_predicted():
+    machine = machine_of()
+    ask(machine, "r")
+    assert machine.demand.observe(1.0).decode_cost is None
+
+
+def test_decode_costs_are_those_of_workers_that_decode():
+    assert machine_of(Role.PREFILL, Role.DECODE).demand.observe(0.0).decode_cost == COSTS.decode
+    assert machine_of(Role.PREFILL).demand.observe(0.0).decode_cost is None
+
+
+def test_members_are_in_the_pool_that_they_were_told_to_be_in():
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    ask(machine, "r")
+    first, second = members(machine.view, {"decode-1": Role.PREFILL})
+    assert (first.role, first.work) == (Role.PREFILL, 40)
+    assert (second.role, second.work) == (Role.PREFILL, 40)
+    assert replace(second, role=Role.DECODE) == members(machine.view)[1]
