@@ -61,7 +61,9 @@ def test_who_waits_for_a_prefill_worker_is_told_in_seconds():
 
 
 def test_who_waits_for_a_decode_worker_is_told_in_requests():
-    machine = machine_of(Role.PREFILL, Role.PREFILL, Role.DECODE, num_blocks=4)
+    machine = machine_of(
+        Role.PREFILL, Role.PREFILL, Role.DECODE, num_blocks=LAYOUT.num_blocks_for(50)
+    )
     for number in range(3):
         ask(machine, f"r{number}")
     seen = machine.demand.observe(1.0)
