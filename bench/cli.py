@@ -11,6 +11,7 @@ baton bench elastic --json elastic.json
 baton bench validation --json validation.json
 baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
 baton bench interference --json interference.json
+baton bench chaos --seed 1 --json chaos.json
 """
 
 from pathlib import Path
@@ -21,6 +22,7 @@ import uvloop
 from rich.console import Console
 
 from bench.answers import Endpoint
+from bench.chaos.cli import chaos
 from bench.engine_cli import engine
 from bench.gateway_cli import gateway
 from bench.interference_cli import interference
@@ -51,6 +53,7 @@ app.command()(router)
 app.command()(simulator)
 app.command()(elastic)
 app.command()(validation)
+app.command()(chaos)
 
 
 @app.callback()

@@ -143,6 +143,7 @@ class PoolController:
             max_workers=room if most is None else most,
             formats=formats_of(self._plan.config.worker),
             drain_timeout_s=self._plan.config.pools.drain_timeout_s,
+            steady_s=self._plan.config.pools.steady_s,
         )
         found = await self._in_thread(self._launcher.running)
         heard = await self._adopt_gateways(found)

@@ -55,7 +55,7 @@ from deploy.pool_events import (
     WorkerState,
 )
 from deploy.reconcile import Begin, Drop, FlipTo, Move, Retire, Rules, last_that, next_move
-from deploy.restarts import Restarts
+from deploy.restarts import STEADY_S, Restarts
 from engine.control import SERVING_ROLES, Intent, Member, Members
 from engine.errors import ConfigError
 from engine.layout import KVFormat
@@ -81,6 +81,7 @@ class PoolLimits:
     max_workers: int
     formats: Mapping[Role, KVFormat]
     drain_timeout_s: float = 60.0
+    steady_s: float = STEADY_S  # who lived that long ended for a new reason
 
 
 class PoolMachine:
@@ -102,7 +103,7 @@ class PoolMachine:
         self.members = Members(version, (), intent)
         self.history: deque[Step] = deque(maxlen=MAX_HISTORY)
         self.counters: Counter[str] = Counter()
-        self.restarts = Restarts()
+        self.restarts = Restarts(limits.steady_s)
         self._rules = Rules(limits.max_workers, limits.formats)
         self._num_steps = 0
         self._num_starts = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 FIRST_RESTART_S = 1.0
 LAST_RESTART_S = 60.0
 MAX_DOUBLINGS = 6  # by which the last is reached
-STEADY_S = 60.0  # who lived that long ended for a new reason
+STEADY_S = 60.0
 LOOPS_AFTER = 3  # failures in a row
 
 
@@ -21,14 +21,16 @@ class _Restart:
 class Restarts:
     """Workers and gateways alike, by name. Pure: seconds come from outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, steady_s: float = STEADY_S) -> None:
+        """Who lived for `steady_s` ended for a new reason."""
+        self._steady_s = steady_s
         self._restarts: dict[str, _Restart] = {}
 
     def failed(self, name: str, now_s: float) -> float:
         """It ended, or did not start; in how many seconds it is due."""
         restart = self._restarts.setdefault(name, _Restart())
         started_s, restart.started_s = restart.started_s, None
-        if started_s is not None and now_s - started_s >= STEADY_S:
+        if started_s is not None and now_s - started_s >= self._steady_s:
             restart.num_failed = 0
         delay_s = FIRST_RESTART_S * float(2 ** min(restart.num_failed, MAX_DOUBLINGS))
         delay_s = min(delay_s, LAST_RESTART_S)

@@ -174,6 +174,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mixed: int = 0  # do both
     max_workers: int | None = None  # None: as many as cores, at least 4, and as GPUs suffice for
     drain_timeout_s: float = 60.0  # a worker that holds something after so long is stopped anyway
+    steady_s: float = 60.0  # a worker that ended later is started at once; else later each time
     num_gpus: float = 0.0  # of one worker
     prefill_resource: str | None = None  # a custom resource of the nodes for prefill workers
     decode_resource: str | None = None  # for decode and mixed workers
@@ -184,7 +185,8 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _require(value is None or value >= 0, f"pools.{name} must not be negative")
         most = self.max_workers
         _require(most is None or most > 0, "pools.max_workers must be positive")
-        _require(self.drain_timeout_s > 0, "pools.drain_timeout_s must be positive")
+        for name in ("drain_timeout_s", "steady_s"):
+            _require(getattr(self, name) > 0, f"pools.{name} must be positive")
 
 
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,250 @@
+"""Whether each request came to what it came to undisturbed, and how long clients waited. Pure.
+
+A request is *lost* if its last stream does not end as it must: every choice has exactly one finish
+reason and says nothing after it, usage comes once, then one mark of the end, and nothing else. It
+is *changed* if it ends so, but text, finish reasons, log-probabilities or usage are not those of
+the undisturbed run; also if what came before a connection broke is not how that answer begins. A
+connection may break only where a gateway process was killed; else the request counts as lost,
+though the client asked again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+from bench.chaos.plan import FaultKind
+from bench.chaos.streams import Stream, Usage
+
+NOTICED_S = 0.5  # a gap that begins so long before a fault was told of can still be its doing
+SILENCE_S = 0.5  # a stream that says nothing for so long, across a fault, is affected by it
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceSaid:
+    """All that one choice said."""
+
+    text: str
+    finish: str
+    logprobs: tuple[tuple[str, float | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an answer says, whenever and in whatever pieces it came."""
+
+    choices: tuple[ChoiceSaid, ...]
+    usage: Usage
+
+
+class End(StrEnum):
+    """What became of a request."""
+
+    SAME = "same"
+    CHANGED = "changed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """An end, and what is wrong with it."""
+
+    end: End
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """A fault that took place. `begun_s` and `ended_s` are of the clock of the streams."""
+
+    kind: FaultKind
+    victim: str
+    begun_s: float
+    ended_s: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The longest silence in the middle of a request, and the fault that came with it."""
+
+    seconds: float
+    fault: Injected | None = None
+    request: int = -1
+
+
+def disorder(stream: Stream, num_choices: int) -> str | None:
+    """What keeps a stream from being one whole answer; None if it is one."""
+    if stream.failure is not None:
+        return stream.failure
+    finished: set[int] = set()
+    for piece in stream.pieces:
+        if not 0 <= piece.choice < num_choices:
+            return f"there is no choice {piece.choice}"
+        if piece.choice in finished:
+            again = "finished again" if piece.finish is not None else "went on after its end"
+            return f"choice {piece.choice} {again}"
+        if piece.finish is not None:
+            finished.add(piece.choice)
+    if len(finished) < num_choices:
+        return f"{num_choices - len(finished)} of {num_choices} choices did not finish"
+    if len(stream.usages) != 1:
+        return f"usage came {len(stream.usages)} times"
+    if (stream.num_done, stream.num_after_done) != (1, 0):
+        return f"the end was marked {stream.num_done} times"
+    return None
+
+
+def reply_of(stream: Stream, num_choices: int) -> Reply:
+    """What a stream without disorder says."""
+    return Reply(
+        tuple(_said(stream, choice) for choice in range(num_choices)), usage=stream.usages[0]
+    )
+
+
+def judge(expected: Reply, streams: Sequence[Stream], deaths: Sequence[Injected]) -> Verdict:
+    """What became of a request, from all its streams: one for each time that it was sent.
+
+    `deaths` are those of gateway processes.
+    """
+    num_choices = len(expected.choices)
+    for stream in streams[:-1]:
+        if not any(is_broken_by(death, stream) for death in deaths):
+            return Verdict(End.LOST, f"its connection broke: {stream.failure}")
+        if (what := _departure(expected, stream)) is not None:
+            return Verdict(End.CHANGED, f"before its connection broke: {what}")
+    last = streams[-1]
+    if (what := disorder(last, num_choices)) is not None:
+        return Verdict(End.LOST, what)
+    if (what := _difference(expected, reply_of(last, num_choices))) is not None:
+        return Verdict(End.CHANGED, what)
+    return Verdict(End.SAME)
+
+
+def is_broken_by(death: Injected, stream: Stream) -> bool:
+    """Whether a gateway's death explains that a connection broke."""
+    return stream.sent_s - NOTICED_S <= death.begun_s <= stream.ended_s
+
+
+def _said(stream: Stream, choice: int) -> ChoiceSaid:
+    pieces = [piece for piece in stream.pieces if piece.choice == choice]
+    return ChoiceSaid(
+        "".join(piece.text for piece in pieces),
+        next((piece.finish for piece in pieces if piece.finish is not None), ""),
+        tuple(entry for piece in pieces for entry in piece.logprobs),
+    )
+
+
+def _departure(expected: Reply, stream: Stream) -> str | None:
+    """Where as much as came of an answer is not how it begins."""
+    for choice, whole in enumerate(expected.choices):
+        said = _said(stream, choice)
+        if not whole.text.startswith(said.text):
+            return f"choice {choice} began with {said.text!r}, not {whole.text!r}"
+        if whole.logprobs[: len(said.logprobs)] != said.logprobs:
+            return f"choice {choice} began with other log-probabilities"
+        if said.finish not in ("", whole.finish):
+            return f"choice {choice} ended by {said.finish}, not {whole.finish}"
+    return None
+
+
+def _difference(expected: Reply, found: Reply) -> str | None:
+    for choice, (one, other) in enumerate(zip(expected.choices, found.choices, strict=True)):
+        if one.text != other.text:
+            return f"choice {choice} said {other.text!r}, not {one.text!r}"
+        if one.finish != other.finish:
+            return f"choice {choice} ended by {other.finish}, not {one.finish}"
+        if one.logprobs != other.logprobs:
+            return f"choice {choice} has other log-probabilities"
+    if expected.usage != found.usage:
+        return f"usage is {found.usage}, not {expected.usage}"
+    return None
+
+
+# ---------------------------------------------------------------- time
+
+
+def gaps(streams: Sequence[Stream]) -> list[tuple[float, float]]:
+    """When the silences between a request's pieces began and ended, lost connections included."""
+    times_s = [piece.at_s for stream in streams for piece in stream.pieces]
+    return list(pairwise(times_s))
+
+
+def longest_stall(requests: Sequence[Sequence[Stream]], faults: Sequence[Injected]) -> Stall:
+    """Of all requests. Before the first piece nobody has begun to read: that is no stall."""
+    longest, where = (0.0, 0.0), -1
+    for number, streams in enumerate(requests):
+        for gap in gaps(streams):
+            if gap[1] - gap[0] > longest[1] - longest[0]:
+                longest, where = gap, number
+    return Stall(longest[1] - longest[0], _cause(longest, faults), where)
+
+
+def affected(
+    requests: Sequence[Sequence[Stream]], faults: Iterable[Injected]
+) -> dict[FaultKind, int]:
+    """For each kind, the requests that a fault of it disturbed: which were silent for `SILENCE_S`
+    across its begin, or were under way then and had to be placed or sent again.
+    """
+    found: dict[FaultKind, set[int]] = {}
+    for fault in faults:
+        hit = found.setdefault(fault.kind, set())
+        hit |= {number for number, streams in enumerate(requests) if _is_hit(streams, fault)}
+    return {kind: len(numbers) for kind, numbers in found.items()}
+
+
+def _is_hit(streams: Sequence[Stream], fault: Injected) -> bool:
+    silences = [*gaps(streams), *_waits(streams)]
+    if any(
+        begun_s - NOTICED_S <= fault.begun_s <= ended_s and ended_s - begun_s >= SILENCE_S
+        for begun_s, ended_s in silences
+    ):
+        return True
+    if fault.kind is FaultKind.GATEWAY:
+        return any(is_broken_by(fault, stream) for stream in streams[:-1])
+    last = streams[-1]
+    return last.num_attempts > 1 and last.sent_s <= fault.begun_s <= last.ended_s
+
+
+def _waits(streams: Sequence[Stream]) -> list[tuple[float, float]]:
+    """From when a request was first sent to its first piece."""
+    first = next((piece.at_s for stream in streams for piece in stream.pieces), None)
+    return [] if first is None else [(streams[0].sent_s, first)]
+
+
+def _cause(gap: tuple[float, float], faults: Sequence[Injected]) -> Injected | None:
+    """The first fault that began in a gap, or shortly before it; else one that went on then."""
+    begun_s, ended_s = gap
+    began = [f for f in faults if begun_s - NOTICED_S <= f.begun_s <= ended_s]
+    went_on = [f for f in faults if f.begun_s <= ended_s and begun_s <= f.ended_s]
+    return next(iter([*began, *went_on]), None)
+
+
+# ---------------------------------------------------------------- what is left behind
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What a worker says of its blocks."""
+
+    free: int
+    cached: int
+    owned: int
+    leased: int
+    in_flight: int
+    open_leases: int
+
+    @property
+    def accounted(self) -> int:
+        """Blocks that nobody uses."""
+        return self.free + self.cached
+
+
+def leaked(books: Mapping[str, Books], *, num_workers: int, blocks_each: int) -> tuple[int, int]:
+    """Blocks that are neither free nor cached, and leases that are open, of workers without work.
+
+    A worker that says nothing has lost all its blocks.
+    """
+    absent = num_workers - len(books)
+    blocks = sum(abs(blocks_each - one.accounted) for one in books.values())
+    return blocks + absent * blocks_each, sum(one.open_leases for one in books.values())

@@ -1,0 +1,77 @@
+"""`baton bench chaos`: its options, and what is printed and written."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from bench.chaos.plan import ChaosPlan, FaultKind, check, config_of, quick
+from bench.chaos.results import complaints, is_unharmed, results, story
+from bench.chaos.run import measure
+from bench.machine import commit, hardware
+from bench.report import Report, write_json
+from bench.tables import print_report
+from engine.errors import BatonError, ConfigError
+
+SIGNALS = "kill,stop,slow,gateway"
+
+
+def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1000,
+    rate: Annotated[float, typer.Option(help="Requests/s, whatever happens.")] = 4.0,
+    kill_every: Annotated[float, typer.Option(help="Seconds from kill to kill.")] = 5.0,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 2,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
+    gateways: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 2,
+    faults: Annotated[
+        str, typer.Option(help=f"Kinds, of {', '.join(FaultKind)}, between commas.")
+    ] = SIGNALS,
+    seed: Annotated[int, typer.Option(help="Seed of requests, arrivals and faults.")] = 0,
+    quick_: Annotated[bool, typer.Option("--quick", help="60 requests: under 50 s.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Kill, stop and slow down services under load; exit 1 if a request or a block is lost."""
+    log = Console(stderr=True)
+    try:
+        plan = check(
+            ChaosPlan(
+                num_requests=requests,
+                rate_per_s=rate,
+                every_s=kill_every,
+                prefill=prefill,
+                decode=decode,
+                gateways=gateways,
+                kinds=_kinds(faults),
+                seed=seed,
+            )
+        )
+        plan = quick(plan) if quick_ else plan
+        run = measure(plan, lambda line: log.print(line, style="dim"))
+        report = Report("chaos", commit(), hardware(), seed, config_of(plan), results(run))
+        if json:
+            write_json(report, json)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    console = Console()
+    title = (
+        f"{plan.num_requests} requests at {plan.rate_per_s:g}/s, {plan.prefill} + {plan.decode}"
+        f" workers, a fault of {config_of(plan)['faults']} every {plan.every_s:g} s"
+    )
+    print_report(console, report, title=title)
+    console.print(Text(story(run)), soft_wrap=True)
+    for line in complaints(run):
+        console.print(Text(line, style="red"), soft_wrap=True)
+    if not is_unharmed(report.results):
+        raise typer.Exit(1)
+
+
+def _kinds(text: str) -> tuple[FaultKind, ...]:
+    """Raises ConfigError."""
+    try:
+        return tuple(dict.fromkeys(FaultKind(name.strip()) for name in text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"--faults: {error}; there are: {', '.join(FaultKind)}") from error

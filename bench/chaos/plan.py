@@ -1,0 +1,138 @@
+"""What one `bench chaos` is asked to do, and which faults it injects when. Pure.
+
+    kill      SIGKILL of a worker
+    stop      SIGSTOP of a worker for a while, then SIGCONT
+    slow      a worker that runs for a fifth of the time, for a while
+    flip      a worker of one pool changes to the other, and back after a while
+    drain     a worker is given no work for a while, and what it has is moved away
+    gateway   SIGKILL of a gateway process
+    cut       the network between two halves of the workers, for a while
+
+Kills, where they are asked for, come every `every_s`; one fault of another kind comes in the middle
+between two of them, so that it meets what the kill left. Who is hit is decided by `Fault.draw` when
+it is time, among those that may be hit then (`chosen`): no fault takes the last worker of a pool
+that works, since what is asked is whether others take over.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from random import Random
+from typing import TypeVar
+
+from bench.report import Scalar
+from engine.errors import ConfigError
+
+QUICK_REQUESTS = 60
+LASTS_S = (1.5, 4.0)  # a fault that ends by itself
+LONG_STOP_S = 12.0  # longer than a silent peer is believed to be alive
+LONG_STOPS = 0.25  # share of all stops
+FIRST_AT = 0.5  # of `every_s`: after the first requests have begun
+MARGIN = (0.3, 0.7)  # where between two kills another fault comes
+
+T = TypeVar("T")
+
+
+class FaultKind(StrEnum):
+    """What is done to a service."""
+
+    KILL = "kill"
+    STOP = "stop"
+    SLOW = "slow"
+    FLIP = "flip"
+    DRAIN = "drain"
+    GATEWAY = "gateway"
+
+
+LASTING = frozenset({FaultKind.STOP, FaultKind.SLOW, FaultKind.FLIP, FaultKind.DRAIN})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One that is to come, so many seconds after the load begins; `draw` in [0, 1)."""
+
+    at_s: float
+    kind: FaultKind
+    draw: float
+    lasts_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosPlan:
+    """All that is to be done."""
+
+    num_requests: int = 1000
+    rate_per_s: float = 4.0
+    every_s: float = 5.0
+    prefill: int = 2
+    decode: int = 2
+    gateways: int = 2
+    kinds: tuple[FaultKind, ...] = (FaultKind.KILL,)
+    seed: int = 0
+    kv_mib: int = 24  # of each worker: not all prompts stay cached from run to run
+
+    @property
+    def duration_s(self) -> float:
+        """How long requests come."""
+        return self.num_requests / self.rate_per_s
+
+
+def check(plan: ChaosPlan) -> ChaosPlan:
+    """The plan itself. Raises ConfigError where nothing could be learned from it."""
+    if not plan.kinds:
+        raise ConfigError("chaos needs at least one kind of fault")
+    if FaultKind.GATEWAY in plan.kinds and plan.gateways < 2:
+        raise ConfigError("a gateway process can only be killed where there is another one")
+    if not min(plan.rate_per_s, plan.every_s) > 0:
+        raise ConfigError("the rate and the time between faults must be above 0")
+    if min(plan.prefill, plan.decode) < 1 or max(plan.prefill, plan.decode) < 2:
+        raise ConfigError("no worker may fail where each is the only one of its pool")
+    return plan
+
+
+def quick(plan: ChaosPlan) -> ChaosPlan:
+    """So few requests that all is over in 50 s."""
+    return replace(plan, num_requests=min(plan.num_requests, QUICK_REQUESTS))
+
+
+def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
+    """Every fault in the order in which it comes: a function of the plan."""
+    rng = Random(f"{plan.seed}/faults")
+    others = [kind for kind in plan.kinds if kind is not FaultKind.KILL]
+    kills = FaultKind.KILL in plan.kinds
+    faults = []
+    at_s = FIRST_AT * plan.every_s
+    while at_s < plan.duration_s:
+        if kills:
+            faults.append(_fault(FaultKind.KILL, at_s, rng))
+        if others:
+            later_s = rng.uniform(*MARGIN) * plan.every_s if kills else 0.0
+            faults.append(_fault(rng.choice(others), at_s + later_s, rng))
+        at_s += plan.every_s
+    return tuple(fault for fault in faults if fault.at_s < plan.duration_s)
+
+
+def _fault(kind: FaultKind, at_s: float, rng: Random) -> Fault:
+    draw, lasts_s, is_long = rng.random(), rng.uniform(*LASTS_S), rng.random() < LONG_STOPS
+    if kind is FaultKind.STOP and is_long:
+        lasts_s = LONG_STOP_S
+    return Fault(at_s, kind, draw, lasts_s if kind in LASTING else 0.0)
+
+
+def chosen(fault: Fault, eligible: Sequence[T]) -> T | None:
+    """Who is hit of those that may be, which come in an order that means nothing."""
+    return eligible[int(fault.draw * len(eligible))] if eligible else None
+
+
+def config_of(plan: ChaosPlan) -> dict[str, Scalar]:
+    """The plan as a report records it: flat."""
+    return {
+        "num_requests": plan.num_requests,
+        "rate_per_s": plan.rate_per_s,
+        "every_s": plan.every_s,
+        "prefill": plan.prefill,
+        "decode": plan.decode,
+        "gateways": plan.gateways,
+        "faults": ",".join(plan.kinds),
+        "kv_mib": plan.kv_mib,
+    }

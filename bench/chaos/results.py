@@ -1,0 +1,108 @@
+"""What a run of `bench chaos` amounts to. Pure.
+
+| result                       | unit |                                                           |
+|------------------------------|------|-----------------------------------------------------------|
+| lost, changed                | req  | see `bench.chaos.checker`                                 |
+| leaked_blocks, leaked_leases |      | that workers hold when nobody asks for anything any more  |
+| leaked_processes             |      | alive after the deployment was ended                      |
+| longest_stall_s              | s    | longest time between two chunks of any stream             |
+| longest_first_s              | s    | longest time to a first chunk                             |
+| calm_stall_s                 | s    | as longest_stall_s, undisturbed                           |
+| mean_e2e_s                   | s    | of an answer, from when it was first asked for            |
+| retried                      | req  | that the router placed more than once                     |
+| reconnected                  | req  | whose clients had to ask again: a gateway was killed      |
+| injected/KIND                |      | faults                                                    |
+| skipped                      |      | faults that could hit nobody without taking the last      |
+| affected/KIND                | req  | that were silent across a fault, placed or sent again     |
+| outage_mean_s, outage_max_s  | s    | how long a worker was gone, as gateways saw it            |
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from bench.chaos.checker import End, affected, longest_stall
+from bench.chaos.run import Run
+from bench.chaos.streams import Piece, Stream
+from bench.report import Figure, Result, results_of
+
+MUST_BE_ZERO = ("lost", "changed", "leaked_blocks", "leaked_leases", "leaked_processes")
+NUM_TOLD = 5  # of each kind of what went wrong
+
+
+def figures_of(run: Run) -> dict[str, Figure]:
+    """Every figure of one run."""
+    kinds = Counter(fault.kind for fault in run.injected)
+    hit = affected(run.streams, run.injected)
+    firsts_s = [s[0].at_s - t for s, t in ((_pieces(r), r[0].sent_s) for r in run.streams) if s]
+    outages_s = [outage.seconds for outage in run.outages]
+    counts = {
+        "lost": len(run.requests_of(End.LOST)),
+        "changed": len(run.requests_of(End.CHANGED)),
+        "leaked_blocks": run.left.blocks,
+        "leaked_leases": run.left.leases,
+        "leaked_processes": len(run.left.processes),
+        "requests": len(run.asked),
+        "retried": sum(any(s.num_attempts > 1 for s in streams) for streams in run.streams),
+        "reconnected": sum(len(streams) > 1 for streams in run.streams),
+        "injected": sum(kinds.values()),
+        **{f"injected/{kind}": count for kind, count in sorted(kinds.items())},
+        "skipped": len(run.skipped),
+        **{f"affected/{kind}": count for kind, count in sorted(hit.items())},
+    }
+    times_s = {
+        "longest_stall_s": longest_stall(run.streams, run.injected).seconds,
+        "longest_first_s": max(firsts_s, default=0.0),
+        "calm_stall_s": run.calm_stall_s,
+        "mean_e2e_s": statistics.mean(s[-1].ended_s - s[0].sent_s for s in run.streams),
+        "duration_s": run.duration_s,
+    }
+    if outages_s:
+        times_s |= {"outage_mean_s": statistics.mean(outages_s), "outage_max_s": max(outages_s)}
+    units = dict.fromkeys(("lost", "changed", "requests", "retried", "reconnected"), "req")
+    return {
+        **{name: Figure(count, units.get(name, "")) for name, count in counts.items()},
+        **{name: Figure(value_s, "s") for name, value_s in times_s.items()},
+    }
+
+
+def results(run: Run) -> tuple[Result, ...]:
+    """The figures as a report has them."""
+    return results_of([figures_of(run)])
+
+
+def is_unharmed(found: Sequence[Result]) -> bool:
+    """Whether nothing was lost, changed or leaked."""
+    return not any(result.value for result in found if result.name in MUST_BE_ZERO)
+
+
+def complaints(run: Run) -> list[str]:
+    """What went wrong, with enough of it to look for the reason."""
+    lines = []
+    for end in (End.LOST, End.CHANGED):
+        numbers = run.requests_of(end)
+        lines += [
+            f"{end}: request {i}, {run.asked[i].kind}: {run.verdicts[i].reason}"
+            for i in numbers[:NUM_TOLD]
+        ]
+        if len(numbers) > NUM_TOLD:
+            lines.append(f"{end}: {len(numbers) - NUM_TOLD} more")
+    left = run.left
+    if left.blocks or left.leases:
+        lines.append(f"left behind: {left.blocks} blocks, {left.leases} leases: {left.detail}")
+    lines += [f"still alive: {process}" for process in left.processes]
+    lines += [
+        f"{fault.kind} of {fault.victim} {fault.detail}" for fault in run.injected if fault.detail
+    ]
+    return lines
+
+
+def story(run: Run) -> str:
+    """The longest stall, and the fault that came with it."""
+    stall = longest_stall(run.streams, run.injected)
+    cause = "no fault" if stall.fault is None else f"{stall.fault.kind} of {stall.fault.victim}"
+    return f"longest stall: {stall.seconds:.2f} s, request {stall.request}, with {cause}"
+
+
+def _pieces(streams: Sequence[Stream]) -> list[Piece]:
+    return [piece for stream in streams for piece in stream.pieces]

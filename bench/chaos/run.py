@@ -1,0 +1,278 @@
+"""The shell of `bench chaos`: a real deployment, the requests undisturbed, then among faults."""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import uvloop
+
+from bench.arrivals import arrival_times_s
+from bench.chaos.asks import Ask, asks
+from bench.chaos.checker import (
+    End,
+    Injected,
+    Reply,
+    Verdict,
+    disorder,
+    gaps,
+    judge,
+    leaked,
+    reply_of,
+)
+from bench.chaos.client import Client
+from bench.chaos.deployment import MARK, Deployment
+from bench.chaos.faults import Director, Signals
+from bench.chaos.plan import ChaosPlan, Fault, FaultKind, faults_of
+from bench.chaos.streams import Stream
+from bench.chaos.waiting import holds_within, pause
+from bench.plan import Target
+from bench.prompts import plain_token_ids
+from bench.serve import Client as Api
+from bench.serving import Options, serving
+from engine.clock import Clock, MonotonicClock
+from engine.errors import BatonError
+
+MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
+AT_ONCE = 8  # of the undisturbed run, in which nothing depends on when requests come
+REQUEST_TIMEOUT_S = 120.0
+WHOLE_WITHIN_S = 60.0  # all workers are back, and hold nothing for anybody
+STEADY_S = 2.5  # workers report once a second
+GONE_WITHIN_S = 60.0
+GONE_AFTER_S = 5.0  # what the end of the command does not wait for
+WATCH_EVERY_S = 0.5
+
+Say = Callable[[str], None]
+
+
+class NotUndisturbed(BatonError):
+    """What was to be compared with is itself no good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A worker that was not there, as gateways saw it."""
+
+    worker: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What was left when all was over."""
+
+    blocks: int
+    leases: int
+    processes: tuple[str, ...] = ()
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that happened."""
+
+    asked: tuple[Ask, ...]
+    expected: tuple[Reply, ...]
+    streams: tuple[tuple[Stream, ...], ...]  # of each request
+    verdicts: tuple[Verdict, ...]
+    injected: tuple[Injected, ...]
+    skipped: tuple[Fault, ...]
+    outages: tuple[Outage, ...]
+    left: Left
+    calm_stall_s: float  # the longest of the undisturbed run
+    duration_s: float
+
+    def requests_of(self, end: End) -> list[int]:
+        """Those that ended so."""
+        return [i for i, verdict in enumerate(self.verdicts) if verdict.end is end]
+
+
+def measure(plan: ChaosPlan, say: Say = lambda line: None) -> Run:
+    """Carries out the plan. Raises ServerFailed, ServerUnreachable, NotUndisturbed."""
+    mark = secrets.token_hex(8)
+    options: Options = {
+        "--prefill": plan.prefill,
+        "--decode": plan.decode,
+        "--weights": "int8",
+        "--kv-mib": plan.kv_mib,
+    }
+    environment = {MARK: mark, "BATON_GATEWAY__PROCESSES": str(plan.gateways)}
+    say(f"starting {plan.prefill} + {plan.decode} workers")
+    with serving(MODEL, options, environment) as served:
+        run: Run = uvloop.run(_measure(plan, lambda s: Deployment(served, s, mark), say))
+    return run
+
+
+async def _measure(
+    plan: ChaosPlan, deployed: Callable[[aiohttp.ClientSession], Deployment], say: Say
+) -> Run:
+    clock = MonotonicClock()
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),  # the next goes to any process
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+    ) as session:
+        deployment = deployed(session)
+        model = await Api(session, Target(deployment.url), clock).first_model()
+        asked = asks(plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed)
+        client = Client(session, deployment.url, clock)
+        keeper = _Bookkeeper(deployment, clock, plan.prefill + plan.decode)
+        await keeper.open()
+        say(f"{len(asked)} requests undisturbed")
+        calm = await _undisturbed(client, asked)
+        say(f"answered in {max(s.ended_s for s in calm) - min(s.sent_s for s in calm):.1f} s")
+        await keeper.settle()
+        director = Director(deployment, dict.fromkeys(FaultKind, Signals(deployment, clock)), clock)
+        watch = _Watch(deployment, clock)
+        say(f"the same in {plan.duration_s:.0f} s, with faults: {', '.join(plan.kinds)}")
+        begun_s = clock.now_s()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch.run())
+            faults = group.create_task(director.run(faults_of(plan), begun_s))
+            streams = await _load(plan, asked, client, clock)
+            await faults
+            await keeper.settle()
+            watching.cancel()
+        say("looking for what was left behind")
+        left = await keeper.left()
+        processes = await _end(deployment, clock)
+    expected = [reply_of(s, ask.num_choices) for s, ask in zip(calm, asked, strict=True)]
+    deaths = [f for f in director.injected if f.kind is FaultKind.GATEWAY]
+    return Run(
+        asked=tuple(asked),
+        expected=tuple(expected),
+        streams=tuple(map(tuple, streams)),
+        verdicts=tuple(judge(e, s, deaths) for e, s in zip(expected, streams, strict=True)),
+        injected=tuple(director.injected),
+        skipped=tuple(director.skipped),
+        outages=tuple(watch.outages),
+        left=replace(left, processes=tuple(processes)),
+        calm_stall_s=max((end - begin for s in calm for begin, end in gaps([s])), default=0.0),
+        duration_s=max(s[-1].ended_s for s in streams) - begun_s,
+    )
+
+
+async def _undisturbed(client: Client, asked: Sequence[Ask]) -> list[Stream]:
+    """Every answer. Raises NotUndisturbed if there is one that is not whole."""
+    waiting = deque(enumerate(asked))
+    found: dict[int, Stream] = {}
+
+    async def worker() -> None:
+        while waiting:
+            number, ask = waiting.popleft()
+            found[number] = (await client.ask(ask))[0]
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(worker())
+    for number, ask in enumerate(asked):
+        if (what := disorder(found[number], ask.num_choices)) is not None:
+            raise NotUndisturbed(f"request {number}, {ask.kind}, undisturbed: {what}")
+    return [found[number] for number in range(len(asked))]
+
+
+async def _load(
+    plan: ChaosPlan, asked: Sequence[Ask], client: Client, clock: Clock
+) -> list[list[Stream]]:
+    """An open loop: nobody waits for anybody else's answer."""
+    rng = Random(f"{plan.seed}/arrivals")
+    dues_s = arrival_times_s(plan.rate_per_s, len(asked), burstiness=1.0, rng=rng)
+    start_s = clock.now_s()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for ask, due_s in zip(asked, dues_s, strict=True):
+            await pause(start_s + due_s - clock.now_s())
+            tasks.append(group.create_task(client.ask(ask)))
+    return [task.result() for task in tasks]
+
+
+async def _end(deployment: Deployment, clock: Clock) -> list[str]:
+    """Ends the deployment as a user does; processes that outlive it."""
+
+    async def ended() -> bool:
+        return deployment.has_ended()
+
+    async def gone() -> bool:
+        return not deployment.marked()
+
+    deployment.interrupt()
+    await holds_within(ended, GONE_WITHIN_S, clock)
+    await holds_within(gone, GONE_AFTER_S, clock)
+    return [f"{pid} {command}" for pid, command in deployment.marked().items()]
+
+
+class _Bookkeeper:
+    """Knows how many blocks each worker has, and finds those that are missing."""
+
+    def __init__(self, deployment: Deployment, clock: Clock, num_workers: int) -> None:
+        self._deployment = deployment
+        self._clock = clock
+        self._num_workers = num_workers
+        self._blocks_each = 0
+
+    async def open(self) -> None:
+        """Waits for all workers, none of which has done anything yet. Raises NotUndisturbed."""
+
+        async def all_there() -> bool:
+            return len(await self._deployment.workers()) == self._num_workers
+
+        if not await holds_within(all_there, WHOLE_WITHIN_S, self._clock):
+            raise NotUndisturbed(f"{self._num_workers} workers did not come up")
+        workers = (await self._deployment.workers()).values()
+        sizes = {worker.books.free for worker in workers}
+        if len(sizes) != 1:
+            raise NotUndisturbed(f"new workers have {sorted(sizes)} free blocks")
+        (self._blocks_each,) = sizes
+
+    async def settle(self) -> None:
+        """Waits until all workers are there and hold nothing, and for as long as that may take."""
+        since_s = self._clock.now_s()
+
+        async def is_steady() -> bool:
+            nonlocal since_s
+            if await self._look() != (0, 0, 0):
+                since_s = self._clock.now_s()
+            return self._clock.now_s() - since_s >= STEADY_S
+
+        await holds_within(is_steady, WHOLE_WITHIN_S, self._clock)
+
+    async def left(self) -> Left:
+        """What workers hold now, when they should hold nothing."""
+        workers = await self._deployment.workers()
+        blocks, leases, num_seqs = await self._look()
+        books = "; ".join(f"{name}: {worker.books}" for name, worker in workers.items())
+        detail = f"{num_seqs} sequences, {books}" if blocks or leases or num_seqs else ""
+        return Left(blocks, leases, detail=detail)
+
+    async def _look(self) -> tuple[int, int, int]:
+        """Leaked blocks, open leases, sequences."""
+        workers = await self._deployment.workers()
+        books = {name: worker.books for name, worker in workers.items()}
+        blocks, leases = leaked(books, num_workers=self._num_workers, blocks_each=self._blocks_each)
+        return blocks, leases, sum(worker.num_seqs for worker in workers.values())
+
+
+class _Watch:
+    """Looks which workers there are, again and again, until it is cancelled."""
+
+    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+        self._deployment = deployment
+        self._clock = clock
+        self._absent_s: dict[str, float] = {}  # since when
+        self.outages: list[Outage] = []
+
+    async def run(self) -> None:
+        """Never returns."""
+        known: set[str] = set()
+        while True:
+            there, now_s = (await self._deployment.workers()).keys(), self._clock.now_s()
+            if there:  # else it is the gateway that is gone
+                known |= there
+                for name in known - there:
+                    self._absent_s.setdefault(name, now_s)
+                for name in there & self._absent_s.keys():
+                    self.outages.append(Outage(name, now_s - self._absent_s.pop(name)))
+            await pause(WATCH_EVERY_S)

@@ -1,0 +1,158 @@
+"""One streamed answer as it came: every piece of it, and how the stream ended.
+
+Pure: bytes with their times in, a `Stream` out. Unlike `bench.answers`, which measures, it keeps
+what was said, also what should not have been said; `bench.chaos.checker` judges.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from bench.sse import SseParser
+
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one choice that came at once. `logprobs` are of its tokens, where asked for."""
+
+    at_s: float
+    choice: int
+    text: str = ""
+    finish: str | None = None
+    logprobs: tuple[tuple[str, float | None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens as the server counted them. What was cached depends on who was asked before."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An answer, or as much of it as came. `failure` says why there is no more."""
+
+    sent_s: float
+    ended_s: float
+    pieces: tuple[Piece, ...] = ()
+    usages: tuple[Usage, ...] = ()
+    num_done: int = 0  # marks of the end
+    num_after_done: int = 0  # events after it
+    num_attempts: int = 1  # that the router needed
+    failure: str | None = None
+    is_broken: bool = False  # the connection ended before the answer did
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Timeline(msgspec.Struct):
+    attempts: int = 1
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: object = None
+    baton_timeline: _Timeline | None = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)
+
+
+class StreamReader:
+    """Reads one answer: `feed` for every piece of the body, then one of the others, once."""
+
+    def __init__(self, sent_s: float) -> None:
+        self._sent_s = sent_s
+        self._parser = SseParser()
+        self._pieces: list[Piece] = []
+        self._usages: list[Usage] = []
+        self._num_done = 0
+        self._num_after_done = 0
+        self._num_attempts = 1
+        self._failure: str | None = None
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Takes the bytes that came at `now_s`."""
+        for event in self._parser.feed(data):
+            self._take(event.data, now_s)
+
+    def finish(self, now_s: float) -> Stream:
+        """The connection ended as it should."""
+        return self._stream(now_s, self._failure, is_broken=False)
+
+    def refuse(self, why: str, now_s: float) -> Stream:
+        """There is no answer, or no more of it."""
+        return self._stream(now_s, self._failure or why, is_broken=False)
+
+    def fail(self, why: str, now_s: float) -> Stream:
+        """The connection broke."""
+        return self._stream(now_s, self._failure or why, is_broken=True)
+
+    def _stream(self, now_s: float, failure: str | None, *, is_broken: bool) -> Stream:
+        return Stream(
+            sent_s=self._sent_s,
+            ended_s=now_s,
+            pieces=tuple(self._pieces),
+            usages=tuple(self._usages),
+            num_done=self._num_done,
+            num_after_done=self._num_after_done,
+            num_attempts=self._num_attempts,
+            failure=failure,
+            is_broken=is_broken,
+        )
+
+    def _take(self, data: bytes, now_s: float) -> None:
+        if self._num_done and data != DONE:
+            self._num_after_done += 1
+        if data == DONE:
+            self._num_done += 1
+            return
+        try:
+            chunk = _chunks.decode(data)
+        except msgspec.MsgspecError as error:
+            self._failure = self._failure or f"{error}: {_shown(data)}"
+            return
+        if chunk.error is not None:
+            self._failure = self._failure or _shown(data)
+        self._pieces += _pieces(chunk.choices, now_s)
+        if chunk.usage is not None:
+            self._usages.append(chunk.usage)
+        if chunk.baton_timeline is not None:
+            self._num_attempts = chunk.baton_timeline.attempts
+
+
+def _pieces(choices: Sequence[_Choice], now_s: float) -> list[Piece]:
+    """Without those that say nothing, like the role at the begin of a chat's answer."""
+    pieces = []
+    for choice in choices:
+        text = choice.text or (choice.delta or _Delta()).content or ""
+        scored = choice.logprobs or _Logprobs()
+        logprobs = tuple(zip(scored.tokens, scored.token_logprobs, strict=True))
+        if text or logprobs or choice.finish_reason is not None:
+            pieces.append(Piece(now_s, choice.index, text, choice.finish_reason, logprobs))
+    return pieces
+
+
+def _shown(data: bytes) -> str:
+    return data[:200].decode(errors="replace")

@@ -1,0 +1,42 @@
+"""Real deployments of the bundled model under load, with faults: nothing is lost, changed, leaked.
+
+What the checker finds at all is `tests/unit/test_chaos_checker.py`'s business.
+"""
+
+import pytest
+
+from bench.chaos.plan import ChaosPlan, FaultKind, check
+from bench.chaos.results import complaints, figures_of, is_unharmed, results
+from bench.chaos.run import Run, measure
+
+pytestmark = pytest.mark.torch
+
+SIGNALS = (FaultKind.KILL, FaultKind.STOP, FaultKind.SLOW, FaultKind.GATEWAY)
+
+
+def unharmed(plan: ChaosPlan) -> Run:
+    """The run of a plan, which must have disturbed somebody and harmed nobody."""
+    run = measure(check(plan))
+    assert is_unharmed(results(run)), complaints(run)
+    figures = figures_of(run)
+    assert figures["injected"].value > 0
+    assert sum(f.value for name, f in figures.items() if name.startswith("affected/")) > 0
+    return run
+
+
+def test_a_short_storm_of_faults_harms_no_request():
+    run = unharmed(ChaosPlan(num_requests=60, rate_per_s=6.0, every_s=2.5, kinds=SIGNALS, seed=1))
+    assert len(run.injected) >= 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", SIGNALS)
+def test_one_kind_of_fault_again_and_again_harms_no_request(kind):
+    unharmed(ChaosPlan(num_requests=150, rate_per_s=5.0, every_s=4.0, kinds=(kind,), seed=2))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_long_storm_of_faults_harms_no_request():
+    unharmed(ChaosPlan(num_requests=1000, rate_per_s=5.0, kinds=SIGNALS, seed=3))

@@ -1,0 +1,74 @@
+"""What `bench chaos` keeps of a stream: also what should not have come."""
+
+import json
+
+from bench.chaos.streams import Piece, StreamReader, Usage
+
+
+def chunk(**fields) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def text(index: int, text: str, finish: str | None = None, **more) -> bytes:
+    return chunk(choices=[{"index": index, "text": text, "finish_reason": finish, **more}])
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def read(*parts: bytes):
+    reader = StreamReader(sent_s=1.0)
+    for i, part in enumerate(parts):
+        reader.feed(part, 2.0 + i)
+    return reader.finish(9.0)
+
+
+def test_pieces_have_the_time_at_which_they_came():
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    found = read(
+        text(0, "a") + text(1, "x"),
+        text(0, "b", "stop"),
+        chunk(choices=[], usage=usage),
+        chunk(choices=[], baton_timeline={"attempts": 3, "queue_s": 0.1}),
+        DONE,
+    )
+    assert found.pieces == (Piece(2.0, 0, "a"), Piece(2.0, 1, "x"), Piece(3.0, 0, "b", "stop"))
+    assert found.usages == (Usage(3, 2),)
+    assert (found.num_done, found.num_after_done, found.num_attempts) == (1, 0, 3)
+    assert (found.sent_s, found.ended_s) == (1.0, 9.0)
+    assert found.failure is None
+
+
+def test_chats_say_the_same_in_their_own_way():
+    found = read(
+        chunk(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}]),
+        chunk(choices=[{"index": 0, "delta": {"content": "a"}}]),
+        chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}]),
+    )
+    assert found.pieces == (Piece(3.0, 0, "a"), Piece(4.0, 0, finish="length"))
+
+
+def test_log_probabilities_are_kept_by_token():
+    scored = {"tokens": ["a", "b"], "token_logprobs": [-0.5, None], "text_offset": [0, 1]}
+    (piece,) = read(text(0, "ab", logprobs=scored)).pieces
+    assert piece.logprobs == (("a", -0.5), ("b", None))
+
+
+def test_what_comes_after_the_end_is_counted():
+    found = read(text(0, "a", "stop"), DONE, text(0, "b"), DONE)
+    assert (found.num_done, found.num_after_done) == (2, 1)
+    assert len(found.pieces) == 2
+
+
+def test_errors_in_a_stream_are_failures():
+    assert "no worker" in read(text(0, "a"), chunk(error={"message": "no worker"})).failure
+    assert read(b"data: {nonsense\n\n").failure is not None
+
+
+def test_a_broken_connection_is_told_from_a_refusal():
+    reader = StreamReader(sent_s=1.0)
+    reader.feed(text(0, "a"), 2.0)
+    lost = reader.fail("reset by peer", 3.0)
+    assert (lost.is_broken, lost.failure, len(lost.pieces)) == (True, "reset by peer", 1)
+    refused = StreamReader(sent_s=1.0).refuse("status 503", 3.0)
+    assert (refused.is_broken, refused.failure) == (False, "status 503")
