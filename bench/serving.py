@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from bench.background import PROC
@@ -56,8 +57,11 @@ class Served:
 
 
 @contextmanager
-def serving(checkpoint: Path, options: Options) -> Iterator[Served]:
-    """Runs `baton serve` with plain processes on a port of the system's choice.
+def serving(
+    checkpoint: Path, options: Options, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Served]:
+    """Runs `baton serve` with plain processes on a port of the system's choice, and with so much
+    more environment.
 
     On leaving, all its processes are gone. Raises ServerFailed.
     """
@@ -70,7 +74,7 @@ def serving(checkpoint: Path, options: Options) -> Iterator[Served]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**os.environ, "COLUMNS": "200"},  # its URL stays in one line
+        env={**os.environ, "COLUMNS": "200", **environment},  # its URL stays in one line
         start_new_session=True,
     )
     said: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: no more will come

@@ -8,7 +8,7 @@ connection may break only where a gateway process was killed; else the request c
 though the client asked again.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -62,6 +62,7 @@ class Injected:
     begun_s: float
     ended_s: float
     detail: str = ""
+    failure: str | None = None  # what kept it from being what it was to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,26 +226,16 @@ def _cause(gap: tuple[float, float], faults: Sequence[Injected]) -> Injected | N
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What a worker says of its blocks."""
+    """What a worker without work says of its blocks; cached ones are free."""
 
-    free: int
-    cached: int
-    owned: int
-    leased: int
-    in_flight: int
+    num_blocks: int
+    num_free: int
     open_leases: int
 
-    @property
-    def accounted(self) -> int:
-        """Blocks that nobody uses."""
-        return self.free + self.cached
 
-
-def leaked(books: Mapping[str, Books], *, num_workers: int, blocks_each: int) -> tuple[int, int]:
-    """Blocks that are neither free nor cached, and leases that are open, of workers without work.
-
-    A worker that says nothing has lost all its blocks.
+def leaked(books: Sequence[Books]) -> tuple[int, int]:
+    """Blocks that are neither free nor cached, and leases that are open. More free blocks than
+    there are is as wrong as fewer.
     """
-    absent = num_workers - len(books)
-    blocks = sum(abs(blocks_each - one.accounted) for one in books.values())
-    return blocks + absent * blocks_each, sum(one.open_leases for one in books.values())
+    blocks = sum(abs(one.num_blocks - one.num_free) for one in books)
+    return blocks, sum(one.open_leases for one in books)

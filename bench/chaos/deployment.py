@@ -1,97 +1,157 @@
-"""The deployment under chaos as an operator sees it: metrics, and a list of processes."""
+"""The deployment under chaos as its operator sees it: the admin API, and a list of processes."""
 
 import os
-import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from bench.background import PROC
-from bench.chaos.checker import Books
 from bench.serving import Served
+from engine.errors import BatonError
 from engine.messages import Role
 
 MARK = "BATON_CHAOS_MARK"
-LISTENING = "0A"
-_SAMPLE = re.compile(r"^baton_worker_(blocks|open_leases|running_seqs|waiting_seqs)\{(.*)\} (\S+)$")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-_STATES = ("free", "cached", "owned", "leased", "in_flight")
+ORDER_TIMEOUT_S = 5.0
+
+
+class OrderFailed(BatonError):
+    """The controller did not take an order, with its reason."""
+
+
+class WorkerSeen(msgspec.Struct, frozen=True):
+    """What the admin API says of one worker."""
+
+    worker_id: str
+    role: Role | None
+    target: Role | None
+    state: str
+    is_connected: bool
+    pid: int | None
+    waiting_seqs: int
+    running_seqs: int
+    open_leases: int
+    num_blocks: int
+    free_blocks: int  # cached ones included
+
+    @property
+    def works(self) -> bool:
+        """Whether it does what it is there for."""
+        return self.state == "serving" and self.is_connected and self.role is self.target
+
+    @property
+    def num_seqs(self) -> int:
+        """That it has been given."""
+        return self.waiting_seqs + self.running_seqs
+
+
+class GatewaySeen(msgspec.Struct, frozen=True):
+    """What it says of a gateway process. `missing` is what keeps it from serving."""
+
+    name: str
+    pid: int | None
+    state: str
+    missing: str | None
+    members_version: int
+
+    @property
+    def works(self) -> bool:
+        """Whether it takes connections and serves them."""
+        return self.state == "serving" and self.missing is None
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The pools."""
+
+    settled: bool
+    version: int
+    workers: list[WorkerSeen]
+    gateways: list[GatewaySeen]
+
+    @property
+    def by_name(self) -> dict[str, WorkerSeen]:
+        """Workers."""
+        return {worker.worker_id: worker for worker in self.workers}
+
+
+NOTHING = Seen(settled=False, version=-1, workers=[], gateways=[])
+
+
+class _Access(msgspec.Struct):
+    admin_url: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSeen:
-    """A worker that a gateway has a session with, and that has reported."""
+class Mark:
+    """What all processes of a deployment, and nobody else, have in their environment."""
 
-    role: Role
-    books: Books
-    num_seqs: int
+    value: str
+    run_dir: Path  # where it says how its operator reaches it
 
-
-def workers_of(page: str) -> dict[str, WorkerSeen]:
-    """What a gateway's /metrics says of workers, by name."""
-    figures: dict[str, dict[str, int]] = {}
-    roles: dict[str, Role] = {}
-    for line in page.splitlines():
-        if (found := _SAMPLE.match(line)) is None:
-            continue
-        labels: dict[str, str] = dict(_LABEL.findall(found[2]))
-        name = labels["worker"]
-        roles[name] = Role(labels["role"])
-        figures.setdefault(name, {})[labels.get("state") or found[1]] = int(float(found[3]))
-    return {name: _seen(roles[name], own) for name, own in sorted(figures.items())}
-
-
-def _seen(role: Role, figures: Mapping[str, int]) -> WorkerSeen:
-    free, cached, owned, leased, in_flight = (figures[state] for state in _STATES)
-    books = Books(free, cached, owned, leased, in_flight, figures["open_leases"])
-    return WorkerSeen(role, books, figures["running_seqs"] + figures["waiting_seqs"])
-
-
-def num_listening(table: str, port: int) -> int:
-    """Sockets that take connections at a port, by the text of /proc/net/tcp."""
-    ends = (line.split()[1:4] for line in table.splitlines()[1:])
-    return sum(
-        state == LISTENING and int(local.rpartition(":")[2], 16) == port for local, _, state in ends
-    )
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """To start it with."""
+        return {MARK: self.value, "BATON_RUN_DIR": str(self.run_dir)}
 
 
 class Deployment:
     """What runs behind a URL on this machine."""
 
-    def __init__(self, served: Served, session: aiohttp.ClientSession, mark: str) -> None:
+    def __init__(self, served: Served, session: aiohttp.ClientSession, mark: Mark) -> None:
         self._served = served
         self._session = session
         self._mark = mark
+        self._access: _Access | None = None
 
     @property
     def url(self) -> str:
         """Where it is asked."""
         return self._served.url
 
-    async def workers(self) -> dict[str, WorkerSeen]:
-        """As a gateway sees them now; empty where none answers."""
+    def open(self) -> None:
+        """Learns how the admin API is reached."""
+        (path,) = self._mark.run_dir.glob("*.json")
+        self._access = msgspec.json.decode(path.read_bytes(), type=_Access)
+
+    async def look(self) -> Seen:
+        """The pools as the controller knows them now; nothing of them where it does not answer."""
         try:
-            async with self._session.get(f"{self.url}/metrics") as response:
-                return workers_of(await response.text())
-        except (aiohttp.ClientError, TimeoutError):
-            return {}
+            return msgspec.json.decode(await self._call("GET", "/v1/pools"), type=Seen)
+        except OrderFailed:
+            return NOTHING
 
-    def pids(self, kind: str) -> dict[str, int]:
-        """Its gateways or workers, by name."""
-        return self._served.named(kind)
+    async def flip(self, worker: str, role: Role) -> None:
+        """Orders it. Raises OrderFailed."""
+        await self._call("POST", f"/v1/workers/{worker}/flip", {"role": str(role)})
 
-    def num_listening(self, proc: Path = PROC) -> int:
-        """Gateway processes that take connections; one that starts does that last of all."""
-        port = urlsplit(self.url).port
-        assert port is not None
-        return num_listening((proc / "net" / "tcp").read_text(), port)
+    async def drain(self, worker: str) -> None:
+        """Orders it. Raises OrderFailed."""
+        await self._call("POST", f"/v1/workers/{worker}/drain")
+
+    async def _call(self, method: str, path: str, body: object = None) -> bytes:
+        access = self._access
+        assert access is not None
+        try:
+            async with self._session.request(
+                method,
+                f"{access.admin_url}{path}",
+                data=None if body is None else msgspec.json.encode(body),
+                headers={"Authorization": f"Bearer {access.key}"},
+                timeout=aiohttp.ClientTimeout(total=ORDER_TIMEOUT_S),
+            ) as response:
+                answer = await response.read()
+                if response.status >= 300:
+                    raise OrderFailed(f"{response.status}: {answer[:300].decode()}")
+                return answer
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise OrderFailed(str(error) or type(error).__name__) from error
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
-        """Whether there still was somebody to take it. Only of this deployment."""
+        """Whether there still was somebody to take it. Only a service of this deployment is."""
         if pid not in self._served.sessions():
             return False
         try:
@@ -103,9 +163,10 @@ class Deployment:
     def marked(self, proc: Path = PROC) -> dict[int, str]:
         """Command lines of all that descends from it and lives, by process id."""
         found = {}
+        mark = f"{MARK}={self._mark.value}".encode()
         for path in proc.glob("[0-9]*"):
             try:
-                if f"{MARK}={self._mark}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                if mark in (path / "environ").read_bytes().split(b"\0"):
                     command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     found[int(path.name)] = command.strip()
             except OSError:  # it has ended, or is not ours

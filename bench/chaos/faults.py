@@ -1,8 +1,7 @@
 """Injects faults into a deployment, one after the other, and keeps what came of each.
 
-Whom a fault may hit is a pure function of what runs (`candidates`). Signals go to processes of the
-deployment and to nobody else. A worker that was killed counts as gone until another process of its
-name is there and has reported to a gateway.
+Whom a fault may hit is a pure function of what the controller knows (`candidates`). Signals go to
+services of the deployment and to nobody else; orders go to its controller, as an operator's do.
 """
 
 import asyncio
@@ -11,47 +10,53 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from bench.chaos.checker import Injected
-from bench.chaos.deployment import Deployment, WorkerSeen
+from bench.chaos.deployment import Deployment, OrderFailed, Seen
 from bench.chaos.plan import Fault, FaultKind, chosen
-from bench.chaos.waiting import POLL_EVERY_S, pause
+from bench.chaos.waiting import POLL_EVERY_S, holds_within, pause
 from engine.clock import Clock
+from engine.messages import Role
 
 RUNS_S, STANDS_S = 0.02, 0.08  # of a slow worker
+ORDER_WITHIN_S = 20.0
+
+
+class FaultFailed(Exception):
+    """A fault could not be injected, or not be undone."""
 
 
 class Injector(Protocol):
-    """Does one kind of thing to a victim, and undoes it where that is to be done."""
+    """Does some kinds of things to a victim, and undoes what is to be undone."""
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
         """Returns when it is over, with what is to be told of it. Raises FaultFailed."""
         ...
 
 
-class FaultFailed(Exception):
-    """A fault could not be injected."""
-
-
-def candidates(
-    kind: FaultKind,
-    workers: Mapping[str, WorkerSeen],
-    *,
-    running: Collection[str],
-    held: Collection[str],
-    gateways: Collection[str],
-) -> list[str]:
+def candidates(kind: FaultKind, seen: Seen, *, held: Collection[str]) -> list[str]:
     """Who may be hit: nobody that another fault holds, nor the last of its pool that works.
 
-    `workers` have a session, `running` have a process, `gateways` take connections.
+    Nobody is hit while a gateway process does not know all workers: to it another one would be the
+    last.
     """
+    gateways = [g for g in seen.gateways if g.works and g.members_version == seen.version]
+    if len(gateways) < len(seen.gateways):
+        return []
     if kind is FaultKind.GATEWAY:
-        return sorted(set(gateways) - set(held)) if len(gateways) > 1 else []
-    sound = {n: w.role for n, w in workers.items() if n in running and n not in held}
+        free = sorted(g.name for g in gateways if g.name not in held)
+        return free if len(free) > 1 else []
+    sound = {w.worker_id: w.role for w in seen.workers if w.works and w.worker_id not in held}
 
     def spare(name: str) -> bool:
-        rest = [role for other, role in sound.items() if other != name]
+        rest = [role for other, role in sound.items() if other != name and role is not None]
         return any(role.prefills for role in rest) and any(role.decodes for role in rest)
 
     return sorted(name for name in sound if spare(name))
+
+
+def pid_of(name: str, seen: Seen) -> int | None:
+    """Of a worker or a gateway."""
+    found = [w.pid for w in seen.workers if w.worker_id == name]
+    return next(iter([*found, *(g.pid for g in seen.gateways if g.name == name)]), None)
 
 
 class Signals:
@@ -63,45 +68,77 @@ class Signals:
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
         """Kills, stops or slows."""
-        match fault.kind:
-            case FaultKind.KILL | FaultKind.GATEWAY:
-                self._send(pid, signal.SIGKILL)
-            case FaultKind.STOP:
-                self._send(pid, signal.SIGSTOP)
-                try:
-                    await pause(fault.lasts_s)
-                finally:
-                    self._deployment.signal(pid, signal.SIGCONT)
-            case FaultKind.SLOW:
-                await self._slow(pid, fault.lasts_s)
-            case _:
-                raise FaultFailed(f"{fault.kind} is no signal")
+        if fault.kind is FaultKind.SLOW:
+            await self._slow(pid, fault.lasts_s)
+        elif fault.kind is FaultKind.STOP:
+            await self._stop(pid, fault.lasts_s)
+        else:
+            self._send(pid, signal.SIGKILL)
         return ""
+
+    async def _stop(self, pid: int, lasts_s: float) -> None:
+        self._send(pid, signal.SIGSTOP)
+        try:
+            await pause(lasts_s)
+        finally:
+            self._deployment.signal(pid, signal.SIGCONT)
 
     async def _slow(self, pid: int, lasts_s: float) -> None:
         end_s = self._clock.now_s() + lasts_s
-        try:
-            while self._clock.now_s() < end_s:
-                self._send(pid, signal.SIGSTOP)
-                await pause(STANDS_S)
-                self._send(pid, signal.SIGCONT)
-                await pause(RUNS_S)
-        finally:
-            self._deployment.signal(pid, signal.SIGCONT)
+        while self._clock.now_s() < end_s:
+            await self._stop(pid, STANDS_S)
+            await pause(RUNS_S)
 
     def _send(self, pid: int, number: signal.Signals) -> None:
         if not self._deployment.signal(pid, number):
             raise FaultFailed(f"process {pid} is gone")
 
 
+class Orders:
+    """Faults that an operator could ask for: of roles."""
+
+    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+        self._deployment = deployment
+        self._clock = clock
+
+    async def inject(self, fault: Fault, victim: str, pid: int) -> str:
+        """Flips or drains, and gives it its role again; how long the change took."""
+        begun_s = self._clock.now_s()
+        try:
+            role = (await self._deployment.look()).by_name[victim].role
+            assert role is not None
+            if fault.kind is FaultKind.FLIP:
+                other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+                await self._deployment.flip(victim, other)
+                await self._until(victim, "serving", other)
+            else:
+                await self._deployment.drain(victim)
+                await self._until(victim, "drained", Role.DRAINED)
+            took_s = self._clock.now_s() - begun_s
+            await pause(fault.lasts_s)
+            await self._deployment.flip(victim, role)
+            await self._until(victim, "serving", role)
+        except OrderFailed as error:
+            raise FaultFailed(str(error)) from error
+        return f"took {took_s:.1f} s"
+
+    async def _until(self, victim: str, state: str, role: Role) -> None:
+        """Waits until it has the role and holds nothing of another. Raises FaultFailed."""
+
+        async def has_come() -> bool:
+            worker = (await self._deployment.look()).by_name.get(victim)
+            return worker is not None and (worker.state, worker.role) == (state, role)
+
+        if not await holds_within(has_come, ORDER_WITHIN_S, self._clock):
+            worker = (await self._deployment.look()).by_name.get(victim)
+            raise FaultFailed(f"not {state} as {role} in {ORDER_WITHIN_S:g} s, but {worker}")
+
+
 class Director:
     """Carries out a plan's faults when they are due."""
 
     def __init__(
-        self,
-        deployment: Deployment,
-        injectors: Mapping[FaultKind, Injector],
-        clock: Clock,
+        self, deployment: Deployment, injectors: Mapping[FaultKind, Injector], clock: Clock
     ) -> None:
         self._deployment = deployment
         self._injectors = injectors
@@ -123,38 +160,32 @@ class Director:
                 if found is None:
                     self.skipped.append(fault)
                 else:
+                    self._held.add(found[0])
                     group.create_task(self._inject(fault, *found))
 
     async def _find(self, fault: Fault, until_s: float) -> tuple[str, int] | None:
-        kind = "gateway" if fault.kind is FaultKind.GATEWAY else "worker"
         while True:
-            workers = await self._deployment.workers()
-            running, gateways = (self._deployment.pids(k) for k in ("worker", "gateway"))
-            pids = running | gateways
-            all_listen = self._deployment.num_listening() == len(gateways)
-            self._killed = {n: pid for n, pid in self._killed.items() if pids.get(n, pid) == pid}
-            eligible = candidates(
-                fault.kind,
-                workers,
-                running=running,
-                held=self._held | self._killed.keys(),
-                gateways=gateways if all_listen else (),
-            )
-            if (victim := chosen(fault, eligible)) is not None:
-                return victim, (gateways if kind == "gateway" else running)[victim]
+            seen = await self._deployment.look()
+            self._killed = {n: old for n, old in self._killed.items() if pid_of(n, seen) == old}
+            eligible = candidates(fault.kind, seen, held=self._held | self._killed.keys())
+            victim = chosen(fault, eligible)
+            pid = None if victim is None else pid_of(victim, seen)
+            if victim is not None and pid is not None:
+                return victim, pid
             if self._clock.now_s() + POLL_EVERY_S > until_s:
                 return None
             await pause(POLL_EVERY_S)
 
     async def _inject(self, fault: Fault, victim: str, pid: int) -> None:
-        self._held.add(victim)
-        begun_s = self._clock.now_s()
+        begun_s, failure = self._clock.now_s(), None
         if fault.kind in (FaultKind.KILL, FaultKind.GATEWAY):
-            self._killed[victim] = pid
+            self._killed[victim] = pid  # until it is known of: it is listed for a moment yet
+        detail = ""
         try:
             detail = await self._injectors[fault.kind].inject(fault, victim, pid)
         except FaultFailed as error:
-            detail = f"failed: {error}"
+            failure = str(error)
         finally:
             self._held.discard(victim)
-        self.injected.append(Injected(fault.kind, victim, begun_s, self._clock.now_s(), detail))
+        end_s = self._clock.now_s()
+        self.injected.append(Injected(fault.kind, victim, begun_s, end_s, detail, failure))

@@ -13,8 +13,9 @@
 | reconnected                  | req  | whose clients had to ask again: a gateway was killed      |
 | injected/KIND                |      | faults                                                    |
 | skipped                      |      | faults that could hit nobody without taking the last      |
+| unfinished                   |      | faults that failed: an order that was not carried out     |
 | affected/KIND                | req  | that were silent across a fault, placed or sent again     |
-| outage_mean_s, outage_max_s  | s    | how long a worker was gone, as gateways saw it            |
+| outage_mean_s, outage_max_s  | s    | how long a worker was gone, as the controller saw         |
 """
 
 import statistics
@@ -48,6 +49,7 @@ def figures_of(run: Run) -> dict[str, Figure]:
         "injected": sum(kinds.values()),
         **{f"injected/{kind}": count for kind, count in sorted(kinds.items())},
         "skipped": len(run.skipped),
+        "unfinished": sum(fault.failure is not None for fault in run.injected),
         **{f"affected/{kind}": count for kind, count in sorted(hit.items())},
     }
     times_s = {
@@ -92,7 +94,9 @@ def complaints(run: Run) -> list[str]:
         lines.append(f"left behind: {left.blocks} blocks, {left.leases} leases: {left.detail}")
     lines += [f"still alive: {process}" for process in left.processes]
     lines += [
-        f"{fault.kind} of {fault.victim} {fault.detail}" for fault in run.injected if fault.detail
+        f"{fault.kind} of {fault.victim}: {fault.failure}"
+        for fault in run.injected
+        if fault.failure
     ]
     return lines
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import aiohttp
 import uvloop
@@ -14,6 +15,7 @@ import uvloop
 from bench.arrivals import arrival_times_s
 from bench.chaos.asks import Ask, asks
 from bench.chaos.checker import (
+    Books,
     End,
     Injected,
     Reply,
@@ -25,8 +27,8 @@ from bench.chaos.checker import (
     reply_of,
 )
 from bench.chaos.client import Client
-from bench.chaos.deployment import MARK, Deployment
-from bench.chaos.faults import Director, Signals
+from bench.chaos.deployment import Deployment, Mark, Seen, WorkerSeen
+from bench.chaos.faults import Director, Orders, Signals
 from bench.chaos.plan import ChaosPlan, Fault, FaultKind, faults_of
 from bench.chaos.streams import Stream
 from bench.chaos.waiting import holds_within, pause
@@ -42,6 +44,7 @@ AT_ONCE = 8  # of the undisturbed run, in which nothing depends on when requests
 REQUEST_TIMEOUT_S = 120.0
 WHOLE_WITHIN_S = 60.0  # all workers are back, and hold nothing for anybody
 STEADY_S = 2.5  # workers report once a second
+STEADY_AFTER_S = 5.0  # of work: who is killed after that is not taken for one that cannot start
 GONE_WITHIN_S = 60.0
 GONE_AFTER_S = 5.0  # what the end of the command does not wait for
 WATCH_EVERY_S = 0.5
@@ -55,7 +58,7 @@ class NotUndisturbed(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A worker that was not there, as gateways saw it."""
+    """A worker that was not there, as the controller saw it."""
 
     worker: str
     seconds: float
@@ -93,17 +96,22 @@ class Run:
 
 def measure(plan: ChaosPlan, say: Say = lambda line: None) -> Run:
     """Carries out the plan. Raises ServerFailed, ServerUnreachable, NotUndisturbed."""
-    mark = secrets.token_hex(8)
     options: Options = {
         "--prefill": plan.prefill,
         "--decode": plan.decode,
         "--weights": "int8",
         "--kv-mib": plan.kv_mib,
     }
-    environment = {MARK: mark, "BATON_GATEWAY__PROCESSES": str(plan.gateways)}
-    say(f"starting {plan.prefill} + {plan.decode} workers")
-    with serving(MODEL, options, environment) as served:
-        run: Run = uvloop.run(_measure(plan, lambda s: Deployment(served, s, mark), say))
+    with TemporaryDirectory(prefix="baton-") as run_dir:
+        mark = Mark(secrets.token_hex(8), Path(run_dir))
+        environment = {
+            **mark.environment,
+            "BATON_GATEWAY__PROCESSES": str(plan.gateways),
+            "BATON_POOLS__STEADY_S": str(STEADY_AFTER_S),
+        }
+        say(f"starting {plan.prefill} + {plan.decode} workers")
+        with serving(MODEL, options, environment) as served:
+            run: Run = uvloop.run(_measure(plan, lambda s: Deployment(served, s, mark), say))
     return run
 
 
@@ -116,16 +124,20 @@ async def _measure(
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
     ) as session:
         deployment = deployed(session)
+        deployment.open()
         model = await Api(session, Target(deployment.url), clock).first_model()
         asked = asks(plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed)
         client = Client(session, deployment.url, clock)
-        keeper = _Bookkeeper(deployment, clock, plan.prefill + plan.decode)
-        await keeper.open()
+        keeper = _Bookkeeper(deployment, clock)
+        await keeper.settle()
         say(f"{len(asked)} requests undisturbed")
         calm = await _undisturbed(client, asked)
         say(f"answered in {max(s.ended_s for s in calm) - min(s.sent_s for s in calm):.1f} s")
         await keeper.settle()
-        director = Director(deployment, dict.fromkeys(FaultKind, Signals(deployment, clock)), clock)
+        signals, orders = Signals(deployment, clock), Orders(deployment, clock)
+        by_order = {FaultKind.FLIP: orders, FaultKind.DRAIN: orders}
+        injectors = dict.fromkeys(FaultKind, signals) | by_order
+        director = Director(deployment, injectors, clock)
         watch = _Watch(deployment, clock)
         say(f"the same in {plan.duration_s:.0f} s, with faults: {', '.join(plan.kinds)}")
         begun_s = clock.now_s()
@@ -205,35 +217,19 @@ async def _end(deployment: Deployment, clock: Clock) -> list[str]:
 
 
 class _Bookkeeper:
-    """Knows how many blocks each worker has, and finds those that are missing."""
+    """Waits for the pools to be as they are wanted, and finds what is missing."""
 
-    def __init__(self, deployment: Deployment, clock: Clock, num_workers: int) -> None:
+    def __init__(self, deployment: Deployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
-        self._num_workers = num_workers
-        self._blocks_each = 0
-
-    async def open(self) -> None:
-        """Waits for all workers, none of which has done anything yet. Raises NotUndisturbed."""
-
-        async def all_there() -> bool:
-            return len(await self._deployment.workers()) == self._num_workers
-
-        if not await holds_within(all_there, WHOLE_WITHIN_S, self._clock):
-            raise NotUndisturbed(f"{self._num_workers} workers did not come up")
-        workers = (await self._deployment.workers()).values()
-        sizes = {worker.books.free for worker in workers}
-        if len(sizes) != 1:
-            raise NotUndisturbed(f"new workers have {sorted(sizes)} free blocks")
-        (self._blocks_each,) = sizes
 
     async def settle(self) -> None:
-        """Waits until all workers are there and hold nothing, and for as long as that may take."""
+        """Waits until all is there and nothing is held, for as long as that may take at most."""
         since_s = self._clock.now_s()
 
         async def is_steady() -> bool:
             nonlocal since_s
-            if await self._look() != (0, 0, 0):
+            if not is_whole(await self._deployment.look()):
                 since_s = self._clock.now_s()
             return self._clock.now_s() - since_s >= STEADY_S
 
@@ -241,22 +237,25 @@ class _Bookkeeper:
 
     async def left(self) -> Left:
         """What workers hold now, when they should hold nothing."""
-        workers = await self._deployment.workers()
-        blocks, leases, num_seqs = await self._look()
-        books = "; ".join(f"{name}: {worker.books}" for name, worker in workers.items())
-        detail = f"{num_seqs} sequences, {books}" if blocks or leases or num_seqs else ""
-        return Left(blocks, leases, detail=detail)
+        seen = await self._deployment.look()
+        blocks, leases = leaked([books_of(worker) for worker in seen.workers])
+        return Left(blocks, leases, detail="" if is_whole(seen) else str(seen))
 
-    async def _look(self) -> tuple[int, int, int]:
-        """Leaked blocks, open leases, sequences."""
-        workers = await self._deployment.workers()
-        books = {name: worker.books for name, worker in workers.items()}
-        blocks, leases = leaked(books, num_workers=self._num_workers, blocks_each=self._blocks_each)
-        return blocks, leases, sum(worker.num_seqs for worker in workers.values())
+
+def books_of(worker: WorkerSeen) -> Books:
+    """Its blocks and leases."""
+    return Books(worker.num_blocks, worker.free_blocks, worker.open_leases)
+
+
+def is_whole(seen: Seen) -> bool:
+    """Whether the pools are as they are wanted, and hold nothing for anybody."""
+    idle = not any(worker.num_seqs for worker in seen.workers)
+    leaks = leaked([books_of(worker) for worker in seen.workers])
+    return seen.settled and idle and leaks == (0, 0)
 
 
 class _Watch:
-    """Looks which workers there are, again and again, until it is cancelled."""
+    """Looks which workers do what they are there for, again and again, until it is cancelled."""
 
     def __init__(self, deployment: Deployment, clock: Clock) -> None:
         self._deployment = deployment
@@ -266,13 +265,12 @@ class _Watch:
 
     async def run(self) -> None:
         """Never returns."""
-        known: set[str] = set()
         while True:
-            there, now_s = (await self._deployment.workers()).keys(), self._clock.now_s()
-            if there:  # else it is the gateway that is gone
-                known |= there
-                for name in known - there:
+            now_s = self._clock.now_s()
+            for worker in (await self._deployment.look()).workers:
+                name = worker.worker_id
+                if worker.state in ("waiting", "starting", "joining"):
                     self._absent_s.setdefault(name, now_s)
-                for name in there & self._absent_s.keys():
+                elif name in self._absent_s:
                     self.outages.append(Outage(name, now_s - self._absent_s.pop(name)))
             await pause(WATCH_EVERY_S)

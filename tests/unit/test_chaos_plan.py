@@ -5,12 +5,12 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from bench.chaos.asks import KINDS, asks
-from bench.chaos.checker import Books
 from bench.chaos.cli import _kinds
-from bench.chaos.deployment import WorkerSeen, num_listening, workers_of
+from bench.chaos.deployment import NOTHING, GatewaySeen, Seen, WorkerSeen
 from bench.chaos.faults import candidates
 from bench.chaos.plan import (
     LASTING,
@@ -23,12 +23,12 @@ from bench.chaos.plan import (
     faults_of,
     quick,
 )
+from bench.chaos.run import is_whole
 from engine.errors import ConfigError
 from engine.messages import Role
 
 ALL = tuple(FaultKind)
 PLAN = ChaosPlan(num_requests=1000, rate_per_s=4, every_s=5, kinds=ALL, seed=3)
-BOOKS = Books(free=8, cached=0, owned=0, leased=0, in_flight=0, open_leases=0)
 
 
 def test_the_same_seed_gives_the_same_faults_and_another_one_others():
@@ -94,72 +94,72 @@ def test_quick_is_a_plan_of_few_requests():
     assert quick(replace(PLAN, num_requests=5)).num_requests == 5
 
 
-def seen(**roles: Role) -> dict[str, WorkerSeen]:
-    return {name: WorkerSeen(role, BOOKS, 0) for name, role in roles.items()}
+def worker(name: str, role: Role, /, **changes) -> WorkerSeen:
+    whole = WorkerSeen(name, role, role, "serving", True, 7, 0, 0, 0, num_blocks=9, free_blocks=9)
+    return msgspec.structs.replace(whole, **changes)
 
 
-FOUR = seen(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE, d1=Role.DECODE)
+def pools(*workers: WorkerSeen, gateways=("g0", "g1"), **changes) -> Seen:
+    known = [GatewaySeen(name, 8, "serving", None, members_version=5) for name in gateways]
+    whole = Seen(settled=True, version=5, workers=list(workers), gateways=known)
+    return msgspec.structs.replace(whole, **changes)
 
 
-def hit_by(kind: FaultKind, workers=FOUR, *, running="p0 p1 d0 d1", held="", gateways="g0 g1"):
-    return candidates(
-        kind,
-        workers,
-        running=running.split(),
-        held=held.split(),
-        gateways=gateways.split(),
-    )
+P0, P1 = (worker(name, Role.PREFILL) for name in ("p0", "p1"))
+D0, D1 = (worker(name, Role.DECODE) for name in ("d0", "d1"))
 
 
 def test_everybody_may_be_hit_while_all_are_there():
-    assert hit_by(FaultKind.KILL) == ["d0", "d1", "p0", "p1"]
+    assert candidates(FaultKind.KILL, pools(P0, P1, D0, D1), held=()) == ["d0", "d1", "p0", "p1"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.GATEWAY])
 def test_nobody_takes_the_last_that_works_of_a_pool(kind):
-    for workers, running, held in (
-        ({name: w for name, w in FOUR.items() if name != "d1"}, "p0 p1 d0 d1", ""),
-        (FOUR, "p0 p1 d0", ""),
-        (FOUR, "p0 p1 d0 d1", "d1"),
-        (FOUR | seen(d1=Role.DRAINED), "p0 p1 d0 d1", "d1"),
+    for changes in (
+        {"state": "starting"},
+        {"is_connected": False},
+        {"role": Role.DRAINED, "target": Role.DRAINED, "state": "drained"},
+        {"role": Role.PREFILL},  # it was told to decode, and does not yet
     ):
-        assert hit_by(kind, workers, running=running, held=held) == ["p0", "p1"]
-    assert hit_by(kind, held="d1 p0") == []
+        other = worker("d1", Role.DECODE, **changes)
+        assert candidates(kind, pools(P0, P1, D0, other), held=()) == ["p0", "p1"]
+    assert candidates(kind, pools(P0, P1, D0, D1), held=["d1"]) == ["p0", "p1"]
+    assert candidates(kind, pools(P0, P1, D0, D1), held=["d1", "p0"]) == []
+    assert candidates(kind, pools(P0, P1, D0), held=()) == ["p0", "p1"]
+
+
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_nobody_is_hit_while_a_gateway_does_not_know_all_workers(kind):
+    late = GatewaySeen("g1", 8, "serving", None, members_version=4)
+    starting = GatewaySeen("g1", None, "starting", "it says nothing", members_version=5)
+    whole = pools(P0, P1, D0, D1)
+    assert candidates(kind, whole, held=())
+    for other in (late, starting):
+        seen = msgspec.structs.replace(whole, gateways=[whole.gateways[0], other])
+        assert candidates(kind, seen, held=()) == []
 
 
 def test_a_mixed_worker_counts_for_both_pools():
-    workers = seen(m0=Role.MIXED, p0=Role.PREFILL, d0=Role.DECODE)
-    assert hit_by(FaultKind.KILL, workers, running="m0 p0 d0") == ["d0", "m0", "p0"]
+    mixed = worker("m0", Role.MIXED)
+    assert candidates(FaultKind.KILL, pools(mixed, P0, D0), held=()) == ["d0", "m0", "p0"]
 
 
 def test_a_gateway_is_hit_only_while_there_is_another_one():
-    assert hit_by(FaultKind.GATEWAY) == ["g0", "g1"]
-    assert hit_by(FaultKind.GATEWAY, gateways="g1") == []
+    assert candidates(FaultKind.GATEWAY, pools(P0, D0), held=()) == ["g0", "g1"]
+    assert candidates(FaultKind.GATEWAY, pools(P0, D0), held=["g0"]) == []
 
 
-def test_metrics_are_read_by_worker():
-    page = """# HELP baton_worker_blocks KV blocks by state
-baton_worker_blocks{role="decode",state="free",worker="decode-0"} 90.0
-baton_worker_blocks{role="decode",state="cached",worker="decode-0"} 5.0
-baton_worker_blocks{role="decode",state="owned",worker="decode-0"} 3.0
-baton_worker_blocks{role="decode",state="leased",worker="decode-0"} 2.0
-baton_worker_blocks{role="decode",state="in_flight",worker="decode-0"} 1.0
-baton_worker_waiting_seqs{role="decode",worker="decode-0"} 4.0
-baton_worker_running_seqs{role="decode",worker="decode-0"} 6.0
-baton_worker_open_leases{role="decode",worker="decode-0"} 7.0
-baton_worker_leases_ended_total{reason="released",role="decode",worker="decode-0"} 8.0
-"""
-    assert workers_of(page) == {"decode-0": WorkerSeen(Role.DECODE, Books(90, 5, 3, 2, 1, 7), 10)}
-
-
-def test_a_port_may_have_several_who_listen():
-    table = """  sl  local_address rem_address   st tx_queue rx_queue
-   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1
-   1: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 2 1
-   2: 0100007F:1F90 0100007F:C001 01 00000000:00000000 00:00000000 00000000     0        0 3 1
-   3: 0100007F:1F91 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4 1
-"""
-    assert num_listening(table, 8080) == 2
+def test_pools_are_whole_when_nothing_is_under_way_or_held():
+    assert is_whole(pools(P0, D0))
+    for changed in (
+        pools(P0, D0, settled=False),
+        pools(P0, worker("d0", Role.DECODE, running_seqs=1)),
+        pools(P0, worker("d0", Role.DECODE, waiting_seqs=1)),
+        pools(P0, worker("d0", Role.DECODE, open_leases=1)),
+        pools(P0, worker("d0", Role.DECODE, free_blocks=8)),
+    ):
+        assert not is_whole(changed)
+    assert not is_whole(NOTHING)
 
 
 def test_requests_are_of_all_kinds_and_each_names_its_seed():
