@@ -20,6 +20,7 @@ from enum import StrEnum
 from random import Random
 from typing import TypeVar
 
+from bench.arrivals import arrival_times_s
 from bench.report import Scalar
 from engine.errors import ConfigError
 
@@ -93,6 +94,12 @@ def check(plan: ChaosPlan) -> ChaosPlan:
 def quick(plan: ChaosPlan) -> ChaosPlan:
     """So few requests that all is over in 50 s."""
     return replace(plan, num_requests=min(plan.num_requests, QUICK_REQUESTS))
+
+
+def due_times_s(plan: ChaosPlan) -> list[float]:
+    """When each request is due, from the begin of the load."""
+    rng = Random(f"{plan.seed}/arrivals")
+    return arrival_times_s(plan.rate_per_s, plan.num_requests, burstiness=1.0, rng=rng)
 
 
 def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:

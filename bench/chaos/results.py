@@ -5,6 +5,7 @@
 | lost, changed                | req  | see `bench.chaos.checker`                                 |
 | leaked_blocks, leaked_leases |      | that workers hold when nobody asks for anything any more  |
 | leaked_processes             |      | alive after the deployment was ended                      |
+| unsettled                    |      | 1: the pools did not become what they were before         |
 | longest_stall_s              | s    | longest time between two chunks of any stream             |
 | longest_first_s              | s    | longest time to a first chunk                             |
 | calm_stall_s                 | s    | as longest_stall_s, undisturbed                           |
@@ -27,7 +28,14 @@ from bench.chaos.run import Run
 from bench.chaos.streams import Piece, Stream
 from bench.report import Figure, Result, results_of
 
-MUST_BE_ZERO = ("lost", "changed", "leaked_blocks", "leaked_leases", "leaked_processes")
+MUST_BE_ZERO = (
+    "lost",
+    "changed",
+    "leaked_blocks",
+    "leaked_leases",
+    "leaked_processes",
+    "unsettled",
+)
 NUM_TOLD = 5  # of each kind of what went wrong
 
 
@@ -43,6 +51,7 @@ def figures_of(run: Run) -> dict[str, Figure]:
         "leaked_blocks": run.left.blocks,
         "leaked_leases": run.left.leases,
         "leaked_processes": len(run.left.processes),
+        "unsettled": int(not run.left.is_whole),
         "requests": len(run.asked),
         "retried": sum(any(s.num_attempts > 1 for s in streams) for streams in run.streams),
         "reconnected": sum(len(streams) > 1 for streams in run.streams),
@@ -90,7 +99,7 @@ def complaints(run: Run) -> list[str]:
         if len(numbers) > NUM_TOLD:
             lines.append(f"{end}: {len(numbers) - NUM_TOLD} more")
     left = run.left
-    if left.blocks or left.leases:
+    if left.detail:
         lines.append(f"left behind: {left.blocks} blocks, {left.leases} leases: {left.detail}")
     lines += [f"still alive: {process}" for process in left.processes]
     lines += [

@@ -2,17 +2,14 @@
 
 import asyncio
 import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 
 import aiohttp
 import uvloop
 
-from bench.arrivals import arrival_times_s
 from bench.chaos.asks import Ask, asks
 from bench.chaos.checker import (
     Books,
@@ -20,7 +17,6 @@ from bench.chaos.checker import (
     Injected,
     Reply,
     Verdict,
-    disorder,
     gaps,
     judge,
     leaked,
@@ -29,7 +25,8 @@ from bench.chaos.checker import (
 from bench.chaos.client import Client
 from bench.chaos.deployment import Deployment, Mark, Seen, WorkerSeen
 from bench.chaos.faults import Director, Orders, Signals
-from bench.chaos.plan import ChaosPlan, Fault, FaultKind, faults_of
+from bench.chaos.load import open_loop, undisturbed
+from bench.chaos.plan import ChaosPlan, Fault, FaultKind, due_times_s, faults_of
 from bench.chaos.streams import Stream
 from bench.chaos.waiting import holds_within, pause
 from bench.plan import Target
@@ -37,10 +34,8 @@ from bench.prompts import plain_token_ids
 from bench.serve import Client as Api
 from bench.serving import Options, serving
 from engine.clock import Clock, MonotonicClock
-from engine.errors import BatonError
 
 MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
-AT_ONCE = 8  # of the undisturbed run, in which nothing depends on when requests come
 REQUEST_TIMEOUT_S = 120.0
 WHOLE_WITHIN_S = 60.0  # all workers are back, and hold nothing for anybody
 STEADY_S = 2.5  # workers report once a second
@@ -50,10 +45,6 @@ GONE_AFTER_S = 5.0  # what the end of the command does not wait for
 WATCH_EVERY_S = 0.5
 
 Say = Callable[[str], None]
-
-
-class NotUndisturbed(BatonError):
-    """What was to be compared with is itself no good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +61,7 @@ class Left:
 
     blocks: int
     leases: int
+    is_whole: bool = True  # all workers are there again, and nothing is under way
     processes: tuple[str, ...] = ()
     detail: str = ""
 
@@ -131,7 +123,7 @@ async def _measure(
         keeper = _Bookkeeper(deployment, clock)
         await keeper.settle()
         say(f"{len(asked)} requests undisturbed")
-        calm = await _undisturbed(client, asked)
+        calm = await undisturbed(client, asked)
         say(f"answered in {max(s.ended_s for s in calm) - min(s.sent_s for s in calm):.1f} s")
         await keeper.settle()
         signals, orders = Signals(deployment, clock), Orders(deployment, clock)
@@ -144,7 +136,7 @@ async def _measure(
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(watch.run())
             faults = group.create_task(director.run(faults_of(plan), begun_s))
-            streams = await _load(plan, asked, client, clock)
+            streams = await open_loop(client, asked, due_times_s(plan), clock)
             await faults
             await keeper.settle()
             watching.cancel()
@@ -165,40 +157,6 @@ async def _measure(
         calm_stall_s=max((end - begin for s in calm for begin, end in gaps([s])), default=0.0),
         duration_s=max(s[-1].ended_s for s in streams) - begun_s,
     )
-
-
-async def _undisturbed(client: Client, asked: Sequence[Ask]) -> list[Stream]:
-    """Every answer. Raises NotUndisturbed if there is one that is not whole."""
-    waiting = deque(enumerate(asked))
-    found: dict[int, Stream] = {}
-
-    async def worker() -> None:
-        while waiting:
-            number, ask = waiting.popleft()
-            found[number] = (await client.ask(ask))[0]
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(AT_ONCE):
-            group.create_task(worker())
-    for number, ask in enumerate(asked):
-        if (what := disorder(found[number], ask.num_choices)) is not None:
-            raise NotUndisturbed(f"request {number}, {ask.kind}, undisturbed: {what}")
-    return [found[number] for number in range(len(asked))]
-
-
-async def _load(
-    plan: ChaosPlan, asked: Sequence[Ask], client: Client, clock: Clock
-) -> list[list[Stream]]:
-    """An open loop: nobody waits for anybody else's answer."""
-    rng = Random(f"{plan.seed}/arrivals")
-    dues_s = arrival_times_s(plan.rate_per_s, len(asked), burstiness=1.0, rng=rng)
-    start_s = clock.now_s()
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        for ask, due_s in zip(asked, dues_s, strict=True):
-            await pause(start_s + due_s - clock.now_s())
-            tasks.append(group.create_task(client.ask(ask)))
-    return [task.result() for task in tasks]
 
 
 async def _end(deployment: Deployment, clock: Clock) -> list[str]:
@@ -239,7 +197,8 @@ class _Bookkeeper:
         """What workers hold now, when they should hold nothing."""
         seen = await self._deployment.look()
         blocks, leases = leaked([books_of(worker) for worker in seen.workers])
-        return Left(blocks, leases, detail="" if is_whole(seen) else str(seen))
+        whole = is_whole(seen)
+        return Left(blocks, leases, whole, detail="" if whole else str(seen))
 
 
 def books_of(worker: WorkerSeen) -> Books:

@@ -1,0 +1,51 @@
+"""Sends what is asked: undisturbed, to learn the answers, and at a pace that nothing changes."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from bench.chaos.asks import Ask
+from bench.chaos.checker import disorder
+from bench.chaos.client import Client
+from bench.chaos.streams import Stream
+from bench.chaos.waiting import pause
+from engine.clock import Clock
+from engine.errors import BatonError
+
+AT_ONCE = 8  # of the undisturbed run, in which nothing depends on when requests come
+
+
+class NotUndisturbed(BatonError):
+    """What was to be compared with is itself no good."""
+
+
+async def undisturbed(client: Client, asked: Sequence[Ask]) -> list[Stream]:
+    """Every answer. Raises NotUndisturbed if there is one that is not whole."""
+    waiting = deque(enumerate(asked))
+    found: dict[int, Stream] = {}
+
+    async def worker() -> None:
+        while waiting:
+            number, ask = waiting.popleft()
+            found[number] = (await client.ask(ask))[0]
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(AT_ONCE):
+            group.create_task(worker())
+    for number, ask in enumerate(asked):
+        if (what := disorder(found[number], ask.num_choices)) is not None:
+            raise NotUndisturbed(f"request {number}, {ask.kind}, undisturbed: {what}")
+    return [found[number] for number in range(len(asked))]
+
+
+async def open_loop(
+    client: Client, asked: Sequence[Ask], due_s: Sequence[float], clock: Clock
+) -> list[list[Stream]]:
+    """All streams of each request, sent when it is due, whatever came of those before."""
+    start_s = clock.now_s()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for ask, after_s in zip(asked, due_s, strict=True):
+            await pause(start_s + after_s - clock.now_s())
+            tasks.append(group.create_task(client.ask(ask)))
+    return [task.result() for task in tasks]

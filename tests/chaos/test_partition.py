@@ -1,0 +1,143 @@
+"""A network that falls apart under load, again and again: no request is lost or changed.
+
+    near   the gateway, prefill-0, decode-0
+    far    prefill-1, decode-1
+
+The controller and the clients are on neither side. A cut takes two workers from the gateway and
+half of all hand-overs their way, without a word to anybody: packets vanish.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import aiohttp
+import msgspec
+import pytest
+
+from bench.chaos.asks import asks
+from bench.chaos.checker import End, judge, reply_of
+from bench.chaos.client import Client
+from bench.chaos.load import open_loop, undisturbed
+from bench.chaos.plan import ChaosPlan, due_times_s
+from bench.chaos.waiting import pause
+from bench.prompts import plain_token_ids
+from deploy.admin_client import AdminClient
+from deploy.cluster import BUNDLED_MODEL, Deployment
+from deploy.launcher import ProcessLauncher
+from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from engine.clock import MonotonicClock
+from engine.config import (
+    AdminConfig,
+    Config,
+    GatewayConfig,
+    PoolsConfig,
+    Transport,
+    WeightFormat,
+    WorkerConfig,
+)
+from tests.e2e.netns import Link, Namespace, RelayedLink, Unavailable, inside, network
+from tests.e2e.served import poll_until
+
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400)]
+
+KEY = "operator"
+PLAN = ChaosPlan(num_requests=120, rate_per_s=3.0, seed=4)
+CUTS_S = ((6.0, 3.0), (16.0, 14.0))  # (when, for how long): unnoticed, and noticed
+WHOLE_WITHIN_S = 60.0
+
+
+class PlacingLauncher(ProcessLauncher):
+    """Starts each service in the namespace where it belongs."""
+
+    def __init__(self, near: Namespace, far: Namespace) -> None:
+        super().__init__()
+        self._near, self._far = near, far
+
+    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
+        place = self._near if spec.worker_id.endswith("-0") else self._far
+        with inside(place):
+            return super().start_worker(msgspec.structs.replace(spec, host=place.address))
+
+    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
+        gateway = msgspec.structs.replace(spec.gateway, host=self._near.address)
+        placed = msgspec.structs.replace(spec, gateway=gateway, control_host=self._near.address)
+        with inside(self._near):
+            return super().start_gateway(placed)
+
+
+@contextmanager
+def deployment(link: Link) -> Iterator[tuple[str, AdminClient]]:
+    """The gateway's URL, and its operator."""
+    config = Config(
+        worker=WorkerConfig(kv_mib=24, weights=WeightFormat.INT8, kv_transport=Transport.ZMQ),
+        gateway=GatewayConfig(port=0, model_name="m"),
+        pools=PoolsConfig(prefill=2, decode=2),
+        admin=AdminConfig(key=KEY),
+    )
+    with network(link) as (near, far):
+        running = Deployment(PlacingLauncher(near, far), model=BUNDLED_MODEL, config=config)
+        url = running.open().url
+        try:
+            with AdminClient(running.admin_url, KEY) as admin:
+                yield url, admin
+        finally:
+            running.close()
+
+
+async def disturbed(url: str, link: Link) -> tuple[list, list, list]:
+    """What was asked, and its answers before and while the network falls apart."""
+    clock = MonotonicClock()
+    vocab = plain_token_ids(BUNDLED_MODEL)
+    asked = asks(PLAN.num_requests, vocab=vocab, model="m", seed=PLAN.seed)
+
+    async def cut() -> None:
+        begun_s = clock.now_s()
+        for at_s, lasts_s in CUTS_S:
+            await pause(begun_s + at_s - clock.now_s())
+            link.cut()
+            await pause(lasts_s)
+            link.heal()
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90)) as session:
+        client = Client(session, url, clock)
+        calm = await undisturbed(client, asked)
+        cutting = asyncio.create_task(cut())
+        streams = await open_loop(client, asked, due_times_s(PLAN), clock)
+        await cutting
+    return asked, calm, streams
+
+
+def is_whole(admin: AdminClient) -> bool:
+    """Whether all is there, and nothing is held for anybody."""
+    pools = admin.pools()
+    return pools.settled and not any(
+        w.waiting_seqs or w.running_seqs or w.open_leases or w.free_blocks != w.num_blocks
+        for w in pools.workers
+    )
+
+
+def test_a_network_that_falls_apart_loses_and_changes_nothing():
+    link = RelayedLink(random.Random(7))
+    try:
+        with deployment(link) as (url, admin):
+            poll_until(lambda: is_whole(admin), "all workers are there", WHOLE_WITHIN_S)
+            asked, calm, streams = asyncio.run(disturbed(url, link))
+            poll_until(
+                lambda: is_whole(admin), lambda: f"nothing is held: {admin.pools()}", WHOLE_WITHIN_S
+            )
+    except Unavailable as error:
+        pytest.skip(str(error))
+    verdicts = [
+        judge(reply_of(before, ask.num_choices), after, [])
+        for ask, before, after in zip(asked, calm, streams, strict=True)
+    ]
+    wrong = [
+        (i, asked[i].kind, verdict)
+        for i, verdict in enumerate(verdicts)
+        if verdict.end is not End.SAME
+    ]
+    assert not wrong, wrong
+    attempts = [stream.num_attempts for each in streams for stream in each]
+    assert max(attempts) > 1, "the cuts hit nobody"
