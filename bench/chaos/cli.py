@@ -15,7 +15,7 @@ from bench.report import Report, write_json
 from bench.tables import print_report
 from engine.errors import BatonError, ConfigError
 
-SIGNALS = "kill,stop,slow,gateway"
+ALL = ",".join(FaultKind)
 
 
 def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -28,7 +28,7 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
     gateways: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 2,
     faults: Annotated[
         str, typer.Option(help=f"Kinds, of {', '.join(FaultKind)}, between commas.")
-    ] = SIGNALS,
+    ] = ALL,
     seed: Annotated[int, typer.Option(help="Seed of requests, arrivals and faults.")] = 0,
     quick_: Annotated[bool, typer.Option("--quick", help="60 requests: under 50 s.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,

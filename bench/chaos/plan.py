@@ -6,12 +6,11 @@
     flip      a worker of one pool changes to the other, and back after a while
     drain     a worker is given no work for a while, and what it has is moved away
     gateway   SIGKILL of a gateway process
-    cut       the network between two halves of the workers, for a while
 
 Kills, where they are asked for, come every `every_s`; one fault of another kind comes in the middle
-between two of them, so that it meets what the kill left. Who is hit is decided by `Fault.draw` when
-it is time, among those that may be hit then (`chosen`): no fault takes the last worker of a pool
-that works, since what is asked is whether others take over.
+between two of them, so that it meets what the kill left; the other kinds take turns. Who is hit is
+decided by `Fault.draw` when it is time, among those that may be hit then (`chosen`): no fault takes
+the last worker of a pool that works, since what is asked is whether others take over.
 """
 
 from collections.abc import Sequence
@@ -108,13 +107,15 @@ def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
     others = [kind for kind in plan.kinds if kind is not FaultKind.KILL]
     kills = FaultKind.KILL in plan.kinds
     faults = []
+    deck: list[FaultKind] = []  # all other kinds come before one comes again
     at_s = FIRST_AT * plan.every_s
     while at_s < plan.duration_s:
         if kills:
             faults.append(_fault(FaultKind.KILL, at_s, rng))
         if others:
             later_s = rng.uniform(*MARGIN) * plan.every_s if kills else 0.0
-            faults.append(_fault(rng.choice(others), at_s + later_s, rng))
+            deck = deck or rng.sample(others, k=len(others))
+            faults.append(_fault(deck.pop(), at_s + later_s, rng))
         at_s += plan.every_s
     return tuple(fault for fault in faults if fault.at_s < plan.duration_s)
 

@@ -150,7 +150,7 @@ async def _measure(
         expected=tuple(expected),
         streams=tuple(map(tuple, streams)),
         verdicts=tuple(judge(e, s, deaths) for e, s in zip(expected, streams, strict=True)),
-        injected=tuple(director.injected),
+        injected=tuple(sorted(director.injected, key=lambda fault: fault.begun_s)),
         skipped=tuple(director.skipped),
         outages=tuple(watch.outages),
         left=replace(left, processes=tuple(processes)),

@@ -11,8 +11,6 @@ from bench.chaos.run import Run, measure
 
 pytestmark = pytest.mark.torch
 
-SIGNALS = (FaultKind.KILL, FaultKind.STOP, FaultKind.SLOW, FaultKind.GATEWAY)
-
 
 def unharmed(plan: ChaosPlan) -> Run:
     """The run of a plan, which must have disturbed somebody and harmed nobody."""
@@ -25,13 +23,15 @@ def unharmed(plan: ChaosPlan) -> Run:
 
 
 def test_a_short_storm_of_faults_harms_no_request():
-    run = unharmed(ChaosPlan(num_requests=60, rate_per_s=6.0, every_s=2.5, kinds=SIGNALS, seed=1))
-    assert len(run.injected) >= 4
+    kinds = (FaultKind.KILL, FaultKind.FLIP, FaultKind.GATEWAY)
+    run = unharmed(ChaosPlan(num_requests=48, rate_per_s=6.0, every_s=4.0, kinds=kinds, seed=1))
+    assert FaultKind.KILL in {fault.kind for fault in run.injected}
+    assert len(run.injected) >= 2
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", SIGNALS)
+@pytest.mark.parametrize("kind", list(FaultKind))
 def test_one_kind_of_fault_again_and_again_harms_no_request(kind):
     unharmed(ChaosPlan(num_requests=150, rate_per_s=5.0, every_s=4.0, kinds=(kind,), seed=2))
 
@@ -39,4 +39,4 @@ def test_one_kind_of_fault_again_and_again_harms_no_request(kind):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_long_storm_of_faults_harms_no_request():
-    unharmed(ChaosPlan(num_requests=1000, rate_per_s=5.0, kinds=SIGNALS, seed=3))
+    unharmed(ChaosPlan(num_requests=1000, rate_per_s=6.0, kinds=tuple(FaultKind), seed=3))

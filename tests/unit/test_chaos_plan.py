@@ -47,6 +47,12 @@ def test_kills_come_every_so_many_seconds_with_another_fault_between_each_two():
     assert all(0 < fault.at_s < PLAN.duration_s for fault in faults)
 
 
+def test_all_other_kinds_take_turns():
+    counts = Counter(fault.kind for fault in faults_of(PLAN) if fault.kind is not FaultKind.KILL)
+    assert counts.keys() == set(ALL) - {FaultKind.KILL}
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
 def test_without_kills_other_faults_keep_the_pace():
     faults = faults_of(replace(PLAN, kinds=(FaultKind.STOP, FaultKind.SLOW)))
     assert {fault.kind for fault in faults} == {FaultKind.STOP, FaultKind.SLOW}
