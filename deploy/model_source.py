@@ -1,0 +1,373 @@
+"""Where a model comes from: a directory, a model hub or an object store; ends as a directory.
+
+    /models/llama            here, or on a file system that all nodes share: used where it is
+    hf://org/name@revision   a hub as huggingface_hub knows it; without a revision, `main`
+    s3://…, gs://…           a folder that fsspec can list; any other of its schemes, too
+
+What is remote is stored under `cache` in a folder that its contents name: a hub's commit, else a
+hash of the names, sizes and versions of its files. So a folder never changes, a new version never
+touches one that somebody serves from, and two processes that want the same one end up with the
+same. How it comes about:
+
+1. ask which version it is, and which files it has: this needs the network, except for a commit of
+   a hub, which is named by its own contents
+2. under a lock on that version (others wait): is it there by now? then that is all
+3. download to `….partial`, where what is whole is kept for the next attempt if the source can tell
+4. rename it to its name
+
+Only files at the top are taken, and of those what Baton reads: weights as safetensors,
+configuration, tokenizer. Nothing that could be run. huggingface_hub, fsspec and what fsspec needs
+for a scheme are imported when such a source is given, never before.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from fnmatch import fnmatch
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.errors import ConfigError
+
+CONFIG = "config.json"
+WEIGHTS = ("*.safetensors",)
+TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
+UNUSED = ("consolidated*.safetensors", "adapter_*")  # a second copy, in its author's own format
+SPARE_BYTES = 64 * 2**20  # left free on the disk
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Report = Callable[[str], None]
+
+
+class Parts(Enum):
+    """What of a model is wanted: a gateway has no use for weights."""
+
+    ALL = auto()
+    TEXT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A model that is there already."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A repository of a hub; `revision` is a branch, a tag or a commit."""
+
+    name: str  # org/name
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return f"hf://{self.name}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A folder of something that fsspec reads."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of a remote model: what names it, and its files with their sizes in bytes."""
+
+    name: str
+    files: Mapping[str, int]
+
+    def of(self, parts: Parts) -> "Version":
+        """Only the files that are wanted of it."""
+        files = {name: size for name, size in self.files.items() if is_wanted(name, parts)}
+        return Version(self.name, files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(self.files.values())
+
+
+def parse_source(text: str) -> Directory | HubModel | StoredModel:
+    """What a model's name means. Raises ConfigError."""
+    found = _SCHEME.fullmatch(text)
+    if found is None:
+        return Directory(Path(text))
+    scheme, rest = found.groups()
+    if scheme == "hf":
+        name, at, revision = rest.partition("@")
+        if not _HUB_NAME.fullmatch(name) or (at and not revision):
+            raise ConfigError(f"{text}: a model of a hub is named hf://org/name[@revision]")
+        return HubModel(name, revision) if at else HubModel(name)
+    if not rest.strip("/"):
+        raise ConfigError(f"{text}: names no folder")
+    return StoredModel(text.rstrip("/"))
+
+
+def is_wanted(name: str, parts: Parts) -> bool:
+    """Whether Baton reads this file of a model's folder."""
+    patterns = TEXT if parts is Parts.TEXT else WEIGHTS + TEXT
+    return (
+        "/" not in name
+        and any(fnmatch(name, pattern) for pattern in patterns)
+        and not any(fnmatch(name, pattern) for pattern in UNUSED)
+    )
+
+
+def default_cache(environment: Mapping[str, str]) -> Path:
+    """BATON_CACHE, or where the user's caches are."""
+    chosen = environment.get("BATON_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+
+
+def local_model(
+    source: str, *, cache: Path, parts: Parts = Parts.ALL, report: Report = lambda _: None
+) -> Path:
+    """The directory that holds the model, downloaded if need be. Takes as long as that takes.
+
+    Raises ConfigError: nothing there, no such revision, the hub or the store cannot be reached, a
+    package is missing, no config.json, no space.
+    """
+    match parse_source(source):
+        case Directory(path):
+            if not path.is_dir():
+                raise ConfigError(f"{path}: no such model directory")
+            _require_config(source, {entry.name for entry in path.iterdir()})
+            return path.resolve()
+        case HubModel() as model:
+            return _Hub(model).fetch(cache, parts, report)
+        case StoredModel() as model:
+            return _Store(model).fetch(cache, parts, report)
+
+
+class _Hub:
+    """Downloads from a hub: $HF_ENDPOINT, with $HF_TOKEN or what `hf auth login` left."""
+
+    def __init__(self, model: HubModel) -> None:
+        self._model = model
+        self._library = _import("huggingface_hub", str(model), extra="hub")
+        self._endpoint = os.environ.get("HF_ENDPOINT") or None
+
+    def fetch(self, cache: Path, parts: Parts, report: Report) -> Path:
+        folder = cache / "hub" / self._model.name.replace("/", "--")
+        if _COMMIT.fullmatch(self._model.revision):
+            there = folder / _folder_name(self._model.revision, parts)
+            if there.is_dir():
+                return there
+        version = self._version(folder).of(parts)
+        return _stored(str(self._model), version, folder, parts, report, download=self._download)
+
+    def _version(self, folder: Path) -> Version:
+        library, model = self._library, self._model
+        try:
+            info = library.HfApi(endpoint=self._endpoint).model_info(
+                model.name, revision=model.revision, files_metadata=True
+            )
+        except library.errors.GatedRepoError as error:
+            raise ConfigError(
+                f"{model}: its authors must grant access first; then set HF_TOKEN"
+            ) from error
+        except library.errors.RevisionNotFoundError as error:
+            raise ConfigError(f"{model}: there is no revision {model.revision!r}") from error
+        except library.errors.RepositoryNotFoundError as error:
+            raise ConfigError(
+                f"{model}: the hub has no such model, or not for everybody (then set HF_TOKEN)"
+            ) from error
+        # What else goes wrong is raised in the types of its HTTP library, which is another one in
+        # each major version.
+        except Exception as error:
+            why = f"{_one_line(error)}{_cached_commits(folder, model)}"
+            raise ConfigError(f"{model}: the hub cannot be asked: {why}") from error
+        return Version(info.sha, {file.rfilename: file.size or 0 for file in info.siblings})
+
+    def _download(self, version: Version, to: Path) -> None:
+        self._library.snapshot_download(
+            self._model.name,
+            revision=version.name,
+            local_dir=to,
+            allow_patterns=[_literal(name) for name in version.files],
+            endpoint=self._endpoint,
+        )
+        shutil.rmtree(to / ".cache", ignore_errors=True)  # its own notes on what is whole
+
+
+class _Store:
+    """Downloads from what fsspec reads. Credentials are those of the store's own tools."""
+
+    def __init__(self, model: StoredModel) -> None:
+        self._model = model
+        fsspec = _import("fsspec", str(model), extra="hub")
+        scheme = model.url.partition(":")[0]
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(model.url)
+        except ImportError as error:
+            extra = scheme if scheme in ("s3", "gs") else "hub"
+            raise _missing(str(model), str(error), extra) from error
+        except ValueError as error:
+            raise ConfigError(f"{model}: {_one_line(error)}") from error
+        except Exception as error:  # of whatever the store's library is made of
+            self._refuse(error)
+
+    def fetch(self, cache: Path, parts: Parts, report: Report) -> Path:
+        version = self._version()
+        folder = cache / "store" / _slug(self._model.url)
+        return _stored(
+            str(self._model), version.of(parts), folder, parts, report, download=self._download
+        )
+
+    def _version(self) -> Version:
+        try:
+            self._files.invalidate_cache()
+            found = self._files.ls(self._root, detail=True)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self._model}: there is no such folder") from error
+        except Exception as error:  # of whatever the store's library is made of
+            self._refuse(error)
+        entries = [entry for entry in found if entry["type"] == "file"]
+        files = {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries}
+        wanted = {name: size for name, size in files.items() if is_wanted(name, Parts.ALL)}
+        told = sorted((e["name"], e["size"], _version_of(e)) for e in entries)
+        seen = [each for each in told if each[0].rpartition("/")[2] in wanted]
+        return Version(hashlib.sha256(repr(seen).encode()).hexdigest()[:40], wanted)
+
+    def _download(self, version: Version, to: Path) -> None:
+        for name in version.files:
+            self._files.get_file(f"{self._root.rstrip('/')}/{name}", str(to / name))
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        raise ConfigError(f"{self._model}: cannot be read: {_one_line(error)}") from error
+
+
+def _stored(
+    source: str,
+    version: Version,
+    folder: Path,
+    parts: Parts,
+    report: Report,
+    *,
+    download: Callable[[Version, Path], None],
+) -> Path:
+    """The folder of that version, downloaded by whoever comes first."""
+    _require_config(source, version.files)
+    there = folder / _folder_name(version.name, parts)
+    if there.is_dir():
+        return there
+    partial = there.with_name(f"{there.name}.partial")
+    with _storing(source, folder), _locked(there.with_name(f"{there.name}.lock")):
+        if there.is_dir():
+            return there
+        partial.mkdir(exist_ok=True)
+        _require_space(source, version.num_bytes - _size_of(partial), folder)
+        report(f"downloading {source}, {version.num_bytes / 2**20:.0f} MiB")
+        try:
+            download(version, partial)
+        except Exception as error:  # of whatever the source's library is made of
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise
+            raise ConfigError(f"{source}: the download failed: {_one_line(error)}") from error
+        if odd := [name for name in version.files if not _is_whole(partial / name, version)]:
+            raise ConfigError(f"{source}: {odd[0]} did not come, or is not as long as it was said")
+        partial.rename(there)
+    return there
+
+
+def _is_whole(path: Path, version: Version) -> bool:
+    return path.is_file() and path.stat().st_size == version.files[path.name]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone, among all processes that share the cache; a lock ends with the process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _storing(source: str, folder: Path) -> Iterator[None]:
+    """A cache that cannot be written to is the operator's to mend."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be stored in {folder}: {error.strerror}") from error
+
+
+def _require_space(source: str, num_bytes: int, folder: Path) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if num_bytes + SPARE_BYTES > free_bytes:
+        raise ConfigError(
+            f"{source}: {num_bytes / 2**30:.1f} GiB are still to come, and {folder} has"
+            f" {free_bytes / 2**30:.1f} GiB left (BATON_CACHE names another place)"
+        )
+
+
+def _require_config(source: str, names: Any) -> None:
+    if CONFIG not in names:
+        raise ConfigError(f"{source}: has no {CONFIG}, so it is no model that transformers reads")
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _folder_name(version: str, parts: Parts) -> str:
+    return version if parts is Parts.ALL else f"{version}-text"
+
+
+def _slug(url: str) -> str:
+    """Readable, and as distinct as the URL."""
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', url)[-80:].strip('-.')}-{digest}"
+
+
+def _version_of(entry: Mapping[str, Any]) -> str:
+    """What a store says that changes with a file's contents; each calls it another name."""
+    keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
+    return next((f"{key}={entry[key]}" for key in keys if entry.get(key) is not None), "")
+
+
+def _cached_commits(folder: Path, model: HubModel) -> str:
+    """What can be had without the hub."""
+    commits = [path.name for path in sorted(folder.glob("*")) if _COMMIT.fullmatch(path.name)]
+    if not commits:
+        return ""
+    return f"; stored here is {', '.join(f'hf://{model.name}@{commit}' for commit in commits)}"
+
+
+def _literal(name: str) -> str:
+    """A pattern that matches this name only."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _import(package: str, source: str, *, extra: str) -> Any:
+    try:
+        import_module(f"{package}.errors" if package == "huggingface_hub" else f"{package}.core")
+        return import_module(package)
+    except ImportError as error:
+        raise _missing(source, str(error), extra) from error
+
+
+def _missing(source: str, why: str, extra: str) -> ConfigError:
+    return ConfigError(f"{source}: needs `pip install 'baton-serve[{extra}]'` ({why})")
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error) or repr(error)).strip().splitlines()[0].rstrip(".")
