@@ -1,0 +1,136 @@
+"""The files in `deploy/cluster` are what Ray and Kubernetes accept, and say what Baton needs."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deploy.cluster
+
+pytestmark = pytest.mark.ray  # which brings yaml along
+
+FOLDER = Path(deploy.cluster.__file__).parent / "cluster"
+RAY_UP = ("onprem", "aws", "gcp")
+
+# Of KubeRay's own definition, ray-operator/config/crd/bases/ray.io_rayclusters.yaml (August 2026).
+RAY_CLUSTER = set(
+    [
+        "authOptions",
+        "autoscalerOptions",
+        "enableInTreeAutoscaling",
+        "gcsFaultToleranceOptions",
+        "headGroupSpec",
+        "headServiceAnnotations",
+        "managedBy",
+        "networkPolicy",
+        "rayVersion",
+        "suspend",
+        "tlsOptions",
+        "upgradeStrategy",
+        "workerGroupSpecs",
+    ]
+)
+HEAD_GROUP = set(
+    ["headService", "labels", "rayStartParams", "resources", "serviceType", "template"]
+)
+WORKER_GROUP = set(
+    [
+        "groupName",
+        "idleTimeoutSeconds",
+        "labels",
+        "maxReplicas",
+        "minReplicas",
+        "numOfHosts",
+        "priority",
+        "rayStartParams",
+        "replicas",
+        "resources",
+        "scaleStrategy",
+        "suspend",
+        "template",
+    ]
+)
+GCS_OPTIONS = set(
+    ["backend", "externalStorageNamespace", "redisAddress", "redisPassword", "redisUsername"]
+)
+
+
+def read(name: str) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+def kubernetes() -> dict[str, dict[str, Any]]:
+    import yaml
+
+    documents = yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())
+    return {document["kind"]: document for document in documents}
+
+
+def commands(config: dict[str, Any]) -> list[str]:
+    return [line for key, lines in config.items() if key.endswith("_commands") for line in lines]
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_ray_accepts_the_cluster_file(name):
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(read(name)))
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_every_command_is_a_shells(name):
+    for command in commands(read(name)):
+        subprocess.run(["bash", "-n", "-c", command], check=True, timeout=10)
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_the_gcs_keeps_what_it_knows_in_redis_and_nodes_wait_for_it(name):
+    config = read(name)
+    (head,) = (c for c in config["head_start_ray_commands"] if "ray start" in c)
+    (worker,) = (c for c in config["worker_start_ray_commands"] if "ray start" in c)
+    assert "RAY_REDIS_ADDRESS=" in head
+    assert "RAY_external_storage_namespace=" in head
+    assert "--redis-password=" in head
+    assert all("RAY_gcs_rpc_server_reconnect_timeout_s=600" in c for c in (head, worker))
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_a_cloud_has_nodes_for_both_pools_and_a_head_without_workers(name):
+    types = read(name)["available_node_types"]
+    assert types["prefill"]["resources"]["prefill_node"] > 0
+    assert types["decode"]["resources"]["decode_node"] > 0
+    assert not {"prefill_node", "decode_node"} & set(types["head"]["resources"])
+    assert "NOT RUN" in (FOLDER / f"{name}.yaml").read_text()
+
+
+def test_machines_of_ones_own_offer_both_resources_unless_they_say_otherwise():
+    (start,) = (c for c in read("onprem")["worker_start_ray_commands"] if "ray start" in c)
+    assert "/etc/baton-node.json" in start
+    assert '{"prefill_node": 1000, "decode_node": 1000}' in start
+
+
+def test_the_kuberay_manifest_uses_fields_that_there_are():
+    cluster = kubernetes()["RayCluster"]
+    spec = cluster["spec"]
+    assert cluster["apiVersion"] == "ray.io/v1"
+    assert set(spec) <= RAY_CLUSTER
+    assert set(spec["headGroupSpec"]) <= HEAD_GROUP
+    assert all(set(group) <= WORKER_GROUP for group in spec["workerGroupSpecs"])
+    assert set(spec["gcsFaultToleranceOptions"]) <= GCS_OPTIONS
+    groups = {group["groupName"]: group["rayStartParams"] for group in spec["workerGroupSpecs"]}
+    assert "prefill_node" in groups["prefill"]["resources"]
+    assert "decode_node" in groups["decode"]["resources"]
+
+
+def test_the_kuberay_manifests_redis_is_the_one_that_the_gcs_is_told():
+    documents = kubernetes()
+    options = documents["RayCluster"]["spec"]["gcsFaultToleranceOptions"]
+    (port,) = documents["Service"]["spec"]["ports"]
+    name = documents["Service"]["metadata"]["name"]
+    assert options["redisAddress"] == f"{name}:{port['port']}"
+    secret = options["redisPassword"]["valueFrom"]["secretKeyRef"]
+    assert secret["name"] == documents["Secret"]["metadata"]["name"]
+    assert secret["key"] in documents["Secret"]["stringData"]
