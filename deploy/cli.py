@@ -23,6 +23,7 @@ from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL, Deployment
 from deploy.launcher import Launcher, ProcessLauncher
 from deploy.operator_cli import register
 from deploy.processes import GatewayReady
+from deploy.up_cli import add_commands as add_cluster_commands
 from engine.config import (
     WITH_DRAFT,
     RouterPolicy,
@@ -44,6 +45,7 @@ app.add_typer(bench_app, name="bench")
 app.command(name="simulate")(simulate_command)
 app.command(name="plan")(plan_command)
 register(app)
+add_cluster_commands(app)
 
 
 class LauncherKind(StrEnum):

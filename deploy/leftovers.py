@@ -1,0 +1,122 @@
+"""What a cluster that was stopped has left running: on which node, as which processes.
+
+Ray's own word is not enough: `ray down` says that no node remains when it could not even find the
+`ray` command there. So each node is asked, over ssh, for processes that belong to the cluster's
+session: those that have its name (a time and a number, like no other's) among their arguments, or
+a file of its folder open. A cloud's nodes are ended by the cloud, and are not looked at.
+
+Paths and options of ssh are those of the cluster file, as Ray uses them.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SSH_TIMEOUT_S = 60.0
+ANY_RAY = "/ray/core/src/ray/"  # in the arguments of every GCS and raylet
+GRACE_S = 15  # between a node's processes being asked to end and being made to
+
+# `session` is in standard input only, so that what looks for it does not find itself.
+_LOOK = r"""
+look() {
+  for p in /proc/[0-9]*; do
+    if tr '\0' ' ' < $p/cmdline | grep -qF -- "$session" || ls -l $p/fd | grep -qF -- "$session"
+    then
+      words=$(tr '\0' ' ' < $p/cmdline | cut -c -100)
+      [ -z "$words" ] || echo "${p#/proc/} $words"
+    fi
+  done 2> /dev/null
+}
+"""
+_END = r"""
+pids() { look | cut -d ' ' -f 1; }
+[ -z "$(pids)" ] || kill -TERM $(pids)
+for i in $(seq $((2 * grace_s))); do [ -z "$(pids)" ] && break; sleep 0.5; done
+[ -z "$(pids)" ] || kill -KILL $(pids)
+for i in 1 2 3 4; do [ -z "$(pids)" ] && break; sleep 0.5; done
+"""
+_FORGET = r"""
+cd ~/.baton 2> /dev/null && [ -s redis.conf ] || exit 0
+export REDISCLI_AUTH="$(sed -n 's/^requirepass //p' redis.conf)"
+ask() { redis-cli -p "$(sed -n 's/^port //p' redis.conf)" "$@" 2>&1; }
+pid=$(ask info server | tr -d '\r' | sed -n 's/^process_id://p')
+[ -z "$pid" ] || ask shutdown nosave > /dev/null
+for i in $(seq 20); do [ -d "/proc/${pid:-none}" ] || break; sleep 0.5; done
+rm -rf appendonlydir appendonly.aof dump.rdb
+[ ! -d "/proc/${pid:-none}" ] || echo "$pid redis-server"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """One process on one node, or why a node could not be looked at."""
+
+    node: str
+    what: str  # pid and arguments, or the reason
+    pid: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.what}"
+
+
+def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
+    """Addresses of the nodes that stay when the cluster goes: those of one's own machines."""
+    provider = cluster["provider"]
+    if provider["type"] != "local":
+        return []
+    return [provider["head_ip"], *provider.get("worker_ips", [])]
+
+
+def look(cluster: Mapping[str, Any], session: str) -> list[Left]:
+    """What of the session runs on the cluster's nodes."""
+    script = f"session={session}\n{_LOOK}\nlook"
+    return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]
+
+
+def end(cluster: Mapping[str, Any], session: str) -> list[Left]:
+    """Ends what of the session runs on the cluster's nodes; what is left all the same."""
+    script = f"session={session} grace_s={GRACE_S}\n{_LOOK}{_END}\nlook"
+    return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]
+
+
+def forget(cluster: Mapping[str, Any]) -> list[Left]:
+    """Ends the head's Redis, where it is Baton's, and what it holds; the next cluster is new."""
+    nodes = nodes_of(cluster)
+    return _ask(cluster, nodes[0], _FORGET) if nodes else []
+
+
+def tell(cluster: Mapping[str, Any], node: str, script: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a script on a node. Raises OSError, subprocess.TimeoutExpired."""
+    command = [*ssh_command(cluster["auth"]), f"{cluster['auth']['ssh_user']}@{node}", "bash -s"]
+    return subprocess.run(
+        command, input=script, capture_output=True, text=True, timeout=SSH_TIMEOUT_S, check=False
+    )
+
+
+def ssh_command(auth: Mapping[str, Any]) -> list[str]:
+    """As Ray calls it: addresses of nodes are reused, so their keys are not remembered."""
+    options = {
+        "StrictHostKeyChecking": "no",
+        "UserKnownHostsFile": "/dev/null",
+        "LogLevel": "ERROR",
+        "BatchMode": "yes",
+        "ConnectTimeout": "10",
+    }
+    if auth.get("ssh_proxy_command"):
+        options["ProxyCommand"] = auth["ssh_proxy_command"]
+    key = auth.get("ssh_private_key")
+    identity = ["-i", os.path.expanduser(key)] if key else []
+    return ["ssh", *identity, *(x for k, v in options.items() for x in ("-o", f"{k}={v}"))]
+
+
+def _ask(cluster: Mapping[str, Any], node: str, script: str) -> list[Left]:
+    try:
+        done = tell(cluster, node, script)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [Left(node, f"cannot be looked at: {error}")]
+    if done.returncode != 0 and done.stderr.strip():
+        return [Left(node, f"cannot be looked at: {done.stderr.strip().splitlines()[-1]}")]
+    found = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    return [Left(node, f"process {pid}: {words}", int(pid)) for pid, words in found]

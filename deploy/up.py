@@ -1,0 +1,225 @@
+"""Brings Baton up on a cluster of Ray, says how it is, and takes it down so that nothing stays.
+
+The operator's side: it imports no Ray, but runs the `ray` command, which knows each provider, and
+`deploy.head` where the cluster is. A cluster is one of two:
+
+    RayUp     a file for `ray up`: made, reached over ssh, and ended again
+    Running   one that is there, reached from here as a driver; only what is Baton's is ended
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from deploy import leftovers
+from deploy.leftovers import Left
+from deploy.up_config import UpConfig, read_cluster
+from engine.errors import ConfigError
+
+RAY_UP_TIMEOUT_S = 1800.0  # machines are made, and packages installed
+ANSWER_TIMEOUT_S = 900.0  # models are downloaded and loaded
+ANSWER = "BATON-ANSWER "  # begins the line on which deploy.head answers
+REMOTE_FILE = "~/.baton/baton.yaml"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+Report = Callable[[str], None]
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node as Ray knows it."""
+
+    address: str
+    is_alive: bool
+    resources: dict[str, float]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """A cluster; `controller` is None where none runs."""
+
+    session: str
+    nodes: tuple[Node, ...]
+    controller: dict[str, Any] | None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Of `deploy.head`: what is there now, or why what was asked was not done."""
+
+    status: Status | None = None
+    error: str | None = None
+
+
+class Cluster(Protocol):
+    """Where Baton runs."""
+
+    def is_up(self) -> bool:
+        """Whether Ray answers there."""
+        ...
+
+    def up(self) -> None:
+        """Makes it. Raises ConfigError."""
+        ...
+
+    def ask(self, verb: str, file: Path | None = None) -> Status:
+        """Runs a verb of `deploy.head` there. Raises ConfigError."""
+        ...
+
+    def down(self, session: str | None) -> list[Left]:
+        """Ends it; what is left. `session` is None if nobody knows. Raises ConfigError."""
+        ...
+
+
+class RayUp:
+    """A cluster that `ray up` makes of a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def is_up(self) -> bool:
+        """Whether its head answers."""
+        with contextlib.suppress(ConfigError):
+            self.ask("status")
+            return True
+        return False
+
+    def up(self) -> None:
+        """`ray up`."""
+        read_cluster(self._file)
+        _ray(["up", "--yes", "--disable-usage-stats", str(self._file)], RAY_UP_TIMEOUT_S)
+
+    def ask(self, verb: str, file: Path | None = None) -> Status:
+        """Over ssh, on the head."""
+        command = f"python -m deploy.head {verb}"
+        if file is not None:
+            self._put(file)
+            command += f" {REMOTE_FILE}"
+        return _status(_ray(["exec", str(self._file), command], ANSWER_TIMEOUT_S, check=False))
+
+    def down(self, session: str | None) -> list[Left]:
+        """`ray down`, and then what that forgets."""
+        cluster = read_cluster(self._file)
+        _ray(["down", "--yes", str(self._file)], RAY_UP_TIMEOUT_S)
+        if session is None:
+            return leftovers.look(cluster, leftovers.ANY_RAY)
+        leftovers.end(cluster, session)
+        return [*leftovers.forget(cluster), *leftovers.look(cluster, session)]
+
+    def _put(self, file: Path) -> None:
+        """The file may hold keys: nobody else there may read it."""
+        _ray(["exec", str(self._file), "umask 077; mkdir -p ~/.baton"], ANSWER_TIMEOUT_S)
+        _ray(["rsync-up", str(self._file), str(file), REMOTE_FILE], ANSWER_TIMEOUT_S)
+        _ray(["exec", str(self._file), f"chmod 600 {REMOTE_FILE}"], ANSWER_TIMEOUT_S)
+
+
+class Running:
+    """A cluster that somebody else made."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def is_up(self) -> bool:
+        """Assumed: if it is not, who asks anything says so."""
+        return True
+
+    def up(self) -> None:
+        """Not ours to make."""
+        raise ConfigError(f"no cluster of Ray answers at {self._address}")
+
+    def ask(self, verb: str, file: Path | None = None) -> Status:
+        """Here, as a driver."""
+        command = [
+            sys.executable,
+            "-m",
+            "deploy.head",
+            verb,
+            *([] if file is None else [str(file)]),
+        ]
+        environment = {**os.environ, "BATON_RAY_ADDRESS": self._address}
+        return _status(_run(command, ANSWER_TIMEOUT_S, environment)[1])
+
+    def down(self, session: str | None) -> list[Left]:
+        """Not ours to end."""
+        return []
+
+
+def cluster_of(config: UpConfig) -> Cluster:
+    """The cluster that a configuration names."""
+    if config.cluster is not None:
+        return RayUp(config.cluster)
+    assert config.address is not None
+    return Running(config.address)
+
+
+def bring_up(cluster: Cluster, file: Path, report: Report) -> Status:
+    """The cluster, then Baton on it; each only if it is not there. Raises ConfigError."""
+    report("looking for the cluster")
+    if not cluster.is_up():
+        report("making the cluster (ray up)")
+        cluster.up()
+    report("starting the controller, the workers and the gateway")
+    return cluster.ask("start", file)
+
+
+def take_down(cluster: Cluster, report: Report) -> list[Left]:
+    """Baton, then the cluster if it is ours; what is left of it. Raises ConfigError."""
+    report("looking for the cluster")
+    session = None
+    try:
+        session = cluster.ask("status").session
+        report("stopping the gateway, the workers and the controller")
+        cluster.ask("stop")
+    except ConfigError as error:
+        report(f"{error}; going on without")
+    report("ending the cluster (ray down)")
+    return cluster.down(session)
+
+
+def _ray(arguments: Sequence[str], timeout_s: float, *, check: bool = True) -> str:
+    """What a command of Ray printed. Raises ConfigError."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    status, printed = _run(command, timeout_s, environment)
+    if check and status != 0:
+        raise ConfigError(f"`ray {shlex.join(arguments)}` failed: {_reason(printed)}")
+    return printed
+
+
+def _run(command: Sequence[str], timeout_s: float, environment: dict[str, str]) -> tuple[int, str]:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_s,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"`{shlex.join(command)}` took longer than {timeout_s:g} s") from error
+    return done.returncode, _ESCAPES.sub("", done.stdout.decode(errors="replace"))
+
+
+def _status(printed: str) -> Status:
+    """The answer, which is on the last line that begins as one. Raises ConfigError."""
+    lines = [line for line in printed.splitlines() if line.startswith(ANSWER)]
+    if not lines:
+        raise ConfigError(f"the cluster's head gave no answer: {_reason(printed)}")
+    answer = msgspec.json.decode(lines[-1].removeprefix(ANSWER).strip(), type=Answer)
+    if answer.error is not None or answer.status is None:
+        raise ConfigError(answer.error or "the cluster's head gave an empty answer")
+    return answer.status
+
+
+def _reason(printed: str) -> str:
+    """Its last words, without those that ssh says at every end."""
+    lines = [line.strip() for line in printed.splitlines()]
+    said = [line for line in lines if line and not re.match(r"(Shared c|C)onnection to ", line)]
+    return " / ".join(said[-3:]) or "it said nothing"
