@@ -76,7 +76,7 @@ def look(cluster: Mapping[str, Any], session: str) -> list[Left]:
 
 
 def end(cluster: Mapping[str, Any], session: str) -> list[Left]:
-    """Ends what of the session runs on the cluster's nodes; what is left all the same."""
+    """Ends, by their ids, what of the session runs on the cluster's nodes; what is left yet."""
     script = f"session={session} grace_s={GRACE_S}\n{_LOOK}{_END}\nlook"
     return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]
 

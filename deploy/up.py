@@ -8,6 +8,7 @@ The operator's side: it imports no Ray, but runs the `ray` command, which knows 
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import msgspec
 
 from deploy import leftovers
 from deploy.leftovers import Left
+from deploy.model_source import default_cache
 from deploy.up_config import UpConfig, read_cluster
 from engine.errors import ConfigError
 
@@ -71,16 +73,22 @@ class Cluster(Protocol):
         """Runs a verb of `deploy.head` there. Raises ConfigError."""
         ...
 
-    def down(self, session: str | None) -> list[Left]:
-        """Ends it; what is left. `session` is None if nobody knows. Raises ConfigError."""
+    def down(self) -> list[Left]:
+        """Ends it; what is left. Raises ConfigError."""
         ...
 
 
 class RayUp:
-    """A cluster that `ray up` makes of a file."""
+    """A cluster that `ray up` makes of a file.
 
-    def __init__(self, file: Path) -> None:
+    Its session is written down whenever the head says it, so that what belongs to it is known when
+    the head says nothing any more.
+    """
+
+    def __init__(self, file: Path, notes: Path) -> None:
         self._file = file
+        digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+        self._note = notes / f"{file.stem}-{digest}"
 
     def is_up(self) -> bool:
         """Whether its head answers."""
@@ -100,16 +108,22 @@ class RayUp:
         if file is not None:
             self._put(file)
             command += f" {REMOTE_FILE}"
-        return _status(_ray(["exec", str(self._file), command], ANSWER_TIMEOUT_S, check=False))
+        status = _status(_ray(["exec", str(self._file), command], ANSWER_TIMEOUT_S, check=False))
+        self._note.parent.mkdir(parents=True, exist_ok=True)
+        self._note.write_text(status.session)
+        return status
 
-    def down(self, session: str | None) -> list[Left]:
+    def down(self) -> list[Left]:
         """`ray down`, and then what that forgets."""
         cluster = read_cluster(self._file)
         _ray(["down", "--yes", str(self._file)], RAY_UP_TIMEOUT_S)
-        if session is None:
+        if not self._note.exists():  # of which session it would be, nobody knows
             return leftovers.look(cluster, leftovers.ANY_RAY)
-        leftovers.end(cluster, session)
-        return [*leftovers.forget(cluster), *leftovers.look(cluster, session)]
+        session = self._note.read_text()
+        left = [*leftovers.end(cluster, session), *leftovers.forget(cluster)]
+        if not left:
+            self._note.unlink()
+        return left
 
     def _put(self, file: Path) -> None:
         """The file may hold keys: nobody else there may read it."""
@@ -144,7 +158,7 @@ class Running:
         environment = {**os.environ, "BATON_RAY_ADDRESS": self._address}
         return _status(_run(command, ANSWER_TIMEOUT_S, environment)[1])
 
-    def down(self, session: str | None) -> list[Left]:
+    def down(self) -> list[Left]:
         """Not ours to end."""
         return []
 
@@ -152,7 +166,7 @@ class Running:
 def cluster_of(config: UpConfig) -> Cluster:
     """The cluster that a configuration names."""
     if config.cluster is not None:
-        return RayUp(config.cluster)
+        return RayUp(config.cluster, default_cache(os.environ) / "clusters")
     assert config.address is not None
     return Running(config.address)
 
@@ -169,16 +183,13 @@ def bring_up(cluster: Cluster, file: Path, report: Report) -> Status:
 
 def take_down(cluster: Cluster, report: Report) -> list[Left]:
     """Baton, then the cluster if it is ours; what is left of it. Raises ConfigError."""
-    report("looking for the cluster")
-    session = None
+    report("stopping the gateway, the workers and the controller")
     try:
-        session = cluster.ask("status").session
-        report("stopping the gateway, the workers and the controller")
         cluster.ask("stop")
     except ConfigError as error:
         report(f"{error}; going on without")
-    report("ending the cluster (ray down)")
-    return cluster.down(session)
+    report("ending the cluster")
+    return cluster.down()
 
 
 def _ray(arguments: Sequence[str], timeout_s: float, *, check: bool = True) -> str:

@@ -1,0 +1,168 @@
+"""`baton up`, `status` and `down` with ray up, ssh and Redis, on a machine of the test's own."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deploy.cluster
+from tests.e2e.island import Island, island, unavailable
+from tests.e2e.served import poll_until
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.torch,
+    pytest.mark.ray,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(unavailable() is not None, reason=f"{unavailable()}"),
+]
+
+UP_TIMEOUT_S = 240.0
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory) -> Iterator[Island]:
+    with island(tmp_path_factory.mktemp("island")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def config(machine) -> Path:
+    """A cluster file of ours for one machine, and what Baton serves there."""
+    import yaml
+
+    source = Path(deploy.cluster.__file__).parent / "cluster" / "onprem.yaml"
+    file = machine.folder / "onprem.yaml"
+    file.write_text(yaml.safe_dump(on_this_machine(yaml.safe_load(source.read_text()), machine)))
+    path = machine.folder / "baton.yaml"
+    path.write_text(
+        "cluster: onprem.yaml\n"
+        "worker: {kv_mib: 64}\n"
+        "gateway: {model_name: baton-bundled, api_keys: [a-key-of-the-tests]}\n"
+    )
+    return path
+
+
+def on_this_machine(cluster: dict[str, Any], machine: Island) -> dict[str, Any]:
+    """As it is, but for what is marked there, for packages, and for the size of a test."""
+    small = "--head --node-ip-address=127.0.0.1 --num-cpus=2 --object-store-memory=83886080"
+    return {
+        **cluster,
+        "cluster_name": f"baton-test-{os.getpid()}",
+        "provider": {"type": "local", "head_ip": "127.0.0.1", "worker_ips": []},
+        "auth": {"ssh_user": "root", "ssh_private_key": str(machine.key)},
+        "min_workers": 0,
+        "max_workers": 0,
+        "setup_commands": [],
+        "head_setup_commands": [c for c in cluster["head_setup_commands"] if "apt-get" not in c],
+        "head_start_ray_commands": [
+            command.replace("--head", small) for command in cluster["head_start_ray_commands"]
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def up(machine, config) -> "subprocess.CompletedProcess[str]":
+    return baton(machine, "up", config)
+
+
+def baton(
+    machine: Island, verb: str, config: Path, *, check: bool = True
+) -> "subprocess.CompletedProcess[str]":
+    command = ("-m", "deploy.cli", verb, "-c", str(config))
+    return machine.python(*command, timeout_s=UP_TIMEOUT_S, check=check)
+
+
+def ask(machine: Island, max_tokens: int) -> list[str]:
+    """One request, with curl: nobody outside reaches its network."""
+    body = {"model": "baton-bundled", "prompt": "def f(", "seed": 7, "max_tokens": max_tokens}
+    done = machine.run(
+        *("curl", "--silent", "--fail-with-body", "--max-time", "60", f"{URL}/v1/completions"),
+        *("-H", "Content-Type: application/json", "-H", "Authorization: Bearer a-key-of-the-tests"),
+        *("-d", json.dumps({**body, "ignore_eos": True})),
+    )
+    return [choice["text"] for choice in json.loads(done.stdout)["choices"]]
+
+
+def of(machine: Island, program: str) -> dict[int, str]:
+    return {pid: line for pid, line in machine.processes().items() if program in line}
+
+
+def test_up_brings_the_cluster_and_baton_and_says_where(machine, up):
+    assert f"serving baton-bundled at {URL}" in up.stderr
+    assert "prefill-0 at 127.0.0.1:" in up.stderr
+    assert ask(machine, 8)
+
+
+def test_nobody_else_may_read_the_keys_on_the_head(machine, up):
+    assert (machine.home / ".baton/baton.yaml").stat().st_mode & 0o077 == 0
+    assert (machine.home / ".baton/redis.conf").stat().st_mode & 0o077 == 0
+
+
+def test_up_again_leaves_everything_as_it_is(machine, config, up):
+    before = {**of(machine, "ray::_"), **of(machine, "gcs_server"), **of(machine, "raylet/raylet")}
+    again = baton(machine, "up", config)
+    assert f"serving baton-bundled at {URL}" in again.stderr
+    after = {**of(machine, "ray::_"), **of(machine, "gcs_server"), **of(machine, "raylet/raylet")}
+    assert before.keys() == after.keys()
+    assert len(of(machine, "ray::_Actor")) == 3
+
+
+def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everything(machine, up):
+    expected = ask(machine, 40)
+    (gcs,) = of(machine, "gcs/gcs_server")
+    actors = set(of(machine, "ray::_"))
+    machine.run("kill", f"-{signal.SIGKILL.value}", str(gcs))
+    assert not of(machine, "gcs/gcs_server")
+    assert ask(machine, 40) == expected
+    poll_until(lambda: ask(machine, 40) == expected and of(machine, "gcs/gcs_server"), "again", 20)
+    script = (
+        "import ray; ray.init(address='auto', namespace='baton', log_to_driver=False)\n"
+        "print(ray.get(ray.remote(num_cpus=0)(lambda: 'ran').remote()))\n"
+        "print(*(n['Alive'] for n in ray.nodes()), ray.get_actor('controller') is not None)"
+    )
+    assert machine.python("-c", script).stdout.split() == ["ran", "True", "True"]
+    assert set(of(machine, "ray::_")) >= actors
+    assert ask(machine, 40) == expected
+
+
+def test_status_shows_nodes_and_workers(machine, config, up):
+    shown = baton(machine, "status", config).stderr
+    assert "127.0.0.1" in shown
+    assert "decode-0 at 127.0.0.1:" in shown
+    assert f"at {URL}" in shown
+
+
+def test_down_leaves_nothing_even_where_ray_down_cannot_find_ray(machine, config, up):
+    profile = machine.home / ".bashrc"
+    kept = profile.read_text()
+    profile.write_text("")  # as where nobody put it into the PATH
+    try:
+        down = baton(machine, "down", config, check=False)
+    finally:
+        profile.write_text(kept)
+    assert down.returncode == 0, down.stderr
+    assert "gave no answer" in down.stderr
+    assert "nothing is left" in down.stderr
+    assert not machine.processes()
+    assert not list((machine.home / ".baton").glob("append*"))
+
+
+def test_down_names_what_it_does_not_know_to_be_its_own(machine, config):
+    name = "/somewhere/ray/core/src/ray/raylet/raylet"
+    other = subprocess.Popen(machine.command("bash", "-c", f"exec -a {name} sleep 300"))
+    try:
+        poll_until(lambda: of(machine, name), "it runs", 10)
+        down = baton(machine, "down", config, check=False)
+        assert down.returncode == 1
+        assert f"{name} 300" in down.stderr
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
