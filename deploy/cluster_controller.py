@@ -1,7 +1,7 @@
 """The controller of a cluster: a detached actor that outlives whoever started it.
 
-It stands for what `baton serve` does in its own process: it runs a `Deployment` over actors, which
-end when it ends.
+It does there what `baton serve` does in its own process: it runs a `Deployment` over actors, which
+end when it ends. The seam is `start_controller`, `status_of_controller`, `stop_controller`.
 """
 
 import contextlib

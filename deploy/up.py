@@ -223,7 +223,10 @@ def _status(printed: str) -> Status:
     lines = [line for line in printed.splitlines() if line.startswith(ANSWER)]
     if not lines:
         raise ConfigError(f"the cluster's head gave no answer: {_reason(printed)}")
-    answer = msgspec.json.decode(lines[-1].removeprefix(ANSWER).strip(), type=Answer)
+    try:
+        answer = msgspec.json.decode(lines[-1].removeprefix(ANSWER).strip(), type=Answer)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the cluster's head speaks another version of Baton: {error}") from error
     if answer.error is not None or answer.status is None:
         raise ConfigError(answer.error or "the cluster's head gave an empty answer")
     return answer.status

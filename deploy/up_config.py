@@ -32,11 +32,17 @@ class UpConfig(msgspec.Struct, frozen=True):
     config: Config
 
 
+class _Pools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prefill: int = 1
+    decode: int = 1
+    mixed: int = 0
+
+
 class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str | None = None
     address: str | None = None
     model: str = str(BUNDLED_MODEL)
-    pools: Pools = Pools()
+    pools: _Pools = _Pools()
 
 
 def load_up_config(path: Path) -> UpConfig:
@@ -50,9 +56,10 @@ def load_up_config(path: Path) -> UpConfig:
         raise ConfigError(f"{path}: {error}") from error
     if (given.cluster is None) == (given.address is None):
         raise ConfigError(f"{path}: give one of `cluster` and `address`")
-    given.pools.workers()  # raises if they could serve nothing
+    pools = Pools(given.pools.prefill, given.pools.decode, given.pools.mixed)
+    pools.workers()  # raises if they could serve nothing
     cluster = None if given.cluster is None else (path.parent / given.cluster).expanduser()
-    return UpConfig(cluster, given.address, given.model, given.pools, config)
+    return UpConfig(cluster, given.address, given.model, pools, config)
 
 
 def read_cluster(path: Path) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from deploy.model_source import Parts, local_model
 from engine.errors import ConfigError
 from tests.e2e import hub as fake
 
-pytestmark = pytest.mark.torch  # with transformers come huggingface_hub and fsspec
-
 MODEL = {
     "config.json": b"{}",
     "model.safetensors": bytes(range(256)) * 1000,
