@@ -57,7 +57,9 @@ class LauncherKind(StrEnum):
 
 @app.command()
 def serve(  # noqa: PLR0913 - a command's options
-    model: Annotated[Path, typer.Argument(help="Hugging Face model directory")] = BUNDLED_MODEL,
+    model: Annotated[
+        str, typer.Argument(help="directory, hf://org/name[@revision], s3://… or gs://…")
+    ] = str(BUNDLED_MODEL),
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers [default: 1]")] = None,
@@ -101,7 +103,8 @@ def serve(  # noqa: PLR0913 - a command's options
     flags: dict[str, Any] = {
         "gateway.host": host,
         "gateway.port": port,
-        "gateway.model_name": model_name or (None if model != BUNDLED_MODEL else "baton-bundled"),
+        "gateway.model_name": model_name
+        or (None if model != str(BUNDLED_MODEL) else "baton-bundled"),
         "gateway.record_dir": None if record is None else str(record.resolve()),
         "router.policy": policy,
         "pools.prefill": prefill,
@@ -120,7 +123,7 @@ def serve(  # noqa: PLR0913 - a command's options
         "worker.speculate": speculate,
         "worker.draft_model": None if draft_model is None else str(draft_model.resolve()),
     }
-    if model == BUNDLED_MODEL and draft_model is None and speculate in WITH_DRAFT:
+    if model == str(BUNDLED_MODEL) and draft_model is None and speculate in WITH_DRAFT:
         flags["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, flags)
     deployment = Deployment(_launcher(launcher), model=model, config=tree)

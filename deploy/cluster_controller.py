@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.cluster import Deployment
-from deploy.model_source import default_cache, local_model
+from deploy.model_source import default_cache, local_model, pinned
 from deploy.processes import READY_TIMEOUT_S, configure_logging
 from deploy.ray_launcher import RayLauncher
 from deploy.up_config import UpConfig
@@ -23,6 +24,7 @@ from engine.errors import BatonError, ConfigError
 NAME = "controller"
 WATCH_EVERY_S = 1.0
 STOP_TIMEOUT_S = 60.0
+FETCH_TIMEOUT_S = 4 * 3600.0
 
 
 class _Controller:
@@ -40,9 +42,11 @@ class _Controller:
     def open(self) -> str:
         """Starts everything; what is wrong, or nothing."""
         try:
-            model = local_model(self._config.model, cache=default_cache(os.environ))
             deployment = Deployment(
-                RayLauncher(), model=model, pools=self._config.pools, config=self._config.config
+                RayLauncher(),
+                model=self._config.model,
+                pools=self._config.pools,
+                config=self._config.config,
             )
             deployment.open(self._told.append)
         except BatonError as error:
@@ -83,9 +87,15 @@ class _Controller:
 
 
 def start_controller(config: UpConfig) -> None:
-    """Starts the controller, unless it runs; waits until it serves. Raises ConfigError."""
+    """Starts the controller, unless it runs; waits until it serves. Raises ConfigError.
+
+    Before that, every node that is there fetches the model, which may take longer than a worker is
+    waited for; a node that comes later fetches it when its first worker starts.
+    """
     if _find() is not None:
         return
+    config = msgspec.structs.replace(config, model=pinned(config.model))
+    _fetch_everywhere(config.model)
     actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(_Controller)
     encoded = msgspec.msgpack.encode(config, enc_hook=str)
     actor = actor_class.options(name=NAME, lifetime="detached").remote(encoded)
@@ -117,6 +127,37 @@ def stop_controller() -> None:
     with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
         ray.get(actor.close.remote(), timeout=STOP_TIMEOUT_S)
     ray.kill(actor)
+
+
+def _fetch_everywhere(model: str) -> None:
+    """All nodes that take workers, at once: those that say so, or all if none does."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    takers = [node for node in nodes if {"prefill_node", "decode_node"} & set(node["Resources"])]
+    fetches = {
+        node["NodeManagerAddress"]: ray.remote(num_cpus=0)(_fetch)
+        .options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            max_retries=0,
+        )
+        .remote(model)
+        for node in takers or nodes
+    }
+    for address, fetch in fetches.items():
+        try:
+            error = ray.get(fetch, timeout=FETCH_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError) as failure:
+            error = str(failure).splitlines()[0]
+        if error:
+            raise ConfigError(f"{address}: {error}")
+
+
+def _fetch(model: str) -> str:
+    """On a node: what is wrong, or nothing."""
+    try:
+        local_model(model, cache=default_cache(os.environ))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _find() -> Any:

@@ -147,14 +147,47 @@ def local_model(
     """
     match parse_source(source):
         case Directory(path):
-            if not path.is_dir():
-                raise ConfigError(f"{path}: no such model directory")
-            _require_config(source, {entry.name for entry in path.iterdir()})
-            return path.resolve()
+            directory = _directory(path)
+            _require_config(source, {entry.name for entry in directory.iterdir()})
+            return directory
         case HubModel() as model:
             return _Hub(model).fetch(cache, parts, report)
         case StoredModel() as model:
             return _Store(model).fetch(cache, parts, report)
+
+
+def pinned(source: str) -> str:
+    """The same model, whatever its authors do next: a commit where a branch or a tag was named.
+
+    Directories become absolute. What else is stored somewhere has no versions to name.
+    Raises ConfigError.
+    """
+    match parse_source(source):
+        case Directory(path):
+            return str(_directory(path))
+        case HubModel(name, revision) as model:
+            if _COMMIT.fullmatch(revision):
+                return source
+            return str(HubModel(name, _Hub(model).version(folder=None).name))
+        case StoredModel(url):
+            return url
+
+
+def name_of(source: str) -> str:
+    """What clients call it if nobody says otherwise."""
+    match parse_source(source):
+        case Directory(path):
+            return path.name
+        case HubModel(name, _):
+            return name
+        case StoredModel(url):
+            return url.rpartition("/")[2]
+
+
+def _directory(path: Path) -> Path:
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such model directory")
+    return path.resolve()
 
 
 class _Hub:
@@ -171,10 +204,11 @@ class _Hub:
             there = folder / _folder_name(self._model.revision, parts)
             if there.is_dir():
                 return there
-        version = self._version(folder).of(parts)
+        version = self.version(folder).of(parts)
         return _stored(str(self._model), version, folder, parts, report, download=self._download)
 
-    def _version(self, folder: Path) -> Version:
+    def version(self, folder: Path | None) -> Version:
+        """What the revision is now; `folder` is where other versions of the model may be."""
         library, model = self._library, self._model
         try:
             info = library.HfApi(endpoint=self._endpoint).model_info(
@@ -344,8 +378,10 @@ def _version_of(entry: Mapping[str, Any]) -> str:
     return next((f"{key}={entry[key]}" for key in keys if entry.get(key) is not None), "")
 
 
-def _cached_commits(folder: Path, model: HubModel) -> str:
+def _cached_commits(folder: Path | None, model: HubModel) -> str:
     """What can be had without the hub."""
+    if folder is None:
+        return ""
     commits = [path.name for path in sorted(folder.glob("*")) if _COMMIT.fullmatch(path.name)]
     if not commits:
         return ""

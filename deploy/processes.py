@@ -18,6 +18,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from deploy.model_source import Parts, default_cache, local_model, name_of
 from deploy.worker_host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import MonotonicClock
 from engine.config import GatewayConfig, RouterConfig, WorkerConfig
@@ -47,7 +48,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
     worker_id: WorkerId
     role: Role
-    model: str  # directory
+    model: str  # as `model_source` reads it
     config: WorkerConfig
     token: str
     threads: int
@@ -70,7 +71,7 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     """All that a gateway is started with."""
 
     workers: tuple[str, ...]  # addresses
-    model: str
+    model: str  # as `model_source` reads it
     context_len: int
     gateway: GatewayConfig
     router: RouterConfig
@@ -121,8 +122,9 @@ class WorkerService:
 
         spec = self._spec
         torch.set_num_threads(spec.threads)
+        directory = await asyncio.to_thread(_directory_of, spec.model, Parts.ALL)
         runner = TorchRunner(
-            Path(spec.model),
+            directory,
             draft=spec.config.draft_path,
             block_size=spec.config.block_size,
             kv_format=spec.config.kv_dtype,
@@ -154,7 +156,7 @@ class WorkerService:
                 context_len=runner.context_len,
                 has_draft_model=runner.draft_forward is not None,
                 guides=LlGuides(
-                    Path(spec.model) / "tokenizer.json",
+                    directory / "tokenizer.json",
                     vocab_size=runner.vocab_size,
                     eos_token_ids=runner.eos_token_ids,
                 ),
@@ -206,8 +208,8 @@ class GatewayService:
             clock=clock,
             record_dir=None if config.record_dir is None else Path(config.record_dir),
         )
-        text = load_text_model(Path(spec.model))
-        model_name = config.model_name or Path(spec.model).name
+        text = load_text_model(await asyncio.to_thread(_directory_of, spec.model, Parts.TEXT))
+        model_name = config.model_name or name_of(spec.model)
         settings = GatewaySettings(
             model_names=(model_name,),
             context_len=spec.context_len,
@@ -265,10 +267,19 @@ class GatewayService:
         await self._router.close()
 
 
-def service_of(kind: str, spec: bytes) -> tuple[Service[object], str]:
-    """The service that an encoded spec describes, and its log level."""
+def _directory_of(model: str, parts: Parts) -> Path:
+    return local_model(model, cache=default_cache(os.environ), parts=parts, report=log.warning)
+
+
+def service_of(kind: str, spec: bytes, *, host: str | None = None) -> tuple[Service[object], str]:
+    """The service that an encoded spec describes, and its log level.
+
+    `host` is the address of this node among those of its cluster, if it is part of one.
+    """
     if kind == "worker":
         worker = msgspec.json.decode(spec, type=WorkerSpec)
+        if host is not None:
+            worker = msgspec.structs.replace(worker, host=host)
         return WorkerService(worker), worker.log_level
     gateway = msgspec.json.decode(spec, type=GatewaySpec)
     return GatewayService(gateway), gateway.log_level

@@ -40,7 +40,7 @@ class _Actor:
     """Hosts one service. Specs and answers travel as JSON bytes: Ray pickles nothing of ours."""
 
     def __init__(self, kind: str, spec: bytes) -> None:
-        service, log_level = service_of(kind, spec)
+        service, log_level = service_of(kind, spec, host=ray.util.get_node_ip_address())
         configure_logging(log_level)
         self._kind = kind
         self._ready = b""

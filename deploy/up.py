@@ -27,7 +27,7 @@ from deploy.up_config import UpConfig, read_cluster
 from engine.errors import ConfigError
 
 RAY_UP_TIMEOUT_S = 1800.0  # machines are made, and packages installed
-ANSWER_TIMEOUT_S = 900.0  # models are downloaded and loaded
+ANSWER_TIMEOUT_S = 5 * 3600.0  # models are downloaded and loaded
 ANSWER = "BATON-ANSWER "  # begins the line on which deploy.head answers
 REMOTE_FILE = "~/.baton/baton.yaml"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

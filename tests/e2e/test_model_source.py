@@ -9,13 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from deploy import model_source
 from deploy.cluster import BUNDLED_MODEL
-from deploy.model_source import Parts, local_model
+from deploy.model_source import Parts, local_model, pinned
 from engine.errors import ConfigError
 from tests.e2e import hub as fake
+from tests.e2e.served import serve
 
 MODEL = {
     "config.json": b"{}",
@@ -75,6 +77,13 @@ def test_a_stored_commit_needs_no_hub_and_a_branch_says_which_commits_there_are(
     assert local_model(f"hf://{fake.NAME}@{commit}", cache=tmp_path) == there
     with pytest.raises(ConfigError, match=rf"cannot be asked.*hf://{fake.NAME}@{commit}"):
         local_model(f"hf://{fake.NAME}", cache=tmp_path)
+
+
+def test_a_branch_is_pinned_to_the_commit_that_it_is(hub, tmp_path):
+    commit = hub.commit(MODEL)
+    hub.commit({**MODEL, "config.json": b'{"new": 1}'}, branch="next")
+    assert pinned(f"hf://{fake.NAME}") == f"hf://{fake.NAME}@{commit}"
+    assert not hub.requests
 
 
 def test_a_revision_that_is_not_there_is_named(hub, tmp_path):
@@ -181,6 +190,21 @@ def test_a_scheme_that_nobody_knows_or_whose_package_is_absent_is_told(tmp_path,
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match=r"pip install 'baton-serve\[s3\]'"):
         local_model("s3://bucket/model", cache=tmp_path)
+
+
+@pytest.mark.torch
+def test_baton_serves_a_model_of_a_hub_under_its_name(hub, tmp_path):
+    hub.commit(contents(BUNDLED_MODEL))
+    with serve(
+        f"hf://{fake.NAME}", "--launcher", "process", BATON_CACHE=str(tmp_path / "cache")
+    ) as running:
+        response = httpx.post(
+            f"{running.url}/v1/completions",
+            json={"model": fake.NAME, "prompt": "def f(", "max_tokens": 8},
+            timeout=60,
+        )
+        assert response.status_code == 200
+    assert hub.num_downloads("model.safetensors") == 1  # of two workers and a gateway
 
 
 def nobody_listens() -> str:

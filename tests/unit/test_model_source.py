@@ -13,7 +13,9 @@ from deploy.model_source import (
     default_cache,
     is_wanted,
     local_model,
+    name_of,
     parse_source,
+    pinned,
 )
 from engine.errors import ConfigError
 
@@ -85,6 +87,20 @@ def test_a_missing_package_is_named_with_what_installs_it(source, package, tmp_p
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"pip install 'baton-serve\[hub\]'"):
         local_model(source, cache=tmp_path)
+
+
+def test_clients_call_a_model_by_the_last_of_its_name_and_a_hubs_by_all():
+    assert name_of("/models/llama") == "llama"
+    assert name_of("hf://org/name@v2") == "org/name"
+    assert name_of("s3://bucket/models/llama/") == "llama"
+
+
+def test_what_has_a_version_in_its_name_is_pinned_already(tmp_path, monkeypatch):
+    commit = f"hf://org/name@{'0f' * 20}"
+    monkeypatch.chdir(tmp_path)
+    assert pinned(commit) == commit
+    assert pinned("s3://bucket/model/") == "s3://bucket/model"
+    assert pinned(".") == str(tmp_path)
 
 
 def test_the_cache_is_where_the_operator_says_else_where_caches_are():
