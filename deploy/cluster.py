@@ -9,13 +9,15 @@ from pathlib import Path
 import msgspec
 
 from deploy.admin import AdminService
-from deploy.controller import Plan, PoolController, model_directory
+from deploy.controller import Plan, PoolController
 from deploy.formats import check_formats, config_of
 from deploy.launcher import Launcher
+from deploy.model_source import pinned
 from deploy.processes import GatewayReady, ServiceThread
 from engine.clock import MonotonicClock
 from engine.config import Config, PoolsConfig
 from engine.control import SERVING_ROLES, Pools
+from engine.errors import ConfigError
 
 _BUNDLED = Path(__file__).parent.parent / "engine" / "model" / "bundled"
 BUNDLED_MODEL, BUNDLED_DRAFT = _BUNDLED / "target", _BUNDLED / "draft"
@@ -41,12 +43,30 @@ def with_admin_key(config: Config) -> Config:
     return msgspec.structs.replace(config, admin=admin)
 
 
+def plan_of(model: str, config: Config, *, cores: int) -> Plan:
+    """What a controller is started with, checked before anything is. Raises ConfigError."""
+    source = pinned(model)
+    draft = config.worker.draft_path
+    if draft is not None and not draft.is_dir():
+        raise ConfigError(f"{draft}: no such model directory")
+    pools = pools_of(config.pools)
+    wanted = [role for role in SERVING_ROLES if pools.of(role)]
+    check_formats({role: config_of(role, config.worker) for role in wanted})
+    return Plan(
+        model=source,
+        config=with_admin_key(config),
+        pools=pools,
+        token=secrets.token_hex(16),
+        cores=cores,
+    )
+
+
 class Deployment:
     """A controller in a thread of this process, and the launcher that it uses."""
 
-    def __init__(self, launcher: Launcher, *, model: Path, config: Config) -> None:
+    def __init__(self, launcher: Launcher, *, model: str | Path, config: Config) -> None:
         self._launcher = launcher
-        self._model = model
+        self._model = str(model)  # as `model_source` reads it
         self._config = config
         self.log_level = "warning"
         self.on_news: Report = lambda _: None  # told what happens, in a thread of its own
@@ -81,21 +101,11 @@ class Deployment:
         return [found[name] for name in sorted(found)]
 
     def _open(self) -> GatewayReady:
-        model = model_directory(self._model, self._config)
-        pools = pools_of(self._config.pools)
-        wanted = [role for role in SERVING_ROLES if pools.of(role)]
-        check_formats({role: config_of(role, self._config.worker) for role in wanted})
+        plan = plan_of(self._model, self._config, cores=len(os.sched_getaffinity(0)))
         if self._config.gateway.processes > 1:
             self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
-        plan = Plan(
-            model=model,
-            config=with_admin_key(self._config),
-            pools=pools,
-            token=secrets.token_hex(16),
-            cores=len(os.sched_getaffinity(0)),
-            siblings=None if self._siblings is None else self._siblings.name,
-            log_level=self.log_level,
-        )
+            plan = msgspec.structs.replace(plan, siblings=self._siblings.name)
+        plan = msgspec.structs.replace(plan, log_level=self.log_level)
         self._launcher.open()
         clock = MonotonicClock()
         self.controller = PoolController(

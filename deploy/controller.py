@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -65,7 +64,7 @@ Report = Callable[[str], None]
 class Plan(msgspec.Struct, frozen=True):
     """All that a controller is started with; as JSON it starts one again."""
 
-    model: str  # directory
+    model: str  # as `model_source` reads it
     config: Config
     pools: Pools  # at the first start: afterwards what the operator ordered
     token: str
@@ -444,12 +443,3 @@ class PoolController:
 
 async def _set(event: asyncio.Event) -> None:
     await event.wait()
-
-
-def model_directory(model: Path, config: Config) -> str:
-    """Checked before anything is started. Raises ConfigError."""
-    draft = config.worker.draft_path
-    for path in (model, draft):
-        if path is not None and not path.is_dir():
-            raise ConfigError(f"{path}: no such model directory")
-    return str(model.resolve())

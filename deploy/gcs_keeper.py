@@ -22,8 +22,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.cluster import Restarts
 from deploy.processes import configure_logging
+from deploy.restarts import Restarts
 from engine.clock import Clock, MonotonicClock
 from engine.errors import ConfigError
 

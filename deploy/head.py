@@ -1,7 +1,8 @@
 """What `baton up`, `status` and `down` do where Ray runs: `python -m deploy.head VERB [FILE]`.
 
     start FILE   starts the controller that FILE describes, or finds it; waits until it serves
-    status       nodes, and what the controller says of itself
+    look         nodes, whether or not a controller answers
+    status       nodes, and what the controller says of the pools
     stop         ends the controller and all that it started; Ray stays
 
 Over ssh it runs on the cluster's head, else where the operator is. Its last line is `ANSWER` and
@@ -16,12 +17,12 @@ from pathlib import Path
 import msgspec
 import ray
 
-from deploy.cluster_controller import start_controller, status_of_controller, stop_controller
+from deploy.cluster_controller import start_deployment
+from deploy.ray_controller import controller_pools, stop_deployment
+from deploy.ray_launcher import NAMESPACE
 from deploy.up import ANSWER, Answer, Node, Status
 from deploy.up_config import load_up_config
 from engine.errors import BatonError, ConfigError
-
-NAMESPACE = "baton"
 
 
 def connect(address: str) -> None:
@@ -37,8 +38,8 @@ def connect(address: str) -> None:
         raise ConfigError(f"no cluster of Ray answers at {address}: {why}") from error
 
 
-def status() -> Status:
-    """Of the cluster that this process has joined."""
+def look() -> Status:
+    """At the cluster that this process has joined; nobody else is asked."""
     nodes = tuple(
         Node(
             node["NodeManagerAddress"],
@@ -48,7 +49,7 @@ def status() -> Status:
         for node in ray.nodes()
     )
     session = ray.get_runtime_context().get_session_name()
-    return Status(session, nodes, status_of_controller())
+    return Status(session, nodes, None)
 
 
 def act(verb: str, address: str, file: Path | None) -> Status:
@@ -56,14 +57,18 @@ def act(verb: str, address: str, file: Path | None) -> Status:
     connect(address)
     match verb, file:
         case "start", Path():
-            start_controller(load_up_config(file))
+            config = load_up_config(file)
+            if controller_pools() is None:
+                start_deployment(config)
         case "stop", _:
-            stop_controller()
+            stop_deployment()
+        case "look", _:
+            return look()
         case "status", _:
             pass
         case _:
-            raise ConfigError(f"{verb}: start FILE, status or stop")
-    return status()
+            raise ConfigError(f"{verb}: start FILE, look, status or stop")
+    return msgspec.structs.replace(look(), pools=controller_pools())
 
 
 def main() -> int:

@@ -50,7 +50,7 @@ def pools_command(
         context.obj = (admin_url, admin_key)
         return
     with connect(admin_url, admin_key) as client:
-        _show(lambda: _pools_view(client.pools()), watch=watch)
+        _show(lambda: pools_view(client.pools()), watch=watch)
 
 
 @pools_app.command("set")
@@ -211,7 +211,7 @@ def _show(view: Callable[[], Group | Table], *, watch: bool) -> None:
             live.update(view(), refresh=True)
 
 
-def _pools_view(answer: PoolsAnswer) -> Group:
+def pools_view(answer: PoolsAnswer) -> Group:
     table = Table(title="pools")
     for name in ("role", "wanted", "serving", "on the way"):
         table.add_column(name, justify="left" if name == "role" else "right")

@@ -282,6 +282,8 @@ def service_of(kind: str, spec: bytes, *, host: str | None = None) -> tuple[Serv
             worker = msgspec.structs.replace(worker, host=host)
         return WorkerService(worker), worker.log_level
     gateway = msgspec.json.decode(spec, type=GatewaySpec)
+    if host is not None:
+        gateway = msgspec.structs.replace(gateway, control_host=host)
     return GatewayService(gateway), gateway.log_level
 
 

@@ -6,6 +6,7 @@ by name and goes on.
 
 import logging
 import os
+import shutil
 import threading
 from typing import Any
 
@@ -13,9 +14,12 @@ import msgspec
 import ray
 
 from deploy.admin import AdminService
+from deploy.admin_client import AdminClient, AdminError
+from deploy.admin_schema import PoolsAnswer
 from deploy.controller import Plan, PoolController
 from deploy.processes import READY_TIMEOUT_S, ServiceThread, configure_logging
-from deploy.ray_launcher import CONTROLLER, NAMESPACE, Placement, RayLauncher
+from deploy.ray_launcher import CONTROLLER, NAMESPACE, ON_HEAD, Placement, RayLauncher
+from deploy.run_dir import run_directory
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 
@@ -29,7 +33,7 @@ class _ControllerActor:
     """Opens the controller when it is made: that is all that Ray repeats."""
 
     def __init__(self, plan_json: bytes) -> None:
-        plan = msgspec.json.decode(plan_json, type=Plan)
+        plan = _with_siblings(msgspec.json.decode(plan_json, type=Plan))
         configure_logging(plan.log_level)
         pools = plan.config.pools
         clock = MonotonicClock()
@@ -39,6 +43,7 @@ class _ControllerActor:
         controller = PoolController(
             plan, launcher=self._launcher, clock=clock, report=lambda line: log.warning("%s", line)
         )
+        self._plan = plan
         service = AdminService(controller, config=plan.config.admin, clock=clock)
         self._thread: ServiceThread[str] = ServiceThread(service, "controller")
         self._is_open = threading.Event()
@@ -60,11 +65,26 @@ class _ControllerActor:
         self._is_open.wait(READY_TIMEOUT_S)
         return self._url, os.getpid(), self._error
 
+    def pools(self) -> tuple[bytes, str]:
+        """What the admin API answers, which only this node may reach; or what is wrong."""
+        url, _, error = self.ready()
+        if error:
+            return b"", error
+        if not url:
+            return b"", "the controller is still starting"
+        try:
+            with AdminClient(url, self._plan.config.admin.key or "") as client:
+                return msgspec.json.encode(_reachable(client.pools())), ""
+        except AdminError as failure:
+            return b"", str(failure)
+
     def stop(self) -> None:
         """Ends the controller, then all that it, or one before it, started."""
         self._thread.close()
         self._launcher.running()
         self._launcher.stop_all()
+        if self._plan.siblings is not None:
+            shutil.rmtree(self._plan.siblings, ignore_errors=True)
 
 
 def start_controller(plan: Plan) -> tuple[str, int]:
@@ -76,7 +96,9 @@ def start_controller(plan: Plan) -> tuple[str, int]:
     assert plan.config.admin.key is not None
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=4)(_ControllerActor)
     try:
-        actor = actor_class.options(name=CONTROLLER, namespace=NAMESPACE, lifetime="detached")
+        actor = actor_class.options(
+            name=CONTROLLER, namespace=NAMESPACE, lifetime="detached", **ON_HEAD
+        )
         handle = actor.remote(msgspec.json.encode(plan))
     except ValueError as error:
         raise ConfigError("a deployment runs in this cluster already") from error
@@ -107,6 +129,21 @@ def find_controller() -> tuple[str, int]:
     return str(url), int(pid)
 
 
+def controller_pools() -> PoolsAnswer | None:
+    """The pools, as the admin API tells them; None where no controller runs. Raises ConfigError."""
+    try:
+        actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    try:
+        answer, error = ray.get(actor.pools.remote(), timeout=READY_TIMEOUT_S)
+    except ray.exceptions.RayError as failure:
+        raise ConfigError(f"the controller cannot be reached: {failure}") from failure
+    if error:
+        raise ConfigError(error)
+    return msgspec.json.decode(answer, type=PoolsAnswer)
+
+
 def stop_deployment() -> None:
     """Ends everything that the controller runs, then the controller. Raises ConfigError."""
     try:
@@ -122,3 +159,23 @@ def _end(actor: Any) -> None:
     except ray.exceptions.RayError as error:
         log.warning("the controller did not stop by itself: %s", error)
     ray.kill(actor)
+
+
+def _with_siblings(plan: Plan) -> Plan:
+    """With a directory on this node for the gateways, the same one at every start."""
+    if plan.config.gateway.processes == 1:
+        return plan
+    session = ray.get_runtime_context().get_session_name()
+    directory = run_directory(os.environ) / f"siblings-{session}"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return msgspec.structs.replace(plan, siblings=str(directory))
+
+
+def _reachable(answer: PoolsAnswer) -> PoolsAnswer:
+    """With the address of this node where gateways listen on all addresses: they run here, too."""
+    here = f"//{ray.util.get_node_ip_address()}:"
+    gateways = [
+        msgspec.structs.replace(gateway, url=gateway.url.replace("//0.0.0.0:", here))
+        for gateway in answer.gateways
+    ]
+    return msgspec.structs.replace(answer, gateways=gateways)

@@ -1,6 +1,6 @@
 """Starts workers and gateways as Ray actors. Ray places and watches them, and carries no request.
 
-This file and `ray_controller` are the only ones that import ray.
+Beside this file only `ray_controller`, `cluster_controller` and `head` import ray.
 """
 
 import logging
@@ -33,6 +33,7 @@ STOP_TIMEOUT_S = 30.0
 ADOPT_TIMEOUT_S = 10.0
 NAMESPACE = "baton"
 CONTROLLER = "controller"  # the name of the one actor that is no service
+ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}  # Ray gives that one to each head
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no KV and no token ever goes there
 
 
@@ -113,7 +114,8 @@ class RayLauncher:
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway actor."""
-        answer = self._start(spec.name, "gateway", spec, {})
+        options = ON_HEAD if self.is_detached else {}
+        answer = self._start(spec.name, "gateway", spec, options)
         ready = msgspec.json.decode(answer, type=GatewayReady)
         self._ready[spec.name] = ready
         return ready

@@ -14,19 +14,24 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from deploy import leftovers
+from deploy.admin_schema import PoolsAnswer
 from deploy.leftovers import Left
 from deploy.model_source import default_cache
-from deploy.up_config import UpConfig, read_cluster
+from deploy.up_config import UpConfig, num_nodes_of, read_cluster
+from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
 RAY_UP_TIMEOUT_S = 1800.0  # machines are made, and packages installed
+NODES_TIMEOUT_S = 1800.0  # the same, of all nodes but the head
+NODES_EVERY_S = 5.0
 ANSWER_TIMEOUT_S = 5 * 3600.0  # models are downloaded and loaded
 ANSWER = "BATON-ANSWER "  # begins the line on which deploy.head answers
 REMOTE_FILE = "~/.baton/baton.yaml"
@@ -44,11 +49,11 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """A cluster; `controller` is None where none runs."""
+    """A cluster; `pools` is None where no controller runs, or nobody asked it."""
 
     session: str
     nodes: tuple[Node, ...]
-    controller: dict[str, Any] | None
+    pools: PoolsAnswer | None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -91,16 +96,25 @@ class RayUp:
         self._note = notes / f"{file.stem}-{digest}"
 
     def is_up(self) -> bool:
-        """Whether its head answers."""
+        """Whether its head answers, whatever becomes of the controller: `ray up` would end all."""
         with contextlib.suppress(ConfigError):
-            self.ask("status")
+            self.ask("look")
             return True
         return False
 
     def up(self) -> None:
-        """`ray up`."""
-        read_cluster(self._file)
+        """`ray up`, until its nodes are there: how many workers there can be depends on them."""
+        num_nodes = num_nodes_of(read_cluster(self._file))
         _ray(["up", "--yes", "--disable-usage-stats", str(self._file)], RAY_UP_TIMEOUT_S)
+        clock, pause = MonotonicClock(), threading.Event()
+        end_s = clock.now_s() + NODES_TIMEOUT_S
+        while (num_alive := sum(node.is_alive for node in self.ask("look").nodes)) < num_nodes:
+            if clock.now_s() > end_s:
+                raise ConfigError(
+                    f"{num_alive} of {num_nodes} nodes have come (`ray monitor {self._file}` says"
+                    " more); `baton up` again goes on with them"
+                )
+            pause.wait(NODES_EVERY_S)
 
     def ask(self, verb: str, file: Path | None = None) -> Status:
         """Over ssh, on the head."""

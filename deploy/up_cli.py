@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from deploy.operator_cli import pools_view
 from deploy.up import Status, bring_up, cluster_of, take_down
 from deploy.up_config import load_up_config
 
@@ -62,19 +63,10 @@ def _say(console: Console, status: Status) -> None:
         state = "alive" if node.is_alive else "[red]dead[/red]"
         table.add_row(node.address, state, *(f"{amount:g}" for amount in amounts))
     console.print(table)
-    if status.controller is None:
+    if status.pools is None:
         console.print("[red]✗[/red] no controller runs")
         return
-    for worker in status.controller["workers"]:
-        console.print(
-            f"[green]✓[/green] {worker['worker_id']} at {worker['address']}: "
-            f"{worker['num_blocks']} KV blocks",
-            highlight=False,
-        )
-    for line in status.controller["told"]:
-        console.print(escape(line), highlight=False)
-    for gateway in status.controller["gateways"]:
-        console.print(
-            f"[green]✓[/green] serving [bold]{gateway['model_name']}[/bold] at {gateway['url']}",
-            soft_wrap=True,
-        )
+    console.print(pools_view(status.pools))
+    for gateway in status.pools.gateways:
+        if gateway.state == "serving":
+            console.print(f"[green]✓[/green] serving at {gateway.url}", soft_wrap=True)

@@ -3,10 +3,10 @@
     cluster: onprem.yaml       a file for `ray up`, found beside this one; or
     address: auto              a cluster of Ray that runs already, as Ray names it
     model: hf://org/name       as `model_source` reads it; default: the bundled one
-    pools: {prefill: 2, decode: 2}
+    pools: {prefill: 2, decode: 2, prefill_resource: prefill_node, decode_resource: decode_node}
     gateway: {host: 0.0.0.0}   and all else of Baton's configuration, as in its TOML file
 
-BATON_ variables of whoever reads it apply, as they do to `baton serve`.
+`cluster/baton.yaml` is one to begin with. The environment does not change what it says.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.cluster import BUNDLED_MODEL, Pools
+from deploy.cluster import BUNDLED_MODEL, pools_of
 from engine.config import Config
 from engine.errors import ConfigError
 
@@ -28,21 +28,13 @@ class UpConfig(msgspec.Struct, frozen=True):
     cluster: Path | None
     address: str | None
     model: str
-    pools: Pools
     config: Config
-
-
-class _Pools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    prefill: int = 1
-    decode: int = 1
-    mixed: int = 0
 
 
 class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str | None = None
     address: str | None = None
     model: str = str(BUNDLED_MODEL)
-    pools: _Pools = _Pools()
 
 
 def load_up_config(path: Path) -> UpConfig:
@@ -56,10 +48,9 @@ def load_up_config(path: Path) -> UpConfig:
         raise ConfigError(f"{path}: {error}") from error
     if (given.cluster is None) == (given.address is None):
         raise ConfigError(f"{path}: give one of `cluster` and `address`")
-    pools = Pools(given.pools.prefill, given.pools.decode, given.pools.mixed)
-    pools.workers()  # raises if they could serve nothing
+    pools_of(config.pools)  # raises if they could serve nothing
     cluster = None if given.cluster is None else (path.parent / given.cluster).expanduser()
-    return UpConfig(cluster, given.address, given.model, pools, config)
+    return UpConfig(cluster, given.address, given.model, config)
 
 
 def read_cluster(path: Path) -> dict[str, Any]:
@@ -71,6 +62,14 @@ def read_cluster(path: Path) -> dict[str, Any]:
     if blank := next(_blanks(tree), None):
         raise ConfigError(f"{path}: {blank} is not filled in")
     return tree
+
+
+def num_nodes_of(cluster: Mapping[str, Any]) -> int:
+    """Nodes that a file for `ray up` asks for from the first moment on, the head included."""
+    if cluster["provider"]["type"] == "local":
+        return 1 + int(cluster.get("min_workers", len(cluster["provider"].get("worker_ips", []))))
+    types = cluster.get("available_node_types", {})
+    return 1 + sum(int(each.get("min_workers", 0)) for each in types.values())
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -67,7 +67,8 @@ class Island:
 
     def environment(self) -> dict[str, str]:
         kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
-        return {**kept, "HOME": str(self.home), "PATH": _path(), "PYTHONPATH": str(ROOT)}
+        own = {"HOME": str(self.home), "BATON_RUN_DIR": str(self.home / ".baton/run")}
+        return {**kept, **own, "PATH": _path(), "PYTHONPATH": str(ROOT)}
 
     def run(
         self, *arguments: str, timeout_s: float = 60, check: bool = True
@@ -128,7 +129,7 @@ def _furnish(folder: Path) -> None:
     (folder / "ray").mkdir()
     (home / ".baton/venv").symlink_to(Path(sys.prefix))
     path = "export PATH=$HOME/.baton/venv/bin:$PATH"
-    (home / ".bashrc").write_text(f"{path} PYTHONPATH={ROOT}\n")
+    (home / ".bashrc").write_text(f"{path} PYTHONPATH={ROOT} BATON_RUN_DIR=$HOME/.baton/run\n")
     (home / ".bash_profile").write_text(". ~/.bashrc\n")
     user = pwd.getpwuid(0)
     passwd = Path("/etc/passwd").read_text()

@@ -46,6 +46,7 @@ def config(machine) -> Path:
     path.write_text(
         "cluster: onprem.yaml\n"
         "worker: {kv_mib: 64}\n"
+        "pools: {prefill_resource: prefill_node, decode_resource: decode_node}\n"
         "gateway: {model_name: baton-bundled, api_keys: [a-key-of-the-tests]}\n"
     )
     return path
@@ -53,7 +54,10 @@ def config(machine) -> Path:
 
 def on_this_machine(cluster: dict[str, Any], machine: Island) -> dict[str, Any]:
     """As it is, but for what is marked there, for packages, and for the size of a test."""
-    small = "--head --node-ip-address=127.0.0.1 --num-cpus=2 --object-store-memory=83886080"
+    small = (
+        "--head --node-ip-address=127.0.0.1 --num-cpus=2 --object-store-memory=83886080"
+        """ --resources='{"prefill_node": 2, "decode_node": 2}'"""
+    )
     return {
         **cluster,
         "cluster_name": f"baton-test-{os.getpid()}",
@@ -101,8 +105,9 @@ def of(machine: Island, program: str) -> dict[int, str]:
 
 
 def test_up_brings_the_cluster_and_baton_and_says_where(machine, up):
-    assert f"serving baton-bundled at {URL}" in up.stderr
-    assert "prefill-0 at 127.0.0.1:" in up.stderr
+    assert f"serving at {URL}" in up.stderr
+    assert "prefill-0" in up.stderr
+    assert "all as wanted" in up.stderr
     assert ask(machine, 8)
 
 
@@ -114,7 +119,7 @@ def test_nobody_else_may_read_the_keys_on_the_head(machine, up):
 def test_up_again_leaves_everything_as_it_is(machine, config, up):
     before = {**of(machine, "ray::_"), **of(machine, "gcs_server"), **of(machine, "raylet/raylet")}
     again = baton(machine, "up", config)
-    assert f"serving baton-bundled at {URL}" in again.stderr
+    assert f"serving at {URL}" in again.stderr
     after = {**of(machine, "ray::_"), **of(machine, "gcs_server"), **of(machine, "raylet/raylet")}
     assert before.keys() == after.keys()
     assert len(of(machine, "ray::_Actor")) == 3
@@ -146,8 +151,30 @@ def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everythi
 def test_status_shows_nodes_and_workers(machine, config, up):
     shown = baton(machine, "status", config).stderr
     assert "127.0.0.1" in shown
-    assert "decode-0 at 127.0.0.1:" in shown
-    assert f"at {URL}" in shown
+    assert "decode-0" in shown
+    assert f"serving at {URL}" in shown
+
+
+def test_pools_are_changed_on_the_head_while_it_serves(machine, config, up):
+    expected = ask(machine, 8)
+    command = ("-m", "deploy.cli", "pools", "set", "decode=2")
+    assert "done" in machine.python(*command, timeout_s=UP_TIMEOUT_S).stdout
+    assert "decode-1" in baton(machine, "status", config).stderr
+    assert ask(machine, 8) == expected
+
+
+def test_another_controller_takes_over_when_it_is_killed(machine, config, up):
+    services = of(machine, "ray::_Actor")
+    (controller,) = of(machine, "ray::_ControllerActor")
+    send(machine, signal.SIGKILL, controller)
+    poll_until(
+        lambda: of(machine, "ray::_ControllerActor").keys() - {controller}, "another one runs", 60
+    )
+    shown = baton(machine, "status", config).stderr
+    assert "decode-1" in shown
+    assert "all as wanted" in shown
+    assert of(machine, "ray::_Actor").keys() == services.keys()
+    assert ask(machine, 8)
 
 
 def test_down_leaves_nothing_even_where_ray_down_cannot_find_ray(machine, config, up):

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from deploy import leftovers, up
-from deploy.cluster import Pools
+from deploy.cluster import pools_of
 from deploy.leftovers import Left
 from deploy.up import Node, RayUp, Running, Status, bring_up, cluster_of, take_down
-from deploy.up_config import FOLDER, load_up_config, read_cluster
+from deploy.up_config import FOLDER, load_up_config, num_nodes_of, read_cluster
+from engine.control import Pools
 from engine.errors import ConfigError
 
 STATUS = Status("session_1", (Node("10.0.0.1", is_alive=True, resources={"CPU": 4.0}),), None)
@@ -27,7 +28,7 @@ def test_the_file_holds_cluster_model_pools_and_batons_configuration(file):
     config = load_up_config(file)
     assert config.cluster == file.parent / "onprem.yaml"
     assert config.model == "hf://org/name@v1"
-    assert config.pools == Pools(3, 5)
+    assert pools_of(config.config.pools) == Pools(3, 5)
     assert config.config.gateway.api_keys == ("one",)
     assert config.config.worker.kv_mib == 64
     assert isinstance(cluster_of(config), RayUp)
@@ -36,7 +37,7 @@ def test_the_file_holds_cluster_model_pools_and_batons_configuration(file):
 def test_a_cluster_that_runs_is_named_by_its_address(file):
     file.write_text("address: auto\n")
     config = load_up_config(file)
-    assert (config.address, config.pools) == ("auto", Pools(1, 1))
+    assert (config.address, pools_of(config.config.pools)) == ("auto", Pools(1, 1))
     assert isinstance(cluster_of(config), Running)
 
 
@@ -68,6 +69,32 @@ def test_a_file_that_is_not_there_is_named(file):
 def test_a_cluster_file_that_is_not_filled_in_is_refused_with_what_is_missing(name):
     with pytest.raises(ConfigError, match=r"<.*> is not filled in"):
         read_cluster(FOLDER / f"{name}.yaml")
+
+
+def test_the_example_puts_each_pool_on_its_own_nodes():
+    config = load_up_config(FOLDER / "baton.yaml")
+    pools = config.config.pools
+    assert (pools.prefill_resource, pools.decode_resource) == ("prefill_node", "decode_node")
+    assert config.cluster == FOLDER / "onprem.yaml"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_nodes"),
+    [
+        ({"provider": {"type": "local", "worker_ips": ["a", "b"]}, "min_workers": 1}, 2),
+        ({"provider": {"type": "local", "worker_ips": ["a", "b"]}}, 3),
+        ({"provider": {"type": "local"}}, 1),
+        (
+            {
+                "provider": {"type": "aws"},
+                "available_node_types": {"head": {}, "one": {"min_workers": 2}},
+            },
+            3,
+        ),
+    ],
+)
+def test_up_waits_for_the_nodes_that_the_file_asks_for(cluster, num_nodes):
+    assert num_nodes_of(cluster) == num_nodes
 
 
 class FakeCluster:
@@ -115,9 +142,9 @@ def test_down_stops_baton_first_and_ends_the_cluster_also_when_nobody_answers():
 
 def test_an_answer_is_found_behind_what_shells_and_ray_print():
     printed = 'Welcome!\r\nINFO x\r\nBATON-ANSWER {"status":{"session":"s","nodes":[]}}\r\nShared'
-    with pytest.raises(ConfigError, match=r"another version of Baton: .*`controller`"):
+    with pytest.raises(ConfigError, match=r"another version of Baton: .*`pools`"):
         up._status(printed)
-    whole = printed.replace("[]", '[],"controller":null')
+    whole = printed.replace("[]", '[],"pools":null')
     assert up._status(whole) == Status("s", (), None)
 
 
