@@ -79,6 +79,8 @@ class Admission:
             None if request.deadline_s is None else request.deadline_s - now_s,
         )
         tpot_bound_s = request.tpot_bound_s or state.config.slo_tpot_s
+        if tpot_bound_s is not None and self._is_quick(flight, tpot_bound_s):
+            tpot_bound_s = None  # whoever ends until it begins
         if ttft_bound_s is None and tpot_bound_s is None:
             return None
         ttft_s = self.predicted_ttft_s(flight, now_s)
@@ -165,20 +167,29 @@ class Admission:
 
     # ------------------------------------------------------------ decode
 
+    def _is_quick(self, flight: Flight, bound_s: float) -> bool:
+        """Whether it keeps the bound with all that is there or promised now. Quickly said."""
+        state = self._state
+        if state.queue:
+            return False
+        decoders = self._decoders()
+        if not decoders:
+            return True
+        everything = DecodeLoad(
+            sum([len(w.decodes) + w.foreign.seqs for w in decoders]) / len(decoders) + 1,
+            self._mean_context(decoders) + state.predicted_len(flight),
+        )
+        return self._pace_s(decoders[0], everything) <= bound_s
+
     def _slow(
         self, flight: Flight, bound_s: float, now_s: float, joins_s: float
     ) -> Rejected | None:
+        """A prediction says that its tokens would be, and those of others with them."""
         state = self._state
         decoders = self._decoders()
         if not decoders:
             return None
         worker = decoders[0]
-        everything = DecodeLoad(
-            (sum(w.num_decodes for w in decoders) + len(state.queue)) / len(decoders) + 1,
-            self._mean_context(decoders) + state.predicted_len(flight),
-        )
-        if self._pace_s(worker, everything) <= bound_s and not state.queue:
-            return None  # whoever ends until then
         load = self.load_at(decoders, joins_s, now_s)
         num_seqs = load.num_seqs + load.spread + 1
         context = load.context_tokens + (flight.length + state.predicted_len(flight)) / 2
@@ -229,7 +240,7 @@ class Admission:
         return DecodeLoad(num_seqs / number, tokens / number, sqrt(variance / number))
 
     def _mean_context(self, decoders: Sequence[WorkerView]) -> float:
-        tokens = sum(w.context_tokens + w.foreign.context_tokens for w in decoders)
+        tokens = sum([w.context_tokens + w.foreign.context_tokens for w in decoders])
         return tokens / len(decoders)
 
     def _pace_s(self, worker: WorkerView, load: DecodeLoad) -> float:
