@@ -159,8 +159,7 @@ class SimWorker:
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
         fits = hardware.max_running <= hardware.max_batch_tokens  # all have a row in every step
-        self._may_count = leaps and counts and fits
-        self._counts = False  # in the stretch that is running, or was last
+        self._counts = leaps and counts and fits
         self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
         self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
         self._ends_s = array("d")  # of the latest steps that decoded
@@ -256,10 +255,8 @@ class SimWorker:
                 self._perform(self.core.handle(event, now_s))
         if self.reports and now_s >= self._next_report_s:
             self._report()
-        # As long as it only decodes. What it computes of prompts ends with its other role.
-        prompts = self._prefill.num_running + self._prefill.num_waiting
-        self._counts = self._may_count and self.role is Role.DECODE and not prompts
-        if self._counts:
+        prefill = self._prefill
+        if self._counts and not prefill.num_running and not prefill.num_waiting:
             self._go_on()
         else:
             self._plan()
@@ -414,7 +411,7 @@ class SimWorker:
         if stretch.num_decoding:
             self._ends_s += ends_s
         first_s = ends_s[0] - stretch.began_s
-        if self._counts:
+        if not stretch.rows:
             num_rows, num_context = stretch.num_decoding, stretch.num_context
             self.core.note_decoding(first_s, num_rows=num_rows, num_context_tokens=num_context)
             return self._decode.advance_alike(num_steps)
