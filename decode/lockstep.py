@@ -109,10 +109,11 @@ class Lockstep:
                 assert member.due == self._step, "it was due before"
                 over[member.place] = member
                 self._changed.append(member)
-        for member in over.values():
-            self._update(member)
         self._begun = []
-        return [over[place].seq for place in sorted(over)]
+        in_order = [over[place] for place in sorted(over)]
+        for member in in_order:
+            self._update(member)
+        return [member.seq for member in in_order]
 
     def catch_up(self) -> None:
         """Writes down all that has been counted."""
