@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
-from engine.messages import WorkerId
+from engine.messages import Role, WorkerId
 from router.flight import Flight
 from router.placing import KnownPrefixes
 from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
@@ -273,7 +273,8 @@ class Admission:
 
     def _decoders(self) -> list[WorkerView]:
         workers = self._state.view.workers.values()
-        return [worker for worker in workers if worker.info.role.decodes]
+        decode, mixed = Role.DECODE, Role.MIXED  # asked of a thousand for each request
+        return [w for w in workers if (role := w.info.role) is decode or role is mixed]
 
 
 def _least(*bounds_s: float | None) -> float | None:
