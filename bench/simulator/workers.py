@@ -159,7 +159,7 @@ class SimWorker:
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
         fits = hardware.max_running <= hardware.max_batch_tokens  # all have a row in every step
-        self._counts = leaps and counts and fits
+        self._counts = leaps and counts and fits and not self._crowd.watches
         self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
         self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
         self._ends_s = array("d")  # of the latest steps that decoded
