@@ -212,6 +212,7 @@ def _show(view: Callable[[], Group | Table], *, watch: bool) -> None:
 
 
 def pools_view(answer: PoolsAnswer) -> Group:
+    """The pools as a table: wanted, there, and on the way."""
     table = Table(title="pools")
     for name in ("role", "wanted", "serving", "on the way"):
         table.add_column(name, justify="left" if name == "role" else "right")
