@@ -343,12 +343,16 @@ class RouterMachine:
         if flight.attempt is not None:
             return self._ends.retry(flight, "no news in time", now_s)
         if flight.tokens:
-            return self._ends.end(flight, Failed("no worker had room in time"), now_s)
+            return self._ends.end(flight, Failed(self._why_late()), now_s)
         return self._ends.end(flight, self._overdue(now_s), now_s)
 
     def _overdue(self, now_s: float) -> Rejected:
         self.state.counters["rejected", "no room in time"] += 1
-        return Rejected("no worker had room in time", self._admission.drain_s(now_s))
+        return Rejected(self._why_late(), self._admission.drain_s(now_s))
+
+    def _why_late(self) -> str:
+        missing = self.state.view.missing()
+        return "no worker had room in time" if missing is None else f"{missing} came in time"
 
     def _stop_waiting_for_offer(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """The holder is told too: should it offer yet, nobody would come."""

@@ -75,6 +75,8 @@ def find(
     """
     decoders = [(i, w) for i, w in view.workers.items() if w.info.role.decodes]
     prefillers = view.prefillers()
+    if not prefillers or not decoders:
+        return Busy()  # one may come yet: the dead are replaced, roles change
     fault = _fault(prefillers, decoders, need)
     if fault is not None:
         return fault
@@ -105,10 +107,6 @@ def _soonest_s(wait_s: float, backlog: Backlog | None) -> float | None:
 def _fault(
     prefillers: Sequence[Worker], decoders: Sequence[Worker], need: Need
 ) -> Impossible | None:
-    if not prefillers:
-        return Impossible("no prefill worker is alive")
-    if not decoders:
-        return Impossible("no decode worker is alive")
     if not any(_fits_empty(w, need) for _, w in decoders):
         return Impossible("the request is larger than the KV memory of any decode worker")
     if not any(_could_prefill(w, need) for _, w in prefillers):

@@ -267,8 +267,9 @@ class RandomCluster:
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
         if ours is None:
-            nobody_prefills = not any(w.info.role.prefills for w in self.workers)
-            assert nobody_prefills or isinstance(theirs, Impossible)
+            roles = [worker.info.role for worker in self.workers]
+            complete = any(r.prefills for r in roles) and any(r.decodes for r in roles)
+            assert isinstance(theirs, Impossible) or not complete  # then it leaves it to the other
         elif isinstance(ours, Busy):
             assert isinstance(theirs, Busy)
             if ours.until_s is not None:

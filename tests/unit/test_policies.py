@@ -200,18 +200,12 @@ def test_memory_may_be_filled_exactly():
 @pytest.mark.parametrize(
     ("workers", "reason"),
     [
-        ([], "no prefill worker is alive"),
-        ([D0], "no prefill worker is alive"),
-        ([P0], "no decode worker is alive"),
         ([P0, worker("d0", num_blocks=3)], "memory of any decode worker"),
         ([worker("m0", num_blocks=3)], "memory of any decode worker"),
         ([worker("p0", num_blocks=1), D0], "memory of any prefill worker"),
         ([worker("m0", num_blocks=3), D0], "memory of any prefill worker"),
     ],
     ids=[
-        "nobody",
-        "nobody prefills",
-        "nobody decodes",
         "answer too long",
         "answer too long for mixed",
         "prompt too long",

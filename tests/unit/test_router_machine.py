@@ -210,10 +210,20 @@ def test_a_full_queue_refuses_before_any_work():
 
 
 @pytest.mark.parametrize("alive", [[], ["p0"], ["d0"]])
-def test_without_a_worker_of_each_role_a_request_fails_at_once(alive):
-    [outcome] = ends(Driver(*alive).ask())
-    assert isinstance(outcome, Failed)
-    assert "is alive" in outcome.message
+def test_without_a_worker_of_each_role_a_request_waits_for_one(alive):
+    driver = Driver(*alive)
+    assert driver.ask() == []
+    driver.now_s += 61
+    [outcome] = ends(driver.handle(Tick()))
+    assert isinstance(outcome, Rejected)
+    assert "worker came in time" in outcome.message
+
+
+def test_a_request_goes_on_when_the_missing_worker_comes():
+    driver = Driver("p0")
+    assert driver.ask() == []
+    effects = driver.join("d0")
+    assert [worker for worker, _ in sent(effects, Prefill)] == ["p0"]
 
 
 def test_a_request_larger_than_any_kv_memory_fails_at_once():

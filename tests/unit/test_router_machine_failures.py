@@ -25,7 +25,6 @@ from engine.messages import (
 from router.machine import (
     ClientGone,
     Deliver,
-    End,
     FromWorker,
     Tick,
     WorkerLost,
@@ -103,11 +102,15 @@ def test_a_worker_that_does_nothing_for_a_request_is_not_missed(stage, victim):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_another_worker_the_request_fails_and_the_other_one_is_told(stage):
+def test_without_another_worker_the_other_one_is_told_and_a_new_one_waited_for(stage):
     driver = in_stage(stage, "p0", "d0")
     effects = driver.handle(WorkerLost("d0", "gone"))
     assert sent(effects, Cancel) == [("p0", Cancel("r.0"))]
-    assert ends(effects) == [Failed("no decode worker is alive")]
+    assert ends(effects) == []
+    driver.now_s += 61
+    [outcome] = ends(driver.handle(Tick()))
+    assert isinstance(outcome, Failed | Rejected)
+    assert "no decode worker came in time" in repr(outcome)
     assert is_idle(driver)
 
 
@@ -140,8 +143,9 @@ def test_requests_of_a_lost_worker_keep_their_order():
     for name in names:
         driver.ask(name)
     driver.handle(WorkerLost("d1", "gone"))
-    effects = driver.handle(WorkerLost("d0", "gone"))
-    assert [e.request_id for e in effects if isinstance(e, End)] == names
+    driver.handle(WorkerLost("d0", "gone"))
+    effects = driver.join("d2")
+    assert [m.seq_id[0] for _, m in sent(effects, Prefill)] == names
 
 
 def test_requests_of_a_lost_worker_go_before_those_that_wait():
