@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import deploy.cluster
+from engine.config import PoolsConfig
+from engine.errors import ConfigError
 
 pytestmark = pytest.mark.ray  # which brings yaml along
 
@@ -70,6 +72,21 @@ def test_the_gcs_keeps_what_it_knows_in_redis_and_nodes_wait_for_it(name):
     assert "RAY_external_storage_namespace=" in head
     assert "--redis-password=" in head
     assert all("RAY_gcs_rpc_server_reconnect_timeout_s=600" in c for c in (head, worker))
+
+
+def test_workers_are_for_the_nodes_that_offer_what_their_pools_need():
+    from deploy.cluster_controller import nodes_for_workers
+
+    head = {"Alive": True, "Resources": {"CPU": 4.0}}
+    one = {"Alive": True, "Resources": {"prefill_node": 2.0}}
+    other = {"Alive": True, "Resources": {"decode_node": 2.0}}
+    dead = {"Alive": False, "Resources": {"prefill_node": 2.0, "decode_node": 2.0}}
+    nodes = [head, one, other, dead]
+    both = PoolsConfig(prefill_resource="prefill_node", decode_resource="decode_node")
+    assert nodes_for_workers(nodes, PoolsConfig()) == [head, one, other]
+    assert nodes_for_workers(nodes, both) == [one, other]
+    with pytest.raises(ConfigError, match="offers decode_node"):
+        nodes_for_workers([head, one, dead], both)
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])

@@ -47,7 +47,7 @@ def config(machine) -> Path:
         "cluster: onprem.yaml\n"
         "worker: {kv_mib: 64}\n"
         "pools: {prefill_resource: prefill_node, decode_resource: decode_node}\n"
-        "gateway: {model_name: baton-bundled, api_keys: [a-key-of-the-tests]}\n"
+        "gateway: {model_name: baton-bundled, processes: 2, api_keys: [a-key-of-the-tests]}\n"
     )
     return path
 
@@ -122,7 +122,7 @@ def test_up_again_leaves_everything_as_it_is(machine, config, up):
     assert f"serving at {URL}" in again.stderr
     after = {**of(machine, "ray::_"), **of(machine, "gcs_server"), **of(machine, "raylet/raylet")}
     assert before.keys() == after.keys()
-    assert len(of(machine, "ray::_Actor")) == 3
+    assert len(of(machine, "ray::_Actor")) == 4  # two workers, two gateways
 
 
 def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everything(machine, up):
