@@ -74,6 +74,18 @@ def test_the_gcs_keeps_what_it_knows_in_redis_and_nodes_wait_for_it(name):
     assert all("RAY_gcs_rpc_server_reconnect_timeout_s=600" in c for c in (head, worker))
 
 
+@pytest.mark.parametrize("name", RAY_UP)
+def test_shells_on_the_head_find_ray_and_what_the_controller_says_of_itself(name, tmp_path):
+    (command,) = (c for c in commands(read(name)) if ".bashrc" in c)
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    for _ in range(2):
+        subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=10)
+    shown = ["bash", "-c", '. ~/.bashrc; echo "$BATON_RUN_DIR ${PATH%%:*}"']
+    done = subprocess.run(shown, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"{tmp_path}/.baton/run", f"{tmp_path}/.baton/venv/bin"]
+    assert len((tmp_path / ".bashrc").read_text().splitlines()) == 1
+
+
 def test_workers_are_for_the_nodes_that_offer_what_their_pools_need():
     from deploy.cluster_controller import nodes_for_workers
 
