@@ -138,7 +138,7 @@ async def _measure(
             faults = group.create_task(director.run(faults_of(plan), begun_s))
             streams = await open_loop(client, asked, due_times_s(plan), clock)
             await faults
-            await keeper.settle()
+            await keeper.settle(STEADY_S)
             watching.cancel()
         say("looking for what was left behind")
         left = await keeper.left()
@@ -181,15 +181,20 @@ class _Bookkeeper:
         self._deployment = deployment
         self._clock = clock
 
-    async def settle(self) -> None:
-        """Waits until all is there and nothing is held, for as long as that may take at most."""
-        since_s = self._clock.now_s()
+    async def settle(self, steady_s: float = 0.0) -> None:
+        """Waits until all is there and nothing is held, and has been so for `steady_s`; no longer
+        than that may take at most.
+        """
+        since_s: float | None = None
 
         async def is_steady() -> bool:
             nonlocal since_s
             if not is_whole(await self._deployment.look()):
+                since_s = None
+            elif since_s is None:
                 since_s = self._clock.now_s()
-            return self._clock.now_s() - since_s >= STEADY_S
+            now_s = self._clock.now_s()
+            return since_s is not None and now_s - since_s >= steady_s
 
         await holds_within(is_steady, WHOLE_WITHIN_S, self._clock)
 
