@@ -203,7 +203,8 @@ class DecodeScheduler:
         if accepts(Decode):
             return []
         effects: list[Effect] = []
-        for arriving in [*self._queued.values(), *self._arriving.values()]:
+        # Who comes back last is first in the queue again.
+        for arriving in reversed([*self._arriving.values(), *self._queued.values()]):
             seq = arriving.seq
             effects += self._cancel(seq.seq_id)
             effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))

@@ -65,6 +65,7 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
 _WHY_NOT = "KV of those is in another format"
+HANDSHAKE_TIMEOUT_S = 10.0
 MAX_UNSENT_FRAMES = 4096  # of one gateway; one that reads more slowly is cut off
 
 
@@ -217,8 +218,9 @@ class WorkerHost:
 
     async def _shake_hands(self, frames: AsyncIterator[bytes], send: Send) -> GatewayId | None:
         try:
-            messages = decode_to_worker(await anext(frames))
-        except (ProtocolError, StopAsyncIteration) as error:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                messages = decode_to_worker(await anext(frames))
+        except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
             log.warning("refused a gateway: %s", error)
             return None
         match messages:

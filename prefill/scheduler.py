@@ -145,7 +145,7 @@ class PrefillScheduler:
         """Prompts that wait, if new ones like them are not accepted any more."""
         late = [j for j in self._waiting if not accepts(Prefill if j.hands_over else Generate)]
         effects: list[Effect] = []
-        for job in late:
+        for job in reversed(late):  # who comes back last is first in the queue again
             seq = job.seq
             effects += self._cancel(seq.seq_id)
             effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))

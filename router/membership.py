@@ -36,6 +36,7 @@ from router.service import Router
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
+HANDSHAKE_TIMEOUT_S = 10.0
 MAX_UNSENT_MESSAGES = 256  # a controller that reads more slowly is cut off
 
 
@@ -70,13 +71,16 @@ class ControlServer:
         finally:
             sender.cancel()
             reader.cancel()
-            await asyncio.gather(sender, reader, return_exceptions=True)
+            for ended in await asyncio.gather(sender, reader, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    log.warning("the session with the controller broke: %r", ended)
             log.info("the controller is gone")
 
     async def _shake_hands(self, frames: AsyncIterator[bytes], send: Send) -> bool:
         try:
-            messages = decode_from_controller(await anext(frames))
-        except (ProtocolError, StopAsyncIteration) as error:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                messages = decode_from_controller(await anext(frames))
+        except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
             log.warning("refused a controller: %s", error)
             return False
         match messages:
@@ -130,8 +134,8 @@ class ControlServer:
                 "members of version %d came after version %d", members.version, self.members.version
             )
             return
-        self.members = members
         self._router.follow([member.address for member in members.workers])
+        self.members = members
 
     async def _send_all(self, outbox: "asyncio.Queue[ToController]", send: Send) -> None:
         """Answers as they come, and a report once a second."""

@@ -37,8 +37,8 @@ from router.events import RouterEffect, SendTo
 from router.flight import Attempt, Flight, Move
 from router.placing import Placing
 from router.policies.base import Need
-from router.policies.candidates import decode_blocks
-from router.policies.joining import next_decoder, somebody_else_decodes
+from router.policies.candidates import decode_blocks, has_room
+from router.policies.joining import next_decoder
 from router.state import MOVE_AGAIN_S, RouterState
 from router.view import WorkerView
 
@@ -121,14 +121,15 @@ class Moving:
     def move_all(self, now_s: float) -> list[RouterEffect]:
         """Tries again to move those for which there was no room, oldest first."""
         state = self._state
+        state.view.forget_severed(now_s)
         effects: list[RouterEffect] = []
-        has_room = True
+        fits = True
         for request_id, since_s in list(state.stranded.items()):
             flight = state.flights[request_id]
-            if has_room:
+            if fits:
                 effects += self.look_at(flight, now_s)
             if request_id in state.stranded:
-                has_room = False
+                fits = False
                 if now_s - since_s >= state.config.move_timeout_s:
                     effects += self._give_up(flight, now_s)
         if state.stranded:
@@ -223,9 +224,13 @@ class Moving:
             target.extend_decode(move.seq_id, num_blocks)
 
     def _give_up(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Nobody has had room for it. It stays where it is if there is nobody to have any."""
+        """Where somebody has room for it who cannot pull it, it is prefilled again. Else it stays:
+        what cannot be moved could not be placed either, and runs well where it is.
+        """
         attempt = flight.attempt
         assert attempt is not None
-        if not somebody_else_decodes(self._state.view, attempt.decode):
+        workers, need = self._state.view.workers.items(), self._placing.need(flight, now_s)
+        others = [w for i, w in workers if i != attempt.decode and w.info.role.decodes]
+        if not any(has_room(worker, need) for worker in others):
             return []
         return self._ends.excuse(flight, NOT_MOVED, now_s)

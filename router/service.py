@@ -216,7 +216,8 @@ class Router:
         self._linking.add(task)
 
     def _unlink(self, address: str) -> None:
-        self._tasks.pop(address).cancel()
+        if (task := self._tasks.pop(address, None)) is not None:  # else it is ending already
+            task.cancel()
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
         """One that ends with an exception died of a bug."""
@@ -452,7 +453,8 @@ class Router:
                 raise LayoutMismatch(
                     f"layout.{field}", getattr(ours, field), getattr(theirs, field)
                 )
-        self._layouts[info.role] = info.layout
+        if info.role is not Role.DRAINED:  # it says nothing of answers
+            self._layouts[info.role] = info.layout
 
 
 def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:

@@ -31,11 +31,6 @@ def next_decoder(
     return rng.choice(least(able, cost))[0]
 
 
-def somebody_else_decodes(view: ClusterView, source: WorkerId) -> bool:
-    """Whether there is any worker that could take it, had it room."""
-    return bool(_others(view, source))
-
-
 def _others(view: ClusterView, source: WorkerId) -> list[Worker]:
     """Decode workers that read the blocks of `source`, and that they reach."""
     layout = view.workers[source].info.layout

@@ -201,14 +201,13 @@ def test_who_finds_no_room_is_tried_again_after_a_while(stranded):
     assert stranded.machine.next_wake_s() == stranded.now_s + 1
 
 
-def test_who_finds_no_room_in_time_is_prefilled_elsewhere(stranded):
-    stranded.now_s += 10
-    effects = stranded.handle(Tick())
-    assert ("d0", Cancel("a.0")) in sent(effects, Cancel)
-    assert stranded.machine.counters["retried", NOT_MOVED] == 1
-    assert stranded.machine.queue_len == 1
+def test_who_finds_no_room_for_long_goes_on_where_it_is(stranded):
+    for _ in range(30):
+        stranded.now_s += 1
+        assert stranded.handle(Tick()) == []
     effects = stranded.say("d1", Tokens("b.0", [8], FinishReason.STOP))
-    assert sent(effects, Prefill)[0][1].seq_id == "a.1"
+    assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
+    assert stranded.machine.counters["retried", NOT_MOVED] == 0
 
 
 def test_where_there_is_nobody_else_what_runs_goes_on_to_its_end():

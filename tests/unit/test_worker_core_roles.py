@@ -139,8 +139,8 @@ def test_sequences_that_are_not_all_here_are_given_back():
                 [
                     role_changed(Role.PREFILL),
                     *(abort("queued"), back["queued"]),
-                    back["ready"],
                     *(abort("pulling"), back["pulling"]),
+                    back["ready"],
                 ],
             ),
             (Blocks(), blocks(free=6, cached=1, in_flight=1)),
