@@ -687,8 +687,8 @@ def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
     for reason in ("prefix not held", "prefix offer late", "prefix holder lost"):
         assert counted["fallback", reason] > 0, reason
     assert counted["retried", PREEMPTED] > 20
-    assert counted["moved", ROLE_CHANGED] > 5
-    assert counted["moved", DRAINED] > 5
+    assert counted["moved", ROLE_CHANGED] > 2
+    assert counted["moved", DRAINED] > 2
     assert counted["retried", ROLE_CHANGED] > 20
     assert followers[True] > 60  # found the prompt where it was computed
     assert followers[True] > followers[False]
