@@ -184,13 +184,12 @@ class PoolController:
         for name, ready in found.items():
             if isinstance(ready, WorkerReady):
                 self.workers[WorkerId(name)] = ready
-        if self.workers:
-            members = [Member(name, ready.address) for name, ready in self.workers.items()]
-            self._handle(Found(tuple(members)))
+        members = tuple(Member(name, ready.address) for name, ready in self.workers.items())
+        gateways = tuple(name for name in self.gateways if name in self.machine.gateways)
+        if members or gateways:
+            self._handle(Found(members, gateways))
         for name in self.workers:
             self._dial_worker(name)
-        for name in [name for name in self.gateways if name in self.machine.gateways]:
-            self._handle(GatewayStarted(name))
 
     async def _adopt_gateways(
         self, found: Mapping[str, WorkerReady | GatewayReady]

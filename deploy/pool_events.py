@@ -22,9 +22,13 @@ class OrderRefused(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All workers that run already. Their roles come with `Connected`."""
+    """All that runs already, told at once: what is not in it may be started.
+
+    Roles of workers come with `Connected`.
+    """
 
     workers: tuple[Member, ...]
+    gateways: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,9 @@ class PoolMachine:
             worker.address, worker.lost_s = member.address, now_s
             self.workers[worker.worker_id] = worker
             yield self._tell(now_s, worker.worker_id, "was found running")
+        for name in event.gateways:
+            self._serve(name, now_s)
+            yield self._tell(now_s, name, "was found running")
 
     def _on_started(self, event: Started, now_s: float) -> Iterator[PoolEffect]:
         worker = self._starting(event.worker_id, event.start)
@@ -273,10 +276,13 @@ class PoolMachine:
 
     def _on_gateway_started(self, event: GatewayStarted, now_s: float) -> Iterator[PoolEffect]:
         again = self.restarts.num_failed(event.name) > 0
-        self.gateways[event.name] = GatewayState.SERVING
-        self.restarts.started(event.name, now_s)
-        self._has_served = True
+        self._serve(event.name, now_s)
         yield self._tell(now_s, event.name, "was started again" if again else "was started")
+
+    def _serve(self, name: str, now_s: float) -> None:
+        self.gateways[name] = GatewayState.SERVING
+        self.restarts.started(name, now_s)
+        self._has_served = True
 
     def _on_gateway_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
         yield from self._lose_gateway(event.name, f"did not start: {event.reason}", now_s)

@@ -192,7 +192,7 @@ def settled(*arguments, **options) -> World:
 
 def found(world: World) -> Found:
     members = [Member(WorkerId(name), address) for name, address in world.addresses.items()]
-    return Found(tuple(members))
+    return Found(tuple(members), ("gateway",))
 
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -206,6 +206,14 @@ def test_what_is_wanted_is_started_then_the_gateways_the_first_one_by_itself():
     order = [line.split()[0] for line in world.told if "gateway" in line]
     assert order == ["gateway-0", "gateway-1"]
     assert {m.worker_id for m in world.machine.members.workers} == set(world.processes)
+
+
+def test_gateways_that_run_are_not_started_once_more_by_the_next_controller():
+    names = ("gateway-0", "gateway-1")
+    effects = World(gateways=names).machine.handle(Found((), names[1:]), 0.0)
+    assert [e.name for e in effects if isinstance(e, StartGateway)] == ["gateway-0"]
+    effects = World(gateways=names).machine.handle(Found((), names), 0.0)
+    assert not [e for e in effects if isinstance(e, StartGateway)]
 
 
 def test_growing_starts_and_shrinking_drains_before_it_stops():
@@ -430,7 +438,6 @@ def test_another_controller_goes_on_where_the_first_one_was():
         before.intent, limits=world.machine.limits, gateways=["gateway"], version=before.version
     )
     world.feed(found(world))
-    world.feed(GatewayStarted("gateway"))
     world.run(3)
     assert world.started == []  # nothing is decided before it is known who is what
     for name, process in world.processes.items():
@@ -452,7 +459,6 @@ def test_a_drained_worker_that_nobody_wants_kept_goes_when_another_controller_fi
         Intent(Pools(1, 1)), limits=world.machine.limits, gateways=["gateway"], version=9
     )
     world.feed(found(world))
-    world.feed(GatewayStarted("gateway"))
     for name, process in list(world.processes.items()):
         address = world.addresses[name]
         world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
