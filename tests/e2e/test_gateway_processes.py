@@ -82,7 +82,14 @@ def kill(gateway: GatewayReady) -> None:
     """
     os.kill(gateway.pid, signal.SIGKILL)
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    poll_until(lambda: os.waitid(os.P_PID, gateway.pid, look) is not None, "it is dead", 10)
+
+    def is_dead() -> bool:
+        try:
+            return os.waitid(os.P_PID, gateway.pid, look) is not None
+        except ChildProcessError:  # the controller has waited for it already
+            return True
+
+    poll_until(is_dead, "it is dead", 10)
 
 
 def restarted(running: Deployment, name: str) -> list[str]:
