@@ -244,8 +244,8 @@ class PoolController:
 
     @property
     def url(self) -> str:
-        """Where clients send requests."""
-        return next(iter(self.gateways.values())).url
+        """Where clients send requests; empty while no gateway has ever run."""
+        return next((ready.url for ready in self.gateways.values()), "")
 
     # ------------------------------------------------------------ events and effects
 
