@@ -27,6 +27,7 @@ from deploy.pool_events import (
     GatewayStarted,
     Order,
     OrderRefused,
+    Overtaken,
     PoolEffect,
     PoolEvent,
     Publish,
@@ -42,6 +43,7 @@ from deploy.pool_events import (
     Tell,
     Tick,
     Worker,
+    WorkerState,
 )
 from deploy.pools import PoolLimits, PoolMachine
 from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
@@ -125,6 +127,7 @@ class PoolController:
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_failure: asyncio.Future[str] | None = None  # of a start, while opening
+        self._is_adopting = True  # gateways are asked what they know, and told nothing yet
         self._is_closing = False
         self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")  # none is there before its use
 
@@ -153,6 +156,7 @@ class PoolController:
             gateways=self._plan.gateways,
             version=0 if heard is None else heard.version,
         )
+        self._is_adopting = False
         is_first = not found
         self._first_failure = self._loop.create_future() if is_first else None
         self._adopt(found)
@@ -274,30 +278,50 @@ class PoolController:
                 self._report(str(step))
 
     async def _start_worker(self, worker_id: WorkerId, role: Role, start: int) -> None:
-        spec = self._worker_spec(worker_id, role)
         try:
+            spec = self._worker_spec(worker_id, role)
             ready = await self._in_thread(self._launcher.start_worker, spec)
-        except ConfigError as error:
-            self._note_failure(str(error))
-            self._handle(StartFailed(worker_id, start, str(error)))
+        except Exception as error:  # whatever it was, it is tried again
+            reason = str(error) or repr(error)
+            self._note_failure(reason)
+            if not isinstance(error, ConfigError):  # something of it may be left
+                await self._end(worker_id, by_force=True)
+            self._handle(StartFailed(worker_id, start, reason))
             return
         worker = self.machine.workers.get(worker_id)
-        if worker is None or worker.start != start:
+        if worker is None:  # it was stopped before there was anything to stop
+            await self._end(worker_id, by_force=True)
+            return
+        if worker.start != start or worker.state is not WorkerState.STARTING:
             return  # it was stopped while it started
         self.workers[worker_id] = ready
         self._handle(Started(worker_id, start, ready.address))
         self._dial_worker(worker_id)
 
     async def _stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
-        await self._in_thread(lambda: self._launcher.stop(worker_id, by_force=by_force))
+        await self._end(worker_id, by_force=by_force)
         self._handle(Stopped(worker_id))
+
+    async def _end(self, name: str, *, by_force: bool) -> None:
+        """Until nothing of it is left, whatever goes wrong meanwhile."""
+        never = self._loop.create_future()
+        while True:
+            try:
+                await self._in_thread(lambda: self._launcher.stop(name, by_force=by_force))
+                return
+            except Exception as error:
+                self._note_bug(error)
+            await asyncio.wait([never], timeout=WATCH_EVERY_S)
 
     async def _start_gateway(self, name: str) -> None:
         try:
             ready = await self._in_thread(self._launcher.start_gateway, self._gateway_spec(name))
-        except ConfigError as error:
-            self._note_failure(str(error))
-            self._handle(GatewayFailed(name, str(error)))
+        except Exception as error:  # as with workers
+            reason = str(error) or repr(error)
+            self._note_failure(reason)
+            if not isinstance(error, ConfigError):
+                await self._end(name, by_force=True)
+            self._handle(GatewayFailed(name, reason))
             return
         self.gateways[name] = ready
         self._dial_gateway(name)
@@ -395,13 +419,22 @@ class PoolController:
         link = GatewayLink(
             self._plan.token,
             members=lambda: self.machine.members,
-            on_welcome=lambda: self._welcome(name) if on_welcome is None else on_welcome(),
+            on_welcome=lambda: self._welcome(name, on_welcome),
         )
         self.gateway_links[name] = link
         self._dial(name, self.gateways[name].control, link)
 
-    def _welcome(self, name: str) -> None:
-        self.gateway_links[name].welcome()
+    def _welcome(self, name: str, first: Callable[[], None] | None) -> None:
+        if first is not None:
+            first()
+        if self._is_adopting:
+            return
+        link, members = self.gateway_links[name], self.machine.members
+        known = None if link.heard is None else link.heard.members
+        if known is not None and known != members and known.version >= members.version:
+            self._handle(Overtaken(known.version))  # which tells all
+        else:
+            link.welcome()
 
     def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink) -> None:
         self._hang_up_task(name)

@@ -75,6 +75,13 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class Overtaken:
+    """A gateway that was heard late knows an earlier controller's members, of that version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Disconnected:
     """The session with the worker at this address is over."""
 
@@ -173,6 +180,7 @@ PoolEvent = (
     | LoadSeen
     | GatewayStarted
     | GatewayFailed
+    | Overtaken
     | Tick
     | Order
 )

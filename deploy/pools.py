@@ -34,6 +34,7 @@ from deploy.pool_events import (
     GatewayState,
     LoadSeen,
     OrderRefused,
+    Overtaken,
     PoolEffect,
     PoolEvent,
     Publish,
@@ -108,6 +109,7 @@ class PoolMachine:
         self._num_steps = 0
         self._num_starts = 0
         self._has_served = False  # every wanted worker at once, so that gateways could be started
+        self._took_over = False  # from a controller that was there before: what serves is enough
         self._handlers: Mapping[type, Any] = {
             Found: self._on_found,
             Started: self._on_started,
@@ -120,6 +122,7 @@ class PoolMachine:
             LoadSeen: self._on_load,
             GatewayStarted: self._on_gateway_started,
             GatewayFailed: self._on_gateway_failed,
+            Overtaken: self._on_overtaken,
             Tick: self._on_tick,
             SetPools: self._on_set_pools,
             Flip: self._on_flip,
@@ -155,7 +158,8 @@ class PoolMachine:
             assert worker.address is not None or not runs
             assert runs or not worker.is_connected
             assert worker.is_connected or worker.lost_s is not None or not runs
-            assert worker.target is not None or worker.state is WorkerState.JOINING
+            unasked = (WorkerState.JOINING, WorkerState.STOPPING)
+            assert worker.target is not None or worker.state in unasked
             going = (WorkerState.DRAINING, WorkerState.DRAINED)
             assert (worker.target is Role.DRAINED) >= (worker.state in going)
             assert worker.leaves <= (worker.target is Role.DRAINED)
@@ -165,6 +169,7 @@ class PoolMachine:
     # ------------------------------------------------------------ what was seen of workers
 
     def _on_found(self, event: Found, now_s: float) -> Iterator[PoolEffect]:
+        self._took_over = bool(event.workers)
         for member in event.workers:
             worker = Worker(member.worker_id, None, now_s, WorkerState.JOINING)
             worker.address, worker.lost_s = member.address, now_s
@@ -287,6 +292,12 @@ class PoolMachine:
     def _on_gateway_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
         yield from self._lose_gateway(event.name, f"did not start: {event.reason}", now_s)
 
+    def _on_overtaken(self, event: Overtaken, _: float) -> Iterator[PoolEffect]:
+        """What is known here counts all the same: gateways take no version but a higher one."""
+        if event.version >= self.members.version:
+            self.members = msgspec.structs.replace(self.members, version=event.version + 1)
+            yield Publish(self.members)
+
     def _lose_gateway(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
         self.gateways[name] = GatewayState.WAITING
         yield self._tell(now_s, name, how, self._outlook(name, now_s))
@@ -303,7 +314,11 @@ class PoolMachine:
                 return
 
     def _all_serve(self) -> bool:
-        serving = Counter(w.target for w in self.workers.values() if w.is_connected)
+        """Whether gateways have whom to send requests to: at first, all that is wanted."""
+        workers = self.workers.values()
+        if self._took_over:
+            return any(w.prefills() for w in workers) and any(w.decodes() for w in workers)
+        serving = Counter(w.target for w in workers if w.is_connected)
         return all(serving[role] >= self.intent.pools.of(role) for role in SERVING_ROLES)
 
     # ------------------------------------------------------------ time

@@ -9,10 +9,23 @@ import pytest
 from deploy import admin, controller
 from deploy.admin import AdminService
 from deploy.controller import Plan, PoolController
-from deploy.processes import WorkerReady
-from engine.clock import MonotonicClock
-from engine.config import AdminConfig, Config, PoolsConfig
-from engine.control import Pools
+from deploy.links import GatewayLink
+from deploy.pool_events import Connected, SetPools, WorkerState
+from deploy.processes import GatewayReady, WorkerReady
+from engine.config import AdminConfig, Config
+from engine.control import (
+    CONTROL_VERSION,
+    GatewayWelcome,
+    Intent,
+    Member,
+    Members,
+    Pools,
+    decode_from_controller,
+    encode_control,
+)
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+from engine.messages import Role
 
 DEADLINE_S = 5.0
 WORKERS = {
@@ -21,6 +34,16 @@ WORKERS = {
     )
     for name in ("prefill-0", "decode-0")
 }
+GATEWAY = {"gateway": GatewayReady("http://127.0.0.1:80", "m", 7, "gateway:1")}
+
+
+class SetClock:
+    """Stands still unless it is set."""
+
+    at_s = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
 
 
 class FakeLauncher:
@@ -67,12 +90,13 @@ class FakeLauncher:
 class World:
     """A controller, its launcher, and sessions that are begun by the test alone."""
 
-    def __init__(self, running, pools: Pools) -> None:
+    def __init__(self, running) -> None:
+        self.clock = SetClock()
         self.launcher = FakeLauncher(running)
         self.told: list[str] = []
-        plan = Plan("model", Config(pools=PoolsConfig()), pools, "token", cores=1)
+        plan = Plan("model", Config(), Pools(1, 1), "token", cores=1)
         self.controller = PoolController(
-            plan, launcher=self.launcher, clock=MonotonicClock(), report=self.told.append
+            plan, launcher=self.launcher, clock=self.clock, report=self.told.append
         )
         self.links: dict[str, object] = {}  # by address
 
@@ -86,10 +110,8 @@ def play(monkeypatch):
     """Runs a scene with the world of a controller that finds this running."""
     monkeypatch.setattr(controller, "WATCH_EVERY_S", 0.01)
 
-    def run(
-        scene: Callable[[World], Coroutine[None, None, None]], running, pools: Pools = Pools(1, 1)
-    ) -> World:
-        world = World(running, pools)
+    def run(scene: Callable[[World], Coroutine[None, None, None]], running) -> World:
+        world = World(running)
         monkeypatch.setattr(controller, "keep", world.keep)
 
         async def whole() -> None:
@@ -102,6 +124,29 @@ def play(monkeypatch):
         return world
 
     return run
+
+
+class FakeGateway:
+    """The other end of a session: it knows members, and follows those of a higher version."""
+
+    def __init__(self, members: Members | None) -> None:
+        self.members = members
+
+    async def send(self, _frame: bytes) -> None:
+        pass
+
+    async def receive(self) -> bytes:
+        return encode_control([GatewayWelcome(CONTROL_VERSION, "gateway", self.members)])
+
+    def post(self, frame: bytes) -> None:
+        [members] = decode_from_controller(frame)
+        assert isinstance(members, Members)
+        if self.members is None or members.version > self.members.version:
+            self.members = members
+
+    async def connect(self, link: object) -> None:
+        assert isinstance(link, GatewayLink)
+        await link.shake_hands(self)  # type: ignore[arg-type]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -130,9 +175,73 @@ def test_another_controller_takes_over_while_no_gateway_runs(play, monkeypatch, 
 
     async def scene(world: World) -> None:
         config = AdminConfig(key="key")
-        service = AdminService(world.controller, config=config, clock=MonotonicClock())
+        service = AdminService(world.controller, config=config, clock=world.clock)
         assert await service.open() == "http://127.0.0.1:7"
         assert world.controller.url == ""
         await service.close()
 
     play(scene, WORKERS)
+
+
+OLD = Members(
+    5, tuple(Member(name, ready.address) for name, ready in WORKERS.items()), Intent(Pools(1, 1))
+)
+
+
+def test_a_gateway_that_was_cut_off_after_a_takeover_is_told_what_it_missed(play):
+    async def scene(world: World) -> None:
+        gateway = FakeGateway(OLD)
+        opening = asyncio.create_task(world.controller.open())
+        await until(lambda: "gateway:1" in world.links)
+        link = world.links["gateway:1"]
+        await gateway.connect(link)
+        await opening
+        assert gateway.members.version > OLD.version
+        link.lost("cut off")
+        world.controller.order(SetPools(Pools(1, 2)))
+        assert gateway.members.intent.pools == Pools(1, 1)
+        await gateway.connect(link)
+        assert gateway.members.intent.pools == Pools(1, 2)
+
+    play(scene, WORKERS | GATEWAY)
+
+
+def test_a_gateway_that_is_heard_late_follows_the_new_controller(play, monkeypatch):
+    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+
+    async def scene(world: World) -> None:
+        await world.controller.open()
+        assert world.controller.machine.members.version < OLD.version
+        gateway = FakeGateway(OLD)
+        await gateway.connect(world.links["gateway:1"])
+        assert gateway.members == world.controller.machine.members
+        assert gateway.members.version > OLD.version
+
+    play(scene, WORKERS | GATEWAY)
+
+
+def test_a_launcher_that_raises_whatever_it_likes_is_asked_again(play):
+    async def scene(world: World) -> None:
+        launcher = world.launcher
+        await world.controller.open()
+        launcher.errors = [OSError("no start"), RuntimeError("no stop")]
+        ready = WORKERS["prefill-0"]
+        world.controller._handle(Connected("prefill-0", ready.address, Role.PREFILL, KVFormat.FP32))
+        await until(lambda: ("decode-0", True) in launcher.stopped)
+        workers = world.controller.machine.workers
+        await until(lambda: workers["decode-0"].state is WorkerState.WAITING)
+        world.clock.at_s = 10.0
+        await until(lambda: workers["decode-0"].state is WorkerState.JOINING)
+
+    told = play(scene, {"prefill-0": WORKERS["prefill-0"]}).told
+    assert any("did not start: no start" in line for line in told), told
+    assert "the controller has a bug: RuntimeError('no stop')" in told
+
+
+def test_at_the_first_start_whatever_a_launcher_raises_is_the_reason(play):
+    async def scene(world: World) -> None:
+        world.launcher.errors = [OSError("no start")]
+        with pytest.raises(ConfigError, match=r"^no start$"):
+            await world.controller.open()
+
+    play(scene, {})

@@ -17,8 +17,10 @@ from deploy.pool_events import (
     Found,
     GatewayFailed,
     GatewayStarted,
+    GatewayState,
     LoadSeen,
     OrderRefused,
+    Overtaken,
     Publish,
     RoleSeen,
     SetPlanner,
@@ -464,6 +466,50 @@ def test_a_drained_worker_that_nobody_wants_kept_goes_when_another_controller_fi
         world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
     world.settle()
     assert world.roles() == {"decode-0": D, "prefill-0": P}
+
+
+def test_another_controller_starts_gateways_although_a_worker_is_missing():
+    world = settled(Pools(2, 1))
+    world.die("prefill-1")
+    del world.addresses["prefill-1"]
+    world.queue.clear()
+    world.fails_always.add(P)
+    world.machine = PoolMachine(
+        Intent(Pools(2, 1)), limits=world.machine.limits, gateways=["gateway"]
+    )
+    world.feed(found(world))
+    world.run(3)
+    assert world.machine.gateways["gateway"] is GatewayState.WAITING
+    for name, process in list(world.processes.items()):
+        address = world.addresses[name]
+        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.run(3)
+    assert world.machine.gateways["gateway"] is GatewayState.SERVING
+    assert list(world.roles()) == ["decode-0", "prefill-0"]
+
+
+def test_what_was_found_and_never_reached_is_stopped_and_replaced():
+    world = settled()
+    world.machine = PoolMachine(
+        Intent(Pools(1, 1)), limits=world.machine.limits, gateways=["gateway"]
+    )
+    for process in world.processes.values():
+        process.is_deaf = True
+    world.feed(found(world))
+    world.run(UNREACHABLE_S + 5)
+    world.settle()
+    assert world.roles() == {"decode-0": D, "prefill-0": P}
+    assert len(world.started) == 2
+
+
+def test_members_that_a_gateway_knows_from_another_controller_are_overtaken():
+    world = settled()
+    before = world.machine.members
+    world.feed(Overtaken(before.version - 1))
+    assert world.machine.members == before
+    world.feed(Overtaken(before.version + 7))
+    assert world.machine.members.version == before.version + 8
+    assert world.machine.members.workers == before.workers
 
 
 def test_news_of_an_earlier_start_of_the_same_name_count_for_nothing():
