@@ -71,12 +71,17 @@ def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
 
 def look(cluster: Mapping[str, Any], session: str) -> list[Left]:
     """What of the session runs on the cluster's nodes."""
-    script = f"session={session}\n{_LOOK}\nlook"
-    return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]
+    return _look(cluster, session, nodes_of(cluster))
+
+
+def look_at_head(cluster: Mapping[str, Any], session: str) -> list[Left]:
+    """The same, on its head alone."""
+    return _look(cluster, session, nodes_of(cluster)[:1])
 
 
 def end(cluster: Mapping[str, Any], session: str) -> list[Left]:
     """Ends, by their ids, what of the session runs on the cluster's nodes; what is left yet."""
+    assert session, "every process would match"
     script = f"session={session} grace_s={GRACE_S}\n{_LOOK}{_END}\nlook"
     return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]
 
@@ -109,6 +114,12 @@ def ssh_command(auth: Mapping[str, Any]) -> list[str]:
     key = auth.get("ssh_private_key")
     identity = ["-i", os.path.expanduser(key)] if key else []
     return ["ssh", *identity, *(x for k, v in options.items() for x in ("-o", f"{k}={v}"))]
+
+
+def _look(cluster: Mapping[str, Any], session: str, nodes: list[str]) -> list[Left]:
+    assert session, "every process would match"
+    script = f"session={session}\n{_LOOK}\nlook"
+    return [left for node in nodes for left in _ask(cluster, node, script)]
 
 
 def _ask(cluster: Mapping[str, Any], node: str, script: str) -> list[Left]:

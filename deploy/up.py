@@ -7,7 +7,6 @@ The operator's side: it imports no Ray, but runs the `ray` command, which knows 
     Running   one that is there, reached from here as a driver; only what is Baton's is ended
 """
 
-import contextlib
 import hashlib
 import os
 import re
@@ -35,6 +34,7 @@ NODES_EVERY_S = 5.0
 ANSWER_TIMEOUT_S = 5 * 3600.0  # models are downloaded and loaded
 ANSWER = "BATON-ANSWER "  # begins the line on which deploy.head answers
 REMOTE_FILE = "~/.baton/baton.yaml"
+_PRIVATE = "umask 077; mkdir -p ~/.baton && chmod 700 ~/.baton"  # it may have been there before
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 Report = Callable[[str], None]
@@ -63,11 +63,15 @@ class Answer(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+class OtherVersion(ConfigError):
+    """A head answers, and in words that are not known here."""
+
+
 class Cluster(Protocol):
     """Where Baton runs."""
 
     def is_up(self) -> bool:
-        """Whether Ray answers there."""
+        """Whether Ray answers there. Raises ConfigError where it runs and gives no answer."""
         ...
 
     def up(self) -> None:
@@ -96,11 +100,24 @@ class RayUp:
         self._note = notes / f"{file.stem}-{digest}"
 
     def is_up(self) -> bool:
-        """Whether its head answers, whatever becomes of the controller: `ray up` would end all."""
-        with contextlib.suppress(ConfigError):
+        """Whether its head answers, whatever becomes of the controller.
+
+        `ray up` would end all. So where there is no answer, but something of the session that was
+        seen last may run on the head, that is an error: ConfigError.
+        """
+        try:
             self.ask("look")
-            return True
-        return False
+        except OtherVersion:
+            raise
+        except ConfigError as error:
+            found = self._found_on_head()
+            if found:
+                raise ConfigError(
+                    f"{error}, but it may run all the same ({found[0]}): try again, or `baton down`"
+                    " first"
+                ) from error
+            return False
+        return True
 
     def up(self) -> None:
         """`ray up`, until its nodes are there: how many workers there can be depends on them."""
@@ -123,25 +140,40 @@ class RayUp:
             self._put(file)
             command += f" {REMOTE_FILE}"
         status = _status(_ray(["exec", str(self._file), command], ANSWER_TIMEOUT_S, check=False))
-        self._note.parent.mkdir(parents=True, exist_ok=True)
-        self._note.write_text(status.session)
+        self._write_note(status.session)
         return status
 
     def down(self) -> list[Left]:
         """`ray down`, and then what that forgets."""
         cluster = read_cluster(self._file)
         _ray(["down", "--yes", str(self._file)], RAY_UP_TIMEOUT_S)
-        if not self._note.exists():  # of which session it would be, nobody knows
+        session = self._session()
+        if not session:  # of which one it would be, nobody knows
             return leftovers.look(cluster, leftovers.ANY_RAY)
-        session = self._note.read_text()
         left = [*leftovers.end(cluster, session), *leftovers.forget(cluster)]
         if not left:
             self._note.unlink()
         return left
 
+    def _found_on_head(self) -> list[Left]:
+        """What of the last session runs there, or why that cannot be known."""
+        session = self._session()
+        return leftovers.look_at_head(read_cluster(self._file), session) if session else []
+
+    def _session(self) -> str:
+        """That of the last answer; empty if none is known."""
+        return self._note.read_text().strip() if self._note.exists() else ""
+
+    def _write_note(self, session: str) -> None:
+        """At once or not at all."""
+        self._note.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._note.with_name(f"{self._note.name}.{os.getpid()}")
+        partial.write_text(session)
+        partial.replace(self._note)
+
     def _put(self, file: Path) -> None:
         """The file may hold keys: nobody else there may read it."""
-        _ray(["exec", str(self._file), "umask 077; mkdir -p ~/.baton"], ANSWER_TIMEOUT_S)
+        _ray(["exec", str(self._file), _PRIVATE], ANSWER_TIMEOUT_S)
         _ray(["rsync-up", str(self._file), str(file), REMOTE_FILE], ANSWER_TIMEOUT_S)
         _ray(["exec", str(self._file), f"chmod 600 {REMOTE_FILE}"], ANSWER_TIMEOUT_S)
 
@@ -240,7 +272,9 @@ def _status(printed: str) -> Status:
     try:
         answer = msgspec.json.decode(lines[-1].removeprefix(ANSWER).strip(), type=Answer)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"the cluster's head speaks another version of Baton: {error}") from error
+        raise OtherVersion(
+            f"the cluster's head speaks another version of Baton: {error}"
+        ) from error
     if answer.error is not None or answer.status is None:
         raise ConfigError(answer.error or "the cluster's head gave an empty answer")
     return answer.status

@@ -171,3 +171,51 @@ def test_ssh_is_called_as_the_cluster_file_says():
     assert command[:3] == ["ssh", "-i", "/keys/one"]
     assert "ProxyCommand=nc %h %p" in command
     assert "BatchMode=yes" in command
+
+
+ONE_MACHINE = """
+cluster_name: one
+provider: {type: local, head_ip: 10.0.0.1, worker_ips: []}
+auth: {ssh_user: me}
+"""
+
+
+@pytest.fixture
+def ray_up(tmp_path, monkeypatch) -> RayUp:
+    """A cluster of one's own machine whose head gives no answer."""
+    file = tmp_path / "one.yaml"
+    file.write_text(ONE_MACHINE)
+    monkeypatch.setattr(up, "_ray", lambda *_, **__: "no route")
+    return RayUp(file, tmp_path / "notes")
+
+
+@pytest.mark.parametrize("what", ["process 7: raylet", "cannot be looked at: no route"])
+def test_a_cluster_that_may_run_although_its_head_is_silent_is_not_made_anew(
+    ray_up, monkeypatch, what
+):
+    monkeypatch.setattr(leftovers, "_ask", lambda _, node, script: [Left(node, what)])
+    assert not ray_up.is_up()  # nothing was ever seen of it
+    ray_up._write_note("session_1")
+    with pytest.raises(ConfigError, match=f"no answer: no route, .*{what}.* `baton down` first"):
+        ray_up.is_up()
+    monkeypatch.setattr(leftovers, "_ask", lambda *_: [])
+    assert not ray_up.is_up()
+
+
+def test_a_head_of_another_version_is_never_made_anew(ray_up, monkeypatch):
+    monkeypatch.setattr(up, "_ray", lambda *_, **__: 'BATON-ANSWER {"status":{"session":"s"}}')
+    with pytest.raises(ConfigError, match="another version"):
+        ray_up.is_up()
+
+
+def test_a_note_that_was_not_written_to_its_end_ends_no_process(ray_up, monkeypatch):
+    scripts: list[str] = []
+    monkeypatch.setattr(leftovers, "_ask", lambda _, node, script: scripts.append(script) or [])
+    ray_up._write_note("\n")
+    assert ray_up.down() == []
+    assert len(scripts) == 1
+    assert scripts[0].startswith(f"session={leftovers.ANY_RAY}\n")
+    assert "kill" not in scripts[0]
+    for ask in (leftovers.look, leftovers.end):
+        with pytest.raises(AssertionError, match="every process"):
+            ask({"provider": {"type": "local", "head_ip": "a"}}, "")
