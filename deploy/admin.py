@@ -120,7 +120,7 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
                 return await endpoint(request)
             except OrderRefused as refusal:
                 return _error(refusal.status, "refused", str(refusal))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 return _error(400, "invalid_request", str(error))
 
         return answer

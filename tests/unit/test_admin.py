@@ -122,6 +122,7 @@ def test_an_order_is_taken_and_answered_with_its_steps():
         ("/v1/pools", {"prefill": -1}, 400, ">= 0"),
         ("/v1/pools", {"what": 1}, 400, "unknown field"),
         ("/v1/pools", b"{", 400, "truncated"),
+        ("/v1/workers/prefill-0/flip", b'{"role": "\xff"}', 400, "can't decode byte 0xff"),
         ("/v1/pools", b"x" * 70_000, 413, "too large"),
         ("/v1/workers/decode-0/flip", {"role": "prefill"}, 409, "last worker that decodes"),
         ("/v1/workers/decode-0/flip", {"role": "king"}, 400, "Invalid enum value 'king'"),
