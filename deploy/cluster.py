@@ -12,7 +12,7 @@ from deploy.admin import AdminService
 from deploy.controller import Plan, PoolController
 from deploy.formats import check_formats, config_of
 from deploy.launcher import Launcher
-from deploy.model_source import pinned
+from deploy.model_source import default_cache, local_model, pinned
 from deploy.processes import GatewayReady, ServiceThread
 from engine.clock import MonotonicClock
 from engine.config import Config, PoolsConfig
@@ -100,16 +100,21 @@ class Deployment:
         found = self.controller.gateways
         return [found[name] for name in sorted(found)]
 
+    def _tell(self, line: str) -> None:
+        self.on_news(line)
+
     def _open(self) -> GatewayReady:
         plan = plan_of(self._model, self._config, cores=len(os.sched_getaffinity(0)))
         if self._config.gateway.processes > 1:
             self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
             plan = msgspec.structs.replace(plan, siblings=self._siblings.name)
         plan = msgspec.structs.replace(plan, log_level=self.log_level)
+        # Here nobody waits for it; a worker is waited for only so long.
+        local_model(plan.model, cache=default_cache(os.environ), report=self._tell)
         self._launcher.open()
         clock = MonotonicClock()
         self.controller = PoolController(
-            plan, launcher=self._launcher, clock=clock, report=lambda line: self.on_news(line)
+            plan, launcher=self._launcher, clock=clock, report=self._tell
         )
         service = AdminService(self.controller, config=plan.config.admin, clock=clock)
         self._thread = ServiceThread(service, "controller")

@@ -96,6 +96,10 @@ class GatewayReady(msgspec.Struct, frozen=True):
 T = TypeVar("T", covariant=True)
 
 
+class LateStart(ConfigError):
+    """A service takes too long to open; it may only have had much to do."""
+
+
 class Service(Protocol[T]):
     """Something that runs on an event loop between open and close."""
 
@@ -344,10 +348,15 @@ class ServiceThread(Generic[T]):
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
 
     def open(self) -> T:
-        """Opens the service; raises what it raises."""
+        """Opens the service; raises what it raises, and LateStart."""
         self._thread.start()
         opening = asyncio.run_coroutine_threadsafe(_open(self._service), self._loop)
-        return opening.result(READY_TIMEOUT_S)
+        try:
+            return opening.result(READY_TIMEOUT_S)
+        except TimeoutError as error:
+            if not opening.cancel():  # it is over, and that is what it raised
+                raise
+            raise LateStart(f"it did not start in {READY_TIMEOUT_S:g} s") from error
 
     def close(self) -> None:
         """Closes the service and ends the thread."""

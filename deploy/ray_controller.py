@@ -17,8 +17,15 @@ from deploy.admin import AdminService
 from deploy.admin_client import AdminClient, AdminError
 from deploy.admin_schema import PoolsAnswer
 from deploy.controller import Plan, PoolController
-from deploy.processes import READY_TIMEOUT_S, ServiceThread, configure_logging
-from deploy.ray_launcher import CONTROLLER, NAMESPACE, ON_HEAD, Placement, RayLauncher
+from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread, configure_logging
+from deploy.ray_launcher import (
+    CONTROLLER,
+    NAMESPACE,
+    NOWHERE_SPECIAL,
+    ON_HEAD,
+    Placement,
+    RayLauncher,
+)
 from deploy.run_dir import run_directory
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
@@ -27,6 +34,7 @@ log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 120.0
 RETRY_EVERY_S = 0.5
+REOPEN_AFTER_S = 1.0
 
 
 class _ControllerActor:
@@ -46,6 +54,7 @@ class _ControllerActor:
         self._plan = plan
         service = AdminService(controller, config=plan.config.admin, clock=clock)
         self._thread: ServiceThread[str] = ServiceThread(service, "controller")
+        self._is_first = not ray.get_runtime_context().was_current_actor_reconstructed
         self._is_open = threading.Event()
         self._url = self._error = ""
         threading.Thread(target=self._open, name="open", daemon=True).start()
@@ -53,11 +62,12 @@ class _ControllerActor:
     def _open(self) -> None:
         try:
             self._url = self._thread.open()
-        except BatonError as error:
-            self._error = str(error)
         except BaseException as error:
-            log.critical("the controller did not open: %r", error, exc_info=error)
-            os._exit(70)  # Ray starts another one
+            if not self._is_first or not _is_final(error):
+                log.critical("the controller did not open: %r", error, exc_info=error)
+                threading.Event().wait(REOPEN_AFTER_S)
+                os._exit(70)  # Ray starts another one
+            self._error = str(error)
         self._is_open.set()
 
     def ready(self) -> tuple[str, int, str]:
@@ -145,12 +155,22 @@ def controller_pools() -> PoolsAnswer | None:
 
 
 def stop_deployment() -> None:
-    """Ends everything that the controller runs, then the controller. Raises ConfigError."""
+    """Ends everything that the controller runs, then the controller.
+
+    Where it is gone and others are not, these. Raises ConfigError where there is nothing to end.
+    """
     try:
         actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
     except ValueError as error:
-        raise ConfigError("no deployment runs in this cluster") from error
+        if RayLauncher.of_cluster(NOWHERE_SPECIAL).sweep() == 0:
+            raise ConfigError("no deployment runs in this cluster") from error
+        return
     _end(actor)
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether there is no use in trying again; who waits for the first start is told."""
+    return isinstance(error, BatonError) and not isinstance(error, LateStart)
 
 
 def _end(actor: Any) -> None:
@@ -159,6 +179,7 @@ def _end(actor: Any) -> None:
     except ray.exceptions.RayError as error:
         log.warning("the controller did not stop by itself: %s", error)
     ray.kill(actor)
+    RayLauncher.of_cluster(NOWHERE_SPECIAL).sweep()  # what it was too slow to end
 
 
 def _with_siblings(plan: Plan) -> Plan:

@@ -133,11 +133,8 @@ class RayLauncher:
         What does not answer, or had not started when its launcher ended, is ended: its name must
         be free.
         """
-        if self.is_detached:
-            for named in ray.util.list_named_actors(all_namespaces=True):
-                name = named["name"]
-                if named["namespace"] == NAMESPACE and name not in (*self._actors, CONTROLLER):
-                    self._adopt(name)
+        for name in self._strangers():
+            self._adopt(name)
         return dict(self._ready)
 
     def dead(self) -> dict[str, str]:
@@ -149,6 +146,8 @@ class RayLauncher:
                 continue
             try:
                 ray.get(ping)
+                self._ping(name)
+            except ray.exceptions.ActorUnavailableError:  # it may be back in a moment
                 self._ping(name)
             except ray.exceptions.RayError as error:
                 if name in self._pings:  # nobody stopped it meanwhile
@@ -167,11 +166,24 @@ class RayLauncher:
         """Stops the gateways, then the workers, those of a kind at once."""
         for kind in ("gateway", "worker"):
             actors = {n: self._actors[n] for n, k in list(self._kinds.items()) if k == kind}
-            stopping = {n: actor.stop.remote() for n, actor in actors.items() if n in self._ready}
-            for name, answer in stopping.items():
-                _await_stop(name, answer)
+            _await_stops({n: a.stop.remote() for n, a in actors.items() if n in self._ready})
             for name in actors:
                 self._drop(name)
+
+    def sweep(self) -> int:
+        """Ends what launchers before this one left running; how many actors there were."""
+        num_left = len(self._strangers())
+        self.running()
+        self.stop_all()
+        return num_left
+
+    def _strangers(self) -> list[str]:
+        """Names of detached services that are not this launcher's."""
+        if not self.is_detached:
+            return []
+        named = ray.util.list_named_actors(all_namespaces=True)
+        names = [each["name"] for each in named if each["namespace"] == NAMESPACE]
+        return [name for name in names if name not in (*self._actors, CONTROLLER)]
 
     def _adopt(self, name: str) -> None:
         try:
@@ -271,14 +283,20 @@ def start_ray_here() -> None:
 
 
 def _ask_to_stop(name: str, actor: Any) -> None:
-    _await_stop(name, actor.stop.remote())
+    _await_stops({name: actor.stop.remote()})
 
 
-def _await_stop(name: str, answer: Any) -> None:
-    try:
-        ray.get(answer, timeout=STOP_TIMEOUT_S)
-    except ray.exceptions.RayError as error:
-        log.warning("%s did not stop by itself: %s", name, _reason(error))
+def _await_stops(stopping: Mapping[str, Any]) -> None:
+    """Those that do not stop in time have it in common."""
+    if not stopping:
+        return
+    answers = list(stopping.values())
+    ray.wait(answers, num_returns=len(answers), timeout=STOP_TIMEOUT_S)
+    for name, answer in stopping.items():
+        try:
+            ray.get(answer, timeout=0)
+        except ray.exceptions.RayError as error:
+            log.warning("%s did not stop by itself: %s", name, _reason(error))
 
 
 def _reason(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """What ends is started again, later each time; launchers forget what does not start."""
 
+import asyncio
 import importlib
 import os
 import subprocess
@@ -11,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from deploy import processes
 from deploy.launcher import ProcessLauncher
 from deploy.processes import GatewaySpec
 from deploy.restarts import Restarts
@@ -20,6 +22,7 @@ from engine.errors import ConfigError
 SPEC = GatewaySpec((), "model", 64, GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 HOUR_S = 3600
+USE_RAY = ("deploy.ray_launcher", "deploy.ray_controller")
 
 
 class Tries:
@@ -166,12 +169,21 @@ class RayTaskError(RayError):
         self.cause = cause
 
 
+class ActorUnavailableError(RayError):
+    """As Ray's."""
+
+
 class FakeActor:
     """Answers with what it was made with; raises it if that is an error."""
 
     def __init__(self, answer: object) -> None:
         self.start = SimpleNamespace(remote=lambda: answer)
-        self.ping = SimpleNamespace(remote=lambda: RayError("the actor died."))
+        self.ping = SimpleNamespace(remote=lambda: self.pong)
+        self.pong: RayError = RayError("the actor died.")
+        self.described: object = ("gateway", READY)
+        self.describe = SimpleNamespace(remote=lambda: self.described)
+        self.stop = SimpleNamespace(remote=lambda: self.stopped)
+        self.stopped: object = None
 
 
 class FakeRay(ModuleType):
@@ -179,9 +191,15 @@ class FakeRay(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("ray")
-        self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+        self.exceptions = SimpleNamespace(
+            RayError=RayError,
+            RayTaskError=RayTaskError,
+            ActorUnavailableError=ActorUnavailableError,
+        )
+        self.util = SimpleNamespace(list_named_actors=self._list_named_actors)
         self.answer: object = (READY, "")
         self.names: dict[str, FakeActor] = {}
+        self.waits: list[tuple[int, float]] = []
 
     def remote(self, **_options: object):
         return lambda _: SimpleNamespace(options=self._options)
@@ -195,8 +213,17 @@ class FakeRay(ModuleType):
         self.names[name] = FakeActor(self.answer)
         return self.names[name]
 
-    def wait(self, pings: list[object], timeout: float):
-        return pings, []
+    def wait(self, answers: list[object], *, num_returns: int = 1, timeout: float):
+        self.waits.append((num_returns, timeout))
+        return answers, []
+
+    def get_actor(self, name: str, namespace: str) -> FakeActor:
+        if name not in self.names:
+            raise ValueError(f"no actor is called {name}")
+        return self.names[name]
+
+    def _list_named_actors(self, *, all_namespaces: bool) -> list[dict[str, str]]:
+        return [{"name": name, "namespace": "baton"} for name in self.names]
 
     def get(self, answer: object, timeout: float | None = None) -> object:
         if isinstance(answer, BaseException):
@@ -211,9 +238,11 @@ class FakeRay(ModuleType):
 def fake_ray(monkeypatch) -> Iterator[FakeRay]:
     made = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", made)
-    monkeypatch.delitem(sys.modules, "deploy.ray_launcher", raising=False)
+    for name in USE_RAY:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield made
-    sys.modules.pop("deploy.ray_launcher", None)
+    for name in USE_RAY:
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -250,3 +279,49 @@ def test_an_actor_that_ended_is_said_once_and_its_name_is_free(fake_ray):
     assert launcher.dead() == {"gateway": "gateway ended: the actor died"}
     assert launcher.dead() == {}
     assert fake_ray.names == {}
+
+
+def test_an_actor_that_is_not_reached_at_the_moment_is_not_dead(fake_ray):
+    launcher = importlib.import_module("deploy.ray_launcher").RayLauncher()
+    launcher.start_gateway(SPEC)
+    actor = fake_ray.names["gateway"]
+    launcher._pings["gateway"] = ActorUnavailableError("later")
+    assert launcher.dead() == {}
+    assert fake_ray.names == {"gateway": actor}
+    assert launcher.dead() == {"gateway": "gateway ended: the actor died"}
+
+
+def test_what_is_left_is_ended_also_where_no_controller_is(fake_ray):
+    ray_controller = importlib.import_module("deploy.ray_controller")
+    fake_ray.names = {name: FakeActor(None) for name in ("gateway", "gateway-1", "late")}
+    fake_ray.names["gateway-1"].stopped = RayError("it does not stop")
+    fake_ray.names["late"].described = RayError("it does not answer")
+    ray_controller.stop_deployment()
+    assert fake_ray.names == {}
+    assert [num_returns for num_returns, _ in fake_ray.waits] == [2]  # both at once
+    with pytest.raises(ConfigError, match="no deployment runs"):
+        ray_controller.stop_deployment()
+
+
+def test_what_a_controller_does_not_end_is_ended_after_it(fake_ray):
+    ray_controller = importlib.import_module("deploy.ray_controller")
+    fake_ray.names = {name: FakeActor(None) for name in ("controller", "gateway")}
+    fake_ray.names["controller"].stopped = RayError("it takes too long")
+    ray_controller.stop_deployment()
+    assert fake_ray.names == {}
+
+
+def test_a_service_that_takes_too_long_to_open_is_a_typed_error(monkeypatch):
+    monkeypatch.setattr(processes, "READY_TIMEOUT_S", 0.01)
+
+    class Slow:
+        async def open(self) -> None:
+            await asyncio.get_running_loop().create_future()
+
+        async def close(self) -> None:
+            pass
+
+    thread = processes.ServiceThread(Slow(), "slow")
+    with pytest.raises(processes.LateStart, match=r"did not start in 0\.01 s"):
+        thread.open()
+    thread.close()
