@@ -34,6 +34,7 @@ def _experiments(choice: str) -> Generator[None]:
 
 _EXPERIMENTS = "GRPC_EXPERIMENTS"
 
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it tells of every peer that leaves
 with _experiments("-event_engine_client,-event_engine_listener"):
     import grpc
     import grpc.aio
