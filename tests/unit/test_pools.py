@@ -477,7 +477,7 @@ def test_another_controller_starts_gateways_although_a_worker_is_missing():
     world.machine = PoolMachine(
         Intent(Pools(2, 1)), limits=world.machine.limits, gateways=["gateway"]
     )
-    world.feed(found(world))
+    world.feed(Found(found(world).workers))
     world.run(3)
     assert world.machine.gateways["gateway"] is GatewayState.WAITING
     for name, process in list(world.processes.items()):

@@ -16,7 +16,7 @@ from router.events import ClientGone
 from router.machine import RouterMachine
 from router.recording import lines_of, read, replay
 from router.recording_file import NOT_WRITTEN_IN_TIME, RecordingFile
-from router.requests import Failed
+from router.requests import Rejected
 from router.service import Router
 
 DEADLINE_S = 5.0
@@ -198,4 +198,4 @@ def test_a_router_answers_whom_it_cannot_record(tmp_path):
         return [update.outcome for update in updates]
 
     [outcome] = asyncio.run(outcomes())
-    assert isinstance(outcome, Failed)
+    assert isinstance(outcome, Rejected)  # there is no worker
