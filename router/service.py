@@ -179,6 +179,8 @@ class Router:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+            for request_id in list(self._clients):  # nobody will come whom they could wait for
+                self._handle(ClientGone(request_id))
             self._zmq.destroy(linger=0)
         finally:
             if self._recording is not None:

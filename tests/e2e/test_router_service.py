@@ -543,7 +543,7 @@ def test_a_request_whose_last_worker_is_lost_fails_when_none_comes_in_time():
             aclosing(router.submit(request())) as updates,
         ):
             await anext(updates)
-            worker.session.broken.set()
+            await worker.close()
             async with asyncio.timeout(DEADLINE_S):
                 last = [update async for update in updates][-1]
             assert last.outcome == Failed("no prefill worker came in time")
