@@ -184,6 +184,7 @@ def test_impossible_orders_and_strangers_are_refused(admin, run_dir):
 # ---------------------------------------------------------------- another controller
 
 
+@pytest.mark.long  # test_ray_pools shows the same, of a controller that was killed
 def test_another_controller_finds_everything_and_nothing_is_lost():
     """The gateway tells it what the operator wants, the workers who they are."""
     config = with_admin_key(
