@@ -37,7 +37,7 @@ def members(view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE) ->
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Since the start."""
+    """Since somebody first observed."""
 
     num_requests: int = 0
     prefill_s: float = 0.0
@@ -60,7 +60,11 @@ class Demand:
         self._taken_s: float | None = None
 
     def arrived(self, flight: Flight) -> None:
-        """A request has come, whatever will be done with it."""
+        """A request has come, whatever will be done with it. Until somebody observes, nothing is
+        looked up for it: most gateways have no planner.
+        """
+        if self._taken_s is None:
+            return
         state, sums = self._state, self._sums
         flight.compute_s = self._prefill_s(flight)
         self._sums = Sums(

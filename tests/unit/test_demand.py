@@ -52,6 +52,7 @@ def test_arrivals_are_rates_since_the_last_look():
 
 def test_who_waits_for_a_prefill_worker_is_told_in_seconds():
     machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE)
+    machine.demand.observe(0.0)
     for number in range(3):
         ask(machine, f"r{number}")
     seen = machine.demand.observe(1.0)
@@ -105,3 +106,12 @@ def test_members_are_in_the_pool_that_they_were_told_to_be_in():
     assert (first.role, first.work) == (Role.PREFILL, 40)
     assert (second.role, second.work) == (Role.PREFILL, 40)
     assert replace(second, role=Role.DECODE) == members(machine.view)[1]
+
+
+def test_nothing_is_looked_up_where_nobody_observes(monkeypatch):
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    monkeypatch.setattr(machine.demand, "_prefill_s", lambda flight: 1 / 0)
+    ask(machine, "early")
+    machine.demand.observe(0.0)
+    with pytest.raises(ZeroDivisionError):
+        ask(machine, "late")
