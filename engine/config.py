@@ -127,7 +127,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_backlog_s: float = 0.05  # a prefill worker with more to do is given no other prompt
     prefill_backlog_tokens: int = 1024  # the same, while nobody knows how fast it is
     offer_timeout_s: float = 1.0  # a prompt waits so long for the offer of a cached prefix
-    move_timeout_s: float = 10.0  # until a sequence that cannot be moved is prefilled elsewhere
+    move_timeout_s: float = 10.0  # one that only a worker could take that cannot pull its KV waits
     slo_ttft_s: float | None = None  # who is predicted to wait longer is refused; None: nobody
     slo_tpot_s: float | None = None  # decode workers are filled as far as they keep this pace
 

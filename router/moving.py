@@ -4,7 +4,7 @@
        │  ^                   │
        │  └── no room ──      └── target gone: another one; HandedOver(None): prefilled again
        │       (stranded)
-       └── for too long ──> prefilled again
+       └── for long, with room where its KV cannot be pulled ──> prefilled again
 
 Rule, looked at whenever a role changes and whenever a sequence begins to be decoded: what is
 decoded where nobody decodes any more is to be moved. Room is reserved at the target before the
@@ -13,8 +13,8 @@ is one whose prompt, all tokens but the last, the source has computed: pulls, lo
 are as for any other. A move is no failed attempt.
 
 Who finds no room stays where it runs, which goes on decoding what it has, and is tried again at
-every chance and every `MOVE_AGAIN_S`. After `move_timeout_s` it is prefilled elsewhere, if there is
-anybody that decodes at all.
+every chance and every `MOVE_AGAIN_S`. After `move_timeout_s` it is prefilled again, if somebody has
+room who cannot pull its KV; where nobody has room it goes on to its end.
 
 An attempt that has a decode worker and is not decoded yet begins anew elsewhere; what is computed
 of its prompt stays cached. One that is prefilled where it would be decoded is moved afterwards.
