@@ -39,7 +39,17 @@ class Launcher(Protocol):
         ...
 
     def room(self, num_gpus: float) -> int:
-        """How many workers there can be, each with so many GPUs."""
+        """How many workers there can be now, each with so many GPUs. Nodes may come and go.
+
+        Quick enough to be asked every second.
+        """
+        ...
+
+    def ask_for(self, num_workers: int, num_gpus: float) -> None:
+        """Asks for nodes, so that there is room for so many workers in all, when they have come.
+
+        Replaces what was asked for before; 0 takes it back. Nothing is promised: `room` tells.
+        """
         ...
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
@@ -175,6 +185,9 @@ class ProcessLauncher:
     def room(self, num_gpus: float) -> int:
         """As many as cores, but a few in any case: of GPUs a process knows nothing."""
         return max(LEAST_ROOM, len(os.sched_getaffinity(0)))
+
+    def ask_for(self, num_workers: int, num_gpus: float) -> None:
+        """A machine does not grow."""
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker process."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import ray
+from ray.autoscaler.sdk import request_resources
 
 from deploy.launcher import LEAST_ROOM
 from deploy.processes import (
@@ -103,6 +104,10 @@ class RayLauncher:
         if num_gpus > 0:
             return int(total.get("GPU", 0.0) / num_gpus)
         return max(LEAST_ROOM, int(total.get("CPU", 0.0)))
+
+    def ask_for(self, num_workers: int, num_gpus: float) -> None:
+        """Tells Ray's autoscaler; without one nothing comes of it."""
+        request_resources(bundles=self.placement.bundles(num_workers, num_gpus))
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker actor."""
@@ -261,6 +266,13 @@ class Placement:
         if resource is not None:
             options["resources"] = {resource: 1}
         return options
+
+    def bundles(self, num_workers: int, num_gpus: float) -> list[dict[str, float]]:
+        """What so many workers take, for each of them. Roles have equal shares."""
+        each = {"GPU": num_gpus} if num_gpus > 0 else {"CPU": 1.0}
+        resources = (self.prefill_resource, self.decode_resource)
+        taken = [each if name is None else {**each, name: 1.0} for name in resources]
+        return [taken[i % len(taken)] for i in range(num_workers)]
 
 
 NOWHERE_SPECIAL = Placement()

@@ -63,6 +63,9 @@ class FakeLauncher:
     def room(self, num_gpus):
         return 4
 
+    def ask_for(self, num_workers, num_gpus):
+        pass
+
     def running(self):
         return dict(self.services)
 
