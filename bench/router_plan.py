@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bench.report import Scalar
+from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.costs import PrefillCost, PullCost, WorkerCosts
 
 BLOCK_SIZE = 512
 CHAIN_BLOCKS = 24

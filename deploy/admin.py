@@ -18,11 +18,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from deploy.admin_schema import (
+    DecisionInfo,
     ErrorAnswer,
     ErrorBody,
     FlipBody,
     GatewayInfo,
     ListedRequest,
+    PlannerAnswer,
     PlannerBody,
     PlannerInfo,
     PoolsAnswer,
@@ -34,6 +36,7 @@ from deploy.admin_schema import (
     openapi,
 )
 from deploy.controller import PoolController
+from deploy.planning import Decision
 from deploy.pool_events import Drain, Flip, Order, OrderRefused, SetPlanner, SetPools, Stop, Worker
 from deploy.run_dir import AdminAccess, announce, run_directory
 from engine.clock import Clock
@@ -105,6 +108,7 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
         ("POST", "/v1/workers/{worker_id}/flip", pages.flip),
         ("POST", "/v1/workers/{worker_id}/drain", pages.drain),
         ("POST", "/v1/workers/{worker_id}/stop", pages.stop),
+        ("GET", "/v1/planner", pages.planner),
         ("POST", "/v1/planner", pages.set_planner),
         ("GET", "/openapi.json", pages.openapi),
     ]
@@ -165,6 +169,11 @@ class _Pages:
     async def stop(self, request: Request) -> Response:
         return self._order(Stop(_worker_id(request)))
 
+    async def planner(self, _: Request) -> Response:
+        controller, now_s = self._controller, self._clock.now_s()
+        found = [_decision(one, now_s) for one in controller.planning.decisions]
+        return _json(200, PlannerAnswer(self._planner(), controller.machine.intent.pools, found))
+
     async def set_planner(self, request: Request) -> Response:
         return self._order(SetPlanner((await _body(request, PlannerBody)).mode))
 
@@ -180,7 +189,7 @@ class _Pages:
 
     def _answer(self, status: int, *, since: int) -> Response:
         controller, now_s = self._controller, self._clock.now_s()
-        machine, proposal = controller.machine, controller.proposal
+        machine = controller.machine
         steps = [step for step in machine.history if step.number > since][-MAX_STEPS:]
         return _json(
             status,
@@ -191,16 +200,15 @@ class _Pages:
                 max_workers=machine.limits.max_workers,
                 workers=self._workers(),
                 gateways=self._gateways(),
-                planner=PlannerInfo(
-                    machine.intent.planner,
-                    is_there=controller.planner is not None,
-                    pools=None if proposal is None else proposal.pools,
-                    reasons=() if proposal is None else proposal.reasons,
-                ),
+                planner=self._planner(),
                 counters=dict(machine.counters),
                 steps=[StepInfo(s.number, now_s - s.at_s, s.subject, s.what, s.why) for s in steps],
             ),
         )
+
+    def _planner(self) -> PlannerInfo:
+        controller = self._controller
+        return PlannerInfo(controller.machine.intent.planner, controller.planning.reasons)
 
     def _workers(self) -> list[WorkerInfo]:
         workers = self._controller.machine.workers
@@ -249,6 +257,21 @@ class _Pages:
                 )
             )
         return found
+
+
+def _decision(decision: Decision, now_s: float) -> DecisionInfo:
+    return DecisionInfo(
+        number=decision.number,
+        age_s=now_s - decision.at_s,
+        mode=decision.mode,
+        before=decision.before,
+        after=decision.after,
+        num_workers=decision.num_workers,
+        outcome=decision.outcome,
+        why_refused=decision.why_refused,
+        summary=str(decision),
+        reasons=decision.reasons,
+    )
 
 
 def _worker_id(request: Request) -> WorkerId:

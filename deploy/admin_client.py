@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from deploy.admin_schema import ErrorAnswer, PoolsAnswer, RequestsAnswer
+from deploy.admin_schema import ErrorAnswer, PlannerAnswer, PoolsAnswer, RequestsAnswer
 from deploy.run_dir import announced, run_directory
 from engine.errors import BatonError, ConfigError
 
@@ -80,6 +80,10 @@ class AdminClient:
     def order(self, worker_id: str, what: str, body: Any = None) -> PoolsAnswer:
         """Orders something of one worker: flip, drain, stop. Raises AdminError."""
         return self._ask("POST", f"/v1/workers/{worker_id}/{what}", PoolsAnswer, body)
+
+    def planner(self) -> PlannerAnswer:
+        """What the planner says and did. Raises AdminError."""
+        return self._ask("GET", "/v1/planner", PlannerAnswer)
 
     def set_planner(self, mode: str) -> PoolsAnswer:
         """Raises AdminError."""

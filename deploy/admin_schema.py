@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from deploy.planning import Outcome
 from deploy.pool_events import GatewayState, WorkerState
 from engine.control import PlannerMode, Pools, RequestInfo
 from engine.messages import Role, WorkerId
@@ -77,12 +78,38 @@ class StepInfo(msgspec.Struct, frozen=True):
 
 
 class PlannerInfo(msgspec.Struct, frozen=True):
-    """What the planner may do, and what it last said."""
+    """What the planner may do, and its latest words: what is needed now, and why nothing changes
+    or what does. None of these while it is off.
+    """
 
     mode: PlannerMode
-    is_there: bool
-    pools: Pools | None
     reasons: tuple[str, ...]
+
+
+class DecisionInfo(msgspec.Struct, frozen=True):
+    """A proposal of the planner that would change something, and what came of it.
+
+    `num_workers` are all that there should be; more than `after` has where there is no room yet.
+    """
+
+    number: int
+    age_s: float
+    mode: PlannerMode
+    before: Pools
+    after: Pools
+    num_workers: int
+    outcome: Outcome
+    why_refused: str
+    summary: str  # all of that, as one line
+    reasons: tuple[str, ...]
+
+
+class PlannerAnswer(msgspec.Struct, frozen=True):
+    """The planner, and its decisions, the latest last."""
+
+    planner: PlannerInfo
+    wanted: Pools
+    decisions: list[DecisionInfo]
 
 
 class PoolsAnswer(msgspec.Struct, frozen=True):
@@ -149,6 +176,7 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("post", "/v1/workers/{worker_id}/flip", "Change a role", FlipBody, PoolsAnswer, [_WORKER]),
     ("post", "/v1/workers/{worker_id}/drain", "Take work away", None, PoolsAnswer, [_WORKER]),
     ("post", "/v1/workers/{worker_id}/stop", "Drain and stop", None, PoolsAnswer, [_WORKER]),
+    ("get", "/v1/planner", "What the planner says and did", None, PlannerAnswer, []),
     ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
 ]
 _ERRORS = {

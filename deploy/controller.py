@@ -11,8 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +19,7 @@ import msgspec
 from deploy.formats import config_of, formats_of
 from deploy.launcher import Launcher
 from deploy.links import ANSWER_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, GatewayLink, WorkerLink, keep
+from deploy.planning import Planning, rules_of
 from deploy.pool_events import (
     Died,
     Found,
@@ -32,7 +32,6 @@ from deploy.pool_events import (
     PoolEvent,
     Publish,
     SetPlanner,
-    SetPools,
     SetWorkerRole,
     Started,
     StartFailed,
@@ -42,14 +41,13 @@ from deploy.pool_events import (
     StopWorker,
     Tell,
     Tick,
-    Worker,
     WorkerState,
 )
 from deploy.pools import PoolLimits, PoolMachine
 from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.clock import Clock
 from engine.config import Config
-from engine.control import GatewayReport, Intent, Member, Members, PlannerMode, Pools, RequestInfo
+from engine.control import Intent, Member, Members, Pools, RequestInfo
 from engine.errors import ConfigError
 from engine.messages import GatewayId, Role, WorkerId
 
@@ -83,24 +81,6 @@ class Plan(msgspec.Struct, frozen=True):
         return [f"gateway-{i}" for i in range(num_processes)]
 
 
-class Planner(Protocol):
-    """Says what the pools should be."""
-
-    def propose(
-        self, reports: Mapping[str, GatewayReport], workers: Mapping[WorkerId, Worker], now_s: float
-    ) -> "Proposal":
-        """To be asked about once a second, with the last words of gateways and workers."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What the pools should be; None: as they are. It carries its reasons in either case."""
-
-    pools: Pools | None
-    reasons: tuple[str, ...]
-
-
 class PoolController:
     """Makes the pools what is wanted, from open to close; the launcher is somebody else's."""
 
@@ -111,19 +91,19 @@ class PoolController:
         launcher: Launcher,
         clock: Clock,
         report: Report,
-        planner: Planner | None = None,
     ) -> None:
         self._plan = plan
         self._launcher = launcher
         self._clock = clock
         self._report = report
-        self.planner = planner
         self.controller_id = GatewayId(f"controller-{secrets.token_hex(6)}")
         self.workers: dict[WorkerId, WorkerReady] = {}
         self.gateways: dict[str, GatewayReady] = {}
         self.links: dict[WorkerId, WorkerLink] = {}
         self.gateway_links: dict[str, GatewayLink] = {}
-        self.proposal: Proposal | None = None  # the planner's latest one
+        self._asked_for: int | None = (
+            None  # workers, of the launcher; None: of this one nothing yet
+        )
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_failure: asyncio.Future[str] | None = None  # of a start, while opening
@@ -139,23 +119,23 @@ class PoolController:
         Raises ConfigError if something cannot be started at all, the first time.
         """
         self._loop = asyncio.get_running_loop()
-        room = await self._in_thread(self._launcher.room, self._plan.config.pools.num_gpus)
-        most = self._plan.config.pools.max_workers
+        config = self._plan.config
         limits = PoolLimits(
-            max_workers=room if most is None else most,
-            formats=formats_of(self._plan.config.worker),
-            drain_timeout_s=self._plan.config.pools.drain_timeout_s,
-            steady_s=self._plan.config.pools.steady_s,
+            max_workers=await self._most_workers(),
+            formats=formats_of(config.worker),
+            drain_timeout_s=config.pools.drain_timeout_s,
+            steady_s=config.pools.steady_s,
         )
         found = await self._in_thread(self._launcher.running)
         heard = await self._adopt_gateways(found)
-        intent = Intent(self._plan.pools) if heard is None else heard.intent
+        intent = Intent(self._plan.pools, config.planner.mode) if heard is None else heard.intent
         self.machine = PoolMachine(
             intent,
             limits=limits,
             gateways=self._plan.gateways,
             version=0 if heard is None else heard.version,
         )
+        self.planning = Planning(self.machine, rules_of(config), order=self._handle)
         self._is_adopting = False
         is_first = not found
         self._first_failure = self._loop.create_future() if is_first else None
@@ -225,12 +205,8 @@ class PoolController:
 
     def order(self, order: Order) -> None:
         """Raises OrderRefused, with the reason."""
-        if (
-            isinstance(order, SetPlanner)
-            and order.mode is not PlannerMode.OFF
-            and self.planner is None
-        ):
-            raise OrderRefused("this deployment has no planner")
+        if isinstance(order, SetPlanner):
+            self.planning.check(order.mode)
         self._handle(order)
 
     async def requests(self) -> tuple[int, list[tuple[str, RequestInfo]]]:
@@ -341,31 +317,34 @@ class PoolController:
                 for name, how in (await self._in_thread(self._launcher.dead)).items():
                     self._hang_up(name)
                     self._handle(Died(name, how))
-                self._handle(Tick())
-                self._ask_planner()
+                self._handle(Tick(await self._most_workers()))
+                await self._plan_pools()
             except Exception as error:
                 self._note_bug(error)
 
-    def _ask_planner(self) -> None:
-        mode = self.machine.intent.planner
-        if self.planner is None or mode is PlannerMode.OFF:
-            self.proposal = None
-            return
-        reports = {
-            name: link.report
-            for name, link in self.gateway_links.items()
-            if link.report is not None
-        }
-        proposal = self.planner.propose(reports, self.machine.workers, self._clock.now_s())
-        is_new, self.proposal = proposal != self.proposal, proposal
-        if proposal.pools is None or proposal.pools == self.machine.intent.pools or not is_new:
-            return
-        self._report(f"planner ({mode}): {proposal.pools}, because {'; '.join(proposal.reasons)}")
-        if mode is PlannerMode.ON:
-            try:
-                self._handle(SetPools(proposal.pools))
-            except OrderRefused as refusal:
-                self._report(f"planner: refused: {refusal}")
+    async def _most_workers(self) -> int:
+        """How many there can be now."""
+        pools = self._plan.config.pools
+        if pools.max_workers is not None:
+            return pools.max_workers
+        return await self._in_thread(self._launcher.room, pools.num_gpus)
+
+    async def _plan_pools(self) -> None:
+        names = self.machine.gateways
+        reports = [
+            link.report if (link := self.gateway_links.get(name)) else None for name in names
+        ]
+        infos = {name: link.info for name, link in self.links.items() if link.info is not None}
+        decision = self.planning.tick(reports, infos, self._clock.now_s())
+        if decision is not None:
+            why = "; ".join(decision.reasons)
+            self._report(f"planner ({decision.mode}): {decision}, because {why}")
+        room_for = self.planning.room_for
+        if room_for is not None and room_for != self._asked_for:
+            await self._in_thread(
+                self._launcher.ask_for, room_for, self._plan.config.pools.num_gpus
+            )
+            self._asked_for = room_for
 
     # ------------------------------------------------------------ specs
 

@@ -120,6 +120,7 @@ class WorkerLink:
         self._hello = hello
         self._on_event = on_event
         self._client: SessionClient | None = None
+        self.info: Welcome | None = None  # its latest first words
 
     def set_role(self, role: Role) -> None:
         """To be told at once; where that cannot be, the machine says it again."""
@@ -136,7 +137,7 @@ class WorkerLink:
         frame = await client.receive()
         match decode_to_gateway(frame) if frame is not None else []:
             case [Welcome() as info] if info.worker_id == self._worker_id:
-                self._client = client
+                self._client, self.info = client, info
                 kv_format = info.layout.kv_format
                 self._on_event(Connected(info.worker_id, self._address, info.role, kv_format))
             case [Refused(reason)]:

@@ -13,18 +13,20 @@ from rich.table import Table
 from deploy.admin_client import AdminClient, AdminError, connect
 from deploy.admin_schema import (
     GatewayInfo,
+    PlannerAnswer,
     PoolsAnswer,
     RequestsAnswer,
     StepInfo,
     WorkerInfo,
 )
-from engine.control import SERVING_ROLES, PlannerMode
+from engine.control import SERVING_ROLES, PlannerMode, Pools
 from engine.errors import ConfigError
 from engine.messages import Role
 
 WATCH_EVERY_S = 1.0
 POLL_EVERY_S = 0.2
 NUM_STEPS = 8  # shown below the tables
+NUM_DECISIONS = 8  # of the planner
 
 AdminUrl = Annotated[
     str | None,
@@ -124,14 +126,18 @@ def requests_command(
 
 
 def planner_command(
-    mode: Annotated[PlannerMode, typer.Argument()],
+    mode: Annotated[
+        PlannerMode | None, typer.Argument(help="what becomes of its proposals from now on")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="until Ctrl-C")] = False,  # noqa: FBT002
     admin_url: AdminUrl = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Says what becomes of the planner's proposals."""
+    """Shows what the planner of the pools says and did; with MODE, sets what it may do."""
     with connect(admin_url, admin_key) as client:
-        answer = client.set_planner(mode)
-        Console().print(f"planner: {answer.planner.mode}")
+        if mode is not None:
+            client.set_planner(mode)
+        _show(lambda: planner_view(client.planner()), watch=watch)
 
 
 def register(app: typer.Typer) -> None:
@@ -228,6 +234,21 @@ def pools_view(answer: PoolsAnswer) -> Group:
     lines += [f"  {reason}" for reason in answer.planner.reasons]
     lines += [f"  {step.age_s:5.0f} s ago  {_step(step)}" for step in answer.steps[-NUM_STEPS:]]
     return Group(table, _workers_table(answer.workers), _gateways_table(answer.gateways), *lines)
+
+
+def planner_view(answer: PlannerAnswer) -> Group:
+    """What is needed now, then what was decided, with the reasons of then."""
+    wanted = answer.wanted
+    lines = [f"[bold]planner {answer.planner.mode}[/bold]; wanted now: {_counts(wanted)}"]
+    lines += [f"  {escape(reason)}" for reason in answer.planner.reasons]
+    for one in answer.decisions[-NUM_DECISIONS:]:
+        lines.append(f"{one.age_s:5.0f} s ago  {one.mode}: [bold]{escape(one.summary)}[/bold]")
+        lines += [f"             [dim]{escape(reason)}[/dim]" for reason in one.reasons]
+    return Group(*lines)
+
+
+def _counts(pools: Pools) -> str:
+    return ", ".join(f"{pools.of(role)} {role}" for role in SERVING_ROLES if pools.of(role))
 
 
 def _workers_table(workers: list[WorkerInfo]) -> Table:

@@ -125,7 +125,12 @@ class GatewayFailed:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. To be told about once a second."""
+    """Time has passed. To be told about once a second.
+
+    `max_workers` is how many there can be now; None: as many as before.
+    """
+
+    max_workers: int | None = None
 
 
 # ---------------------------------------------------------------- events: orders
@@ -136,6 +141,7 @@ class SetPools:
     """So many workers of each role."""
 
     pools: Pools
+    why: str = "ordered"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ does not become idle is stopped all the same, one that cannot be reached is stop
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -323,7 +323,12 @@ class PoolMachine:
 
     # ------------------------------------------------------------ time
 
-    def _on_tick(self, _: Tick, now_s: float) -> Iterator[PoolEffect]:
+    def _on_tick(self, event: Tick, now_s: float) -> Iterator[PoolEffect]:
+        most, before = event.max_workers, self.limits.max_workers
+        if most is not None and most != before:
+            self.limits = replace(self.limits, max_workers=most)
+            self._rules = Rules(most, self.limits.formats)
+            yield self._tell(now_s, "pools", f"can have {most} workers", f"not {before} any more")
         for worker in list(self.workers.values()):
             yield from self._sweep(worker, now_s)
 
@@ -357,7 +362,7 @@ class PoolMachine:
         self._check_pools(pools)
         self.intent = msgspec.structs.replace(self.intent, pools=pools)
         what = f"are to be prefill={pools.prefill} decode={pools.decode} mixed={pools.mixed}"
-        yield self._tell(now_s, "pools", what, "ordered")
+        yield self._tell(now_s, "pools", what, event.why)
 
     def _on_flip(self, event: Flip, now_s: float) -> Iterator[PoolEffect]:
         worker = self._known(event.worker_id)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from engine.control import PlannerMode
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
@@ -189,6 +190,39 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _require(getattr(self, name) > 0, f"pools.{name} must be positive")
 
 
+class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who sets the pools while load comes, and within which bounds.
+
+    What is to be kept are `router.slo_ttft_s` and `router.slo_tpot_s`. Mixed workers do not count.
+    """
+
+    mode: PlannerMode = PlannerMode.OFF  # at the start; then as it is ordered
+    min_prefill: int = 1
+    max_prefill: int | None = None
+    min_decode: int = 1
+    max_decode: int | None = None
+    min_workers: int = 2  # of both pools
+    max_workers: int | None = None  # None: there are always as many as were ordered
+    cool_down_s: float = 15.0  # a pool that grew gives no worker back for so long
+    grow_after_s: float = 30.0  # more workers are asked for when both pools lacked some for so long
+    shrink_after_s: float = 300.0  # some are given back when both had too many for so long
+
+    def __post_init__(self) -> None:
+        for what in ("prefill", "decode", "workers"):
+            least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            _require(least > 0, f"planner.min_{what} must be positive")
+            _require(
+                most is None or most >= least,
+                f"planner.max_{what} must not be below planner.min_{what}",
+            )
+        _require(
+            self.max_workers is None or self.max_workers >= self.min_prefill + self.min_decode,
+            "planner.max_workers must not be below planner.min_prefill + planner.min_decode",
+        )
+        for name in ("cool_down_s", "grow_after_s", "shrink_after_s"):
+            _require(getattr(self, name) >= 0, f"planner.{name} must not be negative")
+
+
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The operator's API, on loopback unless said otherwise."""
 
@@ -208,7 +242,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: RouterConfig = RouterConfig()
     gateway: GatewayConfig = GatewayConfig()
     pools: PoolsConfig = PoolsConfig()
+    planner: PlannerConfig = PlannerConfig()
     admin: AdminConfig = AdminConfig()
+
+    def __post_init__(self) -> None:
+        _require(
+            self.planner.mode is PlannerMode.OFF
+            or self.worker.decode_kv_dtype in (None, self.worker.kv_dtype),
+            f"planner.mode = {self.planner.mode} needs workers that can be flipped, and these"
+            " keep their KV: worker.decode_kv_dtype must not differ from worker.kv_dtype",
+        )
 
 
 def load_config(

@@ -12,10 +12,11 @@ from enum import StrEnum
 
 import msgspec
 
+from engine.demand import Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
 
-CONTROL_VERSION = 1
+CONTROL_VERSION = 2
 MAX_LISTED = 1000  # requests in one answer
 
 
@@ -123,7 +124,11 @@ class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatewayReport(msgspec.Struct, frozen=True, tag=True):
-    """Said once a second. `missing` is what keeps it from serving, None where nothing does."""
+    """Said once a second. `missing` is what keeps it from serving, None where nothing does.
+
+    `seen` is what the planner goes by; None where the last members say that it is off, and until a
+    second has been observed since.
+    """
 
     missing: str | None
     members_version: int
@@ -131,6 +136,7 @@ class GatewayReport(msgspec.Struct, frozen=True, tag=True):
     num_requests: int  # accepted and not over
     num_waiting: int  # of these, for a worker
     queued_s: float  # predicted seconds of one prefill worker to compute what waits
+    seen: Observation | None = None
 
 
 class RequestState(StrEnum):

@@ -28,6 +28,8 @@ from itertools import combinations
 
 import numpy as np
 
+from engine.demand import DecodeCost
+
 # ---------------------------------------------------------------- formulas
 
 
@@ -44,19 +46,6 @@ class PrefillCost:
         new = num_tokens - num_cached_tokens
         squares = num_tokens * num_tokens - num_cached_tokens * num_cached_tokens
         return self.fixed_s + self.token_s * new + self.square_s * squares
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCost:
-    """Seconds of a step that gives each of its sequences a token: D + E·b + F·kv."""
-
-    fixed_s: float
-    row_s: float
-    context_s: float
-
-    def seconds(self, num_rows: int, num_context_tokens: int) -> float:
-        """For `num_rows` sequences with so many tokens of context in all."""
-        return self.fixed_s + self.row_s * num_rows + self.context_s * num_context_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,15 @@ waits for is counted as the one or the other.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from engine.demand import Observation
 from engine.messages import Role, WorkerId
 from router.flight import Flight
 from router.placing import KnownPrefixes
-from router.planner import Member, Observation
+from router.planner import Member
 from router.state import RouterState
 from router.view import ClusterView
+
+LOOK_AFTER_S = 0.9  # who asks once a second is told of a new second each time
 
 _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 
@@ -83,6 +86,10 @@ class Demand:
         cached = max(KnownPrefixes(state, flight).matched_tokens().values(), default=0)
         return state.estimates.prefill_s(worker, flight.length, cached) or 0.0
 
+    def rest(self) -> None:
+        """Nobody observes any more, for now."""
+        self._taken_s = None
+
     def observe(self, now_s: float) -> Observation:
         """What was asked since the last call, and what there is now."""
         state, before = self._state, self._taken
@@ -111,3 +118,27 @@ class Demand:
             reserved_tokens=sum(w.reserved_blocks * w.info.layout.block_size for w in decoders),
             decode_cost=next((cost for cost in costs if cost is not None), None),
         )
+
+
+class Observer:
+    """Observes about once a second, however many ask: to observe begins the sums anew."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._looked_s: float | None = None
+        self._latest: Observation | None = None
+
+    def latest(self, now_s: float) -> Observation | None:
+        """What was seen last. None until a second has been."""
+        if self._looked_s is None:
+            self._demand.observe(now_s)
+            self._looked_s = now_s
+        elif now_s - self._looked_s >= LOOK_AFTER_S:
+            self._latest = self._demand.observe(now_s)
+            self._looked_s = now_s
+        return self._latest
+
+    def rest(self) -> None:
+        """Nobody asks for now: nothing is summed up meanwhile."""
+        self._demand.rest()
+        self._looked_s = self._latest = None

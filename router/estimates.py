@@ -13,10 +13,10 @@ Fits are not free: once a class is well known only every so many of its observat
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from engine.demand import DecodeCost
 from engine.messages import Role, StepReport
 from router.costs import (
     CostErrors,
-    DecodeCost,
     OnlineCosts,
     PrefillCost,
     PullCost,

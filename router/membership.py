@@ -20,6 +20,7 @@ from engine.control import (
     GatewayWelcome,
     ListRequests,
     Members,
+    PlannerMode,
     RequestInfo,
     RequestList,
     RequestState,
@@ -28,8 +29,10 @@ from engine.control import (
     decode_from_controller,
     encode_control,
 )
+from engine.demand import Observation
 from engine.errors import ProtocolError
 from engine.rpc import Send, SessionServer
+from router.demand import Observer
 from router.flight import Flight
 from router.service import Router
 
@@ -49,6 +52,7 @@ class ControlServer:
         self._router = router
         self._token = token
         self._clock = clock
+        self._observer = Observer(router.machine.demand)
         self._server = SessionServer(self._session, host)
         self.members: Members | None = None
 
@@ -156,7 +160,14 @@ class ControlServer:
             num_requests=router.machine.num_flights,
             num_waiting=router.queue_len(),
             queued_s=router.queued_s(),
+            seen=self._seen(),
         )
+
+    def _seen(self) -> Observation | None:
+        if self.members is None or self.members.intent.planner is PlannerMode.OFF:
+            self._observer.rest()
+            return None
+        return self._observer.latest(self._clock.now_s())
 
     def _list(self, question: int, limit: int) -> RequestList:
         flights = self._router.machine.state.flights.values()

@@ -24,7 +24,8 @@ greater of the two shortages must shrink by `least_gain`, no worker goes back wi
 of a flip in the other direction, and at most half of a pool goes at once.
 
 *Nodes after.* If both pools together lack workers for `grow_after_s`, more are asked for; if both
-together could do with fewer for `shrink_after_s`, some are given back.
+together could do with fewer for `shrink_after_s`, some are given back. Who comes or goes does so
+where the shorter pool is then least short.
 
 *What it does not do.* It decides nothing while a change is under way, until a deadline; nothing on
 missing reports, until gateways have been silent for so long that they are taken to be idle; and it
@@ -43,8 +44,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf
 
+from engine.demand import Observation
 from engine.messages import Role, WorkerId
-from router.costs import DecodeCost
 
 BUSY = 0.85  # of the time of a prefill worker
 PATIENCE = 0.5  # of the bound on TTFT, in which what waits is to be computed
@@ -53,50 +54,6 @@ MEMORY = 0.95  # of a worker's KV
 NO_BOUND_TTFT_S = 2.0  # instead of a bound on TTFT, where there is none
 IDLE = 0.7  # of what there is; if less is needed, nodes can be given back
 SOON_S, LATER_S = 5.0, 15.0  # rates are means over these: quick to rise, prompts slow to fall
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What a gateway saw in the last second or so. Those of several gateways add up.
-
-    Rates are per second and count what was refused. Amounts are of the gateway's own requests.
-    """
-
-    requests_per_s: float = 0.0
-    prefill_s_per_s: float = 0.0  # predicted for their prompts on one worker, what is cached less
-    output_tokens_per_s: float = 0.0  # predicted for their answers
-    queued_s: float = 0.0  # predicted for prompts that wait for a prefill worker
-    prefilling_s: float = 0.0  # predicted for what prefill workers have left to do
-    num_queued: int = 0  # requests that wait for a decode worker
-    queued_tokens: int = 0  # of their prompts
-    num_decoding: int = 0  # sequences that decode, or will when their prompt is computed
-    context_tokens: int = 0  # of these, in the middle of their predicted growth
-    reserved_tokens: int = 0  # of KV, at the lengths that are predicted for their ends
-    decode_cost: DecodeCost | None = None  # of one worker, if it has been learned
-    num_gateways: int = 1  # whose observations these are
-
-    def __add__(self, other: "Observation") -> "Observation":
-        """Of two gateways; what decoding costs is known best to who sees more of it."""
-        more, fewer = sorted((self, other), key=lambda one: one.num_decoding, reverse=True)
-        return Observation(
-            requests_per_s=self.requests_per_s + other.requests_per_s,
-            prefill_s_per_s=self.prefill_s_per_s + other.prefill_s_per_s,
-            output_tokens_per_s=self.output_tokens_per_s + other.output_tokens_per_s,
-            queued_s=self.queued_s + other.queued_s,
-            prefilling_s=self.prefilling_s + other.prefilling_s,
-            num_queued=self.num_queued + other.num_queued,
-            queued_tokens=self.queued_tokens + other.queued_tokens,
-            num_decoding=self.num_decoding + other.num_decoding,
-            context_tokens=self.context_tokens + other.context_tokens,
-            reserved_tokens=self.reserved_tokens + other.reserved_tokens,
-            decode_cost=more.decode_cost or fewer.decode_cost,
-            num_gateways=self.num_gateways + other.num_gateways,
-        )
-
-    def waiting_s(self, num_prefill: int) -> float:
-        """Prompts that wait, seconds of one worker; one in each worker does not wait."""
-        mean_s = self.prefill_s_per_s / self.requests_per_s if self.requests_per_s else 0.0
-        return self.queued_s + max(self.prefilling_s - num_prefill * mean_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +69,7 @@ class Pools:
     kv_tokens: int = 0  # that one worker holds
     max_running: int = 0  # sequences of one worker
     num_gateways: int = 1  # that should report
+    room: int | None = None  # for workers of both pools; None: for those that there are
 
     @property
     def total(self) -> int:
@@ -130,7 +88,7 @@ class Rules:
     max_prefill: int | None = None
     max_decode: int | None = None
     min_total: int = 2
-    max_total: int | None = None  # None: nodes are never asked for
+    max_total: int | None = None  # None: the total stays as it is
     least_gain: float = 0.1  # of the greater shortage, that flips must take away
     horizon_s: float = 10.0
     cool_down_s: float = 15.0
@@ -142,14 +100,16 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What there should be, and why. `prefill + decode` are the workers there are, as long as both
-    together are not outside of their bounds; `nodes` is how many there should be in all.
+    """What there should be, and why. `nodes` is how many workers there should be in all, and
+    `prefill + decode` are as many of them as there is room for. Where nothing can be decided now,
+    all is as it was (`is_held`).
     """
 
     prefill: int
     decode: int
     nodes: int
     reasons: tuple[str, ...]
+    is_held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +144,15 @@ class Planner:
         self._note(seen, pools, now_s)
         held = self._held(seen, pools, now_s)
         if held is not None or seen is None:
-            return Plan(pools.prefill, pools.decode, pools.total, (f"nothing: {held}",))
+            why_held = (f"nothing: {held}",)
+            return Plan(pools.prefill, pools.decode, pools.total, why_held, is_held=True)
         needs = self._needs(seen, pools, now_s)
         prefill, why = self._split(needs, pools, now_s)
         nodes, why_nodes = self._nodes(needs, pools, now_s)
+        total = pools.total if pools.room is None else min(nodes, max(pools.room, pools.total))
+        prefill = self._resized(prefill, needs, pools.total, total)
         reasons = (*_told(seen, pools, needs), why, why_nodes)
-        return Plan(prefill, pools.total - prefill, nodes, reasons)
+        return Plan(prefill, total - prefill, nodes, reasons)
 
     # ------------------------------------------------------------ when not to decide
 
@@ -313,6 +276,12 @@ class Planner:
         """How many workers there should be in all."""
         rules = self._rules
         wanted = ceil(needs.prefill) + ceil(needs.decode)
+        if rules.max_total is None:
+            return pools.total, f"{wanted} workers are needed in all"
+        least, most = self._bounds(rules.max_total)
+        if not least <= pools.total <= most:
+            nodes = min(max(pools.total, least), most)
+            return nodes, f"{nodes} nodes: there are to be {least} to {most}"
         self._lacking_since_s = _since(self._lacking_since_s, wanted > pools.total, now_s)
         idle = wanted < IDLE * pools.total
         self._idle_since_s = _since(self._idle_since_s, idle, now_s)
@@ -322,9 +291,27 @@ class Planner:
         ):
             if since_s is not None and now_s - since_s >= after_s:
                 room = ceil(wanted / IDLE) if idle else wanted
-                nodes = max(min(room, rules.max_total or pools.total), rules.min_total)
+                nodes = max(min(room, most), least)
                 return nodes, f"{nodes} nodes: {wanted} are needed, for {now_s - since_s:.0f} s"
         return pools.total, f"{pools.total} nodes: {wanted} are needed"
+
+    def _bounds(self, max_total: int) -> tuple[int, int]:
+        """The fewest and the most workers of both pools."""
+        rules = self._rules
+        if rules.max_prefill is not None and rules.max_decode is not None:
+            max_total = min(max_total, rules.max_prefill + rules.max_decode)
+        least = max(rules.min_total, rules.min_prefill + rules.min_decode)
+        return min(least, max_total), max_total
+
+    def _resized(self, prefill: int, needs: Needs, before: int, total: int) -> int:
+        """How many should prefill when all are `total`, if so many of `before` did."""
+        fewest, most = self._limits(total)
+        low, high = sorted((prefill, max(prefill + total - before, 0)))
+        low = min(max(low, fewest), high)
+        return min(
+            range(low, max(min(high, most), low) + 1),
+            key=lambda number: (needs.pressure(number, total - number), abs(number - prefill)),
+        )
 
 
 def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:  # noqa: FBT001

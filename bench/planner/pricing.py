@@ -29,9 +29,10 @@ import msgspec
 from bench.planner.model import BF16_BYTES, DenseModel
 from bench.simulator.hardware import KV_SHARE, Chip, Hardware, ModelShape, by_roofline
 from engine.config import WeightFormat
+from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
-from router.costs import DecodeCost, PrefillCost
+from router.costs import PrefillCost
 
 REACHED = 0.7  # of the peaks
 MAX_RANKS = 8  # GPUs of one worker, as linked in one machine

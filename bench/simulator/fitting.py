@@ -35,9 +35,10 @@ from numpy.typing import NDArray
 from bench.simulator.crowd import NO_CHANCES, Chances, pace
 from bench.simulator.hardware import Hardware
 from bench.simulator.recordings import Attempt, DecodeStep, Told
+from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.messages import WorkerId
-from router.costs import DecodeCost, PrefillCost, PullCost
+from router.costs import PrefillCost, PullCost
 
 STEPS_TOGETHER = 16
 LEAST_SAMPLES = 8

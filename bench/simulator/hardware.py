@@ -28,9 +28,10 @@ from pathlib import Path
 
 import msgspec
 
+from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.costs import DecodeCost, PrefillCost, PullCost
+from router.costs import PrefillCost, PullCost
 
 GPU_BYTES = 141e9  # of an H200
 KV_SHARE = 0.9  # of what the weights leave

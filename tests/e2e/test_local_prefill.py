@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.config import RouterConfig, Speculate, WeightFormat, WorkerConfig
+from engine.demand import DecodeCost
 from engine.messages import (
     PROTOCOL_VERSION,
     Decode,
@@ -44,7 +45,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.rpc import SessionClient
-from router.costs import DecodeCost, PrefillCost, WorkerCosts
+from router.costs import PrefillCost, WorkerCosts
 from router.estimates import Estimates
 from tests.e2e.alone import answers_alone
 from tests.e2e.cluster import (

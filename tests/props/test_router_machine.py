@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.config import RouterConfig, RouterPolicy
+from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PREEMPTED,
@@ -54,7 +55,7 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
-from router.costs import DecodeCost, PrefillCost, PullCost
+from router.costs import PrefillCost, PullCost
 from router.estimates import Estimates
 from router.machine import (
     Arrived,

@@ -7,8 +7,9 @@ from bench.simulator.cluster import Pools, Setup, simulate
 from bench.simulator.hardware import Hardware
 from bench.simulator.traces import Trace, TraceRequest
 from engine.config import RouterConfig, RouterPolicy
+from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.costs import DecodeCost, PrefillCost, PullCost
+from router.costs import PrefillCost, PullCost
 from router.machine import RouterMachine
 from router.requests import Finished
 

@@ -1,25 +1,30 @@
 """The operator's API, asked in the process; and how a command finds the deployment."""
 
 import asyncio
+import io
 import os
 import stat
 
 import httpx
 import msgspec
 import pytest
+from rich.console import Console
 
 from deploy.admin import admin_app
 from deploy.admin_client import find_deployment
-from deploy.admin_schema import PoolsAnswer
+from deploy.admin_schema import PlannerAnswer, PoolsAnswer
 from deploy.controller import PoolController
-from deploy.operator_cli import parse_counts
+from deploy.operator_cli import parse_counts, planner_view
+from deploy.planning import Planning
 from deploy.pool_events import Connected, OrderRefused, SetPlanner, Started, StartWorker, Tick
 from deploy.pools import PoolLimits, PoolMachine
 from deploy.run_dir import AdminAccess, announce, announced, run_directory
-from engine.control import Intent, PlannerMode, Pools
+from engine.control import GatewayReport, Intent, PlannerMode, Pools
+from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 from engine.messages import Role
+from router.planner import Rules
 
 KEY = "secret"
 FORMATS = dict.fromkeys((Role.PREFILL, Role.DECODE, Role.MIXED), KVFormat.FP32)
@@ -35,7 +40,7 @@ class FakeController:
 
     def __init__(self, pools: Pools) -> None:
         self.machine = PoolMachine(Intent(pools), limits=PoolLimits(4, FORMATS))
-        self.proposal = self.planner = None
+        self.planning = Planning(self.machine, Rules(), order=self._handle)
         self.workers, self.gateways, self.gateway_links = {}, {}, {}
         for effect in self.machine.handle(Tick(), 0.0):
             if isinstance(effect, StartWorker):
@@ -52,8 +57,8 @@ class FakeController:
         return 0, []
 
 
-def ask(method: str, path: str, body=None, key: str | None = KEY, pools=None) -> httpx.Response:
-    app = admin_app(FakeController(pools or Pools(2, 1)), key=KEY, clock=SetClock())
+def ask(method, path, body=None, key: str | None = KEY, controller=None) -> httpx.Response:
+    app = admin_app(controller or FakeController(Pools(2, 1)), key=KEY, clock=SetClock())
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     content = (
         None if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
@@ -129,7 +134,7 @@ def test_an_order_is_taken_and_answered_with_its_steps():
         ("/v1/workers/decode-0/drain", None, 409, "last worker that decodes"),
         ("/v1/workers/decode-0/stop", None, 409, "last worker that decodes"),
         ("/v1/workers/other/stop", None, 404, "no worker is called other"),
-        ("/v1/planner", {"mode": "on"}, 409, "no planner"),
+        ("/v1/planner", {"mode": "sometimes"}, 400, "Invalid enum value 'sometimes'"),
         ("/v1/other", None, 404, "Not Found"),
     ],
 )
@@ -155,10 +160,42 @@ def test_the_description_names_every_page_and_resolves_every_reference():
     assert names <= set(described["components"]["schemas"])
 
 
-def test_a_planner_is_not_switched_on_where_there_is_none():
+def test_pools_that_cannot_be_flipped_are_not_planned():
     controller = FakeController(Pools(1, 1))
-    with pytest.raises(OrderRefused, match="no planner"):
-        controller.order(SetPlanner(PlannerMode.DRY_RUN))
+    controller.order(SetPlanner(PlannerMode.DRY_RUN))
+    formats = FORMATS | {Role.DECODE: KVFormat.INT8}
+    controller.machine.limits = PoolLimits(4, formats)
+    with pytest.raises(OrderRefused, match="as fp32, decode workers as int8: none can be flipped"):
+        controller.order(SetPlanner(PlannerMode.ON))
+    controller.order(SetPlanner(PlannerMode.OFF))
+
+
+def test_what_the_planner_says_and_did_is_told():
+    controller = FakeController(Pools(1, 2))
+    controller.order(SetPlanner(PlannerMode.ON))
+    cost = DecodeCost(0.01, 1e-5, 0.0)
+    seen = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0, decode_cost=cost)
+    report = GatewayReport(None, 1, 3, 0, 0, 0.0, seen)
+    assert controller.planning.tick([report], {}, 4.0) is not None
+    answer = msgspec.json.decode(
+        ask("GET", "/v1/planner", controller=controller).content, type=PlannerAnswer
+    )
+    assert answer.planner.mode is PlannerMode.ON
+    assert answer.wanted == Pools(2, 1)
+    [decision] = answer.decisions
+    assert (decision.before, decision.after) == (Pools(1, 2), Pools(2, 1))
+    assert (decision.outcome, decision.age_s) == ("done", 1.0)
+    assert decision.summary == "prefill 1 → 2, decode 2 → 1: done"
+    assert decision.reasons == answer.planner.reasons
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(planner_view(answer))
+    text = shown.export_text()
+    assert "planner on; wanted now: 2 prefill, 1 decode" in text
+    assert "1 s ago  on: prefill 1 → 2, decode 2 → 1: done" in text
+    assert "9.0 requests/s" in text
+    pools = msgspec.json.decode(ask("GET", "/v1/pools", controller=controller).content)
+    assert pools["planner"]["reasons"] == list(decision.reasons)
+    assert pools["steps"][-2]["why"] == "planned"
 
 
 # ---------------------------------------------------------------- finding a deployment

@@ -11,6 +11,7 @@ import pytest
 
 from engine.blocks import hash_blocks
 from engine.config import RouterConfig, RouterPolicy
+from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PROTOCOL_VERSION,
@@ -32,7 +33,7 @@ from engine.messages import (
     Welcome,
 )
 from router.admission import Admission, DecodeLoad
-from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.costs import PrefillCost, PullCost, WorkerCosts
 from router.estimates import Estimates
 from router.events import Arrived, Deliver, End, FromWorker, SendTo, Tick, WorkerJoined
 from router.machine import RouterMachine

@@ -13,6 +13,7 @@ from engine.control import (
     decode_from_gateway,
     encode_control,
 )
+from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import Role
 
@@ -39,6 +40,8 @@ requests = st.builds(
     decode=st.none() | texts,
     num_attempts=ints,
 )
+costs = st.builds(DecodeCost, seconds, seconds, seconds)
+seen = st.builds(Observation, seconds, num_decoding=ints, decode_cost=st.none() | costs)
 to_gateway = st.one_of(
     st.builds(ControllerHello, ints, texts),
     members,
@@ -47,7 +50,7 @@ to_gateway = st.one_of(
 to_controller = st.one_of(
     st.builds(control.GatewayWelcome, ints, texts, st.none() | members),
     st.builds(control.ControllerRefused, texts),
-    st.builds(control.GatewayReport, st.none() | texts, ints, ints, ints, ints, seconds),
+    st.builds(control.GatewayReport, st.none() | texts, ints, ints, ints, ints, seconds, seen),
     st.builds(control.RequestList, ints, ints, st.lists(requests, max_size=2)),
 )
 

@@ -10,19 +10,22 @@ from deploy import admin, controller
 from deploy.admin import AdminService
 from deploy.controller import Plan, PoolController
 from deploy.links import GatewayLink
-from deploy.pool_events import Connected, SetPools, WorkerState
+from deploy.pool_events import Connected, SetPlanner, SetPools, WorkerState
 from deploy.processes import GatewayReady, WorkerReady
-from engine.config import AdminConfig, Config
+from engine.config import AdminConfig, Config, PlannerConfig
 from engine.control import (
     CONTROL_VERSION,
+    GatewayReport,
     GatewayWelcome,
     Intent,
     Member,
     Members,
+    PlannerMode,
     Pools,
     decode_from_controller,
     encode_control,
 )
+from engine.demand import Observation
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 from engine.messages import Role
@@ -53,6 +56,9 @@ class FakeLauncher:
         self.services = dict(running)
         self.errors: list[Exception] = []  # of the next calls
         self.stopped: list[tuple[str, bool]] = []
+        self.num_places = 4
+        self.num_looks = 0
+        self.asked_for: list[int] = []
 
     def open(self) -> None:
         pass
@@ -61,10 +67,11 @@ class FakeLauncher:
         pass
 
     def room(self, num_gpus):
-        return 4
+        self.num_looks += 1
+        return self.num_places
 
     def ask_for(self, num_workers, num_gpus):
-        pass
+        self.asked_for.append(num_workers)
 
     def running(self):
         return dict(self.services)
@@ -93,11 +100,11 @@ class FakeLauncher:
 class World:
     """A controller, its launcher, and sessions that are begun by the test alone."""
 
-    def __init__(self, running) -> None:
+    def __init__(self, running, config) -> None:
         self.clock = SetClock()
         self.launcher = FakeLauncher(running)
         self.told: list[str] = []
-        plan = Plan("model", Config(), Pools(1, 1), "token", cores=1)
+        plan = Plan("model", config, Pools(1, 1), "token", cores=1)
         self.controller = PoolController(
             plan, launcher=self.launcher, clock=self.clock, report=self.told.append
         )
@@ -113,8 +120,8 @@ def play(monkeypatch):
     """Runs a scene with the world of a controller that finds this running."""
     monkeypatch.setattr(controller, "WATCH_EVERY_S", 0.01)
 
-    def run(scene: Callable[[World], Coroutine[None, None, None]], running) -> World:
-        world = World(running)
+    def run(scene: Callable[[World], Coroutine[None, None, None]], running, config=None) -> World:
+        world = World(running, config or Config())
         monkeypatch.setattr(controller, "keep", world.keep)
 
         async def whole() -> None:
@@ -248,3 +255,44 @@ def test_at_the_first_start_whatever_a_launcher_raises_is_the_reason(play):
             await world.controller.open()
 
     play(scene, {})
+
+
+# ---------------------------------------------------------------- the planner
+
+FLOOD = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0)
+PLANNED = Config(planner=PlannerConfig(mode=PlannerMode.ON, max_workers=6, grow_after_s=0.0))
+
+
+def test_pools_are_planned_from_what_gateways_report_and_room_is_asked_for(play, monkeypatch):
+    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+
+    async def scene(world: World) -> None:
+        pools = world.controller
+        await pools.open()
+        assert pools.machine.intent.planner is PlannerMode.ON
+        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
+            pools._handle(Connected(name, WORKERS[name].address, role, KVFormat.FP32))
+        link = world.links["gateway:1"]
+        link.take(encode_control([GatewayReport(None, 1, 2, 0, 0, 0.0, FLOOD)]))
+        await until(lambda: world.launcher.asked_for == [6])
+        assert pools.machine.intent.pools == Pools(3, 1)  # there are four places
+        assert any(
+            line.startswith("planner (on): prefill 1 → 3, room for 6") for line in world.told
+        )
+        world.launcher.num_places = 7
+        await until(lambda: pools.machine.limits.max_workers == 7)
+        pools.order(SetPlanner(PlannerMode.OFF))
+        await until(lambda: world.launcher.asked_for == [6, 0])
+
+    told = play(scene, WORKERS | GATEWAY, PLANNED).told
+    assert "pools can have 7 workers: not 4 any more" in told
+
+
+def test_a_controller_without_a_planner_asks_for_no_room(play):
+    async def scene(world: World) -> None:
+        await world.controller.open()
+        ticked = world.launcher.num_looks
+        await until(lambda: world.launcher.num_looks > ticked + 1)
+        assert world.launcher.asked_for == []
+
+    play(scene, WORKERS)

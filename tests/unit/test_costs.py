@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.demand import DecodeCost
 from router.costs import (
-    DecodeCost,
     Fit,
     OnlineCosts,
     PrefillCost,

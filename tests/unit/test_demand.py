@@ -7,9 +7,10 @@ import pytest
 from test_router_machine import LAYOUT
 
 from engine.config import RouterConfig
+from engine.demand import DecodeCost
 from engine.messages import PROTOCOL_VERSION, Limits, RequestId, Role, Sampling, Welcome
-from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
-from router.demand import members
+from router.costs import PrefillCost, PullCost, WorkerCosts
+from router.demand import Observer, members
 from router.estimates import Estimates
 from router.events import Arrived, WorkerJoined
 from router.machine import RouterMachine
@@ -106,6 +107,32 @@ def test_members_are_in_the_pool_that_they_were_told_to_be_in():
     assert (first.role, first.work) == (Role.PREFILL, 40)
     assert (second.role, second.work) == (Role.PREFILL, 40)
     assert replace(second, role=Role.DECODE) == members(machine.view)[1]
+
+
+def test_however_many_ask_it_is_observed_once_a_second():
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    observer = Observer(machine.demand)
+    assert observer.latest(0.0) is None
+    ask(machine, "r")
+    assert observer.latest(0.5) is None  # another controller's report
+    first = observer.latest(1.0)
+    assert first.requests_per_s == pytest.approx(1.0)
+    assert observer.latest(1.5) is first
+    assert observer.latest(2.0).requests_per_s == 0.0
+
+
+def test_who_rests_begins_anew(monkeypatch):
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    observer = Observer(machine.demand)
+    observer.latest(0.0)
+    assert observer.latest(1.0) is not None
+    observer.rest()
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.demand, "_prefill_s", lambda flight: 1 / 0)
+        ask(machine, "meanwhile")
+    assert observer.latest(60.0) is None
+    ask(machine, "r")
+    assert observer.latest(61.0).requests_per_s == pytest.approx(1.0)
 
 
 def test_nothing_is_looked_up_where_nobody_observes(monkeypatch):

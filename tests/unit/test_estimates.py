@@ -2,9 +2,10 @@
 
 import pytest
 
+from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, StepReport, Welcome
-from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.costs import PrefillCost, PullCost, WorkerCosts
 from router.estimates import ENOUGH, PULL_OVERHEAD_S, Estimates, Rate
 from router.view import WorkerView
 

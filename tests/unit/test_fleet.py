@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.blocks import BlockHash
+from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PROTOCOL_VERSION,
@@ -18,7 +19,7 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
-from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.costs import PrefillCost, PullCost, WorkerCosts
 from router.estimates import Estimates
 from router.fleet import MAX_KINDS, Fleet
 from router.index import PrefixIndex

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.demand import DecodeCost, Observation
 from engine.messages import Role, WorkerId
-from router.costs import DecodeCost
-from router.planner import Member, Observation, Plan, Planner, Pools, Rules, flips
+from router.planner import Member, Plan, Planner, Pools, Rules, flips
 
 COST = DecodeCost(fixed_s=0.010, row_s=2e-5, context_s=3e-8)
 RULES = Rules(ttft_s=5.0, tpot_s=0.025)
@@ -196,6 +196,7 @@ def test_without_any_report_nothing_is_decided():
     plans = [planner.decide(None, pools(2, 14), 10.0 * tick) for tick in range(20)]
     assert {(plan.prefill, plan.decode, plan.nodes) for plan in plans} == {(2, 14, 16)}
     assert plans[-1].reasons == ("nothing: no gateway reports",)
+    assert plans[-1].is_held
 
 
 def test_an_operator_s_edit_is_where_it_goes_on_from():
@@ -234,22 +235,49 @@ def test_nodes_are_asked_for_when_flips_do_not_help_and_it_lasts():
     assert after(overload, pools(10, 6), rules).nodes == 24  # 26 would be needed
 
 
-def test_nodes_are_never_asked_for_without_a_limit():
+def test_the_total_stays_without_a_limit():
     assert after([seen(17.0, 300)] * 60, pools(10, 6)).nodes == 16
+    assert after([seen(2.0, 60)] * 301, pools(8, 8)).nodes == 16
+
+
+def test_who_comes_joins_the_pool_that_is_shorter_as_far_as_there_is_room():
+    rules = replace(RULES, max_total=24)
+    overload = [seen(17.0, 300)] * 31
+    plan = after(overload, pools(10, 6, room=19), rules)
+    assert (plan.prefill + plan.decode, plan.nodes) == (19, 24)
+    assert (plan.prefill, plan.decode) == (13, 6)  # 20 and 6 are needed
+    assert after(overload, pools(10, 6, room=12), rules).prefill == 10  # no room: none is stopped
+    plan = after(overload, pools(10, 6, room=30), rules)
+    assert (plan.prefill, plan.decode) == (18, 6)
+
+
+def test_who_goes_leaves_the_pool_that_has_more_to_spare():
+    rules = replace(RULES, max_total=16)
+    plan = after([seen(2.0, 60)] * 301, pools(8, 8, room=16), rules)
+    assert (plan.prefill, plan.decode) == (5, 3)
+
+
+def test_a_total_outside_of_its_bounds_is_brought_inside_at_once():
+    rules = replace(RULES, min_total=6, max_total=8)
+    for total in (4, 10):
+        plan = Planner(rules).decide(QUIET, pools(total // 2, total // 2, room=16), 0.0)
+        assert plan.nodes == plan.prefill + plan.decode == min(max(total, 6), 8)
+        assert "there are to be 6 to 8" in plan.reasons[-1]
 
 
 def test_nodes_are_given_back_only_after_minutes_of_little_to_do():
-    rules = replace(RULES, min_total=4)
+    rules = replace(RULES, min_total=4, max_total=16)
     little = [seen(2.0, 60)] * 301
     assert after(little[:300], pools(8, 8), rules).nodes == 16
     assert after(little, pools(8, 8), rules).nodes == 8  # 5 at 70 %
-    rules = replace(RULES, min_total=12)
+    rules = replace(RULES, min_total=12, max_total=16)
     assert after(little, pools(8, 8), rules).nodes == 12
 
 
 def test_a_busy_moment_begins_the_wait_anew():
     little, busy = [seen(2.0, 60)] * 200, [seen(14.0, 60)] * 5
-    assert after([*little, *busy, *little], pools(8, 8)).nodes == 16
+    rules = replace(RULES, max_total=16)
+    assert after([*little, *busy, *little], pools(8, 8), rules).nodes == 16
 
 
 # ---------------------------------------------------------------- sums, and who is flipped

@@ -6,6 +6,7 @@ from test_router_machine import LEASE, Driver, First, ends, sent
 from engine.block_events import AllBlocksCleared, BlockRemoved, BlockStored
 from engine.blocks import hash_blocks
 from engine.config import RouterConfig
+from engine.demand import DecodeCost
 from engine.messages import (
     Decode,
     DecodeStarted,
@@ -21,7 +22,7 @@ from engine.messages import (
     Sampling,
     Tokens,
 )
-from router.costs import CostErrors, DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.costs import CostErrors, PrefillCost, PullCost, WorkerCosts
 from router.estimates import Estimates
 from router.events import (
     Arrived,

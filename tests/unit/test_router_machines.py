@@ -6,6 +6,7 @@ import pytest
 from test_router_machine import LAYOUT, LEASE, First
 
 from engine.config import RouterConfig
+from engine.demand import DecodeCost
 from engine.messages import (
     PROTOCOL_VERSION,
     Decode,
@@ -20,7 +21,7 @@ from engine.messages import (
     Sampling,
     Welcome,
 )
-from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.costs import PrefillCost, PullCost, WorkerCosts
 from router.estimates import Estimates
 from router.events import Arrived, FromWorker, SendTo, WorkerJoined
 from router.machine import RouterMachine

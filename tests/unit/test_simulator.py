@@ -16,6 +16,7 @@ from bench.simulator.traces import Chat, Trace, TraceRequest, synthetic, with_id
 from bench.simulator.transfers import Transfers
 from deploy.cli import app
 from engine.config import RouterConfig, RouterPolicy
+from engine.demand import DecodeCost
 from engine.events import FromGateway, LeaseEnded, PullDone, PullFailed
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
@@ -28,7 +29,7 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
-from router.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from router.costs import PrefillCost, PullCost, WorkerCosts
 from router.estimates import Estimates
 from router.machine import Arrived, RouterMachine
 from router.requests import Finished

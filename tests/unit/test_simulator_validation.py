@@ -18,6 +18,7 @@ from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
 from bench.simulator.validation import Compared, Load, goal_of, made, results_of, splits_of
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
+from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
@@ -35,7 +36,7 @@ from engine.messages import (
     TransferAddress,
     Welcome,
 )
-from router.costs import DecodeCost, PrefillCost, PullCost
+from router.costs import PrefillCost, PullCost
 from router.events import Arrived, ClientGone, FromWorker, Stepped, WorkerJoined
 from router.machine import RouterMachine
 from router.recording import Recorded, Recorder

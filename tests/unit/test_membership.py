@@ -1,0 +1,59 @@
+"""What a gateway reports to controllers of what was asked of it."""
+
+from types import SimpleNamespace
+
+from test_demand import ask, machine_of
+
+from engine.control import Intent, Members, PlannerMode, Pools
+from engine.messages import Role
+from router.membership import ControlServer
+
+
+class SetClock:
+    at_s = 0.0
+
+    def now_s(self):
+        return self.at_s
+
+
+class World:
+    """A gateway's side of its controllers, and the members that they tell."""
+
+    def __init__(self):
+        self.machine = machine_of(Role.PREFILL, Role.DECODE)
+        router = SimpleNamespace(
+            machine=self.machine,
+            follow=lambda addresses: None,
+            readiness=lambda: None,
+            workers=dict,
+            queue_len=lambda: 0,
+            queued_s=lambda: 0.0,
+        )
+        self.clock = SetClock()
+        self.server = ControlServer(router, token="token", clock=self.clock)
+        self.version = 0
+
+    def seen(self, mode, at_s):
+        """In the report, if the planner is in that mode."""
+        self.clock.at_s = at_s
+        self.version += 1
+        return self.server._take(Members(self.version, (), Intent(Pools(), mode))).seen
+
+
+def test_nothing_is_observed_while_the_planner_is_off():
+    world = World()
+    assert world.server._report().seen is None
+    assert [world.seen(PlannerMode.OFF, t) for t in (0.0, 1.0, 2.0)] == [None] * 3
+    ask(world.machine, "r")
+    assert world.machine.demand._sums.num_requests == 0
+
+
+def test_what_was_seen_goes_with_each_report_and_is_the_same_for_all_controllers():
+    world = World()
+    assert world.seen(PlannerMode.DRY_RUN, 0.0) is None
+    ask(world.machine, "r")
+    first = world.seen(PlannerMode.ON, 1.0)
+    assert first.requests_per_s == 1.0
+    assert world.seen(PlannerMode.ON, 1.5) is first
+    assert world.seen(PlannerMode.OFF, 1.9) is None
+    assert world.seen(PlannerMode.ON, 2.0) is None
