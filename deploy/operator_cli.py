@@ -8,6 +8,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from deploy.admin_client import AdminClient, AdminError, connect
@@ -239,12 +240,18 @@ def pools_view(answer: PoolsAnswer) -> Group:
 def planner_view(answer: PlannerAnswer) -> Group:
     """What is needed now, then what was decided, with the reasons of then."""
     wanted = answer.wanted
-    lines = [f"[bold]planner {answer.planner.mode}[/bold]; wanted now: {_counts(wanted)}"]
-    lines += [f"  {escape(reason)}" for reason in answer.planner.reasons]
+    lines: list[str | Padding] = [
+        f"[bold]planner {answer.planner.mode}[/bold]; wanted now: {_counts(wanted)}",
+        *(_indented(escape(reason), 2) for reason in answer.planner.reasons),
+    ]
     for one in answer.decisions[-NUM_DECISIONS:]:
         lines.append(f"{one.age_s:5.0f} s ago  {one.mode}: [bold]{escape(one.summary)}[/bold]")
-        lines += [f"             [dim]{escape(reason)}[/dim]" for reason in one.reasons]
+        lines += [_indented(f"[dim]{escape(reason)}[/dim]", 13) for reason in one.reasons]
     return Group(*lines)
+
+
+def _indented(text: str, columns: int) -> Padding:
+    return Padding(text, (0, 0, 0, columns))
 
 
 def _counts(pools: Pools) -> str:

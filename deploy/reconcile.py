@@ -20,6 +20,7 @@ from deploy.pool_events import Worker, WorkerState
 from engine.control import SERVING_ROLES, Pools
 from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
+from router.planner import order_of_leaving
 
 _COMING = (WorkerState.STARTING, WorkerState.JOINING, WorkerState.SERVING, WorkerState.FLIPPING)
 
@@ -155,7 +156,7 @@ class _Fleet:
 
     def _least_loaded(self, workers: Iterable[Worker]) -> Worker | None:
         ready = [w for w in workers if w.state is WorkerState.SERVING and w.is_connected]
-        return min(ready, key=lambda w: (w.work_tokens, w.worker_id), default=None)
+        return min(ready, key=lambda w: order_of_leaving(w.worker_id, w.work_tokens), default=None)
 
 
 def takes_last(worker: Worker, role: Role, workers: Iterable[Worker]) -> bool:

@@ -358,18 +358,28 @@ def _told(seen: Observation, pools: Pools, needs: Needs) -> tuple[str, str]:
 # ---------------------------------------------------------------- who
 
 
+def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, WorkerId]:
+    """By which the workers of a pool are put in order, those that are to leave it first: with the
+    fewest tokens to move or to give back. Here, and where pools are live.
+    """
+    return work_tokens, worker_id
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker of a pool; `work` is what a flip would move or give back, in whatever unit."""
+    """A worker of a pool; `work_tokens` are what a flip would move or give back."""
 
     worker_id: WorkerId
     role: Role
-    work: float
+    work_tokens: float
 
 
 def flips(plan: Plan, members: Sequence[Member]) -> list[tuple[WorkerId, Role]]:
-    """The cheapest workers to flip for a plan, and to which role."""
+    """The workers to flip for a plan, all at once, and to which role."""
     num = plan.prefill - sum(member.role is Role.PREFILL for member in members)
     giver, taker = (Role.DECODE, Role.PREFILL) if num > 0 else (Role.PREFILL, Role.DECODE)
-    givers = sorted((m for m in members if m.role is giver), key=lambda m: (m.work, m.worker_id))
+    givers = sorted(
+        (m for m in members if m.role is giver),
+        key=lambda m: order_of_leaving(m.worker_id, m.work_tokens),
+    )
     return [(member.worker_id, taker) for member in givers[: abs(num)]]

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import secrets
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from tests.e2e.served import Served, poll_until, serve
 pytestmark = pytest.mark.torch
 
 CHANGE_S = 60.0
+MAX_RUNNING = 8  # sequences of one worker: a few requests are a load
 
 
 class Trickle:
@@ -62,6 +64,35 @@ class Trickle:
         assert len(set(self.answers)) == 1, "an answer changed"
 
 
+class Crowd:
+    """So many clients, each with one request after the other, from open to close."""
+
+    def __init__(self, url: str, num_clients: int, *, prompt_tokens: int, max_tokens: int) -> None:
+        self._url = url
+        self._lengths = prompt_tokens, max_tokens
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(num_clients)]
+        self.statuses: list[int] = []
+
+    def __enter__(self) -> "Crowd":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(CHANGE_S)
+
+    def _run(self) -> None:
+        prompt_tokens, max_tokens = self._lengths
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
+            while not self._stop.is_set():
+                prompt = [random.randrange(4096) for _ in range(prompt_tokens)]
+                body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+                self.statuses.append(client.post("/v1/completions", json=body).status_code)
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("operator") / "run"
@@ -69,7 +100,13 @@ def run_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(run_dir) -> Iterator[Served]:
-    with serve("--launcher", "process", BATON_RUN_DIR=str(run_dir)) as running:
+    with serve(
+        "--launcher",
+        "process",
+        BATON_RUN_DIR=str(run_dir),
+        BATON_WORKER__MAX_RUNNING=str(MAX_RUNNING),
+        BATON_PLANNER__COOL_DOWN_S="1",
+    ) as running:
         yield running
 
 
@@ -147,6 +184,31 @@ def test_a_killed_worker_is_replaced_and_no_request_fails(served, admin):
     again = {w.worker_id: w.pid for w in admin.pools().workers}
     assert again[victim.worker_id] not in (None, victim.pid)
     admin.set_pools({"decode": 1})
+    settle(admin)
+
+
+def test_the_planner_follows_a_load_that_turns(served, admin, run_dir):
+    """From long prompts to long answers: a worker goes over, and comes back. All are answered."""
+
+    def wanted() -> tuple[int, int]:
+        pools = admin.pools().wanted
+        return pools.prefill, pools.decode
+
+    admin.set_pools({"prefill": 1, "decode": 2})
+    settle(admin)
+    admin.set_planner("on")
+    with Crowd(served.url, 16, prompt_tokens=1900, max_tokens=2) as reading:
+        poll_until(lambda: wanted() == (2, 1), lambda: str(admin.planner()), CHANGE_S)
+    with Crowd(served.url, 4 * MAX_RUNNING, prompt_tokens=8, max_tokens=100) as writing:
+        poll_until(lambda: wanted() == (1, 2), lambda: str(admin.planner()), CHANGE_S)
+    assert {*reading.statuses, *writing.statuses} == {200}
+    answer = admin.planner()
+    flips = [(d.before.prefill, d.after.prefill) for d in answer.decisions if d.outcome == "done"]
+    assert flips[:2] == [(1, 2), (2, 1)]
+    shown = baton(run_dir, "planner", "off").stdout
+    assert "planner off" in shown
+    assert "prefill 1 → 2, decode 2 → 1: done" in shown
+    admin.set_pools({"prefill": 1, "decode": 1})
     settle(admin)
 
 

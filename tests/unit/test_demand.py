@@ -104,8 +104,8 @@ def test_members_are_in_the_pool_that_they_were_told_to_be_in():
     machine = machine_of(Role.PREFILL, Role.DECODE)
     ask(machine, "r")
     first, second = members(machine.view, {"decode-1": Role.PREFILL})
-    assert (first.role, first.work) == (Role.PREFILL, 40)
-    assert (second.role, second.work) == (Role.PREFILL, 40)
+    assert (first.role, first.work_tokens) == (Role.PREFILL, 40)
+    assert (second.role, second.work_tokens) == (Role.PREFILL, 40)
     assert replace(second, role=Role.DECODE) == members(machine.view)[1]
 
 
