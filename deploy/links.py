@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0
 RETRY_EVERY_S = 1.0
-SILENCE_S = 15.0  # both workers and gateways report once a second; a stopped one says nothing
+SILENCE_S = 5.0  # a worker or a gateway that is stopped or cut off says nothing
 
 
 class _Session(Protocol):
@@ -71,7 +71,7 @@ async def keep(address: str, session: _Session) -> None:
     """Dials again and again, until it is cancelled."""
     never = asyncio.get_running_loop().create_future()
     while True:
-        client = SessionClient(address)
+        client = SessionClient(address, silence_s=SILENCE_S)
         await client.open()
         try:
             await _run(client, session)
@@ -87,15 +87,8 @@ async def _run(client: SessionClient, session: _Session) -> None:
         await session.shake_hands(client)
     reason = "the session ended"
     try:
-        while True:
-            async with asyncio.timeout(SILENCE_S):
-                frame = await client.receive()
-            if frame is None:
-                return
+        while (frame := await client.receive()) is not None:
             session.take(frame)
-    except TimeoutError:
-        reason = f"silent for {SILENCE_S:g} s"
-        raise
     except (ConnectionError, ProtocolError) as error:
         reason = str(error)
         raise

@@ -5,7 +5,8 @@
     transfer thread  the endpoint: leases and pulls
 
 Everything reaches the step thread through one inbox. A thread that dies takes the worker with it,
-so that others see it gone instead of silent.
+so that others see it gone instead of silent. The asyncio thread watches the step thread: of a step
+that takes long it tells all who listen, and one that does not end ends the worker.
 """
 
 import asyncio
@@ -23,12 +24,13 @@ import msgspec
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from deploy.block_publisher import BlockPublisher
+from deploy.step_watch import StepWatch
 from engine.batch import Runner
 from engine.block_events import EventLog
 from engine.blocks import BlockPool
 from engine.clock import Clock
 from engine.config import WorkerConfig
-from engine.errors import GrammarError, ProtocolError
+from engine.errors import GrammarError, ProtocolError, StepStuck
 from engine.events import Effect, Emit, EmitToAll, Event, FromGateway, GatewayLost
 from engine.grammars import LlGuides
 from engine.intake import Intake
@@ -46,6 +48,7 @@ from engine.messages import (
     Role,
     RoleChanged,
     SetRole,
+    StillStepping,
     ToGateway,
     TransferAddress,
     Welcome,
@@ -118,6 +121,9 @@ class WorkerHost:
             identity.role, roles_of(identity.role, config), config.prefills_locally
         )
         self._stopping = False
+        self._num_turns = 0  # of the step loop, which turns once a second at least
+        self._num_steps = 0
+        self._step_s = 0.0  # how long the present step has lasted, if that is to be told
 
     async def open(self) -> str:
         """Starts the threads; returns the address of the gRPC server."""
@@ -156,6 +162,7 @@ class WorkerHost:
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
         self._server = SessionServer(self._session, self._identity.host)
+        self._watching = asyncio.create_task(self._watch_steps())
         return await self._server.open()
 
     def _open_core(self, address: TransferAddress) -> WorkerCore:
@@ -186,6 +193,7 @@ class WorkerHost:
 
     async def close(self) -> None:
         """Ends sessions and threads."""
+        self._watching.cancel()
         await self._server.close()
         self._stopping = True
         self._inbox.put(None)
@@ -251,7 +259,26 @@ class WorkerHost:
             kv_wire_dtype=self._config.kv_wire_dtype,
             events=self._events,
             prefills_locally=self._duties.is_local,
+            step_s=self._step_s,
         )
+
+    async def _watch_steps(self) -> None:
+        """Tells of steps that take long; one that does not end ends the worker."""
+        never = self._loop.create_future()
+        watch = StepWatch(self._config.step_timeout_s, self._clock.now_s())
+        while True:
+            await asyncio.wait([never], timeout=REPORT_EVERY_S)
+            try:
+                self._step_s = watch.look(
+                    num_turns=self._num_turns,
+                    num_steps=self._num_steps,
+                    now_s=self._clock.now_s(),
+                )
+            except StepStuck as error:
+                self._on_crash(error)
+                return
+            if self._step_s:
+                self._post_all(encode_frame([StillStepping(self._step_s)]))
 
     async def _read_all(self, gateway_id: GatewayId, frames: AsyncIterator[bytes]) -> None:
         async for frame in frames:
@@ -282,6 +309,7 @@ class WorkerHost:
             next_report_s = 0.0
             busy = False
             while not self._stopping:
+                self._num_turns += 1
                 self._take_events(None if busy else REPORT_EVERY_S)
                 now_s = self._clock.now_s()
                 if now_s >= next_report_s:
@@ -318,6 +346,7 @@ class WorkerHost:
         if plan is None:
             return False
         result = self._runner.run(plan)
+        self._num_steps += 1
         self._perform(self._core.finish(result, self._clock.now_s()))
         return True
 

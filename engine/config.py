@@ -92,6 +92,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft_model: str | None = None  # directory
     max_draft_tokens: int = 8  # of one sequence in one step
     publish_token_ids: bool = False  # with block events, for others' indexers: all can read them
+    # A worker one of whose steps takes longer ends, so that another is started. None: none ends so.
+    step_timeout_s: float | None = 60.0
 
     @property
     def draft_path(self) -> Path | None:
@@ -112,7 +114,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.max_running <= self.max_batch_tokens,
             "worker.max_running must not exceed worker.max_batch_tokens",
         )
-        _require(self.threads is None or self.threads > 0, "worker.threads must be positive")
+        for name in ("threads", "step_timeout_s"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"worker.{name} must be positive")
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +126,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int | None = None  # of the generator by which ties fall; None: each gateway its own
     max_queue: int = 1024  # requests waiting for a worker
     queue_timeout_s: float = 60.0
+    silence_s: float = 3.0  # a worker that says nothing at all for so long is taken for lost
+    stuck_step_s: float = 5.0  # one whose step takes longer, and much longer than predicted, too
     progress_timeout_s: float = 60.0  # a worker that sends no news of a request for so long
     slowest_prefill_tokens_per_s: float = 100.0  # a prompt is given so much longer
     max_attempts: int = 5  # placements of one request

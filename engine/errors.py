@@ -6,6 +6,7 @@ BatonError
 │   └── CheckpointError    a model directory that cannot be served
 ├── LayoutMismatch     two workers that must not exchange KV
 ├── ProtocolError      a peer's fault: a frame that cannot be believed
+├── StepStuck          a worker that computes nothing any more, and yet answers
 └── OutOfBlocks        the KV pool is full (always caught by a scheduler)
 
 The failure of one request is an event, not an exception; a bug in Baton is an `assert`.
@@ -46,6 +47,14 @@ class LayoutMismatch(BatonError):
 
 class ProtocolError(BatonError):
     """A peer sent something that the protocol does not allow."""
+
+
+class StepStuck(BatonError):
+    """A step of a worker has lasted so many seconds, longer than any should."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"a step has lasted {seconds:.1f} s")
+        self.seconds = seconds
 
 
 class GrammarError(BatonError):

@@ -21,7 +21,7 @@ import msgspec
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
 WRONG_ROLE = "wrong role"  # why one is that the worker is not there for
 ROLE_CHANGED = "role changed"  # the same, of one that it had accepted before
@@ -287,6 +287,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
     events: EventsAddress | None = None  # None: it does not tell what it caches
     prefills_locally: bool = False  # said by decode workers alone
+    step_s: float = 0.0  # as `StillStepping` would say it now
 
     @property
     def generates(self) -> bool:
@@ -433,6 +434,15 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     steps: list[StepReport] = []
 
 
+class StillStepping(msgspec.Struct, frozen=True, tag=True):
+    """A step has lasted so long, and goes on. Said once a second instead of `LoadReport`.
+
+    A worker's first steps, which may have something to compile, are not told of.
+    """
+
+    seconds: float
+
+
 ToWorker = (
     Hello | Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel | HandOver | SetRole
 )
@@ -449,6 +459,7 @@ ToGateway = (
     | HandedOver
     | RoleChanged
     | LoadReport
+    | StillStepping
 )
 
 # What a decoder raises for bytes that are no message; text that is not UTF-8 is a case of its own.

@@ -1,9 +1,12 @@
 """Frames over gRPC: one bidirectional stream per gateway and worker, nothing else.
 
-gRPC brings flow control, keep-alive and (later) TLS; what the frames mean is `engine.messages`. A
-broken stream is the sign that the other side is gone: both ends send keep-alive pings, so a peer
-that is stopped, cut off or gone without a word is noticed within `KEEPALIVE_S +
-KEEPALIVE_TIMEOUT_S`.
+gRPC brings flow control and (later) TLS; what the frames mean is `engine.messages`. A session that
+ends is the sign that the other side is gone. One that is stopped or cut off ends nothing: so each
+end sends an empty frame, a *beat*, where it has had nothing else to say for `BEAT_EVERY_S`, and
+ends a session in which nothing has come for longer than it is willing to wait (`PeerSilent`). Beats
+come from the event loop, which is what serves the other end: where gRPC's own threads still answer
+pings and the loop hangs, nobody is served. gRPC's keep-alive finds what is left, connections on
+which no session has begun.
 
 gRPC is asked to read its sockets in the thread that waits for what is read. By default a pool of
 threads of its own does, which hands on what it has read: measured on two cores, a frame there and
@@ -11,13 +14,17 @@ one back take 170 µs instead of 280 µs, and a third less of the CPU.
 """
 
 import asyncio
+import logging
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from engine.messages import MAX_FRAME_BYTES
+from engine.silence import Silence
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -41,8 +48,11 @@ with _experiments("-event_engine_client,-event_engine_listener"):
 
 SERVICE = "baton.Worker"
 METHOD = "Session"
+BEAT_EVERY_S = 0.5
+SILENCE_S = 5.0  # by default a peer that says nothing for so long is taken for dead
 KEEPALIVE_S = 5
 KEEPALIVE_TIMEOUT_S = 5
+_BEAT = b""
 
 _OPTIONS = [
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
@@ -113,12 +123,80 @@ class Outbox:
                 return
 
 
+class PeerSilent(ConnectionError):
+    """Nothing has come for too long; `seconds` of it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"silent for {seconds:.1f} s")
+        self.seconds = seconds
+
+
+class _Line:
+    """One end of a session: sends one frame at a time, beats, and notices silence."""
+
+    def __init__(self, write: Send, silence_s: float) -> None:
+        self._write = write
+        self._silence_s = silence_s
+        self._lock = asyncio.Lock()  # gRPC takes one frame at a time
+        self._beats = Outbox(self.send)
+        self._has_sent = False  # since the last beat was due
+        self._silence: Silence | None = None  # None until something has come
+        self.listens = True  # what comes is not read while something is made of what came before
+
+    async def send(self, frame: bytes) -> None:
+        """Sends a frame when those before it are sent."""
+        async with self._lock:
+            self._has_sent = True
+            await self._write(frame)
+
+    def heard(self) -> None:
+        """Something came. The next is not listened for until `listens` is set."""
+        if self._silence is None:
+            self._silence = Silence(asyncio.get_running_loop().time())
+        self._silence.broken()
+        self.listens = False
+
+    async def listen(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """What comes, without the beats."""
+        async for frame in frames:
+            self.heard()
+            if frame != _BEAT:
+                yield frame
+            self.listens = True
+
+    async def keep(self) -> PeerSilent:
+        """Beats until the other end is silent for too long; or until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        never = loop.create_future()
+        while True:
+            await asyncio.wait([never], timeout=BEAT_EVERY_S)
+            if not (self._has_sent or self._lock.locked()):
+                with suppress(ConnectionError):  # whoever reads hears of it too
+                    self._beats.post(_BEAT)
+            self._has_sent = False
+            if self._silence is not None and self._is_silent(self._silence, loop.time()):
+                return PeerSilent(self._silence.seconds)
+
+    def _is_silent(self, silence: Silence, now_s: float) -> bool:
+        if not self.listens:
+            silence.broken()
+        return silence.look(now_s) > self._silence_s
+
+    def close(self) -> None:
+        """Beats no more."""
+        self._beats.close()
+
+
 class SessionServer:
     """Serves sessions on a port that the system chooses."""
 
-    def __init__(self, session: Session, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, session: Session, host: str = "127.0.0.1", *, silence_s: float = SILENCE_S
+    ) -> None:
+        """A session whose client is silent for longer than `silence_s` is cancelled."""
         self._session = session
         self._host = host
+        self._silence_s = silence_s
         self._server: grpc.aio.Server | None = None
 
     async def open(self) -> str:
@@ -139,24 +217,51 @@ class SessionServer:
     async def _handle(
         self, frames: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]"
     ) -> None:
-        await self._session(frames, context.write)
+        line = _Line(context.write, self._silence_s)
+        session = asyncio.create_task(self._session(line.listen(frames), line.send))
+        keeping = asyncio.create_task(line.keep())
+        try:
+            await asyncio.wait([session, keeping], return_when=asyncio.FIRST_COMPLETED)
+            if session.done():
+                await session  # which may have failed
+            else:
+                log.warning("a session is ended: its client is %s", keeping.result())
+        finally:
+            line.close()
+            session.cancel()
+            keeping.cancel()
+            await asyncio.gather(session, keeping, return_exceptions=True)
 
 
 class SessionClient:
     """A gateway's side of one session."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, silence_s: float = SILENCE_S) -> None:
+        """A worker that is silent for longer than `silence_s` counts as lost."""
         self._address = address
+        self._silence_s = silence_s
+        self._ended: PeerSilent | None = None  # why there is no session any more
 
     async def open(self) -> None:
         """Prepares the stream; whether the worker answers shows at the first read."""
         self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
         method = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")
         self._call = method()
-        self._outbox = Outbox(self.send)
+        self._line = _Line(self._write, self._silence_s)
+        self._outbox = Outbox(self._line.send)
+        self._keeping = asyncio.create_task(self._line.keep())
+        self._keeping.add_done_callback(self._on_silence)
+
+    def _on_silence(self, keeping: "asyncio.Task[PeerSilent]") -> None:
+        if not keeping.cancelled():
+            self._ended = keeping.result()
+            self._call.cancel()  # which ends `receive`
 
     async def send(self, frame: bytes) -> None:
         """Sends a frame; waits while the worker reads too slowly. Raises ConnectionError."""
+        await self._line.send(frame)
+
+    async def _write(self, frame: bytes) -> None:
         try:
             await self._call.write(frame)
         except asyncio.InvalidStateError as error:  # the session is over; its status says why
@@ -167,21 +272,35 @@ class SessionClient:
     def post(self, frame: bytes) -> None:
         """Sends a frame without waiting for anything. Raises ConnectionError.
 
-        Where that shows to be impossible only later, `receive` tells too. Not to be mixed with
-        `send` while frames that were posted are on their way.
+        Where that shows to be impossible only later, `receive` tells too. A frame that is sent
+        while some that were posted wait may overtake these.
         """
         self._outbox.post(frame)
 
     async def receive(self) -> bytes | None:
-        """The next frame, or None when the worker ended the session. Raises ConnectionError."""
+        """The next frame, or None when the worker ended the session.
+
+        Raises ConnectionError; PeerSilent where nothing came for too long.
+        """
+        line = self._line
+        line.listens = True
         try:
-            frame = await self._call.read()
+            while (frame := await self._call.read()) == _BEAT:
+                line.heard()
+                line.listens = True
         except grpc.RpcError as error:
             raise ConnectionError(_reason(error)) from error
+        except asyncio.CancelledError:  # this task, or the call
+            if self._ended is None:
+                raise
+            raise self._ended from None
+        line.heard()
         return None if frame is grpc.aio.EOF else frame
 
     async def close(self) -> None:
         """Ends the session."""
+        self._keeping.cancel()
+        self._line.close()
         self._outbox.close()
         self._call.cancel()
         await self._channel.close()

@@ -67,11 +67,13 @@ from router.index import Prefixes, prefix_index
 from router.moving import Moving
 from router.placing import Placing
 from router.policies.base import Policy
-from router.policies.candidates import predicted_ready_s
+from router.policies.candidates import longest_predicted_s, predicted_ready_s
 from router.progress import Progress
 from router.requests import Cancelled, Failed, Forecast, Rejected, Request
 from router.state import RouterState
 from router.view import ClusterView, WorkerView
+
+STUCK_FACTOR = 20.0  # nothing takes so many times what is predicted, not on the busiest machine
 
 __all__ = [
     "Arrived",
@@ -220,6 +222,16 @@ class RouterMachine:
             tpot_s=estimates.step_s(worker, num_seqs, context_tokens) if role.decodes else None,
             errors=estimates.errors(worker),
         )
+
+    def longest_step_s(self, worker_id: WorkerId) -> float:
+        """A step of a worker that lasts longer will not end: it is as good as lost."""
+        config, worker = self.state.config, self.state.view.workers.get(worker_id)
+        if worker is None:
+            return config.stuck_step_s
+        predicted_s = longest_predicted_s(worker, self.state.estimates)
+        if predicted_s is None:
+            return max(config.stuck_step_s, config.progress_timeout_s)
+        return max(config.stuck_step_s, STUCK_FACTOR * predicted_s)
 
     def validate(self) -> None:
         """Asserts the machine's invariants, reservations included."""

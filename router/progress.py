@@ -19,6 +19,7 @@ from engine.messages import (
     PrefixOffered,
     Refused,
     RoleChanged,
+    StillStepping,
     ToGateway,
     Tokens,
     Welcome,
@@ -51,7 +52,7 @@ class Progress:
     ) -> list[RouterEffect]:
         """What follows from a worker's message."""
         state = self._state
-        if isinstance(message, Welcome | Refused):
+        if isinstance(message, Welcome | Refused | StillStepping):
             return []  # the link deals with these
         if isinstance(message, LoadReport | RoleChanged):
             return self._on_own_news(worker_id, message, now_s)

@@ -1,8 +1,10 @@
 """The router's shell: streams to the workers, and the machine between them and the clients.
 
 One asyncio thread. Every event is handled and its effects performed before the next one, so the
-machine needs no lock. A link per worker address keeps one session open; when it breaks the worker
-counts as lost, and the link goes on trying, so that a worker that was only cut off comes back.
+machine needs no lock. A link per worker address keeps one session open; when it breaks, when the
+worker says nothing for `router.silence_s` or computes nothing any more, the worker counts as lost.
+The link goes on trying, so that a worker that was only cut off or stopped comes back, without what
+it had begun for this gateway: it cancels that when it hears of the end of the session.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ import zmq
 
 from engine.clock import Clock
 from engine.config import RouterConfig
-from engine.errors import LayoutMismatch, ProtocolError
+from engine.errors import LayoutMismatch, ProtocolError, StepStuck
 from engine.layout import KVLayout
 from engine.messages import (
     PROTOCOL_VERSION,
@@ -30,6 +32,7 @@ from engine.messages import (
     Refused,
     RequestId,
     Role,
+    StillStepping,
     ToGateway,
     Tokens,
     ToWorker,
@@ -74,6 +77,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 1.0
 LEAST_SLEEP_S = 1e-3  # a loop's timers are no finer: what is due sooner would be asked for in vain
 CLOSE_TIMEOUT_S = 5.0
+_LINK_ERRORS = (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch, StepStuck)
 
 
 class _Client:
@@ -363,11 +367,11 @@ class Router:
     async def _keep_linked(self, address: str) -> None:
         last_reason = ""
         while True:
-            client = SessionClient(address)
+            client = SessionClient(address, silence_s=self.machine.state.config.silence_s)
             await client.open()
             try:
                 await self._run_session(client, address)
-            except (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch) as error:
+            except _LINK_ERRORS as error:
                 reason = str(error) or type(error).__name__
                 level = logging.WARNING if reason != last_reason else logging.DEBUG
                 log.log(level, "worker at %s: %s; trying again", address, reason)
@@ -385,6 +389,7 @@ class Router:
             await client.send(encode_frame([hello]))
             info = _welcome(await client.receive())
         self._check_identity(info)
+        self._check_step(info.worker_id, info.step_s)
         self._links[info.worker_id] = client
         self._linked_to[info.worker_id] = address
         log.info("%s worker %s joined", info.role, info.worker_id)
@@ -398,7 +403,10 @@ class Router:
                 self._handle(*_events(info.worker_id, messages))
                 if feed is not None:
                     _count_batches(feed, messages)
-        except (ConnectionError, ProtocolError) as error:
+                match messages:
+                    case [StillStepping(seconds)]:
+                        self._check_step(info.worker_id, seconds)
+        except (ConnectionError, ProtocolError, StepStuck) as error:
             reason = type(error).__name__
             raise
         finally:
@@ -410,6 +418,11 @@ class Router:
             level = logging.WARNING if is_wanted else logging.INFO
             log.log(level, "worker %s is lost", info.worker_id)
             self._handle(WorkerLost(info.worker_id, reason))
+
+    def _check_step(self, worker_id: WorkerId, step_s: float) -> None:
+        """A worker that computes nothing any more is lost, although it still answers."""
+        if step_s > self.machine.longest_step_s(worker_id):
+            raise StepStuck(step_s)
 
     def _follow(self, info: Welcome) -> BlockFeed | None:
         """What a worker tells of its blocks goes to the machine. None where it tells nothing."""

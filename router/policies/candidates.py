@@ -59,6 +59,22 @@ def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float |
     return None if foreign_s is None else worker.ready_s(now_s, foreign_s=foreign_s)
 
 
+def longest_predicted_s(worker: WorkerView, costs: Costs) -> float | None:
+    """What a step there takes at the most: one with all that it was given, prompts whole.
+
+    None where nobody knows.
+    """
+    foreign_s = foreign_prefill_s(worker, costs)
+    if foreign_s is None or (worker.prefills and not worker.reserved_s):
+        return None
+    prefill_s, num_seqs = foreign_s + worker.reserved_s, worker.num_decodes
+    if not num_seqs:
+        return prefill_s
+    context_tokens = worker.context_tokens + worker.foreign.context_tokens
+    step_s = costs.step_s(worker, num_seqs, context_tokens)
+    return None if step_s is None else prefill_s + step_s
+
+
 def foreign_prefill_s(worker: WorkerView, costs: Costs) -> float | None:
     """What prompts of other gateways took there when it last reported. None where nobody knows."""
     if not worker.foreign.prompt_tokens:

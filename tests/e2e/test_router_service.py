@@ -36,6 +36,8 @@ from engine.messages import (
     RequestId,
     Role,
     Sampling,
+    StepReport,
+    StillStepping,
     ToGateway,
     Tokens,
     ToWorker,
@@ -577,6 +579,40 @@ def test_a_worker_that_says_nothing_in_time_loses_the_request():
             cancelled = [m for m in worker.received if isinstance(m, Cancel)]
             assert cancelled[:2] == [Cancel("r.0"), Cancel("r.1")]
             assert router.counters()["retried", "no news in time"] == 2
+
+    run(test())
+
+
+def test_a_worker_that_answers_and_computes_nothing_any_more_is_lost():
+    async def test() -> None:
+        stuck, other = FakeWorker("m0"), FakeWorker("m1")
+        stuck.patience = other.patience = 0
+        async with serving(stuck, other) as router:
+            router.machine.state.fleet = None
+            router.machine.state.estimates.observe_steps(
+                router.machine.view.workers["m0"], [StepReport(0.3, num_rows=1)]
+            )
+            task = asyncio.create_task(follow(router, request()))
+            await until(lambda: bool(stuck.received or other.received), "it is placed")
+            if other.received:
+                stuck, other = other, stuck
+            other.patience = 1000
+            await stuck.session.say(StillStepping(6.1))
+            token_ids, _ = await task
+            assert token_ids == answer([1, 2, 3], 6)
+            assert router.counters()["worker lost", "StepStuck"] == 1
+
+    run(test())
+
+
+def test_a_worker_that_is_stuck_joins_when_it_computes_again():
+    async def test() -> None:
+        worker = FakeWorker(step_s=6.0)
+        async with serving(worker, joined=0) as router:
+            await until(lambda: len(worker.hellos) > 2, "it is tried")
+            assert not router.workers()
+            worker.welcome = msgspec.structs.replace(worker.welcome, step_s=0.0)
+            await until(lambda: len(router.workers()) == 1, "it joins")
 
     run(test())
 

@@ -1,13 +1,15 @@
 """Frames between two ends on loopback, whole, in order and only as fast as they are taken."""
 
 import asyncio
+import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from engine import rpc
-from engine.rpc import Send, SessionClient, SessionServer
+from engine.rpc import PeerSilent, Send, SessionClient, SessionServer
 
 DEADLINE_S = 20.0
 
@@ -99,5 +101,121 @@ def test_closing_a_server_ends_its_sessions():
             with pytest.raises(ConnectionError):
                 await client.receive()
         await client.close()
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- silence
+
+
+async def settled(seconds: float) -> None:
+    """Time in which something does not happen."""
+    await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=seconds)
+
+
+@pytest.fixture
+def _quick_beats(monkeypatch):
+    monkeypatch.setattr(rpc, "BEAT_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("_quick_beats")
+def test_ends_that_have_nothing_to_say_keep_their_session():
+    async def run() -> None:
+        server = SessionServer(echo, silence_s=0.5)
+        client = SessionClient(await server.open(), silence_s=0.5)
+        await client.open()
+        await client.send(b"a")
+        assert await client.receive() == b"a"
+        await settled(0.7)  # nobody reads
+        answer = asyncio.create_task(client.receive())
+        await settled(0.8)
+        await client.send(b"b")
+        assert await answer == b"b"
+        await client.close()
+        await server.close()
+
+    asyncio.run(run())
+
+
+class Relay:
+    """A TCP connection that can be stopped in the middle, as a cable that is cut."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self.flows = asyncio.Event()
+        self.flows.set()
+
+    async def open(self) -> str:
+        self._ways: list[asyncio.Task[None]] = []
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        return f"{host}:{port}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, self._port)
+        ways = [self._carry(reader, back), self._carry(there, writer)]
+        self._ways += [asyncio.create_task(way) for way in ways]
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                await self.flows.wait()
+                writer.write(data)
+        writer.close()
+        await writer.wait_closed()
+
+    async def close(self) -> None:
+        """When both ends are gone."""
+        self._server.close()
+        self.flows.set()
+        await asyncio.wait(self._ways, timeout=DEADLINE_S)
+
+
+@pytest.mark.usefixtures("_quick_beats")
+def test_both_ends_of_a_session_that_is_cut_off_end_it():
+    ended = asyncio.Event()
+
+    async def session(frames: AsyncIterator[bytes], send: Send) -> None:
+        try:
+            await echo(frames, send)
+        finally:
+            ended.set()
+
+    async def run() -> None:
+        server = SessionServer(session, silence_s=0.5)
+        relay = Relay(await server.open())
+        client = SessionClient(await relay.open(), silence_s=0.5)
+        await client.open()
+        await client.send(b"a")
+        assert await client.receive() == b"a"
+        relay.flows.clear()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(PeerSilent, match="silent for") as caught:
+                await client.receive()
+            await ended.wait()
+        assert 0.5 < caught.value.seconds < 3.0
+        await client.close()
+        await server.close()
+        await relay.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("_quick_beats")
+def test_who_was_held_up_itself_takes_nobody_for_silent(monkeypatch):
+    monkeypatch.setattr("engine.silence.MAX_BETWEEN_LOOKS_S", 0.1)
+
+    async def run() -> None:
+        server = SessionServer(echo, silence_s=0.5)
+        client = SessionClient(await server.open(), silence_s=0.5)
+        await client.open()
+        await client.send(b"a")
+        assert await client.receive() == b"a"
+        threading.Event().wait(1.0)  # both ends, that is: they share the loop
+        await client.send(b"b")
+        assert await client.receive() == b"b"
+        await client.close()
+        await server.close()
 
     asyncio.run(run())

@@ -19,6 +19,7 @@ from engine.messages import (
     PrefillStarted,
     Refused,
     RequestId,
+    StepReport,
     ToGateway,
     Tokens,
 )
@@ -418,3 +419,21 @@ def test_what_no_worker_could_do_is_not_tried_again():
     effects = driver.say("p0", GivenBack("r.0", "grammar: too costly", hopeless=True))
     [outcome] = ends(effects)
     assert outcome == Failed("grammar: too costly")
+
+
+# ---------------------------------------------------------------- steps that do not end
+
+
+def test_a_step_may_take_many_times_what_is_predicted_and_never_less_than_a_bound():
+    driver = Driver("p0", "d0", stuck_step_s=5.0, progress_timeout_s=60.0)
+    machine, workers = driver.machine, driver.machine.view.workers
+    assert machine.longest_step_s("p0") == 5.0  # it has nothing to do
+    driver.ask()
+    assert machine.longest_step_s("p0") == 60.0  # nobody knows how long a prompt takes
+    driver.hand_over()
+    assert machine.longest_step_s("d0") == 60.0  # or a token
+    machine.state.estimates.observe_steps(workers["d0"], [StepReport(0.1, num_rows=1)])
+    assert machine.longest_step_s("d0") == 5.0
+    machine.state.estimates.observe_steps(workers["d0"], [StepReport(1.0, num_rows=1)] * 100)
+    assert machine.longest_step_s("d0") == pytest.approx(20.0, rel=0.01)
+    assert machine.longest_step_s("nobody") == 5.0
