@@ -5,16 +5,17 @@ a node that comes later fetches it when its first worker starts.
 """
 
 import os
-from typing import Any
+from collections.abc import Sequence
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.cluster import plan_of
+from deploy.cluster import plan_of, pools_of
 from deploy.model_source import default_cache, local_model
+from deploy.placement import Node, nodes_to_start_on
 from deploy.ray_controller import start_controller
+from deploy.ray_places import nodes
 from deploy.up_config import UpConfig
-from engine.config import PoolsConfig
 from engine.errors import ConfigError
 
 FETCH_TIMEOUT_S = 4 * 3600.0
@@ -22,38 +23,24 @@ FETCH_TIMEOUT_S = 4 * 3600.0
 
 def start_deployment(config: UpConfig) -> None:
     """In the cluster that this process has joined; waits until it serves. Raises ConfigError."""
-    nodes = nodes_for_workers(ray.nodes(), config.config.pools)
-    cores = sum(int(node["Resources"].get("CPU", 0.0)) for node in nodes)
+    pools = config.config.pools
+    usable = nodes_to_start_on(nodes(), pools, pools_of(pools))
+    cores = sum(int(node.has.get("CPU", 0.0)) for node in usable)
     plan = plan_of(config.model, config.config, cores=max(1, cores))
-    _fetch_everywhere(plan.model, nodes)
+    _fetch_everywhere(plan.model, usable)
     start_controller(plan)
 
 
-def nodes_for_workers(nodes: list[dict[str, Any]], pools: PoolsConfig) -> list[dict[str, Any]]:
-    """Nodes that live, of those that `ray.nodes` tells, and that workers may be put on.
-
-    Raises ConfigError where a pool has none.
-    """
-    alive = [node for node in nodes if node["Alive"]]
-    wanted = [name for name in (pools.prefill_resource, pools.decode_resource) if name is not None]
-    for name in wanted:
-        if not any(node["Resources"].get(name) for node in alive):
-            raise ConfigError(f"no node of the cluster offers {name}, which the pools are to use")
-    if len(wanted) < 2:
-        return alive
-    return [node for node in alive if any(node["Resources"].get(name) for name in wanted)]
-
-
-def _fetch_everywhere(model: str, nodes: list[dict[str, Any]]) -> None:
+def _fetch_everywhere(model: str, usable: Sequence[Node]) -> None:
     """On all of the nodes at once."""
     fetches = {
-        node["NodeManagerAddress"]: ray.remote(num_cpus=0)(_fetch)
+        node.address: ray.remote(num_cpus=0)(_fetch)
         .options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
             max_retries=0,
         )
         .remote(model)
-        for node in nodes
+        for node in usable
     }
     for address, fetch in fetches.items():
         try:

@@ -31,6 +31,7 @@ from deploy.pool_events import (
     PoolEffect,
     PoolEvent,
     Publish,
+    RoomSeen,
     SetPlanner,
     SetWorkerRole,
     Started,
@@ -120,8 +121,10 @@ class PoolController:
         """
         self._loop = asyncio.get_running_loop()
         config = self._plan.config
+        room = await self._in_thread(self._look_for_room)
         limits = PoolLimits(
-            max_workers=await self._most_workers(),
+            max_workers=room.max_workers,
+            why_no_more=room.why,
             formats=formats_of(config.worker),
             drain_timeout_s=config.pools.drain_timeout_s,
             steady_s=config.pools.steady_s,
@@ -145,11 +148,12 @@ class PoolController:
             if intent.pools.total > most:
                 raise ConfigError(
                     f"{intent.pools.total} workers are more than the {most} there can be: "
-                    "see pools.max_workers"
+                    f"{limits.why_no_more}"
                 )
             self._report(f"starting {intent.pools.total} workers")
         self._handle(Tick())
         self._spawn(self._watch())
+        self._spawn(self._watch_room())
         if is_first:
             await self._until_settled()
         self._first_failure = None
@@ -317,17 +321,33 @@ class PoolController:
                 for name, how in (await self._in_thread(self._launcher.dead)).items():
                     self._hang_up(name)
                     self._handle(Died(name, how))
-                self._handle(Tick(await self._most_workers()))
+                self._handle(Tick())
                 await self._plan_pools()
             except Exception as error:
                 self._note_bug(error)
 
-    async def _most_workers(self) -> int:
-        """How many there can be now."""
+    async def _watch_room(self) -> None:
+        """Sees nodes come and go; a cluster that gives no answer holds up nothing else."""
+        never = self._loop.create_future()
+        while True:
+            await asyncio.wait([never], timeout=WATCH_EVERY_S)
+            try:
+                names = [str(worker_id) for worker_id in self.machine.workers]
+                await self._in_thread(self._launcher.keep_places, names)
+                room = await self._in_thread(self._look_for_room)
+                limits = self.machine.limits
+                if room != RoomSeen(limits.max_workers, limits.why_no_more):
+                    self._handle(room)
+            except Exception as error:
+                self._note_bug(error)
+
+    def _look_for_room(self) -> RoomSeen:
+        """What the configuration says, or the launcher."""
         pools = self._plan.config.pools
         if pools.max_workers is not None:
-            return pools.max_workers
-        return await self._in_thread(self._launcher.room, pools.num_gpus)
+            return RoomSeen(pools.max_workers, "see pools.max_workers")
+        room = self._launcher.room(pools.num_gpus)
+        return RoomSeen(room, f"{self._launcher.scarce(pools.num_gpus)} (see pools.max_workers)")
 
     async def _plan_pools(self) -> None:
         names = self.machine.gateways

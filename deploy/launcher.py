@@ -10,12 +10,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from deploy.placement import LEAST_ROOM
 from deploy.processes import (
     READY_TIMEOUT_S,
     GatewayReady,
@@ -26,8 +27,6 @@ from deploy.processes import (
 from engine.errors import ConfigError
 
 STOP_TIMEOUT_S = 30.0
-LEAST_ROOM = 4  # workers, also where there are fewer cores: they wait for one another, no more
-
 T = TypeVar("T")
 
 
@@ -42,6 +41,17 @@ class Launcher(Protocol):
         """How many workers there can be now, each with so many GPUs. Nodes may come and go.
 
         Quick enough to be asked every second.
+        """
+        ...
+
+    def scarce(self, num_gpus: float) -> str:
+        """What sets that limit, for an operator to read."""
+        ...
+
+    def keep_places(self, names: Collection[str]) -> None:
+        """Of workers that died, those with these names will be started again, and no others.
+
+        What is reserved for others is given up. Quick, where there is none of that.
         """
         ...
 
@@ -185,6 +195,13 @@ class ProcessLauncher:
     def room(self, num_gpus: float) -> int:
         """As many as cores, but a few in any case: of GPUs a process knows nothing."""
         return max(LEAST_ROOM, len(os.sched_getaffinity(0)))
+
+    def scarce(self, num_gpus: float) -> str:
+        """Cores, or the least."""
+        return f"this machine has {len(os.sched_getaffinity(0))} cores"
+
+    def keep_places(self, names: Collection[str]) -> None:
+        """Nothing is reserved."""
 
     def ask_for(self, num_workers: int, num_gpus: float) -> None:
         """A machine does not grow."""

@@ -124,13 +124,16 @@ class GatewayFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomSeen:
+    """So many workers there can be now, and what limits it."""
+
+    max_workers: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. To be told about once a second.
-
-    `max_workers` is how many there can be now; None: as many as before.
-    """
-
-    max_workers: int | None = None
+    """Time has passed. To be told about once a second."""
 
 
 # ---------------------------------------------------------------- events: orders
@@ -187,6 +190,7 @@ PoolEvent = (
     | GatewayStarted
     | GatewayFailed
     | Overtaken
+    | RoomSeen
     | Tick
     | Order
 )

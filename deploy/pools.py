@@ -39,6 +39,7 @@ from deploy.pool_events import (
     PoolEvent,
     Publish,
     RoleSeen,
+    RoomSeen,
     SetPlanner,
     SetPools,
     SetWorkerRole,
@@ -81,6 +82,7 @@ class PoolLimits:
 
     max_workers: int
     formats: Mapping[Role, KVFormat]
+    why_no_more: str = ""  # than `max_workers`
     drain_timeout_s: float = 60.0
     steady_s: float = STEADY_S  # who lived that long ended for a new reason
 
@@ -105,7 +107,6 @@ class PoolMachine:
         self.history: deque[Step] = deque(maxlen=MAX_HISTORY)
         self.counters: Counter[str] = Counter()
         self.restarts = Restarts(limits.steady_s)
-        self._rules = Rules(limits.max_workers, limits.formats)
         self._num_steps = 0
         self._num_starts = 0
         self._has_served = False  # every wanted worker at once, so that gateways could be started
@@ -123,6 +124,7 @@ class PoolMachine:
             GatewayStarted: self._on_gateway_started,
             GatewayFailed: self._on_gateway_failed,
             Overtaken: self._on_overtaken,
+            RoomSeen: self._on_room,
             Tick: self._on_tick,
             SetPools: self._on_set_pools,
             Flip: self._on_flip,
@@ -321,14 +323,16 @@ class PoolMachine:
         serving = Counter(w.target for w in workers if w.is_connected)
         return all(serving[role] >= self.intent.pools.of(role) for role in SERVING_ROLES)
 
-    # ------------------------------------------------------------ time
+    # ------------------------------------------------------------ room and time
 
-    def _on_tick(self, event: Tick, now_s: float) -> Iterator[PoolEffect]:
+    def _on_room(self, event: RoomSeen, now_s: float) -> Iterator[PoolEffect]:
+        """Nodes come and go. Those that run are not stopped because of it."""
         most, before = event.max_workers, self.limits.max_workers
-        if most is not None and most != before:
-            self.limits = replace(self.limits, max_workers=most)
-            self._rules = Rules(most, self.limits.formats)
+        self.limits = replace(self.limits, max_workers=most, why_no_more=event.why)
+        if most != before:
             yield self._tell(now_s, "pools", f"can have {most} workers", f"not {before} any more")
+
+    def _on_tick(self, _: Tick, now_s: float) -> Iterator[PoolEffect]:
         for worker in list(self.workers.values()):
             yield from self._sweep(worker, now_s)
 
@@ -421,8 +425,9 @@ class PoolMachine:
         most = self.limits.max_workers
         if pools.total + len(kept) > most:
             beside = f" beside {', '.join(kept)}, drained," if kept else ""
+            why = f": {self.limits.why_no_more}" if self.limits.why_no_more else ""
             raise OrderRefused(
-                f"{pools.total} workers{beside} are more than the {most} there can be"
+                f"{pools.total} workers{beside} are more than the {most} there can be{why}"
             )
 
     def _check_flip(self, worker: Worker, role: Role) -> None:
@@ -457,7 +462,8 @@ class PoolMachine:
     # ------------------------------------------------------------ reconciling
 
     def _reconcile(self, now_s: float) -> Iterator[PoolEffect]:
-        while (move := next_move(self.workers, self.intent.pools, self._rules)) is not None:
+        rules = Rules(self.limits.max_workers, self.limits.formats)
+        while (move := next_move(self.workers, self.intent.pools, rules)) is not None:
             yield from self._make(move, now_s)
         for worker in list(self.workers.values()):
             is_due = self.restarts.is_due(worker.worker_id, now_s)

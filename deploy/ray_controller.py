@@ -17,13 +17,12 @@ from deploy.admin import AdminService
 from deploy.admin_client import AdminClient, AdminError
 from deploy.admin_schema import PoolsAnswer
 from deploy.controller import Plan, PoolController
+from deploy.placement import NOWHERE_SPECIAL, Placement
 from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread, configure_logging
 from deploy.ray_launcher import (
     CONTROLLER,
     NAMESPACE,
-    NOWHERE_SPECIAL,
     ON_HEAD,
-    Placement,
     RayLauncher,
 )
 from deploy.run_dir import run_directory
@@ -45,9 +44,7 @@ class _ControllerActor:
         configure_logging(plan.log_level)
         pools = plan.config.pools
         clock = MonotonicClock()
-        self._launcher = RayLauncher.of_cluster(
-            Placement(pools.num_gpus, pools.prefill_resource, pools.decode_resource)
-        )
+        self._launcher = RayLauncher.of_cluster(Placement.of(pools))
         controller = PoolController(
             plan, launcher=self._launcher, clock=clock, report=lambda line: log.warning("%s", line)
         )

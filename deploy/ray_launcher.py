@@ -1,19 +1,19 @@
 """Starts workers and gateways as Ray actors. Ray places and watches them, and carries no request.
 
-Beside this file only `ray_controller`, `cluster_controller` and `head` import ray.
+Beside this file only `ray_places`, `ray_controller`, `cluster_controller` and `head` import ray.
 """
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 import ray
 from ray.autoscaler.sdk import request_resources
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from deploy.launcher import LEAST_ROOM
+from deploy.placement import NOWHERE_SPECIAL, Placement
 from deploy.processes import (
     READY_TIMEOUT_S,
     GatewayReady,
@@ -25,8 +25,8 @@ from deploy.processes import (
     freeze_heap,
     service_of,
 )
+from deploy.ray_places import RayPlaces, nodes
 from engine.errors import BatonError, ConfigError
-from engine.messages import Role
 
 log = logging.getLogger(__name__)
 
@@ -79,18 +79,18 @@ class RayLauncher:
 
     def __init__(self) -> None:
         self.is_detached = False
-        self.placement: Placement = NOWHERE_SPECIAL
+        self._places = RayPlaces(NOWHERE_SPECIAL)
         self._actors: dict[str, Any] = {}
         self._kinds: dict[str, str] = {}
         self._pings: dict[str, Any] = {}
         self._ready: dict[str, WorkerReady | GatewayReady] = {}
 
     @classmethod
-    def of_cluster(cls, placement: "Placement") -> "RayLauncher":
+    def of_cluster(cls, placement: Placement) -> "RayLauncher":
         """To be used where Ray is connected; `open` and `close` leave Ray and its actors alone."""
         launcher = cls()
         launcher.is_detached = True
-        launcher.placement = placement
+        launcher._places = RayPlaces(placement)
         return launcher
 
     def open(self) -> None:
@@ -99,22 +99,32 @@ class RayLauncher:
             start_ray_here()
 
     def room(self, num_gpus: float) -> int:
-        """As many as GPUs suffice for; without GPUs, as there are cores, but a few in any case."""
-        total = ray.cluster_resources()
-        if num_gpus > 0:
-            return int(total.get("GPU", 0.0) / num_gpus)
-        return max(LEAST_ROOM, int(total.get("CPU", 0.0)))
+        """As many as GPUs suffice for, or cores, but a few in any case; and custom resources."""
+        return self._placement(num_gpus).room(nodes())
+
+    def scarce(self, num_gpus: float) -> str:
+        """All that the cluster's nodes have of it."""
+        return self._placement(num_gpus).scarce(nodes())
 
     def ask_for(self, num_workers: int, num_gpus: float) -> None:
         """Tells Ray's autoscaler; without one nothing comes of it."""
-        request_resources(bundles=self.placement.bundles(num_workers, num_gpus))
+        roles = self._places.roles()
+        request_resources(bundles=self._placement(num_gpus).bundles(num_workers, roles))
+
+    def keep_places(self, names: Collection[str]) -> None:
+        """On a cluster a place is kept with its GPUs."""
+        self._places.keep(names)
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker actor."""
-        options = self.placement.options(spec.role)
-        answer = self._start(spec.worker_id, "worker", spec, options)
-        ready = msgspec.json.decode(answer, type=WorkerReady)
-        self._ready[spec.worker_id] = ready
+        name = spec.worker_id
+        try:
+            options = self._options(spec) if self.is_detached else {}
+            answer = self._start(name, "worker", spec, options)
+        except ConfigError:
+            self._places.give_up(name)
+            raise
+        self._ready[name] = ready = msgspec.json.decode(answer, type=WorkerReady)
         return ready
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
@@ -131,6 +141,7 @@ class RayLauncher:
         if actor is not None and not by_force and name in self._ready:
             _ask_to_stop(name, actor)
         self._drop(name)
+        self._places.give_up(name)
 
     def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
         """Actors of this launcher; where they are detached, of those before it too.
@@ -138,6 +149,8 @@ class RayLauncher:
         What does not answer, or had not started when its launcher ended, is ended: its name must
         be free.
         """
+        if self.is_detached:
+            self._places.adopt()
         for name in self._strangers():
             self._adopt(name)
         return dict(self._ready)
@@ -157,6 +170,7 @@ class RayLauncher:
             except ray.exceptions.RayError as error:
                 if name in self._pings:  # nobody stopped it meanwhile
                     self._drop(name)
+                    self._places.leave(name)
                     dead[name] = f"{name} ended: {_reason(error)}"
         return dead
 
@@ -174,6 +188,8 @@ class RayLauncher:
             _await_stops({n: a.stop.remote() for n, a in actors.items() if n in self._ready})
             for name in actors:
                 self._drop(name)
+        if self.is_detached:
+            self._places.give_up_all()
 
     def sweep(self) -> int:
         """Ends what launchers before this one left running; how many actors there were."""
@@ -207,9 +223,19 @@ class RayLauncher:
         self._kinds[name] = kind
         if kind == "worker":
             self._ready[name] = msgspec.json.decode(answer, type=WorkerReady)
+            self._places.use(name)
         else:
             self._ready[name] = msgspec.json.decode(answer, type=GatewayReady)
         self._ping(name)
+
+    def _placement(self, num_gpus: float) -> Placement:
+        return self._places.placement.with_gpus(num_gpus)
+
+    def _options(self, spec: WorkerSpec) -> dict[str, Any]:
+        """To be in its place, and see the GPUs of that alone. Raises ConfigError."""
+        group = self._places.take(spec.worker_id, spec.role)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        return {"num_gpus": self._places.placement.num_gpus, "scheduling_strategy": strategy}
 
     def _start(
         self, name: str, kind: str, spec: WorkerSpec | GatewaySpec, options: dict[str, Any]
@@ -247,35 +273,6 @@ class RayLauncher:
         actor = self._actors.pop(name, None)
         if actor is not None:
             ray.kill(actor)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What an actor of a role needs of its node."""
-
-    num_gpus: float = 0.0
-    prefill_resource: str | None = None
-    decode_resource: str | None = None
-
-    def options(self, role: Role) -> dict[str, Any]:
-        """For the actor."""
-        resource = self.prefill_resource if role is Role.PREFILL else self.decode_resource
-        options: dict[str, Any] = {}
-        if self.num_gpus:
-            options["num_gpus"] = self.num_gpus
-        if resource is not None:
-            options["resources"] = {resource: 1}
-        return options
-
-    def bundles(self, num_workers: int, num_gpus: float) -> list[dict[str, float]]:
-        """What so many workers take, for each of them. Roles have equal shares."""
-        each = {"GPU": num_gpus} if num_gpus > 0 else {"CPU": 1.0}
-        resources = (self.prefill_resource, self.decode_resource)
-        taken = [each if name is None else {**each, name: 1.0} for name in resources]
-        return [taken[i % len(taken)] for i in range(num_workers)]
-
-
-NOWHERE_SPECIAL = Placement()
 
 
 def start_ray_here() -> None:

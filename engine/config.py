@@ -65,6 +65,13 @@ class RouterPolicy(StrEnum):
     RANDOM = "random"
 
 
+class Spread(StrEnum):
+    """Over which nodes of a cluster workers are spread."""
+
+    PACK = "pack"  # as few as can be: KV moves through shared memory
+    SPREAD = "spread"  # as many as can be, each role by itself: a node that dies takes few along
+
+
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
     if not holds:
         raise ValueError(message)
@@ -179,17 +186,22 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: int | None = None  # None: 1, or 0 where there are mixed ones
     decode: int | None = None
     mixed: int = 0  # do both
-    max_workers: int | None = None  # None: as many as cores, at least 4, and as GPUs suffice for
+    max_workers: int | None = None  # None: as many as GPUs suffice for, or cores, at least 4
     drain_timeout_s: float = 60.0  # a worker that holds something after so long is stopped anyway
     steady_s: float = 60.0  # a worker that ended later is started at once; else later each time
-    num_gpus: float = 0.0  # of one worker
-    prefill_resource: str | None = None  # a custom resource of the nodes for prefill workers
-    decode_resource: str | None = None  # for decode and mixed workers
+    num_gpus: float = 0.0  # of one worker: whole ones, or a part of one
+    prefill_resource: str | None = None  # a custom resource of nodes where prefill workers start
+    decode_resource: str | None = None  # where decode and mixed workers start
+    placement: Spread = Spread.PACK  # over the nodes of a cluster
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "mixed", "num_gpus"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"pools.{name} must not be negative")
+        _require(
+            self.num_gpus <= 1 or float(self.num_gpus).is_integer(),
+            "pools.num_gpus must be whole, or less than 1",
+        )
         most = self.max_workers
         _require(most is None or most > 0, "pools.max_workers must be positive")
         for name in ("drain_timeout_s", "steady_s"):

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 import deploy.cluster
-from engine.config import PoolsConfig
-from engine.errors import ConfigError
 
 pytestmark = pytest.mark.ray  # which brings yaml along
 
@@ -84,21 +82,6 @@ def test_shells_on_the_head_find_ray_and_what_the_controller_says_of_itself(name
     done = subprocess.run(shown, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"{tmp_path}/.baton/run", f"{tmp_path}/.baton/venv/bin"]
     assert len((tmp_path / ".bashrc").read_text().splitlines()) == 1
-
-
-def test_workers_are_for_the_nodes_that_offer_what_their_pools_need():
-    from deploy.cluster_controller import nodes_for_workers
-
-    head = {"Alive": True, "Resources": {"CPU": 4.0}}
-    one = {"Alive": True, "Resources": {"prefill_node": 2.0}}
-    other = {"Alive": True, "Resources": {"decode_node": 2.0}}
-    dead = {"Alive": False, "Resources": {"prefill_node": 2.0, "decode_node": 2.0}}
-    nodes = [head, one, other, dead]
-    both = PoolsConfig(prefill_resource="prefill_node", decode_resource="decode_node")
-    assert nodes_for_workers(nodes, PoolsConfig()) == [head, one, other]
-    assert nodes_for_workers(nodes, both) == [one, other]
-    with pytest.raises(ConfigError, match="offers decode_node"):
-        nodes_for_workers([head, one, dead], both)
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])

@@ -23,6 +23,7 @@ def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch
 
     from deploy.ray_controller import find_controller, start_controller, stop_deployment
     from deploy.ray_launcher import start_ray_here
+    from deploy.ray_places import reserved
 
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
     config = with_admin_key(
@@ -49,6 +50,9 @@ def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch
                 after = admin.pools()
                 assert after.wanted == Pools(1, 2)
                 assert after.version > before.version
+                assert {place.worker for place in reserved()} == {
+                    w.worker_id for w in after.workers
+                }
                 pids = {w.worker_id: w.pid for w in after.workers}
                 assert pids == {w.worker_id: w.pid for w in before.workers}
                 os.kill(pids["decode-1"], signal.SIGKILL)
@@ -58,5 +62,6 @@ def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch
         stop_deployment()
         left = ray.util.list_named_actors(all_namespaces=True)
         assert left == []
+        assert reserved() == []
     finally:
         ray.shutdown()

@@ -70,6 +70,12 @@ class FakeLauncher:
         self.num_looks += 1
         return self.num_places
 
+    def scarce(self, num_gpus):
+        return "there are 4 places"
+
+    def keep_places(self, names):
+        pass
+
     def ask_for(self, num_workers, num_gpus):
         self.asked_for.append(num_workers)
 

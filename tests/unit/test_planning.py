@@ -18,7 +18,7 @@ from deploy.pool_events import (
     SetWorkerRole,
     Started,
     StartWorker,
-    Tick,
+    RoomSeen,
 )
 from deploy.pools import PoolLimits, PoolMachine
 from engine.config import Config, PlannerConfig, RouterConfig, WorkerConfig
@@ -227,7 +227,7 @@ def test_more_workers_are_started_where_there_is_room_and_room_is_asked_for_wher
     assert str(last) == "prefill 3 → 4, room for 6 workers: done"
     world.tick(flood, seconds=2)
     assert str(world.planning.decisions[-1]) == "room for 6 workers: done"
-    world.feed(Tick(max_workers=7))  # nodes have come
+    world.feed(RoomSeen(7, "nodes have come"))  # nodes have come
     world.tick(flood)
     assert world.wanted == Pools(5, 1)
     assert world.planning.room_for == 6
