@@ -1,6 +1,7 @@
-"""Workers that are stopped and go on later: clients wait for seconds, and nothing is left behind."""
+"""Workers that are stopped and go on later: clients wait for seconds, nothing is left behind."""
 
 import asyncio
+import itertools
 import os
 import signal
 
@@ -51,7 +52,7 @@ def test_a_stopped_worker_costs_seconds_and_no_token_and_nothing_when_it_goes_on
             assert [a.token_ids for a in answers] == undisturbed
             for times_s in news_s.values():
                 told_s = [begun_s, *times_s]
-                gaps = [after - before for before, after in zip(told_s, told_s[1:], strict=False)]
+                gaps = [after - before for before, after in itertools.pairwise(told_s)]
                 assert max(gaps) < LONGEST_STALL_S
             await until(lambda: victim not in r.workers(), "it is noticed")
             assert r.counters()["worker lost", "PeerSilent"] == 1

@@ -13,12 +13,13 @@ from deploy.pool_events import (
     Flip,
     OrderRefused,
     RoleSeen,
+    RoomSeen,
     SetPlanner,
     SetPools,
     SetWorkerRole,
     Started,
     StartWorker,
-    RoomSeen,
+    Tick,
 )
 from deploy.pools import PoolLimits, PoolMachine
 from engine.config import Config, PlannerConfig, RouterConfig, WorkerConfig
