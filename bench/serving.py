@@ -35,7 +35,7 @@ class ServerFailed(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running deployment: each service is a child of `pid`, and leads a session."""
+    """A running deployment: a child of `pid` forks each service, which leads a session."""
 
     url: str
     pid: int
@@ -49,11 +49,16 @@ class Served:
         found = []
         for path in proc.glob("[0-9]*"):
             with suppress(OSError, IndexError, ValueError):  # it has ended
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                arguments = (path / "cmdline").read_text().split("\0")
-                if parent == self.pid and arguments[-2:] == [kind, ""]:
+                name, parent = _name_and_parent(path)
+                if name == f"baton-{kind}" and _name_and_parent(proc / str(parent))[1] == self.pid:
                     found.append(int(path.name))
         return sorted(found)
+
+
+def _name_and_parent(process: Path) -> tuple[str, int]:
+    """Raises OSError, IndexError and ValueError where there is none (any more)."""
+    before, _, after = (process / "stat").read_text().rpartition(")")
+    return before.partition("(")[2], int(after.split()[1])
 
 
 @contextmanager

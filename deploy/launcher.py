@@ -7,8 +7,6 @@ for it.
 
 import contextlib
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from deploy.nursery import Child, NoChild, Nursery
 from deploy.placement import LEAST_ROOM
 from deploy.processes import (
     READY_TIMEOUT_S,
@@ -27,6 +26,8 @@ from deploy.processes import (
 from engine.errors import ConfigError
 
 STOP_TIMEOUT_S = 30.0
+FORK_TIMEOUT_S = 120.0  # of which a nursery imports, from a cold disk, most
+
 T = TypeVar("T")
 
 
@@ -94,21 +95,16 @@ class Launcher(Protocol):
 
 
 class ServiceProcess:
-    """One `deploy.process_main` process."""
+    """One process of a nursery, which is what `deploy.process_main` is."""
 
-    def __init__(self, name: str, kind: str) -> None:
+    def __init__(self, name: str, kind: str, nursery: Nursery) -> None:
         self.name = name
         self.kind = kind
         self.ready: Any = None  # its answer, when it has given it
-        self._process: subprocess.Popen[bytes] | None = None
+        self._nursery = nursery
+        self._child: Child | None = None
         self._is_wanted = True
-        self._lock = threading.Lock()  # a process is made, or not wanted any more: one comes first
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        assert self._process is not None
-        return self._process.pid
+        self._lock = threading.Lock()  # a child is asked for, or not wanted any more: one is first
 
     def start(self, spec: WorkerSpec | GatewaySpec, ready_type: type[T]) -> T:
         """Starts the process and waits for its answer. Raises ConfigError."""
@@ -116,18 +112,13 @@ class ServiceProcess:
             with self._lock:
                 if not self._is_wanted:
                     raise ConfigError(f"{self.name} is not wanted any more")
-                self._process = process = subprocess.Popen(
-                    [sys.executable, "-m", "deploy.process_main", self.kind],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,
-                )
-            watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
+                self._child = child = self._nursery.fork(self.kind)
+            watchdog = threading.Timer(READY_TIMEOUT_S, child.kill)
             watchdog.start()
         except (OSError, RuntimeError) as error:  # no memory, descriptors, processes or threads
             raise ConfigError(f"{self.name} cannot be started: {error}") from error
         try:
-            line = self._ask(process, msgspec.json.encode(spec) + b"\n")
+            line = self._ask(child, msgspec.json.encode(spec) + b"\n")
         finally:
             watchdog.cancel()
         try:
@@ -140,57 +131,74 @@ class ServiceProcess:
         self.ready = ready
         return ready
 
-    def _ask(self, process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    def _ask(self, child: Child, request: bytes) -> bytes:
         """The line that it answers with. Raises ConfigError if it ends without."""
-        assert process.stdin is not None
-        assert process.stdout is not None
+        try:
+            child.await_start(FORK_TIMEOUT_S)
+        except NoChild as error:
+            raise ConfigError(f"{self.name} was not started: {error}") from error
+        except TimeoutError as error:
+            self._nursery.give_up()
+            raise ConfigError(
+                f"{self.name} was not started: the nursery gave no answer in {FORK_TIMEOUT_S:g} s"
+            ) from error
         line = b""
         with contextlib.suppress(OSError):  # it died before it read all
-            process.stdin.write(request)
-            process.stdin.flush()
-            line = process.stdout.readline()
+            child.stdin.write(request)
+            child.stdin.flush()
+            line = child.stdout.readline()
         if not line:
-            raise ConfigError(f"{self.name} ended while starting (exit status {process.wait()})")
+            child.wait(STOP_TIMEOUT_S)
+            raise ConfigError(f"{self.name} ended while starting (exit status {self.exit_status})")
         return line
 
-    def exit_status(self) -> int | None:
-        """None while the process runs."""
-        assert self._process is not None
-        return self._process.poll()
+    def is_running(self) -> bool:
+        """Whether there is a process that has not ended."""
+        return self._child is not None and self._child.is_running()
+
+    @property
+    def exit_status(self) -> int | str:
+        """Of a process that has ended."""
+        assert self._child is not None
+        status = self._child.exit_status
+        return "unknown" if status is None else status
 
     def kill(self) -> None:
         """Ends the process at once. One that is only just being started ends its start by that."""
         with self._lock:
             self._is_wanted = False
-            if self._process is not None:
-                self._process.kill()
+            if self._child is not None:
+                self._child.kill()
 
     def stop(self) -> None:
         """Ends the process: by closing its standard input, and if that does not help, by force."""
-        process = self._process
-        if process is None:
+        child = self._child
+        if child is None:
             return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it died before it read all
-            process.stdin.close()
+        child.hang_up()
         try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+            child.wait(STOP_TIMEOUT_S)
+        except TimeoutError:
+            child.kill()
+            child.wait(STOP_TIMEOUT_S)
+        child.close()
 
 
 class ProcessLauncher:
-    """Runs every service as a child process."""
+    """Runs every service as a process of a nursery: its own, or one that others use too."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Nursery | None = None) -> None:
+        self._nursery = shared or Nursery()
+        self._is_shared = shared is not None
         self.processes: list[ServiceProcess] = []
         self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start is over
 
     def open(self) -> None:
-        """Nothing to prepare."""
+        """Starts to import what services need. Raises ConfigError."""
+        try:
+            self._nursery.open()
+        except OSError as error:
+            raise ConfigError(f"no process can be started: {error}") from error
 
     def room(self, num_gpus: float) -> int:
         """As many as cores, but a few in any case: of GPUs a process knows nothing."""
@@ -208,11 +216,11 @@ class ProcessLauncher:
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker process."""
-        return self._start(ServiceProcess(spec.worker_id, "worker"), spec, WorkerReady)
+        return self._start(self._service(spec.worker_id, "worker"), spec, WorkerReady)
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway process."""
-        return self._start(ServiceProcess(spec.name, "gateway"), spec, GatewayReady)
+        return self._start(self._service(spec.name, "gateway"), spec, GatewayReady)
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends a process."""
@@ -222,9 +230,7 @@ class ProcessLauncher:
     def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
         """Processes that have answered and not ended."""
         return {
-            p.name: p.ready
-            for p in list(self.processes)
-            if p.ready is not None and p.exit_status() is None
+            p.name: p.ready for p in list(self.processes) if p.ready is not None and p.is_running()
         }
 
     def dead(self) -> dict[str, str]:
@@ -232,12 +238,12 @@ class ProcessLauncher:
         ended = [
             process
             for process in list(self.processes)
-            if process not in self._starting and process.exit_status() is not None
+            if process not in self._starting and not process.is_running()
         ]
         for process in ended:
             process.stop()  # which closes its pipes
             self._remove(process)
-        return {p.name: f"{p.name} ended with status {p.exit_status()}" for p in ended}
+        return {p.name: f"{p.name} ended with status {p.exit_status}" for p in ended}
 
     def close(self) -> None:
         """Stops the gateways, then the workers, those of a kind at once."""
@@ -246,6 +252,11 @@ class ProcessLauncher:
             if of_kind:
                 with ThreadPoolExecutor(len(of_kind)) as threads:
                     list(threads.map(lambda process: self._end(process, by_force=False), of_kind))
+        if not self._is_shared:
+            self._nursery.close()
+
+    def _service(self, name: str, kind: str) -> ServiceProcess:
+        return ServiceProcess(name, kind, self._nursery)
 
     def _end(self, process: ServiceProcess, *, by_force: bool) -> None:
         is_over = self._starting.get(process)

@@ -1,4 +1,5 @@
-"""A worker or a gateway as a plain process: `python -m deploy.process_main worker|gateway`.
+"""A worker or a gateway as a plain process: `python -m deploy.process_main worker|gateway`, or a
+child of `deploy.nursery_main`.
 
 The spec comes as one line of JSON on standard input, so that no secret shows in a process list; the
 answer goes as one line of JSON to standard output. Standard input stays open as a life line: when
@@ -20,13 +21,16 @@ class StartFailed(msgspec.Struct, frozen=True):
     error: str
 
 
-def main() -> int:
+def main(kind: str) -> int:
     """Runs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    service, log_level = service_of(sys.argv[1], sys.stdin.buffer.readline())
+    spec = sys.stdin.buffer.readline()
+    if not spec:  # whoever started it does not want it any more
+        return 0
+    service, log_level = service_of(kind, spec)
     configure_logging(log_level)
-    thread = ServiceThread(service, sys.argv[1])
+    thread = ServiceThread(service, kind)
     try:
         ready = thread.open()
     except BatonError as error:
@@ -48,4 +52,4 @@ def _answer(message: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

@@ -25,7 +25,6 @@ from bench.chaos.waiting import pause
 from bench.prompts import plain_token_ids
 from deploy.admin_client import AdminClient
 from deploy.cluster import BUNDLED_MODEL, Deployment
-from deploy.launcher import ProcessLauncher
 from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
 from engine.config import (
@@ -37,7 +36,8 @@ from engine.config import (
     WeightFormat,
     WorkerConfig,
 )
-from tests.e2e.netns import Link, Namespace, RelayedLink, Unavailable, inside, network
+from tests.e2e.netns import Link, Namespace, RelayedLink, Unavailable, network
+from tests.e2e.placed import PlacedProcesses
 from tests.e2e.served import poll_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400)]
@@ -48,23 +48,22 @@ CUTS_S = ((6.0, 3.0), (16.0, 14.0))  # (when, for how long): unnoticed, and noti
 WHOLE_WITHIN_S = 60.0
 
 
-class PlacingLauncher(ProcessLauncher):
+class PlacingLauncher(PlacedProcesses):
     """Starts each service in the namespace where it belongs."""
 
     def __init__(self, near: Namespace, far: Namespace) -> None:
-        super().__init__()
-        self._near, self._far = near, far
+        super().__init__(lambda name: near if name == "gateway" or name.endswith("-0") else far)
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        place = self._near if spec.worker_id.endswith("-0") else self._far
-        with inside(place):
-            return super().start_worker(msgspec.structs.replace(spec, host=place.address))
+        place = self.place_of(spec.worker_id)
+        return super().start_worker(msgspec.structs.replace(spec, host=place.address))
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        gateway = msgspec.structs.replace(spec.gateway, host=self._near.address)
-        placed = msgspec.structs.replace(spec, gateway=gateway, control_host=self._near.address)
-        with inside(self._near):
-            return super().start_gateway(placed)
+        host = self.place_of(spec.name).address
+        gateway = msgspec.structs.replace(spec.gateway, host=host)
+        return super().start_gateway(
+            msgspec.structs.replace(spec, gateway=gateway, control_host=host)
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import pytest
 from deploy.cluster import BUNDLED_MODEL
 from deploy.formats import config_of
 from deploy.launcher import ProcessLauncher
+from deploy.nursery import Nursery
 from deploy.processes import WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig, Transport, WorkerConfig
@@ -35,6 +36,7 @@ class FirstByName(random.Random):
         return seq[0]
 
 
+NURSERY = Nursery()  # of all tests of a session: torch is imported once
 TOKEN = "internal-token-of-the-tests"
 DEADLINE_S = 60.0
 TRANSPORTS = (
@@ -74,7 +76,7 @@ class Workers:
     def live(self) -> set[WorkerId]:
         """Those whose process has not ended."""
         processes = self.launcher.processes
-        return {WorkerId(p.name) for p in processes if p.exit_status() is None}
+        return {WorkerId(p.name) for p in processes if p.is_running()}
 
     def kill(self, worker_id: str) -> None:
         """kill -9 of one worker that this test started."""
@@ -94,7 +96,7 @@ def workers(
     `config` is the deployment's, or that of each role. Decode workers prefill nothing unless
     `locally`: a test of hand-overs wants them whatever they are predicted to take.
     """
-    launcher = ProcessLauncher()
+    launcher = ProcessLauncher(NURSERY)
     config = config or WorkerConfig(kv_mib=64)
     if isinstance(config, WorkerConfig):
         config = {role: config_of(role, config) for role in roles}

@@ -18,7 +18,6 @@ from itertools import count
 import pytest
 
 from deploy.cluster import BUNDLED_MODEL
-from deploy.launcher import ProcessLauncher
 from deploy.processes import WorkerReady, WorkerSpec
 from engine.batch import BatchPlan, Row
 from engine.blocks import BlockId
@@ -33,9 +32,9 @@ from tests.e2e.netns import (
     NetemLink,
     RelayedLink,
     Unavailable,
-    inside,
     network,
 )
+from tests.e2e.placed import PlacedProcesses
 
 pytestmark = pytest.mark.torch
 
@@ -118,15 +117,14 @@ def _network_or_skip(link: Link) -> Iterator[tuple[Namespace, Namespace]]:
 @contextmanager
 def _workers(places: Mapping[WorkerId, tuple[Role, Namespace]]) -> Iterator[Workers]:
     """Starts each worker in its namespace; on leaving, every one of them is gone."""
-    launcher = ProcessLauncher()
+    launcher = PlacedProcesses(lambda name: places[WorkerId(name)][1])
 
     def start(worker_id: WorkerId) -> WorkerReady:
         role, namespace = places[worker_id]
         spec = WorkerSpec(
             worker_id, role, str(BUNDLED_MODEL), CONFIG, TOKEN, threads=1, host=namespace.address
         )
-        with inside(namespace):
-            return launcher.start_worker(spec)
+        return launcher.start_worker(spec)
 
     try:
         with ThreadPoolExecutor(len(places)) as threads:

@@ -22,6 +22,7 @@ from deploy.pool_events import SetPools
 from engine.clock import MonotonicClock
 from engine.config import Config, GatewayConfig, PoolsConfig, WorkerConfig
 from engine.control import Pools
+from tests.e2e.cluster import NURSERY
 from tests.e2e.served import Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
@@ -258,7 +259,7 @@ def test_another_controller_finds_everything_and_nothing_is_lost():
         )
     )
     plan = Plan(str(BUNDLED_MODEL), config, Pools(1, 1), secrets.token_hex(16), cores=2)
-    launcher = ProcessLauncher()
+    launcher = ProcessLauncher(NURSERY)
     told: list[str] = []
 
     def controller() -> PoolController:

@@ -3,10 +3,12 @@
 import asyncio
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
@@ -18,6 +20,7 @@ from deploy.processes import GatewaySpec
 from deploy.restarts import Restarts
 from engine.config import GatewayConfig, RouterConfig
 from engine.errors import ConfigError
+from tests.nurseries import nursery_of_shells
 
 SPEC = GatewaySpec((), "model", 64, GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
@@ -92,16 +95,25 @@ def test_what_is_forgotten_or_was_never_known_may_be_started():
     assert restarts.num_failed("gateway") == 0
 
 
+@pytest.fixture
+def launcher_of() -> Iterator[Callable[[str], ProcessLauncher]]:
+    """Makes one whose services are shell scripts."""
+    with ExitStack() as stack:
+
+        def launcher(script: str) -> ProcessLauncher:
+            nursery = nursery_of_shells(script)
+            stack.callback(nursery.close)
+            return ProcessLauncher(nursery)
+
+        yield launcher
+
+
 def test_a_process_that_is_stopped_while_it_starts_does_not_keep_anybody_waiting(
-    tmp_path, monkeypatch
+    tmp_path, launcher_of
 ):
-    program = tmp_path / "python"
     begun = tmp_path / "begun"
     os.mkfifo(begun)
-    program.write_text(f"#!/bin/sh\necho > {begun}\nread spec; exec cat\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
-    launcher = ProcessLauncher()
+    launcher = launcher_of(f"echo > {begun}; read spec; exec cat")
     said = []
 
     def start() -> None:
@@ -132,18 +144,38 @@ def test_a_process_that_is_stopped_while_it_starts_does_not_keep_anybody_waiting
         ('read spec; echo \'{"error": "no port"}\'', "gateway: no port"),
     ],
 )
-def test_a_process_that_does_not_start_is_a_typed_error_and_forgotten(
-    script, says, tmp_path, monkeypatch
-):
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
-    launcher = ProcessLauncher()
+def test_a_process_that_does_not_start_is_a_typed_error_and_forgotten(script, says, launcher_of):
+    launcher = launcher_of(script)
     with pytest.raises(ConfigError, match=says):
         launcher.start_gateway(SPEC)
     assert launcher.processes == []
     assert launcher.dead() == {}
+
+
+def test_a_process_that_ends_is_named_once_with_its_exit_status(launcher_of):
+    answer = READY.decode()
+    launcher = launcher_of(f"read spec; echo '{answer}'; read line; exit 5")
+    launcher.start_gateway(SPEC)
+    process = launcher.processes[0]
+    process._child.hang_up()
+    process._child.wait(10)
+    assert launcher.running() == {}
+    assert launcher.dead() == {"gateway": "gateway ended with status 5"}
+    assert launcher.dead() == {}
+
+
+def test_a_nursery_that_gives_no_answer_is_replaced(launcher_of, monkeypatch):
+    launcher = launcher_of(f"read spec; echo '{READY.decode()}'; exec cat")
+    launcher.open()
+    nursery = launcher._nursery
+    os.kill(nursery._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as hurried:
+        hurried.setattr("deploy.launcher.FORK_TIMEOUT_S", 0.05)
+        with pytest.raises(ConfigError, match=r"gateway was not started: .* no answer in 0.05 s"):
+            launcher.start_gateway(SPEC)
+    assert launcher.start_gateway(SPEC).pid == 7
+    assert nursery.num_lost == 1
+    launcher.close()
 
 
 def test_a_process_that_cannot_be_made_is_a_typed_error_and_forgotten(monkeypatch):
@@ -152,6 +184,8 @@ def test_a_process_that_cannot_be_made_is_a_typed_error_and_forgotten(monkeypatc
 
     monkeypatch.setattr(subprocess, "Popen", no_memory)
     launcher = ProcessLauncher()
+    with pytest.raises(ConfigError, match=r"no process can be started: .*Cannot allocate memory"):
+        launcher.open()
     with pytest.raises(ConfigError, match=r"gateway cannot be started: .*Cannot allocate memory"):
         launcher.start_gateway(SPEC)
     assert launcher.processes == []
