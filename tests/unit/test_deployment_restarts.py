@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,18 @@ from tests.nurseries import nursery_of_shells
 SPEC = GatewaySpec((), "model", 64, GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 HOUR_S = 3600
-USE_RAY = ("deploy.ray_launcher", "deploy.ray_controller")
+USE_RAY = ("deploy.ray_launcher", "deploy.ray_controller", "deploy.ray_places")
+PARTS_OF_RAY: dict[str, dict[str, object]] = {  # nothing is reserved
+    "ray.autoscaler.sdk": {"request_resources": None},
+    "ray.util.scheduling_strategies": {"PlacementGroupSchedulingStrategy": None},
+    "ray.util.placement_group": {
+        "PlacementGroup": object,
+        "get_placement_group": None,
+        "placement_group": None,
+        "placement_group_table": dict,
+        "remove_placement_group": None,
+    },
+}
 
 
 class Tries:
@@ -128,7 +140,9 @@ def test_a_process_that_is_stopped_while_it_starts_does_not_keep_anybody_waiting
     assert launcher.running() == {}
     launcher.stop("gateway", by_force=False)
     thread.join(10)
-    assert said == ["gateway ended while starting (exit status -9)"]
+    assert len(said) == 1
+    # Who is stopped before it was heard to have started is not waited for.
+    assert re.fullmatch(r"gateway ended while starting \(exit status (-9|unknown)\)", said[0])
     assert launcher.processes == []
 
 
@@ -272,6 +286,10 @@ class FakeRay(ModuleType):
 def fake_ray(monkeypatch) -> Iterator[FakeRay]:
     made = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", made)
+    for name, used in PARTS_OF_RAY.items():
+        part = ModuleType(name)
+        vars(part).update(used)
+        monkeypatch.setitem(sys.modules, name, part)
     for name in USE_RAY:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield made
