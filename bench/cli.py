@@ -12,6 +12,7 @@ baton bench validation --json validation.json
 baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
 baton bench interference --json interference.json
 baton bench chaos --seed 1 --json chaos.json
+baton bench moves --json moves.json
 """
 
 from pathlib import Path
@@ -29,6 +30,7 @@ from bench.interference_cli import interference
 from bench.kv_cli import kv
 from bench.load import Slo, figures_of_runs, kinds_with_example, warnings
 from bench.machine import commit, hardware
+from bench.moves.cli import moves
 from bench.plan import Ask, Load, Plan, Target, check, config_of, quick
 from bench.plots import plot_cdfs, require_matplotlib
 from bench.quality_cli import quality
@@ -54,6 +56,7 @@ app.command()(simulator)
 app.command()(elastic)
 app.command()(validation)
 app.command()(chaos)
+app.command()(moves)
 
 
 @app.callback()

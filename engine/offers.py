@@ -5,8 +5,9 @@ it holds (`OfferPrefix`); the other worker pulls under that lease instead of com
 offers, whatever its role: what a decode worker holds of a conversation, answers included, is the
 beginning of the next prompt.
 
-A sequence that is decoded here and is to go on elsewhere (`HandOver`) leaves its blocks in the same
-way, those of all its tokens but the last. Its sequence is gone by then: nobody here waits for it.
+So are the full blocks of a sequence that runs here and is to go on elsewhere: it runs on meanwhile.
+When it has been told to stop (`HandOver`) it leaves its blocks in the same way, those of all its
+tokens but the last. Its sequence is gone by then: nobody here waits for it.
 
 Life of an offer: opened complete, for its blocks are computed already; it ends like any lease, by
 release, by the gateway's `Cancel` or loss, or for want of a sign of its sink. An offer takes cached

@@ -6,7 +6,7 @@ request ends in exactly one of Finished, Rejected, Failed, Cancelled.
 
 from engine.messages import Cancel, WorkerId
 from router.events import End, RouterEffect, SendTo
-from router.flight import Attempt, Flight, timeline
+from router.flight import Attempt, Flight, MoveStage, timeline
 from router.policies.base import Placement, SharedPrompt
 from router.requests import Failed, Finished, Outcome
 from router.state import RouterState
@@ -73,7 +73,7 @@ class Ends:
         flight.attempt = None
         del self._state.by_seq[attempt.seq_id]
         self._state.unstrand(flight)
-        effects = self._end_move(attempt, tell_workers=tell_workers)
+        effects = self.end_move(flight, attempt, tell_workers=tell_workers)
         concerned = [attempt.prefill, attempt.decode]
         if attempt.holder is not None:
             concerned.append(attempt.holder)
@@ -87,16 +87,29 @@ class Ends:
                 effects.append(SendTo(worker_id, Cancel(attempt.seq_id)))
         return effects
 
-    def _end_move(self, attempt: Attempt, *, tell_workers: bool) -> list[RouterEffect]:
-        """Gives back what a move under way claimed: room, and what is leased for it, if it is."""
-        move = attempt.move
+    def end_move(
+        self, flight: Flight, attempt: Attempt, *, tell_workers: bool = True
+    ) -> list[RouterEffect]:
+        """Gives back what a move claimed: room, what is copied for it, and what is leased.
+
+        Of a copy both workers are told in any case: it does not end with the sequence.
+        """
+        state, request_id = self._state, flight.request.request_id
+        state.copied.pop(request_id, None)
+        state.leaving.pop(request_id, None)
+        move, attempt.move = attempt.move, None
         if move is None:
             return []
-        workers = self._state.view.workers
+        workers = state.view.workers
         if (target := workers.get(move.decode)) is not None:
             target.release_decode(move.seq_id)
-        is_told = tell_workers and attempt.decode in workers
-        return [SendTo(attempt.decode, Cancel(move.seq_id))] if is_told else []
+        cancels = []
+        if move.stage is MoveStage.LEAVING and tell_workers:
+            cancels.append(SendTo(attempt.decode, Cancel(move.seq_id)))
+        if move.copy_id is not None:
+            del state.by_seq[move.copy_id]
+            cancels += [SendTo(i, Cancel(move.copy_id)) for i in (attempt.decode, move.decode)]
+        return [cancel for cancel in cancels if cancel.worker_id in workers]
 
     def release_followers(self, leader: Flight, now_s: float) -> None:
         """Queues those that were held back: there is nothing to wait for any more."""

@@ -4,6 +4,7 @@ Plain records; what happens to them is decided in `ends`, `placing` and `progres
 """
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from engine.blocks import BlockHash
 from engine.messages import LeaseRef, SeqId, WorkerId
@@ -26,6 +27,14 @@ class Stamps:
     second_token_s: float | None = None
 
 
+class MoveStage(Enum):
+    """How far a move has come."""
+
+    COPYING = auto()  # its full blocks are being pulled; it runs
+    COPIED = auto()  # they are there, or there are none; it runs, and waits for its turn
+    LEAVING = auto()  # its worker has been told to stop it
+
+
 @dataclass(slots=True)
 class Move:
     """Where a sequence that runs goes on, and as what: room is reserved there under `seq_id`."""
@@ -34,13 +43,16 @@ class Move:
     decode: WorkerId
     reserved_len: int
     reason: str
+    stage: MoveStage = MoveStage.COPYING
+    copy_id: SeqId | None = None  # names its copied blocks, at both workers
+    copy_due_s: float | None = None  # until then they are waited for
 
 
 @dataclass(slots=True)
 class Attempt:
     """One placement. While `offer_due_s` is set, the prefill worker has not heard of it.
 
-    With a `move` its decode worker has been told to hand it over, and has not answered yet.
+    With a `move` it decodes where it shall not, and is on its way to another worker.
     """
 
     seq_id: SeqId
@@ -56,6 +68,7 @@ class Attempt:
     lease: LeaseRef | None = None
     prefilled: bool = False
     kv_ready: bool = False
+    is_moved: bool = False  # it goes on from another decode worker
     move: Move | None = None
 
     @property
@@ -93,6 +106,7 @@ class Flight:
     num_accepted_tokens: int = 0
     kv_transfer_s: float | None = None
     kv_exposed_s: float | None = None
+    move_pull_s: float | None = None
     workers: tuple[str, str] = ("", "")
     decision: Decision | None = None  # of the latest placement
     kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # by lost attempts
@@ -158,10 +172,12 @@ def timeline(flight: Flight, now_s: float) -> Timeline:
         first_step_s=first_step_s,
         kv_transfer_s=flight.kv_transfer_s,
         kv_exposed_s=flight.kv_exposed_s,
+        move_pull_s=flight.move_pull_s,
         num_cached_tokens=flight.num_cached_tokens,
         num_drafted_tokens=flight.num_drafted_tokens,
         num_accepted_tokens=flight.num_accepted_tokens,
         attempts=flight.num_attempts - flight.num_moves,
+        moves=flight.num_moves,
         prefill_worker=flight.workers[0],
         decode_worker=flight.workers[1],
         decision=flight.decision,

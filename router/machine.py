@@ -23,7 +23,7 @@ again, and stays there until some worker has room: one that gave it back, when i
 for all of it, or after a back-off that grows.
 
 Where a worker is not there to decode any more, what runs on it is moved (`moving`): it stops when
-its KV is leased out, and goes on elsewhere as an attempt that has been prefilled.
+nearly all of its KV is elsewhere, and goes on there as an attempt that has been prefilled.
 
 Every accepted request ends in exactly one of Finished, Rejected, Failed, Cancelled. A placement
 reserves, in the same call, what it chose; every end of an attempt gives that back and tells all
@@ -179,6 +179,8 @@ class RouterMachine:
                 effects += self._moving.move_all(now_s)
             if state.queue:
                 effects += self._placing.place_all(now_s)
+        if state.copied:
+            effects += self._moving.hand_over_next()
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
@@ -351,7 +353,8 @@ class RouterMachine:
     def _on_due(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """A time has come that was noted of it; its deadline may have moved since."""
         if self.state.deadline_s(flight) > now_s:
-            return self._stop_waiting_for_offer(flight, now_s)
+            late = self._stop_waiting_for_offer(flight, now_s)
+            return late + self._moving.stop_waiting_for_copy(flight, now_s)
         if flight.attempt is not None:
             return self._ends.retry(flight, "no news in time", now_s)
         if flight.tokens:

@@ -86,7 +86,11 @@ _OUTCOME_NAMES: dict[type[Outcome], str] = {
     Failed: "failed",
     Cancelled: "cancelled",
 }
-_MEASURES = ("kv_transfer_s", "kv_exposed_s")  # beside the stages: they overlap with them
+_MEASURES = (
+    "kv_transfer_s",
+    "kv_exposed_s",
+    "move_pull_s",
+)  # beside the stages: they overlap with them
 _STAGES = tuple(
     name for name in Timeline.__struct_fields__ if name.endswith("_s") and name not in _MEASURES
 )

@@ -1,16 +1,27 @@
 """Workers change their roles, and what they decode goes on elsewhere.
 
-    decoding ──HandOver──> leaving ──HandedOver(lease)──> prefilled, its KV on its way ──> decoding
-       │  ^                   │
-       │  └── no room ──      └── target gone: another one; HandedOver(None): prefilled again
-       │       (stranded)
-       └── for long, with room where its KV cannot be pulled ──> prefilled again
+    decoding ──OfferPrefix──> copying ──KvReady──> copied ──HandOver, in turn──> leaving
+       ^  ^                      │                   │                              │
+       │  └── nobody has room ───┴─── target gone ───┘       HandedOver(lease) ─────┘
+       │       (stranded)                                            │
+       └──── KvReady, of the few blocks that the copy lacks ─────────┘
 
 Rule, looked at whenever a role changes and whenever a sequence begins to be decoded: what is
 decoded where nobody decodes any more is to be moved. Room is reserved at the target before the
-source is told. Tokens of the old id are delivered until `HandedOver`, and from then on the attempt
-is one whose prompt, all tokens but the last, the source has computed: pulls, losses and deadlines
-are as for any other. A move is no failed attempt.
+source is told.
+
+A sequence runs while it is copied. K and V of tokens do not change, so the target pulls the blocks
+that are full, under a lease like that on any prefix (`OfferPrefix`), into a sequence that is given
+no first token (`Decode`): it holds them. Only then is the source told to stop, and no more than a
+few sequences at a time, so that none waits for many others while it stands still. What is pulled
+after that is what the prefix cache of the target lacks: the last block, and those that were filled
+meanwhile. So how long a client waits does not depend on how long the context is. One copy is
+enough: a sequence needs thousands of times as long to grow by a block as the network to carry it.
+
+Tokens of the old id are delivered until `HandedOver`, and from then on the attempt is one whose
+prompt, all tokens but the last, the source has computed: pulls, losses and deadlines are as for any
+other. A move is no failed attempt. Before it has left, a sequence that loses its target, or its
+copy, goes on where it is, and is looked at anew; so does one whose worker decodes again.
 
 Who finds no room stays where it runs, which goes on decoding what it has, and is tried again at
 every chance and every `MOVE_AGAIN_S`. After `move_timeout_s` it is prefilled again, if somebody has
@@ -18,33 +29,48 @@ room who cannot pull its KV; where nobody has room it goes on to its end.
 
 An attempt that has a decode worker and is not decoded yet begins anew elsewhere; what is computed
 of its prompt stays cached. One that is prefilled where it would be decoded is moved afterwards.
+
+Sources: pre-copy, Clark et al., Live Migration of Virtual Machines, NSDI 2005; of KV, which only
+grows, so that what is left at the end is small whatever the length, Sun et al., Llumnix, OSDI 2024.
 """
+
+from collections import Counter
 
 from engine.messages import (
     ROLE_CHANGED,
+    Cancel,
     Decode,
     FirstToken,
+    GivenBack,
     HandedOver,
     HandOver,
+    KvReady,
     LeaseRef,
+    Limits,
+    OfferPrefix,
+    PrefixOffered,
     Role,
     RoleChanged,
+    Sampling,
     SeqId,
+    ToGateway,
     WorkerId,
 )
 from router.ends import Ends
 from router.events import RouterEffect, SendTo
-from router.flight import Attempt, Flight, Move
+from router.flight import Attempt, Flight, Move, MoveStage
 from router.placing import Placing
 from router.policies.base import Need
 from router.policies.candidates import decode_blocks, has_room
 from router.policies.joining import next_decoder
-from router.state import MOVE_AGAIN_S, RouterState
+from router.state import MOVE_AGAIN_S, SEVERED_S, RouterState
 from router.view import WorkerView
 
 DRAINED = "drained"  # why a sequence was moved: its worker is there for nothing any more
 NOT_HANDED_OVER = "not handed over"
 NOT_MOVED = "not moved in time"
+LEAVE_AT_ONCE = 4  # sequences that leave one worker at the same time, at least
+LEAVING_SHARE = 8  # else, of so many that it decodes, one
 
 
 class Moving:
@@ -98,11 +124,13 @@ class Moving:
     def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Moves what is decoded where nobody decodes any more."""
         attempt = flight.attempt
-        if attempt is None or not attempt.is_decoding or attempt.move is not None:
+        if attempt is None or not attempt.is_decoding:
             return []
         worker = self._state.view.workers[attempt.decode]
         if worker.info.role.decodes:
             self._state.unstrand(flight)
+            return self._call_off(flight, attempt)
+        if attempt.move is not None:
             return []
         need = self._placing.need(flight, now_s)
         target = self._choose(attempt, need)
@@ -116,20 +144,26 @@ class Moving:
         attempt.move = Move(seq_id, target, need.end_len, reason)
         self._reserve(flight, attempt.move, need, now_s)
         self._state.unstrand(flight)
-        return [SendTo(attempt.decode, HandOver(attempt.seq_id, seq_id))]
+        return self._copy(flight, attempt, attempt.move, now_s)
 
     def move_all(self, now_s: float) -> list[RouterEffect]:
-        """Tries again to move those for which there was no room, oldest first."""
+        """Tries again to move those for which there was no room, oldest first.
+
+        A large one does not keep smaller ones from where there is room for them: they leave it its
+        worker. What needs no less than one that has just found nothing is not looked at.
+        """
         state = self._state
         state.view.forget_severed(now_s)
         effects: list[RouterEffect] = []
-        fits = True
+        too_long: dict[WorkerId, int] = {}  # of each source: tokens for which nobody has room
         for request_id, since_s in list(state.stranded.items()):
             flight = state.flights[request_id]
-            if fits:
+            assert flight.attempt is not None
+            source, end_len = flight.attempt.decode, self._placing.need(flight, now_s).end_len
+            if source not in too_long or end_len < too_long[source]:
                 effects += self.look_at(flight, now_s)
             if request_id in state.stranded:
-                fits = False
+                too_long[source] = min(end_len, too_long.get(source, end_len))
                 if now_s - since_s >= state.config.move_timeout_s:
                     effects += self._give_up(flight, now_s)
         if state.stranded:
@@ -137,18 +171,132 @@ class Moving:
         return effects
 
     def redirect(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
-        """The target of a move is not to be had any more. The source need not know which it is."""
+        """The target of a move is not to be had any more. A source that has been told to stop need
+        not know which it is.
+        """
         move = attempt.move
         assert move is not None
+        if move.stage is not MoveStage.LEAVING:
+            return [*self._call_off(flight, attempt), *self.look_at(flight, now_s)]
         need = self._placing.need(flight, now_s)
         target = self._choose(attempt, need)
         if target is None:
             return self._ends.excuse(flight, ROLE_CHANGED, now_s)
+        effects = self._end_copy(move)
         if (old := self._state.view.workers.get(move.decode)) is not None:
             old.release_decode(move.seq_id)
         move.decode, move.reserved_len = target, need.end_len
         self._reserve(flight, move, need, now_s)
+        return effects
+
+    def _call_off(self, flight: Flight, attempt: Attempt) -> list[RouterEffect]:
+        """It goes on where it is, if it has not been told to stop."""
+        if attempt.move is None or attempt.move.stage is MoveStage.LEAVING:
+            return []
+        return self._ends.end_move(flight, attempt)
+
+    # ------------------------------------------------------------ copies
+
+    def _copy(
+        self, flight: Flight, attempt: Attempt, move: Move, now_s: float
+    ) -> list[RouterEffect]:
+        """Asks the source for what is full; there is nothing to wait for where nothing is."""
+        block_size = self._state.view.workers[move.decode].info.layout.block_size
+        if flight.length <= block_size:
+            self._end_copying(flight, move)
+            return []
+        copy_id = SeqId(f"{move.seq_id}.copy")
+        move.copy_id = copy_id
+        move.copy_due_s = now_s + self._state.config.move_timeout_s
+        self._state.by_seq[copy_id] = flight.request.request_id
+        self._state.watch(flight)
+        return [SendTo(attempt.decode, OfferPrefix(copy_id, flight.token_ids))]
+
+    def on_news_of_copy(
+        self, flight: Flight, attempt: Attempt, message: ToGateway, now_s: float
+    ) -> list[RouterEffect]:
+        """What the two workers tell of what is copied."""
+        move = attempt.move
+        assert move is not None
+        assert move.copy_id is not None
+        target = self._state.view.workers[move.decode]
+        match message:
+            case PrefixOffered(copy_id, LeaseRef() as lease):
+                target.decodes[move.seq_id].is_there = True
+                token_ids = flight.token_ids[: lease.num_blocks * target.info.layout.block_size]
+                limits = Limits(max_len=len(token_ids) + 1)
+                copy = Decode(copy_id, token_ids, Sampling(), limits, lease)
+                return [SendTo(move.decode, copy)]
+            case PrefixOffered():
+                self._state.counters["fallback", "nothing to copy"] += 1
+                self._end_copying(flight, move)
+                return self._end_copy(move)
+            case KvReady():
+                self._state.estimates.observe_pull(
+                    target, message.num_pulled_blocks, seconds=message.transfer_s
+                )
+                self._end_copying(flight, move)
+                return []
+            case GivenBack():
+                return self._copy_elsewhere(flight, attempt, move, "copy failed", now_s)
         return []
+
+    def stop_waiting_for_copy(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """The sequence runs: who does not get on with the copy is left out, another one asked."""
+        attempt = flight.attempt
+        move = None if attempt is None else attempt.move
+        if move is None or move.copy_due_s is None or move.copy_due_s > now_s:
+            return []
+        assert attempt is not None
+        return self._copy_elsewhere(flight, attempt, move, "copy late", now_s)
+
+    def _copy_elsewhere(
+        self, flight: Flight, attempt: Attempt, move: Move, why: str, now_s: float
+    ) -> list[RouterEffect]:
+        """Between the two workers KV does not get through, or not in time."""
+        state = self._state
+        state.counters["fallback", why] += 1
+        if move.stage is MoveStage.LEAVING:
+            return self._end_copy(move)  # what it lacks is pulled with the rest
+        state.view.severed[attempt.decode, move.decode] = now_s + SEVERED_S
+        return [*self._call_off(flight, attempt), *self.look_at(flight, now_s)]
+
+    def _end_copying(self, flight: Flight, move: Move) -> None:
+        """All is there that can be before the sequence stops."""
+        if move.stage is MoveStage.COPYING:
+            move.stage, move.copy_due_s = MoveStage.COPIED, None
+            self._state.copied[flight.request.request_id] = None
+
+    def _end_copy(self, move: Move) -> list[RouterEffect]:
+        """Nobody holds what was copied any longer; it stays cached where it is."""
+        copy_id, move.copy_id = move.copy_id, None
+        if copy_id is None:
+            return []
+        del self._state.by_seq[copy_id]
+        is_there = move.decode in self._state.view.workers
+        return [SendTo(move.decode, Cancel(copy_id))] if is_there else []
+
+    # ------------------------------------------------------------ leaving
+
+    def hand_over_next(self) -> list[RouterEffect]:
+        """Stops those whose turn it is: a few at a time of each worker."""
+        state = self._state
+        num_leaving = Counter(state.leaving.values())
+        effects: list[RouterEffect] = []
+        for request_id in list(state.copied):
+            attempt = state.flights[request_id].attempt
+            assert attempt is not None
+            assert attempt.move is not None
+            source = attempt.decode
+            num_running = len(state.view.workers[source].decodes)
+            if num_leaving[source] >= max(LEAVE_AT_ONCE, num_running // LEAVING_SHARE):
+                continue
+            num_leaving[source] += 1
+            del state.copied[request_id]
+            state.leaving[request_id] = source
+            attempt.move.stage = MoveStage.LEAVING
+            effects.append(SendTo(source, HandOver(attempt.seq_id, attempt.move.seq_id)))
+        return effects
 
     def on_handed_over(
         self, flight: Flight, attempt: Attempt, message: HandedOver, now_s: float
@@ -177,6 +325,7 @@ class Moving:
         return [
             SendTo(move.decode, decode),
             SendTo(move.decode, FirstToken(move.seq_id, last)),
+            *self._end_copy(move),  # in the same frame: it is found in the cache
         ]
 
     # ------------------------------------------------------------ the parts of a move
@@ -214,6 +363,7 @@ class Moving:
             reserved_len=move.reserved_len,
             lease=lease,
             prefilled=True,
+            is_moved=True,
         )
         claim = target.decodes[move.seq_id]
         claim.is_there = True

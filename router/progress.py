@@ -31,9 +31,8 @@ from router.flight import Attempt, Flight, timeline
 from router.moving import Moving
 from router.placing import Placing
 from router.requests import Failed, Finished
-from router.state import RouterState
+from router.state import SEVERED_S, RouterState
 
-SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
 FIRST_BACK_OFF_S = 1.0  # about the time between two load reports
 MAX_BACK_OFF_S = 8.0
 
@@ -62,6 +61,8 @@ class Progress:
         flight = state.flights[request_id]
         attempt = flight.attempt
         assert attempt is not None
+        if message.seq_id != attempt.seq_id:
+            return self._moving.on_news_of_copy(flight, attempt, message, now_s)
         flight.last_news_s = now_s
         match message:
             case Tokens():
@@ -180,6 +181,9 @@ class Progress:
             flight.stamps.kv_ready_s = now_s
             flight.kv_transfer_s = message.transfer_s
             flight.kv_exposed_s = message.exposed_s
+        if attempt.is_moved:
+            self._state.leaving.pop(flight.request.request_id, None)
+            flight.move_pull_s = max(flight.move_pull_s or 0.0, message.transfer_s)
         worker = self._state.view.workers[attempt.decode]
         self._state.estimates.observe_pull(
             worker, message.num_pulled_blocks, seconds=message.transfer_s

@@ -108,6 +108,9 @@ class Timeline(msgspec.Struct, frozen=True):
     were on their way to the decode worker, and of that `kv_exposed_s`, after the last block was
     computed. The difference was hidden behind prefill.
 
+    `move_pull_s` is the longest time for which KV was on its way while the answer stood still, for
+    it goes on in another decode worker; None where it stayed. `moves` counts how often that began.
+
     `decision` is the latest placement and why it was made; None before the first.
 
     Of the `num_drafted_tokens` that speculation proposed, `num_accepted_tokens` were what the model
@@ -123,10 +126,12 @@ class Timeline(msgspec.Struct, frozen=True):
     first_step_s: float | None = None  # first decode step to the second token
     kv_transfer_s: float | None = None
     kv_exposed_s: float | None = None
+    move_pull_s: float | None = None
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     attempts: int = 1
+    moves: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
     decision: Decision | None = None

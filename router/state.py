@@ -12,7 +12,7 @@ from engine.messages import RequestId, RoleChanged, SeqId, WorkerId
 from router.deadlines import Deadlines
 from router.estimates import Estimates
 from router.fleet import Fleet
-from router.flight import Attempt, Flight
+from router.flight import Attempt, Flight, MoveStage
 from router.groups import HeldBack
 from router.index import Prefixes, PrefixIndex
 from router.lengths import AnswerLengths
@@ -26,6 +26,7 @@ from router.view import ClusterView, WorkerView
 # to reach a long request; the smaller, the finer the sharing.
 QUANTUM_TOKENS = 4096.0
 MOVE_AGAIN_S = 1.0  # about the time between two load reports
+SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
 
 
 class RouterState:
@@ -58,6 +59,8 @@ class RouterState:
         self.busy_until_s: float | None = None  # a worker is predicted to be free for the head then
         self.stranded: dict[RequestId, float] = {}  # to be moved and cannot be, since when
         self.move_again_s: float | None = None  # when that is tried again
+        self.copied: dict[RequestId, None] = {}  # to be moved, and waiting for their turn
+        self.leaving: dict[RequestId, WorkerId] = {}  # whom they leave; until they can go on
         self.heard: set[WorkerId] = set()  # workers that tell by themselves what they cache
 
     @property
@@ -120,10 +123,12 @@ class RouterState:
     def due_s(self, flight: Flight) -> float:
         """When the next of its deadlines falls due. One that is held back has none."""
         attempt = flight.attempt
-        deadline_s = self.deadline_s(flight)
-        if attempt is None or attempt.offer_due_s is None:
-            return deadline_s
-        return min(deadline_s, attempt.offer_due_s)
+        due_s = self.deadline_s(flight)
+        if attempt is not None and attempt.offer_due_s is not None:
+            due_s = min(due_s, attempt.offer_due_s)
+        if attempt is not None and attempt.move is not None and attempt.move.copy_due_s is not None:
+            due_s = min(due_s, attempt.move.copy_due_s)
+        return due_s
 
     def deadline_s(self, flight: Flight) -> float:
         """Until when a worker, or news of it, is waited for."""
@@ -183,9 +188,11 @@ class RouterState:
         assert waiting - held == set(self.queue)
         self._validate_groups(held)
         attempts = {f.attempt.seq_id: f.attempt for f in self.flights.values() if f.attempt}
-        assert set(attempts) == set(self.by_seq)
+        copies = {m.copy_id for a in attempts.values() if (m := a.move) and m.copy_id}
+        assert attempts.keys() | copies == set(self.by_seq)
         self._validate_claims(attempts)
         self._validate_stranded()
+        self._validate_moves()
         for attempt in attempts.values():
             self._validate_attempt(attempt)
 
@@ -236,6 +243,19 @@ class RouterState:
                 assert attempt.move is None
             elif attempt is not None and attempt.is_decoding and attempt.move is None:
                 assert self.view.workers[attempt.decode].info.role.decodes
+
+    def _validate_moves(self) -> None:
+        """Whoever is on its way is in exactly one stage of it."""
+        moves = {i: f.attempt.move for i, f in self.flights.items() if f.attempt}
+        copied = {i for i, move in moves.items() if move and move.stage is MoveStage.COPIED}
+        leaving = {i for i, move in moves.items() if move and move.stage is MoveStage.LEAVING}
+        assert set(self.copied) == copied
+        assert leaving <= set(self.leaving) <= set(moves)
+        for request_id in self.leaving.keys() - leaving:
+            attempt = self.flights[request_id].attempt
+            assert attempt is not None
+            assert attempt.is_moved
+            assert not attempt.kv_ready
 
     def _validate_attempt(self, attempt: Attempt) -> None:
         workers = self.view.workers

@@ -132,9 +132,10 @@ def _hashes(block_ids: Sequence[int]) -> list[BlockHash]:
 def _with_answer(
     known: list[BlockHash], token_ids: Sequence[int], block_size: int
 ) -> list[BlockHash]:
-    """The same, and those of blocks that the answer so far has filled."""
-    hashes = known
-    for index in range(len(known), len(token_ids) // block_size):
+    """The same, and those of blocks that the answer so far has filled; of a part, its own."""
+    num_full = len(token_ids) // block_size
+    hashes = known if num_full >= len(known) else known[:num_full]
+    for index in range(len(known), num_full):
         parent = hashes[-1] if hashes else None
         block = token_ids[index * block_size : (index + 1) * block_size]
         hashes = [*hashes, hash_block(parent, block)]

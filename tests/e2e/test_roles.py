@@ -39,7 +39,7 @@ from tests.e2e.cluster import TOKEN, Workers, prompts, request, router, until, w
 pytestmark = pytest.mark.torch
 
 NUM_STREAMS = 16
-NUM_TOKENS = 240
+NUM_TOKENS = 600  # so many that none has ended when the last has begun, whatever else runs
 FLIP_S = 2.0
 DECODERS = WorkerId("decode-2"), WorkerId("decode-3")
 SAMPLINGS = [Sampling(temperature=0.9 if i % 2 else 0.0, seed=i) for i in range(NUM_STREAMS)]

@@ -203,7 +203,7 @@ class FakeWorker:
                 seq = Seq(list(message.token_ids), message.limits, type(message))
                 if not isinstance(message, Decode):
                     seq.prefix = message.prefix
-                elif message.lease.lease_id.endswith(".moved"):
+                elif message.lease.lease_id.endswith((".moved", ".prefix")):
                     seq.lease = message.lease
                 self.seqs[message.seq_id] = seq
             case FirstToken(seq_id, token):
@@ -657,6 +657,49 @@ def test_a_day_with_trouble_ends_every_request_once_and_none_wrongly(seed):
     assert any(isinstance(outcome, Finished) for outcome in outcomes)
 
 
+def day_of_flips(rng: random.Random) -> World:
+    """Long answers, on decode workers that change their roles again and again."""
+    world = World(msgspec.structs.replace(CONFIG, move_timeout_s=0.5))
+    for name in ("p0", "m0", "d0", "d1"):
+        world.join(name)
+    for step in range(400):
+        if rng.random() < 0.2:
+            world.ask(some_prompt(rng, world)[:8], rng.randint(10, 16), (), 1)
+        for worker in list(world.workers.values()):
+            for act in (
+                world.take,
+                world.tell,
+                world.take,
+                world.tell,
+                lambda w: world.work(w, rng),
+            ):
+                if rng.random() < 0.9:
+                    act(worker)
+        if step % 5 == 0:
+            worker = world.workers[rng.choice(("m0", "d0", "d1"))]
+            decodes = worker.role.decodes
+            roles = (Role.PREFILL, Role.DRAINED) if decodes else (ROLES[worker.name[0]],)
+            world.change_role(worker, rng.choice(roles))
+        copying = [w for w in world.workers.values() if any(i.endswith(".copy") for i in w.seqs)]
+        if copying and rng.random() < 0.2:
+            rng.choice(copying).give_back(rng)
+        world.pass_time(0.01 if rng.random() < 0.95 else 0.6)
+    world.run_down(rng)
+    return world
+
+
+def test_days_of_flips_come_to_all_that_can_become_of_a_move():
+    counted: Counter[tuple[str, str]] = Counter()
+    for seed in range(10):
+        world = day_of_flips(random.Random(seed))
+        counted += world.machine.counters
+    assert counted["ended", "finished"] > 300
+    for reason in (ROLE_CHANGED, DRAINED):
+        assert counted["moved", reason] > 5, reason
+    for reason in ("nothing to copy", "copy failed", "copy late"):
+        assert counted["fallback", reason] > 0, reason
+
+
 def fresh_machine(config: RouterConfig) -> RouterMachine:
     return RouterMachine(config, estimates=EverythingPays())
 
@@ -689,8 +732,6 @@ def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
     for reason in ("prefix not held", "prefix offer late", "prefix holder lost"):
         assert counted["fallback", reason] > 0, reason
     assert counted["retried", PREEMPTED] > 20
-    assert counted["moved", ROLE_CHANGED] > 2
-    assert counted["moved", DRAINED] > 2
     assert counted["retried", ROLE_CHANGED] > 20
     assert followers[True] > 60  # found the prompt where it was computed
-    assert followers[True] > followers[False]
+    assert followers[True] > followers.total() / 3  # others lost their leader, or had no room there

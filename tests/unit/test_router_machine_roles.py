@@ -17,9 +17,11 @@ from engine.messages import (
     HandOver,
     KvReady,
     LeaseRef,
+    OfferPrefix,
     Prefill,
     PrefillDone,
     PrefillStarted,
+    PrefixOffered,
     RequestId,
     Role,
     RoleChanged,
@@ -31,6 +33,8 @@ from router.moving import DRAINED, NOT_HANDED_OVER, NOT_MOVED
 from router.requests import Cancelled, Failed, Finished
 
 MOVED = LeaseRef("r.1.moved", TransferAddress("d0", "inc", "tcp://d0"), 2)
+COPIED = LeaseRef("r.1.copy.prefix", TransferAddress("d0", "inc", "tcp://d0"), 1)
+NOT_HELD = PrefixOffered("r.1.copy", None)
 TO_PREFILL, TO_DECODE = RoleChanged(Role.PREFILL), RoleChanged(Role.DECODE)
 TO_NOTHING = RoleChanged(Role.DRAINED)
 
@@ -41,6 +45,12 @@ def delivered(effects):
 
 def promised(driver: Driver) -> dict[str, int]:
     return {i: w.reserved_blocks for i, w in driver.machine.view.workers.items()}
+
+
+def copied(driver: Driver, seq_id="r.1", source="d0", target="d1"):
+    """All that a source and a target have to say before the sequence is told to stop."""
+    driver.say(source, PrefixOffered(f"{seq_id}.copy", COPIED))
+    return driver.say(target, KvReady(f"{seq_id}.copy", 1, 0, "shm", 0.5))
 
 
 @pytest.fixture
@@ -54,10 +64,20 @@ def running() -> Driver:
 
 
 @pytest.fixture
-def moving(running) -> Driver:
-    """The same, on its way to d1."""
-    assert sent(running.say("d0", TO_PREFILL), HandOver) == [("d0", HandOver("r.0", "r.1"))]
+def copying(running) -> Driver:
+    """The same, of which d1 is to have a copy."""
+    effects = running.say("d0", TO_PREFILL)
+    offer = OfferPrefix("r.1.copy", [1, 2, 3, 4, 5, 9, 8, 7])
+    assert sent(effects, OfferPrefix) == [("d0", offer)]
+    assert not sent(effects, HandOver)
     return running
+
+
+@pytest.fixture
+def moving(copying) -> Driver:
+    """The same, on its way to d1."""
+    assert sent(copied(copying), HandOver) == [("d0", HandOver("r.0", "r.1"))]
+    return copying
 
 
 def test_what_runs_where_nobody_decodes_any_more_is_handed_over_and_has_room_elsewhere(moving):
@@ -95,7 +115,8 @@ def test_a_move_counts_as_no_attempt(moving):
 
 
 def test_a_drained_worker_is_emptied_in_the_same_way(running):
-    assert sent(running.say("d0", TO_NOTHING), HandOver)
+    running.say("d0", TO_NOTHING)
+    copied(running)
     running.say("d0", HandedOver("r.0", MOVED))
     assert running.machine.counters["moved", DRAINED] == 1
 
@@ -129,17 +150,19 @@ def test_what_cannot_be_handed_over_is_prefilled_again_and_counts_as_no_attempt(
     driver.ask(max_tokens=20)
     driver.hand_over()
     driver.say("d0", TO_NOTHING)
+    copied(driver)
     effects = driver.say("d0", HandedOver("r.0", None))
     assert [m.token_ids for _, m in sent(effects, Prefill)] == [[1, 2, 3, 4, 5, 9]]
     assert driver.machine.counters["retried", NOT_HANDED_OVER] == 1
     assert promised(driver)["d1"] == 7
 
 
-def test_another_target_is_found_when_the_first_one_is_lost():
+def test_another_target_is_found_when_the_first_one_is_lost_and_the_source_need_not_know_of_it():
     driver = Driver("p0", "d0", "d1", "d2")
     driver.ask(max_tokens=20)
     driver.hand_over()
     driver.say("d0", TO_NOTHING)
+    copied(driver)
     assert promised(driver)["d1"] == 7
     assert driver.handle(WorkerLost("d1", "gone")) == []
     assert promised(driver) == {"p0": 0, "d0": 7, "d2": 7}
@@ -174,6 +197,123 @@ def test_a_pull_that_fails_costs_a_prefill(moving):
     assert sent(effects, Prefill)[0][1].seq_id == "r.2"
 
 
+# ---------------------------------------------------------------- copies
+
+
+def test_the_full_blocks_are_pulled_while_the_sequence_runs_and_its_room_counts_from_then_on(
+    copying,
+):
+    effects = copying.say("d0", PrefixOffered("r.1.copy", COPIED))
+    [(worker, copy)] = sent(effects, Decode)
+    assert (worker, copy.seq_id, copy.token_ids) == ("d1", "r.1.copy", [1, 2, 3, 4])
+    assert (copy.lease, copy.limits.max_len) == (COPIED, 5)
+    assert copying.machine.view.workers["d1"].decodes["r.1"].is_there
+    assert delivered(copying.say("d0", Tokens("r.0", [6]))) == [(6,)]
+    assert promised(copying) == {"p0": 0, "d0": 7, "d1": 7}
+
+
+def test_the_copy_is_let_go_of_once_the_sequence_itself_has_come(moving):
+    effects = moving.say("d0", HandedOver("r.0", MOVED))
+    assert sent(effects, Cancel) == [("d1", Cancel("r.1.copy"))]
+    assert [e.message.seq_id for e in effects] == ["r.1", "r.1", "r.1.copy"]
+
+
+def test_what_has_no_block_to_copy_is_stopped_at_once(copying):
+    effects = copying.say("d0", NOT_HELD)
+    assert sent(effects, HandOver) == [("d0", HandOver("r.0", "r.1"))]
+
+
+def test_less_than_a_block_is_not_offered():
+    driver = Driver("p0", "d0", "d1")
+    driver.ask(prompt=(1, 2), max_tokens=20)
+    driver.hand_over()
+    effects = driver.say("d0", TO_NOTHING)
+    assert sent(effects, HandOver) == [("d0", HandOver("r.0", "r.1"))]
+    assert not sent(effects, OfferPrefix)
+
+
+def test_an_answer_that_ends_while_it_is_copied_leaves_nothing_at_either_end(copying):
+    copying.say("d0", PrefixOffered("r.1.copy", COPIED))
+    effects = copying.say("d0", Tokens("r.0", [6], FinishReason.STOP))
+    cancels = [("d0", Cancel("r.1.copy")), ("d1", Cancel("r.1.copy"))]
+    assert sent(effects, Cancel) == cancels
+    assert not any(promised(copying).values())
+    assert copying.say("d1", KvReady("r.1.copy", 1, 0, "shm")) == []
+
+
+@pytest.mark.parametrize("news", ["gone", "another role"])
+def test_a_target_that_goes_before_the_sequence_has_stopped_costs_nothing(copying, news):
+    copying.say("d0", PrefixOffered("r.1.copy", COPIED))
+    copying.join("d2")
+    if news == "gone":
+        effects = copying.handle(WorkerLost("d1", "gone"))
+    else:
+        effects = copying.say("d1", TO_PREFILL)
+    assert ("d0", Cancel("r.1.copy")) in sent(effects, Cancel)
+    assert [(i, m.seq_id) for i, m in sent(effects, OfferPrefix)] == [("d0", "r.2.copy")]
+    assert promised(copying)["d2"] == 7
+    assert sent(copied(copying, "r.2", target="d2"), HandOver) == [("d0", HandOver("r.0", "r.2"))]
+    assert copying.machine.counters["retried", ROLE_CHANGED] == 0
+
+
+def test_a_sequence_without_any_target_left_goes_on_where_it_is(copying):
+    copying.handle(WorkerLost("d1", "gone"))
+    assert list(copying.machine.state.stranded) == ["r"]
+    assert delivered(copying.say("d0", Tokens("r.0", [6]))) == [(6,)]
+    assert promised(copying) == {"p0": 0, "d0": 7}
+
+
+def test_a_worker_that_decodes_again_meanwhile_keeps_what_it_has(copying):
+    effects = copying.say("d0", TO_DECODE)
+    assert sent(effects, Cancel) == [("d0", Cancel("r.1.copy")), ("d1", Cancel("r.1.copy"))]
+    assert promised(copying) == {"p0": 0, "d0": 7, "d1": 0}
+
+
+def test_a_worker_that_decodes_again_too_late_has_told_it_to_stop(moving):
+    assert moving.say("d0", TO_DECODE) == []
+    assert sent(moving.say("d0", HandedOver("r.0", MOVED)), Decode)
+
+
+def test_a_copy_that_fails_is_made_elsewhere(copying):
+    copying.say("d0", PrefixOffered("r.1.copy", COPIED))
+    copying.join("d2")
+    effects = copying.say("d1", GivenBack("r.1.copy", "pull failed: why"))
+    assert [(i, m.seq_id) for i, m in sent(effects, OfferPrefix)] == [("d0", "r.2.copy")]
+    assert promised(copying) == {"p0": 0, "d0": 7, "d1": 0, "d2": 7}
+    assert copying.machine.counters["fallback", "copy failed"] == 1
+
+
+def test_a_copy_that_does_not_come_in_time_is_not_waited_for_while_the_answer_goes_on(copying):
+    late_s = copying.now_s + copying.machine.state.config.move_timeout_s
+    assert copying.machine.next_wake_s() == late_s
+    copying.now_s = late_s
+    effects = copying.handle(Tick())
+    assert ("d1", Cancel("r.1.copy")) in sent(effects, Cancel)
+    assert copying.machine.counters["fallback", "copy late"] == 1
+    assert list(copying.machine.state.stranded) == ["r"]  # there is no other worker
+
+
+def test_few_leave_at_a_time_and_the_next_when_one_of_them_can_go_on(monkeypatch):
+    monkeypatch.setattr("router.moving.LEAVE_AT_ONCE", 2)
+    driver = Driver("p0", "d0")
+    names = [f"s{i}" for i in range(4)]
+    for name in names:
+        driver.ask(name, max_tokens=20)
+        driver.hand_over(f"{name}.0")
+    for other in ("d1", "d2"):
+        driver.join(other)
+    driver.say("d0", TO_NOTHING)
+    targets = {
+        f.request.request_id: f.attempt.move.decode for f in driver.machine.state.flights.values()
+    }
+    told = [sent(copied(driver, f"{n}.1", target=targets[n]), HandOver) for n in names]
+    assert [len(each) for each in told] == [1, 1, 0, 0]
+    first, last = names[0], names[2]
+    driver.say("d0", HandedOver(f"{first}.0", MOVED))
+    effects = driver.say(targets[first], KvReady(f"{first}.1", 2, 0, "shm"))
+    assert sent(effects, HandOver) == [("d0", HandOver(f"{last}.0", f"{last}.1"))]
+
+
 # ---------------------------------------------------------------- no room
 
 
@@ -191,7 +331,7 @@ def stranded() -> Driver:
 def test_who_finds_no_room_stays_and_is_moved_when_there_is_some(stranded):
     assert delivered(stranded.say("d0", Tokens("a.0", [8]))) == [(8,)]
     effects = stranded.say("d1", Tokens("b.0", [8], FinishReason.STOP))
-    assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
+    assert [(i, m.seq_id) for i, m in sent(effects, OfferPrefix)] == [("d0", "a.1.copy")]
 
 
 def test_who_finds_no_room_is_tried_again_after_a_while(stranded):
@@ -206,8 +346,20 @@ def test_who_finds_no_room_for_long_goes_on_where_it_is(stranded):
         stranded.now_s += 1
         assert stranded.handle(Tick()) == []
     effects = stranded.say("d1", Tokens("b.0", [8], FinishReason.STOP))
-    assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
+    assert [(i, m.seq_id) for i, m in sent(effects, OfferPrefix)] == [("d0", "a.1.copy")]
     assert stranded.machine.counters["retried", NOT_MOVED] == 0
+
+
+def test_a_large_one_without_room_does_not_keep_a_smaller_one_from_it():
+    driver = Driver("p0", "d0")
+    for name, max_tokens in (("large", 40), ("small", 20)):
+        driver.ask(name, max_tokens=max_tokens)
+        driver.hand_over(f"{name}.0")
+    driver.say("d0", TO_NOTHING)
+    assert sorted(driver.machine.state.stranded) == ["large", "small"]
+    effects = driver.join("d1", num_blocks=8)
+    assert [m.seq_id for _, m in sent(effects, OfferPrefix)] == ["small.1.copy"]
+    assert list(driver.machine.state.stranded) == ["large"]
 
 
 def test_where_there_is_nobody_else_what_runs_goes_on_to_its_end():
@@ -279,7 +431,7 @@ def test_a_prompt_that_is_computed_where_nobody_decodes_any_more_is_moved_when_i
     driver.say("m0", PrefillStarted("r.0", 0, None))
     assert driver.say("m0", TO_PREFILL) == []
     effects = driver.say("m0", PrefillDone("r.0", 9, None))
-    assert sent(effects, HandOver) == [("m0", HandOver("r.0", "r.1"))]
+    assert [(i, m.seq_id) for i, m in sent(effects, OfferPrefix)] == [("m0", "r.1.copy")]
     assert delivered(effects) == [(9,)]
 
 

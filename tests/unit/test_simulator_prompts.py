@@ -90,3 +90,10 @@ def test_a_copy_grows_by_itself():
     unwritten = Unwritten(7, 3, 0)
     unwritten.copy().append(3)
     assert len(unwritten) == 3
+
+
+def test_a_part_of_a_prompt_has_the_hashes_of_its_own_blocks_only():
+    prompts = Prompts(TRACE, 4)
+    tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
+    whole = read(prompts, "a.0", tokens).block_hashes
+    assert list(read(prompts, "a.1.copy", tokens[:4]).block_hashes) == list(whole[:1])

@@ -1,0 +1,1 @@
+"""`baton bench moves`: what a client sees of a sequence that goes on in another worker."""

@@ -1,0 +1,47 @@
+"""`baton bench moves`: its options, and what is printed and written."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bench.interference_plan import Ask
+from bench.machine import commit, hardware
+from bench.moves.plan import MovesPlan, check, config_of, quick
+from bench.moves.results import results
+from bench.moves.run import measure
+from bench.report import Report, write_json
+from bench.shapes import SHAPES
+from bench.tables import print_report
+from engine.errors import BatonError
+
+
+def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    shape: Annotated[str, typer.Option(help=f"Random weights: {', '.join(SHAPES)}.")] = "88m",
+    streams: Annotated[int, typer.Option(min=1, help="Streams that move at once.")] = 16,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 256,
+    output_len: Annotated[int, typer.Option(min=8, help="Output tokens of each.")] = 256,
+    repeat: Annotated[int, typer.Option(min=1, help="Flips; results are their medians.")] = 6,
+    seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = 0,
+    quick_: Annotated[bool, typer.Option("--quick", help="Two flips.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Flip a worker whose streams run, and measure the gap that their clients see."""
+    log = Console(stderr=True)
+    try:
+        plan = check(MovesPlan(shape, Ask(streams, input_len, output_len), repeat, seed))
+        plan = quick(plan) if quick_ else plan
+        runs = measure(plan, lambda line: log.print(line, style="dim"))
+        report = Report("moves", commit(), hardware(), seed, config_of(plan), results(runs))
+        if json:
+            write_json(report, json)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    title = (
+        f"{plan.num_repeats} flips of a worker of {plan.shape} with {streams} streams,"
+        f" {input_len} tokens in, {output_len} out"
+    )
+    print_report(Console(), report, title=title)

@@ -1,0 +1,57 @@
+"""What one `bench moves` is asked to do. Pure.
+
+A prefill worker and two decode workers. All streams run in one of the two when that is flipped to
+prefill, so that all of them move at once; the next repetition moves those of the other.
+
+    streams begin ── calm ──> flip ──> it says that it is a prefill worker, and decodes nothing
+
+What is counted is the longest gap of each stream from the order on, and for comparison the longest
+of the same stream in an equally long time before: two cores that five processes share have gaps of
+their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bench.interference_plan import Ask
+from bench.report import Scalar
+from bench.shapes import shape_named
+from engine.errors import ConfigError
+
+OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 2, "--threads": 1}
+CALM_S = 2.0  # that streams run before they are disturbed: as long as a flip may take
+QUICK_REPEATS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MovesPlan:
+    """All that is to be measured. `shape` names a checkpoint of random weights."""
+
+    shape: str
+    streams: Ask
+    num_repeats: int = 6
+    seed: int = 0
+
+
+def check(plan: MovesPlan) -> MovesPlan:
+    """The plan itself. Raises ConfigError where a request does not fit the model."""
+    num_tokens = plan.streams.input_len + plan.streams.output_len
+    if num_tokens > (most := shape_named(plan.shape).max_positions):
+        raise ConfigError(f"{num_tokens} tokens are more than {plan.shape} has room for: {most}")
+    return plan
+
+
+def quick(plan: MovesPlan) -> MovesPlan:
+    """Once in each direction: under 50 s."""
+    return replace(plan, num_repeats=QUICK_REPEATS)
+
+
+def config_of(plan: MovesPlan) -> dict[str, Scalar]:
+    """The plan as a report records it: flat."""
+    return {
+        "shape": plan.shape,
+        "streams": plan.streams.at_once,
+        "input_len": plan.streams.input_len,
+        "output_len": plan.streams.output_len,
+        "num_repeats": plan.num_repeats,
+    }

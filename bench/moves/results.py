@@ -1,0 +1,101 @@
+"""What moves amount to. Pure.
+
+| result        | unit |                                                                       |
+|---------------|------|-----------------------------------------------------------------------|
+| itl/p50       | ms   | between two chunks of a stream, before the flip                       |
+| gap/p50 …     | ms   | the longest of each stream that moved, from the order on              |
+| calm_gap/p50 …| ms   | the longest of each stream in an equally long time before             |
+| pull/p50, max | ms   | of that, while KV was on its way and nobody decoded                   |
+| of_limit/p50 …|      | gap over 3 × the stream's median gap + its pull; promised: at most 1  |
+| flip          | s    | from the order until the controller says that it is carried out       |
+| moved         |      | streams                                                               |
+| not_moved     |      | streams that ended first, or were prefilled again                     |
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bench.answers import Answer
+from bench.moves.plan import CALM_S
+from bench.report import Figure, Result, results_of
+from bench.stats import percentile
+
+NUM_GAPS = 3.0  # of the usual ones, that a move may take beside its pull
+PULL = "move_pull"  # in a timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One flip. Times in seconds, of one clock."""
+
+    streams: tuple[Answer, ...]
+    ordered_s: float
+    emptied_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One stream across the flip. Seconds."""
+
+    itl_s: float  # the median before
+    gap_s: float
+    calm_gap_s: float
+    pull_s: float
+
+    @property
+    def of_limit(self) -> float:
+        """The gap, as a share of what was promised."""
+        return self.gap_s / (NUM_GAPS * self.itl_s + self.pull_s)
+
+
+def moved_of(run: Run) -> list[Moved]:
+    """The streams that moved, and ran for long enough on both sides to tell."""
+    begin_s, end_s = run.ordered_s - CALM_S, max(run.emptied_s, run.ordered_s + CALM_S)
+    found = []
+    for stream in run.streams:
+        gaps = [(a, b - a) for a, b in pairwise(stream.chunk_times_s)]
+        before = [g for a, g in gaps if begin_s <= a < run.ordered_s - g]
+        across = [g for a, g in gaps if run.ordered_s - g <= a < end_s]
+        if PULL in stream.timeline_s and before and across:
+            pull_s = stream.timeline_s[PULL]
+            found.append(Moved(statistics.median(before), max(across), max(before), pull_s))
+    return found
+
+
+def figures_of(run: Run) -> dict[str, Figure]:
+    """What one flip comes to."""
+    moved = moved_of(run)
+    figures = {
+        "flip": Figure(run.emptied_s - run.ordered_s, "s"),
+        "moved": Figure(len(moved), ""),
+        "not_moved": Figure(len(run.streams) - len(moved), ""),
+    }
+    if not moved:
+        return figures
+    gaps_ms = [1e3 * one.gap_s for one in moved]
+    calm_ms = [1e3 * one.calm_gap_s for one in moved]
+    pulls_ms = [1e3 * one.pull_s for one in moved]
+    shares = [one.of_limit for one in moved]
+    return {
+        "itl/p50": Figure(1e3 * statistics.median(one.itl_s for one in moved), "ms"),
+        **_spread("gap", gaps_ms, "ms"),
+        **_spread("calm_gap", calm_ms, "ms"),
+        **_spread("pull", pulls_ms, "ms"),
+        **_spread("of_limit", shares, ""),
+        **figures,
+    }
+
+
+def results(runs: Sequence[Run]) -> tuple[Result, ...]:
+    """One row of the table above after the other."""
+    return results_of([figures_of(run) for run in runs])
+
+
+def _spread(name: str, values: Sequence[float], unit: str) -> dict[str, Figure]:
+    return {
+        f"{name}/p50": Figure(percentile(values, 50), unit),
+        f"{name}/p90": Figure(percentile(values, 90), unit),
+        f"{name}/max": Figure(max(values), unit),
+    }

@@ -1,0 +1,143 @@
+"""The shell of `bench moves`: a real deployment, streams through its gateway, and an operator."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import uvloop
+
+from bench.answers import Answer, Failure
+from bench.chaos.deployment import Deployment, Mark
+from bench.chaos.waiting import holds_within, pause
+from bench.interference import RunBroken, link_checkpoint
+from bench.interference_plan import bodies
+from bench.moves.plan import CALM_S, OPTIONS, MovesPlan
+from bench.moves.results import Run
+from bench.plan import Target
+from bench.prompts import plain_token_ids
+from bench.serve import Client
+from bench.serving import serving
+from engine.clock import Clock, MonotonicClock
+from engine.errors import BatonError
+from engine.messages import Role
+
+REQUEST_TIMEOUT_S = 120.0
+ORDER_WITHIN_S = 30.0
+DECODERS = ("decode-0", "decode-1")
+
+Say = Callable[[str], None]
+
+
+class NotFlipped(BatonError):
+    """A worker did not become what it was ordered to be."""
+
+
+def measure(plan: MovesPlan, say: Say = lambda line: None) -> list[Run]:
+    """Carries out the plan. Raises ServerFailed, RunBroken, NotFlipped, OrderFailed."""
+    with TemporaryDirectory(prefix="baton-") as folder:
+        checkpoint, run_dir = Path(folder, "model"), Path(folder, "run")
+        checkpoint.mkdir()
+        run_dir.mkdir()
+        link_checkpoint(plan.shape, checkpoint, seed=plan.seed)
+        vocab = plain_token_ids(checkpoint)
+        mark = Mark(secrets.token_hex(8), run_dir)
+        say("starting 1 + 2 workers")
+        with serving(checkpoint, OPTIONS, mark.environment) as served:
+            runs: list[Run] = uvloop.run(
+                _measure(plan, lambda session: Deployment(served, session, mark), vocab, say)
+            )
+    return runs
+
+
+async def _measure(
+    plan: MovesPlan,
+    deployed: Callable[[aiohttp.ClientSession], Deployment],
+    vocab: Sequence[int],
+    say: Say,
+) -> list[Run]:
+    clock = MonotonicClock()
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+        headers={"Content-Type": "application/json", "X-Baton-Timeline": "1"},
+    ) as session:
+        deployment = deployed(session)
+        deployment.open()
+        client = Client(session, Target(deployment.url), clock)
+        model = await client.first_model()
+        operator = _Operator(deployment, clock)
+        prompts = bodies(plan.streams, vocab, model=model, rng=Random(f"{plan.seed}/prompts"))
+        runs = []
+        await operator.flip(DECODERS[1], Role.PREFILL)
+        for repeat in range(-2, plan.num_repeats):  # two that only warm up: once in each direction
+            source, target = DECODERS[repeat % 2], DECODERS[1 - repeat % 2]
+            say(f"{source} to {target}" + (": warming up" if repeat < 0 else ""))
+            asked = list(islice(prompts, plan.streams.at_once))
+            run = await _flipped(client, operator, asked, source=source, target=target)
+            if repeat >= 0:
+                runs.append(run)
+    return runs
+
+
+class _Operator:
+    """Gives orders, and waits until they are carried out."""
+
+    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+        self._deployment = deployment
+        self._clock = clock
+
+    async def flip(self, worker: str, role: Role) -> tuple[float, float]:
+        """When it was ordered, and when the worker said that it was that, with nothing to decode if
+        it is not there for that.
+
+        Raises NotFlipped, OrderFailed.
+        """
+        ordered_s = self._clock.now_s()
+        await self._deployment.flip(worker, role)
+
+        async def has_flipped() -> bool:
+            seen = (await self._deployment.look()).by_name.get(worker)
+            if seen is None or not seen.works or seen.role is not role:
+                return False
+            return role.decodes or seen.num_seqs == 0
+
+        if not await holds_within(has_flipped, ORDER_WITHIN_S, self._clock):
+            raise NotFlipped(f"{worker} is no {role} worker after {ORDER_WITHIN_S:g} s")
+        return ordered_s, self._clock.now_s()
+
+    async def running(self, worker: str) -> int:
+        """Sequences that it decodes."""
+        seen = (await self._deployment.look()).by_name.get(worker)
+        return 0 if seen is None else seen.running_seqs
+
+
+async def _flipped(
+    client: Client, operator: _Operator, asked: Sequence[bytes], *, source: str, target: str
+) -> Run:
+    """Streams that all run in `source` when it is flipped, with `target` come back before."""
+    clock = MonotonicClock()
+
+    async def send(body: bytes) -> Answer | Failure:
+        return await client.send(body)
+
+    async def all_run() -> bool:
+        return await operator.running(source) == len(asked)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(send(body)) for body in asked]
+        if not await holds_within(all_run, ORDER_WITHIN_S, clock):
+            raise NotFlipped(f"not all streams run in {source}")
+        await operator.flip(target, Role.DECODE)
+        await pause(CALM_S)
+        ordered_s, emptied_s = await operator.flip(source, Role.PREFILL)
+    answers = [task.result() for task in tasks]
+    failures = [one for one in answers if isinstance(one, Failure)]
+    if failures:
+        raise RunBroken(f"{len(failures)} of {len(asked)} streams", failures)
+    whole = tuple(one for one in answers if isinstance(one, Answer))
+    return Run(whole, ordered_s=ordered_s, emptied_s=emptied_s)
