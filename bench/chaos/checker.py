@@ -4,8 +4,8 @@ A request is *lost* if its last stream does not end as it must: every choice has
 reason and says nothing after it, usage comes once, then one mark of the end, and nothing else. It
 is *changed* if it ends so, but text, finish reasons, log-probabilities or usage are not those of
 the undisturbed run; also if what came before a connection broke is not how that answer begins. A
-connection may break only where a gateway process was killed; else the request counts as lost,
-though the client asked again.
+connection may break only where a gateway process was killed, or stood still for so long that it was
+replaced; else the request counts as lost, though the client asked again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from bench.chaos.plan import FaultKind
+from bench.chaos.plan import OF_GATEWAYS, FaultKind
 from bench.chaos.streams import Stream, Usage
 
 NOTICED_S = 0.5  # a gap that begins so long before a fault was told of can still be its doing
@@ -106,7 +106,7 @@ def reply_of(stream: Stream, num_choices: int) -> Reply:
 def judge(expected: Reply, streams: Sequence[Stream], deaths: Sequence[Injected]) -> Verdict:
     """What became of a request, from all its streams: one for each time that it was sent.
 
-    `deaths` are those of gateway processes.
+    `deaths` are faults of gateway processes.
     """
     num_choices = len(expected.choices)
     for stream in streams[:-1]:
@@ -201,7 +201,7 @@ def _is_hit(streams: Sequence[Stream], fault: Injected) -> bool:
         for begun_s, ended_s in silences
     ):
         return True
-    if fault.kind is FaultKind.GATEWAY:
+    if fault.kind in OF_GATEWAYS:
         return any(is_broken_by(fault, stream) for stream in streams[:-1])
     last = streams[-1]
     return last.num_attempts > 1 and last.sent_s <= fault.begun_s <= last.ended_s

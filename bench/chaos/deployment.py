@@ -112,6 +112,11 @@ class Deployment:
         """Where it is asked."""
         return self._served.url
 
+    @property
+    def pid(self) -> int:
+        """Of the process that keeps the pools: the command itself."""
+        return self._served.pid
+
     def open(self) -> None:
         """Learns how the admin API is reached."""
         (path,) = self._mark.run_dir.glob("*.json")
@@ -151,8 +156,8 @@ class Deployment:
             raise OrderFailed(str(error) or type(error).__name__) from error
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
-        """Whether there still was somebody to take it. Only a service of this deployment is."""
-        if pid not in self._served.sessions():
+        """Whether there still was somebody to take it. Only a process of this deployment is."""
+        if pid not in (self._served.pid, *self._served.sessions()):
             return False
         try:
             os.kill(pid, number)

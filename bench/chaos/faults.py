@@ -6,18 +6,22 @@ services of the deployment and to nobody else; orders go to its controller, as a
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from bench.chaos.checker import Injected
 from bench.chaos.deployment import Deployment, OrderFailed, Seen
-from bench.chaos.plan import Fault, FaultKind, chosen
+from bench.chaos.plan import OF_GATEWAYS, STOPS, Fault, FaultKind, chosen, kinds_in_turn
 from bench.chaos.waiting import POLL_EVERY_S, holds_within, pause
 from engine.clock import Clock
 from engine.messages import Role
 
 RUNS_S, STANDS_S = 0.02, 0.08  # of a slow worker
 ORDER_WITHIN_S = 20.0
+CONTROLLER = "controller"  # its name among victims
+RAREST_FIRST = 0.5  # share of its time for which a fault waits for the rarest kind to be possible
 
 
 class FaultFailed(Exception):
@@ -39,9 +43,11 @@ def candidates(kind: FaultKind, seen: Seen, *, held: Collection[str]) -> list[st
     last.
     """
     gateways = [g for g in seen.gateways if g.works and g.members_version == seen.version]
-    if len(gateways) < len(seen.gateways):
+    if not gateways or len(gateways) < len(seen.gateways):
         return []
-    if kind is FaultKind.GATEWAY:
+    if kind is FaultKind.STOP_CONTROLLER:
+        return [CONTROLLER] if CONTROLLER not in held else []
+    if kind in OF_GATEWAYS:
         free = sorted(g.name for g in gateways if g.name not in held)
         return free if len(free) > 1 else []
     sound = {w.worker_id: w.role for w in seen.workers if w.works and w.worker_id not in held}
@@ -69,9 +75,9 @@ class Signals:
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
         """Kills, stops or slows."""
         if fault.kind is FaultKind.SLOW:
-            await self._slow(pid, fault.lasts_s)
-        elif fault.kind is FaultKind.STOP:
-            await self._stop(pid, fault.lasts_s)
+            await self._slow(pid, fault.seconds)
+        elif fault.kind in STOPS:
+            await self._stop(pid, fault.seconds)
         else:
             self._send(pid, signal.SIGKILL)
         return ""
@@ -105,8 +111,10 @@ class Orders:
         """Flips or drains, and gives it its role again; how long the change took."""
         begun_s = self._clock.now_s()
         try:
-            role = (await self._deployment.look()).by_name[victim].role
-            assert role is not None
+            seen = (await self._deployment.look()).by_name.get(victim)
+            if seen is None or seen.role is None:
+                raise FaultFailed("nobody knows its role")
+            role = seen.role
             if fault.kind is FaultKind.FLIP:
                 other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
                 await self._deployment.flip(victim, other)
@@ -115,12 +123,27 @@ class Orders:
                 await self._deployment.drain(victim)
                 await self._until(victim, "drained", Role.DRAINED)
             took_s = self._clock.now_s() - begun_s
-            await pause(fault.lasts_s)
-            await self._deployment.flip(victim, role)
+            await pause(fault.seconds)
+            await self._give_back(victim, role)
             await self._until(victim, "serving", role)
         except OrderFailed as error:
             raise FaultFailed(str(error)) from error
         return f"took {took_s:.1f} s"
+
+    async def _give_back(self, victim: str, role: Role) -> None:
+        """Orders the role that it had, also when that has to wait: for somebody to take its place,
+        or for a controller that stands still. Raises OrderFailed.
+        """
+
+        async def is_taken() -> bool:
+            try:
+                await self._deployment.flip(victim, role)
+            except OrderFailed:
+                return False
+            return True
+
+        if not await holds_within(is_taken, ORDER_WITHIN_S, self._clock):
+            await self._deployment.flip(victim, role)
 
     async def _until(self, victim: str, state: str, role: Role) -> None:
         """Waits until it has the role and holds nothing of another. Raises FaultFailed."""
@@ -138,43 +161,79 @@ class Director:
     """Carries out a plan's faults when they are due."""
 
     def __init__(
-        self, deployment: Deployment, injectors: Mapping[FaultKind, Injector], clock: Clock
+        self,
+        deployment: Deployment,
+        injectors: Mapping[FaultKind, Injector],
+        clock: Clock,
+        *,
+        kinds: Sequence[FaultKind] = tuple(FaultKind),
     ) -> None:
         self._deployment = deployment
         self._injectors = injectors
         self._clock = clock
+        self._kinds = kinds
+        self._counts: Counter[FaultKind] = Counter()
+        self._waiting: list[Fault] = []  # for somebody whom they may hit
         self._held: set[str] = set()
         self._killed: dict[str, int] = {}  # process ids of those that are to come back as others
         self.injected: list[Injected] = []
         self.skipped: list[Fault] = []
 
     async def run(self, faults: Sequence[Fault], start_s: float) -> None:
-        """Injects each when it is due; one that nobody may be hit by then waits for the next."""
-        dues_s = [start_s + fault.at_s for fault in faults]
+        """Injects each when it is due. One that nobody may be hit by then waits for as long as the
+        next of kills, or of others, is not due: whoever waits longer goes first.
+        """
+        kills = [fault for fault in faults if fault.kind is FaultKind.KILL]
+        others = [fault for fault in faults if fault.kind is not FaultKind.KILL]
         async with asyncio.TaskGroup() as group:
-            for fault, due_s, until_s in zip(
-                faults, dues_s, [*dues_s[1:], dues_s[-1]], strict=True
-            ):
-                await pause(due_s - self._clock.now_s())
-                found = await self._find(fault, until_s)
-                if found is None:
-                    self.skipped.append(fault)
-                else:
-                    self._held.add(found[0])
-                    group.create_task(self._inject(fault, *found))
+            for each in (kills, others):
+                group.create_task(self._run_in_turn(each, start_s, group))
 
-    async def _find(self, fault: Fault, until_s: float) -> tuple[str, int] | None:
+    async def _run_in_turn(
+        self, faults: Sequence[Fault], start_s: float, group: asyncio.TaskGroup
+    ) -> None:
+        dues_s = [start_s + fault.at_s for fault in faults]
+        for fault, due_s, until_s in zip(faults, dues_s, [*dues_s[1:], *dues_s[-1:]], strict=True):
+            await pause(due_s - self._clock.now_s())
+            self._waiting.append(fault)
+            found = await self._find(fault, until_s)
+            self._waiting.remove(fault)
+            if found is None:
+                self.skipped.append(fault)
+            else:
+                group.create_task(self._inject(*found))
+
+    async def _find(self, fault: Fault, until_s: float) -> tuple[Fault, str, int] | None:
+        """What comes in its place, and whom it hits; that one is held from now on."""
+        rarest_until_s = self._clock.now_s() + RAREST_FIRST * (until_s - self._clock.now_s())
         while True:
-            seen = await self._deployment.look()
-            self._killed = {n: old for n, old in self._killed.items() if pid_of(n, seen) == old}
-            eligible = candidates(fault.kind, seen, held=self._held | self._killed.keys())
-            victim = chosen(fault, eligible)
-            pid = None if victim is None else pid_of(victim, seen)
-            if victim is not None and pid is not None:
-                return victim, pid
+            if fault is min(self._waiting, key=lambda waiting: waiting.at_s):
+                kinds = kinds_in_turn(self._kinds, fault, self._counts)
+                if self._clock.now_s() < rarest_until_s:
+                    kinds = [k for k in kinds if self._counts[k] == self._counts[kinds[0]]]
+                found = await self._look_for(fault, kinds)
+                if found is not None:
+                    return found
             if self._clock.now_s() + POLL_EVERY_S > until_s:
                 return None
             await pause(POLL_EVERY_S)
+
+    async def _look_for(
+        self, fault: Fault, kinds: Sequence[FaultKind]
+    ) -> tuple[Fault, str, int] | None:
+        seen = await self._deployment.look()
+        self._killed = {n: old for n, old in self._killed.items() if pid_of(n, seen) == old}
+        held = self._held | self._killed.keys()
+        for kind in kinds:
+            victim = chosen(fault, candidates(kind, seen, held=held))
+            if victim is None:
+                continue
+            pid = self._deployment.pid if victim == CONTROLLER else pid_of(victim, seen)
+            if pid is not None:
+                self._held.add(victim)
+                self._counts[kind] += 1
+                return replace(fault, kind=kind), victim, pid
+        return None
 
     async def _inject(self, fault: Fault, victim: str, pid: int) -> None:
         begun_s, failure = self._clock.now_s(), None

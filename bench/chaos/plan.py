@@ -1,19 +1,22 @@
 """What one `bench chaos` is asked to do, and which faults it injects when. Pure.
 
-    kill      SIGKILL of a worker
-    stop      SIGSTOP of a worker for a while, then SIGCONT
-    slow      a worker that runs for a fifth of the time, for a while
-    flip      a worker of one pool changes to the other, and back after a while
-    drain     a worker is given no work for a while, and what it has is moved away
-    gateway   SIGKILL of a gateway process
+    kill             SIGKILL of a worker
+    stop             SIGSTOP of a worker for a while, then SIGCONT
+    slow             a worker that runs for a fifth of the time, for a while
+    flip             a worker of one pool changes to the other, and back after a while
+    drain            a worker is given no work for a while, and what it has is moved away
+    gateway          SIGKILL of a gateway process
+    stop-gateway     SIGSTOP of a gateway process for a while
+    stop-controller  SIGSTOP of the process that keeps the pools, for a while
 
 Kills, where they are asked for, come every `every_s`; one fault of another kind comes in the middle
 between two of them, so that it meets what the kill left; the other kinds take turns. Who is hit is
 decided by `Fault.draw` when it is time, among those that may be hit then (`chosen`): no fault takes
-the last worker of a pool that works, since what is asked is whether others take over.
+the last worker of a pool that works, since what is asked is whether others take over. A kind that
+can hit nobody when it is its turn gives way to one that can, and is the next to be tried.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
@@ -42,19 +45,34 @@ class FaultKind(StrEnum):
     FLIP = "flip"
     DRAIN = "drain"
     GATEWAY = "gateway"
+    STOP_GATEWAY = "stop-gateway"
+    STOP_CONTROLLER = "stop-controller"
 
 
-LASTING = frozenset({FaultKind.STOP, FaultKind.SLOW, FaultKind.FLIP, FaultKind.DRAIN})
+STOPS = frozenset({FaultKind.STOP, FaultKind.STOP_GATEWAY, FaultKind.STOP_CONTROLLER})
+LASTING = STOPS | {FaultKind.SLOW, FaultKind.FLIP, FaultKind.DRAIN}
+OF_GATEWAYS = frozenset({FaultKind.GATEWAY, FaultKind.STOP_GATEWAY})
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One that is to come, so many seconds after the load begins; `draw` in [0, 1)."""
+    """One that is to come, so many seconds after the load begins; `draw` in [0, 1).
+
+    `lasts_s` is for kinds that end by themselves, `stops_s` for those that stop a process.
+    """
 
     at_s: float
     kind: FaultKind
     draw: float
     lasts_s: float = 0.0
+    stops_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """For how long it lasts."""
+        if self.kind in STOPS:
+            return self.stops_s
+        return self.lasts_s if self.kind in LASTING else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +99,8 @@ def check(plan: ChaosPlan) -> ChaosPlan:
     """The plan itself. Raises ConfigError where nothing could be learned from it."""
     if not plan.kinds:
         raise ConfigError("chaos needs at least one kind of fault")
-    if FaultKind.GATEWAY in plan.kinds and plan.gateways < 2:
-        raise ConfigError("a gateway process can only be killed where there is another one")
+    if OF_GATEWAYS & set(plan.kinds) and plan.gateways < 2:
+        raise ConfigError("a gateway process can only be hit where there is another one")
     if not min(plan.rate_per_s, plan.every_s) > 0:
         raise ConfigError("the rate and the time between faults must be above 0")
     if min(plan.prefill, plan.decode) < 1 or max(plan.prefill, plan.decode) < 2:
@@ -122,9 +140,19 @@ def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
 
 def _fault(kind: FaultKind, at_s: float, rng: Random) -> Fault:
     draw, lasts_s, is_long = rng.random(), rng.uniform(*LASTS_S), rng.random() < LONG_STOPS
-    if kind is FaultKind.STOP and is_long:
-        lasts_s = LONG_STOP_S
-    return Fault(at_s, kind, draw, lasts_s if kind in LASTING else 0.0)
+    return Fault(at_s, kind, draw, lasts_s, LONG_STOP_S if is_long else lasts_s)
+
+
+def kinds_in_turn(
+    kinds: Sequence[FaultKind], fault: Fault, counts: Mapping[FaultKind, int]
+) -> list[FaultKind]:
+    """What may come in the place of a fault: for a kill nothing else, for another kind those of the
+    plan that are no kills, the rarest so far first.
+    """
+    if fault.kind is FaultKind.KILL:
+        return [fault.kind]
+    others = [kind for kind in kinds if kind is not FaultKind.KILL]
+    return sorted(others, key=lambda kind: (counts.get(kind, 0), kind is not fault.kind))
 
 
 def chosen(fault: Fault, eligible: Sequence[T]) -> T | None:

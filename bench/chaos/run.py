@@ -26,7 +26,7 @@ from bench.chaos.client import Client
 from bench.chaos.deployment import Deployment, Mark, Seen, WorkerSeen
 from bench.chaos.faults import Director, Orders, Signals
 from bench.chaos.load import open_loop, undisturbed
-from bench.chaos.plan import ChaosPlan, Fault, FaultKind, due_times_s, faults_of
+from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times_s, faults_of
 from bench.chaos.streams import Stream
 from bench.chaos.waiting import holds_within, pause
 from bench.plan import Target
@@ -129,7 +129,7 @@ async def _measure(
         signals, orders = Signals(deployment, clock), Orders(deployment, clock)
         by_order = {FaultKind.FLIP: orders, FaultKind.DRAIN: orders}
         injectors = dict.fromkeys(FaultKind, signals) | by_order
-        director = Director(deployment, injectors, clock)
+        director = Director(deployment, injectors, clock, kinds=plan.kinds)
         watch = _Watch(deployment, clock)
         say(f"the same in {plan.duration_s:.0f} s, with faults: {', '.join(plan.kinds)}")
         begun_s = clock.now_s()
@@ -144,7 +144,7 @@ async def _measure(
         left = await keeper.left()
         processes = await _end(deployment, clock)
     expected = [reply_of(s, ask.num_choices) for s, ask in zip(calm, asked, strict=True)]
-    deaths = [f for f in director.injected if f.kind is FaultKind.GATEWAY]
+    deaths = [f for f in director.injected if f.kind in OF_GATEWAYS]
     return Run(
         asked=tuple(asked),
         expected=tuple(expected),

@@ -1,5 +1,6 @@
 """Faults and requests of `bench chaos` are functions of its seed."""
 
+import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -11,19 +12,22 @@ import pytest
 from bench.chaos.asks import KINDS, asks
 from bench.chaos.cli import _kinds
 from bench.chaos.deployment import NOTHING, GatewaySeen, Seen, WorkerSeen
-from bench.chaos.faults import candidates
+from bench.chaos.faults import CONTROLLER, Director, candidates
 from bench.chaos.plan import (
     LASTING,
     LONG_STOP_S,
+    OF_GATEWAYS,
     ChaosPlan,
     Fault,
     FaultKind,
     check,
     chosen,
     faults_of,
+    kinds_in_turn,
     quick,
 )
 from bench.chaos.run import is_whole
+from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 from engine.messages import Role
 
@@ -61,8 +65,8 @@ def test_without_kills_other_faults_keep_the_pace():
 
 def test_only_faults_that_end_by_themselves_last_and_some_stops_last_long():
     faults = faults_of(PLAN)
-    assert all((fault.lasts_s > 0) == (fault.kind in LASTING) for fault in faults)
-    stops = [f.lasts_s for f in faults_of(replace(PLAN, kinds=(FaultKind.STOP,)))]
+    assert all((fault.seconds > 0) == (fault.kind in LASTING) for fault in faults)
+    stops = [f.seconds for f in faults_of(replace(PLAN, kinds=(FaultKind.STOP,)))]
     assert LONG_STOP_S in stops
     assert min(stops) < LONG_STOP_S / 2
 
@@ -119,7 +123,10 @@ def test_everybody_may_be_hit_while_all_are_there():
     assert candidates(FaultKind.KILL, pools(P0, P1, D0, D1), held=()) == ["d0", "d1", "p0", "p1"]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.GATEWAY])
+OF_WORKERS = sorted(set(FaultKind) - OF_GATEWAYS - {FaultKind.STOP_CONTROLLER})
+
+
+@pytest.mark.parametrize("kind", OF_WORKERS)
 def test_nobody_takes_the_last_that_works_of_a_pool(kind):
     for changes in (
         {"state": "starting"},
@@ -153,6 +160,75 @@ def test_a_mixed_worker_counts_for_both_pools():
 def test_a_gateway_is_hit_only_while_there_is_another_one():
     assert candidates(FaultKind.GATEWAY, pools(P0, D0), held=()) == ["g0", "g1"]
     assert candidates(FaultKind.GATEWAY, pools(P0, D0), held=["g0"]) == []
+
+
+def test_the_controller_stands_still_once_at_a_time_and_not_while_nothing_is_known_of_the_rest():
+    assert candidates(FaultKind.STOP_CONTROLLER, pools(P0, D0), held=()) == [CONTROLLER]
+    assert candidates(FaultKind.STOP_CONTROLLER, pools(P0, D0), held=[CONTROLLER]) == []
+    assert candidates(FaultKind.STOP_CONTROLLER, NOTHING, held=()) == []
+
+
+def test_the_rarest_kind_goes_first_and_a_kill_is_nothing_else():
+    fault = Fault(0.0, FaultKind.DRAIN, 0.5)
+    kinds = kinds_in_turn(ALL, fault, {FaultKind.DRAIN: 1, FaultKind.FLIP: 1})
+    assert kinds[-2:] == [FaultKind.DRAIN, FaultKind.FLIP]
+    assert set(kinds) == set(ALL) - {FaultKind.KILL}
+    assert kinds_in_turn(ALL, fault, {})[0] is FaultKind.DRAIN
+    assert kinds_in_turn(ALL, replace(fault, kind=FaultKind.KILL), {}) == [FaultKind.KILL]
+
+
+class SeenDeployment:
+    """A deployment that looks as it is said to."""
+
+    pid = 99
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+
+    async def look(self) -> Seen:
+        return self._seen
+
+
+class Noted:
+    """Injects nothing and keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[FaultKind, str, int]] = []
+
+    async def inject(self, fault: Fault, victim: str, pid: int) -> str:
+        self.faults.append((fault.kind, victim, pid))
+        return ""
+
+
+def directed(seen: Seen, *faults: Fault, kinds=ALL) -> tuple[Director, list]:
+    noted = Noted()
+    injectors = dict.fromkeys(FaultKind, noted)
+    clock = MonotonicClock()
+    director = Director(SeenDeployment(seen), injectors, clock, kinds=kinds)
+    asyncio.run(director.run(faults, clock.now_s()))
+    return director, noted.faults
+
+
+def test_a_fault_that_can_hit_nobody_gives_way_to_one_that_can():
+    kinds = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.GATEWAY)
+    drain = Fault(0.0, FaultKind.DRAIN, 0.0)
+    director, faults = directed(pools(P0, D0), drain, kinds=kinds)
+    assert faults == [(FaultKind.GATEWAY, "g0", 8)]
+    assert [fault.kind for fault in director.injected] == [FaultKind.GATEWAY]
+    director, faults = directed(pools(P0, P1, D0), drain, kinds=kinds)
+    assert faults == [(FaultKind.DRAIN, "p0", 7)]
+
+
+def test_a_kill_that_can_hit_nobody_is_left_out():
+    director, faults = directed(pools(P0, D0), Fault(0.0, FaultKind.KILL, 0.0))
+    assert not faults
+    assert [fault.kind for fault in director.skipped] == [FaultKind.KILL]
+
+
+def test_the_process_that_keeps_the_pools_is_the_command_itself():
+    stop = Fault(0.0, FaultKind.STOP_CONTROLLER, 0.0)
+    _, faults = directed(pools(P0, D0), stop, kinds=(FaultKind.STOP_CONTROLLER,))
+    assert faults == [(FaultKind.STOP_CONTROLLER, CONTROLLER, 99)]
 
 
 def test_pools_are_whole_when_nothing_is_under_way_or_held():
