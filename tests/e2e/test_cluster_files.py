@@ -1,12 +1,17 @@
 """The files in `deploy/cluster` are what Ray and Kubernetes accept, and say what Baton needs."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import deploy.cluster
+from deploy.placement import Node, Placement, nodes_to_start_on
+from engine.config import PoolsConfig
+from engine.control import Pools
 
 pytestmark = pytest.mark.ray  # which brings yaml along
 
@@ -82,6 +87,30 @@ def test_shells_on_the_head_find_ray_and_what_the_controller_says_of_itself(name
     done = subprocess.run(shown, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"{tmp_path}/.baton/run", f"{tmp_path}/.baton/venv/bin"]
     assert len((tmp_path / ".bashrc").read_text().splitlines()) == 1
+
+
+def node_types(name: str) -> list[Node]:
+    """One node of each type, as the file says what it has."""
+    if name == "kuberay":
+        groups = kubernetes()["RayCluster"]["spec"]["workerGroupSpecs"]
+        params = [json.loads(json.loads(g["rayStartParams"]["resources"])) for g in groups]
+        limits = [g["template"]["spec"]["containers"][0]["resources"]["limits"] for g in groups]
+        has = [
+            {**own, "GPU": float(each["nvidia.com/gpu"]), "CPU": float(each["cpu"])}
+            for own, each in zip(params, limits, strict=True)
+        ]
+    else:
+        has = [each["resources"] for each in read(name)["available_node_types"].values()]
+    return [Node(str(i), "", resources) for i, resources in enumerate(has)]
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp", "kuberay"])
+def test_nodes_of_a_cloud_hold_what_baton_yaml_asks_for(name):
+    given = read("baton")["pools"]
+    pools = msgspec.convert({**given, "num_gpus": 1}, PoolsConfig)
+    usable = nodes_to_start_on(node_types(name), pools, Pools(4, 4))
+    assert Placement.of(pools).room(usable) == 8  # as many as there are GPUs
+    assert len(usable) == 2  # not the head
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])

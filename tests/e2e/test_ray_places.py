@@ -184,6 +184,7 @@ def test_a_node_that_others_have_taken_is_left_to_them(places):
         remove_placement_group(theirs)
 
 
+@pytest.mark.long  # another node takes seconds to come
 def test_a_node_goes_and_who_was_there_is_put_elsewhere(nodes, places):
     mine = places(Placement(1, "spare_node", "spare_node", Spread.SPREAD))
     lost = nodes.add(spare_node=1)
