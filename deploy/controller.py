@@ -322,18 +322,21 @@ class PoolController:
                     self._hang_up(name)
                     self._handle(Died(name, how))
                 self._handle(Tick())
-                await self._plan_pools()
+                self._plan_pools()
             except Exception as error:
                 self._note_bug(error)
 
     async def _watch_room(self) -> None:
-        """Sees nodes come and go; a cluster that gives no answer holds up nothing else."""
+        """Asks for nodes, and sees them come and go. Where a cluster gives no answer, only this
+        waits for it.
+        """
         never = self._loop.create_future()
         while True:
             await asyncio.wait([never], timeout=WATCH_EVERY_S)
             try:
                 names = [str(worker_id) for worker_id in self.machine.workers]
                 await self._in_thread(self._launcher.keep_places, names)
+                await self._ask_for_room()
                 room = await self._in_thread(self._look_for_room)
                 limits = self.machine.limits
                 if room != RoomSeen(limits.max_workers, limits.why_no_more):
@@ -349,7 +352,7 @@ class PoolController:
         room = self._launcher.room(pools.num_gpus)
         return RoomSeen(room, f"{self._launcher.scarce(pools.num_gpus)} (see pools.max_workers)")
 
-    async def _plan_pools(self) -> None:
+    def _plan_pools(self) -> None:
         names = self.machine.gateways
         reports = [
             link.report if (link := self.gateway_links.get(name)) else None for name in names
@@ -359,12 +362,13 @@ class PoolController:
         if decision is not None:
             why = "; ".join(decision.reasons)
             self._report(f"planner ({decision.mode}): {decision}, because {why}")
-        room_for = self.planning.room_for
-        if room_for is not None and room_for != self._asked_for:
-            await self._in_thread(
-                self._launcher.ask_for, room_for, self._plan.config.pools.num_gpus
-            )
-            self._asked_for = room_for
+
+    async def _ask_for_room(self) -> None:
+        """If the planner wants other room than was asked for."""
+        wanted, num_gpus = self.planning.room_for, self._plan.config.pools.num_gpus
+        if wanted is not None and wanted != self._asked_for:
+            await self._in_thread(self._launcher.ask_for, wanted, num_gpus)
+            self._asked_for = wanted
 
     # ------------------------------------------------------------ specs
 

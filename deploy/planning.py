@@ -81,6 +81,9 @@ class Decision:
 def rules_of(config: Config) -> Rules:
     """What the planner of a deployment keeps to."""
     bounds, router = config.planner, config.router
+    most = bounds.max_workers
+    if most is not None and config.pools.max_workers is not None:
+        most = min(most, config.pools.max_workers)  # room beyond that is not to be asked for
     return Rules(
         ttft_s=router.slo_ttft_s,
         tpot_s=router.slo_tpot_s,
@@ -89,7 +92,7 @@ def rules_of(config: Config) -> Rules:
         min_decode=bounds.min_decode,
         max_decode=bounds.max_decode,
         min_total=bounds.min_workers,
-        max_total=bounds.max_workers,
+        max_total=most,
         cool_down_s=bounds.cool_down_s,
         grow_after_s=bounds.grow_after_s,
         shrink_after_s=bounds.shrink_after_s,

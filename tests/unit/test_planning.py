@@ -22,7 +22,7 @@ from deploy.pool_events import (
     Tick,
 )
 from deploy.pools import PoolLimits, PoolMachine
-from engine.config import Config, PlannerConfig, RouterConfig, WorkerConfig
+from engine.config import Config, PlannerConfig, PoolsConfig, RouterConfig, WorkerConfig
 from engine.control import GatewayReport, Intent, PlannerMode, Pools
 from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat
@@ -264,6 +264,8 @@ def test_bounds_and_goals_are_those_of_the_configuration():
     assert (rules.ttft_s, rules.tpot_s, rules.min_prefill) == (1.5, 0.05, 2)
     assert (rules.max_total, rules.cool_down_s) == (9, 4.0)
     assert rules_of(Config()) == Rules()
+    capped = Config(pools=PoolsConfig(max_workers=5), planner=PlannerConfig(max_workers=9))
+    assert rules_of(capped).max_total == 5
 
 
 @pytest.mark.parametrize(
