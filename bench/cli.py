@@ -8,6 +8,7 @@ baton bench speculate --json speculate.json
 baton bench router --json router.json
 baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/its/python
 baton bench elastic --json elastic.json
+baton bench elastic-live --json elastic-live.json
 baton bench validation --json validation.json
 baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
 baton bench interference --json interference.json
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from bench.answers import Endpoint
 from bench.chaos.cli import chaos
+from bench.elastic_live_cli import elastic_live
 from bench.engine_cli import engine
 from bench.gateway_cli import gateway
 from bench.interference_cli import interference
@@ -54,6 +56,7 @@ app.command()(speculate)
 app.command()(router)
 app.command()(simulator)
 app.command()(elastic)
+app.command("elastic-live")(elastic_live)
 app.command()(validation)
 app.command()(chaos)
 app.command()(moves)

@@ -61,6 +61,17 @@ def print_pivot(console: Console, report: Report, *, title: str) -> None:
     console.print(table)
 
 
+def print_spread(console: Console, results: Sequence[Result]) -> None:
+    """Every figure, with the least and the most of its runs."""
+    table = Table("result", "value", "least", "most", "unit", box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for result in results:
+        values = (result.value, min(result.runs), max(result.runs))
+        table.add_row(result.name, *(f"{value:.4g}" for value in values), result.unit)
+    console.print(table)
+
+
 def print_failures(console: Console, kinds: Mapping[str, tuple[int, str]]) -> None:
     """Each kind of failed request, how often it came, and what was said the first time."""
     for kind, (count, first) in kinds.items():

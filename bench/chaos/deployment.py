@@ -11,6 +11,7 @@ import msgspec
 
 from bench.background import PROC
 from bench.serving import Served
+from engine.control import PlannerMode
 from engine.errors import BatonError
 from engine.messages import Role
 
@@ -70,6 +71,7 @@ class Seen(msgspec.Struct, frozen=True):
     version: int
     workers: list[WorkerSeen]
     gateways: list[GatewaySeen]
+    counters: dict[str, int] = {}
 
     @property
     def by_name(self) -> dict[str, WorkerSeen]:
@@ -136,6 +138,14 @@ class Deployment:
     async def drain(self, worker: str) -> None:
         """Orders it. Raises OrderFailed."""
         await self._call("POST", f"/v1/workers/{worker}/drain")
+
+    async def set_pools(self, prefill: int, decode: int) -> None:
+        """Orders so many workers of each. Raises OrderFailed."""
+        await self._call("POST", "/v1/pools", {"prefill": prefill, "decode": decode})
+
+    async def set_planner(self, mode: PlannerMode) -> None:
+        """Orders what becomes of the planner's proposals. Raises OrderFailed."""
+        await self._call("POST", "/v1/planner", {"mode": mode})
 
     async def _call(self, method: str, path: str, body: object = None) -> bytes:
         access = self._access

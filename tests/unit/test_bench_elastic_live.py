@@ -1,0 +1,75 @@
+"""`bench elastic-live`: its load, its orders, and what its runs come to."""
+
+import pytest
+
+from bench.answers import Answer, Failure
+from bench.elastic_live_plan import (
+    MAX_RUNNING,
+    NEEDED,
+    READING,
+    WRITING,
+    LivePlan,
+    LiveRun,
+    Pace,
+    load_of,
+    name_of,
+    order_of,
+    quick,
+    results,
+)
+from bench.load import Outcome
+
+PLAN = LivePlan("88m", 3, (1, 2), num_phases=4, phase_s=10.0, num_repeats=2)
+PACE = Pace(prompt_s=0.25, token_s=0.01)
+REFUSED = Failure("http_429", "later")
+
+
+def answer(ttft_s):
+    return Answer(0.0, (ttft_s, ttft_s + 0.01), 2, None, None, {})
+
+
+def run(setting, repeat, *found, num_flips=0):
+    outcomes = tuple(Outcome(0.0, None, result) for result in found)
+    return LiveRun(setting, repeat, outcomes, num_flips)
+
+
+def test_the_load_turns_and_each_mix_needs_more_than_one_worker_and_less_than_two():
+    load = list(load_of(PLAN, PACE, 0))
+    for phase, mix in enumerate((READING, WRITING, READING, WRITING)):
+        due = [(s, one) for s, one in load if phase * 10.0 <= s < (phase + 1) * 10.0]
+        assert {one for _, one in due} == {mix}
+        assert len(due) == pytest.approx(10 * PACE.rate_per_s(mix), rel=0.5)
+    assert PACE.rate_per_s(READING) == pytest.approx(NEEDED / 0.25)
+    assert PACE.rate_per_s(WRITING) == pytest.approx(NEEDED * MAX_RUNNING / (96 * 0.01))
+    assert load == sorted(load, key=lambda each: each[0])
+
+
+def test_all_settings_of_a_repetition_have_the_same_load_and_another_one_another():
+    assert list(load_of(PLAN, PACE, 0)) == list(load_of(PLAN, PACE, 0))
+    assert list(load_of(PLAN, PACE, 0)) != list(load_of(PLAN, PACE, 1))
+    for repeat in range(3):
+        assert sorted(order_of(PLAN, repeat), key=str) == [1, 2, None]
+    assert [name_of(PLAN, s) for s in PLAN.settings] == ["fixed_1+2", "fixed_2+1", "planner"]
+
+
+def test_the_ratio_is_to_the_best_split_of_the_same_repetition():
+    good, late = answer(0.5), answer(1.5)
+    runs = [
+        run(1, 0, good, late, REFUSED, good),
+        run(2, 0, good, late, late, late),
+        run(None, 0, good, good, good, late, num_flips=3),
+        run(1, 1, good, late),
+        run(2, 1, good, good),
+        run(None, 1, good, Failure("truncated", ""), num_flips=1),
+    ]
+    found = {result.name: result for result in results(PLAN, PACE, runs)}
+    assert found["ratio"].runs == (1.5, 0.5)
+    assert found["goodput/best_fixed"].runs == (2 / 40, 2 / 40)
+    assert found["attainment/planner"].runs == (0.75, 0.5)
+    assert found["flips"].runs == (3, 1)
+    assert (found["refused"].runs, found["lost"].runs) == ((1, 0), (0, 1))
+
+
+def test_quick_is_one_turn_against_one_split():
+    brief = quick(PLAN)
+    assert (brief.num_phases, list(brief.settings), brief.num_repeats) == (2, [1, None], 1)
