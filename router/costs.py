@@ -112,6 +112,7 @@ class Fit:
 
     def __init__(self, num_features: int) -> None:
         self.error: float | None = None
+        self.num_forgotten = 0  # times that all was forgotten
         self._products = np.zeros((num_features, num_features))
         self._targets = np.zeros(num_features)
         self._weights = (0.0,) * num_features
@@ -168,6 +169,7 @@ class Fit:
         self._num_unsolved += 1
 
     def _forget(self) -> None:
+        self.num_forgotten += 1
         self._products *= 0.0
         self._targets *= 0.0
         self._weights = (0.0,) * len(self._weights)
@@ -250,6 +252,12 @@ class OnlineCosts:
         if fits.costs is None:
             fits.costs = _costs_of(fits)
         return fits.costs
+
+    def num_forgotten(self, kind: str, worker_class: Hashable) -> int:
+        """How often all that was known of "prefill", "decode" or "pull" was forgotten."""
+        fits = self._fits.get(worker_class)
+        fit: Fit | None = None if fits is None else getattr(fits, kind)
+        return 0 if fit is None else fit.num_forgotten
 
     def errors(self, worker_class: Hashable) -> CostErrors:
         """How far off the predictions for a class are."""

@@ -66,8 +66,9 @@ class Rate:
 
 @dataclass(slots=True)
 class _Sizes:
-    """How many observations there were, and of what sizes."""
+    """How many observations there were since all was forgotten, and of what sizes."""
 
+    num_forgotten: int = 0  # times
     number: int = 0
     least: float = field(default=float("inf"))
     most: float = 0.0
@@ -148,7 +149,15 @@ class Estimates:
         return self._of(kind, worker).note(size)
 
     def _of(self, kind: str, worker: WorkerView) -> _Sizes:
-        return self._sizes.setdefault((kind, worker_class(worker)), _Sizes())
+        """Of what the formula was learned from: of one size alone, it would say of others nothing
+        that is true.
+        """
+        key = kind, worker_class(worker)
+        sizes = self._sizes.setdefault(key, _Sizes())
+        num_forgotten = self._online.num_forgotten(*key)
+        if sizes.num_forgotten != num_forgotten:
+            sizes = self._sizes[key] = _Sizes(num_forgotten)
+        return sizes
 
     # ------------------------------------------------------------ predictions
 

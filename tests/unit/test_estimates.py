@@ -144,3 +144,21 @@ def test_how_late_busy_workers_answer_is_learned():
     for _ in range(60):
         estimates.observe_offer(0.4)
     assert estimates.offer_s() == pytest.approx(0.4, rel=0.01)
+
+
+def test_what_was_forgotten_is_not_learned_again_from_prompts_of_one_length():
+    """The square explains one length as well as the length does, and others ten times too slow."""
+    estimates = Estimates()
+    for number in range(40):
+        length = 64 if number % 2 else 768
+        estimates.observe_prefill(P0, length, num_cached=0, seconds=0.001 * length)
+    assert estimates.prefill_s(P0, 768, 0) == pytest.approx(0.768, rel=0.01)
+    for _ in range(40):  # the worker has become three times as slow
+        estimates.observe_prefill(P0, 64, num_cached=0, seconds=0.003 * 64)
+    assert estimates.prefill_s(P0, 768, 0) == pytest.approx(3 * 0.768, rel=0.1)
+    for number in range(40):
+        length = 64 if number % 2 else 768
+        estimates.observe_prefill(P0, length, num_cached=0, seconds=0.02 + 0.003 * length)
+    for length in (64, 768):
+        truth_s = 0.02 + 0.003 * length
+        assert estimates.prefill_s(P0, length, 0) == pytest.approx(truth_s, rel=0.1)
