@@ -172,7 +172,7 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
         mib = worker.num_blocks * worker.block_bytes / 2**20
         console.print(
             f"[green]✓[/green] {worker_id}: {worker.num_blocks} KV blocks, {mib:.0f} MiB, "
-            f"warm after {worker.warm_up_s:.1f} s"
+            f"started in {worker.start_s:.1f} s"
         )
     console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")
     body = (

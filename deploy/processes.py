@@ -64,7 +64,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
     context_len: int
     num_blocks: int
     block_bytes: int
-    warm_up_s: float
+    start_s: float  # from when it knew what to be until it listened
 
 
 class GatewaySpec(msgspec.Struct, frozen=True):
@@ -120,6 +120,8 @@ class WorkerService:
 
     async def open(self) -> WorkerReady:
         """Loads the model and starts to listen. Raises CheckpointError, ConfigError."""
+        clock = MonotonicClock()
+        begin_s = clock.now_s()
         import torch  # seconds to import, and a gateway does without
 
         from engine.model.runner import TorchRunner
@@ -145,7 +147,7 @@ class WorkerService:
             return pool.blocks.reshape(-1).data
 
         await asyncio.to_thread(runner.open, allocate)
-        warm_up_s = await asyncio.to_thread(runner.warm_up)
+        await asyncio.to_thread(runner.warm_up)
         await asyncio.to_thread(is_native)  # so that no pull waits for a compiler
         identity = WorkerIdentity(
             spec.worker_id, spec.role, runner.fingerprint, spec.token, spec.host
@@ -166,7 +168,7 @@ class WorkerService:
                 ),
             ),
             memory=pools[0],
-            clock=MonotonicClock(),
+            clock=clock,
             on_crash=die,
         )
         address = await self._host.open()
@@ -176,7 +178,7 @@ class WorkerService:
             context_len=runner.context_len,
             num_blocks=runner.num_blocks,
             block_bytes=runner.layout.block_bytes,
-            warm_up_s=warm_up_s,
+            start_s=clock.now_s() - begin_s,
         )
 
     async def close(self) -> None:

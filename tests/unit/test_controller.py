@@ -32,9 +32,7 @@ from engine.messages import Role
 
 DEADLINE_S = 5.0
 WORKERS = {
-    name: WorkerReady(
-        f"{name}:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, warm_up_s=0.0
-    )
+    name: WorkerReady(f"{name}:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
     for name in ("prefill-0", "decode-0")
 }
 GATEWAY = {"gateway": GatewayReady("http://127.0.0.1:80", "m", 7, "gateway:1")}
