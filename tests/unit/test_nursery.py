@@ -160,7 +160,7 @@ def test_who_is_killed_before_it_starts_is_not_waited_for(cats):
 
 
 def test_a_nursery_that_ends_while_it_is_asked_is_no_child(caplog):
-    with opened(nursery_of("pass", "sys.exit(4)")) as nursery:
+    with opened(nursery_of("pass", "def prepare(kind):\n    sys.exit(4)")) as nursery:
         child = nursery.fork("worker")
         with caplog.at_level(logging.ERROR), pytest.raises(NoChild, match="the nursery ended"):
             child.await_start(SOON_S)
