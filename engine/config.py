@@ -135,6 +135,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     queue_timeout_s: float = 60.0
     silence_s: float = 3.0  # a worker that says nothing at all for so long is taken for lost
     stuck_step_s: float = 5.0  # one whose step takes longer, and much longer than predicted, too
+    # A prompt that takes so many times as long as predicted is computed elsewhere as well; who is
+    # first goes on. None: it is waited for.
+    hedge_after: float | None = 3.0
     progress_timeout_s: float = 60.0  # a worker that sends no news of a request for so long
     slowest_prefill_tokens_per_s: float = 100.0  # a prompt is given so much longer
     max_attempts: int = 5  # placements of one request

@@ -46,8 +46,12 @@ class Ends:
         return [*effects, End(request_id, outcome, timeline(flight, now_s))]
 
     def retry(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
-        """Ends the attempt and puts the request first in the queue."""
+        """Ends the attempt and puts the request first in the queue; if there is a second attempt,
+        it goes on as that instead.
+        """
         state = self._state
+        if flight.attempt is not None and flight.hedge is not None:
+            return self.drop(flight, flight.attempt, reason, now_s)
         state.counters["retried", reason] += 1
         self.release_followers(flight, now_s)
         effects = self.end_attempt(flight, now_s)
@@ -63,16 +67,39 @@ class Ends:
         flight.num_excused += 1
         return self.retry(flight, reason, now_s)
 
+    def drop(self, flight: Flight, attempt: Attempt, why: str, now_s: float) -> list[RouterEffect]:
+        """Ends one of two attempts: the request goes on as the other."""
+        first, second = flight.attempt, flight.hedge
+        assert first is not None
+        assert second is not None
+        other = second if attempt is first else first
+        self._state.counters["hedge", why] += 1
+        flight.attempt, flight.hedge = other, None
+        flight.workers, flight.decision = (other.prefill, other.decode), other.decision
+        if not flight.tokens:
+            flight.stamps.prefill_started_s = other.started_s
+            flight.num_cached_tokens = other.num_cached_tokens
+        effects = self._end_one(flight, attempt, now_s, tell_workers=True)
+        self._state.watch(flight)
+        return effects
+
     def end_attempt(
         self, flight: Flight, now_s: float, *, tell_workers: bool = True
     ) -> list[RouterEffect]:
-        """Gives back what the attempt claimed."""
-        attempt = flight.attempt
-        if attempt is None:
-            return []
-        flight.attempt = None
+        """Gives back what its attempts claimed."""
+        attempts = flight.attempts
+        if attempts:
+            flight.attempt = flight.hedge = None
+            self._state.unstrand(flight)
+        effects: list[RouterEffect] = []
+        for attempt in attempts:
+            effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)
+        return effects
+
+    def _end_one(
+        self, flight: Flight, attempt: Attempt, now_s: float, *, tell_workers: bool
+    ) -> list[RouterEffect]:
         del self._state.by_seq[attempt.seq_id]
-        self._state.unstrand(flight)
         effects = self.end_move(flight, attempt, tell_workers=tell_workers)
         concerned = [attempt.prefill, attempt.decode]
         if attempt.holder is not None:

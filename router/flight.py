@@ -70,6 +70,9 @@ class Attempt:
     kv_ready: bool = False
     is_moved: bool = False  # it goes on from another decode worker
     move: Move | None = None
+    decision: Decision | None = None  # that it came of
+    hedge_after_s: float | None = None  # that long its first token is waited for; None: for ever
+    hedge_due_s: float | None = None  # then, and a second attempt is begun
 
     @property
     def is_decoding(self) -> bool:
@@ -84,19 +87,24 @@ class Attempt:
 
 @dataclass(slots=True)
 class Flight:
-    """One accepted request. `attempt` is None while it is queued or held back."""
+    """One accepted request. `attempt` is None while it is queued or held back.
+
+    While there is a `hedge` too, neither has brought a token.
+    """
 
     request: Request
     stamps: Stamps
     last_news_s: float
     tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
     attempt: Attempt | None = None
+    hedge: Attempt | None = None  # a second one beside it
     waits_for_s: float = 0.0  # counted in the queue: to compute it, as predicted then
     compute_s: float = 0.0  # the same without what was cached when it arrived
     num_attempts: int = 0
     num_preemptions: int = 0  # attempts that do not count
     num_excused: int = 0  # the same, of those that ended because a worker changed its role
     num_moves: int = 0  # attempts that went on from another
+    num_hedges: int = 0  # that were begun beside another
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # when last, by whom
     back_off_until_s: float | None = None
     leads: bool = True  # followers are held back for it
@@ -121,8 +129,17 @@ class Flight:
     @property
     def num_counted(self) -> int:
         """Attempts of which there may only be so many."""
-        uncounted = self.num_preemptions + self.num_excused + self.num_moves
+        uncounted = self.num_preemptions + self.num_excused + self.num_moves + self.num_hedges
         return self.num_attempts - uncounted
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """All that run: none, one, or two."""
+        return [each for each in (self.attempt, self.hedge) if each is not None]
+
+    def attempt_of(self, seq_id: SeqId) -> Attempt | None:
+        """The one that runs as this sequence; None of a sequence that only holds a copy."""
+        return next((each for each in self.attempts if each.seq_id == seq_id), None)
 
     @property
     def token_ids(self) -> list[int]:
@@ -176,7 +193,7 @@ def timeline(flight: Flight, now_s: float) -> Timeline:
         num_cached_tokens=flight.num_cached_tokens,
         num_drafted_tokens=flight.num_drafted_tokens,
         num_accepted_tokens=flight.num_accepted_tokens,
-        attempts=flight.num_attempts - flight.num_moves,
+        attempts=flight.num_attempts - flight.num_moves - flight.num_hedges,
         moves=flight.num_moves,
         prefill_worker=flight.workers[0],
         decode_worker=flight.workers[1],

@@ -22,6 +22,9 @@ attempt, if it brought a token at all, and does not count as one. The request is
 again, and stays there until some worker has room: one that gave it back, when it has reported room
 for all of it, or after a back-off that grows.
 
+A prompt that takes far longer than predicted is computed a second time elsewhere (`hedging`); the
+attempt whose first token comes first is the one that goes on.
+
 Where a worker is not there to decode any more, what runs on it is moved (`moving`): it stops when
 nearly all of its KV is elsewhere, and goes on there as an attempt that has been prefilled.
 
@@ -63,6 +66,7 @@ from router.events import (
     WorkerLost,
 )
 from router.flight import Attempt, Flight, Stamps, timeline
+from router.hedging import Hedging
 from router.index import Prefixes, prefix_index
 from router.moving import Moving
 from router.placing import Placing
@@ -113,7 +117,10 @@ class RouterMachine:
         self._ends = Ends(self.state)
         self._placing = Placing(self.state, self._ends)
         self._moving = Moving(self.state, self._ends, self._placing)
-        self._progress = Progress(self.state, self._ends, self._placing, self._moving)
+        self._hedging = Hedging(self.state, self._ends, self._placing)
+        self._progress = Progress(
+            self.state, self._ends, self._placing, self._moving, self._hedging
+        )
         self._admission = Admission(self.state)
         self.demand = Demand(self.state)
 
@@ -312,6 +319,9 @@ class RouterMachine:
         for flight in self._youngest_first():
             flight.kept_tokens.pop(worker_id, None)
             flight.preempted_s.pop(worker_id, None)
+            hedge = flight.hedge
+            if hedge is not None and worker_id in (hedge.prefill, hedge.decode):
+                effects += self._ends.drop(flight, hedge, "worker lost", now_s)
             attempt = flight.attempt
             if attempt is None:
                 continue
@@ -353,8 +363,12 @@ class RouterMachine:
     def _on_due(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """A time has come that was noted of it; its deadline may have moved since."""
         if self.state.deadline_s(flight) > now_s:
-            late = self._stop_waiting_for_offer(flight, now_s)
-            return late + self._moving.stop_waiting_for_copy(flight, now_s)
+            effects = self._stop_waiting_for_offer(flight, now_s)
+            effects += self._moving.stop_waiting_for_copy(flight, now_s)
+            return effects + self._hedging.look_at(flight, now_s)
+        if flight.hedge is not None:
+            effects = self._ends.drop(flight, flight.hedge, "no news in time", now_s)
+            return effects + self._ends.retry(flight, "no news in time", now_s)
         if flight.attempt is not None:
             return self._ends.retry(flight, "no news in time", now_s)
         if flight.tokens:

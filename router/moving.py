@@ -213,9 +213,11 @@ class Moving:
         return [SendTo(attempt.decode, OfferPrefix(copy_id, flight.token_ids))]
 
     def on_news_of_copy(
-        self, flight: Flight, attempt: Attempt, message: ToGateway, now_s: float
+        self, flight: Flight, message: ToGateway, now_s: float
     ) -> list[RouterEffect]:
         """What the two workers tell of what is copied."""
+        attempt = flight.attempt
+        assert attempt is not None
         move = attempt.move
         assert move is not None
         assert move.copy_id is not None

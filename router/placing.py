@@ -6,6 +6,7 @@ offered lease along. No offer in time, or none at all, only means that all is co
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 from engine.blocks import BlockHash
@@ -20,7 +21,7 @@ from engine.messages import (
 from router.ends import Ends
 from router.events import RouterEffect, SendTo
 from router.flight import Attempt, Flight
-from router.policies.base import Asked, Busy, Choice, Impossible, Need
+from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need
 from router.policies.candidates import (
     LEAST_WAIT_S,
     Backlog,
@@ -29,7 +30,9 @@ from router.policies.candidates import (
     tokens_to_compute,
 )
 from router.requests import Decision, Failed
-from router.state import RouterState
+from router.state import HEDGE_BURST, HEDGE_SHARE, RouterState
+
+HEDGE_LEAST_S = 1.0  # predictions of prompts are no better than that on a busy machine
 
 
 class Placing:
@@ -86,20 +89,29 @@ class Placing:
             choice = state.fleet.choose(need, known.hashes(), now_s)
             if choice is not None:
                 return choice
-        return self._ask_policy(need, known, now_s)
+        found = self._find(need, now_s)
+        if not isinstance(found, Candidates):
+            return found
+        return self._ask_policy(need, known, found, now_s)
 
-    def _ask_policy(
-        self, need: Need, known: "KnownPrefixes", now_s: float
-    ) -> Choice | Busy | Impossible:
+    def _find(
+        self, need: Need, now_s: float, *, other_than: WorkerId | None = None
+    ) -> Candidates | Busy | Impossible:
+        """Workers that have room now, but for one."""
         state, config, policy = self._state, self._state.config, self._state.policy
         backlog = None
         if policy.binds_late:
             backlog = Backlog(
                 config.prefill_backlog_tokens, config.prefill_backlog_s, state.estimates, now_s
             )
-        found = find(state.view, need, backlog, locally=policy.prefills_locally)
-        if isinstance(found, Busy | Impossible):
-            return found
+        locally = policy.prefills_locally
+        return find(state.view, need, backlog, locally=locally, other_than=other_than)
+
+    def _ask_policy(
+        self, need: Need, known: "KnownPrefixes", found: Candidates, now_s: float
+    ) -> Choice | Busy:
+        state, policy = self._state, self._state.policy
+        bound_s = state.config.prefill_backlog_s + LEAST_WAIT_S
         asked = Asked(
             state.view,
             found,
@@ -108,31 +120,66 @@ class Placing:
             state.estimates,
             now_s,
             state.rng,
-            wait_bound_s=inf if backlog is None else backlog.seconds + LEAST_WAIT_S,
+            wait_bound_s=bound_s if policy.binds_late else inf,
         )
         return policy.choose(asked)
+
+    def place_beside(self, flight: Flight, now_s: float) -> SendTo | None:
+        """Begins a second attempt, which has nothing to do with the worker that prefills the first.
+
+        None where nobody has room for it.
+        """
+        first = flight.attempt
+        assert first is not None
+        need = replace(self.need(flight, now_s), may_pull=False)
+        others = self._find(need, now_s, other_than=first.prefill)
+        if not isinstance(others, Candidates):
+            return None
+        choice = self._ask_policy(need, KnownPrefixes(self._state, flight), others, now_s)
+        if not isinstance(choice, Choice):
+            return None
+        first.hedge_due_s = None
+        flight.num_hedges += 1
+        flight.hedge = self._begin(flight, choice, need, now_s)
+        effect = self.send_prefill(flight, flight.hedge, None, now_s)
+        self._state.watch(flight)
+        return effect
 
     # ------------------------------------------------------------ one placement
 
     def _place(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> SendTo:
-        request, placement = flight.request, choice.placement
-        seq_id = SeqId(f"{request.request_id}.{flight.num_attempts}")
-        flight.num_attempts += 1
-        flight.attempt = Attempt(
-            seq_id, placement.prefill, placement.decode, need.num_tokens, need.end_len
-        )
-        flight.workers = (placement.prefill, placement.decode)
-        flight.decision = _decision(self._state.policy.name, choice)
+        state = self._state
+        flight.attempt = attempt = self._begin(flight, choice, need, now_s)
+        flight.workers, flight.decision = (attempt.prefill, attempt.decode), attempt.decision
         flight.back_off_until_s = None
-        self._state.by_seq[seq_id] = request.request_id
-        self._state.counters["placed", choice.why] += 1
+        state.counters["placed", choice.why] += 1
+        state.hedge_credit = min(state.hedge_credit + HEDGE_SHARE, HEDGE_BURST)
         flight.last_news_s = now_s
         if not flight.tokens:
             flight.stamps.placed_s = now_s
-        self._claim(flight, flight.attempt, choice, need, now_s)
-        effect = self._ask_or_prefill(flight, flight.attempt, choice, now_s)
-        self._state.watch(flight)
+        factor = state.config.hedge_after
+        if factor is not None and choice.ttft_s is not None and not flight.num_hedges:
+            attempt.hedge_after_s = max(factor * choice.ttft_s, HEDGE_LEAST_S)
+        effect = self._ask_or_prefill(flight, attempt, choice, now_s)
+        state.watch(flight)
         return effect
+
+    def _begin(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> Attempt:
+        """Another attempt, with all that it needs reserved."""
+        placement, request_id = choice.placement, flight.request.request_id
+        seq_id = SeqId(f"{request_id}.{flight.num_attempts}")
+        flight.num_attempts += 1
+        attempt = Attempt(
+            seq_id,
+            placement.prefill,
+            placement.decode,
+            need.num_tokens,
+            need.end_len,
+            decision=_decision(self._state.policy.name, choice),
+        )
+        self._state.by_seq[seq_id] = request_id
+        self._claim(flight, attempt, choice, need, now_s)
+        return attempt
 
     def _claim(
         self, flight: Flight, attempt: Attempt, choice: Choice, need: Need, now_s: float
@@ -183,7 +230,10 @@ class Placing:
         """Has the prompt computed, with what is offered of it or without."""
         request = flight.request
         attempt.offer_due_s = None
+        if attempt.hedge_after_s is not None:
+            attempt.hedge_due_s = now_s + attempt.hedge_after_s
         flight.last_news_s = now_s
+        self._state.watch(flight)
         kind = Prefill if attempt.hands_over else Generate
         message = kind(
             seq_id=attempt.seq_id,

@@ -28,6 +28,7 @@ from engine.messages import (
 from router.ends import Ends
 from router.events import Deliver, RouterEffect, SendTo
 from router.flight import Attempt, Flight, timeline
+from router.hedging import Hedging
 from router.moving import Moving
 from router.placing import Placing
 from router.requests import Failed, Finished
@@ -40,11 +41,14 @@ MAX_BACK_OFF_S = 8.0
 class Progress:
     """Takes workers' messages in, in the state that it is given."""
 
-    def __init__(self, state: RouterState, ends: Ends, placing: Placing, moving: Moving) -> None:
+    def __init__(
+        self, state: RouterState, ends: Ends, placing: Placing, moving: Moving, hedging: Hedging
+    ) -> None:
         self._state = state
         self._ends = ends
         self._placing = placing
         self._moving = moving
+        self._hedging = hedging
 
     def on_message(
         self, worker_id: WorkerId, message: ToGateway, now_s: float
@@ -59,10 +63,9 @@ class Progress:
         if request_id is None:
             return []  # of an attempt that is over
         flight = state.flights[request_id]
-        attempt = flight.attempt
-        assert attempt is not None
-        if message.seq_id != attempt.seq_id:
-            return self._moving.on_news_of_copy(flight, attempt, message, now_s)
+        attempt = flight.attempt_of(message.seq_id)
+        if attempt is None:
+            return self._moving.on_news_of_copy(flight, message, now_s)
         flight.last_news_s = now_s
         match message:
             case Tokens():
@@ -84,7 +87,7 @@ class Progress:
             case HandedOver():
                 return self._moving.on_handed_over(flight, attempt, message, now_s)
             case GivenBack():
-                return self._on_given_back(flight, worker_id, message, now_s)
+                return self._on_given_back(flight, attempt, worker_id, message, now_s)
 
     def _on_own_news(
         self, worker_id: WorkerId, message: LoadReport | RoleChanged, now_s: float
@@ -144,7 +147,8 @@ class Progress:
     def _on_prefill_done(
         self, flight: Flight, attempt: Attempt, message: PrefillDone, now_s: float
     ) -> list[RouterEffect]:
-        attempt.prefilled = True
+        effects = self._hedging.settle(flight, attempt, now_s)
+        attempt.prefilled, attempt.hedge_due_s = True, None
         self._state.watch(flight)  # a prompt is given more time than an answer
         worker = self._state.view.workers[attempt.prefill]
         if attempt.started_s is not None:
@@ -159,9 +163,9 @@ class Progress:
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         logprobs = () if message.logprobs is None else (message.logprobs,)
         prompt_logprobs = tuple(message.prompt_logprobs)
-        effects: list[RouterEffect] = [
+        effects.append(
             self._deliver(flight, [message.token], logprobs, now_s, prompt_logprobs=prompt_logprobs)
-        ]
+        )
         if message.finish is not None:
             return effects + self._ends.end(flight, Finished(message.finish), now_s)
         self._release_if_computed(flight, attempt, now_s)
@@ -272,16 +276,21 @@ class Progress:
     # ------------------------------------------------------------ what comes back
 
     def _on_given_back(
-        self, flight: Flight, worker_id: WorkerId, message: GivenBack, now_s: float
+        self,
+        flight: Flight,
+        attempt: Attempt,
+        worker_id: WorkerId,
+        message: GivenBack,
+        now_s: float,
     ) -> list[RouterEffect]:
-        attempt = flight.attempt
-        assert attempt is not None
         if message.hopeless:
             return self._ends.end(flight, Failed(message.reason), now_s)
         if message.num_kept_tokens > 0:
             flight.kept_tokens[worker_id] = message.num_kept_tokens
             num_tokens = min(message.num_kept_tokens, attempt.base_len)
             self._ends.record(flight, worker_id, num_tokens)
+        if flight.hedge is not None:
+            return self._ends.drop(flight, attempt, message.reason, now_s)
         if self._is_of_a_role(attempt, worker_id, message.reason):
             return self._ends.excuse(flight, message.reason, now_s)
         if worker_id == attempt.decode and attempt.hands_over and not attempt.kv_ready:

@@ -27,6 +27,8 @@ from router.view import ClusterView, WorkerView
 QUANTUM_TOKENS = 4096.0
 MOVE_AGAIN_S = 1.0  # about the time between two load reports
 SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
+HEDGE_SHARE = 0.05  # of all placements, second attempts at the most
+HEDGE_BURST = 8.0  # that many may have been saved up
 
 
 class RouterState:
@@ -61,6 +63,7 @@ class RouterState:
         self.move_again_s: float | None = None  # when that is tried again
         self.copied: dict[RequestId, None] = {}  # to be moved, and waiting for their turn
         self.leaving: dict[RequestId, WorkerId] = {}  # whom they leave; until they can go on
+        self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
         self.heard: set[WorkerId] = set()  # workers that tell by themselves what they cache
 
     @property
@@ -124,10 +127,13 @@ class RouterState:
         """When the next of its deadlines falls due. One that is held back has none."""
         attempt = flight.attempt
         due_s = self.deadline_s(flight)
-        if attempt is not None and attempt.offer_due_s is not None:
-            due_s = min(due_s, attempt.offer_due_s)
-        if attempt is not None and attempt.move is not None and attempt.move.copy_due_s is not None:
-            due_s = min(due_s, attempt.move.copy_due_s)
+        if attempt is not None:
+            if attempt.offer_due_s is not None:
+                due_s = min(due_s, attempt.offer_due_s)
+            if attempt.hedge_due_s is not None:
+                due_s = min(due_s, attempt.hedge_due_s)
+            if attempt.move is not None and attempt.move.copy_due_s is not None:
+                due_s = min(due_s, attempt.move.copy_due_s)
         return due_s
 
     def deadline_s(self, flight: Flight) -> float:
@@ -187,7 +193,7 @@ class RouterState:
         held = {i for i in waiting if i in self.held}
         assert waiting - held == set(self.queue)
         self._validate_groups(held)
-        attempts = {f.attempt.seq_id: f.attempt for f in self.flights.values() if f.attempt}
+        attempts = {a.seq_id: a for flight in self.flights.values() for a in flight.attempts}
         copies = {m.copy_id for a in attempts.values() if (m := a.move) and m.copy_id}
         assert attempts.keys() | copies == set(self.by_seq)
         self._validate_claims(attempts)
@@ -195,6 +201,9 @@ class RouterState:
         self._validate_moves()
         for attempt in attempts.values():
             self._validate_attempt(attempt)
+        for flight in self.flights.values():
+            self._validate_hedge(flight)
+        assert 0.0 <= self.hedge_credit <= HEDGE_BURST
 
     def _validate_deadlines(self) -> None:
         self.deadlines.validate()
@@ -266,12 +275,27 @@ class RouterState:
             assert attempt.move.decode in workers
             assert attempt.move.decode != attempt.decode
             assert attempt.move.seq_id not in self.by_seq
+        assert attempt.hedge_due_s is None or not attempt.prefilled
         if attempt.holder is not None:
             assert attempt.holder in workers
             assert attempt.holder != attempt.prefill
             assert attempt.started_s is None
         else:
             assert attempt.offer_due_s is None
+
+    def _validate_hedge(self, flight: Flight) -> None:
+        """Two attempts are at two workers, and of neither there is a token."""
+        first, second = flight.attempt, flight.hedge
+        if second is None:
+            return
+        assert first is not None
+        assert flight.num_hedges == 1
+        assert not any(each.prefilled for each in (first, second))
+        assert first.prefill != second.prefill
+        assert first.hedge_due_s is None
+        assert second.hedge_due_s is None
+        assert second.holder is None
+        assert second.move is None
 
 
 def _fleet(state: RouterState) -> Fleet | None:

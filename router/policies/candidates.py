@@ -20,6 +20,7 @@ them is quicker than to fail again.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.messages import WorkerId
 from router.policies.base import Busy, Candidates, Costs, Impossible, Need, Worker
 from router.view import ClusterView, WorkerView
 
@@ -83,14 +84,21 @@ def foreign_prefill_s(worker: WorkerView, costs: Costs) -> float | None:
 
 
 def find(
-    view: ClusterView, need: Need, backlog: Backlog | None, *, locally: bool = False
+    view: ClusterView,
+    need: Need,
+    backlog: Backlog | None,
+    *,
+    locally: bool = False,
+    other_than: WorkerId | None = None,
 ) -> Candidates | Busy | Impossible:
     """Workers that have room; with `backlog`, only prefill workers with little to do.
 
-    With `locally` there need not be any, if a decode worker with room can prefill.
+    With `locally` there need not be any, if a decode worker with room can prefill. One worker is
+    not asked.
     """
-    decoders = [(i, w) for i, w in view.workers.items() if w.info.role.decodes]
-    prefillers = view.prefillers()
+    workers = view.workers.items()
+    decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
+    prefillers = [item for item in view.prefillers() if item[0] != other_than]
     if not prefillers or not decoders:
         return Busy()  # one may come yet: the dead are replaced, roles change
     fault = _fault(prefillers, decoders, need)

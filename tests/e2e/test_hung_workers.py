@@ -1,9 +1,9 @@
-"""Workers that are stopped and go on later: clients wait for seconds, nothing is left behind."""
+"""Workers that are stopped and go on later: clients wait for seconds, and nothing is left."""
 
 import asyncio
-import itertools
 import os
 import signal
+from itertools import pairwise
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_stopped_worker_costs_seconds_and_no_token_and_nothing_when_it_goes_on
             assert [a.token_ids for a in answers] == undisturbed
             for times_s in news_s.values():
                 told_s = [begun_s, *times_s]
-                gaps = [after - before for before, after in itertools.pairwise(told_s)]
+                gaps = [after - before for before, after in pairwise(told_s)]
                 assert max(gaps) < LONGEST_STALL_S
             await until(lambda: victim not in r.workers(), "it is noticed")
             assert r.counters()["worker lost", "PeerSilent"] == 1
