@@ -24,7 +24,10 @@ from deploy.pool_events import (
     Died,
     Found,
     GatewayFailed,
+    GatewayHeard,
     GatewayStarted,
+    GatewayStopped,
+    GatewayUnheard,
     Order,
     OrderRefused,
     Overtaken,
@@ -38,6 +41,7 @@ from deploy.pool_events import (
     StartFailed,
     StartGateway,
     StartWorker,
+    StopGateway,
     Stopped,
     StopWorker,
     Tell,
@@ -176,6 +180,9 @@ class PoolController:
         gateways = tuple(name for name in self.gateways if name in self.machine.gateways)
         if members or gateways:
             self._handle(Found(members, gateways))
+        for name, link in self.gateway_links.items():
+            if link.heard is None:
+                self._handle(GatewayUnheard(name, "it does not answer"))
         for name in self.workers:
             self._dial_worker(name)
 
@@ -251,6 +258,9 @@ class PoolController:
                     link.set_role(role)
             case StartGateway(name):
                 self._spawn(self._start_gateway(name))
+            case StopGateway(name):
+                self._hang_up(name)
+                self._spawn(self._stop_gateway(name))
             case Publish(members):
                 for gateway in self.gateway_links.values():
                     gateway.tell(members)
@@ -306,6 +316,10 @@ class PoolController:
         self.gateways[name] = ready
         self._dial_gateway(name)
         self._handle(GatewayStarted(name))
+
+    async def _stop_gateway(self, name: str) -> None:
+        await self._end(name, by_force=True)
+        self._handle(GatewayStopped(name))
 
     def _note_failure(self, reason: str) -> None:
         first = self._first_failure
@@ -423,6 +437,7 @@ class PoolController:
             self._plan.token,
             members=lambda: self.machine.members,
             on_welcome=lambda: self._welcome(name, on_welcome),
+            on_lost=lambda reason: self._on_gateway_lost(name, reason),
         )
         self.gateway_links[name] = link
         self._dial(name, self.gateways[name].control, link)
@@ -432,12 +447,17 @@ class PoolController:
             first()
         if self._is_adopting:
             return
+        self._handle(GatewayHeard(name))
         link, members = self.gateway_links[name], self.machine.members
         known = None if link.heard is None else link.heard.members
         if known is not None and known != members and known.version >= members.version:
             self._handle(Overtaken(known.version))  # which tells all
         else:
             link.welcome()
+
+    def _on_gateway_lost(self, name: str, reason: str) -> None:
+        if not self._is_adopting and name in self.gateway_links:  # else it was given up
+            self._handle(GatewayUnheard(name, reason))
 
     def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink) -> None:
         self._hang_up_task(name)

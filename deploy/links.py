@@ -157,12 +157,20 @@ class GatewayLink:
     """Tells a gateway who the workers are; knows its last report."""
 
     def __init__(
-        self, token: str, *, members: Callable[[], Members], on_welcome: Callable[[], None]
+        self,
+        token: str,
+        *,
+        members: Callable[[], Members],
+        on_welcome: Callable[[], None],
+        on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`members` are those of now; `on_welcome` is called when the gateway has said its."""
+        """`members` are those of now; `on_welcome` is called when the gateway has said its, and
+        `on_lost` when the session is over.
+        """
         self._token = token
         self._members = members
         self._on_welcome = on_welcome
+        self._on_lost = on_lost
         self._client: SessionClient | None = None
         self._questions = count()
         self._answers: dict[int, asyncio.Future[RequestList]] = {}
@@ -223,6 +231,7 @@ class GatewayLink:
         log.info("a gateway is lost: %s", reason)
         self._client = None
         self.report = None
+        self._on_lost(reason)
 
     def _post(self, message: Members | ListRequests) -> None:
         if self._client is not None:

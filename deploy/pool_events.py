@@ -132,6 +132,28 @@ class RoomSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayHeard:
+    """A session with the gateway is open."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayUnheard:
+    """There is no session with a gateway that was started or found."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStopped:
+    """A gateway that was to be stopped is gone."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. To be told about once a second."""
 
@@ -189,6 +211,9 @@ PoolEvent = (
     | LoadSeen
     | GatewayStarted
     | GatewayFailed
+    | GatewayHeard
+    | GatewayUnheard
+    | GatewayStopped
     | Overtaken
     | RoomSeen
     | Tick
@@ -231,6 +256,13 @@ class StartGateway:
 
 
 @dataclass(frozen=True, slots=True)
+class StopGateway:
+    """End a gateway's process by force; answered by `GatewayStopped`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     """Tell all gateways."""
 
@@ -258,7 +290,7 @@ class Tell:
     step: Step
 
 
-PoolEffect = StartWorker | StopWorker | SetWorkerRole | StartGateway | Publish | Tell
+PoolEffect = StartWorker | StopWorker | SetWorkerRole | StartGateway | StopGateway | Publish | Tell
 
 
 # ---------------------------------------------------------------- records
@@ -335,3 +367,4 @@ class GatewayState(StrEnum):
     WAITING = "waiting"  # to be started when that is due
     STARTING = "starting"
     SERVING = "serving"
+    STOPPING = "stopping"  # by force: nobody can reach it

@@ -30,8 +30,11 @@ from deploy.pool_events import (
     Flip,
     Found,
     GatewayFailed,
+    GatewayHeard,
     GatewayStarted,
     GatewayState,
+    GatewayStopped,
+    GatewayUnheard,
     LoadSeen,
     OrderRefused,
     Overtaken,
@@ -49,6 +52,7 @@ from deploy.pool_events import (
     StartWorker,
     Step,
     Stop,
+    StopGateway,
     Stopped,
     StopWorker,
     Tell,
@@ -65,6 +69,7 @@ from engine.messages import Role, WorkerId
 
 FLIP_TIMEOUT_S = 10.0  # a worker answers between two steps
 UNREACHABLE_S = 30.0  # a worker without a session for so long is stopped by force
+GATEWAY_UNREACHABLE_S = 5.0  # the same of a gateway: clients wait there for nothing
 MAX_HISTORY = 1000  # steps
 
 _RUNNING = (
@@ -103,6 +108,7 @@ class PoolMachine:
         self.limits = limits
         self.workers: dict[WorkerId, Worker] = {}
         self.gateways = dict.fromkeys(gateways, GatewayState.WAITING)
+        self._unheard_s: dict[str, float] = {}  # gateways without a session, since when
         self.members = Members(version, (), intent)
         self.history: deque[Step] = deque(maxlen=MAX_HISTORY)
         self.counters: Counter[str] = Counter()
@@ -123,6 +129,9 @@ class PoolMachine:
             LoadSeen: self._on_load,
             GatewayStarted: self._on_gateway_started,
             GatewayFailed: self._on_gateway_failed,
+            GatewayHeard: self._on_gateway_heard,
+            GatewayUnheard: self._on_gateway_unheard,
+            GatewayStopped: self._on_gateway_stopped,
             Overtaken: self._on_overtaken,
             RoomSeen: self._on_room,
             Tick: self._on_tick,
@@ -208,7 +217,8 @@ class PoolMachine:
 
     def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
         if event.name in self.gateways:
-            yield from self._lose_gateway(event.name, event.how, now_s)
+            if self.gateways[event.name] is not GatewayState.STOPPING:  # else that will be told
+                yield from self._lose_gateway(event.name, event.how, now_s)
             return
         worker = self.workers.get(WorkerId(event.name))
         if worker is None or worker.state not in _RUNNING:
@@ -294,6 +304,19 @@ class PoolMachine:
     def _on_gateway_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
         yield from self._lose_gateway(event.name, f"did not start: {event.reason}", now_s)
 
+    def _on_gateway_heard(self, event: GatewayHeard, _: float) -> Iterator[PoolEffect]:
+        self._unheard_s.pop(event.name, None)
+        yield from ()
+
+    def _on_gateway_unheard(self, event: GatewayUnheard, now_s: float) -> Iterator[PoolEffect]:
+        if self.gateways.get(event.name) is GatewayState.SERVING:
+            self._unheard_s.setdefault(event.name, now_s)
+            yield self._tell(now_s, event.name, "cannot be reached", event.reason)
+
+    def _on_gateway_stopped(self, event: GatewayStopped, now_s: float) -> Iterator[PoolEffect]:
+        if self.gateways.get(event.name) is GatewayState.STOPPING:
+            yield from self._lose_gateway(event.name, "was stopped", now_s)
+
     def _on_overtaken(self, event: Overtaken, _: float) -> Iterator[PoolEffect]:
         """What is known here counts all the same: gateways take no version but a higher one."""
         if event.version >= self.members.version:
@@ -302,6 +325,7 @@ class PoolMachine:
 
     def _lose_gateway(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
         self.gateways[name] = GatewayState.WAITING
+        self._unheard_s.pop(name, None)
         yield self._tell(now_s, name, how, self._outlook(name, now_s))
 
     def _start_gateways(self, now_s: float) -> Iterator[PoolEffect]:
@@ -335,6 +359,14 @@ class PoolMachine:
     def _on_tick(self, _: Tick, now_s: float) -> Iterator[PoolEffect]:
         for worker in list(self.workers.values()):
             yield from self._sweep(worker, now_s)
+        for name, since_s in list(self._unheard_s.items()):
+            if now_s - since_s >= GATEWAY_UNREACHABLE_S:
+                del self._unheard_s[name]
+                self.gateways[name] = GatewayState.STOPPING
+                self.counters["gateways unreachable"] += 1
+                why = f"no session for {GATEWAY_UNREACHABLE_S:g} s"
+                yield self._tell(now_s, name, "is stopped", why)
+                yield StopGateway(name)
 
     def _sweep(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
         """What has a deadline."""

@@ -90,14 +90,14 @@ def kill(gateway: GatewayReady) -> None:
         os.close(pidfd)
 
 
-def restarted(running: Deployment, name: str) -> list[str]:
+def restarted(running: Deployment, name: str, deadline_s: float = 20) -> list[str]:
     """What was said of it after its first start, until it was back."""
     machine = running.controller.machine
 
     def told() -> list[str]:
         return [str(step) for step in list(machine.history) if step.subject == name][1:]
 
-    poll_until(lambda: f"{name} was started again" in told(), "it is back", 20)
+    poll_until(lambda: f"{name} was started again" in told(), "it is back", deadline_s)
     return told()
 
 
@@ -143,6 +143,18 @@ def test_two_processes_share_the_work_and_who_dies_is_started_again(serving):
     assert set(counts) == {"0", "1"}
     assert sum(counts.values()) == sum(before.values()) + NUM_REQUESTS
     assert all(counts[process] > before.get(process, 0) for process in counts)
+
+
+@pytest.mark.long  # it is given ten seconds
+def test_a_process_that_hangs_is_ended_and_started_again(serving):
+    hung = serving.gateways[1]
+    os.kill(hung.pid, signal.SIGSTOP)
+    assert restarted(serving, "gateway-1", deadline_s=60)[-3:] == [
+        "gateway-1 is stopped: no session for 5 s",
+        "gateway-1 was stopped: it is started again in 1 s",
+        "gateway-1 was started again",
+    ]
+    ask(hung.url)
 
 
 def listens(sock: socket.socket) -> bool:

@@ -16,8 +16,11 @@ from deploy.pool_events import (
     Flip,
     Found,
     GatewayFailed,
+    GatewayHeard,
     GatewayStarted,
     GatewayState,
+    GatewayStopped,
+    GatewayUnheard,
     LoadSeen,
     OrderRefused,
     Overtaken,
@@ -31,13 +34,20 @@ from deploy.pool_events import (
     StartGateway,
     StartWorker,
     Stop,
+    StopGateway,
     Stopped,
     StopWorker,
     Tell,
     Tick,
     WorkerState,
 )
-from deploy.pools import FLIP_TIMEOUT_S, UNREACHABLE_S, PoolLimits, PoolMachine
+from deploy.pools import (
+    FLIP_TIMEOUT_S,
+    GATEWAY_UNREACHABLE_S,
+    UNREACHABLE_S,
+    PoolLimits,
+    PoolMachine,
+)
 from engine.control import Intent, Member, PlannerMode, Pools
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
@@ -80,6 +90,7 @@ class World:
         self.fails: list[str] = []  # the next starts
         self.fails_always: set[Role] = set()
         self.started: list[tuple[float, str]] = []
+        self.stopped_gateways: list[tuple[float, str]] = []
         self.told: list[str] = []
         self.forbids_last = True
 
@@ -126,6 +137,9 @@ class World:
                 self.set_role(worker_id, role)
             case StartGateway(name):
                 self.later(GatewayStarted(name))
+            case StopGateway(name):
+                self.stopped_gateways.append((self.now_s, name))
+                self.later(GatewayStopped(name))
             case Tell(step):
                 self.told.append(str(step))
             case Publish(members):
@@ -466,6 +480,41 @@ def test_a_drained_worker_that_nobody_wants_kept_goes_when_another_controller_fi
         world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
     world.settle()
     assert world.roles() == {"decode-0": D, "prefill-0": P}
+
+
+def test_a_gateway_that_nobody_reaches_is_stopped_and_started_again():
+    world = settled(Pools(1, 1))
+    begun_s = world.now_s
+    world.feed(GatewayUnheard("gateway", "silent for 5.1 s"))
+    world.run(GATEWAY_UNREACHABLE_S - 1)
+    assert not world.stopped_gateways
+    world.run(2)
+    [(stopped_s, name)] = world.stopped_gateways
+    assert name == "gateway"
+    assert stopped_s - begun_s <= GATEWAY_UNREACHABLE_S + 1
+    world.settle(30)
+    assert world.machine.gateways["gateway"] is GatewayState.SERVING
+    assert world.machine.counters["gateways unreachable"] == 1
+    world.run(30)
+    assert len(world.stopped_gateways) == 1
+
+
+def test_a_gateway_that_is_heard_again_in_time_stays():
+    world = settled(Pools(1, 1))
+    world.feed(GatewayUnheard("gateway", "silent for 5.1 s"))
+    world.run(GATEWAY_UNREACHABLE_S - 2)
+    world.feed(GatewayHeard("gateway"))
+    world.run(60)
+    assert not world.stopped_gateways
+
+
+def test_the_end_of_a_gateway_that_is_stopped_is_told_once():
+    machine = settled(Pools(1, 1)).machine
+    machine.gateways["gateway"] = GatewayState.STOPPING
+    assert not machine.handle(Died("gateway", "killed"), 1e4)
+    assert machine.gateways["gateway"] is GatewayState.STOPPING
+    machine.handle(GatewayStopped("gateway"), 1e4)
+    assert machine.gateways["gateway"] is GatewayState.WAITING
 
 
 def test_another_controller_starts_gateways_although_a_worker_is_missing():
