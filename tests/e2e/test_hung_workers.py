@@ -20,7 +20,7 @@ LONGEST_STALL_S = 5.0
 NUM_TOKENS = 60
 
 
-@pytest.mark.parametrize("victim", ["decode-2", "prefill-0"])
+@pytest.mark.parametrize("victim", ["decode-2", pytest.param("prefill-0", marks=pytest.mark.long)])
 def test_a_stopped_worker_costs_seconds_and_no_token_and_nothing_when_it_goes_on(victim):
     """It goes on when all is answered, and is a worker like any other again."""
     requests = [
