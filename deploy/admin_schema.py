@@ -6,7 +6,8 @@ import msgspec
 
 from deploy.planning import Outcome
 from deploy.pool_events import GatewayState, WorkerState
-from engine.control import PlannerMode, Pools, RequestInfo
+from engine.config import PlannerMode
+from engine.control import Pools, RequestInfo
 from engine.messages import Role, WorkerId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]

@@ -16,15 +16,17 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from deploy.formats import config_of, formats_of
+from deploy.formats import config_of
 from deploy.launcher import Launcher
 from deploy.links import ANSWER_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, GatewayLink, WorkerLink, keep
+from deploy.model_source import name_of
 from deploy.planning import Planning, rules_of
 from deploy.pool_events import (
     Died,
     Found,
     GatewayFailed,
     GatewayHeard,
+    GatewaySeen,
     GatewayStarted,
     GatewayStopped,
     GatewayUnheard,
@@ -52,9 +54,18 @@ from deploy.pools import PoolLimits, PoolMachine
 from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.clock import Clock
 from engine.config import Config
-from engine.control import Intent, Member, Members, Pools, RequestInfo
+from engine.control import (
+    FIRST_VERSION,
+    GatewayReport,
+    Intent,
+    Member,
+    Members,
+    Pools,
+    RequestInfo,
+    Version,
+)
 from engine.errors import ConfigError
-from engine.messages import GatewayId, Role, WorkerId
+from engine.messages import GatewayId, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +87,12 @@ class Plan(msgspec.Struct, frozen=True):
     cores: int  # of the machine where workers run, for their threads
     siblings: str | None = None  # a directory, where several gateways share a port
     log_level: str = "warning"
+
+    @property
+    def first_version(self) -> Version:
+        """What is served until the operator says otherwise."""
+        name = self.config.gateway.model_name or name_of(self.model)
+        return Version(FIRST_VERSION, self.model, name, self.config.worker, self.pools)
 
     @property
     def gateways(self) -> list[str]:
@@ -129,13 +146,14 @@ class PoolController:
         limits = PoolLimits(
             max_workers=room.max_workers,
             why_no_more=room.why,
-            formats=formats_of(config.worker),
             drain_timeout_s=config.pools.drain_timeout_s,
             steady_s=config.pools.steady_s,
+            update_timeout_s=config.pools.update_timeout_s,
         )
         found = await self._in_thread(self._launcher.running)
         heard = await self._adopt_gateways(found)
-        intent = Intent(self._plan.pools, config.planner.mode) if heard is None else heard.intent
+        first = Intent((self._plan.first_version,), config.planner.mode)
+        intent = first if heard is None else heard.intent
         self.machine = PoolMachine(
             intent,
             limits=limits,
@@ -176,7 +194,10 @@ class PoolController:
         for name, ready in found.items():
             if isinstance(ready, WorkerReady):
                 self.workers[WorkerId(name)] = ready
-        members = tuple(Member(name, ready.address) for name, ready in self.workers.items())
+        members = tuple(
+            Member(name, ready.address, ready.version, ready.context_len)
+            for name, ready in self.workers.items()
+        )
         gateways = tuple(name for name in self.gateways if name in self.machine.gateways)
         if members or gateways:
             self._handle(Found(members, gateways))
@@ -248,8 +269,8 @@ class PoolController:
 
     def _perform(self, effect: PoolEffect) -> None:
         match effect:
-            case StartWorker(worker_id, role, start):
-                self._spawn(self._start_worker(worker_id, role, start))
+            case StartWorker():
+                self._spawn(self._start_worker(effect))
             case StopWorker(worker_id, by_force):
                 self._hang_up(worker_id)
                 self._spawn(self._stop_worker(worker_id, by_force=by_force))
@@ -267,9 +288,10 @@ class PoolController:
             case Tell(step):
                 self._report(str(step))
 
-    async def _start_worker(self, worker_id: WorkerId, role: Role, start: int) -> None:
+    async def _start_worker(self, wanted: StartWorker) -> None:
+        worker_id, start = wanted.worker_id, wanted.start
         try:
-            spec = self._worker_spec(worker_id, role)
+            spec = self._worker_spec(wanted)
             ready = await self._in_thread(self._launcher.start_worker, spec)
         except Exception as error:  # whatever it was, it is tried again
             reason = str(error) or repr(error)
@@ -285,7 +307,7 @@ class PoolController:
         if worker.start != start or worker.state is not WorkerState.STARTING:
             return  # it was stopped while it started
         self.workers[worker_id] = ready
-        self._handle(Started(worker_id, start, ready.address))
+        self._handle(Started(worker_id, start, ready.address, ready.context_len))
         self._dial_worker(worker_id)
 
     async def _stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
@@ -386,17 +408,19 @@ class PoolController:
 
     # ------------------------------------------------------------ specs
 
-    def _worker_spec(self, worker_id: WorkerId, role: Role) -> WorkerSpec:
-        config = config_of(role, self._plan.config.worker)
-        num_workers = max(self.machine.intent.pools.total, 1)
+    def _worker_spec(self, wanted: StartWorker) -> WorkerSpec:
+        version = wanted.version
+        config = config_of(wanted.role, version.worker)
+        num_workers = max(sum(v.pools.total for v in self.machine.intent.versions), 1)
         return WorkerSpec(
-            worker_id=worker_id,
-            role=role,
-            model=self._plan.model,
+            worker_id=wanted.worker_id,
+            role=wanted.role,
+            model=version.model,
             config=config,
             token=self._plan.token,
             threads=config.threads or max(1, self._plan.cores // num_workers),
             log_level=self._plan.log_level,
+            version=version.name,
         )
 
     def _gateway_spec(self, name: str) -> GatewaySpec:
@@ -406,9 +430,7 @@ class PoolController:
         if others:  # they listen where the first one does
             gateway = msgspec.structs.replace(gateway, port=urlsplit(others[0].url).port)
         return GatewaySpec(
-            workers=tuple(member.address for member in self.machine.members.workers),
-            model=self._plan.model,
-            context_len=min(ready.context_len for ready in self.workers.values()),
+            members=self.machine.members,
             gateway=gateway,
             router=config.router,
             token=self._plan.token,
@@ -436,6 +458,7 @@ class PoolController:
         link = GatewayLink(
             self._plan.token,
             members=lambda: self.machine.members,
+            on_report=lambda report: self._on_report(name, report),
             on_welcome=lambda: self._welcome(name, on_welcome),
             on_lost=lambda reason: self._on_gateway_lost(name, reason),
         )
@@ -458,6 +481,10 @@ class PoolController:
     def _on_gateway_lost(self, name: str, reason: str) -> None:
         if not self._is_adopting and name in self.gateway_links:  # else it was given up
             self._handle(GatewayUnheard(name, reason))
+
+    def _on_report(self, name: str, report: GatewayReport | None) -> None:
+        if not self._is_adopting:
+            self._handle(GatewaySeen(name, report))
 
     def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink) -> None:
         self._hang_up_task(name)

@@ -163,14 +163,17 @@ class GatewayLink:
         members: Callable[[], Members],
         on_welcome: Callable[[], None],
         on_lost: Callable[[str], None] = lambda reason: None,
+        on_report: Callable[[GatewayReport | None], None] = lambda report: None,
     ) -> None:
-        """`members` are those of now; `on_welcome` is called when the gateway has said its, and
-        `on_lost` when the session is over.
+        """`members` are those of now; `on_welcome` is called when the gateway has said its,
+        `on_lost` when the session is over, and `on_report` with what the gateway says, and with
+        None when it says no more.
         """
         self._token = token
         self._members = members
         self._on_welcome = on_welcome
         self._on_lost = on_lost
+        self._on_report = on_report
         self._client: SessionClient | None = None
         self._questions = count()
         self._answers: dict[int, asyncio.Future[RequestList]] = {}
@@ -221,6 +224,7 @@ class GatewayLink:
             match message:
                 case GatewayReport():
                     self.report = message
+                    self._on_report(message)
                 case RequestList(question):
                     answer = self._answers.get(question)
                     if answer is not None and not answer.done():
@@ -231,6 +235,7 @@ class GatewayLink:
         log.info("a gateway is lost: %s", reason)
         self._client = None
         self.report = None
+        self._on_report(None)
         self._on_lost(reason)
 
     def _post(self, message: Members | ListRequests) -> None:

@@ -20,7 +20,8 @@ from deploy.admin_schema import (
     StepInfo,
     WorkerInfo,
 )
-from engine.control import SERVING_ROLES, PlannerMode, Pools
+from engine.config import PlannerMode
+from engine.control import SERVING_ROLES, Pools
 from engine.errors import ConfigError
 from engine.messages import Role
 

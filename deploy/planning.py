@@ -19,10 +19,11 @@ from operator import add
 
 import msgspec
 
+from deploy.formats import formats_of
 from deploy.pool_events import OrderRefused, SetPools, Worker, WorkerState
 from deploy.pools import PoolMachine
-from engine.config import Config
-from engine.control import GatewayReport, PlannerMode, Pools
+from engine.config import Config, PlannerMode
+from engine.control import GatewayReport, Pools
 from engine.messages import Role, Welcome, WorkerId
 from router import planner
 from router.planner import Plan, Planner, Rules
@@ -117,7 +118,7 @@ class Planning:
 
     def check(self, mode: PlannerMode) -> None:
         """Raises OrderRefused where pools cannot be planned."""
-        formats = self._machine.limits.formats
+        formats = formats_of(self._machine.intent.current.worker)
         held, wanted = formats[Role.PREFILL], formats[Role.DECODE]
         if mode is not PlannerMode.OFF and held != wanted:
             raise OrderRefused(
@@ -143,6 +144,11 @@ class Planning:
         wanted = self._machine.intent.pools
         if not (wanted.prefill or wanted.decode):
             self.reasons = ("nothing: mixed workers are not split, and there are no others",)
+            return None
+        versions = self._machine.intent.versions
+        if len(versions) > 1:
+            names = ", ".join(version.name for version in versions)
+            self.reasons = (f"nothing: several versions have workers ({names})",)
             return None
         seen = [report.seen for report in reports if report is not None and report.seen is not None]
         pools = pools_of(self._machine, workers, num_gateways=len(reports))

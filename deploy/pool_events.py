@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.control import Member, Members, PlannerMode, Pools
+from engine.config import PlannerMode
+from engine.control import (
+    FIRST_VERSION,
+    GatewayReport,
+    Member,
+    Members,
+    Pools,
+    Version,
+)
 from engine.errors import BatonError
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
@@ -38,6 +46,7 @@ class Started:
     worker_id: WorkerId
     start: int
     address: str
+    context_len: int = 0  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +163,14 @@ class GatewayStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewaySeen:
+    """What a gateway said last; None: it says nothing any more."""
+
+    name: str
+    report: GatewayReport | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. To be told about once a second."""
 
@@ -163,9 +180,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class SetPools:
-    """So many workers of each role."""
+    """So many workers of each role, of the current version unless another one is named."""
 
     pools: Pools
+    version: str | None = None
     why: str = "ordered"
 
 
@@ -198,7 +216,37 @@ class SetPlanner:
     mode: PlannerMode
 
 
-Order = SetPools | Flip | Drain | Stop | SetPlanner
+@dataclass(frozen=True, slots=True)
+class AddVersion:
+    """This version beside those that there are; `takes_over`: and then in their place."""
+
+    version: Version
+    takes_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetWeights:
+    """How requests are shared among versions; who is not named keeps its weight."""
+
+    weights: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """This version in place of all others. `pools`: what it is to have, if not what is sensible."""
+
+    name: str
+    pools: Pools | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """This version away, and everything back to the current one."""
+
+    name: str
+
+
+Order = SetPools | Flip | Drain | Stop | SetPlanner | AddVersion | SetWeights | Finish | Abort
 PoolEvent = (
     Found
     | Started
@@ -216,6 +264,7 @@ PoolEvent = (
     | GatewayStopped
     | Overtaken
     | RoomSeen
+    | GatewaySeen
     | Tick
     | Order
 )
@@ -230,6 +279,7 @@ class StartWorker:
     worker_id: WorkerId
     role: Role
     start: int
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +367,8 @@ class Worker:
     target: Role | None  # what it is to be; DRAINED if it is to go; None: it was found, unasked yet
     since_s: float  # in this state
     state: WorkerState = WorkerState.WAITING
+    version: str = FIRST_VERSION
+    context_len: int = 0  # tokens; 0 until it runs
     start: int = 0  # the number of its latest start
     address: str | None = None  # None while it does not run
     role: Role | None = None  # as it said last

@@ -2,7 +2,8 @@
 
 Sans I/O: `handle(event, now_s)` returns effects. It knows what is wanted, what was seen of each
 worker, and what it asked for; not how processes are started, nor what a session is. What to do next
-is `deploy.reconcile`'s decision; here is what follows from it, and what comes of it:
+is `deploy.reconcile`'s decision, and how versions follow one another that of `deploy.rollout`; here
+is what follows from both, and what comes of it:
 
     waiting ──> starting ──> joining ──> serving <──> flipping
        ^            │           │           │
@@ -22,15 +23,21 @@ from typing import Any
 
 import msgspec
 
+from deploy import rollout
+from deploy.formats import formats_of
 from deploy.pool_events import (
+    Abort,
+    AddVersion,
     Connected,
     Died,
     Disconnected,
     Drain,
+    Finish,
     Flip,
     Found,
     GatewayFailed,
     GatewayHeard,
+    GatewaySeen,
     GatewayStarted,
     GatewayState,
     GatewayStopped,
@@ -45,6 +52,7 @@ from deploy.pool_events import (
     RoomSeen,
     SetPlanner,
     SetPools,
+    SetWeights,
     SetWorkerRole,
     Started,
     StartFailed,
@@ -60,11 +68,10 @@ from deploy.pool_events import (
     Worker,
     WorkerState,
 )
-from deploy.reconcile import Begin, Drop, FlipTo, Move, Retire, Rules, last_that, next_move
+from deploy.reconcile import Abandon, Begin, Drop, FlipTo, Move, Retire, last_that, next_move
 from deploy.restarts import STEADY_S, Restarts
-from engine.control import SERVING_ROLES, Intent, Member, Members
+from engine.control import SERVING_ROLES, GatewayReport, Intent, Member, Members, Pools, Version
 from engine.errors import ConfigError
-from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
 
 FLIP_TIMEOUT_S = 10.0  # a worker answers between two steps
@@ -83,12 +90,12 @@ _RUNNING = (
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What the machine is built with. `formats`: of the KV that workers of a role hold."""
+    """What the machine is built with."""
 
     max_workers: int
-    formats: Mapping[Role, KVFormat]
     why_no_more: str = ""  # than `max_workers`
     drain_timeout_s: float = 60.0
+    update_timeout_s: float = 900.0  # an update that makes no step for so long is given up
     steady_s: float = STEADY_S  # who lived that long ended for a new reason
 
 
@@ -113,6 +120,8 @@ class PoolMachine:
         self.history: deque[Step] = deque(maxlen=MAX_HISTORY)
         self.counters: Counter[str] = Counter()
         self.restarts = Restarts(limits.steady_s)
+        self._reports: dict[str, GatewayReport] = {}  # of gateways that say something
+        self._rolled_s: float | None = None  # when the update made its latest step
         self._num_steps = 0
         self._num_starts = 0
         self._has_served = False  # every wanted worker at once, so that gateways could be started
@@ -134,17 +143,23 @@ class PoolMachine:
             GatewayStopped: self._on_gateway_stopped,
             Overtaken: self._on_overtaken,
             RoomSeen: self._on_room,
+            GatewaySeen: self._on_gateway_seen,
             Tick: self._on_tick,
             SetPools: self._on_set_pools,
             Flip: self._on_flip,
             Drain: self._on_drain,
             Stop: self._on_stop,
             SetPlanner: self._on_set_planner,
+            AddVersion: self._on_add_version,
+            SetWeights: self._on_set_weights,
+            Finish: self._on_finish,
+            Abort: self._on_abort,
         }
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
         """What follows from an event. Raises OrderRefused, and then nothing has changed."""
         effects: list[PoolEffect] = list(self._handlers[type(event)](event, now_s))
+        effects += self._roll(now_s)
         effects += self._reconcile(now_s)
         effects += self._publish()
         return effects
@@ -152,18 +167,25 @@ class PoolMachine:
     @property
     def is_settled(self) -> bool:
         """Whether all is as it is wanted, and nothing is under way."""
-        workers = self.workers.values()
-        counts = Counter(w.target for w in workers if w.state is WorkerState.SERVING)
         steady = (WorkerState.SERVING, WorkerState.DRAINED)
         return (
-            all(counts[role] == self.intent.pools.of(role) for role in SERVING_ROLES)
-            and all(w.state in steady and w.is_connected for w in workers)
+            self.intent.rollout is None
+            and not any(version.is_leaving for version in self.intent.versions)
+            and self._scene().is_quiet(self.intent.versions)
+            and all(w.state in steady for w in self.workers.values())
             and all(state is GatewayState.SERVING for state in self.gateways.values())
         )
 
     def validate(self) -> None:
         """Asserts the invariants."""
-        self.intent.pools.check()
+        names = [version.name for version in self.intent.versions]
+        assert len(set(names)) == len(names)
+        for version in self.intent.versions:
+            assert version.is_over or version.pools.check()
+            assert version.is_leaving or not version.is_over
+            assert version.weight == 0 or not version.is_leaving
+        assert self.intent.rollout is None or self.intent.rollout.to in names
+        assert any(not version.is_leaving for version in self.intent.versions)
         for worker in self.workers.values():
             runs = worker.state in _RUNNING
             assert worker.address is not None or not runs
@@ -182,8 +204,9 @@ class PoolMachine:
     def _on_found(self, event: Found, now_s: float) -> Iterator[PoolEffect]:
         self._took_over = bool(event.workers)
         for member in event.workers:
-            worker = Worker(member.worker_id, None, now_s, WorkerState.JOINING)
+            worker = Worker(member.worker_id, None, now_s, WorkerState.JOINING, member.version)
             worker.address, worker.lost_s = member.address, now_s
+            worker.context_len = member.context_len
             self.workers[worker.worker_id] = worker
             yield self._tell(now_s, worker.worker_id, "was found running")
         for name in event.gateways:
@@ -196,6 +219,7 @@ class PoolMachine:
             return
         self._enter(worker, WorkerState.JOINING, now_s)
         worker.address, worker.lost_s = event.address, now_s
+        worker.context_len = event.context_len
         failed = self.restarts.num_failed(worker.worker_id)
         self.restarts.started(worker.worker_id, now_s)
         yield self._tell(now_s, worker.worker_id, "was started again" if failed else "was started")
@@ -323,6 +347,13 @@ class PoolMachine:
             self.members = msgspec.structs.replace(self.members, version=event.version + 1)
             yield Publish(self.members)
 
+    def _on_gateway_seen(self, event: GatewaySeen, _: float) -> Iterator[PoolEffect]:
+        if event.report is not None:
+            self._reports[event.name] = event.report
+        else:
+            self._reports.pop(event.name, None)
+        yield from ()
+
     def _lose_gateway(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
         self.gateways[name] = GatewayState.WAITING
         self._unheard_s.pop(name, None)
@@ -344,8 +375,9 @@ class PoolMachine:
         workers = self.workers.values()
         if self._took_over:
             return any(w.prefills() for w in workers) and any(w.decodes() for w in workers)
-        serving = Counter(w.target for w in workers if w.is_connected)
-        return all(serving[role] >= self.intent.pools.of(role) for role in SERVING_ROLES)
+        current = self.intent.current
+        serving = Counter(w.target for w in workers if w.is_connected and w.version == current.name)
+        return all(serving[role] >= current.pools.of(role) for role in SERVING_ROLES)
 
     # ------------------------------------------------------------ room and time
 
@@ -367,6 +399,7 @@ class PoolMachine:
                 why = f"no session for {GATEWAY_UNREACHABLE_S:g} s"
                 yield self._tell(now_s, name, "is stopped", why)
                 yield StopGateway(name)
+        yield from self._give_up_rollout(now_s)
 
     def _sweep(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
         """What has a deadline."""
@@ -395,18 +428,21 @@ class PoolMachine:
 
     def _on_set_pools(self, event: SetPools, now_s: float) -> Iterator[PoolEffect]:
         pools = event.pools
-        self._check_pools(pools)
-        self.intent = msgspec.structs.replace(self.intent, pools=pools)
-        what = f"are to be prefill={pools.prefill} decode={pools.decode} mixed={pools.mixed}"
-        yield self._tell(now_s, "pools", what, event.why)
+        version = self._changeable(event.version or self.intent.current.name)
+        self._check_pools(version, pools)
+        self.intent = self.intent.changed(version.name, pools=pools)
+        what = f"are to be {_counts(pools)}"
+        subject = "pools" if len(self.intent.versions) == 1 else f"pools of {version.name}"
+        yield self._tell(now_s, subject, what, event.why)
 
     def _on_flip(self, event: Flip, now_s: float) -> Iterator[PoolEffect]:
         worker = self._known(event.worker_id)
-        self._check_flip(worker, event.role)
+        version = self._changeable(worker.version)
+        self._check_flip(worker, version, event.role)
         assert worker.target is not None
-        pools = self.intent.pools.moved(worker.target, event.role)
-        self._check_pools(pools, other_than=worker)
-        self.intent = msgspec.structs.replace(self.intent, pools=pools)
+        pools = version.pools.moved(worker.target, event.role)
+        self._check_pools(version, pools, other_than=worker)
+        self.intent = self.intent.changed(version.name, pools=pools)
         worker.refuses.discard(event.role)
         yield from self._flip(worker, event.role, "ordered", now_s)
 
@@ -438,15 +474,26 @@ class PoolMachine:
     def _take_out(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
         """An order: its pool has one worker less from now on."""
         assert worker.target is not None
-        pools = self.intent.pools.moved(worker.target, Role.DRAINED)
-        self._check_pools(pools, other_than=worker)
-        self.intent = msgspec.structs.replace(self.intent, pools=pools)
+        version = self._changeable(worker.version)
+        pools = version.pools.moved(worker.target, Role.DRAINED)
+        self._check_pools(version, pools, other_than=worker)
+        self.intent = self.intent.changed(version.name, pools=pools)
         if worker.state in (WorkerState.WAITING, WorkerState.STARTING):
             worker.target = Role.DRAINED
         else:
             yield from self._drain(worker, "ordered", now_s)
 
-    def _check_pools(self, pools: "Any", other_than: Worker | None = None) -> None:
+    def _changeable(self, name: str) -> Version:
+        """A version whose pools are the operator's to change."""
+        rollout.not_rolling(self.intent)
+        version = rollout.known(self.intent, name)
+        if version.is_leaving:
+            raise OrderRefused(f"{name} is leaving, its workers go")
+        return version
+
+    def _check_pools(
+        self, version: Version, pools: Pools, other_than: Worker | None = None
+    ) -> None:
         try:
             pools.check()
         except ConfigError as error:
@@ -455,18 +502,20 @@ class PoolMachine:
             w.worker_id for w in self.workers.values() if self._is_kept(w) and w is not other_than
         ]
         most = self.limits.max_workers
-        if pools.total + len(kept) > most:
+        of_others = sum(each.pools.total for each in self.intent.versions if each is not version)
+        if pools.total + of_others + len(kept) > most:
             beside = f" beside {', '.join(kept)}, drained," if kept else ""
+            beside += f" beside {of_others} of other versions" if of_others else ""
             why = f": {self.limits.why_no_more}" if self.limits.why_no_more else ""
             raise OrderRefused(
                 f"{pools.total} workers{beside} are more than the {most} there can be{why}"
             )
 
-    def _check_flip(self, worker: Worker, role: Role) -> None:
+    def _check_flip(self, worker: Worker, version: Version, role: Role) -> None:
         if role is Role.DRAINED:
             raise OrderRefused("a worker is not flipped to drained, it is drained", status=400)
         self._check_takes_orders(worker, role)
-        wanted = self.limits.formats[role]
+        wanted = formats_of(version.worker)[role]
         if worker.kv_format != wanted:
             raise OrderRefused(
                 f"{worker.worker_id} holds KV as {worker.kv_format}, {role} workers as {wanted}"
@@ -491,20 +540,99 @@ class PoolMachine:
             raise OrderRefused(f"no worker is called {worker_id}; there are: {there}", status=404)
         return worker
 
+    # ------------------------------------------------------------ versions
+
+    def _on_add_version(self, event: AddVersion, now_s: float) -> Iterator[PoolEffect]:
+        version = event.version
+        self.intent = rollout.added(self.intent, event, self._room())
+        self._rolled_s = now_s
+        what = f"is to have {_counts(version.pools)}"
+        what += ", in place of all others" if event.takes_over else f" and weight {version.weight}"
+        yield self._tell(now_s, version.name, what, "ordered")
+
+    def _on_set_weights(self, event: SetWeights, now_s: float) -> Iterator[PoolEffect]:
+        self.intent = rollout.weighed(self.intent, event)
+        for name, weight in event.weights.items():
+            yield self._tell(now_s, name, f"has weight {weight}", "ordered")
+
+    def _on_finish(self, event: Finish, now_s: float) -> Iterator[PoolEffect]:
+        self.intent = rollout.finished(self.intent, event.name, event.pools, self._room())
+        self._rolled_s = now_s
+        yield self._tell(now_s, event.name, "takes over from all others", "ordered")
+
+    def _on_abort(self, event: Abort, now_s: float) -> Iterator[PoolEffect]:
+        yield from self._abort(event.name, "ordered", now_s)
+
+    def _abort(self, name: str, why: str, now_s: float) -> Iterator[PoolEffect]:
+        self.intent = rollout.aborted(self.intent, name)
+        self._rolled_s = now_s
+        self.counters["updates aborted"] += 1
+        yield self._tell(now_s, name, f"leaves: {self.intent.current.name} goes on", why)
+
+    def _roll(self, now_s: float) -> Iterator[PoolEffect]:
+        """One step at most: gateways are told of it before the next."""
+        if len(self.intent.versions) == 1 and self.intent.rollout is None:
+            return
+        change = rollout.next_change(self.intent, self._scene())
+        if change is not None:
+            self.intent, self._rolled_s = change.intent, now_s
+            yield self._tell(now_s, change.subject, change.what, change.why)
+
+    def _give_up_rollout(self, now_s: float) -> Iterator[PoolEffect]:
+        """One that comes to nothing."""
+        rolls = self.intent.rollout
+        if rolls is None:
+            return
+        if self._rolled_s is None:  # it was begun by the controller before this one
+            self._rolled_s = now_s
+        own = [w.worker_id for w in self.workers.values() if w.version == rolls.to]
+        looping = next((name for name in own if self.restarts.is_looping(name)), None)
+        waits = any(version.is_leaving for version in self.intent.versions)
+        current = self.intent.current
+        if looping is not None:
+            why = f"{looping} failed {self.restarts.num_failed(looping)} times in a row"
+        elif not waits and now_s - self._rolled_s >= self.limits.update_timeout_s:
+            why = f"no step in {self.limits.update_timeout_s:g} s"
+        else:
+            return
+        if current.name != rolls.to and not current.is_over:
+            self.counters["updates given up"] += 1
+            yield from self._abort(rolls.to, why, now_s)
+        elif looping is None:  # there is nothing else that could be served
+            self.intent = msgspec.structs.replace(self.intent, rollout=None)
+            yield self._tell(now_s, rolls.to, "stays as it is", why)
+
+    def _scene(self) -> rollout.Scene:
+        version = self.members.version
+        said = [
+            self._reports.get(name)
+            for name, state in self.gateways.items()
+            if state is not GatewayState.WAITING
+        ]
+        reports = [
+            each if each is not None and each.members_version == version else None for each in said
+        ]
+        return rollout.Scene(self.workers, reports, self._room())
+
+    def _room(self) -> int:
+        """For workers that are to serve."""
+        return self.limits.max_workers - sum(self._is_kept(w) for w in self.workers.values())
+
     # ------------------------------------------------------------ reconciling
 
     def _reconcile(self, now_s: float) -> Iterator[PoolEffect]:
-        rules = Rules(self.limits.max_workers, self.limits.formats)
-        while (move := next_move(self.workers, self.intent.pools, rules)) is not None:
+        most = self.limits.max_workers
+        while (move := next_move(self.workers, self.intent.versions, most)) is not None:
             yield from self._make(move, now_s)
         for worker in list(self.workers.values()):
             is_due = self.restarts.is_due(worker.worker_id, now_s)
-            if worker.state is WorkerState.WAITING and is_due:
+            version = self.intent.version(worker.version)
+            if worker.state is WorkerState.WAITING and is_due and version is not None:
                 self._num_starts += 1
                 worker.start = self._num_starts
                 self._enter(worker, WorkerState.STARTING, now_s)
                 assert worker.target is not None
-                yield StartWorker(worker.worker_id, worker.target, worker.start)
+                yield StartWorker(worker.worker_id, worker.target, worker.start, version)
         yield from self._start_gateways(now_s)
 
     def _make(self, move: Move, now_s: float) -> Iterator[PoolEffect]:
@@ -516,15 +644,34 @@ class PoolMachine:
                 worker = self.workers[worker_id]
                 why = f"too many {worker.target} workers, too few {role}"
                 yield from self._flip(worker, role, why, now_s)
-            case Begin(role):
+            case Begin(version, role):
                 worker_id = self._free_name(role)
                 self.restarts.forget(worker_id)
-                self.workers[worker_id] = Worker(worker_id, role, now_s)
-                yield self._tell(now_s, worker_id, "is being started", f"too few {role} workers")
+                self.workers[worker_id] = Worker(worker_id, role, now_s, version=version)
+                yield self._tell(now_s, worker_id, "is being started", self._lack(version, role))
             case Retire(worker_id):
+                yield from self._retire(self.workers[worker_id], now_s)
+            case Abandon(worker_id):
                 worker = self.workers[worker_id]
-                worker.leaves = True
-                yield from self._drain(worker, f"too many {worker.target} workers", now_s)
+                worker.target, worker.leaves = Role.DRAINED, True
+                why = f"{worker.version} is over"
+                yield self._tell(now_s, worker_id, "is stopped while it starts", why)
+                yield self._end(worker, now_s, by_force=True)
+
+    def _retire(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
+        worker.leaves = True
+        version = self.intent.version(worker.version)
+        if worker.state is WorkerState.DRAINED:
+            yield self._end(worker, now_s)
+        elif worker.state is not WorkerState.DRAINING:
+            why = f"too many {worker.target} workers"
+            if version is None or version.is_over:
+                why = f"{worker.version} is over"
+            yield from self._drain(worker, why, now_s)
+
+    def _lack(self, version: str, role: Role) -> str:
+        several = f" of {version}" if len(self.intent.versions) > 1 else ""
+        return f"too few {role} workers{several}"
 
     def _flip(self, worker: Worker, role: Role, why: str, now_s: float) -> Iterator[PoolEffect]:
         self.counters["flips"] += 1
@@ -574,7 +721,8 @@ class PoolMachine:
 
     def _wait(self, worker: Worker, now_s: float) -> None:
         """For its next start, of which all that was known of it is forgotten."""
-        self.workers[worker.worker_id] = Worker(worker.worker_id, worker.target, now_s)
+        name = worker.worker_id
+        self.workers[name] = Worker(name, worker.target, now_s, version=worker.version)
 
     def _outlook(self, name: str, now_s: float) -> str:
         delay_s = self.restarts.failed(name, now_s)
@@ -589,7 +737,7 @@ class PoolMachine:
         kept = tuple(sorted(w.worker_id for w in self.workers.values() if self._is_kept(w)))
         self.intent = msgspec.structs.replace(self.intent, drained=kept)
         workers = tuple(
-            Member(worker.worker_id, worker.address)
+            Member(worker.worker_id, worker.address, worker.version, worker.context_len)
             for worker in sorted(self.workers.values(), key=lambda w: w.worker_id)
             if worker.state in _RUNNING and worker.address is not None
         )
@@ -636,3 +784,7 @@ class PoolMachine:
         while WorkerId(f"{role}-{number}") in self.workers:
             number += 1
         return WorkerId(f"{role}-{number}")
+
+
+def _counts(pools: Pools) -> str:
+    return " ".join(f"{role}={pools.of(role)}" for role in SERVING_ROLES)

@@ -18,10 +18,11 @@ import msgspec
 import uvicorn
 import uvloop
 
-from deploy.model_source import Parts, default_cache, local_model, name_of
+from deploy.model_source import Parts, default_cache, local_model
 from deploy.worker_host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import MonotonicClock
 from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.control import FIRST_VERSION, Members
 from engine.errors import ConfigError
 from engine.grammars import LlGuides
 from engine.messages import Role, WorkerId
@@ -34,6 +35,7 @@ from router.native.library import is_native as is_router_native
 from router.service import Router
 from router.siblings import Siblings
 from router.tokenizer import load_text_model
+from router.version_routers import VersionRouters
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     threads: int
     host: str = "127.0.0.1"
     log_level: str = "warning"
+    version: str = FIRST_VERSION
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
@@ -65,14 +68,13 @@ class WorkerReady(msgspec.Struct, frozen=True):
     num_blocks: int
     block_bytes: int
     start_s: float  # from when it knew what to be until it listened
+    version: str = FIRST_VERSION
 
 
 class GatewaySpec(msgspec.Struct, frozen=True):
     """All that a gateway is started with."""
 
-    workers: tuple[str, ...]  # addresses
-    model: str  # as `model_source` reads it
-    context_len: int
+    members: Members  # as they are just then
     gateway: GatewayConfig
     router: RouterConfig
     token: str
@@ -179,6 +181,7 @@ class WorkerService:
             num_blocks=runner.num_blocks,
             block_bytes=runner.layout.block_bytes,
             start_s=clock.now_s() - begin_s,
+            version=spec.version,
         )
 
     async def close(self) -> None:
@@ -207,19 +210,17 @@ class GatewayService:
         config = spec.gateway
         clock = MonotonicClock()
         await asyncio.to_thread(is_router_native)  # so that no request waits for a compiler
-        self._router = Router(
-            list(spec.workers),
-            config=spec.router,
-            token=spec.token,
-            clock=clock,
-            record_dir=None if config.record_dir is None else Path(config.record_dir),
+        self._routers = VersionRouters(
+            new_router=lambda: Router(
+                [],
+                config=spec.router,
+                token=spec.token,
+                clock=clock,
+                record_dir=None if config.record_dir is None else Path(config.record_dir),
+            ),
+            load_text=lambda version: load_text_model(_directory_of(version.model, Parts.TEXT)),
         )
-        text = load_text_model(await asyncio.to_thread(_directory_of, spec.model, Parts.TEXT))
-        model_name = config.model_name or name_of(spec.model)
         settings = GatewaySettings(
-            model_names=(model_name,),
-            context_len=spec.context_len,
-            eos_token_ids=text.eos_token_ids,
             max_body_bytes=config.max_body_bytes,
             api_keys=config.api_keys,
             max_choices=config.max_choices,
@@ -229,8 +230,7 @@ class GatewayService:
         if spec.siblings is not None:
             self._siblings = Siblings(Path(spec.siblings), str(spec.process))
         app = create_app(
-            self._router,
-            text,
+            self._routers.versions,
             settings=settings,
             clock=clock,
             rng=rng,
@@ -238,8 +238,9 @@ class GatewayService:
         )
         if self._siblings is not None:
             await self._siblings.open()
-        await self._router.open()
-        missing = await self._router.wait_until_ready(LINK_TIMEOUT_S)
+        await self._routers.open(spec.members)
+        current = spec.members.intent.current
+        missing = await self._routers.routers()[current.name].wait_until_ready(LINK_TIMEOUT_S)
         if missing is not None:
             log.warning("serving all the same: %s", missing)
         self._server = uvicorn.Server(
@@ -255,13 +256,17 @@ class GatewayService:
             )
         )
         self._control = ControlServer(
-            self._router, token=spec.token, clock=clock, host=spec.control_host
+            self._routers,
+            token=spec.token,
+            clock=clock,
+            members=spec.members,
+            host=spec.control_host,
         )
         control = await self._control.open()
         _listen(sock)
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
-        return GatewayReady(f"http://{host}:{port}", model_name, os.getpid(), control)
+        return GatewayReady(f"http://{host}:{port}", current.model_name, os.getpid(), control)
 
     async def close(self) -> None:
         """Finishes what can be finished in a few seconds, then ends all sessions."""
@@ -270,7 +275,7 @@ class GatewayService:
         await self._control.close()
         if self._siblings is not None:
             await self._siblings.close()
-        await self._router.close()
+        await self._routers.close()
 
 
 def _directory_of(model: str, parts: Parts) -> Path:

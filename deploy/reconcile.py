@@ -8,16 +8,19 @@ In this order, and each only where the ones before find nothing to do:
    being started, say;
 4. drain a worker that is too much, after which it is stopped.
 
-No step takes the last worker that prefills, or the last one that decodes: where a pool is to be
-emptied it waits until others serve. A worker that waits for its next start counts as one of its
-pool, so that no other is started in its place each time it fails.
+No step takes the last worker of a version that prefills, or the last one that decodes: where a
+pool is to be emptied it waits until others serve. A worker that waits for its next start counts as
+one of its pool, so that no other is started in its place each time it fails.
+
+Versions have nothing in common but the room. All workers of one that is over go, whatever they do.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from deploy.formats import formats_of
 from deploy.pool_events import Worker, WorkerState
-from engine.control import SERVING_ROLES, Pools
+from engine.control import SERVING_ROLES, Version
 from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
 from router.planner import order_of_leaving
@@ -42,8 +45,9 @@ class FlipTo:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Start a worker of this role."""
+    """Start a worker of this version and role."""
 
+    version: str
     role: Role
 
 
@@ -54,15 +58,22 @@ class Retire:
     worker_id: WorkerId
 
 
-Move = Drop | FlipTo | Begin | Retire
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Stop it while it starts."""
+
+    worker_id: WorkerId
+
+
+Move = Drop | FlipTo | Begin | Retire | Abandon
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What limits the choice. A worker's KV format stays; a role wants its own."""
 
-    max_workers: int
     formats: Mapping[Role, KVFormat]
+    has_room: bool  # for one more worker
 
     def can_become(self, worker: Worker, role: Role) -> bool:
         """Whether a worker could take that role in place, sooner or later."""
@@ -72,19 +83,48 @@ class Rules:
         return role not in worker.refuses and kv_format == self.formats[role]
 
 
-def next_move(workers: Mapping[WorkerId, Worker], pools: Pools, rules: Rules) -> Move | None:
+def next_move(
+    workers: Mapping[WorkerId, Worker], versions: Sequence[Version], max_workers: int
+) -> Move | None:
     """None where nothing is to be done now."""
     if any(worker.target is None for worker in workers.values()):
         return None  # who it is will be known soon: nothing is to be started in its place
-    return _Fleet(workers, pools, rules).next_move()
+    there = {version.name for version in versions if not version.is_over}
+    for worker in workers.values():
+        if worker.version not in there and (move := _clear(worker)) is not None:
+            return move
+    has_room = len(workers) < max_workers
+    for version in versions:
+        if not version.is_over:
+            own = {name: w for name, w in workers.items() if w.version == version.name}
+            move = _Fleet(own, version, Rules(formats_of(version.worker), has_room)).next_move()
+            if move is not None:
+                return move
+    return None
+
+
+def _clear(worker: Worker) -> Move | None:
+    """What becomes next of one that nobody needs; None while it goes."""
+    match worker.state:
+        case WorkerState.WAITING:
+            return Drop(worker.worker_id)
+        case WorkerState.STARTING:
+            return Abandon(worker.worker_id)
+        case WorkerState.SERVING | WorkerState.FLIPPING if worker.is_connected:
+            return Retire(worker.worker_id)
+        case WorkerState.DRAINING | WorkerState.DRAINED if not worker.leaves:
+            return Retire(worker.worker_id)
+    return None  # one that joins is retired when it has; who is lost for long is stopped
 
 
 class _Fleet:
-    """Which pools have too many workers and which too few."""
+    """Which pools of a version have too many workers and which too few."""
 
-    def __init__(self, workers: Mapping[WorkerId, Worker], pools: Pools, rules: Rules) -> None:
+    def __init__(self, workers: Mapping[WorkerId, Worker], version: Version, rules: Rules) -> None:
         self._workers = workers
+        self._version = version.name
         self._rules = rules
+        pools = version.pools
         self._pool = {
             role: [w for w in workers.values() if w.target is role] for role in SERVING_ROLES
         }
@@ -116,11 +156,11 @@ class _Fleet:
 
     def _begin(self) -> Begin | None:
         num_missing = sum(self._missing.values())
-        has_room = len(self._workers) < self._rules.max_workers
-        if not has_room or num_missing <= self._num_to_be_flipped(self._lacking()):
+        if not self._rules.has_room or num_missing <= self._num_to_be_flipped(self._lacking()):
             return None
         # First the roles that a flip is least likely to fill.
-        return Begin(min(self._lacking(), key=lambda role: self._num_to_be_flipped([role])))
+        role = min(self._lacking(), key=lambda role: self._num_to_be_flipped([role]))
+        return Begin(self._version, role)
 
     def _retire(self) -> Retire | None:
         kept = min(sum(self._missing.values()), self._num_to_be_flipped(self._lacking()))
@@ -160,13 +200,17 @@ class _Fleet:
 
 
 def takes_last(worker: Worker, role: Role, workers: Iterable[Worker]) -> bool:
-    """Whether nobody would prefill, or decode, any more if it took that role."""
+    """Whether nobody of its version would prefill, or decode, any more if it took that role."""
     return last_that(worker, role, workers) is not None
 
 
 def last_that(worker: Worker, role: Role, workers: Iterable[Worker]) -> str | None:
-    """What nobody would do any more if it took that role."""
-    others = [other for other in workers if other.worker_id != worker.worker_id]
+    """What nobody of its version would do any more if it took that role."""
+    others = [
+        other
+        for other in workers
+        if other.worker_id != worker.worker_id and other.version == worker.version
+    ]
     checks: list[tuple[str, Callable[[Worker], bool], bool]] = [
         ("prefills", Worker.prefills, role.prefills),
         ("decodes", Worker.decodes, role.decodes),

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from engine.control import PlannerMode
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
@@ -70,6 +69,14 @@ class Spread(StrEnum):
 
     PACK = "pack"  # as few as can be: KV moves through shared memory
     SPREAD = "spread"  # as many as can be, each role by itself: a node that dies takes few along
+
+
+class PlannerMode(StrEnum):
+    """What becomes of what the planner proposes."""
+
+    OFF = "off"
+    DRY_RUN = "dry-run"  # it is told and kept
+    ON = "on"  # it is done as well
 
 
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
@@ -192,6 +199,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_workers: int | None = None  # None: as many as GPUs suffice for, or cores, at least 4
     drain_timeout_s: float = 60.0  # a worker that holds something after so long is stopped anyway
     steady_s: float = 60.0  # a worker that ended later is started at once; else later each time
+    update_timeout_s: float = 900.0  # an update that makes no step for so long is given up
     num_gpus: float = 0.0  # of one worker: whole ones, or a part of one
     prefill_resource: str | None = None  # a custom resource of nodes where prefill workers start
     decode_resource: str | None = None  # where decode and mixed workers start
@@ -207,7 +215,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
         most = self.max_workers
         _require(most is None or most > 0, "pools.max_workers must be positive")
-        for name in ("drain_timeout_s", "steady_s"):
+        for name in ("drain_timeout_s", "steady_s", "update_timeout_s"):
             _require(getattr(self, name) > 0, f"pools.{name} must be positive")
 
 

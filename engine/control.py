@@ -4,7 +4,10 @@ The controller dials every gateway; the first frame each way is `ControllerHello
 `GatewayWelcome`. Frames are lists of messages, as in `engine.messages`. A gateway keeps the last
 `Members` that it was told, also while no controller is there: with them it keeps what the operator
 wants, so that a controller that was started again learns that too and goes on with a higher
-version.
+number.
+
+A *version* is a model and how workers serve it. Mostly there is one; while a deployment is updated,
+or two are compared, there are several, each with workers of its own.
 """
 
 from collections.abc import Sequence
@@ -12,20 +15,15 @@ from enum import StrEnum
 
 import msgspec
 
+from engine.config import PlannerMode, WorkerConfig
 from engine.demand import Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
 
 CONTROL_VERSION = 2
 MAX_LISTED = 1000  # requests in one answer
-
-
-class PlannerMode(StrEnum):
-    """What becomes of what the planner proposes."""
-
-    OFF = "off"
-    DRY_RUN = "dry-run"  # it is told and kept
-    ON = "on"  # it is done as well
+FIRST_VERSION = "v1"  # the name of what a deployment is started with
+FULL_WEIGHT = 100
 
 
 class Pools(msgspec.Struct, frozen=True):
@@ -66,19 +64,81 @@ class Pools(msgspec.Struct, frozen=True):
 SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 
 
-class Intent(msgspec.Struct, frozen=True):
-    """What the operator wants."""
+class Version(msgspec.Struct, frozen=True):
+    """A model, how workers serve it, and how much of the load they are to have.
 
+    Requests are shared in proportion to the weights. One that is leaving takes no new ones; when
+    the last of its requests is over its pools are empty, and it is gone with its last worker.
+    """
+
+    name: str = FIRST_VERSION
+    model: str = ""  # as `model_source` reads it
+    model_name: str = ""  # in the API
+    worker: WorkerConfig = WorkerConfig()
     pools: Pools = Pools()
+    weight: int = FULL_WEIGHT
+    is_leaving: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody needs its workers any more."""
+        return self.pools.total == 0
+
+    def serves_like(self, other: "Version") -> bool:
+        """Whether the same requests get the same answers: all but how much it serves is equal."""
+        ours, theirs = (msgspec.structs.replace(each, **_AMOUNTS) for each in (self, other))
+        return ours == theirs
+
+
+_AMOUNTS = {"pools": Pools(), "weight": 0, "is_leaving": False}
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """A version takes over from all others, worker by worker."""
+
+    to: str
+    pools: Pools  # what it is to have in the end
+    before: Pools  # what the current version had, and gets back if that is given up
+
+
+class Intent(msgspec.Struct, frozen=True):
+    """What the operator wants. The first version is the current one; others come and go."""
+
+    versions: tuple[Version, ...] = (Version(),)
     planner: PlannerMode = PlannerMode.OFF
     drained: tuple[WorkerId, ...] = ()  # to stay, and without work
+    rollout: Rollout | None = None
+
+    @property
+    def current(self) -> Version:
+        """What is served unless somebody says otherwise."""
+        return self.versions[0]
+
+    @property
+    def pools(self) -> Pools:
+        """Of the current version."""
+        return self.current.pools
+
+    def version(self, name: str) -> Version | None:
+        """The one of that name."""
+        return next((each for each in self.versions if each.name == name), None)
+
+    def changed(self, name: str, **fields: object) -> "Intent":
+        """With one version changed."""
+        versions = tuple(
+            msgspec.structs.replace(each, **fields) if each.name == name else each
+            for each in self.versions
+        )
+        return msgspec.structs.replace(self, versions=versions)
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that gateways are to use."""
+    """A worker that gateways are to use, for requests of its version alone."""
 
     worker_id: WorkerId
     address: str
+    version: str = FIRST_VERSION
+    context_len: int = 0  # tokens that a sequence of its may have
 
 
 # ---------------------------------------------------------------- controller to gateway
@@ -92,11 +152,15 @@ class ControllerHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
-    """All workers. Who has heard a higher version ignores it."""
+    """All workers. Who has heard a higher number ignores it."""
 
-    version: int
+    version: int  # of this list; not of a model
     workers: tuple[Member, ...]
     intent: Intent
+
+    def of(self, name: str) -> tuple[Member, ...]:
+        """Workers of the version of that name."""
+        return tuple(member for member in self.workers if member.version == name)
 
 
 class ListRequests(msgspec.Struct, frozen=True, tag=True):
@@ -123,6 +187,14 @@ class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class VersionReport(msgspec.Struct, frozen=True):
+    """How a gateway serves a version. `missing` is what keeps it from it, None if nothing does."""
+
+    missing: str | None
+    num_requests: int  # accepted and not over
+    fingerprint: str
+
+
 class GatewayReport(msgspec.Struct, frozen=True, tag=True):
     """Said once a second. `missing` is what keeps it from serving, None where nothing does.
 
@@ -137,6 +209,7 @@ class GatewayReport(msgspec.Struct, frozen=True, tag=True):
     num_waiting: int  # of these, for a worker
     queued_s: float  # predicted seconds of one prefill worker to compute what waits
     seen: Observation | None = None
+    versions: dict[str, VersionReport] = {}  # by name
 
 
 class RequestState(StrEnum):
@@ -159,6 +232,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
     prefill: WorkerId | None
     decode: WorkerId | None
     num_attempts: int
+    version: str
 
 
 class RequestList(msgspec.Struct, frozen=True, tag=True):

@@ -76,6 +76,7 @@ from router.sse import (
 from router.structured import FIELDS as STRUCTURE_FIELDS
 from router.tokenizer import TextModel
 from router.tool_calls import ToolCallParser
+from router.versions import AFFINITY_HEADER, VERSION_HEADER, Served, Versions, no_model
 
 LONG_BODY_BYTES = 4096  # about a millisecond of encoding; a thread costs a tenth of that
 TIMELINE_HEADER = "x-baton-timeline"
@@ -85,11 +86,8 @@ _SLOW_FIELDS = tuple(name.encode() for name in STRUCTURE_FIELDS)  # grammars tak
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """What an operator decides. The first name is the model's own, the others are aliases."""
+    """What an operator decides of all versions."""
 
-    model_names: tuple[str, ...]
-    context_len: int
-    eos_token_ids: tuple[int, ...]
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     default_max_tokens: int | None = None  # None: the rest of the context
@@ -99,8 +97,7 @@ class GatewaySettings:
 
 
 def create_app(
-    port: RouterPort,
-    text: TextModel,
+    versions: Versions,
     *,
     settings: GatewaySettings,
     clock: Clock,
@@ -110,13 +107,11 @@ def create_app(
     """The application, to be run by any ASGI server; `siblings` share its port."""
     version = _version()
     process = None if siblings is None else siblings.process
-    metrics = GatewayMetrics(
-        port, model_name=settings.model_names[0], version=version, process=process
-    )
+    metrics = GatewayMetrics(versions, version=version, process=process)
     if siblings is not None:
         siblings.own = metrics.own
-    service = _Service(port, text, settings, clock, rng, metrics)
-    pages = _Pages(port, settings, metrics, version, siblings)
+    service = _Service(versions, settings, clock, rng, metrics)
+    pages = _Pages(versions, metrics, version, siblings)
     answers = {
         "/v1/chat/completions": _Answers(service, CHAT, ChatBody),
         "/v1/completions": _Answers(service, COMPLETION, CompletionBody),
@@ -143,8 +138,7 @@ def create_app(
 class _Service:
     """What both answer endpoints need."""
 
-    port: RouterPort
-    text: TextModel
+    versions: Versions
     settings: GatewaySettings
     clock: Clock
     rng: random.Random
@@ -154,6 +148,7 @@ class _Service:
 class _Job(msgspec.Struct, frozen=True):
     """A call that passed all checks. Of its requests, the best `num_shown` are answered with."""
 
+    served: Served
     requests: tuple[Request, ...]
     num_shown: int
     model: str
@@ -176,6 +171,8 @@ class _Call(msgspec.Struct, frozen=True):
     random_seed: int
     received_s: float
     tenant: str | None
+    version: str | None  # that was asked for
+    affinity: str | None
 
 
 class _Front:
@@ -239,17 +236,26 @@ class _Answers:
         service = self._service
         received_s = service.clock.now_s()
         try:
-            job = await self._job(data, received_s, scope.get(TENANT))
+            job = await self._job(data, received_s, scope)
+            while not service.versions.takes(job.served):  # it has begun to leave meanwhile
+                job = await self._job(data, received_s, scope)
         except InvalidRequest as error:
             meter.refuse()
             await send_invalid(send, error)
             return
-        meter.accept(received_s, len(job.first.token_ids))
+        with service.versions.serving(job.served):
+            await self._serve(job, received_s, scope, meter, send)
+
+    async def _serve(
+        self, job: _Job, received_s: float, scope: Scope, meter: RequestMeter, send: Send
+    ) -> None:
+        service = self._service
+        meter.accept(received_s, len(job.first.token_ids), job.served.name)
         choices = [
             Choice(
                 index,
                 request,
-                service.text,
+                job.served.text,
                 rules=job.rules,
                 parser=ToolCallParser(service.rng) if job.calls_tools else None,
                 meter=meter.choice(),
@@ -257,21 +263,33 @@ class _Answers:
             for index, request in enumerate(job.requests)
         ]
         writer = self._writer(job, choices[0], scope, send)
-        await _answer_with(service, choices, writer, job.num_shown, meter)
+        source = _Updates(job.served.port, service.clock)
+        await _answer_with(source, choices, writer, job.num_shown, meter)
 
-    async def _job(self, data: bytes, received_s: float, tenant: str | None) -> _Job:
+    async def _job(self, data: bytes, received_s: float, scope: Scope) -> _Job:
         rng = self._service.rng
-        request_id = RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}")
-        call = _Call(data, request_id, rng.getrandbits(64), received_s, tenant)
+        headers = Headers(scope=scope)
+        call = _Call(
+            data,
+            RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}"),
+            rng.getrandbits(64),
+            received_s,
+            tenant=scope.get(TENANT),
+            version=headers.get(VERSION_HEADER),
+            affinity=headers.get(AFFINITY_HEADER),
+        )
         if len(data) < LONG_BODY_BYTES and not any(name in data for name in _SLOW_FIELDS):
             return self._parse(call)
         return await asyncio.to_thread(self._parse, call)
 
     def _parse(self, call: _Call) -> _Job:
-        settings, text = self._service.settings, self._service.text
+        settings = self._service.settings
         fields = decode_fields(call.data)
         body = body_of(fields, self._body_type)
-        model = _served_model(body.model, settings)
+        served = self._service.versions.choose(
+            key=call.affinity or call.request_id, model=body.model, version=call.version
+        )
+        text = served.text
         structure = checked_structure(fields, text.added_token_id)
         check_stop_token_ids(body, text.vocab_size)
         check_num_choices(body, settings.max_choices)
@@ -279,9 +297,9 @@ class _Answers:
         limits = limits_of(
             body,
             prompt_len=len(token_ids),
-            context_len=settings.context_len,
+            context_len=served.context_len,
             default_max_tokens=settings.default_max_tokens,
-            stop_token_ids=() if body.ignore_eos else settings.eos_token_ids,
+            stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
         )
         sampling = sampling_of(
             body,
@@ -303,9 +321,10 @@ class _Answers:
             tpot_bound_s=_after(0.0, body.slo_tpot_ms),
         )
         return _Job(
+            served=served,
             requests=(leader, *_followers(leader, body.num_candidates)),
             num_shown=body.num_choices,
-            model=model,
+            model=body.model or served.model_names[0],
             rules=TextRules(body.stop_strings, scored=body.num_top_logprobs is not None),
             stream=bool(body.stream),
             calls_tools=structure.calls,
@@ -320,8 +339,8 @@ class _Answers:
             model=job.model,
             prompt_tokens=len(job.first.token_ids),
             num_choices=len(job.requests),
-            fingerprint=self._service.port.fingerprint,
-            bytes_of=self._service.text.bytes_of,
+            fingerprint=job.served.port.fingerprint,
+            bytes_of=job.served.text.bytes_of,
             wish=_with_headers(job.wish, Headers(scope=scope)),
             decision=lambda: first.decision,
         )
@@ -370,8 +389,16 @@ def _wish(body: Body, token_ids: tuple[int, ...], text: TextModel) -> Wish:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Updates:
+    """Where the updates of an answer come from, and when it is."""
+
+    port: RouterPort
+    clock: Clock
+
+
 async def _answer_with(
-    service: _Service,
+    source: _Updates,
     choices: list[Choice],
     writer: AnswerWriter,
     num_shown: int,
@@ -379,9 +406,9 @@ async def _answer_with(
 ) -> None:
     """Follows the choices to their ends, and writes all that is to be shown of them."""
     if len(choices) == 1:
-        last = await _follow(service, choices[0], writer)
+        last = await _follow(source, choices[0], writer)
     else:
-        last = await _follow_all(service, choices, writer)
+        last = await _follow_all(source, choices, writer)
     outcome = last.outcome
     assert outcome is not None
     meter.end(outcome, choices[last.choice].last_s)
@@ -426,14 +453,14 @@ class _Follower:
         return self._last or self._choice.take(update, self._clock.now_s())
 
 
-async def _follow(service: _Service, choice: Choice, writer: AnswerWriter) -> Piece:
+async def _follow(source: _Updates, choice: Choice, writer: AnswerWriter) -> Piece:
     """Writes all of a choice but its last piece, which it returns.
 
     So the iterator is closed, and a request that a stop string ended is cancelled, before anything
     waits for the client to take the end of the answer.
     """
-    follower = _Follower(choice, writer, service.clock)
-    updates = service.port.submit(choice.request, follower.take_at_once, follower.take_tokens)
+    follower = _Follower(choice, writer, source.clock)
+    updates = source.port.submit(choice.request, follower.take_at_once, follower.take_tokens)
     async with aclosing(updates):
         async for update in updates:
             piece = follower.take(update)
@@ -444,7 +471,7 @@ async def _follow(service: _Service, choice: Choice, writer: AnswerWriter) -> Pi
     raise AssertionError("the router's iterator ended without an outcome")
 
 
-async def _follow_all(service: _Service, choices: list[Choice], writer: AnswerWriter) -> Piece:
+async def _follow_all(source: _Updates, choices: list[Choice], writer: AnswerWriter) -> Piece:
     """Writes the pieces of several choices as they come, up to the last one, which it returns.
 
     That is the last of all, or the first one of a choice that failed: the others are cancelled. A
@@ -455,7 +482,7 @@ async def _follow_all(service: _Service, choices: list[Choice], writer: AnswerWr
 
     async def follow(choice: Choice) -> None:
         nonlocal num_open
-        last = await _follow(service, choice, writer)
+        last = await _follow(source, choice, writer)
         num_open -= 1
         if num_open and last.finish is not None:
             await writer.write(last)
@@ -487,15 +514,6 @@ def _ending(choices: list[Choice], outcome: Outcome, num_shown: int) -> Ending:
         num_accepted_tokens=sum(timeline.num_accepted_tokens for timeline in timelines),
         prompt_entries=first.prompt_entries,
     )
-
-
-def _served_model(name: str | None, settings: GatewaySettings) -> str:
-    if name is None:
-        return settings.model_names[0]
-    if name not in settings.model_names:
-        message = f"the model {name!r} does not exist"
-        raise ApiError(message, param="model", code="model_not_found", status=404)
-    return name
 
 
 # ---------------------------------------------------------------- the client's side
@@ -614,14 +632,12 @@ class _Pages:
 
     def __init__(
         self,
-        port: RouterPort,
-        settings: GatewaySettings,
+        versions: Versions,
         metrics: GatewayMetrics,
         version: str,
         siblings: Siblings | None,
     ) -> None:
-        self._port = port
-        self._settings = settings
+        self._versions = versions
         self._metrics = metrics
         self._version = version
         self._siblings = siblings
@@ -629,16 +645,17 @@ class _Pages:
 
     async def models(self, _: HttpRequest) -> Response:
         """GET /v1/models."""
-        data = [self._model(name) for name in self._settings.model_names]
+        data = [self._model(name, length) for name, length in self._versions.models().items()]
         return _json(200, {"object": "list", "data": data})
 
     async def model(self, request: HttpRequest) -> Response:
         """GET /v1/models/{model_id}."""
-        try:
-            name = _served_model(request.path_params["model_id"], self._settings)
-        except ApiError as error:
+        name = request.path_params["model_id"]
+        context_len = self._versions.models().get(name)
+        if context_len is None:
+            error = no_model(name)
             return _error(error.status, error.message, param=error.param, code=error.code)
-        return _json(200, self._model(name))
+        return _json(200, self._model(name, context_len))
 
     async def health(self, _: HttpRequest) -> Response:
         """GET /health: this process is alive."""
@@ -646,7 +663,7 @@ class _Pages:
 
     async def ready(self, _: HttpRequest) -> Response:
         """GET /ready: requests can be served."""
-        reason = self._port.readiness()
+        reason = self._versions.readiness()
         if reason is None:
             return _json(200, {"status": "ready"})
         return _json(503, {"status": "not ready", "reason": reason})
@@ -661,13 +678,13 @@ class _Pages:
         """GET /version."""
         return _json(200, {"version": self._version})
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str, context_len: int) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
-            "max_model_len": self._settings.context_len,
+            "max_model_len": context_len,
         }
 
 

@@ -1,17 +1,18 @@
 """A gateway's side of the controller of the pools: who the workers are, and what it serves.
 
 The controller dials in, and may be another one than before, or none for a while: the last members
-that were told stay in force. Only members of a higher version count, so that what an earlier
+that were told stay in force. Only members of a higher number count, so that what an earlier
 controller says late changes nothing.
 """
 
 import asyncio
 import hmac
 import logging
+import secrets
 from collections.abc import AsyncIterator
-from operator import attrgetter
 
 from engine.clock import Clock
+from engine.config import PlannerMode
 from engine.control import (
     CONTROL_VERSION,
     ControllerHello,
@@ -20,7 +21,6 @@ from engine.control import (
     GatewayWelcome,
     ListRequests,
     Members,
-    PlannerMode,
     RequestInfo,
     RequestList,
     RequestState,
@@ -31,10 +31,12 @@ from engine.control import (
 )
 from engine.demand import Observation
 from engine.errors import ProtocolError
+from engine.messages import GatewayId
 from engine.rpc import Send, SessionServer
 from router.demand import Observer
 from router.flight import Flight
 from router.service import Router
+from router.version_routers import VersionRouters
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +49,23 @@ class ControlServer:
     """Takes members from controllers and tells them what goes on."""
 
     def __init__(
-        self, router: Router, *, token: str, clock: Clock, host: str = "127.0.0.1"
+        self,
+        routers: VersionRouters,
+        *,
+        token: str,
+        clock: Clock,
+        members: Members | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
-        self._router = router
+        """`members` are those that the gateway was started with."""
+        self._routers = routers
+        self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         self._token = token
         self._clock = clock
-        self._observer = Observer(router.machine.demand)
+        self._observer: Observer | None = None  # of what is asked of the current version
+        self._observed: Router | None = None
         self._server = SessionServer(self._session, host)
-        self.members: Members | None = None
+        self.members = members
 
     async def open(self) -> str:
         """Starts to listen; the address."""
@@ -95,7 +106,7 @@ class ControlServer:
             ):
                 reason = "wrong internal token"
             case [ControllerHello()]:
-                welcome = GatewayWelcome(CONTROL_VERSION, self._router.gateway_id, self.members)
+                welcome = GatewayWelcome(CONTROL_VERSION, self.gateway_id, self.members)
                 await send(encode_control([welcome]))
                 return True
             case _:
@@ -138,7 +149,7 @@ class ControlServer:
                 "members of version %d came after version %d", members.version, self.members.version
             )
             return
-        self._router.follow([member.address for member in members.workers])
+        self._routers.follow(members)
         self.members = members
 
     async def _send_all(self, outbox: "asyncio.Queue[ToController]", send: Send) -> None:
@@ -152,31 +163,47 @@ class ControlServer:
             await send(encode_control([message]))
 
     def _report(self) -> GatewayReport:
-        router = self._router
+        status = self._routers.versions
         return GatewayReport(
-            missing=router.readiness(),
+            missing=status.readiness(),
             members_version=0 if self.members is None else self.members.version,
-            num_workers=len(router.workers()),
-            num_requests=router.machine.num_flights,
-            num_waiting=router.queue_len(),
-            queued_s=router.queued_s(),
+            num_workers=len(status.workers()),
+            num_requests=sum(r.machine.num_flights for r in self._routers.routers().values()),
+            num_waiting=status.queue_len(),
+            queued_s=status.queued_s(),
+            versions=self._routers.reports(),
             seen=self._seen(),
         )
 
     def _seen(self) -> Observation | None:
-        if self.members is None or self.members.intent.planner is PlannerMode.OFF:
-            self._observer.rest()
+        observer = self._observer_of_current()
+        if observer is None:
             return None
-        return self._observer.latest(self._clock.now_s())
+        if self.members is None or self.members.intent.planner is PlannerMode.OFF:
+            observer.rest()
+            return None
+        return observer.latest(self._clock.now_s())
+
+    def _observer_of_current(self) -> Observer | None:
+        current = next(iter(self._routers.routers().values()), None)
+        if current is not self._observed:
+            self._observed = current
+            self._observer = None if current is None else Observer(current.machine.demand)
+        return self._observer
 
     def _list(self, question: int, limit: int) -> RequestList:
-        flights = self._router.machine.state.flights.values()
-        oldest = sorted(flights, key=attrgetter("stamps.arrived_s"))[: max(limit, 0)]
+        flights = [
+            (version, flight)
+            for version, router in self._routers.routers().items()
+            for flight in router.machine.state.flights.values()
+        ]
+        flights.sort(key=lambda each: each[1].stamps.arrived_s)
         now_s = self._clock.now_s()
-        return RequestList(question, len(flights), [_info(flight, now_s) for flight in oldest])
+        oldest = [_info(version, flight, now_s) for version, flight in flights[: max(limit, 0)]]
+        return RequestList(question, len(flights), oldest)
 
 
-def _info(flight: Flight, now_s: float) -> RequestInfo:
+def _info(version: str, flight: Flight, now_s: float) -> RequestInfo:
     attempt = flight.attempt
     return RequestInfo(
         request_id=flight.request.request_id,
@@ -187,6 +214,7 @@ def _info(flight: Flight, now_s: float) -> RequestInfo:
         prefill=None if attempt is None else attempt.prefill,
         decode=None if attempt is None else attempt.decode,
         num_attempts=flight.num_attempts,
+        version=version,
     )
 
 

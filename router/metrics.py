@@ -25,6 +25,9 @@ the truth over the prediction: of the time from a request's placement to its fir
 was placed once, and of its time per token. `baton_cost_error_ratio` says how far the formulas for
 workers of a class were off lately, as a share of what each observation was.
 
+Latencies are told by the version of the model that served. A name stays for as long as the process
+runs, and is given by an operator: there are as many series as there were updates.
+
 An inter-token latency is observed once for each update of a stream, which is once a step: tokens
 that speculation yields together arrive together, and count as one gap.
 """
@@ -56,9 +59,10 @@ from router.requests import (
     Finished,
     Outcome,
     Rejected,
-    RouterPort,
+    RouterStatus,
     Timeline,
 )
+from router.versions import Versions
 
 # fmt: off
 TTFT_BUCKETS_S = (
@@ -170,18 +174,16 @@ class Histogram(Collector):
 class GatewayMetrics:
     """Histograms and counters of one gateway."""
 
-    def __init__(
-        self, port: RouterPort, *, model_name: str, version: str, process: str | None = None
-    ) -> None:
-        self._port = port
-        self._model_name = model_name
+    def __init__(self, versions: Versions, *, version: str, process: str | None = None) -> None:
+        self._versions = port = versions
         self._version = version
         self._process = process
         self._own: list[Collector] = []
-        self.ttft = self._histogram("ttft", "HTTP request to first token", TTFT_BUCKETS_S)
-        self.itl = self._histogram("itl", "Gap between two updates of a stream", ITL_BUCKETS_S)
-        self.tpot = self._histogram("tpot", "Time per token after the first", ITL_BUCKETS_S)
-        self.e2e = self._histogram("e2e", "HTTP request to last token", E2E_BUCKETS_S)
+        by = ("version",)
+        self.ttft = self._histogram("ttft", "HTTP request to first token", TTFT_BUCKETS_S, by)
+        self.itl = self._histogram("itl", "Gap between two updates of a stream", ITL_BUCKETS_S, by)
+        self.tpot = self._histogram("tpot", "Time per token after the first", ITL_BUCKETS_S, by)
+        self.e2e = self._histogram("e2e", "HTTP request to last token", E2E_BUCKETS_S, by)
         self.kv_transfer = self._histogram(
             "kv_transfer", "KV blocks on their way to a decode worker", STAGE_BUCKETS_S
         )
@@ -208,7 +210,7 @@ class GatewayMetrics:
         self.num_generation_tokens = 0
         self.num_in_flight = 0
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
-        self._own += [_Counts(self), _Queue(port), _Forecasts(port)]
+        self._own += [_Counts(self), _Queue(port), _Forecasts(port), _Shares(versions)]
 
     @contextmanager
     def request(self) -> Iterator["RequestMeter"]:
@@ -240,10 +242,10 @@ class GatewayMetrics:
         if self._process is not None:
             told = 1 + len(others)
             yield GaugeMetricFamily("baton_gateway_processes", "That answered when asked", told)
-        build = {"version": self._version, "fingerprint": self._port.fingerprint()}
+        build = {"version": self._version, "fingerprint": self._versions.fingerprint()}
         yield InfoMetricFamily("baton_build", "What runs, with which model", build)
-        yield from _worker_metrics(self._port)
-        yield from _vllm_names(counted, self._port, self._model_name)
+        yield from _worker_metrics(self._versions)
+        yield from _vllm_names(counted, self._versions)
 
     def _histogram(
         self, name: str, text: str, bounds_s: Sequence[float], labels: Sequence[str] = ()
@@ -262,12 +264,14 @@ class RequestMeter:
     def __init__(self, metrics: GatewayMetrics) -> None:
         self.outcome = "cancelled"
         self._metrics = metrics
+        self.labels = ("",)  # the version that serves it
         self._received_s = 0.0
         self._prompt_tokens = 0
         self._is_answered = False
 
-    def accept(self, received_s: float, prompt_tokens: int) -> None:
-        """The request is valid and goes to the router."""
+    def accept(self, received_s: float, prompt_tokens: int, version: str) -> None:
+        """The request is valid and goes to the router of a version."""
+        self.labels = (version,)
         self._received_s = received_s
         self._prompt_tokens = prompt_tokens
 
@@ -284,13 +288,13 @@ class RequestMeter:
         if not self._is_answered:
             self._is_answered = True
             self._metrics.num_prompt_tokens += self._prompt_tokens
-            self._metrics.ttft.observe(now_s - self._received_s)
+            self._metrics.ttft.observe(now_s - self._received_s, self.labels)
 
     def end(self, outcome: Outcome, now_s: float) -> None:
         """The router is done with the request."""
         self.outcome = _OUTCOME_NAMES[type(outcome)]
         if isinstance(outcome, Finished):
-            self._metrics.e2e.observe(now_s - self._received_s)
+            self._metrics.e2e.observe(now_s - self._received_s, self.labels)
 
 
 class ChoiceMeter:
@@ -299,7 +303,7 @@ class ChoiceMeter:
     def __init__(self, metrics: GatewayMetrics, request: RequestMeter) -> None:
         self._metrics = metrics
         self._request = request
-        self._itl = metrics.itl.series()
+        self._itl = metrics.itl.series(request.labels)
         self._first_s: float | None = None
         self._last_s = 0.0
         self._num_tokens = 0
@@ -327,7 +331,7 @@ class ChoiceMeter:
         tpot_s = None
         if isinstance(outcome, Finished) and self._first_s is not None and self._num_tokens > 1:
             tpot_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
-            self._metrics.tpot.observe(tpot_s)
+            self._metrics.tpot.observe(tpot_s, self._request.labels)
         if timeline is not None and timeline.decision is not None and self._first_s is not None:
             self._compare(timeline, timeline.decision, tpot_s)
 
@@ -373,7 +377,7 @@ class _Counts(Collector):
 class _Queue(Collector):
     """The router as it is at the time of the scrape."""
 
-    def __init__(self, port: RouterPort) -> None:
+    def __init__(self, port: RouterStatus) -> None:
         self._port = port
 
     def collect(self) -> Iterator[Metric]:
@@ -395,11 +399,32 @@ class _Queue(Collector):
 class _Forecasts(Collector):
     """What this gateway predicts of the workers, as far as it can: each learns by itself."""
 
-    def __init__(self, port: RouterPort) -> None:
+    def __init__(self, port: RouterStatus) -> None:
         self._port = port
 
     def collect(self) -> Iterator[Metric]:
         yield from _forecasts(self._port)
+
+
+class _Shares(Collector):
+    """The versions that there are, which are few: what each is to have and has."""
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["version", "fingerprint"]
+        weights = GaugeMetricFamily(
+            "baton_version_weight", "Share of the requests that it is to have", labels=labels
+        )
+        running = GaugeMetricFamily(
+            "baton_version_requests", "Requests of it that are not over", labels=labels
+        )
+        for each in self._versions.table:
+            values = [each.name, each.port.fingerprint()]
+            weights.add_metric(values, each.weight)
+            running.add_metric(values, self._versions.num_requests(each.name))
+        yield from (weights, running)
 
 
 class _Page(Collector):
@@ -412,13 +437,13 @@ class _Page(Collector):
         return self._families
 
 
-def _vllm_names(counted: Sequence[Metric], port: RouterPort, model_name: str) -> Iterator[Metric]:
+def _vllm_names(counted: Sequence[Metric], versions: Versions) -> Iterator[Metric]:
     """The series that mean what vLLM's mean, under vLLM's names."""
-    labels = {"model_name": model_name}
+    labels = {"model_name": versions.current.model_names[0]}
     for metric in counted:
         if metric.name in _VLLM_NAMES:
             yield _labelled(metric, labels, name=_VLLM_NAMES[metric.name])
-    loads = [load for _, load in _loads(port)]
+    loads = [load for _, load in _loads(versions)]
     running = sum(load.running_seqs for load in loads)
     queued = sum(s.value for metric in counted if metric.name == _QUEUE for s in metric.samples)
     waiting = queued + sum(load.waiting_seqs for load in loads)
@@ -441,7 +466,7 @@ def _stages(timeline: Timeline) -> Iterator[tuple[str, float]]:
             yield name.removesuffix("_s"), seconds
 
 
-def _loads(port: RouterPort) -> list[tuple[tuple[str, str], LoadReport]]:
+def _loads(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
     """The last report of each worker that made one, by (worker, role)."""
     return [
         ((str(worker_id), status.role.value), status.load)
@@ -450,7 +475,7 @@ def _loads(port: RouterPort) -> list[tuple[tuple[str, str], LoadReport]]:
     ]
 
 
-def _worker_metrics(port: RouterPort) -> Iterator[Metric]:
+def _worker_metrics(port: RouterStatus) -> Iterator[Metric]:
     loads = _loads(port)
     blocks = GaugeMetricFamily(
         "baton_worker_blocks", "KV blocks by state", labels=["worker", "role", "state"]
@@ -472,7 +497,7 @@ def _worker_metrics(port: RouterPort) -> Iterator[Metric]:
     yield from _worker_counters(loads)
 
 
-def _forecasts(port: RouterPort) -> Iterator[Metric]:
+def _forecasts(port: RouterStatus) -> Iterator[Metric]:
     labels = ["worker", "role"]
     waits = GaugeMetricFamily(
         "baton_worker_predicted_wait_seconds",

@@ -189,23 +189,8 @@ class WorkerStatus:
     forecast: Forecast = field(default_factory=Forecast)
 
 
-class RouterPort(Protocol):
-    """What the HTTP side needs of the router."""
-
-    def submit(
-        self,
-        request: Request,
-        take_at_once: TakeAtOnce = take_nothing,
-        take_tokens: TakeTokens = take_no_tokens,
-    ) -> AsyncGenerator[Update, None]:
-        """Starts a request. Closing the iterator before its last update cancels the request.
-
-        While the iterator is waited for, each update is first offered to `take_at_once`, and does
-        not come out of the iterator if that is true: most tokens of a stream can be sent where
-        they come in, and need not wait until it is some task's turn. One of tokens alone is offered
-        to `take_tokens` before.
-        """
-        ...
+class RouterStatus(Protocol):
+    """What can be seen of the router: of one, or of several taken together."""
 
     def readiness(self) -> str | None:
         """None when requests can be served, else what is missing."""
@@ -229,4 +214,23 @@ class RouterPort(Protocol):
 
     def counters(self) -> Mapping[tuple[str, str], int]:
         """Router-side events since start by (name, reason): retries, refusals, fallbacks."""
+        ...
+
+
+class RouterPort(RouterStatus, Protocol):
+    """What the HTTP side needs of the router."""
+
+    def submit(
+        self,
+        request: Request,
+        take_at_once: TakeAtOnce = take_nothing,
+        take_tokens: TakeTokens = take_no_tokens,
+    ) -> AsyncGenerator[Update, None]:
+        """Starts a request. Closing the iterator before its last update cancels the request.
+
+        While the iterator is waited for, each update is first offered to `take_at_once`, and does
+        not come out of the iterator if that is true: most tokens of a stream can be sent where
+        they come in, and need not wait until it is some task's turn. One of tokens alone is offered
+        to `take_tokens` before.
+        """
         ...

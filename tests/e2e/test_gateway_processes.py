@@ -20,6 +20,7 @@ from deploy.cluster import BUNDLED_MODEL, Deployment
 from deploy.launcher import ProcessLauncher
 from deploy.processes import GatewayReady, GatewayService, GatewaySpec, WorkerReady, WorkerSpec
 from engine.config import Config, GatewayConfig, PoolsConfig, RouterConfig
+from engine.control import Intent, Members, Version
 from engine.errors import ConfigError
 from tests.e2e.cluster import NURSERY
 from tests.e2e.served import matching, metrics, poll_until
@@ -185,7 +186,8 @@ def test_a_gateway_that_does_not_open_gives_its_port_back(tmp_path, monkeypatch)
 
     real_bind = processes._bind
     monkeypatch.setattr(processes, "_bind", bind)
-    spec = GatewaySpec((), str(tmp_path), 64, GatewayConfig(port=0), RouterConfig(), "token")
+    members = Members(1, (), Intent((Version(model=str(tmp_path)),)))
+    spec = GatewaySpec(members, GatewayConfig(port=0), RouterConfig(), "token")
     with pytest.raises(ConfigError):
         asyncio.run(GatewayService(spec).open())
     assert bound[0].fileno() == -1

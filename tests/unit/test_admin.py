@@ -19,15 +19,14 @@ from deploy.planning import Planning
 from deploy.pool_events import Connected, OrderRefused, SetPlanner, Started, StartWorker, Tick
 from deploy.pools import PoolLimits, PoolMachine
 from deploy.run_dir import AdminAccess, announce, announced, run_directory
-from engine.control import GatewayReport, Intent, PlannerMode, Pools
+from engine.config import PlannerMode, WorkerConfig
+from engine.control import GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError
 from engine.layout import KVFormat
-from engine.messages import Role
 from router.planner import Rules
 
 KEY = "secret"
-FORMATS = dict.fromkeys((Role.PREFILL, Role.DECODE, Role.MIXED), KVFormat.FP32)
 
 
 class SetClock:
@@ -39,7 +38,7 @@ class FakeController:
     """A machine whose orders nobody carries out."""
 
     def __init__(self, pools: Pools) -> None:
-        self.machine = PoolMachine(Intent(pools), limits=PoolLimits(4, FORMATS))
+        self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
         self.planning = Planning(self.machine, Rules(), order=self._handle)
         self.workers, self.gateways, self.gateway_links = {}, {}, {}
         for effect in self.machine.handle(Tick(), 0.0):
@@ -163,8 +162,8 @@ def test_the_description_names_every_page_and_resolves_every_reference():
 def test_pools_that_cannot_be_flipped_are_not_planned():
     controller = FakeController(Pools(1, 1))
     controller.order(SetPlanner(PlannerMode.DRY_RUN))
-    formats = FORMATS | {Role.DECODE: KVFormat.INT8}
-    controller.machine.limits = PoolLimits(4, formats)
+    apart = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
+    controller.machine.intent = Intent((Version(worker=apart),))
     with pytest.raises(OrderRefused, match="as fp32, decode workers as int8: none can be flipped"):
         controller.order(SetPlanner(PlannerMode.ON))
     controller.order(SetPlanner(PlannerMode.OFF))

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import control
+from engine.config import WorkerConfig
 from engine.control import (
     ControllerHello,
     Members,
@@ -15,19 +16,23 @@ from engine.control import (
 )
 from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError, ProtocolError
+from engine.layout import KVFormat
 from engine.messages import Role
 
 ints = st.integers(0, 2**63 - 1)
 texts = st.text(max_size=8)
 seconds = st.floats(allow_nan=False)
 pools = st.builds(Pools, ints, ints, ints)
+configs = st.sampled_from([WorkerConfig(), WorkerConfig(kv_dtype=KVFormat.INT8, threads=2)])
+versions = st.builds(control.Version, texts, texts, texts, configs, pools, ints, st.booleans())
 intents = st.builds(
     control.Intent,
-    pools,
+    st.lists(versions, min_size=1, max_size=2).map(tuple),
     st.sampled_from(control.PlannerMode),
     st.lists(texts, max_size=2).map(tuple),
+    st.none() | st.builds(control.Rollout, texts, pools, pools),
 )
-workers = st.lists(st.builds(control.Member, texts, texts), max_size=3).map(tuple)
+workers = st.lists(st.builds(control.Member, texts, texts, texts, ints), max_size=3).map(tuple)
 members = st.builds(Members, ints, workers, intents)
 requests = st.builds(
     control.RequestInfo,
@@ -39,9 +44,12 @@ requests = st.builds(
     prefill=st.none() | texts,
     decode=st.none() | texts,
     num_attempts=ints,
+    version=texts,
 )
+reports = st.builds(control.VersionReport, st.none() | texts, ints, texts)
 costs = st.builds(DecodeCost, seconds, seconds, seconds)
 seen = st.builds(Observation, seconds, num_decoding=ints, decode_cost=st.none() | costs)
+
 to_gateway = st.one_of(
     st.builds(ControllerHello, ints, texts),
     members,
@@ -50,7 +58,17 @@ to_gateway = st.one_of(
 to_controller = st.one_of(
     st.builds(control.GatewayWelcome, ints, texts, st.none() | members),
     st.builds(control.ControllerRefused, texts),
-    st.builds(control.GatewayReport, st.none() | texts, ints, ints, ints, ints, seconds, seen),
+    st.builds(
+        control.GatewayReport,
+        st.none() | texts,
+        ints,
+        ints,
+        ints,
+        ints,
+        seconds,
+        st.none() | seen,
+        st.dictionaries(texts, reports, max_size=2),
+    ),
     st.builds(control.RequestList, ints, ints, st.lists(requests, max_size=2)),
 )
 

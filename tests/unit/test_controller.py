@@ -12,7 +12,7 @@ from deploy.controller import Plan, PoolController
 from deploy.links import GatewayLink
 from deploy.pool_events import Connected, SetPlanner, SetPools, WorkerState
 from deploy.processes import GatewayReady, WorkerReady
-from engine.config import AdminConfig, Config, PlannerConfig
+from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode
 from engine.control import (
     CONTROL_VERSION,
     GatewayReport,
@@ -20,8 +20,8 @@ from engine.control import (
     Intent,
     Member,
     Members,
-    PlannerMode,
     Pools,
+    Version,
     decode_from_controller,
     encode_control,
 )
@@ -198,7 +198,9 @@ def test_another_controller_takes_over_while_no_gateway_runs(play, monkeypatch, 
 
 
 OLD = Members(
-    5, tuple(Member(name, ready.address) for name, ready in WORKERS.items()), Intent(Pools(1, 1))
+    5,
+    tuple(Member(name, ready.address, context_len=64) for name, ready in WORKERS.items()),
+    Intent((Version(pools=Pools(1, 1)),)),
 )
 
 

@@ -20,10 +20,11 @@ from deploy.launcher import ProcessLauncher
 from deploy.processes import GatewaySpec
 from deploy.restarts import Restarts
 from engine.config import GatewayConfig, RouterConfig
+from engine.control import Intent, Members
 from engine.errors import ConfigError
 from tests.nurseries import nursery_of_shells
 
-SPEC = GatewaySpec((), "model", 64, GatewayConfig(), RouterConfig(), "token")
+SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 HOUR_S = 3600
 USE_RAY = ("deploy.ray_launcher", "deploy.ray_controller", "deploy.ray_places")

@@ -25,7 +25,9 @@ from router.requests import (
 )
 from router.templates import ChatTemplate
 from router.tokenizer import TextModel
+from router.versions import Served, Versions
 
+V1 = ("version", "v1")  # a label
 CONTEXT_LEN = 64
 EOS = 256
 TEMPLATE = (
@@ -173,12 +175,22 @@ class TickingClock:
         return float(next(self._ticks))
 
 
+def versions_of(
+    router: FakeRouter,
+    *,
+    template: str | None = TEMPLATE,
+    model_names: tuple[str, ...] = ("tiny",),
+    context_len: int = CONTEXT_LEN,
+) -> Versions:
+    """The only one."""
+    return Versions(Served("v1", router, text_model(template), model_names, context_len))
+
+
 def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings: Any) -> Any:
-    given = {"model_names": ("tiny",), "context_len": CONTEXT_LEN, "eos_token_ids": (EOS,)}
+    own = {name: settings.pop(name) for name in ("model_names", "context_len") if name in settings}
     return create_app(
-        router,
-        text_model(template),
-        settings=GatewaySettings(**(given | settings)),
+        versions_of(router, template=template, **own),
+        settings=GatewaySettings(**settings),
         clock=router.clock,
         rng=random.Random(1),
     )

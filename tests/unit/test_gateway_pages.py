@@ -8,6 +8,7 @@ from test_gateway_kit import (
     LENGTH,
     STOP,
     TIMELINE,
+    V1,
     FakeRouter,
     get,
     make_app,
@@ -67,10 +68,10 @@ def test_an_answer_is_measured():
     ask(app)
     found = samples(app)
     # The clock ticks once a look: body read, three updates.
-    assert found["baton_ttft_seconds_sum"] == {(): 1.0}
-    assert found["baton_itl_seconds_count"] == {(): 2.0}
-    assert found["baton_e2e_seconds_sum"] == {(): 3.0}
-    assert found["baton_tpot_seconds_sum"] == {(): 2 / 3}
+    assert found["baton_ttft_seconds_sum"] == {(V1,): 1.0}
+    assert found["baton_itl_seconds_count"] == {(V1,): 2.0}
+    assert found["baton_e2e_seconds_sum"] == {(V1,): 3.0}
+    assert found["baton_tpot_seconds_sum"] == {(V1,): 2 / 3}
     assert found["baton_prompt_tokens_total"] == {(): 2.0}
     assert found["baton_generation_tokens_total"] == {(): 4.0}
     assert found["baton_requests_in_flight"] == {(): 0.0}
@@ -267,7 +268,7 @@ def test_series_that_mean_what_vllms_mean_also_have_its_names():
         ("baton_itl_seconds", "vllm:inter_token_latency_seconds"),
         ("baton_e2e_seconds", "vllm:e2e_request_latency_seconds"),
     ):
-        assert found[f"{theirs}_sum"] == {model: found[f"{ours}_sum"][()]}
+        assert found[f"{theirs}_sum"] == {(*model, V1): found[f"{ours}_sum"][V1,]}
         assert len(found[f"{theirs}_bucket"]) == len(found[f"{ours}_bucket"])
 
 

@@ -1,6 +1,6 @@
 """What gateway processes that share a port tell of one another in /metrics."""
 
-from test_gateway_kit import LENGTH, FakeRouter, tokens
+from test_gateway_kit import LENGTH, FakeRouter, tokens, versions_of
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.metrics import GatewayMetrics, decode_metrics, encode_metrics
@@ -15,7 +15,7 @@ def counted(process: str | None, num_requests: int) -> GatewayMetrics:
     router = FakeRouter([tokens("ab", outcome=LENGTH)])
     load = LoadReport(1, 0, 0, 0, 0, waiting_seqs=2, running_seqs=3, open_leases=0)
     router.statuses[WorkerId("m0")] = WorkerStatus(Role.MIXED, load, 0, 0)
-    metrics = GatewayMetrics(router, model_name="m", version="1", process=process)
+    metrics = GatewayMetrics(versions_of(router, model_names=("m",)), version="1", process=process)
     for _ in range(num_requests):
         with metrics.request() as meter:
             meter.choice().tokens(2, 1.0)

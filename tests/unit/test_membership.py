@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 from test_demand import ask, machine_of
 
-from engine.control import Intent, Members, PlannerMode, Pools
+from engine.config import PlannerMode
+from engine.control import Intent, Members
 from engine.messages import Role
 from router.membership import ControlServer
 
@@ -23,21 +24,26 @@ class World:
         self.machine = machine_of(Role.PREFILL, Role.DECODE)
         router = SimpleNamespace(
             machine=self.machine,
-            follow=lambda addresses: None,
             readiness=lambda: None,
             workers=dict,
             queue_len=lambda: 0,
             queued_s=lambda: 0.0,
         )
         self.clock = SetClock()
-        self.server = ControlServer(router, token="token", clock=self.clock)
+        routers = SimpleNamespace(
+            routers=lambda: {"v1": router},
+            versions=router,
+            reports=dict,
+            follow=lambda members: None,
+        )
+        self.server = ControlServer(routers, token="token", clock=self.clock)
         self.version = 0
 
     def seen(self, mode, at_s):
         """In the report, if the planner is in that mode."""
         self.clock.at_s = at_s
         self.version += 1
-        return self.server._take(Members(self.version, (), Intent(Pools(), mode))).seen
+        return self.server._take(Members(self.version, (), Intent(planner=mode))).seen
 
 
 def test_nothing_is_observed_while_the_planner_is_off():

@@ -22,14 +22,20 @@ from deploy.pool_events import (
     Tick,
 )
 from deploy.pools import PoolLimits, PoolMachine
-from engine.config import Config, PlannerConfig, PoolsConfig, RouterConfig, WorkerConfig
-from engine.control import GatewayReport, Intent, PlannerMode, Pools
+from engine.config import (
+    Config,
+    PlannerConfig,
+    PlannerMode,
+    PoolsConfig,
+    RouterConfig,
+    WorkerConfig,
+)
+from engine.control import GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
 from router.planner import Rules
 
-FORMATS = dict.fromkeys((Role.PREFILL, Role.DECODE, Role.MIXED), KVFormat.FP32)
 COST = DecodeCost(fixed_s=0.010, row_s=2e-4, context_s=0.0)
 READING = Observation(
     requests_per_s=3.0, prefill_s_per_s=3.0, queued_s=3.0, num_decoding=2, decode_cost=COST
@@ -38,12 +44,16 @@ WRITING = Observation(requests_per_s=1.0, num_decoding=280, decode_cost=COST)
 RULES = Rules(ttft_s=2.0, tpot_s=0.03)
 
 
+def intent_of(pools, mode):
+    return Intent((Version(pools=pools),), mode)
+
+
 class World:
     """A machine whose orders are carried out at once, and a planner of its pools."""
 
     def __init__(self, pools, rules=RULES, max_workers=8, mode=PlannerMode.ON):
         self.machine = PoolMachine(
-            Intent(pools, mode), limits=PoolLimits(max_workers, FORMATS), gateways=["gateway"]
+            intent_of(pools, mode), limits=PoolLimits(max_workers), gateways=["gateway"]
         )
         self.now_s = 0.0
         self.obeys = True
@@ -153,7 +163,7 @@ def test_an_operator_s_order_is_taken_and_not_taken_back_at_once():
 def test_the_history_is_bounded(monkeypatch):
     world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
     for number in range(600):
-        world.machine.intent = Intent(Pools(2, 2, number), PlannerMode.DRY_RUN)
+        world.machine.intent = intent_of(Pools(2, 2, number), PlannerMode.DRY_RUN)
         world.tick(READING)
     decisions = world.planning.decisions
     assert len(decisions) == 200

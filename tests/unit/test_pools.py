@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.formats import formats_of
 from deploy.pool_events import (
     Connected,
     Died,
@@ -48,12 +49,13 @@ from deploy.pools import (
     PoolLimits,
     PoolMachine,
 )
-from engine.control import Intent, Member, PlannerMode, Pools
+from engine.config import PlannerMode, WorkerConfig
+from engine.control import Intent, Member, Pools, Version
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
 
-SAME = dict.fromkeys((Role.PREFILL, Role.DECODE, Role.MIXED), KVFormat.FP32)
-APART = {**SAME, Role.DECODE: KVFormat.INT8}
+SAME = WorkerConfig()
+APART = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
 IDLE = LoadReport(8, 0, 0, 0, 0, 0, 0, 0)
 BUSY = LoadReport(8, 0, 0, 0, 0, 1, 1, 0)
 
@@ -64,8 +66,9 @@ ONE_EACH = Pools(1, 1)
 class FakeProcess:
     """A worker that does what it is told at once; its answers take a while."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, version: str) -> None:
         self.role = role
+        self.version = version
         self.refuses: set[Role] = set()
         self.is_deaf = False
         self.is_stuck = False  # never idle
@@ -76,14 +79,15 @@ class World:
     """Launcher, workers and time, in which effects become events a little later."""
 
     def __init__(
-        self, pools: Pools = ONE_EACH, max_workers: int = 8, formats=SAME, gateways=("gateway",)
+        self, pools: Pools = ONE_EACH, max_workers: int = 8, config=SAME, gateways=("gateway",)
     ) -> None:
         self.now_s = 0.0
-        limits = PoolLimits(max_workers, formats, drain_timeout_s=20)
-        self.machine = PoolMachine(Intent(pools), limits=limits, gateways=gateways)
-        self.formats = formats
+        limits = PoolLimits(max_workers, drain_timeout_s=20)
+        intent = Intent((Version(worker=config, pools=pools),))
+        self.machine = PoolMachine(intent, limits=limits, gateways=gateways)
         self.rng = random.Random(1)
         self.processes: dict[str, FakeProcess] = {}
+        self.unheard: dict[str, FakeProcess] = {}  # they died, which nobody knows yet
         self.addresses: dict[str, str] = {}
         self.queue: list[tuple[float, int, object]] = []
         self.number = count()
@@ -121,14 +125,16 @@ class World:
             self.run(1)
 
     def feed(self, event: object) -> None:
+        if isinstance(event, Died):
+            self.unheard.pop(event.name, None)
         for effect in self.machine.handle(event, self.now_s):
             self.perform(effect)
         self.machine.validate()
 
     def perform(self, effect: object) -> None:
         match effect:
-            case StartWorker(worker_id, role, start):
-                self.start(worker_id, role, start)
+            case StartWorker():
+                self.start(effect)
             case StopWorker(worker_id):
                 self.check_not_last(worker_id, Role.DRAINED)
                 self.processes.pop(worker_id, None)
@@ -145,7 +151,8 @@ class World:
             case Publish(members):
                 assert members == self.machine.members
 
-    def start(self, worker_id: str, role: Role, start: int) -> None:
+    def start(self, wanted: StartWorker) -> None:
+        worker_id, role, start = wanted.worker_id, wanted.role, wanted.start
         assert len(self.processes) < self.machine.limits.max_workers
         assert worker_id not in self.processes
         self.started.append((self.now_s, worker_id))
@@ -154,10 +161,11 @@ class World:
             self.later(StartFailed(worker_id, start, reason))
             return
         address = f"{worker_id}@{start}"
-        self.processes[worker_id] = FakeProcess(role)
+        self.processes[worker_id] = FakeProcess(role, wanted.version.name)
         self.addresses[worker_id] = address
         self.later(Started(worker_id, start, address), 0.5)
-        connected = Connected(worker_id, address, role, self.formats[role])
+        kv_format = formats_of(wanted.version.worker)[role]
+        connected = Connected(worker_id, address, role, kv_format)
         self.later(connected, 0.6)
 
     def set_role(self, worker_id: str, role: Role) -> None:
@@ -174,13 +182,17 @@ class World:
         process = self.processes.get(worker_id)
         if process is None or process.is_deaf:
             return
-        others = [p for name, p in self.processes.items() if name != worker_id and not p.is_deaf]
+        others = [
+            other
+            for name, other in {**self.processes, **self.unheard}.items()
+            if name != worker_id and not other.is_deaf and other.version == process.version
+        ]
         for does in ("prefills", "decodes"):
             if getattr(process.role, does) and not getattr(role, does):
                 assert any(getattr(p.role, does) for p in others), (worker_id, role)
 
     def die(self, worker_id: str) -> None:
-        del self.processes[worker_id]
+        self.unheard[worker_id] = self.processes.pop(worker_id)
         self.later(Died(worker_id, f"{worker_id} ended"), 0.2)
 
     def hang(self, worker_id: str) -> None:
@@ -204,6 +216,10 @@ def settled(*arguments, **options) -> World:
     world.told.clear()
     world.started.clear()
     return world
+
+
+def wanting(prefill: int, decode: int) -> tuple[Version, ...]:
+    return (Version(pools=Pools(prefill, decode)),)
 
 
 def found(world: World) -> Found:
@@ -266,7 +282,7 @@ def test_the_least_loaded_one_is_flipped():
 
 
 def test_workers_whose_kv_differs_are_not_flipped_but_replaced():
-    world = settled(Pools(2, 1), formats=APART)
+    world = settled(Pools(2, 1), config=APART)
     world.feed(SetPools(Pools(1, 2)))
     world.settle()
     assert len(world.started) == 1
@@ -368,10 +384,10 @@ def test_a_drained_worker_stays_until_it_is_flipped_back():
     world.settle()
     world.run(100)
     assert world.states()["prefill-0"] is WorkerState.DRAINED
-    assert world.machine.intent == Intent(Pools(1, 1), drained=(WorkerId("prefill-0"),))
+    assert world.machine.intent == Intent(wanting(1, 1), drained=(WorkerId("prefill-0"),))
     world.feed(Flip(WorkerId("prefill-0"), D))
     world.settle()
-    assert world.machine.intent == Intent(Pools(1, 2))
+    assert world.machine.intent == Intent(wanting(1, 2))
     assert world.started == []
 
 
@@ -426,7 +442,7 @@ def test_an_impossible_order_is_refused_with_the_reason(order, reason, status):
 
 
 def test_a_flip_between_formats_is_refused_and_so_is_too_much_beside_a_drained_worker():
-    world = settled(Pools(2, 2), max_workers=4, formats=APART)
+    world = settled(Pools(2, 2), max_workers=4, config=APART)
     with pytest.raises(OrderRefused, match="holds KV as fp32, decode workers as int8"):
         world.feed(Flip(WorkerId("prefill-0"), D))
     world.feed(Drain(WorkerId("prefill-0")))
@@ -472,7 +488,7 @@ def test_a_drained_worker_that_nobody_wants_kept_goes_when_another_controller_fi
     world.settle()
     world.processes["prefill-1"].role = Role.DRAINED
     world.machine = PoolMachine(
-        Intent(Pools(1, 1)), limits=world.machine.limits, gateways=["gateway"], version=9
+        Intent(wanting(1, 1)), limits=world.machine.limits, gateways=["gateway"], version=9
     )
     world.feed(found(world))
     for name, process in list(world.processes.items()):
@@ -524,7 +540,7 @@ def test_another_controller_starts_gateways_although_a_worker_is_missing():
     world.queue.clear()
     world.fails_always.add(P)
     world.machine = PoolMachine(
-        Intent(Pools(2, 1)), limits=world.machine.limits, gateways=["gateway"]
+        Intent(wanting(2, 1)), limits=world.machine.limits, gateways=["gateway"]
     )
     world.feed(Found(found(world).workers))
     world.run(3)
@@ -540,7 +556,7 @@ def test_another_controller_starts_gateways_although_a_worker_is_missing():
 def test_what_was_found_and_never_reached_is_stopped_and_replaced():
     world = settled()
     world.machine = PoolMachine(
-        Intent(Pools(1, 1)), limits=world.machine.limits, gateways=["gateway"]
+        Intent(wanting(1, 1)), limits=world.machine.limits, gateways=["gateway"]
     )
     for process in world.processes.values():
         process.is_deaf = True
@@ -599,11 +615,11 @@ actions = st.one_of(
 @given(
     first=wanted,
     script=st.lists(actions, max_size=12),
-    formats=st.sampled_from([SAME, APART]),
+    config=st.sampled_from([SAME, APART]),
     seed=st.integers(0, 99),
 )
-def test_whatever_happens_the_pools_come_to_be_what_is_wanted(first, script, formats, seed):
-    world = World(first, max_workers=6, formats=formats)
+def test_whatever_happens_the_pools_come_to_be_what_is_wanted(first, script, config, seed):
+    world = World(first, max_workers=6, config=config)
     world.rng = random.Random(seed)
     world.feed(Tick())
     for what, argument in script:
