@@ -21,6 +21,7 @@ from deploy.admin_schema import (
     DecisionInfo,
     ErrorAnswer,
     ErrorBody,
+    FinishBody,
     FlipBody,
     GatewayInfo,
     ListedRequest,
@@ -31,16 +32,35 @@ from deploy.admin_schema import (
     PoolsBody,
     RequestsAnswer,
     StepInfo,
+    UpdateBody,
+    VersionInfo,
+    VersionsAnswer,
+    WeightsBody,
     WorkerInfo,
     WorkersAnswer,
     openapi,
 )
 from deploy.controller import PoolController
 from deploy.planning import Decision
-from deploy.pool_events import Drain, Flip, Order, OrderRefused, SetPlanner, SetPools, Stop, Worker
+from deploy.pool_events import (
+    Abort,
+    Drain,
+    Finish,
+    Flip,
+    Order,
+    OrderRefused,
+    SetPlanner,
+    SetPools,
+    SetWeights,
+    Stop,
+    Worker,
+)
+from deploy.rollout import known
 from deploy.run_dir import AdminAccess, announce, run_directory
+from deploy.updates import order_of, pools_of
 from engine.clock import Clock
 from engine.config import AdminConfig
+from engine.control import SERVING_ROLES, Pools, Version
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 
@@ -109,6 +129,11 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
         ("POST", "/v1/workers/{worker_id}/drain", pages.drain),
         ("POST", "/v1/workers/{worker_id}/stop", pages.stop),
         ("GET", "/v1/planner", pages.planner),
+        ("GET", "/v1/versions", pages.versions),
+        ("POST", "/v1/versions", pages.add_version),
+        ("POST", "/v1/weights", pages.set_weights),
+        ("POST", "/v1/versions/{name}/finish", pages.finish),
+        ("POST", "/v1/versions/{name}/abort", pages.abort),
         ("POST", "/v1/planner", pages.set_planner),
         ("GET", "/openapi.json", pages.openapi),
     ]
@@ -156,9 +181,36 @@ class _Pages:
 
     async def set_pools(self, request: Request) -> Response:
         body = await _body(request, PoolsBody)
-        changes = {name: n for name, n in msgspec.structs.asdict(body).items() if n is not None}
-        pools = msgspec.structs.replace(self._controller.machine.intent.pools, **changes)
-        return self._order(SetPools(pools))
+        given = msgspec.structs.asdict(body)
+        name = given.pop("version")
+        intent = self._controller.machine.intent
+        version = intent.current if name is None else known(intent, name)
+        changes = {role: n for role, n in given.items() if n is not None}
+        pools = msgspec.structs.replace(version.pools, **changes)
+        return self._order(SetPools(pools, version=name))
+
+    async def versions(self, _: Request) -> Response:
+        rollout = self._controller.machine.intent.rollout
+        return _json(200, VersionsAnswer(self._versions(), None if rollout is None else rollout.to))
+
+    async def add_version(self, request: Request) -> Response:
+        body = await _body(request, UpdateBody)
+        try:
+            order = await asyncio.to_thread(order_of, body, self._controller.machine.intent)
+        except ConfigError as error:
+            raise OrderRefused(str(error), status=400) from error
+        return self._order(order)
+
+    async def set_weights(self, request: Request) -> Response:
+        return self._order(SetWeights((await _body(request, WeightsBody)).weights))
+
+    async def finish(self, request: Request) -> Response:
+        body = await _body(request, FinishBody)
+        pools = None if body.pools is None else pools_of(body.pools, Pools())
+        return self._order(Finish(request.path_params["name"], pools))
+
+    async def abort(self, request: Request) -> Response:
+        return self._order(Abort(request.path_params["name"]))
 
     async def flip(self, request: Request) -> Response:
         return self._order(Flip(_worker_id(request), (await _body(request, FlipBody)).role))
@@ -195,6 +247,8 @@ class _Pages:
             status,
             PoolsAnswer(
                 wanted=machine.intent.pools,
+                versions=self._versions(),
+                taking_over=None if machine.intent.rollout is None else machine.intent.rollout.to,
                 settled=machine.is_settled,
                 version=machine.members.version,
                 max_workers=machine.limits.max_workers,
@@ -210,6 +264,28 @@ class _Pages:
         controller = self._controller
         return PlannerInfo(controller.machine.intent.planner, controller.planning.reasons)
 
+    def _versions(self) -> list[VersionInfo]:
+        machine = self._controller.machine
+        return [self._version(version) for version in machine.intent.versions]
+
+    def _version(self, version: Version) -> VersionInfo:
+        machine = self._controller.machine
+        serving = machine.serving(version.name)
+        said = machine.reports_of(version.name)
+        return VersionInfo(
+            name=version.name,
+            model=version.model,
+            model_name=version.model_name,
+            fingerprint=next((each.fingerprint for each in said if each.fingerprint), ""),
+            wanted=version.pools,
+            serving=Pools(*(serving[role] for role in SERVING_ROLES)),
+            weight=version.weight,
+            num_requests=sum(each.num_requests for each in said),
+            is_current=version is machine.intent.current,
+            is_leaving=version.is_leaving,
+            missing=next((each.missing for each in said if each.missing is not None), None),
+        )
+
     def _workers(self) -> list[WorkerInfo]:
         workers = self._controller.machine.workers
         return [self._worker(workers[name]) for name in sorted(workers)]
@@ -220,6 +296,7 @@ class _Pages:
         runs = worker.address is not None and ready is not None
         return WorkerInfo(
             worker_id=worker.worker_id,
+            version=worker.version,
             role=worker.role,
             target=worker.target,
             state=worker.state,

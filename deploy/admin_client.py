@@ -3,11 +3,20 @@
 import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from deploy.admin_schema import ErrorAnswer, PlannerAnswer, PoolsAnswer, RequestsAnswer
+from deploy.admin_schema import (
+    ErrorAnswer,
+    FinishBody,
+    PlannerAnswer,
+    PoolCounts,
+    PoolsAnswer,
+    RequestsAnswer,
+    UpdateBody,
+)
 from deploy.run_dir import announced, run_directory
 from engine.errors import BatonError, ConfigError
 
@@ -73,9 +82,9 @@ class AdminClient:
         """What is being served. Raises AdminError."""
         return self._ask("GET", "/v1/requests", RequestsAnswer)
 
-    def set_pools(self, counts: Mapping[str, int]) -> PoolsAnswer:
-        """Orders so many workers. Raises AdminError."""
-        return self._ask("POST", "/v1/pools", PoolsAnswer, dict(counts))
+    def set_pools(self, counts: Mapping[str, int], version: str | None = None) -> PoolsAnswer:
+        """Orders so many workers, of the current version or of that one. Raises AdminError."""
+        return self._ask("POST", "/v1/pools", PoolsAnswer, {**counts, "version": version})
 
     def order(self, worker_id: str, what: str, body: Any = None) -> PoolsAnswer:
         """Orders something of one worker: flip, drain, stop. Raises AdminError."""
@@ -88,6 +97,23 @@ class AdminClient:
     def set_planner(self, mode: str) -> PoolsAnswer:
         """Raises AdminError."""
         return self._ask("POST", "/v1/planner", PoolsAnswer, {"mode": mode})
+
+    def update(self, body: UpdateBody) -> PoolsAnswer:
+        """Orders a version. Raises AdminError."""
+        return self._ask("POST", "/v1/versions", PoolsAnswer, msgspec.to_builtins(body))
+
+    def set_weights(self, weights: Mapping[str, int]) -> PoolsAnswer:
+        """Orders how versions share requests. Raises AdminError."""
+        return self._ask("POST", "/v1/weights", PoolsAnswer, {"weights": dict(weights)})
+
+    def finish(self, version: str, pools: PoolCounts | None = None) -> PoolsAnswer:
+        """Orders that a version takes over. Raises AdminError."""
+        body = msgspec.to_builtins(FinishBody(pools))
+        return self._ask("POST", f"/v1/versions/{quote(version)}/finish", PoolsAnswer, body)
+
+    def abort(self, version: str) -> PoolsAnswer:
+        """Orders that a version goes. Raises AdminError."""
+        return self._ask("POST", f"/v1/versions/{quote(version)}/abort", PoolsAnswer)
 
     def _ask(self, method: str, path: str, kind: type[T], body: Any = None) -> T:
         try:

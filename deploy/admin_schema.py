@@ -6,19 +6,54 @@ import msgspec
 
 from deploy.planning import Outcome
 from deploy.pool_events import GatewayState, WorkerState
-from engine.config import PlannerMode
+from deploy.rollout import MAX_WEIGHT
+from engine.config import PlannerMode, WorkerConfig
 from engine.control import Pools, RequestInfo
 from engine.messages import Role, WorkerId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+Weight = Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
 
 
-class PoolsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Wanted workers by role; what is left out stays."""
+class PoolCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Workers by role."""
 
     prefill: Count | None = None
     decode: Count | None = None
     mixed: Count | None = None
+
+
+class PoolsBody(PoolCounts, frozen=True):
+    """Wanted workers by role; what is left out stays. Of the current version, or of that one."""
+
+    version: str | None = None
+
+
+class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version: what is left out is as in the current one, a name is found.
+
+    With a weight it is served beside the others, with these pools. Without one it takes over from
+    all others, and these are the pools that it has in the end.
+    """
+
+    name: str | None = None
+    model: str | None = None
+    model_name: str | None = None  # in the API
+    worker: WorkerConfig | None = None
+    pools: PoolCounts | None = None
+    weight: Weight | None = None
+
+
+class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shares of the requests, by version; who is not named keeps its weight."""
+
+    weights: dict[str, Weight]
+
+
+class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pools that it is to have; default: no fewer workers than the current version has."""
+
+    pools: PoolCounts | None = None
 
 
 class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +72,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """One worker. `role` is what it says, `target` what it is to be."""
 
     worker_id: WorkerId
+    version: str
     role: Role | None
     target: Role | None
     state: WorkerState
@@ -113,10 +149,37 @@ class PlannerAnswer(msgspec.Struct, frozen=True):
     decisions: list[DecisionInfo]
 
 
+class VersionInfo(msgspec.Struct, frozen=True):
+    """One version of the model. `missing` is what keeps a gateway from serving it."""
+
+    name: str
+    model: str
+    model_name: str
+    fingerprint: str
+    wanted: Pools
+    serving: Pools
+    weight: int
+    num_requests: int
+    is_current: bool
+    is_leaving: bool
+    missing: str | None
+
+
+class VersionsAnswer(msgspec.Struct, frozen=True):
+    """All versions, the current one first. `taking_over`: from all others, if one is."""
+
+    versions: list[VersionInfo]
+    taking_over: str | None
+
+
 class PoolsAnswer(msgspec.Struct, frozen=True):
-    """The pools. `settled`: all is as wanted and nothing is under way."""
+    """The pools. `settled`: all is as wanted and nothing is under way. `wanted`: of the current
+    version.
+    """
 
     wanted: Pools
+    versions: list[VersionInfo]
+    taking_over: str | None
     settled: bool
     version: int
     max_workers: int
@@ -162,6 +225,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 _REF = "#/components/schemas/{name}"
 _WORKER = {"name": "worker_id", "in": "path", "required": True, "schema": {"type": "string"}}
+_VERSION = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 _SINCE = {
     "name": "since",
     "in": "query",
@@ -177,13 +241,18 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("post", "/v1/workers/{worker_id}/flip", "Change a role", FlipBody, PoolsAnswer, [_WORKER]),
     ("post", "/v1/workers/{worker_id}/drain", "Take work away", None, PoolsAnswer, [_WORKER]),
     ("post", "/v1/workers/{worker_id}/stop", "Drain and stop", None, PoolsAnswer, [_WORKER]),
+    ("get", "/v1/versions", "Versions of the model", None, VersionsAnswer, []),
+    ("post", "/v1/versions", "Start a version beside the others", UpdateBody, PoolsAnswer, []),
+    ("post", "/v1/weights", "Share requests among versions", WeightsBody, PoolsAnswer, []),
+    ("post", "/v1/versions/{name}/finish", "Take over", FinishBody, PoolsAnswer, [_VERSION]),
+    ("post", "/v1/versions/{name}/abort", "Give all back", None, PoolsAnswer, [_VERSION]),
     ("get", "/v1/planner", "What the planner says and did", None, PlannerAnswer, []),
     ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
 ]
 _ERRORS = {
     "400": "not a valid request",
     "401": "no key, or a wrong one",
-    "404": "no such worker",
+    "404": "no such worker or version",
     "409": "an order that cannot be carried out, with the reason",
 }
 

@@ -24,6 +24,7 @@ from deploy.launcher import Launcher, ProcessLauncher
 from deploy.operator_cli import register
 from deploy.processes import GatewayReady
 from deploy.up_cli import add_commands as add_cluster_commands
+from deploy.versions_cli import register as register_versions
 from engine.config import (
     WITH_DRAFT,
     RouterPolicy,
@@ -45,6 +46,7 @@ app.add_typer(bench_app, name="bench")
 app.command(name="simulate")(simulate_command)
 app.command(name="plan")(plan_command)
 register(app)
+register_versions(app)
 add_cluster_commands(app)
 
 

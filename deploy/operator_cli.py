@@ -54,13 +54,14 @@ def pools_command(
         context.obj = (admin_url, admin_key)
         return
     with connect(admin_url, admin_key) as client:
-        _show(lambda: pools_view(client.pools()), watch=watch)
+        show(lambda: pools_view(client.pools()), watch=watch)
 
 
 @pools_app.command("set")
 def set_command(
     context: typer.Context,
     counts: Annotated[list[str], typer.Argument(metavar="ROLE=NUMBER...")],
+    version: Annotated[str | None, typer.Option(help="default: the current one")] = None,
     wait: Wait = True,  # noqa: FBT002
     admin_url: AdminUrl = None,
     admin_key: AdminKey = None,
@@ -69,7 +70,7 @@ def set_command(
     url, key = context.obj
     wanted = parse_counts(counts)
     with connect(admin_url or url, admin_key or key) as client:
-        _follow(client, client.set_pools(wanted), wait=wait)
+        follow(client, client.set_pools(wanted, version), wait=wait)
 
 
 def flip_command(
@@ -82,7 +83,7 @@ def flip_command(
     """Changes a worker's role in place; what it runs is moved. One that is drained serves again."""
     with connect(admin_url, admin_key) as client:
         role = to or _other_role(client.pools(), worker)
-        _follow(client, client.order(worker, "flip", {"role": role}), wait=wait)
+        follow(client, client.order(worker, "flip", {"role": role}), wait=wait)
 
 
 def drain_command(
@@ -93,7 +94,7 @@ def drain_command(
 ) -> None:
     """Takes all work from a worker, which stays; `baton flip WORKER --to ROLE` brings it back."""
     with connect(admin_url, admin_key) as client:
-        _follow(client, client.order(worker, "drain"), wait=wait)
+        follow(client, client.order(worker, "drain"), wait=wait)
 
 
 def stop_worker_command(
@@ -104,7 +105,7 @@ def stop_worker_command(
 ) -> None:
     """Drains a worker, then ends it; its pool has one less from then on."""
     with connect(admin_url, admin_key) as client:
-        _follow(client, client.order(worker, "stop"), wait=wait)
+        follow(client, client.order(worker, "stop"), wait=wait)
 
 
 def workers_command(
@@ -114,7 +115,7 @@ def workers_command(
 ) -> None:
     """Shows every worker."""
     with connect(admin_url, admin_key) as client:
-        _show(lambda: _workers_table(client.pools().workers), watch=watch)
+        show(lambda: _workers_table(client.pools().workers), watch=watch)
 
 
 def requests_command(
@@ -124,7 +125,7 @@ def requests_command(
 ) -> None:
     """Shows the requests that are being served."""
     with connect(admin_url, admin_key) as client:
-        _show(lambda: _requests_table(client.requests()), watch=watch)
+        show(lambda: _requests_table(client.requests()), watch=watch)
 
 
 def planner_command(
@@ -139,7 +140,7 @@ def planner_command(
     with connect(admin_url, admin_key) as client:
         if mode is not None:
             client.set_planner(mode)
-        _show(lambda: planner_view(client.planner()), watch=watch)
+        show(lambda: planner_view(client.planner()), watch=watch)
 
 
 def register(app: typer.Typer) -> None:
@@ -168,7 +169,7 @@ def parse_counts(counts: list[str]) -> dict[str, int]:
 # ---------------------------------------------------------------- progress
 
 
-def _follow(client: AdminClient, answer: PoolsAnswer, *, wait: bool) -> None:
+def follow(client: AdminClient, answer: PoolsAnswer, *, wait: bool) -> None:
     """Prints each step as it is made, until nothing is under way. Ctrl-C undoes nothing."""
     console = Console()
     for step in _steps(client, answer, wait=wait):
@@ -208,7 +209,8 @@ def _other_role(answer: PoolsAnswer, worker_id: str) -> Role:
 # ---------------------------------------------------------------- tables
 
 
-def _show(view: Callable[[], Group | Table], *, watch: bool) -> None:
+def show(view: Callable[[], Group | Table], *, watch: bool) -> None:
+    """Prints it, or keeps it up to date until Ctrl-C."""
     console = Console()
     if not watch:
         console.print(view())
@@ -261,7 +263,18 @@ def _counts(pools: Pools) -> str:
 
 def _workers_table(workers: list[WorkerInfo]) -> Table:
     table = Table(title="workers")
-    for name in ("worker", "role", "state", "for", "runs", "waits", "KV free", "pid", ""):
+    for name in (
+        "worker",
+        "version",
+        "role",
+        "state",
+        "for",
+        "runs",
+        "waits",
+        "KV free",
+        "pid",
+        "",
+    ):
         table.add_column(name, justify="right" if name in _NUMBERS else "left")
     for w in workers:
         role = w.role or "?"
@@ -270,6 +283,7 @@ def _workers_table(workers: list[WorkerInfo]) -> Table:
         free = f"{100 * w.free_blocks / w.num_blocks:.0f} %" if w.num_blocks and w.role else ""
         table.add_row(
             w.worker_id,
+            w.version,
             role,
             w.state,
             f"{w.state_s:.0f} s",

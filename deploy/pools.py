@@ -70,7 +70,16 @@ from deploy.pool_events import (
 )
 from deploy.reconcile import Abandon, Begin, Drop, FlipTo, Move, Retire, last_that, next_move
 from deploy.restarts import STEADY_S, Restarts
-from engine.control import SERVING_ROLES, GatewayReport, Intent, Member, Members, Pools, Version
+from engine.control import (
+    SERVING_ROLES,
+    GatewayReport,
+    Intent,
+    Member,
+    Members,
+    Pools,
+    Version,
+    VersionReport,
+)
 from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 
@@ -175,6 +184,15 @@ class PoolMachine:
             and all(w.state in steady for w in self.workers.values())
             and all(state is GatewayState.SERVING for state in self.gateways.values())
         )
+
+    def serving(self, name: str) -> Mapping[Role | None, int]:
+        """Workers of a version that serve, by role."""
+        return self._scene().serving(name)
+
+    def reports_of(self, name: str) -> list[VersionReport]:
+        """What gateways say of a version."""
+        said = (report.versions.get(name) for report in self._reports.values())
+        return [each for each in said if each is not None]
 
     def validate(self) -> None:
         """Asserts the invariants."""

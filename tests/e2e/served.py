@@ -25,14 +25,14 @@ KV_MIB = 64  # of each worker
 HANDS_OVER = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}  # every prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Served:
     """A running `baton serve`."""
 
     url: str
     process: "subprocess.Popen[bytes]"
     mark: str
-    num_blocks: int  # of all workers
+    num_blocks: int  # of all workers; to be set where there come to be others
 
 
 def marked_processes(mark: str) -> list[str]:

@@ -4,6 +4,7 @@ import asyncio
 import io
 import os
 import stat
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from deploy.admin import admin_app
 from deploy.admin_client import find_deployment
-from deploy.admin_schema import PlannerAnswer, PoolsAnswer
+from deploy.admin_schema import PlannerAnswer, PoolsAnswer, VersionsAnswer
 from deploy.controller import PoolController
 from deploy.operator_cli import parse_counts, planner_view
 from deploy.planning import Planning
@@ -153,6 +154,10 @@ def test_the_description_names_every_page_and_resolves_every_reference():
         "/v1/workers/{worker_id}/drain",
         "/v1/workers/{worker_id}/stop",
         "/v1/planner",
+        "/v1/versions",
+        "/v1/weights",
+        "/v1/versions/{name}/finish",
+        "/v1/versions/{name}/abort",
     }
     text = msgspec.json.encode(described).decode()
     names = {piece.split('"')[0] for piece in text.split("#/components/schemas/")[1:]}
@@ -253,3 +258,46 @@ def test_counts_are_read_by_role():
     for wrong in (["prefill"], ["prefill=x"], ["drained=1"], ["prefill=1", "prefill=2"]):
         with pytest.raises(ConfigError, match="is not ROLE=NUMBER"):
             parse_counts(wrong)
+
+
+def test_versions_are_ordered_and_told():
+    controller = FakeController(Pools(1, 1))
+    model = str(Path(__file__).parent)
+    answer = ask(
+        "POST",
+        "/v1/versions",
+        {"model": model, "worker": {"kv_dtype": "int8"}, "weight": 3},
+        controller=controller,
+    )
+    assert answer.status_code == 202, answer.text
+    told = msgspec.json.decode(
+        ask("GET", "/v1/versions", controller=controller).content, type=VersionsAnswer
+    )
+    first, second = told.versions
+    assert (first.name, first.is_current, first.serving) == ("v1", True, Pools(1, 1))
+    assert (second.name, second.model, second.weight) == ("v2", model, 3)
+    assert (second.wanted, second.serving) == (Pools(1, 1), Pools(0, 0))
+    assert told.taking_over is None
+    weights = {"weights": {"v1": 90, "v2": 10}}
+    assert ask("POST", "/v1/weights", weights, controller=controller).status_code == 202
+    pools = ask("POST", "/v1/versions/v2/finish", {}, controller=controller)
+    assert pools.json()["taking_over"] == "v2"
+    refused = ask("POST", "/v1/versions/v1/abort", controller=controller)
+    assert refused.status_code == 409
+    assert ask("POST", "/v1/versions/v2/abort", controller=controller).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"model": "/nowhere"}, "/nowhere: no such model directory"),
+        ({"worker": {"kv_mib": 0}}, "worker.kv_mib must be positive"),
+        ({"worker": {"kv_dtype": "int4", "decode_kv_dtype": "fp8_e4m3"}}, "cannot be combined"),
+        ({"weight": -1}, "Expected `int` >= 0"),
+        ({"pools": {"prefill": 3}}, "need a prefill and a decode worker"),
+    ],
+)
+def test_a_version_that_could_not_serve_is_refused_before_anything_is_started(body, reason):
+    answer = ask("POST", "/v1/versions", body)
+    assert answer.status_code == 400
+    assert reason in answer.json()["error"]["message"]

@@ -188,11 +188,12 @@ def versions_of(
 
 def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings: Any) -> Any:
     own = {name: settings.pop(name) for name in ("model_names", "context_len") if name in settings}
+    return make_app_of(versions_of(router, template=template, **own), router.clock, **settings)
+
+
+def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any:
     return create_app(
-        versions_of(router, template=template, **own),
-        settings=GatewaySettings(**settings),
-        clock=router.clock,
-        rng=random.Random(1),
+        versions, settings=GatewaySettings(**settings), clock=clock, rng=random.Random(1)
     )
 
 

@@ -2,6 +2,7 @@
 
 import heapq
 import random
+from collections import Counter
 from itertools import count, pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from deploy.pool_events import (
     Found,
     GatewayFailed,
     GatewayHeard,
+    GatewaySeen,
     GatewayStarted,
     GatewayState,
     GatewayStopped,
@@ -50,7 +52,7 @@ from deploy.pools import (
     PoolMachine,
 )
 from engine.config import PlannerMode, WorkerConfig
-from engine.control import Intent, Member, Pools, Version
+from engine.control import GatewayReport, Intent, Member, Pools, Version, VersionReport
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
 
@@ -91,7 +93,11 @@ class World:
         self.addresses: dict[str, str] = {}
         self.queue: list[tuple[float, int, object]] = []
         self.number = count()
+        self.requests: Counter[str] = Counter()  # that gateways have, by version
+        self.missing: dict[str, str] = {}  # what gateways lack for a version
+        self.silent: set[str] = set()  # gateways
         self.fails: list[str] = []  # the next starts
+        self.bad_versions: set[str] = set()  # that never start
         self.fails_always: set[Role] = set()
         self.started: list[tuple[float, str]] = []
         self.stopped_gateways: list[tuple[float, str]] = []
@@ -116,7 +122,21 @@ class World:
                 if not process.is_deaf:
                     load = BUSY if process.is_stuck else IDLE
                     self.feed(LoadSeen(WorkerId(name), self.addresses[name], load))
+            self.report()
             self.feed(Tick())
+
+    def report(self) -> None:
+        """Gateways that serve say what they do with the members of now."""
+        members = self.machine.members
+        versions = {
+            version.name: VersionReport(self.missing.get(version.name), number, "fp")
+            for version in members.intent.versions
+            for number in [self.requests[version.name]]
+        }
+        report = GatewayReport(None, members.version, 2, 0, 0, 0.0, versions=versions)
+        for name, state in self.machine.gateways.items():
+            if state is GatewayState.SERVING and name not in self.silent:
+                self.feed(GatewaySeen(name, report))
 
     def settle(self, seconds: float = 400) -> None:
         end_s = self.now_s + seconds
@@ -156,7 +176,8 @@ class World:
         assert len(self.processes) < self.machine.limits.max_workers
         assert worker_id not in self.processes
         self.started.append((self.now_s, worker_id))
-        if self.fails or role in self.fails_always:
+        is_bad = role in self.fails_always or wanted.version.name in self.bad_versions
+        if self.fails or is_bad:
             reason = self.fails.pop() if self.fails else "it never does"
             self.later(StartFailed(worker_id, start, reason))
             return
@@ -178,9 +199,15 @@ class World:
         self.later(RoleSeen(WorkerId(worker_id), self.addresses[worker_id], process.role))
 
     def check_not_last(self, worker_id: str, role: Role) -> None:
-        """What is ordered leaves somebody who prefills, and who decodes, if somebody did."""
+        """What is ordered leaves somebody who prefills, and who decodes, if somebody did, unless
+        the version is over.
+        """
         process = self.processes.get(worker_id)
         if process is None or process.is_deaf:
+            return
+        version = self.machine.intent.version(process.version)
+        if version is None or version.is_over:
+            assert not self.requests[process.version]
             return
         others = [
             other

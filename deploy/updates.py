@@ -1,0 +1,48 @@
+"""The version that an operator's words mean, checked before anything of it is started."""
+
+from collections.abc import Sequence
+from itertools import count
+
+from deploy.admin_schema import PoolCounts, UpdateBody
+from deploy.formats import check_formats, config_of
+from deploy.model_source import pinned
+from deploy.pool_events import AddVersion
+from deploy.rollout import least
+from engine.control import SERVING_ROLES, Intent, Pools, Version
+from engine.errors import ConfigError
+
+
+def order_of(body: UpdateBody, intent: Intent) -> AddVersion:
+    """What is not said is as in the current version; without a weight, it is to take over.
+
+    Asks the hub where a model of it is named by a branch: to be called in a thread. Raises
+    ConfigError.
+    """
+    current = intent.current
+    worker = body.worker or current.worker
+    draft = worker.draft_path
+    if draft is not None and not draft.is_dir():
+        raise ConfigError(f"{draft}: no such model directory")
+    otherwise = current.pools if body.weight is None else least(current.pools)
+    pools = pools_of(body.pools, otherwise)
+    check_formats({role: config_of(role, worker) for role in SERVING_ROLES if pools.of(role)})
+    version = Version(
+        name=body.name or _next_name([version.name for version in intent.versions]),
+        model=current.model if body.model is None else pinned(body.model),
+        model_name=body.model_name or current.model_name,
+        worker=worker,
+        pools=pools,
+        weight=body.weight or 0,
+    )
+    return AddVersion(version, takes_over=body.weight is None)
+
+
+def pools_of(counts: PoolCounts | None, otherwise: Pools) -> Pools:
+    """What is said, and none of what is not; if nothing is said, as otherwise."""
+    if counts is None:
+        return otherwise
+    return Pools(counts.prefill or 0, counts.decode or 0, counts.mixed or 0)
+
+
+def _next_name(taken: Sequence[str]) -> str:
+    return next(name for i in count(len(taken) + 1) if (name := f"v{i}") not in taken)
