@@ -33,7 +33,7 @@ from bench.prompts import plain_token_ids
 from bench.serve import KEEP_ALIVE_S, Client, run_open_loop
 from bench.serving import serving
 from engine.clock import MonotonicClock
-from engine.control import PlannerMode
+from engine.config import PlannerMode
 from engine.errors import BatonError
 
 REQUEST_TIMEOUT_S = 60.0

@@ -11,7 +11,7 @@ import msgspec
 
 from bench.background import PROC
 from bench.serving import Served
-from engine.control import PlannerMode
+from engine.config import PlannerMode
 from engine.errors import BatonError
 from engine.messages import Role
 
