@@ -123,8 +123,10 @@ def judge(expected: Reply, streams: Sequence[Stream], deaths: Sequence[Injected]
 
 
 def is_broken_by(death: Injected, stream: Stream) -> bool:
-    """Whether a gateway's death explains that a connection broke."""
-    return stream.sent_s - NOTICED_S <= death.begun_s <= stream.ended_s
+    """Whether what befell a gateway explains that a connection broke: that was made before the
+    process was gone or ran again, and broke after it had begun.
+    """
+    return stream.sent_s - NOTICED_S <= death.ended_s and death.begun_s <= stream.ended_s
 
 
 def _said(stream: Stream, choice: int) -> ChoiceSaid:

@@ -175,6 +175,13 @@ class Deployment:
             return False
         return True
 
+    def is_gone(self, pid: int, proc: Path = PROC) -> bool:
+        """Whether a process has ended, or is only to be waited for."""
+        try:
+            return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
+
     def marked(self, proc: Path = PROC) -> dict[int, str]:
         """Command lines of all that descends from it and lives, by process id."""
         found = {}

@@ -20,6 +20,7 @@ from engine.messages import Role
 
 RUNS_S, STANDS_S = 0.02, 0.08  # of a slow worker
 ORDER_WITHIN_S = 20.0
+GONE_WITHIN_S = 10.0
 CONTROLLER = "controller"  # its name among victims
 RAREST_FIRST = 0.5  # share of its time for which a fault waits for the rarest kind to be possible
 
@@ -80,7 +81,19 @@ class Signals:
             await self._stop(pid, fault.seconds)
         else:
             self._send(pid, signal.SIGKILL)
+            await self._until_gone(pid)
         return ""
+
+    async def _until_gone(self, pid: int) -> None:
+        """Waits until its sockets are closed: where cores are busy that comes after its memory has
+        been given back, and until then it is still connected to. Raises FaultFailed.
+        """
+
+        async def is_gone() -> bool:
+            return self._deployment.is_gone(pid)
+
+        if not await holds_within(is_gone, GONE_WITHIN_S, self._clock):
+            raise FaultFailed(f"process {pid} was killed and is there after {GONE_WITHIN_S:g} s")
 
     async def _stop(self, pid: int, lasts_s: float) -> None:
         self._send(pid, signal.SIGSTOP)

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench.chaos.checker import End, affected, longest_stall
+from bench.chaos.plan import OF_GATEWAYS
 from bench.chaos.run import Run
 from bench.chaos.streams import Piece, Stream
 from bench.report import Figure, Result, results_of
@@ -37,6 +38,7 @@ MUST_BE_ZERO = (
     "unsettled",
 )
 NUM_TOLD = 5  # of each kind of what went wrong
+NEAR_S = 20.0  # a fault that begins so long before or after a request may be told of with it
 
 
 def figures_of(run: Run) -> dict[str, Figure]:
@@ -93,7 +95,8 @@ def complaints(run: Run) -> list[str]:
     for end in (End.LOST, End.CHANGED):
         numbers = run.requests_of(end)
         lines += [
-            f"{end}: request {i}, {run.asked[i].kind}: {run.verdicts[i].reason}"
+            f"{end}: request {i}, {run.asked[i].kind}: {run.verdicts[i].reason};"
+            f" {_faults_of(run, i)}"
             for i in numbers[:NUM_TOLD]
         ]
         if len(numbers) > NUM_TOLD:
@@ -108,6 +111,19 @@ def complaints(run: Run) -> list[str]:
         if fault.failure
     ]
     return lines
+
+
+def _faults_of(run: Run, number: int) -> str:
+    """When its streams were sent and ended, and what befell gateways about then: seconds."""
+    streams = run.streams[number]
+    begun_s = streams[0].sent_s
+    told = [f"sent {s.sent_s - begun_s:.1f}..{s.ended_s - begun_s:.1f}" for s in streams]
+    told += [
+        f"{fault.kind} {fault.begun_s - begun_s:.1f}..{fault.ended_s - begun_s:.1f}"
+        for fault in run.injected
+        if fault.kind in OF_GATEWAYS and abs(fault.begun_s - begun_s) < NEAR_S
+    ]
+    return ", ".join(told)
 
 
 def story(run: Run) -> str:

@@ -36,6 +36,7 @@ def end(at_s: float = 2.0, choice: int = 0, finish: str = "length") -> Piece:
 
 GOOD = stream(said("a"), said("b"), end())
 EXPECTED = reply_of(GOOD, 1)
+SLOW_DEATH = Injected(FaultKind.GATEWAY, "gateway-0", begun_s=3.0, ended_s=5.0)
 DEATH = Injected(FaultKind.GATEWAY, "gateway-0", begun_s=3.0, ended_s=3.0)
 
 
@@ -118,6 +119,13 @@ def test_a_connection_that_breaks_though_no_gateway_died_is_a_lost_request():
 
 def test_who_never_gets_an_answer_has_lost_it():
     assert judge(EXPECTED, [broken(said("a")), broken()], [DEATH]).end is End.LOST
+
+
+def test_a_connection_to_a_process_that_is_not_gone_yet_may_break():
+    late = replace(broken(said("a")), sent_s=4.5, ended_s=5.2)
+    assert judge(EXPECTED, [late, GOOD], [SLOW_DEATH]).end is End.SAME
+    assert judge(EXPECTED, [late, GOOD], [DEATH]).end is End.LOST
+    assert judge(EXPECTED, [replace(late, sent_s=5.6), GOOD], [SLOW_DEATH]).end is End.LOST
 
 
 @pytest.mark.parametrize(
