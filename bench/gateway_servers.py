@@ -15,11 +15,14 @@ from bench.gateway_plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
 from bench.gateway_worker import BLOCK_SIZE, Options
 from bench.services import launched
 from engine.config import GatewayConfig, RouterConfig
+from engine.control import Intent, Member, Members, Version
+from engine.messages import WorkerId
 from router.tokenizer import load_text_model
 
 START_TIMEOUT_S = 60.0
 MANY = 2**30
 TOKEN = "null"
+CONTEXT_LEN = 4096
 TEXT = "def add(a, b):\n    return the sum of a and b, and of all others that are given\n"
 TOKENIZER = Path(__file__).parent.parent / "engine" / "model" / "bundled" / "target"
 PEERS = Path(__file__).parent / "peers"
@@ -92,11 +95,11 @@ def _open_ours(stack: ExitStack) -> Server:
     worker.start()
     stack.callback(worker.close)
     address = worker.ready(START_TIMEOUT_S)["address"]
+    member = Member(WorkerId("null"), address, context_len=CONTEXT_LEN)
+    served = Version(model=str(TOKENIZER), model_name=MODEL)
     spec = {  # a `deploy.processes.GatewaySpec`
-        "workers": [address],
-        "model": str(TOKENIZER),
-        "context_len": 4096,
-        "gateway": GatewayConfig(port=0, model_name=MODEL),
+        "members": Members(1, (member,), Intent((served,))),
+        "gateway": GatewayConfig(port=0),
         "router": RouterConfig(
             max_queue=MANY, prefill_backlog_tokens=MANY * BLOCK_SIZE, prefill_backlog_s=MANY
         ),

@@ -6,11 +6,14 @@ from itertools import count
 
 import pytest
 
+from deploy.cluster import BUNDLED_MODEL
 from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Role, Sampling
 from router.metrics import GatewayMetrics
 from router.requests import Failed, Finished, Rejected
 from router.service import Router
+from router.tokenizer import load_text_model
+from router.versions import Served, Versions
 from tests.e2e.cluster import (
     DEADLINE_S,
     TRANSPORTS,
@@ -103,7 +106,8 @@ def test_transfers_are_counted_and_what_went_wrong_is_labelled_with_its_reason()
         async with router(running) as r:
             answer = await ask(r, request("r", [7] * 100, max_tokens=5, sampling=Sampling()))
             assert isinstance(answer.outcome, Finished)
-            page = GatewayMetrics(r, model_name="m", version="v")
+            served = Served("v1", r, load_text_model(BUNDLED_MODEL), ("m",), context_len=256)
+            page = GatewayMetrics(Versions(served), version="1")
             async with asyncio.timeout(DEADLINE_S):
                 for i in count():
                     await leave_in_the_middle_of_a_pull(r, f"left-{i}")

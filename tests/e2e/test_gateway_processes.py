@@ -92,11 +92,14 @@ def kill(gateway: GatewayReady) -> None:
 
 
 def restarted(running: Deployment, name: str, deadline_s: float = 20) -> list[str]:
-    """What was said of it after its first start, until it was back."""
+    """What was said of it after its first start, until it was back; whether its session or its
+    process is seen to end first does not matter.
+    """
     machine = running.controller.machine
 
     def told() -> list[str]:
-        return [str(step) for step in list(machine.history) if step.subject == name][1:]
+        said = [str(step) for step in list(machine.history) if step.subject == name][1:]
+        return [line for line in said if "cannot be reached" not in line]
 
     poll_until(lambda: f"{name} was started again" in told(), "it is back", deadline_s)
     return told()
