@@ -66,6 +66,7 @@ from engine.events import (
 from engine.intake import Intake
 from engine.messages import (
     PREEMPTED,
+    PULL_FAILED,
     ROLE_CHANGED,
     Cancel,
     Decode,
@@ -489,7 +490,7 @@ class DecodeScheduler:
 
     def _on_pull_failed(self, failed: PullFailed) -> list[Effect]:
         seq_id = failed.seq_id
-        reason = f"pull failed: {failed.reason}"
+        reason = f"{PULL_FAILED}: {failed.reason}"
         if (queued := self._queued.pop(seq_id, None)) is not None:
             return [Emit(queued.seq.gateway_id, GivenBack(seq_id, reason))]
         arriving = self._end_pull(seq_id)

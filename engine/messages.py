@@ -24,6 +24,7 @@ from engine.layout import KVFormat, KVLayout
 PROTOCOL_VERSION = 7
 PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
 WRONG_ROLE = "wrong role"  # why one is that the worker is not there for
+PULL_FAILED = "pull failed"  # how the reason begins where its KV did not come
 ROLE_CHANGED = "role changed"  # the same, of one that it had accepted before
 MAX_FRAME_BYTES = 64 * 2**20
 

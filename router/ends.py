@@ -90,7 +90,7 @@ class Ends:
         attempts = flight.attempts
         if attempts:
             flight.attempt = flight.hedge = None
-            self._state.unstrand(flight)
+            self._state.forget_move(flight)
         effects: list[RouterEffect] = []
         for attempt in attempts:
             effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)
@@ -122,8 +122,8 @@ class Ends:
         Of a copy both workers are told in any case: it does not end with the sequence.
         """
         state, request_id = self._state, flight.request.request_id
-        state.copied.pop(request_id, None)
-        state.leaving.pop(request_id, None)
+        for stage in (state.to_copy, state.copying, state.copied, state.leaving):
+            stage.pop(request_id, None)
         move, attempt.move = attempt.move, None
         if move is None:
             return []

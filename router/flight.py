@@ -30,6 +30,7 @@ class Stamps:
 class MoveStage(Enum):
     """How far a move has come."""
 
+    WAITING = auto()  # there is room for it; it runs, and its turn to be copied is to come
     COPYING = auto()  # its full blocks are being pulled; it runs
     COPIED = auto()  # they are there, or there are none; it runs, and waits for its turn
     LEAVING = auto()  # its worker has been told to stop it
@@ -43,9 +44,20 @@ class Move:
     decode: WorkerId
     reserved_len: int
     reason: str
-    stage: MoveStage = MoveStage.COPYING
+    stage: MoveStage = MoveStage.WAITING
     copy_id: SeqId | None = None  # names its copied blocks, at both workers
     copy_due_s: float | None = None  # until then they are waited for
+
+
+@dataclass(slots=True)
+class MoveWanted:
+    """A sequence is decoded where it shall not be. Over when it has gone or may stay, however many
+    moves are begun until then.
+    """
+
+    since_s: float
+    num_late: int = 0  # copies that did not come in time
+    not_before_s: float = 0.0  # the next move is begun
 
 
 @dataclass(slots=True)
@@ -100,6 +112,8 @@ class Flight:
     hedge: Attempt | None = None  # a second one beside it
     waits_for_s: float = 0.0  # counted in the queue: to compute it, as predicted then
     compute_s: float = 0.0  # the same without what was cached when it arrived
+    move_wanted: MoveWanted | None = None
+    num_ids: int = 0  # that were given out, to attempts and to moves
     num_attempts: int = 0
     num_preemptions: int = 0  # attempts that do not count
     num_excused: int = 0  # the same, of those that ended because a worker changed its role
@@ -125,6 +139,12 @@ class Flight:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.token_ids)
         self.hashes = self.request.hashes or PrefixHashes()
+
+    def next_seq_id(self) -> SeqId:
+        """An id that none of its attempts has had."""
+        seq_id = SeqId(f"{self.request.request_id}.{self.num_ids}")
+        self.num_ids += 1
+        return seq_id
 
     @property
     def num_counted(self) -> int:

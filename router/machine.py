@@ -151,8 +151,8 @@ class RouterMachine:
 
     @property
     def num_stranded(self) -> int:
-        """Requests that run where they shall not, and wait for room elsewhere."""
-        return len(self.state.stranded)
+        """Requests that run where they shall not, and wait for room elsewhere or for their turn."""
+        return len(self.state.stranded) + len(self.state.to_copy)
 
     @property
     def num_flights(self) -> int:
@@ -181,8 +181,8 @@ class RouterMachine:
             case Tick():
                 effects = self._on_tick(now_s)
         state = self.state
-        if (state.queue or state.stranded) and self._may_make_room(event):
-            if state.stranded:  # whoever runs already goes before those that wait
+        if (state.queue or state.stranded or state.to_copy) and self._may_make_room(event):
+            if state.stranded or state.to_copy:  # who runs already goes before those that wait
                 effects += self._moving.move_all(now_s)
             if state.queue:
                 effects += self._placing.place_all(now_s)

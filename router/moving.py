@@ -1,10 +1,10 @@
 """Workers change their roles, and what they decode goes on elsewhere.
 
-    decoding ──OfferPrefix──> copying ──KvReady──> copied ──HandOver, in turn──> leaving
-       ^  ^                      │                   │                              │
-       │  └── nobody has room ───┴─── target gone ───┘       HandedOver(lease) ─────┘
-       │       (stranded)                                            │
-       └──── KvReady, of the few blocks that the copy lacks ─────────┘
+    decoding ──> waiting ──OfferPrefix──> copying ──KvReady──> copied ──HandOver──> leaving
+       ^  ^         │       in turn          │                   │      in turn         │
+       │  └─────────┴── target gone, or ─────┴───────────────────┘   HandedOver(lease) ─┘
+       │   (stranded)   nobody has room                                      │
+       └──────── KvReady, of the few blocks that the copy lacks ─────────────┘
 
 Rule, looked at whenever a role changes and whenever a sequence begins to be decoded: what is
 decoded where nobody decodes any more is to be moved. Room is reserved at the target before the
@@ -12,11 +12,12 @@ source is told.
 
 A sequence runs while it is copied. K and V of tokens do not change, so the target pulls the blocks
 that are full, under a lease like that on any prefix (`OfferPrefix`), into a sequence that is given
-no first token (`Decode`): it holds them. Only then is the source told to stop, and no more than a
-few sequences at a time, so that none waits for many others while it stands still. What is pulled
-after that is what the prefix cache of the target lacks: the last block, and those that were filled
-meanwhile. So how long a client waits does not depend on how long the context is. One copy is
-enough: a sequence needs thousands of times as long to grow by a block as the network to carry it.
+no first token (`Decode`): it holds them. Only then is the source told to stop. Of one worker a few
+sequences are copied at a time, each with a deadline from its turn on, and a few leave at a time, so
+that none waits for many others while it stands still. What is pulled after it has stopped is what
+the prefix cache of the target lacks: the last block, and those that were filled meanwhile. So how
+long a client waits does not depend on how long the context is. One copy is enough: a sequence needs
+thousands of times as long to grow by a block as the network to carry it.
 
 Tokens of the old id are delivered until `HandedOver`, and from then on the attempt is one whose
 prompt, all tokens but the last, the source has computed: pulls, losses and deadlines are as for any
@@ -24,8 +25,13 @@ other. A move is no failed attempt. Before it has left, a sequence that loses it
 copy, goes on where it is, and is looked at anew; so does one whose worker decodes again.
 
 Who finds no room stays where it runs, which goes on decoding what it has, and is tried again at
-every chance and every `MOVE_AGAIN_S`. After `move_timeout_s` it is prefilled again, if somebody has
-room who cannot pull its KV; where nobody has room it goes on to its end.
+every chance and every `MOVE_AGAIN_S`. Of a copy that fails, only a pull that did so says anything
+of the two workers: KV is not sent from one to the other for a while. For any other reason it is
+made again later, and one that is late at once, but for that only once.
+
+However many copies are begun, a sequence that cannot be moved `move_timeout_s` after it was first
+to be is prefilled again, if somebody has room who cannot pull its KV; where nobody has room it goes
+on to its end.
 
 An attempt that has a decode worker and is not decoded yet begins anew elsewhere; what is computed
 of its prompt stays cached. One that is prefilled where it would be decoded is moved afterwards.
@@ -35,8 +41,10 @@ grows, so that what is left at the end is small whatever the length, Sun et al.,
 """
 
 from collections import Counter
+from collections.abc import Iterator
 
 from engine.messages import (
+    PULL_FAILED,
     ROLE_CHANGED,
     Cancel,
     Decode,
@@ -49,6 +57,7 @@ from engine.messages import (
     Limits,
     OfferPrefix,
     PrefixOffered,
+    RequestId,
     Role,
     RoleChanged,
     Sampling,
@@ -58,7 +67,7 @@ from engine.messages import (
 )
 from router.ends import Ends
 from router.events import RouterEffect, SendTo
-from router.flight import Attempt, Flight, Move, MoveStage
+from router.flight import Attempt, Flight, Move, MoveStage, MoveWanted
 from router.placing import Placing
 from router.policies.base import Need
 from router.policies.candidates import decode_blocks, has_room
@@ -69,8 +78,9 @@ from router.view import WorkerView
 DRAINED = "drained"  # why a sequence was moved: its worker is there for nothing any more
 NOT_HANDED_OVER = "not handed over"
 NOT_MOVED = "not moved in time"
-LEAVE_AT_ONCE = 4  # sequences that leave one worker at the same time, at least
-LEAVING_SHARE = 8  # else, of so many that it decodes, one
+MOVE_AT_ONCE = 4  # sequences of one worker that are copied, or leave it, at the same time, at least
+MOVING_SHARE = 8  # else, of so many that it decodes, one
+LATE_COPIES = 1  # that are begun again at once
 
 
 class Moving:
@@ -128,26 +138,30 @@ class Moving:
             return []
         worker = self._state.view.workers[attempt.decode]
         if worker.info.role.decodes:
-            self._state.unstrand(flight)
+            self._state.forget_move(flight)
             return self._call_off(flight, attempt)
         if attempt.move is not None:
             return []
+        wanted = flight.move_wanted = flight.move_wanted or MoveWanted(now_s)
         need = self._placing.need(flight, now_s)
-        target = self._choose(attempt, need)
+        target = self._choose(attempt, need) if now_s >= wanted.not_before_s else None
         if target is None:
             self._state.strand(flight, now_s)
             return []
         reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
-        seq_id = SeqId(f"{flight.request.request_id}.{flight.num_attempts}")
-        flight.num_attempts += 1
-        flight.num_moves += 1
-        attempt.move = Move(seq_id, target, need.end_len, reason)
+        attempt.move = Move(flight.next_seq_id(), target, need.end_len, reason)
         self._reserve(flight, attempt.move, need, now_s)
         self._state.unstrand(flight)
-        return self._copy(flight, attempt, attempt.move, now_s)
+        if flight.length > worker.info.layout.block_size:
+            self._state.to_copy[flight.request.request_id] = None
+        else:  # no block is full
+            attempt.move.stage = MoveStage.COPIED
+            self._state.copied[flight.request.request_id] = None
+        return []
 
     def move_all(self, now_s: float) -> list[RouterEffect]:
-        """Tries again to move those for which there was no room, oldest first.
+        """Tries again to move those for which there was no room, oldest first; copies those whose
+        turn it is.
 
         A large one does not keep smaller ones from where there is room for them: they leave it its
         worker. What needs no less than one that has just found nothing is not looked at.
@@ -156,19 +170,27 @@ class Moving:
         state.view.forget_severed(now_s)
         effects: list[RouterEffect] = []
         too_long: dict[WorkerId, int] = {}  # of each source: tokens for which nobody has room
-        for request_id, since_s in list(state.stranded.items()):
-            flight = state.flights[request_id]
-            assert flight.attempt is not None
-            source, end_len = flight.attempt.decode, self._placing.need(flight, now_s).end_len
-            if source not in too_long or end_len < too_long[source]:
-                effects += self.look_at(flight, now_s)
-            if request_id in state.stranded:
-                too_long[source] = min(end_len, too_long.get(source, end_len))
-                if now_s - since_s >= state.config.move_timeout_s:
-                    effects += self._give_up(flight, now_s)
+        for since_s, flight in self._stranded():
+            request_id, attempt = flight.request.request_id, flight.attempt
+            assert attempt is not None
+            assert flight.move_wanted is not None
+            if now_s >= flight.move_wanted.not_before_s:
+                source, end_len = attempt.decode, self._placing.need(flight, now_s).end_len
+                if source not in too_long or end_len < too_long[source]:
+                    effects += self.look_at(flight, now_s)
+                if request_id in state.stranded:
+                    too_long[source] = min(end_len, too_long.get(source, end_len))
+            if request_id in state.stranded and now_s - since_s >= state.config.move_timeout_s:
+                effects += self._give_up(flight, now_s)
         if state.stranded:
             state.move_again_s = now_s + MOVE_AGAIN_S
-        return effects
+        return effects + self._copy_next(now_s)
+
+    def _stranded(self) -> list[tuple[float, Flight]]:
+        """Those that cannot be moved, and since when they shall be; oldest first."""
+        flights = [self._state.flights[request_id] for request_id in self._state.stranded]
+        since = [(f.move_wanted.since_s, f) for f in flights if f.move_wanted is not None]
+        return sorted(since, key=lambda each: each[0])
 
     def redirect(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
         """The target of a move is not to be had any more. A source that has been told to stop need
@@ -197,20 +219,18 @@ class Moving:
 
     # ------------------------------------------------------------ copies
 
-    def _copy(
-        self, flight: Flight, attempt: Attempt, move: Move, now_s: float
-    ) -> list[RouterEffect]:
-        """Asks the source for what is full; there is nothing to wait for where nothing is."""
-        block_size = self._state.view.workers[move.decode].info.layout.block_size
-        if flight.length <= block_size:
-            self._end_copying(flight, move)
-            return []
-        copy_id = SeqId(f"{move.seq_id}.copy")
-        move.copy_id = copy_id
-        move.copy_due_s = now_s + self._state.config.move_timeout_s
-        self._state.by_seq[copy_id] = flight.request.request_id
-        self._state.watch(flight)
-        return [SendTo(attempt.decode, OfferPrefix(copy_id, flight.token_ids))]
+    def _copy_next(self, now_s: float) -> list[RouterEffect]:
+        """Asks sources for what is full, a few sequences at a time of each."""
+        state = self._state
+        effects: list[RouterEffect] = []
+        for flight, source, move in self._next(state.to_copy, state.copying):
+            move.stage = MoveStage.COPYING
+            move.copy_id = copy_id = SeqId(f"{move.seq_id}.copy")
+            move.copy_due_s = now_s + state.config.move_timeout_s
+            state.by_seq[copy_id] = flight.request.request_id
+            state.watch(flight)
+            effects.append(SendTo(source, OfferPrefix(copy_id, flight.token_ids)))
+        return effects
 
     def on_news_of_copy(
         self, flight: Flight, message: ToGateway, now_s: float
@@ -239,34 +259,47 @@ class Moving:
                 )
                 self._end_copying(flight, move)
                 return []
-            case GivenBack():
-                return self._copy_elsewhere(flight, attempt, move, "copy failed", now_s)
+            case GivenBack(_, reason):
+                return self._on_copy_given_back(flight, attempt, move, reason, now_s)
         return []
 
     def stop_waiting_for_copy(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """The sequence runs: who does not get on with the copy is left out, another one asked."""
+        """The sequence runs, and what has arrived stays cached: another copy may get further. Late
+        is what a busy worker or network is too, so nobody is kept apart for it.
+        """
         attempt = flight.attempt
         move = None if attempt is None else attempt.move
         if move is None or move.copy_due_s is None or move.copy_due_s > now_s:
             return []
         assert attempt is not None
-        return self._copy_elsewhere(flight, attempt, move, "copy late", now_s)
+        wanted = flight.move_wanted
+        assert wanted is not None
+        self._state.counters["fallback", "copy late"] += 1
+        wanted.num_late += 1
+        if wanted.num_late > LATE_COPIES:
+            wanted.not_before_s = now_s + MOVE_AGAIN_S
+        return [*self._call_off(flight, attempt), *self.look_at(flight, now_s)]
 
-    def _copy_elsewhere(
-        self, flight: Flight, attempt: Attempt, move: Move, why: str, now_s: float
+    def _on_copy_given_back(
+        self, flight: Flight, attempt: Attempt, move: Move, reason: str, now_s: float
     ) -> list[RouterEffect]:
-        """Between the two workers KV does not get through, or not in time."""
-        state = self._state
-        state.counters["fallback", why] += 1
+        """Between the two workers KV does not get through, or the target has no use for it now."""
+        state, wanted = self._state, flight.move_wanted
+        state.counters["fallback", "copy failed"] += 1
         if move.stage is MoveStage.LEAVING:
             return self._end_copy(move)  # what it lacks is pulled with the rest
-        state.view.severed[attempt.decode, move.decode] = now_s + SEVERED_S
+        assert wanted is not None
+        if reason.startswith(PULL_FAILED):
+            state.view.severed[attempt.decode, move.decode] = now_s + SEVERED_S
+        else:
+            wanted.not_before_s = now_s + MOVE_AGAIN_S
         return [*self._call_off(flight, attempt), *self.look_at(flight, now_s)]
 
     def _end_copying(self, flight: Flight, move: Move) -> None:
         """All is there that can be before the sequence stops."""
         if move.stage is MoveStage.COPYING:
             move.stage, move.copy_due_s = MoveStage.COPIED, None
+            del self._state.copying[flight.request.request_id]
             self._state.copied[flight.request.request_id] = None
 
     def _end_copy(self, move: Move) -> list[RouterEffect]:
@@ -278,26 +311,33 @@ class Moving:
         is_there = move.decode in self._state.view.workers
         return [SendTo(move.decode, Cancel(copy_id))] if is_there else []
 
+    def _next(
+        self, waiting: dict[RequestId, None], busy: dict[RequestId, WorkerId]
+    ) -> Iterator[tuple[Flight, WorkerId, Move]]:
+        """Those whose turn it is, with whom they leave; `busy` are, of each worker, a few."""
+        num_busy = Counter(busy.values())
+        for request_id in list(waiting):
+            flight = self._state.flights[request_id]
+            assert flight.attempt is not None
+            assert flight.attempt.move is not None
+            source = flight.attempt.decode
+            num_running = len(self._state.view.workers[source].decodes)
+            if num_busy[source] >= max(MOVE_AT_ONCE, num_running // MOVING_SHARE):
+                continue
+            num_busy[source] += 1
+            del waiting[request_id]
+            busy[request_id] = source
+            yield flight, source, flight.attempt.move
+
     # ------------------------------------------------------------ leaving
 
     def hand_over_next(self) -> list[RouterEffect]:
         """Stops those whose turn it is: a few at a time of each worker."""
-        state = self._state
-        num_leaving = Counter(state.leaving.values())
         effects: list[RouterEffect] = []
-        for request_id in list(state.copied):
-            attempt = state.flights[request_id].attempt
-            assert attempt is not None
-            assert attempt.move is not None
-            source = attempt.decode
-            num_running = len(state.view.workers[source].decodes)
-            if num_leaving[source] >= max(LEAVE_AT_ONCE, num_running // LEAVING_SHARE):
-                continue
-            num_leaving[source] += 1
-            del state.copied[request_id]
-            state.leaving[request_id] = source
-            attempt.move.stage = MoveStage.LEAVING
-            effects.append(SendTo(source, HandOver(attempt.seq_id, attempt.move.seq_id)))
+        for flight, source, move in self._next(self._state.copied, self._state.leaving):
+            assert flight.attempt is not None
+            move.stage = MoveStage.LEAVING
+            effects.append(SendTo(source, HandOver(flight.attempt.seq_id, move.seq_id)))
         return effects
 
     def on_handed_over(
@@ -356,6 +396,9 @@ class Moving:
         source.release_decode(old.seq_id)
         del state.by_seq[old.seq_id]
         state.by_seq[move.seq_id] = flight.request.request_id
+        flight.num_attempts += 1
+        flight.num_moves += 1
+        state.forget_move(flight)
         flight.workers = (flight.workers[0], move.decode)
         flight.attempt = Attempt(
             move.seq_id,

@@ -15,7 +15,6 @@ from engine.messages import (
     LeaseRef,
     OfferPrefix,
     Prefill,
-    SeqId,
     WorkerId,
 )
 from router.ends import Ends
@@ -166,8 +165,7 @@ class Placing:
 
     def _begin(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> Attempt:
         """Another attempt, with all that it needs reserved."""
-        placement, request_id = choice.placement, flight.request.request_id
-        seq_id = SeqId(f"{request_id}.{flight.num_attempts}")
+        placement, seq_id = choice.placement, flight.next_seq_id()
         flight.num_attempts += 1
         attempt = Attempt(
             seq_id,
@@ -177,7 +175,7 @@ class Placing:
             need.end_len,
             decision=_decision(self._state.policy.name, choice),
         )
-        self._state.by_seq[seq_id] = request_id
+        self._state.by_seq[seq_id] = flight.request.request_id
         self._claim(flight, attempt, choice, need, now_s)
         return attempt
 

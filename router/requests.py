@@ -109,7 +109,7 @@ class Timeline(msgspec.Struct, frozen=True):
     computed. The difference was hidden behind prefill.
 
     `move_pull_s` is the longest time for which KV was on its way while the answer stood still, for
-    it goes on in another decode worker; None where it stayed. `moves` counts how often that began.
+    it goes on in another decode worker; None where it stayed. `moves` counts how often it did.
 
     `decision` is the latest placement and why it was made; None before the first.
 

@@ -59,9 +59,11 @@ class RouterState:
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
         self.locally_s = 0.0  # predicted for all prompts that decode workers were given to compute
         self.busy_until_s: float | None = None  # a worker is predicted to be free for the head then
-        self.stranded: dict[RequestId, float] = {}  # to be moved and cannot be, since when
+        self.stranded: dict[RequestId, None] = {}  # to be moved and cannot be
         self.move_again_s: float | None = None  # when that is tried again
-        self.copied: dict[RequestId, None] = {}  # to be moved, and waiting for their turn
+        self.to_copy: dict[RequestId, None] = {}  # to be moved, and waiting for their turn
+        self.copying: dict[RequestId, WorkerId] = {}  # of whom they are being copied
+        self.copied: dict[RequestId, None] = {}  # and waiting for their turn to leave
         self.leaving: dict[RequestId, WorkerId] = {}  # whom they leave; until they can go on
         self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
         self.heard: set[WorkerId] = set()  # workers that tell by themselves what they cache
@@ -108,16 +110,21 @@ class RouterState:
         self._end_wait(flight)
 
     def strand(self, flight: Flight, now_s: float) -> None:
-        """It is to be moved, and there is no room for it yet."""
-        self.stranded.setdefault(flight.request.request_id, now_s)
+        """It is to be moved, and cannot be yet."""
+        self.stranded[flight.request.request_id] = None
         if self.move_again_s is None:
             self.move_again_s = now_s + MOVE_AGAIN_S
 
     def unstrand(self, flight: Flight) -> None:
-        """It is not to be moved any more, or is being moved."""
+        """It is being moved, or need not be."""
         self.stranded.pop(flight.request.request_id, None)
         if not self.stranded:
             self.move_again_s = None
+
+    def forget_move(self, flight: Flight) -> None:
+        """It is not to be moved any more, or has been."""
+        flight.move_wanted = None
+        self.unstrand(flight)
 
     def watch(self, flight: Flight) -> None:
         """Takes note of its next deadline; wanted where that may be earlier than it was."""
@@ -250,15 +257,25 @@ class RouterState:
                 assert attempt is not None
                 assert attempt.is_decoding
                 assert attempt.move is None
+                assert flight.move_wanted is not None
             elif attempt is not None and attempt.is_decoding and attempt.move is None:
                 assert self.view.workers[attempt.decode].info.role.decodes
+                assert flight.move_wanted is None
+            elif attempt is None:
+                assert flight.move_wanted is None
 
     def _validate_moves(self) -> None:
         """Whoever is on its way is in exactly one stage of it."""
         moves = {i: f.attempt.move for i, f in self.flights.items() if f.attempt}
-        copied = {i for i, move in moves.items() if move and move.stage is MoveStage.COPIED}
-        leaving = {i for i, move in moves.items() if move and move.stage is MoveStage.LEAVING}
-        assert set(self.copied) == copied
+
+        def at(stage: MoveStage) -> set[RequestId]:
+            return {i for i, move in moves.items() if move and move.stage is stage}
+
+        assert set(self.to_copy) == at(MoveStage.WAITING)
+        assert set(self.copying) == at(MoveStage.COPYING)
+        assert all(self.flights[i].attempts[0].decode == w for i, w in self.copying.items())
+        assert set(self.copied) == at(MoveStage.COPIED)
+        leaving = at(MoveStage.LEAVING)
         assert leaving <= set(self.leaving) <= set(moves)
         for request_id in self.leaving.keys() - leaving:
             attempt = self.flights[request_id].attempt

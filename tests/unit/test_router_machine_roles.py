@@ -4,6 +4,7 @@ import pytest
 from test_router_machine import LEASE, Driver, ends, sent
 
 from engine.messages import (
+    PREEMPTED,
     ROLE_CHANGED,
     WRONG_ROLE,
     Cancel,
@@ -110,7 +111,7 @@ def test_the_other_worker_goes_on_from_all_tokens_but_the_last(moving):
 def test_a_move_counts_as_no_attempt(moving):
     moving.say("d0", HandedOver("r.0", MOVED))
     effects = moving.say("d1", Tokens("r.1", [4], FinishReason.STOP))
-    assert effects[-1].timeline.attempts == 1
+    assert (effects[-1].timeline.attempts, effects[-1].timeline.moves) == (1, 1)
     assert effects[-1].timeline.decode_worker == "d1"
 
 
@@ -283,18 +284,88 @@ def test_a_copy_that_fails_is_made_elsewhere(copying):
     assert copying.machine.counters["fallback", "copy failed"] == 1
 
 
-def test_a_copy_that_does_not_come_in_time_is_not_waited_for_while_the_answer_goes_on(copying):
-    late_s = copying.now_s + copying.machine.state.config.move_timeout_s
-    assert copying.machine.next_wake_s() == late_s
-    copying.now_s = late_s
-    effects = copying.handle(Tick())
+def be_late(driver: Driver, until_s: float):
+    """Time passes, and the answer goes on; nothing is heard of a copy."""
+    while driver.now_s < until_s:
+        driver.say("d0", Tokens("r.0", [6]), after_s=min(2.5, until_s - driver.now_s))
+    return driver.handle(Tick())
+
+
+def test_a_copy_that_does_not_come_in_time_is_begun_again_once_and_nobody_is_kept_apart_for_it(
+    copying,
+):
+    timeout_s = copying.machine.state.config.move_timeout_s
+    began_s = copying.now_s
+    effects = be_late(copying, began_s + timeout_s)
     assert ("d1", Cancel("r.1.copy")) in sent(effects, Cancel)
-    assert copying.machine.counters["fallback", "copy late"] == 1
-    assert list(copying.machine.state.stranded) == ["r"]  # there is no other worker
+    assert sent(effects, OfferPrefix)[0][1].seq_id == "r.2.copy"
+    effects = be_late(copying, began_s + 2 * timeout_s)
+    assert ("d1", Cancel("r.2.copy")) in sent(effects, Cancel)
+    assert sent(effects, Prefill)
+    assert copying.machine.counters["fallback", "copy late"] == 2
+    assert copying.machine.counters["retried", NOT_MOVED] == 1
+    assert not copying.machine.view.severed
+
+
+def test_a_move_of_which_no_pull_succeeds_is_given_up_in_time_and_counts_as_no_attempt():
+    driver = Driver("p0", "d0", "d1", max_attempts=1)
+    driver.ask(max_tokens=60)
+    driver.hand_over()
+    began_s, effects, prefills = driver.now_s, driver.say("d0", TO_NOTHING), []
+    while driver.now_s < began_s + 70 and not prefills:
+        for source, offer in sent(effects, OfferPrefix):
+            driver.say(source, PrefixOffered(offer.seq_id, COPIED))
+            effects = driver.say("d1", GivenBack(offer.seq_id, "pull failed: why"), after_s=0.1)
+            prefills += sent(effects, Prefill)
+        if not prefills:
+            driver.say("d0", Tokens("r.0", [6]), after_s=1.0)
+            effects = driver.handle(Tick())
+            prefills += sent(effects, Prefill)
+    timeout_s = driver.machine.state.config.move_timeout_s
+    assert prefills
+    assert driver.now_s <= began_s + timeout_s + 2
+    assert driver.machine.counters["retried", NOT_MOVED] == 1
+    [(worker, prefill)] = prefills
+    driver.hand_over(prefill.seq_id, worker, "d1")
+    effects = driver.say("d1", Tokens(prefill.seq_id, [4], FinishReason.STOP))
+    assert (effects[-1].timeline.attempts, effects[-1].timeline.moves) == (2, 0)
+
+
+@pytest.mark.parametrize("reason", [WRONG_ROLE, ROLE_CHANGED, PREEMPTED])
+def test_a_copy_that_its_target_does_not_want_is_made_again_later_and_cuts_nobody_off(
+    copying, reason
+):
+    copying.say("d0", PrefixOffered("r.1.copy", COPIED))
+    effects = copying.say("d1", GivenBack("r.1.copy", reason))
+    assert not sent(effects, OfferPrefix)
+    assert not copying.machine.view.severed
+    assert promised(copying)["d1"] == 0
+    assert list(copying.machine.state.stranded) == ["r"]
+    copying.now_s = copying.machine.next_wake_s()
+    assert sent(copying.handle(Tick()), OfferPrefix)[0][1].seq_id == "r.2.copy"
+
+
+def test_few_are_copied_at_a_time_and_each_is_waited_for_from_its_turn_on(monkeypatch):
+    monkeypatch.setattr("router.moving.MOVE_AT_ONCE", 2)
+    driver = Driver("p0", "d0")
+    for name in "abcd":
+        driver.ask(name, max_tokens=20)
+        driver.hand_over(f"{name}.0")
+    driver.join("d1")
+    effects = driver.say("d0", TO_NOTHING)
+    assert [m.seq_id for _, m in sent(effects, OfferPrefix)] == ["a.1.copy", "b.1.copy"]
+    assert len(driver.machine.view.workers["d1"].decodes) == 4  # there is room for all
+    driver.say("d0", PrefixOffered("a.1.copy", COPIED))
+    effects = driver.say("d1", KvReady("a.1.copy", 1, 0, "shm"), after_s=3.0)
+    assert [m.seq_id for _, m in sent(effects, OfferPrefix)] == ["c.1.copy"]
+    due_s = driver.machine.state.flights["c"].attempt.move.copy_due_s
+    assert due_s == driver.now_s + driver.machine.state.config.move_timeout_s
+    effects = driver.say("d0", Tokens("b.0", [6], FinishReason.STOP))
+    assert [m.seq_id for _, m in sent(effects, OfferPrefix)] == ["d.1.copy"]
 
 
 def test_few_leave_at_a_time_and_the_next_when_one_of_them_can_go_on(monkeypatch):
-    monkeypatch.setattr("router.moving.LEAVE_AT_ONCE", 2)
+    monkeypatch.setattr("router.moving.MOVE_AT_ONCE", 2)
     driver = Driver("p0", "d0")
     names = [f"s{i}" for i in range(4)]
     for name in names:
