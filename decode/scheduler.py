@@ -16,6 +16,10 @@ growth of the sequences admitted before it within the next `growth_tokens` token
 runs short all the same, the youngest running sequence is given back to the gateway, which
 continues it elsewhere or later with the same tokens; its blocks stay cached here.
 
+A copy of what runs elsewhere still (`Decode.is_copy`) is pulled like any, and then only held: no
+row is kept for it. Nobody waits for its sake: without room it is given back at once, and once it is
+here before any sequence waits for memory or is given back, the youngest copy first.
+
 Blocks that a prefix hit finds here are not pulled. A cancelled sequence keeps its blocks until the
 transfer endpoint has reported that nothing writes into them any more.
 
@@ -100,6 +104,7 @@ class _Arriving:
     kv_here: bool = False
     first_token: int | None = None
     num_draft_tokens: int | None = None  # that the draft model has seen at the source; None: all
+    is_copy: bool = False
 
     def may_keep(self, index: int, block_size: int) -> bool:
         """Whether a block of the prompt is all that others expect of it."""
@@ -151,6 +156,7 @@ class DecodeScheduler:
         self._has_draft_model = speculator is not None and speculator.has_draft_model
         self._queued: OrderedDict[SeqId, _Arriving] = OrderedDict()
         self._arriving: dict[SeqId, _Arriving] = {}
+        self._copies: dict[SeqId, Sequence] = {}  # complete; oldest first
         self._running: dict[SeqId, _Running] = {}  # oldest first
         self._aborting: dict[SeqId, _Arriving] = {}  # cancelled; their pulls may still write
         self._counters: Counter[str] = Counter()
@@ -158,8 +164,8 @@ class DecodeScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences whose KV or first token is missing."""
-        return len(self._queued) + len(self._arriving)
+        """Sequences whose KV or first token is missing, copies among them."""
+        return len(self._queued) + len(self._arriving) + len(self._copies)
 
     @property
     def num_running(self) -> int:
@@ -169,7 +175,7 @@ class DecodeScheduler:
     @property
     def workload(self) -> Workload:
         """The sequences here, at their present lengths; those that were cancelled do not count."""
-        seqs = [a.seq for a in (*self._queued.values(), *self._arriving.values())]
+        seqs = self._waiting()
         num_blocks = num_context_tokens = 0
         if self._lockstep is not None:
             num_blocks = self._lockstep.num_blocks
@@ -187,6 +193,7 @@ class DecodeScheduler:
         """What has happened here.
 
         preempted              sequences given back for want of memory
+        copies_dropped         copies given back for want of memory, of what runs elsewhere
         kept_blocks            blocks that pulls left here without coming to their end
         steps, step_tokens     steps that decoded, and the tokens that they came to
         spec_steps             of those steps, the ones in which anything was drafted
@@ -205,8 +212,7 @@ class DecodeScheduler:
             return []
         effects: list[Effect] = []
         # Who comes back last is first in the queue again.
-        for arriving in reversed([*self._arriving.values(), *self._queued.values()]):
-            seq = arriving.seq
+        for seq in reversed(self._waiting()):
             effects += self._cancel(seq.seq_id)
             effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))
         return effects
@@ -343,6 +349,7 @@ class DecodeScheduler:
         assert not set(self._queued) & set(self._arriving)
         assert not set(self._arriving) & set(self._running)
         assert not set(self._arriving) & set(self._aborting)
+        assert not set(self._copies) & {*self._queued, *self._arriving, *self._running}
         for queued in self._queued.values():
             assert queued.pulled is None
             assert not queued.seq.block_table
@@ -370,11 +377,13 @@ class DecodeScheduler:
         if self._blocks_of(len(seq.token_ids) + 1) > self._pool.num_blocks:
             return [Emit(seq.gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
         num_draft_tokens = message.num_draft_tokens if self._has_draft_model else None
-        self._queued[seq.seq_id] = _Arriving(seq, num_draft_tokens=num_draft_tokens)
+        self._queued[seq.seq_id] = _Arriving(
+            seq, num_draft_tokens=num_draft_tokens, is_copy=message.is_copy
+        )
         return [HoldLease(seq.seq_id, message.lease)]
 
     def _is_known(self, seq_id: SeqId) -> bool:
-        states = (self._queued, self._arriving, self._running, self._aborting)
+        states = (self._queued, self._arriving, self._copies, self._running, self._aborting)
         return any(seq_id in state for state in states)
 
     def _adopt(self, seq: Sequence) -> list[Effect]:
@@ -394,7 +403,13 @@ class DecodeScheduler:
             seq.adopt_cached(cached, self._pool)
             if not self._has_room(seq):
                 seq.release(self._pool)
-                break
+                if arriving.is_copy:
+                    effects += [*self._cancel(seq.seq_id), self._dropped(seq)]
+                elif self._copies:
+                    effects.append(self._drop_copy())
+                else:
+                    break
+                continue
             blocks = self._pool.allocate(seq.num_blocks - len(cached))
             self._pool.begin_write(blocks)
             seq.block_table += blocks
@@ -419,6 +434,11 @@ class DecodeScheduler:
             self._lockstep.catch_up()
         admitted = self._admitted()
         return sum(map(self._soon_blocks, (candidate, *admitted))) <= self._pool.num_idle
+
+    def _waiting(self) -> list[Sequence]:
+        """Sequences whose KV or first token is missing, those with memory first."""
+        arriving = [a.seq for a in (*self._arriving.values(), *self._queued.values())]
+        return [*self._copies.values(), *arriving]
 
     def _admitted(self) -> list[Sequence]:
         """Sequences that have memory and will need more."""
@@ -470,6 +490,10 @@ class DecodeScheduler:
         return self._join_if_complete(arriving)
 
     def _join_if_complete(self, arriving: _Arriving) -> list[Effect]:
+        if arriving.is_copy and arriving.kv_here:
+            seq_id = arriving.seq.seq_id
+            self._copies[seq_id] = self._arriving.pop(seq_id).seq
+            return []
         if not arriving.kv_here or arriving.first_token is None:
             return []
         seq = arriving.seq
@@ -705,6 +729,9 @@ class DecodeScheduler:
             if self._pool.num_idle:
                 seq.block_table += self._pool.allocate(1)
                 continue
+            if self._copies:
+                effects.append(self._drop_copy())
+                continue
             youngest = next(reversed(self._running))
             effects += self._preempt(youngest)
             if youngest == seq.seq_id:
@@ -716,9 +743,22 @@ class DecodeScheduler:
         seq = self._leave(seq_id)
         return [Emit(seq.gateway_id, GivenBack(seq_id, PREEMPTED))]
 
+    def _drop_copy(self) -> Effect:
+        """The youngest copy is not held any longer; it stays cached as long as there is memory."""
+        _, seq = self._copies.popitem()
+        seq.release(self._pool)
+        return self._dropped(seq)
+
+    def _dropped(self, copy: Sequence) -> Effect:
+        self._counters["copies_dropped"] += 1
+        return Emit(copy.gateway_id, GivenBack(copy.seq_id, PREEMPTED))
+
     def _cancel(self, seq_id: SeqId) -> list[Effect]:
         if seq_id in self._running:
             self._leave(seq_id)
+            return []
+        if (copy := self._copies.pop(seq_id, None)) is not None:
+            copy.release(self._pool)
             return []
         if self._queued.pop(seq_id, None) is not None:
             return [AbortPull(seq_id)]
@@ -732,8 +772,7 @@ class DecodeScheduler:
         return [AbortPull(seq_id)]
 
     def _forget_gateway(self, gateway_id: GatewayId) -> list[Effect]:
-        seqs = [a.seq for a in (*self._queued.values(), *self._arriving.values())]
-        seqs += [r.seq for r in self._running.values()]
+        seqs = [*reversed(self._waiting()), *(r.seq for r in self._running.values())]
         mine = [seq.seq_id for seq in seqs if seq.gateway_id == gateway_id]
         return [effect for seq_id in mine for effect in self._cancel(seq_id)]
 

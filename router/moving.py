@@ -27,7 +27,8 @@ copy, goes on where it is, and is looked at anew; so does one whose worker decod
 Who finds no room stays where it runs, which goes on decoding what it has, and is tried again at
 every chance and every `MOVE_AGAIN_S`. Of a copy that fails, only a pull that did so says anything
 of the two workers: KV is not sent from one to the other for a while. For any other reason it is
-made again later, and one that is late at once, but for that only once.
+made again later, and one that is late at once, but for that only once. A copy is pure cache: its
+target gives it back before anybody waits for its memory.
 
 However many copies are begun, a sequence that cannot be moved `move_timeout_s` after it was first
 to be is prefilled again, if somebody has room who cannot pull its KV; where nobody has room it goes
@@ -247,7 +248,7 @@ class Moving:
                 target.decodes[move.seq_id].is_there = True
                 token_ids = flight.token_ids[: lease.num_blocks * target.info.layout.block_size]
                 limits = Limits(max_len=len(token_ids) + 1)
-                copy = Decode(copy_id, token_ids, Sampling(), limits, lease)
+                copy = Decode(copy_id, token_ids, Sampling(), limits, lease, is_copy=True)
                 return [SendTo(move.decode, copy)]
             case PrefixOffered():
                 self._state.counters["fallback", "nothing to copy"] += 1

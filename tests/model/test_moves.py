@@ -172,7 +172,7 @@ class Couple:
         block_size = self._workers[number].runner.layout.block_size
         token_ids = [*asked.token_ids, *asked.answer][: lease.num_blocks * block_size]
         limits = Limits(len(token_ids) + 1)
-        self._tell(1 - number, Decode(copy_id, token_ids, Sampling(), limits, lease))
+        self._tell(1 - number, Decode(copy_id, token_ids, Sampling(), limits, lease, is_copy=True))
 
     def _stay(self, number: int, seq_id: SeqId) -> None:
         """It is not moved, or it is over."""

@@ -1,6 +1,8 @@
 """Sequences that arrive by pulling their KV, and run token by token."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_worker_core_kit import (
     LENGTH,
     STOP,
@@ -11,6 +13,7 @@ from test_worker_core_kit import (
     abort,
     blocks,
     cancel,
+    copy,
     decode,
     decoding,
     first,
@@ -24,7 +27,8 @@ from test_worker_core_kit import (
     token,
 )
 
-from engine.messages import Role
+from engine.events import AbortPull, Emit, StartPull
+from engine.messages import GivenBack, Role
 
 
 def rig(**sizes) -> Rig:
@@ -594,3 +598,148 @@ def test_preempting_goes_on_until_a_block_comes_free():
             (Blocks(), blocks(cached=2, owned=3)),
         ]
     )
+
+
+# ---------------------------------------------------------------- copies of what runs elsewhere
+
+
+def hold_copy(r: Rig, name: str, prompt, **fields) -> None:
+    """A copy comes and is pulled."""
+    r.take(copy(name, prompt, **fields))
+    r.step()
+    r.take(pull_done(name))
+
+
+def test_a_copy_that_has_no_room_is_given_back_and_nobody_waits_behind_it():
+    r = rig(num_blocks=5)
+    arrive(r, "a", 7)
+    r.play(
+        [
+            (copy("moved.copy", range(20, 36)), [hold("moved.copy", 4)]),
+            (decode("b", range(40, 43)), [hold("b", 1)]),
+            (
+                Step(),
+                [
+                    decoding("a"),
+                    abort("moved.copy"),
+                    given_back("moved.copy", "preempted"),
+                    pull("b", (0, 2)),
+                    Ran("a", 7, 8),
+                    token("a"),
+                ],
+            ),
+            (pull_failed("moved.copy", "aborted"), []),
+            (Blocks(), blocks(free=2, owned=2, in_flight=1)),
+        ]
+    )
+    assert r.decode.counters["copies_dropped"] == 1
+
+
+def test_copies_go_before_anybody_that_runs_when_memory_is_short():
+    r = rig(num_blocks=5)
+    arrive(r, "a", 8)
+    for name, prompt in (("old.copy", range(20, 24)), ("young.copy", range(40, 44))):
+        hold_copy(r, name, prompt)
+    r.step()
+    r.step()
+    r.play(
+        [
+            (Blocks(), blocks(owned=5)),
+            (Step(), [given_back("young.copy", "preempted"), Ran("a", 12, 13), token("a")]),
+            (Blocks(), blocks(owned=5)),
+        ]
+    )
+    assert r.decode.counters["preempted"] == 0
+
+
+def test_copies_go_before_a_sequence_waits_for_memory():
+    r = rig(num_blocks=3)
+    hold_copy(r, "moved.copy", range(8))
+    r.play(
+        [
+            (decode("b", range(20, 29)), [hold("b", 3)]),
+            (
+                Step(),
+                [given_back("moved.copy", "preempted"), pull("b", (0, 2), (1, 1), (2, 0))],
+            ),
+        ]
+    )
+
+
+def test_a_copy_that_is_here_takes_no_row_of_those_that_may_run():
+    r = rig(max_running=1)
+    hold_copy(r, "moved.copy", range(8))
+    assert r.decode.num_waiting == 1
+    r.play([(decode("b", range(20, 23)), [hold("b", 1)]), (Step(), [pull("b", (0, 2))])])
+
+
+def test_a_copy_is_held_until_it_is_cancelled_and_found_by_what_follows():
+    r = rig()
+    hold_copy(r, "moved.copy", range(8))
+    r.play(
+        [
+            (Blocks(), blocks(free=6, owned=2)),
+            (decode("moved", range(10)), [hold("moved", 3)]),
+            (cancel("moved.copy"), []),
+            (Step(), [pull("moved", (2, 2))]),
+            (copy("moved.copy", range(8)), [hold("moved.copy", 2)]),
+        ]
+    )
+
+
+def test_copies_of_a_lost_gateway_are_let_go_of():
+    r = rig()
+    hold_copy(r, "moved.copy", range(8), gateway="g1")
+    r.play([(lost("g1"), []), (Blocks(), blocks(free=6, cached=2))])
+
+
+@settings(max_examples=20)  # a unit test has 50 ms
+@given(
+    st.lists(st.tuples(st.sampled_from(["decode", "copy", "step", "cancel"]), st.integers(1, 9)))
+)
+def test_nobody_waits_or_goes_for_want_of_memory_while_a_copy_is_held(events):
+    r = rig(num_blocks=6, max_running=9)
+    alive: dict[str, bool] = {}  # whether it is a copy that is here
+    waiting: set[str] = set()  # that are no copies, for memory
+
+    def step() -> None:
+        effects = r.step()
+        pulled = [e.seq_id for e in effects if isinstance(e, StartPull)]
+        gone = [e.message.seq_id for e in effects if _is_given_back(e)]
+        waiting.difference_update(pulled)
+        for name in gone:
+            del alive[name]
+        if waiting or not all(name.startswith("copy") for name in gone):
+            assert not any(alive.values())
+        for name in pulled:
+            r.take(pull_done(name))
+            r.take(first(name))
+            alive[name] = name.startswith("copy")
+        for aborted in (e.seq_id for e in effects if isinstance(e, AbortPull)):
+            r.take(pull_failed(aborted, "aborted"))
+        r.core.validate()
+
+    for number, (kind, size) in enumerate(events):
+        name, prompt = f"{kind}{number}", range(100 * number, 100 * number + 2 * size)
+        if kind == "step":
+            step()
+        elif kind == "cancel" and alive:
+            victim = list(alive)[size % len(alive)]
+            r.take(cancel(victim))
+            del alive[victim]
+            waiting.discard(victim)
+        elif kind == "copy":
+            r.take(copy(name, prompt))
+            alive[name] = False
+        elif kind == "decode":
+            r.take(decode(name, prompt, more=50))
+            alive[name] = False
+            waiting.add(name)
+    for name in list(alive):
+        r.take(cancel(name))
+    counts = r.pool.counts()
+    assert counts.free + counts.cached == 6
+
+
+def _is_given_back(effect) -> bool:
+    return isinstance(effect, Emit) and isinstance(effect.message, GivenBack)

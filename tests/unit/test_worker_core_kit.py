@@ -130,11 +130,16 @@ def offer_prefix(name, prompt, gateway="g") -> FromGateway:
 
 
 def decode(
-    name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, gateway="g"
+    name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, gateway="g", is_copy=False
 ) -> FromGateway:
     fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(name, -(-len(fields["token_ids"]) // BLOCK_SIZE))
-    return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease))
+    return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease, is_copy=is_copy))
+
+
+def copy(name, prompt, gateway="g") -> FromGateway:
+    """What a router sends for a sequence that still runs elsewhere."""
+    return decode(name, prompt, more=1, gateway=gateway, is_copy=True)
 
 
 def first(name, token=SAMPLED, gateway="g") -> FromGateway:
