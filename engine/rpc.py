@@ -290,8 +290,9 @@ class SessionClient:
                 line.listens = True
         except grpc.RpcError as error:
             raise ConnectionError(_reason(error)) from error
-        except asyncio.CancelledError:  # this task, or the call
-            if self._ended is None:
+        except asyncio.CancelledError:  # this task, or the call, or both
+            task = asyncio.current_task()
+            if self._ended is None or (task is not None and task.cancelling()):
                 raise
             raise self._ended from None
         line.heard()

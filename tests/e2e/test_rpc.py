@@ -202,6 +202,20 @@ def test_both_ends_of_a_session_that_is_cut_off_end_it():
     asyncio.run(run())
 
 
+def test_who_is_cancelled_while_the_session_ends_for_silence_is_cancelled():
+    async def test(client: SessionClient, _: str) -> None:
+        receiving = asyncio.create_task(client.receive())
+        await asyncio.sleep(0)
+        silence: asyncio.Future[PeerSilent] = asyncio.get_running_loop().create_future()
+        silence.set_result(PeerSilent(5.0))
+        client._on_silence(silence)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+
+    with_session(echo, test)
+
+
 @pytest.mark.usefixtures("_quick_beats")
 def test_who_was_held_up_itself_takes_nobody_for_silent(monkeypatch):
     monkeypatch.setattr("engine.silence.MAX_BETWEEN_LOOKS_S", 0.1)
