@@ -30,7 +30,7 @@ from engine.block_events import EventLog
 from engine.blocks import BlockPool
 from engine.clock import Clock
 from engine.config import WorkerConfig
-from engine.errors import GrammarError, ProtocolError, StepStuck
+from engine.errors import GrammarError, ProtocolError
 from engine.events import Effect, Emit, EmitToAll, Event, FromGateway, GatewayLost
 from engine.grammars import LlGuides
 from engine.intake import Intake
@@ -116,14 +116,13 @@ class WorkerHost:
         self._on_crash = on_crash
         self._incarnation = Incarnation(secrets.token_hex(8))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._gateways: dict[GatewayId, asyncio.Queue[bytes | None]] = {}
+        # Of each session, until it is over and the step thread hears of that; None: it is cut off.
+        self._gateways: dict[GatewayId, asyncio.Queue[bytes | None] | None] = {}
         self._duties = Duties(
             identity.role, roles_of(identity.role, config), config.prefills_locally
         )
         self._stopping = False
-        self._num_turns = 0  # of the step loop, which turns once a second at least
-        self._num_steps = 0
-        self._step_s = 0.0  # how long the present step has lasted, if that is to be told
+        self._long_step: StillStepping | None = None  # the present one, if it is to be told of
 
     async def open(self) -> str:
         """Starts the threads; returns the address of the gRPC server."""
@@ -159,6 +158,7 @@ class WorkerHost:
             host=self._identity.host,
         )
         self._events = self._publisher.open()
+        self._watch = StepWatch(self._config.step_timeout_s, self._clock.now_s())
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
         self._server = SessionServer(self._session, self._identity.host)
@@ -219,9 +219,8 @@ class WorkerHost:
             sender.cancel()
             reader.cancel()
             await asyncio.gather(sender, reader, return_exceptions=True)
-            if self._gateways.get(gateway_id) is outbox:
-                del self._gateways[gateway_id]
-            self._inbox.put(GatewayLost(gateway_id))
+            self._inbox.put(GatewayLost(gateway_id))  # before the next session of this gateway
+            del self._gateways[gateway_id]
             log.info("gateway %s is gone", gateway_id)
 
     async def _shake_hands(self, frames: AsyncIterator[bytes], send: Send) -> GatewayId | None:
@@ -259,26 +258,20 @@ class WorkerHost:
             kv_wire_dtype=self._config.kv_wire_dtype,
             events=self._events,
             prefills_locally=self._duties.is_local,
-            step_s=self._step_s,
+            step=self._long_step,
         )
 
     async def _watch_steps(self) -> None:
         """Tells of steps that take long; one that does not end ends the worker."""
         never = self._loop.create_future()
-        watch = StepWatch(self._config.step_timeout_s, self._clock.now_s())
-        while True:
-            await asyncio.wait([never], timeout=REPORT_EVERY_S)
-            try:
-                self._step_s = watch.look(
-                    num_turns=self._num_turns,
-                    num_steps=self._num_steps,
-                    now_s=self._clock.now_s(),
-                )
-            except StepStuck as error:
-                self._on_crash(error)
-                return
-            if self._step_s:
-                self._post_all(encode_frame([StillStepping(self._step_s)]))
+        try:
+            while True:
+                await asyncio.wait([never], timeout=REPORT_EVERY_S)
+                self._long_step = self._watch.look(self._clock.now_s())
+                if self._long_step is not None:
+                    self._post_all(encode_frame([self._long_step]))
+        except Exception as error:  # StepStuck, or a bug: nobody else would notice a stuck step
+            self._on_crash(error)
 
     async def _read_all(self, gateway_id: GatewayId, frames: AsyncIterator[bytes]) -> None:
         async for frame in frames:
@@ -309,7 +302,7 @@ class WorkerHost:
             next_report_s = 0.0
             busy = False
             while not self._stopping:
-                self._num_turns += 1
+                self._watch.turn()
                 self._take_events(None if busy else REPORT_EVERY_S)
                 now_s = self._clock.now_s()
                 if now_s >= next_report_s:
@@ -345,8 +338,8 @@ class WorkerHost:
         self._perform(effects)
         if plan is None:
             return False
+        self._watch.begin(plan)
         result = self._runner.run(plan)
-        self._num_steps += 1
         self._perform(self._core.finish(result, self._clock.now_s()))
         return True
 
@@ -394,12 +387,12 @@ class WorkerHost:
     def _post(self, gateway_id: GatewayId, frame: bytes) -> None:
         outbox = self._gateways.get(gateway_id)
         if outbox is None:
-            return  # it left; its sequences are being cancelled
+            return  # it left, or is cut off; its sequences are being cancelled
         try:
             outbox.put_nowait(frame)
         except asyncio.QueueFull:
             log.warning("gateway %s reads too slowly and is cut off", gateway_id)
-            del self._gateways[gateway_id]
+            self._gateways[gateway_id] = None
             while not outbox.empty():
                 outbox.get_nowait()
             outbox.put_nowait(None)

@@ -291,7 +291,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
     events: EventsAddress | None = None  # None: it does not tell what it caches
     prefills_locally: bool = False  # said by decode workers alone
-    step_s: float = 0.0  # as `StillStepping` would say it now
+    step: "StillStepping | None" = None  # as it would be said now
 
     @property
     def generates(self) -> bool:
@@ -439,12 +439,10 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class StillStepping(msgspec.Struct, frozen=True, tag=True):
-    """A step has lasted so long, and goes on. Said once a second instead of `LoadReport`.
-
-    A worker's first steps, which may have something to compile, are not told of.
-    """
+    """A step has lasted so long, and goes on. Said once a second instead of `LoadReport`."""
 
     seconds: float
+    is_early: bool = False  # one of the first of its kind, which may have something to compile
 
 
 ToWorker = (

@@ -116,7 +116,7 @@ class Flight:
     num_ids: int = 0  # that were given out, to attempts and to moves
     num_attempts: int = 0
     num_preemptions: int = 0  # attempts that do not count
-    num_excused: int = 0  # the same, of those that ended because a worker changed its role
+    num_excused: int = 0  # the same: a worker changed its role, or its step lasted
     num_moves: int = 0  # attempts that went on from another
     num_hedges: int = 0  # that were begun beside another
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # when last, by whom

@@ -43,6 +43,7 @@ from collections.abc import Sequence
 
 from engine.block_events import BlockEvent
 from engine.config import RouterConfig
+from engine.errors import StepStuck
 from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, Welcome, WorkerId
 from router.admission import Admission
 from router.block_news import apply_events
@@ -78,6 +79,7 @@ from router.state import RouterState
 from router.view import ClusterView, WorkerView
 
 STUCK_FACTOR = 20.0  # nothing takes so many times what is predicted, not on the busiest machine
+EARLY_FACTOR = 10.0  # of `stuck_step_s`: what has to be compiled first takes no longer
 
 __all__ = [
     "Arrived",
@@ -232,15 +234,20 @@ class RouterMachine:
             errors=estimates.errors(worker),
         )
 
-    def longest_step_s(self, worker_id: WorkerId) -> float:
-        """A step of a worker that lasts longer will not end: it is as good as lost."""
+    def longest_step_s(self, worker_id: WorkerId, *, is_early: bool = False) -> float:
+        """A step of a worker that lasts longer will not end: it is as good as lost.
+
+        Of a worker that computes nothing for this gateway nobody here waits, nor is it known what
+        the step holds. An early step is one of the first of its kind.
+        """
         config, worker = self.state.config, self.state.view.workers.get(worker_id)
-        if worker is None:
-            return config.stuck_step_s
-        predicted_s = longest_predicted_s(worker, self.state.estimates)
+        stuck_s = config.stuck_step_s * (EARLY_FACTOR if is_early else 1.0)
+        predicted_s = None
+        if worker is not None and (worker.prefills or worker.decodes):
+            predicted_s = longest_predicted_s(worker, self.state.estimates)
         if predicted_s is None:
-            return max(config.stuck_step_s, config.progress_timeout_s)
-        return max(config.stuck_step_s, STUCK_FACTOR * predicted_s)
+            return max(stuck_s, config.progress_timeout_s)
+        return max(stuck_s, STUCK_FACTOR * predicted_s)
 
     def validate(self) -> None:
         """Asserts the machine's invariants, reservations included."""
@@ -327,7 +334,11 @@ class RouterMachine:
                 continue
             needs_prefill = attempt.prefill == worker_id and not attempt.is_decoding
             if attempt.decode == worker_id or needs_prefill:
-                effects += self._ends.retry(flight, "worker lost", now_s)
+                if reason == StepStuck.__name__ and flight.num_excused < state.config.max_attempts:
+                    # It lives, and may only have been slow; or it is this request that stops it.
+                    effects += self._ends.excuse(flight, "worker lost", now_s)
+                else:
+                    effects += self._ends.retry(flight, "worker lost", now_s)
             elif attempt.holder == worker_id:
                 effects += self._on_holder_lost(flight, attempt, now_s)
             elif attempt.move is not None and attempt.move.decode == worker_id:

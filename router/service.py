@@ -366,16 +366,20 @@ class Router:
 
     async def _keep_linked(self, address: str) -> None:
         last_reason = ""
+        stuck_s: float | None = None
         while True:
             client = SessionClient(address, silence_s=self.machine.state.config.silence_s)
             await client.open()
             try:
-                await self._run_session(client, address)
+                await self._run_session(client, address, stuck_s)
             except _LINK_ERRORS as error:
+                stuck_s = error.seconds if isinstance(error, StepStuck) else None
                 reason = str(error) or type(error).__name__
                 level = logging.WARNING if reason != last_reason else logging.DEBUG
                 log.log(level, "worker at %s: %s; trying again", address, reason)
                 last_reason = reason
+            else:
+                stuck_s = None
             finally:
                 await client.close()
             if address not in self._addresses:  # it was given up
@@ -383,13 +387,21 @@ class Router:
                 return
             await asyncio.wait([self._closing], timeout=RETRY_EVERY_S)
 
-    async def _run_session(self, client: SessionClient, address: str) -> None:
+    async def _run_session(
+        self, client: SessionClient, address: str, stuck_s: float | None
+    ) -> None:
+        """Until it ends. A step that had lasted `stuck_s` when the worker was lost has to end
+        before it joins again.
+        """
         hello = Hello(PROTOCOL_VERSION, self.gateway_id, self._token)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await client.send(encode_frame([hello]))
             info = _welcome(await client.receive())
         self._check_identity(info)
-        self._check_step(info.worker_id, info.step_s)
+        if info.step is not None:
+            if stuck_s is not None and info.step.seconds >= stuck_s:
+                raise StepStuck(info.step.seconds)
+            self._check_step(info.worker_id, info.step)
         self._links[info.worker_id] = client
         self._linked_to[info.worker_id] = address
         log.info("%s worker %s joined", info.role, info.worker_id)
@@ -404,8 +416,8 @@ class Router:
                 if feed is not None:
                     _count_batches(feed, messages)
                 match messages:
-                    case [StillStepping(seconds)]:
-                        self._check_step(info.worker_id, seconds)
+                    case [StillStepping() as step]:
+                        self._check_step(info.worker_id, step)
         except (ConnectionError, ProtocolError, StepStuck) as error:
             reason = type(error).__name__
             raise
@@ -419,10 +431,10 @@ class Router:
             log.log(level, "worker %s is lost", info.worker_id)
             self._handle(WorkerLost(info.worker_id, reason))
 
-    def _check_step(self, worker_id: WorkerId, step_s: float) -> None:
+    def _check_step(self, worker_id: WorkerId, step: StillStepping) -> None:
         """A worker that computes nothing any more is lost, although it still answers."""
-        if step_s > self.machine.longest_step_s(worker_id):
-            raise StepStuck(step_s)
+        if step.seconds > self.machine.longest_step_s(worker_id, is_early=step.is_early):
+            raise StepStuck(step.seconds)
 
     def _follow(self, info: Welcome) -> BlockFeed | None:
         """What a worker tells of its blocks goes to the machine. None where it tells nothing."""

@@ -597,6 +597,7 @@ def test_a_worker_that_answers_and_computes_nothing_any_more_is_lost():
             if other.received:
                 stuck, other = other, stuck
             other.patience = 1000
+            await stuck.session.say(StillStepping(6.1, is_early=True))
             await stuck.session.say(StillStepping(6.1))
             token_ids, _ = await task
             assert token_ids == answer([1, 2, 3], 6)
@@ -607,12 +608,31 @@ def test_a_worker_that_answers_and_computes_nothing_any_more_is_lost():
 
 def test_a_worker_that_is_stuck_joins_when_it_computes_again():
     async def test() -> None:
-        worker = FakeWorker(step_s=6.0)
+        worker = FakeWorker(step=StillStepping(61.0))
         async with serving(worker, joined=0) as router:
             await until(lambda: len(worker.hellos) > 2, "it is tried")
             assert not router.workers()
-            worker.welcome = msgspec.structs.replace(worker.welcome, step_s=0.0)
+            worker.welcome = msgspec.structs.replace(worker.welcome, step=None)
             await until(lambda: len(router.workers()) == 1, "it joins")
+
+    run(test())
+
+
+def test_a_worker_whose_step_lasts_joins_and_one_that_was_lost_for_it_when_the_step_is_over():
+    """It may be slow; but who found it stuck does not take it back for as good as new."""
+
+    async def test() -> None:
+        worker = FakeWorker(step=StillStepping(20.0))
+        async with serving(worker) as router:
+            await worker.session.say(StillStepping(61.0))
+            await until(lambda: not router.workers(), "it is lost")
+            worker.welcome = msgspec.structs.replace(worker.welcome, step=StillStepping(61.0))
+            tried = len(worker.hellos)
+            router.machine.state.config = RouterConfig(progress_timeout_s=100.0)
+            await until(lambda: len(worker.hellos) > tried + 1, "it is tried")
+            assert not router.workers()
+            worker.welcome = msgspec.structs.replace(worker.welcome, step=StillStepping(20.0))
+            await until(lambda: len(router.workers()) == 1, "another step joins")
 
     run(test())
 

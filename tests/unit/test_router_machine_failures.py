@@ -427,7 +427,7 @@ def test_what_no_worker_could_do_is_not_tried_again():
 def test_a_step_may_take_many_times_what_is_predicted_and_never_less_than_a_bound():
     driver = Driver("p0", "d0", stuck_step_s=5.0, progress_timeout_s=60.0)
     machine, workers = driver.machine, driver.machine.view.workers
-    assert machine.longest_step_s("p0") == 5.0  # it has nothing to do
+    assert machine.longest_step_s("p0") == 60.0  # what it computes is for others
     driver.ask()
     assert machine.longest_step_s("p0") == 60.0  # nobody knows how long a prompt takes
     driver.hand_over()
@@ -436,4 +436,26 @@ def test_a_step_may_take_many_times_what_is_predicted_and_never_less_than_a_boun
     assert machine.longest_step_s("d0") == 5.0
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(1.0, num_rows=1)] * 100)
     assert machine.longest_step_s("d0") == pytest.approx(20.0, rel=0.01)
-    assert machine.longest_step_s("nobody") == 5.0
+    assert machine.longest_step_s("p0") == 60.0  # it has nothing to do any more
+    assert machine.longest_step_s("nobody") == 60.0
+
+
+def test_first_steps_may_take_ten_times_the_bound_and_no_longer_than_one_waits_for_news():
+    driver = Driver("p0", "d0", stuck_step_s=5.0, progress_timeout_s=60.0)
+    machine, workers = driver.machine, driver.machine.view.workers
+    driver.ask()
+    driver.hand_over()
+    assert machine.longest_step_s("d0", is_early=True) == 60.0  # nobody knows
+    machine.state.estimates.observe_steps(workers["d0"], [StepReport(0.1, num_rows=1)])
+    assert machine.longest_step_s("d0", is_early=True) == 50.0
+
+
+@pytest.mark.parametrize("stage", ["sent", "answering"])
+def test_attempts_lost_to_a_step_that_lasts_do_not_count_unless_there_are_many(stage):
+    driver = in_stage(stage, max_attempts=1)
+    victims = ["p0", "p1"] if stage == "sent" else ["d0", "d1"]
+    assert not ends(driver.handle(WorkerLost(victims[0], "StepStuck")))
+    driver.join(victims[0])
+    [outcome] = ends(driver.handle(WorkerLost(victims[1], "StepStuck")))
+    assert outcome == Failed("given up after 2 attempts; the last one: worker lost")
+    assert is_idle(driver)

@@ -1,12 +1,28 @@
 """What a worker is opened with, and what it says of itself: no thread or socket is needed."""
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import pytest
 from test_worker_core_kit import HERE, decode, generate, given_back, hold, prefill
 
-from deploy.worker_host import ModelFacts, WorkerHost, WorkerIdentity
+from deploy import worker_host
+from deploy.step_watch import StepWatch
+from deploy.worker_host import MAX_UNSENT_FRAMES, ModelFacts, WorkerHost, WorkerIdentity
 from engine.batch import BatchResult, RowResult
 from engine.config import WorkerConfig
-from engine.messages import Role, WorkerId
+from engine.events import GatewayLost
+from engine.messages import (
+    PROTOCOL_VERSION,
+    GatewayId,
+    Hello,
+    Refused,
+    Role,
+    Welcome,
+    WorkerId,
+    decode_to_gateway,
+    encode_frame,
+)
 from engine.worker import WorkerCore
 from tests.fakes import VOCAB_SIZE, FakeGuides, FakeRunner
 
@@ -66,3 +82,71 @@ def test_a_decode_worker_computes_prompts_in_chunks_behind_what_it_decodes():
     assert step(core) == [("a", 1), ("b", 32), ("c", 9)]
     assert step(core) == [("a", 1), ("c", 1), ("b", 32)]
     assert step(core) == [("a", 1), ("c", 1), ("b", 4)]
+
+
+# ---------------------------------------------------------------- the asyncio thread
+
+
+def test_a_watch_that_fails_ends_the_worker(monkeypatch):
+    """A step that hangs would be noticed by nobody."""
+    crashes: list[BaseException] = []
+    monkeypatch.setattr(worker_host, "REPORT_EVERY_S", 0.0)
+
+    async def test() -> None:
+        worker = host(Role.MIXED)
+        worker._on_crash, worker._loop = crashes.append, asyncio.get_running_loop()
+        worker._watch = StepWatch(None, 0.0)
+        worker._clock = None  # which fails as a bug would
+        async with asyncio.timeout(5):
+            await worker._watch_steps()
+
+    asyncio.run(test())
+    assert [type(crash) for crash in crashes] == [AttributeError]
+
+
+class FakeGateway:
+    """One that reads nothing until it `reads`."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.is_told = asyncio.Event()
+        self.heard: list[object] = []
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        yield encode_frame([Hello(PROTOCOL_VERSION, GatewayId("g"), "token")])
+        await asyncio.Event().wait()
+
+    async def send(self, frame: bytes) -> None:
+        self.is_told.set()
+        await self.reads.wait()
+        self.heard += decode_to_gateway(frame)
+
+
+def test_a_gateway_that_is_cut_off_comes_back_when_its_old_sequences_are_given_up():
+    """Sooner, and what it sent in its new session would be given up with them."""
+
+    async def test() -> None:
+        worker = host(Role.MIXED)
+        worker._events = None
+        old, early, new = FakeGateway(), FakeGateway(), FakeGateway()
+        early.reads.set()
+        new.reads.set()
+        async with asyncio.timeout(5):
+            first = asyncio.create_task(worker._session(old.frames(), old.send))
+            await old.is_told.wait()
+            for _ in range(MAX_UNSENT_FRAMES + 2):
+                worker._post(GatewayId("g"), b"")
+            await worker._session(early.frames(), early.send)
+            assert early.heard == [Refused("a session of this gateway is open")]
+            assert worker._inbox.empty()
+            old.reads.set()
+            await first
+            assert worker._inbox.get_nowait() == GatewayLost(GatewayId("g"))
+            second = asyncio.create_task(worker._session(new.frames(), new.send))
+            await new.is_told.wait()
+            assert isinstance(new.heard[0], Welcome)
+            assert worker._inbox.empty()
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+
+    asyncio.run(test())
