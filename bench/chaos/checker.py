@@ -4,7 +4,7 @@ A request is *lost* if its last stream does not end as it must: every choice has
 reason and says nothing after it, usage comes once, then one mark of the end, and nothing else. It
 is *changed* if it ends so, but text, finish reasons, log-probabilities or usage are not those of
 the undisturbed run; also if what came before a connection broke is not how that answer begins. A
-connection may break only where a gateway process was killed, or stood still for so long that it was
+connection may break only when a gateway process was killed, or stood still for so long that it was
 replaced; else the request counts as lost, though the client asked again.
 """
 
@@ -18,6 +18,9 @@ from bench.chaos.streams import Stream, Usage
 
 NOTICED_S = 0.5  # a gap that begins so long before a fault was told of can still be its doing
 SILENCE_S = 0.5  # a stream that says nothing for so long, across a fault, is affected by it
+BREAKS_WITHIN_S = 1.0  # of a gateway's end: its clients are on the same machine
+REPLACED_AFTER_S = 10.0  # that a gateway was silent: after 5 it is missed, after 5 more ended
+QUIET_BEFORE_S = 1.0  # at most; then it stood still. It says something twice a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def reply_of(stream: Stream, num_choices: int) -> Reply:
 def judge(expected: Reply, streams: Sequence[Stream], deaths: Sequence[Injected]) -> Verdict:
     """What became of a request, from all its streams: one for each time that it was sent.
 
-    `deaths` are faults of gateway processes.
+    `deaths` are faults of gateway processes, also those that broke nothing.
     """
     num_choices = len(expected.choices)
     for stream in streams[:-1]:
@@ -123,10 +126,14 @@ def judge(expected: Reply, streams: Sequence[Stream], deaths: Sequence[Injected]
 
 
 def is_broken_by(death: Injected, stream: Stream) -> bool:
-    """Whether what befell a gateway explains that a connection broke: that was made before the
-    process was gone or ran again, and broke after it had begun.
+    """Whether a gateway's death explains that a connection broke when it did. Which gateway it led
+    to nobody knows. One that stands still breaks nothing until it is replaced, and nothing at all
+    if it goes on before.
     """
-    return stream.sent_s - NOTICED_S <= death.ended_s and death.begun_s <= stream.ended_s
+    from_s = death.begun_s
+    if death.kind is FaultKind.STOP_GATEWAY:
+        from_s += REPLACED_AFTER_S - QUIET_BEFORE_S
+    return from_s <= stream.ended_s <= death.ended_s + BREAKS_WITHIN_S
 
 
 def _said(stream: Stream, choice: int) -> ChoiceSaid:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bench.chaos.plan import ChaosPlan, FaultKind, check, config_of, quick
-from bench.chaos.results import complaints, is_unharmed, results, story
+from bench.chaos.results import complaints, has_passed, results, story
 from bench.chaos.run import measure
 from bench.machine import commit, hardware
 from bench.report import Report, write_json
@@ -33,7 +33,9 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
     quick_: Annotated[bool, typer.Option("--quick", help="60 requests: under 50 s.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> None:
-    """Kill, stop and slow down services under load; exit 1 if a request or a block is lost."""
+    """Kill, stop and slow down services under load; exit 1 if a request or a block is lost, or a
+    fault that was to come did not.
+    """
     log = Console(stderr=True)
     try:
         plan = check(
@@ -62,10 +64,11 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
         f" workers, a fault of {config_of(plan)['faults']} every {plan.every_s:g} s"
     )
     print_report(console, report, title=title)
-    console.print(Text(story(run)), soft_wrap=True)
+    for line in story(run):
+        console.print(Text(line), soft_wrap=True)
     for line in complaints(run):
         console.print(Text(line, style="red"), soft_wrap=True)
-    if not is_unharmed(report.results):
+    if not has_passed(report.results):
         raise typer.Exit(1)
 
 

@@ -121,34 +121,44 @@ class Orders:
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
-        """Flips or drains, and gives it its role again; how long the change took."""
+        """Flips or drains, and gives it its role again, also if it did not take the other in time:
+        else all faults after this one would meet other pools. How long the change took.
+        """
         begun_s = self._clock.now_s()
         try:
             seen = (await self._deployment.look()).by_name.get(victim)
             if seen is None or seen.role is None:
                 raise FaultFailed("nobody knows its role")
-            role = seen.role
-            if fault.kind is FaultKind.FLIP:
-                other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-                await self._deployment.flip(victim, other)
-                await self._until(victim, "serving", other)
-            else:
-                await self._deployment.drain(victim)
-                await self._until(victim, "drained", Role.DRAINED)
-            took_s = self._clock.now_s() - begun_s
-            await pause(fault.seconds)
-            await self._give_back(victim, role)
-            await self._until(victim, "serving", role)
+            try:
+                await self._order(fault.kind, victim, seen.role)
+                took_s = self._clock.now_s() - begun_s
+                await pause(fault.seconds)
+            finally:
+                await self._give_back(victim, seen.role)
+                await self._until(victim, "serving", seen.role)
         except OrderFailed as error:
             raise FaultFailed(str(error)) from error
         return f"took {took_s:.1f} s"
 
+    async def _order(self, kind: FaultKind, victim: str, role: Role) -> None:
+        """Takes its role from it, and waits until that is done. Raises OrderFailed, FaultFailed."""
+        if kind is FaultKind.FLIP:
+            other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+            await self._deployment.flip(victim, other)
+            await self._until(victim, "serving", other)
+        else:
+            await self._deployment.drain(victim)
+            await self._until(victim, "drained", Role.DRAINED)
+
     async def _give_back(self, victim: str, role: Role) -> None:
-        """Orders the role that it had, also when that has to wait: for somebody to take its place,
-        or for a controller that stands still. Raises OrderFailed.
+        """Orders the role that it had, if another is wanted of it; also when that has to wait: for
+        somebody to take its place, or for a controller that stands still. Raises OrderFailed.
         """
 
         async def is_taken() -> bool:
+            worker = (await self._deployment.look()).by_name.get(victim)
+            if worker is not None and worker.target is role:
+                return True
             try:
                 await self._deployment.flip(victim, role)
             except OrderFailed:

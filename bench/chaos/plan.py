@@ -138,6 +138,11 @@ def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
     return tuple(fault for fault in faults if fault.at_s < plan.duration_s)
 
 
+def is_full(plan: ChaosPlan) -> bool:
+    """Whether it lasts long enough for each of its kinds to have its turn."""
+    return {fault.kind for fault in faults_of(plan)} == set(plan.kinds)
+
+
 def _fault(kind: FaultKind, at_s: float, rng: Random) -> Fault:
     draw, lasts_s, is_long = rng.random(), rng.uniform(*LASTS_S), rng.random() < LONG_STOPS
     return Fault(at_s, kind, draw, lasts_s, LONG_STOP_S if is_long else lasts_s)

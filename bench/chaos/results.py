@@ -6,6 +6,7 @@
 | leaked_blocks, leaked_leases |      | that workers hold when nobody asks for anything any more  |
 | leaked_processes             |      | alive after the deployment was ended                      |
 | unsettled                    |      | 1: the pools did not become what they were before         |
+| missing                      |      | kinds of faults that had their turn and hit nobody        |
 | longest_stall_s              | s    | longest time between two chunks of any stream             |
 | longest_first_s              | s    | longest time to a first chunk                             |
 | calm_stall_s                 | s    | as longest_stall_s, undisturbed                           |
@@ -24,7 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench.chaos.checker import End, affected, longest_stall
-from bench.chaos.plan import OF_GATEWAYS
+from bench.chaos.plan import OF_GATEWAYS, FaultKind, is_full
 from bench.chaos.run import Run
 from bench.chaos.streams import Piece, Stream
 from bench.report import Figure, Result, results_of
@@ -36,7 +37,10 @@ MUST_BE_ZERO = (
     "leaked_leases",
     "leaked_processes",
     "unsettled",
+    "unfinished",
+    "missing",
 )
+STALL_GOAL_S = 10.0  # of longest_stall_s; missing it fails nothing
 NUM_TOLD = 5  # of each kind of what went wrong
 NEAR_S = 20.0  # a fault that begins so long before or after a request may be told of with it
 
@@ -54,6 +58,7 @@ def figures_of(run: Run) -> dict[str, Figure]:
         "leaked_leases": run.left.leases,
         "leaked_processes": len(run.left.processes),
         "unsettled": int(not run.left.is_whole),
+        "missing": len(missing(run)),
         "requests": len(run.asked),
         "retried": sum(any(s.num_attempts > 1 for s in streams) for streams in run.streams),
         "reconnected": sum(len(streams) > 1 for streams in run.streams),
@@ -84,14 +89,23 @@ def results(run: Run) -> tuple[Result, ...]:
     return results_of([figures_of(run)])
 
 
-def is_unharmed(found: Sequence[Result]) -> bool:
-    """Whether nothing was lost, changed or leaked."""
+def missing(run: Run) -> list[FaultKind]:
+    """Kinds that were asked for and hit nobody, though there was time for each. A run too short for
+    that must have had one fault of any kind.
+    """
+    if run.injected and not is_full(run.plan):
+        return []
+    return _absent(run)
+
+
+def has_passed(found: Sequence[Result]) -> bool:
+    """Whether nothing was lost, changed or leaked, and all faults came that had to."""
     return not any(result.value for result in found if result.name in MUST_BE_ZERO)
 
 
 def complaints(run: Run) -> list[str]:
     """What went wrong, with enough of it to look for the reason."""
-    lines = []
+    lines = [f"{kind}: asked for, and hit nobody" for kind in missing(run)]
     for end in (End.LOST, End.CHANGED):
         numbers = run.requests_of(end)
         lines += [
@@ -126,11 +140,22 @@ def _faults_of(run: Run, number: int) -> str:
     return ", ".join(told)
 
 
-def story(run: Run) -> str:
-    """The longest stall, and the fault that came with it."""
+def story(run: Run) -> list[str]:
+    """The longest stall, the fault that came with it, and whether that is good enough; of a run
+    that is too short to judge by, which kinds of faults it did without.
+    """
     stall = longest_stall(run.streams, run.injected)
     cause = "no fault" if stall.fault is None else f"{stall.fault.kind} of {stall.fault.victim}"
-    return f"longest stall: {stall.seconds:.2f} s, request {stall.request}, with {cause}"
+    line = f"longest stall: {stall.seconds:.2f} s, request {stall.request}, with {cause}"
+    if is_full(run.plan):
+        verdict = "met" if stall.seconds <= STALL_GOAL_S else "MISSED"
+        return [f"{line}; goal of {STALL_GOAL_S:g} s {verdict}"]
+    return [line, f"too short for all kinds of faults; did without: {', '.join(_absent(run))}"]
+
+
+def _absent(run: Run) -> list[FaultKind]:
+    hit = {fault.kind for fault in run.injected}
+    return [kind for kind in run.plan.kinds if kind not in hit]
 
 
 def _pieces(streams: Sequence[Stream]) -> list[Piece]:

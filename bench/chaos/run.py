@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from bench.prompts import plain_token_ids
 from bench.serve import Client as Api
 from bench.serving import Options, serving
 from engine.clock import Clock, MonotonicClock
+from engine.messages import Role
 
 MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
 REQUEST_TIMEOUT_S = 120.0
@@ -70,6 +72,7 @@ class Left:
 class Run:
     """All that happened."""
 
+    plan: ChaosPlan
     asked: tuple[Ask, ...]
     expected: tuple[Reply, ...]
     streams: tuple[tuple[Stream, ...], ...]  # of each request
@@ -120,7 +123,7 @@ async def _measure(
         model = await Api(session, Target(deployment.url), clock).first_model()
         asked = asks(plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed)
         client = Client(session, deployment.url, clock)
-        keeper = _Bookkeeper(deployment, clock)
+        keeper = _Bookkeeper(deployment, plan, clock)
         await keeper.settle()
         say(f"{len(asked)} requests undisturbed")
         calm = await undisturbed(client, asked)
@@ -146,6 +149,7 @@ async def _measure(
     expected = [reply_of(s, ask.num_choices) for s, ask in zip(calm, asked, strict=True)]
     deaths = [f for f in director.injected if f.kind in OF_GATEWAYS]
     return Run(
+        plan=plan,
         asked=tuple(asked),
         expected=tuple(expected),
         streams=tuple(map(tuple, streams)),
@@ -177,8 +181,9 @@ async def _end(deployment: Deployment, clock: Clock) -> list[str]:
 class _Bookkeeper:
     """Waits for the pools to be as they are wanted, and finds what is missing."""
 
-    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+    def __init__(self, deployment: Deployment, plan: ChaosPlan, clock: Clock) -> None:
         self._deployment = deployment
+        self._plan = plan
         self._clock = clock
 
     async def settle(self, steady_s: float = 0.0) -> None:
@@ -189,7 +194,7 @@ class _Bookkeeper:
 
         async def is_steady() -> bool:
             nonlocal since_s
-            if not is_whole(await self._deployment.look()):
+            if not is_whole(await self._deployment.look(), self._plan):
                 since_s = None
             elif since_s is None:
                 since_s = self._clock.now_s()
@@ -202,7 +207,7 @@ class _Bookkeeper:
         """What workers hold now, when they should hold nothing."""
         seen = await self._deployment.look()
         blocks, leases = leaked([books_of(worker) for worker in seen.workers])
-        whole = is_whole(seen)
+        whole = is_whole(seen, self._plan)
         return Left(blocks, leases, whole, detail="" if whole else str(seen))
 
 
@@ -211,11 +216,15 @@ def books_of(worker: WorkerSeen) -> Books:
     return Books(worker.num_blocks, worker.free_blocks, worker.open_leases)
 
 
-def is_whole(seen: Seen) -> bool:
-    """Whether the pools are as they are wanted, and hold nothing for anybody."""
+def is_whole(seen: Seen, plan: ChaosPlan) -> bool:
+    """Whether the pools are as they were planned, and hold nothing for anybody. What the controller
+    takes for settled is not enough: an order that was not undone is what it was last told.
+    """
+    roles = Counter(worker.role for worker in seen.workers if worker.works)
+    as_planned = roles == {Role.PREFILL: plan.prefill, Role.DECODE: plan.decode}
     idle = not any(worker.num_seqs for worker in seen.workers)
     leaks = leaked([books_of(worker) for worker in seen.workers])
-    return seen.settled and idle and leaks == (0, 0)
+    return seen.settled and as_planned and idle and leaks == (0, 0)
 
 
 class _Watch:

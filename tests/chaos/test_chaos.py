@@ -6,7 +6,7 @@ What the checker finds at all is `tests/unit/test_chaos_checker.py`'s business.
 import pytest
 
 from bench.chaos.plan import ChaosPlan, FaultKind, check
-from bench.chaos.results import complaints, figures_of, is_unharmed, results
+from bench.chaos.results import complaints, figures_of, has_passed, results
 from bench.chaos.run import Run, measure
 
 pytestmark = pytest.mark.torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch
 def unharmed(plan: ChaosPlan) -> Run:
     """The run of a plan, which must have disturbed somebody and harmed nobody."""
     run = measure(check(plan))
-    assert is_unharmed(results(run)), complaints(run)
+    assert has_passed(results(run)), complaints(run)
     figures = figures_of(run)
     assert figures["injected"].value > 0
     assert sum(f.value for name, f in figures.items() if name.startswith("affected/")) > 0

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.chaos.checker import (
+    REPLACED_AFTER_S,
     Books,
     End,
     Injected,
@@ -15,8 +16,10 @@ from bench.chaos.checker import (
     longest_stall,
     reply_of,
 )
-from bench.chaos.plan import FaultKind
+from bench.chaos.plan import LONG_STOP_S, FaultKind
 from bench.chaos.streams import Piece, Stream, Usage
+from deploy.links import SILENCE_S
+from deploy.pools import GATEWAY_UNREACHABLE_S
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=4)
 
@@ -115,6 +118,36 @@ def test_a_connection_that_breaks_though_no_gateway_died_is_a_lost_request():
     assert judge(EXPECTED, [broken(said("a")), GOOD], []).end is End.LOST
     late = replace(DEATH, begun_s=3.2)
     assert judge(EXPECTED, [broken(said("a")), GOOD], [late]).end is End.LOST
+
+
+def test_a_connection_that_breaks_long_after_somebody_elses_gateway_died_is_a_lost_request():
+    late = replace(broken(said("a")), ended_s=33.0)
+    assert judge(EXPECTED, [late, GOOD], [DEATH]).end is End.LOST
+    assert judge(EXPECTED, [replace(late, ended_s=3.9), GOOD], [DEATH]).end is End.SAME
+
+
+@pytest.mark.parametrize(
+    ("lasted_s", "sent_s", "broke_s", "end"),
+    [
+        (4.0, 2.0, 4.0, End.LOST),  # it goes on where it stood
+        (4.0, 2.0, 7.1, End.LOST),
+        (LONG_STOP_S, 2.0, 2.9, End.LOST),
+        (LONG_STOP_S, 2.0, 8.0, End.LOST),
+        (LONG_STOP_S, 2.0, 13.5, End.SAME),
+        (LONG_STOP_S, 5.0, 13.5, End.SAME),  # asked while it stood
+        (LONG_STOP_S, 2.0, 30.0, End.LOST),
+    ],
+)
+def test_a_gateway_that_stands_still_breaks_connections_only_if_it_is_replaced(
+    lasted_s, sent_s, broke_s, end
+):
+    stop = Injected(FaultKind.STOP_GATEWAY, "gateway-0", 3.0, 3.0 + lasted_s)
+    asked = replace(broken(), sent_s=sent_s, ended_s=broke_s)
+    assert judge(EXPECTED, [asked, GOOD], [stop]).end is end
+
+
+def test_a_gateway_is_replaced_when_the_controller_says_so():
+    assert REPLACED_AFTER_S == SILENCE_S + GATEWAY_UNREACHABLE_S < LONG_STOP_S
 
 
 def test_who_never_gets_an_answer_has_lost_it():

@@ -11,8 +11,15 @@ import pytest
 
 from bench.chaos.asks import KINDS, asks
 from bench.chaos.cli import _kinds
-from bench.chaos.deployment import NOTHING, GatewaySeen, Seen, WorkerSeen
-from bench.chaos.faults import CONTROLLER, Director, candidates
+from bench.chaos.deployment import NOTHING, GatewaySeen, OrderFailed, Seen, WorkerSeen
+from bench.chaos.faults import (
+    CONTROLLER,
+    ORDER_WITHIN_S,
+    Director,
+    FaultFailed,
+    Orders,
+    candidates,
+)
 from bench.chaos.plan import (
     LASTING,
     LONG_STOP_S,
@@ -231,8 +238,73 @@ def test_the_process_that_keeps_the_pools_is_the_command_itself():
     assert faults == [(FaultKind.STOP_CONTROLLER, CONTROLLER, 99)]
 
 
+class LaterClock:
+    """Whenever it is read, more time is over than an order may take."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        self._now_s += 2 * ORDER_WITHIN_S
+        return self._now_s
+
+
+class StubbornDeployment:
+    """Takes orders; its one worker does what it did at first and nothing else."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self._worker = P0
+        self._refuses = refuses
+        self.orders: list[Role] = []
+
+    async def look(self) -> Seen:
+        return pools(self._worker)
+
+    async def flip(self, victim: str, role: Role) -> None:
+        if self._refuses:
+            raise OrderFailed("409")
+        self.orders.append(role)
+        state = "serving" if role is P0.role else "flipping"
+        self._worker = msgspec.structs.replace(self._worker, state=state, target=role)
+
+    async def drain(self, victim: str) -> None:
+        await self.flip(victim, Role.DRAINED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ordered"), [(FaultKind.FLIP, Role.DECODE), (FaultKind.DRAIN, Role.DRAINED)]
+)
+def test_an_order_that_was_not_carried_out_is_taken_back(kind, ordered):
+    deployment = StubbornDeployment()
+    with pytest.raises(FaultFailed, match=f"as {ordered} in 20 s"):
+        asyncio.run(Orders(deployment, LaterClock()).inject(Fault(0.0, kind, 0.0), "p0", 7))
+    assert deployment.orders == [ordered, Role.PREFILL]
+
+
+def test_an_order_that_was_refused_leaves_nothing_to_take_back():
+    deployment, flip = StubbornDeployment(refuses=True), Fault(0.0, FaultKind.FLIP, 0.0)
+    with pytest.raises(FaultFailed, match=r"^409$"):
+        asyncio.run(Orders(deployment, LaterClock()).inject(flip, "p0", 7))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        worker("d1", Role.PREFILL),
+        worker("d1", Role.DRAINED, state="drained"),
+        worker("d1", Role.MIXED),
+    ],
+)
+def test_pools_are_not_whole_while_an_order_is_not_undone_though_nothing_else_is_wanted(other):
+    plan = ChaosPlan(prefill=1, decode=2)
+    assert is_whole(pools(P0, D0, D1), plan)
+    assert not is_whole(pools(P0, D0, other), plan)
+    assert not is_whole(pools(P0, D0), plan)
+
+
 def test_pools_are_whole_when_nothing_is_under_way_or_held():
-    assert is_whole(pools(P0, D0))
+    plan = ChaosPlan(prefill=1, decode=1)
+    assert is_whole(pools(P0, D0), plan)
     for changed in (
         pools(P0, D0, settled=False),
         pools(P0, worker("d0", Role.DECODE, running_seqs=1)),
@@ -240,8 +312,8 @@ def test_pools_are_whole_when_nothing_is_under_way_or_held():
         pools(P0, worker("d0", Role.DECODE, open_leases=1)),
         pools(P0, worker("d0", Role.DECODE, free_blocks=8)),
     ):
-        assert not is_whole(changed)
-    assert not is_whole(NOTHING)
+        assert not is_whole(changed, plan)
+    assert not is_whole(NOTHING, plan)
 
 
 def test_requests_are_of_all_kinds_and_each_names_its_seed():

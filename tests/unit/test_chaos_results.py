@@ -1,0 +1,80 @@
+"""A run of `bench chaos` fails for what its faults did, and for faults that did not come."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.chaos.asks import asks
+from bench.chaos.checker import End, Injected, Reply, Verdict
+from bench.chaos.plan import ChaosPlan, FaultKind, quick
+from bench.chaos.results import complaints, has_passed, results, story
+from bench.chaos.run import Left, Run
+from bench.chaos.streams import Piece, Stream, Usage
+
+KINDS = (FaultKind.KILL, FaultKind.FLIP, FaultKind.DRAIN)
+USAGE = Usage(prompt_tokens=7, completion_tokens=2)
+PIECES = (Piece(1.0, 0, "a"), Piece(3.5, 0, "b", finish="length"))
+ANSWER = Stream(0.0, 4.0, pieces=PIECES, usages=(USAGE,), num_done=1)
+RUN = Run(
+    plan=ChaosPlan(num_requests=100, rate_per_s=4.0, every_s=5.0, kinds=KINDS),
+    asked=tuple(asks(1, vocab=range(5, 4096), model="m", seed=0)),
+    expected=(Reply((), USAGE),),
+    streams=((ANSWER,),),
+    verdicts=(Verdict(End.SAME),),
+    injected=tuple(Injected(kind, "prefill-0", 2.0, 2.0) for kind in KINDS),
+    skipped=(),
+    outages=(),
+    left=Left(0, 0),
+    calm_stall_s=0.0,
+    duration_s=25.0,
+)
+
+
+def test_a_run_passes_whose_faults_came_and_harmed_nobody():
+    assert has_passed(results(RUN))
+    assert complaints(RUN) == []
+
+
+@pytest.mark.parametrize(
+    "harmed",
+    [
+        replace(RUN, verdicts=(Verdict(End.LOST),)),
+        replace(RUN, verdicts=(Verdict(End.CHANGED),)),
+        replace(RUN, left=Left(1, 0)),
+        replace(RUN, left=Left(0, 1)),
+        replace(RUN, left=Left(0, 0, is_whole=False)),
+        replace(RUN, left=Left(0, 0, processes=("7 baton",))),
+    ],
+)
+def test_a_run_does_not_pass_that_harmed_somebody(harmed):
+    assert not has_passed(results(harmed))
+
+
+def test_a_fault_that_failed_is_told_of_and_fails_the_run():
+    failed = replace(RUN.injected[1], failure="not serving as decode in 20 s")
+    run = replace(RUN, injected=(*RUN.injected, failed))
+    assert not has_passed(results(run))
+    assert complaints(run) == ["flip of prefill-0: not serving as decode in 20 s"]
+
+
+def test_a_kind_that_had_its_turn_and_hit_nobody_is_named_and_fails_the_run():
+    run = replace(RUN, injected=RUN.injected[:2])
+    assert not has_passed(results(run))
+    assert complaints(run) == ["drain: asked for, and hit nobody"]
+
+
+def test_a_run_too_short_for_all_kinds_needs_one_fault_and_says_what_it_did_without():
+    plan = quick(replace(RUN.plan, num_requests=20))
+    run = replace(RUN, plan=plan, injected=RUN.injected[:1])
+    assert has_passed(results(run))
+    assert story(run)[1] == "too short for all kinds of faults; did without: flip, drain"
+    idle = replace(run, injected=())
+    assert not has_passed(results(idle))
+    assert len(complaints(idle)) == len(KINDS)
+
+
+@pytest.mark.parametrize(("until_s", "verdict"), [(10.9, "met"), (11.1, "MISSED")])
+def test_the_longest_stall_is_held_against_its_goal(until_s, verdict):
+    slow = replace(ANSWER, pieces=(PIECES[0], replace(PIECES[1], at_s=until_s)))
+    (line,) = story(replace(RUN, streams=((slow,),)))
+    assert line.endswith(f"with kill of prefill-0; goal of 10 s {verdict}")
