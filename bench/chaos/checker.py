@@ -133,7 +133,8 @@ def is_broken_by(death: Injected, stream: Stream) -> bool:
     from_s = death.begun_s
     if death.kind is FaultKind.STOP_GATEWAY:
         from_s += REPLACED_AFTER_S - QUIET_BEFORE_S
-    return from_s <= stream.ended_s <= death.ended_s + BREAKS_WITHIN_S
+    was_connected = stream.sent_s - NOTICED_S <= death.ended_s
+    return was_connected and from_s <= stream.ended_s <= death.ended_s + BREAKS_WITHIN_S
 
 
 def _said(stream: Stream, choice: int) -> ChoiceSaid:
