@@ -391,7 +391,7 @@ class PoolController:
     def _plan_pools(self) -> None:
         names = self.machine.gateways
         reports = [
-            link.report if (link := self.gateway_links.get(name)) else None for name in names
+            link.fresh_report if (link := self.gateway_links.get(name)) else None for name in names
         ]
         infos = {name: link.info for name, link in self.links.items() if link.info is not None}
         decision = self.planning.tick(reports, infos, self._clock.now_s())
@@ -457,6 +457,7 @@ class PoolController:
     def _dial_gateway(self, name: str, on_welcome: Callable[[], None] | None = None) -> None:
         link = GatewayLink(
             self._plan.token,
+            clock=self._clock,
             members=lambda: self.machine.members,
             on_report=lambda report: self._on_report(name, report),
             on_welcome=lambda: self._welcome(name, on_welcome),

@@ -12,6 +12,7 @@ from itertools import count
 from typing import Protocol
 
 from deploy.pool_events import Connected, Disconnected, LoadSeen, PoolEvent, RoleSeen
+from engine.clock import Clock
 from engine.control import (
     CONTROL_VERSION,
     ControllerHello,
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0
 RETRY_EVERY_S = 1.0
+REPORT_STALE_S = 5.0  # a gateway reports once a second
 SILENCE_S = 5.0  # a worker or a gateway that is stopped or cut off says nothing
 
 
@@ -160,6 +162,7 @@ class GatewayLink:
         self,
         token: str,
         *,
+        clock: Clock,
         members: Callable[[], Members],
         on_welcome: Callable[[], None],
         on_lost: Callable[[str], None] = lambda reason: None,
@@ -170,6 +173,7 @@ class GatewayLink:
         None when it says no more.
         """
         self._token = token
+        self._clock = clock
         self._members = members
         self._on_welcome = on_welcome
         self._on_lost = on_lost
@@ -179,6 +183,13 @@ class GatewayLink:
         self._answers: dict[int, asyncio.Future[RequestList]] = {}
         self.heard: GatewayWelcome | None = None  # its first words, of the latest session
         self.report: GatewayReport | None = None
+        self._reported_s = 0.0
+
+    @property
+    def fresh_report(self) -> GatewayReport | None:
+        """Its last report, if it is of now: by an older one nothing is to be planned."""
+        is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
+        return None if is_old else self.report
 
     def tell(self, members: Members) -> None:
         """Members, if the gateway is there: else it is told when it is."""
@@ -223,7 +234,7 @@ class GatewayLink:
         for message in decode_from_gateway(frame):
             match message:
                 case GatewayReport():
-                    self.report = message
+                    self.report, self._reported_s = message, self._clock.now_s()
                     self._on_report(message)
                 case RequestList(question):
                     answer = self._answers.get(question)

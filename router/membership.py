@@ -153,13 +153,12 @@ class ControlServer:
         self.members = members
 
     async def _send_all(self, outbox: "asyncio.Queue[ToController]", send: Send) -> None:
-        """Answers as they come, and a report once a second."""
+        """Answers as they come, and a report once a second, however many answers there are."""
+        due_s = self._clock.now_s() + REPORT_EVERY_S
         while True:
-            try:
-                async with asyncio.timeout(REPORT_EVERY_S):
-                    message = await outbox.get()
-            except TimeoutError:
-                message = self._report()
+            message = await _next_of(outbox, due_s - self._clock.now_s())
+            if message is None:
+                message, due_s = self._report(), self._clock.now_s() + REPORT_EVERY_S
             await send(encode_control([message]))
 
     def _report(self) -> GatewayReport:
@@ -201,6 +200,17 @@ class ControlServer:
         now_s = self._clock.now_s()
         oldest = [_info(version, flight, now_s) for version, flight in flights[: max(limit, 0)]]
         return RequestList(question, len(flights), oldest)
+
+
+async def _next_of(outbox: "asyncio.Queue[ToController]", within_s: float) -> ToController | None:
+    """None when the time is over, whoever waits there."""
+    if within_s <= 0:
+        return None
+    try:
+        async with asyncio.timeout(within_s):
+            return await outbox.get()
+    except TimeoutError:
+        return None
 
 
 def _info(version: str, flight: Flight, now_s: float) -> RequestInfo:

@@ -1,11 +1,13 @@
 """What a gateway reports to controllers of what was asked of it."""
 
+import asyncio
 from types import SimpleNamespace
 
+import pytest
 from test_demand import ask, machine_of
 
 from engine.config import PlannerMode
-from engine.control import Intent, Members
+from engine.control import GatewayReport, Intent, Members, RequestList, decode_from_gateway
 from engine.messages import Role
 from router.membership import ControlServer
 
@@ -63,3 +65,24 @@ def test_what_was_seen_goes_with_each_report_and_is_the_same_for_all_controllers
     assert world.seen(PlannerMode.ON, 1.5) is first
     assert world.seen(PlannerMode.OFF, 1.9) is None
     assert world.seen(PlannerMode.ON, 2.0) is None
+
+
+def test_however_many_answers_there_are_a_report_is_sent_each_second():
+    world, sent = World(), []
+
+    async def answer_for_ever():
+        outbox = asyncio.Queue()
+        outbox.put_nowait(RequestList(0, 0, []))
+
+        async def send(frame):
+            sent.extend(decode_from_gateway(frame))
+            if len(sent) == 20:
+                raise ConnectionError
+            world.clock.at_s += 0.125
+            outbox.put_nowait(RequestList(0, 0, []))
+
+        await world.server._send_all(outbox, send)
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(answer_for_ever())
+    assert [n for n, one in enumerate(sent) if isinstance(one, GatewayReport)] == [8, 16]

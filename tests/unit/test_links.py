@@ -1,0 +1,25 @@
+"""What the controller takes from its sessions."""
+
+from deploy.links import REPORT_STALE_S, GatewayLink
+from engine.control import GatewayReport, Members, encode_control
+
+
+class SetClock:
+    at_s = 100.0
+
+    def now_s(self):
+        return self.at_s
+
+
+def test_nothing_is_planned_by_an_old_report():
+    clock = SetClock()
+    link = GatewayLink("token", clock=clock, members=lambda: Members(0, (), None), on_welcome=list)
+    assert link.fresh_report is None
+    report = GatewayReport(None, 1, 2, 0, 0, 0.0)
+    link.take(encode_control([report]))
+    assert link.fresh_report == report
+    clock.at_s += REPORT_STALE_S + 0.1
+    assert link.fresh_report is None
+    assert link.report == report  # operators are shown what was said last
+    link.take(encode_control([report]))
+    assert link.fresh_report == report
