@@ -11,7 +11,8 @@ workers of one kind, and a request may take `SLACK` times what it takes alone. S
 in an order of their own in each repetition, so that the hour of the machine is the same for all.
 
 The router is given no bounds and refuses nobody: who waits too long has missed them, and pools
-alone make the difference.
+alone make the difference. So the planner knows neither bound that it is scored by: what waits it
+holds against `router.planner.NO_BOUND_TTFT_S`, what decodes against places and memory.
 
 What two cores can show: workers share them, and two that compute fill them, so that a third of the
 same kind adds nothing. Hence three workers: whichever split is fixed, in one of the mixes a single
@@ -204,6 +205,7 @@ def config_of(plan: LivePlan, pace: Pace) -> Mapping[str, Scalar]:
         "repeats": plan.num_repeats,
         "ttft_bound_s": pace.slo.ttft_s,
         "tpot_bound_s": pace.slo.tpot_s,
+        "router_bounds": "unset",
         "max_running": MAX_RUNNING,
         "cool_down_s": COOL_DOWN_S,
         "reading_per_s": pace.rate_per_s(READING),

@@ -160,9 +160,15 @@ class PoolController:
             gateways=self._plan.gateways,
             version=0 if heard is None else heard.version,
         )
-        self.planning = Planning(self.machine, rules_of(config), order=self._handle)
-        self._is_adopting = False
         is_first = not found
+        self.planning = Planning(
+            self.machine,
+            rules_of(config),
+            order=self._handle,
+            max_workers=config.pools.max_workers,
+            took_over=not is_first,
+        )
+        self._is_adopting = False
         self._first_failure = self._loop.create_future() if is_first else None
         self._adopt(found)
         if is_first:

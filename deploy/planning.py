@@ -4,10 +4,13 @@
 that changes something becomes an order to the machine of the pools, like an operator's, and is
 carried out like one: which worker is flipped, started or retired is `deploy.reconcile`'s choice.
 An operator's own orders are taken while the planner is on; it goes on from there, and takes nothing
-back before its cool-down is over.
+back before its cool-down is over. The cool-down begins anew where a controller was started again or
+the planner was switched on: what was ordered shortly before is not known then.
 
 Where more workers are wanted than there is room for, the launcher is to be asked for room
-(`room_for`). What there is room for is looked at again each time, so what comes is used.
+(`room_for`), unless `pools.max_workers` leaves none. What there is room for is looked at again each
+time, so what comes is used. What was asked for is taken back when nothing is to be planned any
+more, also if an earlier controller has asked.
 """
 
 from collections import Counter, deque
@@ -30,6 +33,7 @@ from router.planner import Plan, Planner, Rules
 
 MAX_DECISIONS = 200
 SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
+_PRESENT = (WorkerState.SERVING, WorkerState.FLIPPING)
 
 
 class Outcome(StrEnum):
@@ -104,16 +108,26 @@ class Planning:
     """Asks the planner, while it is on or in a dry run; knows what it said and what came of it."""
 
     def __init__(
-        self, machine: PoolMachine, rules: Rules, *, order: Callable[[SetPools], None]
+        self,
+        machine: PoolMachine,
+        rules: Rules,
+        *,
+        order: Callable[[SetPools], None],
+        max_workers: int | None = None,
+        took_over: bool = False,
     ) -> None:
-        """`order` raises OrderRefused."""
+        """`order` raises OrderRefused. `max_workers` of all kinds are what room is asked for at
+        most; `took_over` says that there was a controller before, which may have asked.
+        """
         self._machine = machine
         self._rules = rules
         self._order = order
+        self._max_workers = max_workers
+        self._may_have_asked = took_over and rules.max_total is not None
         self._planner: Planner | None = None  # only while somebody wants to know
         self._num_decisions = 0
         self.reasons: tuple[str, ...] = ()  # of its latest words, also where nothing changes
-        self.room_for: int | None = None  # workers of all kinds; None: nobody was ever asked
+        self.room_for: int | None = None  # workers of all kinds; None: nothing is to be said
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
 
     def check(self, mode: PlannerMode) -> None:
@@ -137,12 +151,15 @@ class Planning:
         `reports`: of each gateway that should say something, None where one is silent. `workers`:
         as they introduced themselves.
         """
-        if self._machine.intent.planner is PlannerMode.OFF:
+        mode, wanted = self._machine.intent.planner, self._machine.intent.pools
+        can_plan = bool(wanted.prefill or wanted.decode)
+        if self._may_have_asked and not (mode is PlannerMode.ON and can_plan):
+            self.room_for = 0
+        if mode is PlannerMode.OFF:
             self._planner, self.reasons = None, ()
-            self.room_for = None if self.room_for is None else 0
             return None
-        wanted = self._machine.intent.pools
-        if not (wanted.prefill or wanted.decode):
+        if not can_plan:
+            self._planner = None
             self.reasons = ("nothing: mixed workers are not split, and there are no others",)
             return None
         versions = self._machine.intent.versions
@@ -165,10 +182,13 @@ class Planning:
             decode=before.decode + plan.decode - pools.decode,
         )
         num_workers = before.total + plan.nodes - pools.total
+        num_drained = len(self._machine.intent.drained)
+        if self._max_workers is not None:
+            num_workers = max(min(num_workers, self._max_workers - num_drained), after.total)
         outcome, why = Outcome.ONLY_TOLD, ""
         if mode is PlannerMode.ON:
             if self._rules.max_total is not None:
-                self.room_for = num_workers + len(self._machine.intent.drained)
+                self.room_for, self._may_have_asked = num_workers + num_drained, True
             outcome, why = self._ordered(before, after)
         decision = Decision(
             self._num_decisions + 1,
@@ -192,8 +212,11 @@ class Planning:
         return Outcome.DONE, ""
 
     def _kept(self, decision: Decision) -> Decision | None:
-        """It, unless it was the last one too: what is refused, or only told, is wanted again."""
-        if self.decisions and decision.what == self.decisions[-1].what:
+        """It, unless it was the last one too: what is refused, or only told, is wanted again. What
+        was ordered is always news.
+        """
+        is_order = decision.outcome is Outcome.DONE and decision.after != decision.before
+        if not is_order and self.decisions and decision.what == self.decisions[-1].what:
             return None
         self._num_decisions += 1
         self.decisions.append(decision)
@@ -206,6 +229,7 @@ def pools_of(
     """The pools as the planner sees them. Who was ordered and is not there yet is changing."""
     wanted, known = machine.intent.pools, machine.workers.values()
     there = Counter(worker.target for worker in known)
+    absent = Counter(worker.target for worker in known if worker.state not in _PRESENT)
     missing = sum(max(wanted.of(role) - there[role], 0) for role in SPLIT_ROLES)
     infos = [info for name, info in workers.items() if name in machine.workers]
     return planner.Pools(
@@ -215,6 +239,8 @@ def pools_of(
         kv_tokens=min((i.num_blocks * i.layout.block_size for i in infos), default=0),
         max_running=min((i.max_running for i in infos), default=0),
         num_gateways=num_gateways,
+        absent_prefill=absent[Role.PREFILL],
+        absent_decode=absent[Role.DECODE],
         room=machine.limits.max_workers - wanted.mixed - len(machine.intent.drained),
     )
 

@@ -27,10 +27,13 @@ of a flip in the other direction, and at most half of a pool goes at once.
 together could do with fewer for `shrink_after_s`, some are given back. Who comes or goes does so
 where the shorter pool is then least short.
 
-*What it does not do.* It decides nothing while a change is under way, until a deadline; nothing on
-missing reports, until gateways have been silent for so long that they are taken to be idle; and it
-never looks at what it proposed before, only at what there is: an operator may change the pools by
-hand at any time, and that counts as any change.
+*What it does not do.* It decides nothing while a change is under way, until a deadline: who has not
+come by then is still wanted, and takes a place, but is no capacity. It decides nothing on missing
+reports, until gateways have been silent for so long that they are taken to be idle; and it never
+looks at what it proposed before, only at what there is: an operator may change the pools by hand at
+any time, and that counts as any change. What was changed, or found at the first look, stays for
+`cool_down_s`, also if it is outside of the bounds; a total that grew is idle, and one that shrank
+lacks workers, only from then on.
 
 Pure and deterministic: time comes in, nothing is known of loads to come.
 
@@ -69,12 +72,29 @@ class Pools:
     kv_tokens: int = 0  # that one worker holds
     max_running: int = 0  # sequences of one worker
     num_gateways: int = 1  # that should report
+    absent_prefill: int = 0  # of `prefill`, those that do not serve; they are changing too
+    absent_decode: int = 0
     room: int | None = None  # for workers of both pools; None: for those that there are
 
     @property
     def total(self) -> int:
         """Of both pools."""
         return self.prefill + self.decode
+
+    @property
+    def num_absent(self) -> int:
+        """Of both pools."""
+        return self.absent_prefill + self.absent_decode
+
+    @property
+    def present(self) -> "Pools":
+        """With the workers alone that serve, and the room that there is for them."""
+        return replace(
+            self,
+            prefill=self.prefill - self.absent_prefill,
+            decode=self.decode - self.absent_decode,
+            room=None if self.room is None else self.room - self.num_absent,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +153,7 @@ class Planner:
         self._rules = rules
         self._seen: deque[tuple[float, Observation]] = deque()
         self._sizes: tuple[int, int] | None = None  # of the pools, when last looked at
+        self._changed_s = -inf  # when the sizes last did
         self._grew_s = {Role.PREFILL: -inf, Role.DECODE: -inf}
         self._changing_since_s: float | None = None
         self._silent_since_s: float | None = None
@@ -146,28 +167,43 @@ class Planner:
         if held is not None or seen is None:
             why_held = (f"nothing: {held}",)
             return Plan(pools.prefill, pools.decode, pools.total, why_held, is_held=True)
-        needs = self._needs(seen, pools, now_s)
-        prefill, why = self._split(needs, pools, now_s)
-        nodes, why_nodes = self._nodes(needs, pools, now_s)
-        total = pools.total if pools.room is None else min(nodes, max(pools.room, pools.total))
-        prefill = self._resized(prefill, needs, pools.total, total)
-        reasons = (*_told(seen, pools, needs), why, why_nodes)
-        return Plan(prefill, total - prefill, nodes, reasons)
+        here = pools.present
+        needs = self._needs(seen, here, now_s)
+        prefill, why = self._split(needs, here, now_s)
+        nodes, why_nodes = self._nodes(needs, here, now_s)
+        total = here.total if here.room is None else min(nodes, max(here.room, here.total))
+        prefill = self._resized(prefill, needs, here.total, total)
+        return Plan(
+            prefill + pools.absent_prefill,
+            total - prefill + pools.absent_decode,
+            nodes + pools.num_absent,
+            (*_told(seen, here, needs), why, why_nodes),
+        )
 
     # ------------------------------------------------------------ when not to decide
 
     def _note(self, seen: Observation | None, pools: Pools, now_s: float) -> None:
         """Who changed the pools does not matter."""
         sizes = pools.prefill, pools.decode
-        if self._sizes is not None:
-            for role, before, after in zip(self._grew_s, self._sizes, sizes, strict=True):
-                if after > before:
-                    self._grew_s[role] = now_s
+        if sizes != self._sizes:
+            self._resize(self._sizes or (0, 0), sizes, now_s)
         self._sizes = sizes
         if seen is not None:
             self._seen.append((now_s, seen))
         while self._seen and now_s - self._seen[0][0] > LATER_S:
             self._seen.popleft()
+
+    def _resize(self, old: tuple[int, int], new: tuple[int, int], now_s: float) -> None:
+        """The pools have other sizes; at the first look all have grown, for all that is known."""
+        self._changed_s = now_s
+        self._changing_since_s = None  # each change has its own deadline
+        for role, before, after in zip(self._grew_s, old, new, strict=True):
+            if after > before:
+                self._grew_s[role] = now_s
+        if sum(new) > sum(old):
+            self._idle_since_s = None
+        elif sum(new) < sum(old):
+            self._lacking_since_s = None
 
     def _held(self, seen: Observation | None, pools: Pools, now_s: float) -> str | None:
         """Why nothing is decided now."""
@@ -240,7 +276,10 @@ class Planner:
             return here, f"no flip: the limits leave no choice for {total} workers"
         if not fewest <= here <= most:
             inside = min(max(here, fewest), most)
-            return inside, f"{abs(inside - here)} flips: {fewest} to {most} may prefill"
+            bounds = f"{fewest} to {most} may prefill"
+            if not self._is_cool(now_s):
+                return here, f"no flip yet: {bounds}, but {self._changed(now_s)}"
+            return inside, f"{abs(inside - here)} flips: {bounds}"
         present = needs.pressure(here, pools.decode)
         if present <= 1.0:
             return here, f"no flip: neither pool is short, {present:.2f} of the fuller is needed"
@@ -261,6 +300,13 @@ class Planner:
             return here, f"no flip: it would gain {shortage}, but {giver} grew {cooled_s:.1f} s ago"
         return best, f"{abs(best - here)} flips from {giver}: they gain {shortage}"
 
+    def _is_cool(self, now_s: float) -> bool:
+        """Whether the pools are what they are for long enough to be brought inside of bounds."""
+        return now_s - self._changed_s >= self._rules.cool_down_s
+
+    def _changed(self, now_s: float) -> str:
+        return f"the pools changed {now_s - self._changed_s:.1f} s ago"
+
     def _limits(self, total: int) -> tuple[int, int]:
         """The fewest and the most that may prefill, of so many."""
         rules = self._rules
@@ -278,10 +324,13 @@ class Planner:
         wanted = ceil(needs.prefill) + ceil(needs.decode)
         if rules.max_total is None:
             return pools.total, f"{wanted} workers are needed in all"
-        least, most = self._bounds(rules.max_total)
+        least, most = (bound - pools.num_absent for bound in self._bounds(rules.max_total))
         if not least <= pools.total <= most:
+            bounds = f"there are to be {least} to {most}"
+            if not self._is_cool(now_s):
+                return pools.total, f"{pools.total} nodes: {bounds}, but {self._changed(now_s)}"
             nodes = min(max(pools.total, least), most)
-            return nodes, f"{nodes} nodes: there are to be {least} to {most}"
+            return nodes, f"{nodes} nodes: {bounds}"
         self._lacking_since_s = _since(self._lacking_since_s, wanted > pools.total, now_s)
         idle = wanted < IDLE * pools.total
         self._idle_since_s = _since(self._idle_since_s, idle, now_s)

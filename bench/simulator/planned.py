@@ -2,7 +2,8 @@
 
 Which worker is told to flip, and into what, says `router.planner`, as it does where workers are
 real. A worker counts in the pool that it was told to be in, and as changing until the machine has
-heard of its new role.
+heard of its new role. The pools have stood for a cool-down when the planner is first ticked: what
+is played is a load upon a deployment that runs, not the start of one.
 """
 
 from collections.abc import Iterator
@@ -34,7 +35,8 @@ class Planned:
     """Asks the planner about the machine's workers."""
 
     def __init__(self, rules: Rules, machine: RouterMachine) -> None:
-        self._planner = Planner(rules)
+        self._rules = rules
+        self._planner: Planner | None = None  # until the first tick
         self._machine = machine
         self._told: dict[WorkerId, Role] = {}
         self.decisions: list[Decision] = []
@@ -42,11 +44,17 @@ class Planned:
     def tick(self, now_s: float) -> Iterator[tuple[WorkerId, SetRole]]:
         """What workers are told now."""
         pools = self._pools()
+        self._planner = self._planner or self._at_rest(pools, now_s)
         plan = self._planner.decide(self._machine.demand.observe(now_s), pools, now_s)
         self.decisions.append(Decision(now_s, pools, plan))
         for worker_id, role in flips(plan, members(self._machine.view, self._told)):
             self._told[worker_id] = role
             yield worker_id, SetRole(role)
+
+    def _at_rest(self, pools: Pools, now_s: float) -> Planner:
+        planner = Planner(self._rules)
+        planner.decide(None, pools, now_s - self._rules.cool_down_s)
+        return planner
 
     def _pools(self) -> Pools:
         workers = self._machine.view.workers

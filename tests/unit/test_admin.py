@@ -180,6 +180,7 @@ def test_what_the_planner_says_and_did_is_told():
     cost = DecodeCost(0.01, 1e-5, 0.0)
     seen = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0, decode_cost=cost)
     report = GatewayReport(None, 1, 3, 0, 0, 0.0, seen)
+    assert controller.planning.tick([report], {}, 4.0 - Rules().cool_down_s) is None
     assert controller.planning.tick([report], {}, 4.0) is not None
     answer = msgspec.json.decode(
         ask("GET", "/v1/planner", controller=controller).content, type=PlannerAnswer

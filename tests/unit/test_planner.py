@@ -33,9 +33,21 @@ def pools(prefill, decode, **more):
     return Pools(prefill, decode, kv_tokens=700_000, max_running=256, **more)
 
 
-def after(observations, start, rules=RULES, planner=None):
+def at_rest(start, rules=RULES):
+    """A planner that knows these pools for a minute, and nothing else."""
+    planner = Planner(rules)
+    planner.decide(None, start, -60.0)
+    return planner
+
+
+def look(observation, start, rules=RULES):
+    """The plan at the first look at a load, upon pools that have been so for a minute."""
+    return at_rest(start, rules).decide(observation, start, 0.0)
+
+
+def after(observations, start, rules=RULES):
     """The plan after a second of each, the plans before being carried out at once."""
-    planner = planner or Planner(rules)
+    planner = at_rest(start, rules)
     plan = None
     for second, observation in enumerate(observations):
         plan = planner.decide(observation, start, float(second))
@@ -66,20 +78,19 @@ def test_a_decode_pool_that_fills_up_takes_prefill_workers_before_it_is_full():
 
 
 def test_a_queue_is_answered_at_the_first_look():
-    planner = Planner(RULES)
-    plan = planner.decide(seen(3.0, 20, queued_s=10.0), pools(4, 12), 0.0)
+    plan = look(seen(3.0, 20, queued_s=10.0), pools(4, 12))
     assert plan.prefill >= 7
     assert "10.00 s wait" in plan.reasons[0]
 
 
 def test_who_waits_for_a_decode_worker_counts_there():
     waiting = seen(1.0, 90, num_queued=200, queued_tokens=200 * 8000)
-    plan = Planner(RULES).decide(waiting, pools(8, 2), 0.0)
+    plan = look(waiting, pools(8, 2))
     assert plan.decode > 4
 
 
 def test_what_decodes_now_keeps_its_workers_however_many_prompts_wait():
-    planner = Planner(RULES)
+    planner = at_rest(pools(2, 14))
     busy = seen(30.0, 600, queued_s=300.0)  # holds 11.4 workers
     plan = planner.decide(busy, pools(2, 14), 0.0)
     assert (plan.prefill, plan.decode) == (4, 12)
@@ -88,13 +99,13 @@ def test_what_decodes_now_keeps_its_workers_however_many_prompts_wait():
 
 
 def test_at_most_half_of_a_pool_goes_at_once():
-    plan = Planner(RULES).decide(seen(30.0, 0, queued_s=300.0), pools(1, 15), 0.0)
+    plan = look(seen(30.0, 0, queued_s=300.0), pools(1, 15))
     assert plan.decode == 8
 
 
 def test_memory_that_is_short_counts_as_well_as_pace():
     plenty = replace(seen(0.5, 10), reserved_tokens=4_000_000)
-    plan = Planner(RULES).decide(plenty, pools(8, 2), 0.0)
+    plan = look(plenty, pools(8, 2))
     assert plan.decode >= 6
 
 
@@ -105,7 +116,7 @@ def test_without_a_bound_on_pace_memory_and_places_alone_count():
 
 def test_a_bound_that_no_worker_can_keep_is_left_out():
     rules = Rules(tpot_s=0.009)
-    assert Planner(rules).decide(seen(1.0, 70), pools(4, 4), 0.0).decode == 4
+    assert look(seen(1.0, 70), pools(4, 4), rules).decode == 4
 
 
 @given(
@@ -127,7 +138,7 @@ def test_the_total_is_kept_and_the_limits_are_too(
         max_decode=limits[3],
     )
     start = pools(prefill, decode)
-    plan = Planner(rules).decide(seen(work, decoding, queued_s=queued_s), start, 0.0)
+    plan = look(seen(work, decoding, queued_s=queued_s), start, rules)
     assert plan.prefill + plan.decode == prefill + decode
     assert min(plan.prefill, plan.decode) >= 0
     changed = plan.prefill != prefill
@@ -148,13 +159,14 @@ def test_equal_facts_give_equal_plans(work, decoding, prefill):
 
 def test_a_flip_that_gains_little_is_not_made():
     # 8.6 of 8 are needed, 8 of 8: one flip would only move the shortage.
-    plan = Planner(RULES).decide(seen(7.3, 420), pools(8, 8), 0.0)
+    plan = look(seen(7.3, 420), pools(8, 8))
     assert plan.prefill == 8
     assert any("it would gain" in reason for reason in plan.reasons)
 
 
 def test_noise_does_not_make_workers_go_to_and_fro():
-    rng, planner, start, num_flips, decoding = Random(0), Planner(RULES), pools(12, 4), 0, 130
+    rng, start, num_flips, decoding = Random(0), pools(12, 4), 0, 130
+    planner = at_rest(start)
     for second in range(600):
         arrived = sum(rng.random() < 0.1 for _ in range(100))
         decoding += arrived - sum(rng.random() < 1 / 13 for _ in range(decoding))
@@ -184,6 +196,47 @@ def test_nothing_is_decided_while_workers_change_but_not_for_ever():
     assert plans[30].prefill > 2  # a worker that never comes does not stop it
 
 
+def test_a_worker_that_never_comes_is_wanted_and_keeps_its_place_but_is_no_capacity():
+    rules = replace(RULES, max_total=8, grow_after_s=5.0)
+    there = pools(4, 4, num_changing=2, absent_prefill=2, room=8)
+    planner, load = at_rest(pools(4, 4, room=8), rules), seen(5.0, 100)
+    plans = [planner.decide(load, there, float(second)) for second in range(40)]
+    assert plans[29].is_held
+    assert "prefill needs 5.9 of 2" in plans[30].reasons[0]
+    assert (plans[30].prefill, plans[30].decode) == (6, 2)  # of which 4 and 2 serve
+    assert all((plan.prefill + plan.decode, plan.nodes) == (8, 8) for plan in plans)
+
+
+@given(
+    sizes=st.tuples(*[st.integers(0, 10)] * 4),
+    work=st.floats(0, 40),
+    decoding=st.integers(0, 2000),
+    room=st.integers(0, 30),
+)
+def test_who_is_absent_stays_wanted_within_all_bounds(sizes, work, decoding, room):
+    prefill, decode, absent_prefill, absent_decode = sizes
+    absent = {
+        "absent_prefill": min(absent_prefill, prefill),
+        "absent_decode": min(absent_decode, decode),
+    }
+    rules = replace(RULES, max_total=20, grow_after_s=0.0, change_timeout_s=0.0)
+    start = pools(prefill, decode, num_changing=1, room=room, **absent)
+    plan = look(seen(work, decoding), start, rules)
+    assert plan.prefill >= absent["absent_prefill"]
+    assert plan.decode >= absent["absent_decode"]
+    assert plan.prefill + plan.decode <= max(room, start.total)
+    assert plan.nodes <= max(20, start.total)
+
+
+def test_each_change_has_a_deadline_of_its_own():
+    planner, load = Planner(RULES), seen(10.0, 20, queued_s=20.0)
+    for second in range(40):
+        planner.decide(load, pools(2, 14, num_changing=1), float(second))
+    plans = [planner.decide(load, pools(4, 12, num_changing=3), 40.0 + t) for t in range(31)]
+    assert all(plan.is_held for plan in plans[:30])
+    assert not plans[30].is_held
+
+
 def test_missing_reports_take_nothing_away_until_a_gateway_is_taken_to_be_gone():
     planner, load = Planner(RULES), seen(10.0, 20, queued_s=20.0)
     plans = [planner.decide(load, pools(2, 14, num_gateways=2), float(t)) for t in range(31)]
@@ -209,19 +262,35 @@ def test_an_operator_s_edit_is_where_it_goes_on_from():
     assert later[-1].prefill >= 7
 
 
+def test_a_planner_that_was_just_started_does_not_know_what_was_ordered_before():
+    planner, load = Planner(RULES), seen(10.0, 20, queued_s=20.0)
+    plans = [planner.decide(load, pools(2, 14), 100.0 + second) for second in range(16)]
+    assert all(plan.prefill == 2 for plan in plans[:15])
+    assert "decode grew 0.0 s ago" in " ".join(plans[0].reasons)
+    assert plans[15].prefill > 2
+
+
+def test_an_order_outside_of_the_limits_stays_until_it_has_cooled_down():
+    planner = at_rest(pools(8, 8), replace(RULES, min_prefill=6))
+    plans = [planner.decide(QUIET, pools(2, 14), float(second)) for second in range(16)]
+    assert all(plan.prefill == 2 for plan in plans[:15])
+    assert "6 to 15 may prefill, but the pools changed 1.0 s ago" in " ".join(plans[1].reasons)
+    assert plans[15].prefill == 6
+
+
 def test_limits_that_are_set_later_are_carried_out():
-    plan = Planner(replace(RULES, min_prefill=6)).decide(QUIET, pools(2, 14), 0.0)
+    plan = look(QUIET, pools(2, 14), replace(RULES, min_prefill=6))
     assert plan.prefill == 6
 
 
 def test_limits_that_cannot_be_kept_are_told():
-    plan = Planner(replace(RULES, min_prefill=3, min_decode=3)).decide(QUIET, pools(2, 2), 0.0)
+    plan = look(QUIET, pools(2, 2), replace(RULES, min_prefill=3, min_decode=3))
     assert plan.prefill == 2
     assert any("leave no choice" in reason for reason in plan.reasons)
 
 
 def test_no_workers_are_no_error():
-    plan = Planner(RULES).decide(QUIET, pools(0, 0), 0.0)
+    plan = look(QUIET, pools(0, 0))
     assert (plan.prefill, plan.decode) == (0, 0)
 
 
@@ -257,12 +326,43 @@ def test_who_goes_leaves_the_pool_that_has_more_to_spare():
     assert (plan.prefill, plan.decode) == (5, 3)
 
 
-def test_a_total_outside_of_its_bounds_is_brought_inside_at_once():
+def test_a_total_that_grew_is_not_taken_back_for_a_quiet_hour_before():
+    planner = at_rest(pools(1, 1), replace(RULES, max_total=16))
+    for second in range(1000):
+        planner.decide(QUIET, pools(1, 1, room=16), float(second))
+    grown = pools(3, 3, room=16)
+    plans = [planner.decide(QUIET, grown, 1000.0 + second) for second in range(301)]
+    assert all((plan.prefill, plan.decode) == (3, 3) for plan in plans[:300])
+    assert plans[300].nodes == 2
+
+
+def test_a_total_that_shrank_is_not_brought_back_for_a_busy_hour_before():
+    planner, busy = at_rest(pools(3, 3), replace(RULES, max_total=6)), seen(17.0, 300)
+    for second in range(1000):
+        planner.decide(busy, pools(3, 3, room=6), float(second))
+    plans = [planner.decide(busy, pools(2, 2, room=6), 1000.0 + second) for second in range(31)]
+    assert all(plan.nodes == 4 for plan in plans[:30])
+    assert plans[30].nodes == 6
+
+
+def test_a_flip_does_not_begin_the_wait_for_nodes_anew():
+    planner, busy = at_rest(pools(8, 8), replace(RULES, max_total=24)), seen(17.0, 300)
+    for second in range(20):
+        planner.decide(busy, pools(8, 8), float(second))
+    plans = [planner.decide(busy, pools(10, 6), 20.0 + second) for second in range(11)]
+    assert [plan.nodes for plan in plans] == [16] * 10 + [24]
+
+
+def test_a_total_outside_of_its_bounds_is_brought_inside_when_it_has_cooled_down():
     rules = replace(RULES, min_total=6, max_total=8)
     for total in (4, 10):
-        plan = Planner(rules).decide(QUIET, pools(total // 2, total // 2, room=16), 0.0)
+        plan = look(QUIET, pools(total // 2, total // 2, room=16), rules)
         assert plan.nodes == plan.prefill + plan.decode == min(max(total, 6), 8)
         assert "there are to be 6 to 8" in plan.reasons[-1]
+    planner = at_rest(pools(4, 4), rules)
+    plans = [planner.decide(QUIET, pools(5, 5, room=16), float(second)) for second in range(16)]
+    assert all(plan.nodes == 10 for plan in plans[:15])
+    assert plans[15].nodes == 8
 
 
 def test_nodes_are_given_back_only_after_minutes_of_little_to_do():

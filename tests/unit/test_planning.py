@@ -51,14 +51,20 @@ def intent_of(pools, mode):
 class World:
     """A machine whose orders are carried out at once, and a planner of its pools."""
 
-    def __init__(self, pools, rules=RULES, max_workers=8, mode=PlannerMode.ON):
+    def __init__(self, pools, rules=RULES, max_workers=8, mode=PlannerMode.ON, **more):
         self.machine = PoolMachine(
             intent_of(pools, mode), limits=PoolLimits(max_workers), gateways=["gateway"]
         )
         self.now_s = 0.0
         self.obeys = True
-        self.planning = Planning(self.machine, rules, order=self.feed)
+        self.planning = Planning(self.machine, rules, order=self.feed, **more)
         self.feed(Tick())
+        self.rest()
+
+    def rest(self):
+        """Until the planner, if it is on, knows these pools for a minute."""
+        self.tick()
+        self.now_s += 60.0
 
     def feed(self, event):
         """What follows is done by all that is told to do something."""
@@ -122,17 +128,28 @@ def test_a_dry_run_tells_what_it_would_do_once_and_does_nothing():
     assert world.tick(READING).outcome is Outcome.DONE
 
 
+def test_what_is_done_is_news_also_where_the_same_was_done_before():
+    world = World(Pools(2, 2))
+    first = world.tick(READING)
+    world.feed(SetPools(Pools(2, 2)))
+    world.rest()
+    again = world.tick(READING)
+    assert (again.what, again.number) == (first.what, first.number + 1)
+
+
 def test_off_it_says_nothing_and_forgets_what_it_saw():
     world = World(Pools(2, 2), mode=PlannerMode.OFF)
     assert world.tick(READING, seconds=3) is None
     assert world.planning.reasons == ()
     world.feed(SetPlanner(PlannerMode.ON))
+    world.rest()
     world.tick(READING)
     world.feed(SetPlanner(PlannerMode.OFF))
     world.tick(WRITING, seconds=60)
     assert world.wanted == Pools(3, 1)
     world.feed(SetPlanner(PlannerMode.ON))
-    assert world.tick(WRITING).after == Pools(2, 2)  # that prefill grew is long ago
+    assert world.tick(WRITING, seconds=15) is None  # what was ordered meanwhile is not known
+    assert world.tick(WRITING).after == Pools(2, 2)
 
 
 def test_what_is_refused_is_kept_with_the_reason_and_told_once():
@@ -142,6 +159,7 @@ def test_what_is_refused_is_kept_with_the_reason_and_told_once():
         raise OrderRefused("not now")
 
     planning = world.planning = Planning(world.machine, RULES, order=refuse)
+    world.rest()
     decision = world.tick(READING, seconds=5)
     assert (decision.outcome, decision.why_refused) == (Outcome.REFUSED, "not now")
     assert str(decision).endswith("refused (not now)")
@@ -199,6 +217,17 @@ def test_while_a_worker_flips_starts_or_goes_nothing_is_decided():
     world.feed(Disconnected("decode-0", "decode-0", "gone"))
     assert world.tick(READING) is None
     assert "1 workers are changing" in world.planning.reasons[0]
+
+
+def test_workers_that_never_come_are_no_capacity_and_stay_wanted():
+    world = World(Pools(2, 4), replace(RULES, cool_down_s=0.0))
+    world.obeys = False
+    world.feed(SetPools(Pools(4, 4)))
+    assert world.tick(READING, seconds=30) is None
+    decision = world.tick(READING)
+    assert "of 2: 3.0 requests/s" in decision.reasons[0]
+    assert decision.after.total == 8
+    assert decision.after.prefill > 4
 
 
 def test_who_is_drained_by_an_operator_and_mixed_ones_do_not_count():
@@ -260,6 +289,49 @@ def test_a_dry_run_asks_for_no_room():
     told = world.tick(replace(READING, prefill_s_per_s=9.0), seconds=10)
     assert told.num_workers == 6
     assert world.planning.room_for is None
+
+
+@pytest.mark.parametrize(
+    "order",
+    [SetPlanner(PlannerMode.DRY_RUN), SetPlanner(PlannerMode.OFF), SetPools(Pools(0, 0, 4))],
+)
+def test_room_is_given_back_where_nothing_is_planned_any_more(order):
+    world = World(Pools(2, 2), GROWING, max_workers=4)
+    flood = replace(READING, prefill_s_per_s=9.0)
+    world.tick(flood, seconds=5)
+    assert world.planning.room_for == 6
+    world.feed(order)
+    world.tick(flood)
+    assert world.planning.room_for == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "rules", "room_for"),
+    [
+        (PlannerMode.OFF, GROWING, 0),
+        (PlannerMode.DRY_RUN, GROWING, 0),
+        (PlannerMode.ON, GROWING, None),  # until something is decided
+        (PlannerMode.OFF, RULES, None),  # nobody ever asks
+    ],
+)
+def test_what_an_earlier_controller_asked_for_is_given_back_unless_there_is_a_planner(
+    mode, rules, room_for
+):
+    assert World(Pools(2, 2), rules, mode=mode).planning.room_for is None
+    assert World(Pools(2, 2), rules, mode=mode, took_over=True).planning.room_for == room_for
+
+
+def test_no_room_is_asked_for_beyond_all_workers_that_there_may_be():
+    world = World(Pools(2, 2, 1), GROWING, max_workers=6)
+    world.feed(Drain("decode-1"))
+    capped = World(Pools(2, 2, 1), GROWING, max_workers=6)
+    capped.planning = Planning(capped.machine, GROWING, order=capped.feed, max_workers=6)
+    capped.rest()
+    capped.feed(Drain("decode-1"))
+    for each in (world, capped):
+        each.tick(replace(READING, prefill_s_per_s=9.0), seconds=10)
+    assert world.planning.room_for == 8  # 6 of both pools, a mixed one, a drained one
+    assert capped.planning.room_for == 6
 
 
 # ---------------------------------------------------------------- configuration
