@@ -330,16 +330,18 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("max_answer_tokens", [None, 200])
 @pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.LEAST_LOADED])
-def test_workers_change_their_roles_and_all_is_answered(policy):
+def test_workers_change_their_roles_and_all_is_answered(policy, max_answer_tokens):
     trace = busy_trace(60)
-    setup = Setup(TINY, Pools(1, 3))
+    setup = Setup(TINY, Pools(1, 3), max_answer_tokens=max_answer_tokens)
     run, counters = with_roles(trace, setup, CHANGES, policy)
     for record in run.records:
         assert isinstance(record.outcome, Finished)
         assert len(record.times_s) == record.asked.output_len
         assert list(record.times_s) == sorted(record.times_s)
     assert sum(n for (name, _), n in counters.items() if name == "moved") > 0
+    assert counters["fallback", "copy failed"] == 0
 
 
 def test_leaping_and_changing_roles_go_together():
