@@ -180,7 +180,7 @@ def _become(request: _Request) -> None:
 
 
 def _post(news: socket.socket, message: News, *descriptors: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody wants to know any more
+    with contextlib.suppress(ConnectionError):  # nobody wants to know any more
         socket.send_fds(news, [msgspec.json.encode(message)], descriptors)
 
 

@@ -4,6 +4,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from deploy.nursery import Child, NoChild, Nursery
+from deploy.nursery import Child, Ended, NoChild, Nursery
+from deploy.nursery_main import _post
 from tests.nurseries import nursery_of, nursery_of_shells
 
 SOON_S = 10.0
@@ -165,3 +167,13 @@ def test_a_nursery_that_ends_while_it_is_asked_is_no_child(caplog):
         with caplog.at_level(logging.ERROR), pytest.raises(NoChild, match="the nursery ended"):
             child.await_start(SOON_S)
         child.close()
+
+
+@pytest.mark.parametrize("unread", [b"", b"which makes it a reset"])
+def test_news_that_nobody_wants_any_more_end_no_nursery(unread):
+    news, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with news:
+        news.sendall(unread)
+        asks.close()
+        for _ in range(2):
+            _post(news, Ended(0))
