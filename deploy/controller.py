@@ -20,6 +20,7 @@ from deploy.formats import config_of
 from deploy.launcher import Launcher
 from deploy.links import ANSWER_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, GatewayLink, WorkerLink, keep
 from deploy.model_source import name_of
+from deploy.placement import NoPlace
 from deploy.planning import Planning, rules_of
 from deploy.pool_events import (
     Died,
@@ -123,9 +124,7 @@ class PoolController:
         self.gateways: dict[str, GatewayReady] = {}
         self.links: dict[WorkerId, WorkerLink] = {}
         self.gateway_links: dict[str, GatewayLink] = {}
-        self._asked_for: int | None = (
-            None  # workers, of the launcher; None: of this one nothing yet
-        )
+        self._asked_for: tuple[int, Pools] | None = None  # of this launcher; None: nothing yet
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
         self._tasks: set[asyncio.Task[None]] = set()
         self._first_failure: asyncio.Future[str] | None = None  # of a start, while opening
@@ -301,7 +300,8 @@ class PoolController:
             ready = await self._in_thread(self._launcher.start_worker, spec)
         except Exception as error:  # whatever it was, it is tried again
             reason = str(error) or repr(error)
-            self._note_failure(reason)
+            if not self._may_have_place_later(error):
+                self._note_failure(reason)
             if not isinstance(error, ConfigError):  # something of it may be left
                 await self._end(worker_id, by_force=True)
             self._handle(StartFailed(worker_id, start, reason))
@@ -349,6 +349,10 @@ class PoolController:
         await self._end(name, by_force=True)
         self._handle(GatewayStopped(name))
 
+    def _may_have_place_later(self, error: Exception) -> bool:
+        """Whether a start failed for want of a node, where nodes that come are counted on."""
+        return isinstance(error, NoPlace) and self._plan.config.pools.max_workers is not None
+
     def _note_failure(self, reason: str) -> None:
         first = self._first_failure
         if first is not None and not first.done():
@@ -376,8 +380,10 @@ class PoolController:
         while True:
             await asyncio.wait([never], timeout=WATCH_EVERY_S)
             try:
-                names = [str(worker_id) for worker_id in self.machine.workers]
-                await self._in_thread(self._launcher.keep_places, names)
+                workers = self.machine.workers
+                if all(worker.target is not None for worker in workers.values()):
+                    # Else who is wanted again is not known: of those found not all said their role.
+                    await self._in_thread(self._launcher.keep_places, [str(w) for w in workers])
                 await self._ask_for_room()
                 room = await self._in_thread(self._look_for_room)
                 limits = self.machine.limits
@@ -407,9 +413,11 @@ class PoolController:
 
     async def _ask_for_room(self) -> None:
         """If the planner wants other room than was asked for."""
-        wanted, num_gpus = self.planning.room_for, self._plan.config.pools.num_gpus
-        if wanted is not None and wanted != self._asked_for:
-            await self._in_thread(self._launcher.ask_for, wanted, num_gpus)
+        if self.planning.room_for is None:
+            return
+        wanted = self.planning.room_for, self.machine.intent.pools
+        if wanted != self._asked_for:
+            await self._in_thread(self._launcher.ask_for, *wanted, self._plan.config.pools.num_gpus)
             self._asked_for = wanted
 
     # ------------------------------------------------------------ specs

@@ -23,6 +23,7 @@ from deploy.processes import (
     WorkerReady,
     WorkerSpec,
 )
+from engine.control import Pools
 from engine.errors import ConfigError
 
 STOP_TIMEOUT_S = 30.0
@@ -56,9 +57,10 @@ class Launcher(Protocol):
         """
         ...
 
-    def ask_for(self, num_workers: int, num_gpus: float) -> None:
+    def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
         """Asks for nodes, so that there is room for so many workers in all, when they have come.
 
+        `wanted` says of which roles, and may be fewer than these for now.
         Replaces what was asked for before; 0 takes it back. Nothing is promised: `room` tells.
         """
         ...
@@ -211,7 +213,7 @@ class ProcessLauncher:
     def keep_places(self, names: Collection[str]) -> None:
         """Nothing is reserved."""
 
-    def ask_for(self, num_workers: int, num_gpus: float) -> None:
+    def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
         """A machine does not grow."""
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:

@@ -2,16 +2,16 @@
 
 A worker takes GPUs and, where the configuration says so, one of a custom resource of its role:
 `prefill_node` and `decode_node` of the cluster files, of which a node offers as many as it may have
-workers of that role. The resource says where a role is *started*: a worker that is flipped stays
-where it is, and whoever is started in its place takes that place.
+workers of that role. The resource says where a role is *started*, if there is room for it there: a
+worker that is flipped stays where it is, and whoever is started in its place takes that place.
 
 What others than Baton have taken of a node is not known here: Ray has the last word.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from typing import Any
 
 from engine.config import PoolsConfig, Spread
@@ -21,6 +21,10 @@ from engine.messages import Role
 
 LEAST_ROOM = 4  # workers, also where there are fewer cores: they wait for one another, no more
 HARDLY_ANYTHING = {"CPU": 0.001}  # for who needs nothing: Ray reserves no less
+
+
+class NoPlace(ConfigError):
+    """No node has room for a worker; one may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is reserved for a worker on a node. `role`: that which it was first started for."""
+    """What is reserved for a worker on a node. `role`: that whose resource it takes."""
 
     worker: str
     role: Role
@@ -67,6 +71,11 @@ class Placement:
         if self.num_gpus:
             needs["GPU"] = self.num_gpus
         return needs or dict(HARDLY_ANYTHING)
+
+    def stand_in(self, role: Role, nodes: Sequence[Node], places: Sequence[Place]) -> Role | None:
+        """A role that takes another resource, and has room; None where there is none."""
+        others = (other for other in SERVING_ROLES if self.needs(other) != self.needs(role))
+        return next((other for other in others if self.choose(other, nodes, places)), None)
 
     def usable(self, nodes: Iterable[Node]) -> list[Node]:
         """Nodes that a worker of some role may be started on."""
@@ -112,14 +121,21 @@ class Placement:
         able = [node for node in nodes if _has_room(node, needs, places)]
         return min(able, key=rank).node_id if able else None
 
-    def bundles(self, num_workers: int, roles: Sequence[Role]) -> list[dict[str, float]]:
-        """What so many workers take, of which those that there are were started for `roles`.
+    def bundles(
+        self, num_workers: int, roles: Sequence[Role], wanted: Pools
+    ) -> list[dict[str, float]]:
+        """What so many workers take, of which those that there are have places of `roles`.
 
-        More of them are of the same roles in turn, since any of them can be flipped.
+        More of them are of the roles of which most are missing in `wanted`, then as there.
         """
-        turns = islice(cycle(roles or (Role.PREFILL, Role.DECODE)), num_workers)
+        counts = Counter(roles)
+        more = []
+        for _ in range(num_workers - len(roles)):
+            role = min(SERVING_ROLES, key=lambda role: _share(counts[role], wanted.of(role)))
+            counts[role] += 1
+            more.append(role)
         core = {} if self.num_gpus else {"CPU": 1.0}  # as `room` counts
-        return [{**self.needs(role), **core} for role in turns]
+        return [{**self.needs(role), **core} for role in (*roles, *more)[:num_workers]]
 
     def _resource(self, role: Role) -> str | None:
         return self.prefill_resource if role is Role.PREFILL else self.decode_resource
@@ -176,6 +192,11 @@ def _units(has: Mapping[str, float], name: str, each: float) -> int:
     if name == "GPU" and each < 1:
         return int(there) * int(1 / each)
     return int(there / each)
+
+
+def _share(there: int, wanted: int) -> float:
+    """Of what is wanted; of a role that is not wanted there is always enough."""
+    return there / wanted if wanted else math.inf
 
 
 def _total(nodes: Iterable[Node], name: str) -> float:

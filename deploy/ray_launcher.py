@@ -25,7 +25,8 @@ from deploy.processes import (
     freeze_heap,
     service_of,
 )
-from deploy.ray_places import RayPlaces, nodes
+from deploy.ray_places import Held, RayPlaces, nodes
+from engine.control import Pools
 from engine.errors import BatonError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -106,10 +107,10 @@ class RayLauncher:
         """All that the cluster's nodes have of it."""
         return self._placement(num_gpus).scarce(nodes())
 
-    def ask_for(self, num_workers: int, num_gpus: float) -> None:
+    def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
         """Tells Ray's autoscaler; without one nothing comes of it."""
         roles = self._places.roles()
-        request_resources(bundles=self._placement(num_gpus).bundles(num_workers, roles))
+        request_resources(bundles=self._placement(num_gpus).bundles(num_workers, roles, wanted))
 
     def keep_places(self, names: Collection[str]) -> None:
         """On a cluster a place is kept with its GPUs."""
@@ -117,14 +118,14 @@ class RayLauncher:
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker actor."""
-        name = spec.worker_id
+        held = self._places.take(spec.worker_id, spec.role) if self.is_detached else None
         try:
-            options = self._options(spec) if self.is_detached else {}
-            answer = self._start(name, "worker", spec, options)
+            answer = self._start(spec.worker_id, "worker", spec, self._options(held))
         except ConfigError:
-            self._places.give_up(name)
+            if held is not None:
+                self._places.give_back(held)
             raise
-        self._ready[name] = ready = msgspec.json.decode(answer, type=WorkerReady)
+        self._ready[spec.worker_id] = ready = msgspec.json.decode(answer, type=WorkerReady)
         return ready
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
@@ -168,7 +169,7 @@ class RayLauncher:
             except ray.exceptions.ActorUnavailableError:  # it may be back in a moment
                 self._ping(name)
             except ray.exceptions.RayError as error:
-                if name in self._pings:  # nobody stopped it meanwhile
+                if self._pings.get(name) is ping:  # nobody stopped it meanwhile
                     self._drop(name)
                     self._places.leave(name)
                     dead[name] = f"{name} ended: {_reason(error)}"
@@ -190,6 +191,7 @@ class RayLauncher:
                 self._drop(name)
         if self.is_detached:
             self._places.give_up_all()
+            request_resources(bundles=[])  # else Ray's autoscaler, if Ray stays, keeps nodes ready
 
     def sweep(self) -> int:
         """Ends what launchers before this one left running; how many actors there were."""
@@ -231,10 +233,11 @@ class RayLauncher:
     def _placement(self, num_gpus: float) -> Placement:
         return self._places.placement.with_gpus(num_gpus)
 
-    def _options(self, spec: WorkerSpec) -> dict[str, Any]:
-        """To be in its place, and see the GPUs of that alone. Raises ConfigError."""
-        group = self._places.take(spec.worker_id, spec.role)
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    def _options(self, held: Held | None) -> dict[str, Any]:
+        """To be in its place, and see the GPUs of that alone."""
+        if held is None:
+            return {}
+        strategy = PlacementGroupSchedulingStrategy(held.group, placement_group_bundle_index=0)
         return {"num_gpus": self._places.placement.num_gpus, "scheduling_strategy": strategy}
 
     def _start(
@@ -243,6 +246,7 @@ class RayLauncher:
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(_Actor)
         if self.is_detached:
             options = {**options, "lifetime": "detached", "namespace": NAMESPACE}
+        actor = None
         try:
             actor = actor_class.options(name=name, **options).remote(
                 kind, msgspec.json.encode(spec)
@@ -251,19 +255,26 @@ class RayLauncher:
             answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
             if error:
                 raise ConfigError(f"{name}: {error}")
-            self._ping(name)
+            if self._actors.get(name) is not actor:
+                raise ConfigError(f"{name} is not wanted any more")
         except ConfigError:
-            self._drop(name)
+            self._drop_own(name, actor)
             raise
         except (ray.exceptions.RayError, ValueError) as failure:  # ValueError: the name is taken
-            self._drop(name)
+            self._drop_own(name, actor)
             raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
+        self._ping(name)
         return bytes(answer)
 
     def _ping(self, name: str) -> None:
         actor = self._actors.get(name)
         if actor is not None:
             self._pings[name] = actor.ping.remote()
+
+    def _drop_own(self, name: str, actor: Any) -> None:
+        """What a start made, unless it was stopped: another one may have its name by now."""
+        if actor is not None and self._actors.get(name) is actor:
+            self._drop(name)
 
     def _drop(self, name: str) -> None:
         """Forgets an actor and ends what there is of it, so that its name is free again."""

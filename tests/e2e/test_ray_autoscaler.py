@@ -65,6 +65,7 @@ import ray
 from deploy.placement import Placement
 from deploy.ray_launcher import NAMESPACE, RayLauncher
 from deploy.ray_places import RayPlaces
+from engine.control import Pools
 from engine.messages import Role
 from tests.e2e.served import poll_until
 
@@ -73,7 +74,7 @@ placement = Placement(1, "prefill_node", "decode_node")
 launcher = RayLauncher.of_cluster(placement)
 rooms = [launcher.room(1)]
 for num_workers, room in ((3, 4), (0, 0)):
-    launcher.ask_for(num_workers, 1)
+    launcher.ask_for(num_workers, Pools(), 1)
     poll_until(lambda: launcher.room(1) == room, f"there is room for {room}", 60)
     rooms.append(launcher.room(1))
 places = RayPlaces(placement)

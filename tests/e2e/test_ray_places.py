@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.placement import Node, Placement
+from deploy.placement import Node, NoPlace, Placement
 from engine.config import Spread
 from engine.errors import ConfigError
 from engine.messages import Role
@@ -133,11 +133,22 @@ def test_the_gpu_of_a_worker_that_died_is_its_next_ones_until_nobody_wants_it(pl
     before = reserved()
     mine.leave("d0")
     mine.keep(["d0"])
-    assert mine.take("d0", P).id == first.id  # whatever its role is now
+    assert mine.take("d0", P).group.id == first.group.id  # whatever its role is now
     mine.keep([])  # it is in use
     assert reserved() == before
     mine.leave("d0")
     mine.keep([])
+    assert not reserved()
+
+
+def test_a_start_that_was_given_up_does_not_take_the_place_of_the_next_one_along(places):
+    mine = places(Placement(1))
+    first = mine.take("d0", D)
+    mine.give_up("d0")
+    second = mine.take("d0", D)
+    mine.give_back(first)
+    assert "d0" in reserved()
+    mine.give_back(second)
     assert not reserved()
 
 
@@ -156,11 +167,11 @@ def test_what_no_node_has_left_is_named_and_whoever_waits_for_it_can_be_told_not
     places, monkeypatch
 ):
     mine = places(BY_ROLE)
-    take(mine, ("p0", P), ("p1", P))
+    take(mine, ("p0", P), ("p1", P), ("d0", D), ("d1", D))
     monkeypatch.setattr("deploy.ray_places.PLACE_TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError, match="1 prefill_node and 1 GPU left for p2: nodes have 4 GPU"):
+    with pytest.raises(NoPlace, match="1 prefill_node and 1 GPU left for p2: nodes have 4 GPU"):
         mine.take("p2", P)
-    mine.give_up("p2")
+    assert "p2" not in reserved()
     monkeypatch.undo()
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(mine.take, "p3", P)
@@ -168,6 +179,16 @@ def test_what_no_node_has_left_is_named_and_whoever_waits_for_it_can_be_told_not
         mine.give_up("p3")
         with pytest.raises(ConfigError, match="not wanted any more"):
             waits.result(10)
+
+
+def test_where_a_role_has_no_room_a_worker_takes_what_another_has_left(places, monkeypatch):
+    mine = places(BY_ROLE)
+    take(mine, ("p0", P), ("p1", P))
+    monkeypatch.setattr("deploy.ray_places.PLACE_TIMEOUT_S", 0.5)
+    assert mine.take("p2", P).role is D
+    assert "decode_node" in offers(reserved()["p2"])
+    mine.leave("p2")
+    assert mine.take("p2", P).role is D  # it is kept
 
 
 def test_a_node_that_others_have_taken_is_left_to_them(places):

@@ -10,9 +10,10 @@ from deploy import admin, controller
 from deploy.admin import AdminService
 from deploy.controller import Plan, PoolController
 from deploy.links import GatewayLink
+from deploy.placement import NoPlace
 from deploy.pool_events import Connected, SetPlanner, SetPools, WorkerState
 from deploy.processes import GatewayReady, WorkerReady
-from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode
+from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode, PoolsConfig
 from engine.control import (
     CONTROL_VERSION,
     GatewayReport,
@@ -56,7 +57,8 @@ class FakeLauncher:
         self.stopped: list[tuple[str, bool]] = []
         self.num_places = 4
         self.num_looks = 0
-        self.asked_for: list[int] = []
+        self.asked_for: list[tuple[int, Pools]] = []
+        self.kept: list[set[str]] = []
 
     def open(self) -> None:
         pass
@@ -72,10 +74,10 @@ class FakeLauncher:
         return "there are 4 places"
 
     def keep_places(self, names):
-        pass
+        self.kept.append(set(names))
 
-    def ask_for(self, num_workers, num_gpus):
-        self.asked_for.append(num_workers)
+    def ask_for(self, num_workers, wanted, num_gpus):
+        self.asked_for.append((num_workers, wanted))
 
     def running(self):
         return dict(self.services)
@@ -263,6 +265,42 @@ def test_at_the_first_start_whatever_a_launcher_raises_is_the_reason(play):
     play(scene, {})
 
 
+def test_a_first_start_that_counts_on_later_nodes_waits_for_them(play):
+    async def scene(world: World) -> None:
+        world.launcher.errors = [NoPlace("no node")]
+        opening = asyncio.create_task(world.controller.open())
+        await until(lambda: any("did not start: no node" in line for line in world.told))
+        world.clock.at_s = 10.0
+        await until(lambda: opening.done() or set(world.launcher.services) == set(WORKERS))
+        assert not opening.done()
+        opening.cancel()
+
+    play(scene, {}, Config(pools=PoolsConfig(max_workers=4)))
+
+
+def test_at_a_first_start_that_counts_on_no_other_nodes_none_is_waited_for(play):
+    async def scene(world: World) -> None:
+        world.launcher.errors = [NoPlace("no node")]
+        with pytest.raises(ConfigError, match=r"^no node$"):
+            await world.controller.open()
+
+    play(scene, {})
+
+
+def test_places_are_given_up_once_all_that_were_found_have_said_their_role(play):
+    async def scene(world: World) -> None:
+        await world.controller.open()
+        looked = world.launcher.num_looks
+        await until(lambda: world.launcher.num_looks > looked + 1)
+        assert world.launcher.kept == []  # it is not known yet that decode-0 is wanted
+        ready = WORKERS["prefill-0"]
+        world.controller._handle(Connected("prefill-0", ready.address, Role.PREFILL, KVFormat.FP32))
+        await until(lambda: world.launcher.kept != [])
+        assert world.launcher.kept[0] == set(WORKERS)
+
+    play(scene, {"prefill-0": WORKERS["prefill-0"]})
+
+
 # ---------------------------------------------------------------- the planner
 
 FLOOD = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0)
@@ -280,7 +318,7 @@ def test_pools_are_planned_from_what_gateways_report_and_room_is_asked_for(play,
             pools._handle(Connected(name, WORKERS[name].address, role, KVFormat.FP32))
         link = world.links["gateway:1"]
         link.take(encode_control([GatewayReport(None, 1, 2, 0, 0, 0.0, FLOOD)]))
-        await until(lambda: world.launcher.asked_for == [6])
+        await until(lambda: world.launcher.asked_for == [(6, Pools(3, 1))])
         assert pools.machine.intent.pools == Pools(3, 1)  # there are four places
         assert any(
             line.startswith("planner (on): prefill 1 → 3, room for 6") for line in world.told
@@ -288,7 +326,7 @@ def test_pools_are_planned_from_what_gateways_report_and_room_is_asked_for(play,
         world.launcher.num_places = 7
         await until(lambda: pools.machine.limits.max_workers == 7)
         pools.order(SetPlanner(PlannerMode.OFF))
-        await until(lambda: world.launcher.asked_for == [6, 0])
+        await until(lambda: world.launcher.asked_for[1:] == [(0, Pools(3, 1))])
 
     told = play(scene, WORKERS | GATEWAY, PLANNED).told
     assert "pools can have 7 workers: not 4 any more" in told

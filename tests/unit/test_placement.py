@@ -106,11 +106,29 @@ def test_without_gpus_a_core_to_spare_comes_first(spread):
     assert found[3] is not None
 
 
-def test_nodes_are_asked_for_by_the_roles_that_there_are():
-    assert BY_ROLE.bundles(0, [P, D]) == []
-    assert BY_ROLE.bundles(3, [D]) == [{"GPU": 1, "decode_node": 1}] * 3
-    assert [b.get("decode_node", 0) for b in BY_ROLE.bundles(6, [P, D, D])] == [0, 1, 1, 0, 1, 1]
-    assert Placement().bundles(2, []) == [{"CPU": 1.0}] * 2
+def decode_nodes(num_workers: int, roles: list[Role], wanted: Pools) -> list[float]:
+    """Of what is asked for, by worker."""
+    return [b.get("decode_node", 0) for b in BY_ROLE.bundles(num_workers, roles, wanted)]
+
+
+def test_nodes_are_asked_for_by_the_roles_that_are_missing():
+    assert decode_nodes(6, [P, P, P, P, D], Pools(3, 3)) == [0, 0, 0, 0, 1, 1]
+    assert decode_nodes(3, [], Pools(0, 3)) == [1, 1, 1]
+    assert decode_nodes(6, [P, D, D], Pools(1, 2)) == [0, 1, 1, 0, 1, 1]  # as there
+    assert decode_nodes(2, [P, P, D], Pools(2, 1)) == [0, 0]
+    assert decode_nodes(0, [P, D], Pools()) == []
+    assert BY_ROLE.bundles(1, [], Pools(1, 0)) == [{"GPU": 1, "prefill_node": 1}]
+    assert Placement().bundles(2, [], Pools()) == [{"CPU": 1.0}] * 2
+
+
+def test_who_finds_no_room_takes_what_another_role_has_left():
+    there = nodes({"GPU": 2.0, "prefill_node": 2.0}, {"GPU": 1.0, "decode_node": 1.0})
+    full = [Place("d0", D, "b", BY_ROLE.needs(D)), Place("p0", P, "a", BY_ROLE.needs(P))]
+    assert BY_ROLE.choose(D, there, full) is None
+    assert BY_ROLE.stand_in(D, there, full) is P
+    full.append(Place("d1", P, "a", BY_ROLE.needs(P)))
+    assert BY_ROLE.stand_in(D, there, full) is BY_ROLE.stand_in(P, there, full) is None
+    assert Placement(1).stand_in(D, nodes({"GPU": 1.0}), []) is None  # there are no others
 
 
 def test_the_first_workers_must_all_find_a_node():
