@@ -135,7 +135,7 @@ class PoolController:
     # ------------------------------------------------------------ life
 
     async def open(self) -> None:
-        """Finds what runs, and starts what does not. Returns when all serves.
+        """Finds what runs, and starts what does not. Returns when all serves that has room.
 
         Raises ConfigError if something cannot be started at all, the first time.
         """
@@ -182,7 +182,7 @@ class PoolController:
         self._spawn(self._watch())
         self._spawn(self._watch_room())
         if is_first:
-            await self._until_settled()
+            await self._until_begun()
         self._first_failure = None
 
     async def close(self) -> None:
@@ -231,9 +231,9 @@ class PoolController:
         members = [welcome.members for welcome in heard_of if welcome.members is not None]
         return max(members, key=lambda each: each.version, default=None)
 
-    async def _until_settled(self) -> None:
+    async def _until_begun(self) -> None:
         assert self._first_failure is not None
-        while not self.machine.is_settled:
+        while not self.machine.has_begun:
             await asyncio.wait([self._first_failure], timeout=SETTLE_EVERY_S)
             if self._first_failure.done():
                 raise ConfigError(self._first_failure.result())
@@ -300,11 +300,12 @@ class PoolController:
             ready = await self._in_thread(self._launcher.start_worker, spec)
         except Exception as error:  # whatever it was, it is tried again
             reason = str(error) or repr(error)
-            if not self._may_have_place_later(error):
+            waits = self._may_have_place_later(error)
+            if not waits:
                 self._note_failure(reason)
             if not isinstance(error, ConfigError):  # something of it may be left
                 await self._end(worker_id, by_force=True)
-            self._handle(StartFailed(worker_id, start, reason))
+            self._handle(StartFailed(worker_id, start, reason, waits))
             return
         worker = self.machine.workers.get(worker_id)
         if worker is None:  # it was stopped before there was anything to stop

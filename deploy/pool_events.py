@@ -56,6 +56,7 @@ class StartFailed:
     worker_id: WorkerId
     start: int
     reason: str
+    waits_for_node: bool = False  # one that may come
 
 
 @dataclass(frozen=True, slots=True)

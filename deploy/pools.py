@@ -135,6 +135,7 @@ class PoolMachine:
         self._num_starts = 0
         self._has_served = False  # every wanted worker at once, so that gateways could be started
         self._took_over = False  # from a controller that was there before: what serves is enough
+        self._waits_for_nodes = False  # and so it is where workers need nodes that come later
         self._handlers: Mapping[type, Any] = {
             Found: self._on_found,
             Started: self._on_started,
@@ -184,6 +185,13 @@ class PoolMachine:
             and all(w.state in steady for w in self.workers.values())
             and all(state is GatewayState.SERVING for state in self.gateways.values())
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether clients are served: at first by all that is wanted, unless nodes are to come."""
+        gateways = self.gateways.values()
+        serves = all(state is GatewayState.SERVING for state in gateways)
+        return self.is_settled or (self._waits_for_nodes and serves)
 
     def serving(self, name: str) -> Mapping[Role | None, int]:
         """Workers of a version that serve, by role."""
@@ -245,6 +253,7 @@ class PoolMachine:
     def _on_start_failed(self, event: StartFailed, now_s: float) -> Iterator[PoolEffect]:
         worker = self._starting(event.worker_id, event.start)
         if worker is not None:
+            self._waits_for_nodes |= event.waits_for_node
             yield from self._lose(worker, f"did not start: {event.reason}", now_s)
 
     def _on_stopped(self, event: Stopped, now_s: float) -> Iterator[PoolEffect]:
@@ -391,7 +400,7 @@ class PoolMachine:
     def _all_serve(self) -> bool:
         """Whether gateways have whom to send requests to: at first, all that is wanted."""
         workers = self.workers.values()
-        if self._took_over:
+        if self._took_over or self._waits_for_nodes:
             return any(w.prefills() for w in workers) and any(w.decodes() for w in workers)
         current = self.intent.current
         serving = Counter(w.target for w in workers if w.is_connected and w.version == current.name)

@@ -99,6 +99,7 @@ class World:
         self.fails: list[str] = []  # the next starts
         self.bad_versions: set[str] = set()  # that never start
         self.fails_always: set[Role] = set()
+        self.has_no_place: set[str] = set()  # of workers, until another node comes
         self.started: list[tuple[float, str]] = []
         self.stopped_gateways: list[tuple[float, str]] = []
         self.told: list[str] = []
@@ -176,6 +177,9 @@ class World:
         assert len(self.processes) < self.machine.limits.max_workers
         assert worker_id not in self.processes
         self.started.append((self.now_s, worker_id))
+        if worker_id in self.has_no_place:
+            self.later(StartFailed(worker_id, start, "no node", waits_for_node=True))
+            return
         is_bad = role in self.fails_always or wanted.version.name in self.bad_versions
         if self.fails or is_bad:
             reason = self.fails.pop() if self.fails else "it never does"
@@ -265,6 +269,20 @@ def test_what_is_wanted_is_started_then_the_gateways_the_first_one_by_itself():
     order = [line.split()[0] for line in world.told if "gateway" in line]
     assert order == ["gateway-0", "gateway-1"]
     assert {m.worker_id for m in world.machine.members.workers} == set(world.processes)
+
+
+def test_gateways_are_started_although_some_workers_wait_for_nodes_that_come_later():
+    world = World(Pools(1, 2))
+    world.has_no_place = {"decode-0", "decode-1"}
+    world.feed(Tick())
+    world.run(20)
+    assert not world.machine.has_begun  # nobody decodes
+    world.has_no_place = {"decode-1"}
+    world.run(40)
+    assert world.machine.has_begun
+    assert not world.machine.is_settled
+    world.has_no_place.clear()
+    world.settle()
 
 
 def test_gateways_that_run_are_not_started_once_more_by_the_next_controller():
