@@ -164,6 +164,7 @@ class Planning:
             return None
         versions = self._machine.intent.versions
         if len(versions) > 1:
+            self._planner = None  # what was idle or short before the update says nothing after it
             names = ", ".join(version.name for version in versions)
             self.reasons = (f"nothing: several versions have workers ({names})",)
             return None

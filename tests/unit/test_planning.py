@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from test_router_machine import LAYOUT
 
@@ -242,6 +243,18 @@ def test_where_all_are_mixed_there_is_nothing_to_split():
     assert world.planning.reasons == (
         "nothing: mixed workers are not split, and there are no others",
     )
+
+
+def test_while_there_are_two_versions_nothing_is_planned_and_then_it_begins_anew():
+    world = World(Pools(2, 2))
+    alone = world.machine.intent
+    other = msgspec.structs.replace(alone.current, name="other", weight=0)
+    world.machine.intent = msgspec.structs.replace(alone, versions=(*alone.versions, other))
+    assert world.tick(READING) is None
+    assert "several versions" in world.planning.reasons[0]
+    world.machine.intent = alone
+    assert world.tick(READING, seconds=15) is None  # who knows what was ordered meanwhile
+    assert world.tick(READING).after == Pools(3, 1)
 
 
 def test_memory_and_places_are_those_of_the_workers():
