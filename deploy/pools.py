@@ -345,6 +345,7 @@ class PoolMachine:
     def _on_gateway_started(self, event: GatewayStarted, now_s: float) -> Iterator[PoolEffect]:
         again = self.restarts.num_failed(event.name) > 0
         self._serve(event.name, now_s)
+        self._unheard_s[event.name] = now_s
         yield self._tell(now_s, event.name, "was started again" if again else "was started")
 
     def _serve(self, name: str, now_s: float) -> None:
@@ -525,12 +526,13 @@ class PoolMachine:
             pools.check()
         except ConfigError as error:
             raise OrderRefused(str(error), status=400 if other_than is None else 409) from error
-        kept = [
-            w.worker_id for w in self.workers.values() if self._is_kept(w) and w is not other_than
-        ]
+        all_kept = [w for w in self.workers.values() if self._is_kept(w)]
+        kept = [w.worker_id for w in all_kept if w is not other_than]
         most = self.limits.max_workers
         of_others = sum(each.pools.total for each in self.intent.versions if each is not version)
-        if pools.total + of_others + len(kept) > most:
+        # What is there may be more than there is room for, since a node was lost: it may change.
+        grows = pools.total + len(kept) > version.pools.total + len(all_kept)
+        if grows and pools.total + of_others + len(kept) > most:
             beside = f" beside {', '.join(kept)}, drained," if kept else ""
             beside += f" beside {of_others} of other versions" if of_others else ""
             why = f": {self.limits.why_no_more}" if self.limits.why_no_more else ""

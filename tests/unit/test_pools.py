@@ -29,6 +29,7 @@ from deploy.pool_events import (
     Overtaken,
     Publish,
     RoleSeen,
+    RoomSeen,
     SetPlanner,
     SetPools,
     SetWorkerRole,
@@ -96,6 +97,7 @@ class World:
         self.requests: Counter[str] = Counter()  # that gateways have, by version
         self.missing: dict[str, str] = {}  # what gateways lack for a version
         self.silent: set[str] = set()  # gateways
+        self.hanging: set[str] = set()  # gateways with which no session begins
         self.fails: list[str] = []  # the next starts
         self.bad_versions: set[str] = set()  # that never start
         self.fails_always: set[Role] = set()
@@ -163,7 +165,9 @@ class World:
             case SetWorkerRole(worker_id, role):
                 self.set_role(worker_id, role)
             case StartGateway(name):
-                self.later(GatewayStarted(name))
+                self.later(GatewayStarted(name), 0.5)
+                if name not in self.hanging:
+                    self.later(GatewayHeard(name), 0.6)
             case StopGateway(name):
                 self.stopped_gateways.append((self.now_s, name))
                 self.later(GatewayStopped(name))
@@ -495,6 +499,24 @@ def test_a_flip_between_formats_is_refused_and_so_is_too_much_beside_a_drained_w
         world.feed(SetPools(Pools(2, 2)))
 
 
+def test_after_a_node_is_lost_pools_may_change_so_long_as_they_do_not_grow():
+    world = settled(Pools(2, 2), max_workers=5)
+    world.feed(Drain(WorkerId("decode-0")))
+    world.feed(SetPools(Pools(2, 2)))
+    world.settle()
+    world.feed(RoomSeen(3, "one node is gone"))
+    world.feed(SetPools(Pools(3, 1)))
+    world.settle()
+    world.feed(Flip(WorkerId("decode-0"), D))  # it was drained: all the same number of workers
+    world.settle()
+    assert world.machine.intent.pools == Pools(3, 2)
+    with pytest.raises(OrderRefused, match=r"6 workers are more than the 3 .*: one node is gone"):
+        world.feed(SetPools(Pools(3, 3)))
+    world.feed(SetPools(Pools(2, 2)))
+    world.settle()
+    assert sorted(world.roles().values()) == [D, D, P, P]
+
+
 def test_a_gateway_that_ends_is_started_again():
     world = settled()
     world.feed(Died("gateway", "ended with status -9"))
@@ -567,6 +589,18 @@ def test_a_gateway_that_is_heard_again_in_time_stays():
     world.feed(GatewayHeard("gateway"))
     world.run(60)
     assert not world.stopped_gateways
+
+
+def test_a_gateway_that_hangs_before_its_first_session_is_stopped_and_started_again():
+    world = settled(Pools(1, 1))
+    world.hanging.add("gateway")
+    world.feed(Died("gateway", "killed"))
+    world.run(GATEWAY_UNREACHABLE_S + 3)
+    assert len(world.stopped_gateways) == 1
+    world.hanging.clear()
+    world.run(60)
+    assert world.machine.is_settled
+    assert len(world.stopped_gateways) == 1
 
 
 def test_the_end_of_a_gateway_that_is_stopped_is_told_once():
