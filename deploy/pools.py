@@ -95,6 +95,7 @@ _RUNNING = (
     WorkerState.DRAINING,
     WorkerState.DRAINED,
 )
+_COMING = (WorkerState.WAITING, WorkerState.STARTING, WorkerState.JOINING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +429,7 @@ class PoolMachine:
                 yield self._tell(now_s, name, "is stopped", why)
                 yield StopGateway(name)
         yield from self._give_up_rollout(now_s)
+        yield from self._give_up_newcomers(now_s)
 
     def _sweep(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
         """What has a deadline."""
@@ -602,6 +604,9 @@ class PoolMachine:
         """One step at most: gateways are told of it before the next."""
         if len(self.intent.versions) == 1 and self.intent.rollout is None:
             return
+        told = self.members.intent
+        if (self.intent.versions, self.intent.rollout) != (told.versions, told.rollout):
+            return  # what they said is not of this
         change = rollout.next_change(self.intent, self._scene())
         if change is not None:
             self.intent, self._rolled_s = change.intent, now_s
@@ -614,22 +619,44 @@ class PoolMachine:
             return
         if self._rolled_s is None:  # it was begun by the controller before this one
             self._rolled_s = now_s
-        own = [w.worker_id for w in self.workers.values() if w.version == rolls.to]
-        looping = next((name for name in own if self.restarts.is_looping(name)), None)
-        waits = any(version.is_leaving for version in self.intent.versions)
         current = self.intent.current
-        if looping is not None:
-            why = f"{looping} failed {self.restarts.num_failed(looping)} times in a row"
-        elif not waits and now_s - self._rolled_s >= self.limits.update_timeout_s:
-            why = f"no step in {self.limits.update_timeout_s:g} s"
-        else:
+        if current.is_over:  # it goes, and the next one is the current one then
             return
-        if current.name != rolls.to and not current.is_over:
+        waits = any(version.is_leaving for version in self.intent.versions)
+        why = self._why_hopeless(rolls.to)
+        if why is None and not waits and now_s - self._rolled_s >= self.limits.update_timeout_s:
+            why = f"no step in {self.limits.update_timeout_s:g} s"
+        if why is None:
+            return
+        if current.name != rolls.to:
             self.counters["updates given up"] += 1
             yield from self._abort(rolls.to, why, now_s)
-        elif looping is None:  # there is nothing else that could be served
+        else:  # there is nothing to go back to
             self.intent = msgspec.structs.replace(self.intent, rollout=None)
             yield self._tell(now_s, rolls.to, "stays as it is", why)
+
+    def _give_up_newcomers(self, now_s: float) -> Iterator[PoolEffect]:
+        """Those beside the current version that do not serve, and are not likely to."""
+        if self.intent.rollout is not None or self.intent.current.is_over:
+            return
+        for version in self.intent.versions[1:]:
+            own = [w for w in self.workers.values() if w.version == version.name]
+            serves = any(w.prefills() for w in own) and any(w.decodes() for w in own)
+            why = self._why_hopeless(version.name)
+            if why is not None and not serves and not version.is_leaving:
+                self.counters["updates given up"] += 1
+                yield from self._abort(version.name, why, now_s)
+
+    def _why_hopeless(self, name: str) -> str | None:
+        """Of a version with a worker that fails again and again; not of one that failed so once and
+        serves now.
+        """
+        for worker in self.workers.values():
+            comes = worker.state in _COMING
+            if worker.version == name and comes and self.restarts.is_looping(worker.worker_id):
+                num_failed = self.restarts.num_failed(worker.worker_id)
+                return f"{worker.worker_id} failed {num_failed} times in a row"
+        return None
 
     def _scene(self) -> rollout.Scene:
         version = self.members.version

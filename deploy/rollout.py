@@ -13,7 +13,8 @@ A version that takes over does so by steps, each when the one before has come tr
 
 A version that leaves takes no new requests, and keeps what serves those that it has for as long as
 they run. To abort is the same in the other direction, but begins with 4: the current version gets
-all requests at once and its workers back by 3.
+all requests at once and its workers back by 3. Before 2 nothing was taken from anybody: then the
+newcomer leaves, and no other.
 """
 
 from collections import Counter
@@ -161,7 +162,7 @@ def _shared(intent: Intent, to: Version, scene: Scene) -> Change | None:
         round(FULL_WEIGHT * to.weight / total) if total else 0,
         round(FULL_WEIGHT * own / (own + of_others)),
     )
-    rest = dict(_scaled({v.name: v.weight or v.pools.total for v in staying}, FULL_WEIGHT - weight))
+    rest = dict(_scaled({v.name: v.weight for v in staying}, FULL_WEIGHT - weight))
     weights = {to.name: weight, **rest}
     if all(v.weight == weights[v.name] for v in [to, *staying]):
         return None
@@ -182,16 +183,17 @@ def _grown(intent: Intent, to: Version, scene: Scene) -> Change | None:
     """Step 3."""
     assert intent.rollout is not None
     lacking = {role: intent.rollout.pools.of(role) - to.pools.of(role) for role in SERVING_ROLES}
-    for role in SERVING_ROLES:
-        if lacking[role] < 0:  # it is to have fewer than it has
-            changed = intent.changed(to.name, pools=to.pools.moved(role, Role.DRAINED))
-            return Change(changed, to.name, f"has one {role} worker less")
     role = max(SERVING_ROLES, key=lambda each: lacking[each])
-    if not lacking[role]:
-        return None
-    if sum(version.pools.total for version in intent.versions) < scene.room:
+    lacks = lacking[role] > 0
+    if lacks and sum(version.pools.total for version in intent.versions) < scene.room:
         changed = intent.changed(to.name, pools=to.pools.moved(Role.DRAINED, role))
         return Change(changed, to.name, f"gets one more {role} worker")
+    for each in SERVING_ROLES:
+        if lacking[each] < 0 and (fewer := _without(to.pools, each)) is not None:
+            changed = intent.changed(to.name, pools=fewer)
+            return Change(changed, to.name, f"has one {each} worker less")
+    if not lacks:
+        return None
     spare = [
         (version, each, smaller)
         for version in intent.versions
@@ -330,15 +332,17 @@ def aborted(intent: Intent, name: str) -> Intent:
         raise OrderRefused(
             f"{current.name} has no workers any more, to which {name} could give all"
         )
-    if rollout is None or rollout.to != name:
-        if version.is_leaving:
-            raise OrderRefused(f"{name} is leaving already")
-        changed = intent.changed(name, weight=0, is_leaving=True)
-        if not any(each.weight for each in changed.versions):
-            changed = changed.changed(current.name, weight=FULL_WEIGHT)
-        return changed
-    back = Rollout(current.name, rollout.before, rollout.before)
-    return msgspec.structs.replace(_left(intent, [name], current.name), rollout=back)
+    if rollout is not None and rollout.to == name:
+        if version.weight or current.pools != rollout.before:
+            back = Rollout(current.name, rollout.before, rollout.before)
+            return msgspec.structs.replace(_left(intent, [name], current.name), rollout=back)
+        intent = msgspec.structs.replace(intent, rollout=None)  # step 2 was not: others are as ever
+    if version.is_leaving:
+        raise OrderRefused(f"{name} is leaving already")
+    changed = intent.changed(name, weight=0, is_leaving=True)
+    if not any(each.weight for each in changed.versions):
+        changed = changed.changed(current.name, weight=FULL_WEIGHT)
+    return changed
 
 
 def not_rolling(intent: Intent) -> None:

@@ -173,6 +173,109 @@ def test_to_abort_gives_back_workers_and_requests_whatever_was_done():
     assert world.machine.intent.pools == Pools(2, 2)
 
 
+def test_what_gateways_said_before_an_abort_ends_no_workers():
+    world = settled(Pools(2, 2), max_workers=6)
+    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    heard = None
+    while not weights(world)["v2"] or heard != world.machine.members:
+        world.run(1)
+        heard = world.machine.members
+        world.report()
+    before = world.roles()  # v2 has no request, and may get one before gateways hear that it leaves
+    world.feed(Abort("v2"))
+    world.feed(Tick())
+    assert world.roles() == before
+    world.report()
+    gone = [name for name, role in world.roles().items() if role is not before[name]]
+    assert gone
+    assert {world.processes[name].version for name in gone} == {"v2"}
+
+
+def test_an_update_that_does_not_start_leaves_others_than_the_current_version_alone():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.bad_versions.add("v3")
+    world.feed(AddVersion(named("v3"), takes_over=True))
+    world.settle()
+    assert by_version(world) == {"v1": 2, "v2": 2}
+    assert weights(world) == {"v1": 100, "v2": 10}
+    assert world.machine.counters["updates given up"] == 1
+
+
+def test_a_version_that_is_to_serve_beside_another_and_does_not_start_is_given_up():
+    world = settled()
+    world.bad_versions.add("v2")
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    assert weights(world) == {"v1": 100}
+    assert world.machine.counters["updates given up"] == 1
+
+
+def test_a_version_that_serves_beside_another_is_not_given_up_for_one_worker():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.bad_versions.add("v2")
+    world.feed(SetPools(Pools(1, 2), version="v2"))
+    world.run(200)
+    assert by_version(world) == {"v1": 2, "v2": 2}
+    assert weights(world) == {"v1": 100, "v2": 10}
+
+
+def test_a_worker_that_failed_often_and_serves_now_is_no_reason_to_give_up():
+    world = settled(max_workers=10)
+    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
+    world.settle()
+    often = min(name for name, p in world.processes.items() if p.version == "v2")
+    for _ in range(3):
+        world.die(often)
+        world.run(1)
+        world.settle()
+    assert world.machine.restarts.is_looping(often)
+    world.feed(Finish("v2"))
+    world.settle()
+    assert by_version(world) == {"v2": 3}
+    assert not world.machine.counters["updates given up"]
+
+
+def test_the_current_version_that_takes_over_and_cannot_grow_stays_as_it_is():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.bad_versions.add("v1")
+    world.feed(Finish("v1", Pools(2, 1)))
+    world.run(60)
+    assert world.machine.intent.rollout is None
+    assert any("v1 stays as it is" in line and "3 times in a row" in line for line in world.told)
+    world.feed(SetPools(Pools(1, 1)))  # orders are taken again
+    world.settle()
+    assert by_version(world) == {"v1": 2, "v2": 2}
+
+
+@pytest.mark.parametrize("max_workers", [4, 5, 8])
+def test_a_split_version_that_takes_over_may_become_mixed(max_workers):
+    world = settled(max_workers=max_workers)
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.feed(Finish("v2", Pools(0, 0, 2)))
+    world.settle()
+    assert by_version(world) == {"v2": 2}
+    assert set(world.roles().values()) == {Role.MIXED}
+
+
+def test_shares_that_are_rounded_come_to_rest():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=1), takes_over=False))
+    world.feed(AddVersion(named("v3", weight=1), takes_over=False))
+    world.feed(SetWeights({"v1": 100, "v2": 1, "v3": 0}))
+    world.settle()
+    world.feed(Finish("v1"))
+    world.settle()
+    assert weights(world) == {"v1": 100}
+    assert by_version(world) == {"v1": 2}
+
+
 def test_a_version_may_be_aborted_while_it_starts():
     world = settled()
     world.feed(AddVersion(named("v2", weight=1), takes_over=False))
