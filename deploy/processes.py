@@ -238,9 +238,8 @@ class GatewayService:
         )
         if self._siblings is not None:
             await self._siblings.open()
-        await self._routers.open(spec.members)
-        current = spec.members.intent.current
-        missing = await self._routers.routers()[current.name].wait_until_ready(LINK_TIMEOUT_S)
+        first = await self._routers.open(spec.members)
+        missing = await self._routers.routers()[first.name].wait_until_ready(LINK_TIMEOUT_S)
         if missing is not None:
             log.warning("serving all the same: %s", missing)
         self._server = uvicorn.Server(
@@ -266,7 +265,7 @@ class GatewayService:
         _listen(sock)
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         host, port = sock.getsockname()[:2]
-        return GatewayReady(f"http://{host}:{port}", current.model_name, os.getpid(), control)
+        return GatewayReady(f"http://{host}:{port}", first.model_name, os.getpid(), control)
 
     async def close(self) -> None:
         """Finishes what can be finished in a few seconds, then ends all sessions."""

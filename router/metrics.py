@@ -439,7 +439,7 @@ class _Page(Collector):
 
 def _vllm_names(counted: Sequence[Metric], versions: Versions) -> Iterator[Metric]:
     """The series that mean what vLLM's mean, under vLLM's names."""
-    labels = {"model_name": versions.current.model_names[0]}
+    labels = {"model_name": versions.model_name}
     for metric in counted:
         if metric.name in _VLLM_NAMES:
             yield _labelled(metric, labels, name=_VLLM_NAMES[metric.name])

@@ -502,11 +502,14 @@ def error_body(
 
 
 async def send_invalid(send: Send, error: InvalidRequest) -> None:
-    """Answers a request that is the client's fault."""
+    """Answers a request that nobody computes: mostly the client's fault, with 503 ours."""
     code: str | None = getattr(error, "code", None)
-    body = error_body(error.message, kind="invalid_request_error", param=error.param, code=code)
+    kind = "server_error" if error.status == 503 else "invalid_request_error"
+    body = error_body(error.message, kind=kind, param=error.param, code=code)
     # A body that was not read to its end leaves the connection unusable.
     headers = {"connection": "close"} if error.status in (408, 413) else {}
+    if error.status == 503:
+        headers["retry-after"] = "1"
     await send_json(send, error.status, body, headers)
 
 

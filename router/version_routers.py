@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.control import Member, Members, Version, VersionReport
+from engine.control import Intent, Member, Members, Version, VersionReport
 from router.service import Router
 from router.tokenizer import TextModel
 from router.versions import Served, Versions
@@ -74,16 +74,18 @@ class VersionRouters:
         self._leaving: list[_Host] = []
         self.versions = Versions()
 
-    async def open(self, members: Members) -> None:
-        """Serves what is said; returns when the current version has a tokenizer.
+    async def open(self, members: Members) -> Version:
+        """Serves what is said; returns when a version that takes requests has a tokenizer: which.
 
         Raises what loading that raises.
         """
         self._never = asyncio.get_running_loop().create_future()
-        current = self._take(members.intent.current)
-        current.follow(members.intent.current, members.of(current.version.name))
-        await self._open(current)
+        first = _first_to_serve(members.intent)
+        host = self._take(first)
+        host.follow(first, members.of(first.name))
+        await self._open(host)
         self.follow(members)
+        return first
 
     def follow(self, members: Members) -> None:
         """From now on these are the versions, and their workers."""
@@ -178,3 +180,9 @@ class VersionRouters:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("a task of a version died: %r", error, exc_info=error)
+
+
+def _first_to_serve(intent: Intent) -> Version:
+    """The current one, unless it is leaving or another one has all the weight."""
+    stays = [version for version in intent.versions if not version.is_leaving]
+    return next((version for version in stays if version.weight), stays[0])

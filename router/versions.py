@@ -8,7 +8,9 @@ stays so: a request is never begun in one and gone on with in another.
 2. The model's name is that of versions which are not called like the current one: one of these.
 3. Else any, in proportion to their weights.
 
-Who is leaving takes none. While one has no workers, those that have some share what would be its.
+Who is leaving takes none, and while nobody else is known the answer is 503, whatever was asked for:
+who comes may well be called so. While one has no workers, those that have some share what would be
+its.
 Which one it is follows from a key and the weights alone: the same key gets the same version until
 the weights change, and then as few keys as possible get another one.
 """
@@ -29,6 +31,7 @@ from router.tokenizer import TextModel
 
 VERSION_HEADER = "x-baton-version"
 AFFINITY_HEADER = "x-baton-affinity"
+NOBODY = "no worker is known of a version that takes requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,11 @@ def _uniform(key: str, name: str) -> float:
 
 
 def _able(served: Sequence[Served], model: str | None, version: str | None) -> list[Served]:
-    current = served[0]
+    stays = [each for each in served if not each.is_leaving]
+    if not stays:
+        raise ApiError(NOBODY, code="not_ready", status=503)
     if model is not None and not any(model in each.model_names for each in served):
         raise no_model(model)
-    stays = [each for each in served if not each.is_leaving]
     if version is not None:
         found = [each for each in stays if each.name == version]
         if not found:
@@ -76,10 +80,10 @@ def _able(served: Sequence[Served], model: str | None, version: str | None) -> l
                 status=404,
             )
         return found
-    if model is not None and model not in current.model_names:
+    if model is not None and model not in served[0].model_names:
         stays = [each for each in stays if model in each.model_names]
-    if not stays:
-        raise no_model(str(model))
+        if not stays:
+            raise no_model(model)
     return [each for each in stays if each.weight] or stays
 
 
@@ -92,7 +96,8 @@ def no_model(model: str) -> ApiError:
 class Versions:
     """All versions of a gateway; read as a router's status, all of them taken together.
 
-    The table is replaced as a whole, so that threads may read it. Its first one is current.
+    The table is replaced as a whole, so that threads may read it. Its first one is current. It is
+    empty until a worker of any version is known.
     """
 
     def __init__(self, *served: Served) -> None:
@@ -124,9 +129,9 @@ class Versions:
         return next(each for each in able if each.name == name)
 
     @property
-    def current(self) -> Served:
-        """What is served unless somebody says otherwise."""
-        return self.table[0]
+    def model_name(self) -> str:
+        """Of the current version; empty while none is known."""
+        return self.table[0].model_names[0] if self.table else ""
 
     def takes(self, served: Served) -> bool:
         """Whether new requests may still be given to what was chosen a moment ago."""
@@ -157,14 +162,17 @@ class Versions:
     # ------------------------------------------------------------ as RouterStatus
 
     def readiness(self) -> str | None:
-        """None when the current version, or one that has weight, can serve."""
-        weighted = [each for each in self.table if each.weight and not each.is_leaving]
-        reasons = [each.port.readiness() for each in weighted or [self.current]]
+        """None when a version can serve that requests are given to unless they name another."""
+        try:
+            able = _able(self.table, None, None)
+        except ApiError as error:
+            return error.message
+        reasons = [each.port.readiness() for each in able]
         return None if None in reasons else reasons[0]
 
     def fingerprint(self) -> str:
-        """Of the current version."""
-        return self.current.port.fingerprint()
+        """Of the current version; empty while none is known."""
+        return self.table[0].port.fingerprint() if self.table else ""
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
         """Of all versions."""
