@@ -7,7 +7,7 @@ import msgspec
 from deploy.planning import Outcome
 from deploy.pool_events import GatewayState, WorkerState
 from deploy.rollout import MAX_WEIGHT
-from engine.config import PlannerMode, WorkerConfig
+from engine.config import PlannerMode
 from engine.control import Pools, RequestInfo
 from engine.messages import Role, WorkerId
 
@@ -32,6 +32,7 @@ class PoolsBody(PoolCounts, frozen=True):
 class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A version: what is left out is as in the current one, a name is found.
 
+    `worker` has settings of `[worker]`, by name; those that it has not are as in the current one.
     With a weight it is served beside the others, with these pools. Without one it takes over from
     all others, and these are the pools that it has in the end.
     """
@@ -39,7 +40,7 @@ class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
     model: str | None = None
     model_name: str | None = None  # in the API
-    worker: WorkerConfig | None = None
+    worker: dict[str, Any] | None = None
     pools: PoolCounts | None = None
     weight: Weight | None = None
 

@@ -1,13 +1,17 @@
 """The version that an operator's words mean, checked before anything of it is started."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
+
+import msgspec
 
 from deploy.admin_schema import PoolCounts, UpdateBody
 from deploy.formats import check_formats, config_of
 from deploy.model_source import pinned
 from deploy.pool_events import AddVersion
 from deploy.rollout import least
+from engine.config import WorkerConfig
 from engine.control import SERVING_ROLES, Intent, Pools, Version
 from engine.errors import ConfigError
 
@@ -19,7 +23,7 @@ def order_of(body: UpdateBody, intent: Intent) -> AddVersion:
     ConfigError.
     """
     current = intent.current
-    worker = body.worker or current.worker
+    worker = _changed(current.worker, body.worker or {})
     draft = worker.draft_path
     if draft is not None and not draft.is_dir():
         raise ConfigError(f"{draft}: no such model directory")
@@ -42,6 +46,14 @@ def pools_of(counts: PoolCounts | None, otherwise: Pools) -> Pools:
     if counts is None:
         return otherwise
     return Pools(counts.prefill or 0, counts.decode or 0, counts.mixed or 0)
+
+
+def _changed(worker: WorkerConfig, changes: Mapping[str, Any]) -> WorkerConfig:
+    """As it is but for the changes. Raises ConfigError where that is no configuration."""
+    try:
+        return msgspec.convert({**msgspec.to_builtins(worker), **changes}, WorkerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"worker: {error}") from error
 
 
 def _next_name(taken: Sequence[str]) -> str:

@@ -1,7 +1,8 @@
 """Commands for versions of the model: `baton update`, `baton versions` and what is under it."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -11,8 +12,8 @@ from rich.table import Table
 from deploy.admin_client import AdminClient, AdminError, connect
 from deploy.admin_schema import PoolCounts, PoolsAnswer, UpdateBody, VersionInfo
 from deploy.operator_cli import AdminKey, AdminUrl, Wait, follow, show
-from deploy.up_config import load_up_config
-from engine.config import Config, load_config
+from deploy.up_config import load_up_config, read_yaml
+from engine.config import Config, load_config, read_toml
 from engine.control import SERVING_ROLES
 from engine.errors import ConfigError
 
@@ -128,19 +129,24 @@ def abort_command(
 def read_update(path: Path) -> UpdateBody:
     """What a configuration file says of a version: workers, how many, the model and its name.
 
-    The rest of the file is the deployment's, and is not looked at. Raises ConfigError.
+    What it leaves out of these is not said. The rest of the file is the deployment's, and is not
+    looked at. Raises ConfigError.
     """
     if path.suffix in (".yaml", ".yml"):
-        up = load_up_config(path)
-        return msgspec.structs.replace(_body_of(up.config), model=up.model)
-    return _body_of(load_config(path, {}, {}))
+        up, tree = load_up_config(path), read_yaml(path)
+        model = up.model if "model" in tree else None
+        return msgspec.structs.replace(_body_of(up.config, tree), model=model)
+    return _body_of(load_config(path, {}, {}), read_toml(path))
 
 
-def _body_of(config: Config) -> UpdateBody:
+def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
+    """`tree` is what the configuration was read from."""
     pools = config.pools
     said = pools.mixed or not (pools.prefill is None and pools.decode is None)
     counts = PoolCounts(pools.prefill, pools.decode, pools.mixed) if said else None
-    return UpdateBody(worker=config.worker, pools=counts, model_name=config.gateway.model_name)
+    settings = msgspec.to_builtins(config.worker)
+    worker = {key: settings[key] for key in tree.get("worker", {})}
+    return UpdateBody(worker=worker or None, pools=counts, model_name=config.gateway.model_name)
 
 
 def register(app: typer.Typer) -> None:

@@ -290,7 +290,7 @@ def load_config(
 
     Raises ConfigError.
     """
-    tree: dict[str, Any] = _read_file(path) if path is not None else {}
+    tree: dict[str, Any] = read_toml(path) if path is not None else {}
     for key, value in environment.items():
         if key.startswith(ENVIRONMENT_PREFIX) and "__" in key:
             keys = key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
@@ -309,7 +309,8 @@ def _items(value: str) -> list[str]:
     return [item.strip() for item in value.split(",")]
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a file says, and no more. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
