@@ -158,6 +158,7 @@ class PoolController:
             limits=limits,
             gateways=self._plan.gateways,
             version=0 if heard is None else heard.version,
+            is_guess=bool(found) and heard is None,
         )
         is_first = not found
         self.planning = Planning(
@@ -486,13 +487,14 @@ class PoolController:
             first()
         if self._is_adopting:
             return
-        self._handle(GatewayHeard(name))
         link, members = self.gateway_links[name], self.machine.members
         known = None if link.heard is None else link.heard.members
-        if known is not None and known != members and known.version >= members.version:
-            self._handle(Overtaken(known.version))  # which tells all
+        counts = known is not None and (known.version >= members.version or self.machine.is_guess)
+        if known is not None and counts and known != members:
+            self._handle(Overtaken(known))  # which tells all
         else:
             link.welcome()
+        self._handle(GatewayHeard(name))  # last: from now on nothing more of it is waited for
 
     def _on_gateway_lost(self, name: str, reason: str) -> None:
         if not self._is_adopting and name in self.gateway_links:  # else it was given up

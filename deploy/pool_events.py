@@ -86,9 +86,9 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Overtaken:
-    """A gateway that was heard late knows an earlier controller's members, of that version."""
+    """A gateway that was heard late knows an earlier controller's members."""
 
-    version: int
+    members: Members
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from deploy.pool_events import (
     GatewayStopped,
     GatewayUnheard,
     LoadSeen,
+    Order,
     OrderRefused,
     Overtaken,
     PoolEffect,
@@ -119,8 +120,12 @@ class PoolMachine:
         limits: PoolLimits,
         gateways: Sequence[str] = (),
         version: int = 0,
+        is_guess: bool = False,
     ) -> None:
-        """`version` is the last one that a gateway heard, from an earlier controller."""
+        """`version` is the last one that a gateway heard, from an earlier controller. With
+        `is_guess` there was one, and nobody could be asked what it wanted: what a gateway says of
+        it later counts, as long as there was no order.
+        """
         self.intent = intent
         self.limits = limits
         self.workers: dict[WorkerId, Worker] = {}
@@ -135,6 +140,8 @@ class PoolMachine:
         self._num_steps = 0
         self._num_starts = 0
         self._has_served = False  # every wanted worker at once, so that gateways could be started
+        self.is_guess = is_guess  # the intent
+        self._is_unheard = is_guess  # no gateway has said what an earlier controller wanted
         self._took_over = False  # from a controller that was there before: what serves is enough
         self._waits_for_nodes = False  # and so it is where workers need nodes that come later
         self._handlers: Mapping[type, Any] = {
@@ -170,6 +177,8 @@ class PoolMachine:
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
         """What follows from an event. Raises OrderRefused, and then nothing has changed."""
         effects: list[PoolEffect] = list(self._handlers[type(event)](event, now_s))
+        if isinstance(event, Order):
+            self.is_guess = False
         effects += self._roll(now_s)
         effects += self._reconcile(now_s)
         effects += self._publish()
@@ -359,6 +368,7 @@ class PoolMachine:
 
     def _on_gateway_heard(self, event: GatewayHeard, _: float) -> Iterator[PoolEffect]:
         self._unheard_s.pop(event.name, None)
+        self.is_guess = self._is_unheard = False
         yield from ()
 
     def _on_gateway_unheard(self, event: GatewayUnheard, now_s: float) -> Iterator[PoolEffect]:
@@ -370,10 +380,19 @@ class PoolMachine:
         if self.gateways.get(event.name) is GatewayState.STOPPING:
             yield from self._lose_gateway(event.name, "was stopped", now_s)
 
-    def _on_overtaken(self, event: Overtaken, _: float) -> Iterator[PoolEffect]:
-        """What is known here counts all the same: gateways take no version but a higher one."""
-        if event.version >= self.members.version:
-            self.members = msgspec.structs.replace(self.members, version=event.version + 1)
+    def _on_overtaken(self, event: Overtaken, now_s: float) -> Iterator[PoolEffect]:
+        """What is known here counts all the same, unless it is a guess: gateways take no version
+        but a higher one.
+        """
+        theirs, ours = event.members, self.members
+        takes = self.is_guess and theirs.intent != self.intent
+        if takes:
+            self.intent = theirs.intent
+            names = ", ".join(version.name for version in self.intent.versions)
+            yield self._tell(now_s, "pools", f"go on with {names}", "a gateway was told so before")
+        if takes or theirs.version >= ours.version:
+            number = max(theirs.version, ours.version) + 1
+            self.members = Members(number, ours.workers, self.intent)
             yield Publish(self.members)
 
     def _on_gateway_seen(self, event: GatewaySeen, _: float) -> Iterator[PoolEffect]:
@@ -677,8 +696,7 @@ class PoolMachine:
     # ------------------------------------------------------------ reconciling
 
     def _reconcile(self, now_s: float) -> Iterator[PoolEffect]:
-        most = self.limits.max_workers
-        while (move := next_move(self.workers, self.intent.versions, most)) is not None:
+        while (move := self._next_move()) is not None:
             yield from self._make(move, now_s)
         for worker in list(self.workers.values()):
             is_due = self.restarts.is_due(worker.worker_id, now_s)
@@ -690,6 +708,17 @@ class PoolMachine:
                 assert worker.target is not None
                 yield StartWorker(worker.worker_id, worker.target, worker.start, version)
         yield from self._start_gateways(now_s)
+
+    def _next_move(self) -> Move | None:
+        """Workers of versions that nobody here knows stay until a gateway has been heard: it may
+        know them, and they may be all that serves.
+        """
+        workers = self.workers
+        if self._is_unheard:
+            names = {version.name for version in self.intent.versions}
+            workers = {name: w for name, w in workers.items() if w.version in names}
+        most = self.limits.max_workers - (len(self.workers) - len(workers))
+        return next_move(workers, self.intent.versions, most)
 
     def _make(self, move: Move, now_s: float) -> Iterator[PoolEffect]:
         match move:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from deploy import admin, controller
@@ -206,6 +207,9 @@ OLD = Members(
 )
 
 
+SECOND = Version("v2", model="other", pools=Pools(1, 1))
+
+
 def test_a_gateway_that_was_cut_off_after_a_takeover_is_told_what_it_missed(play):
     async def scene(world: World) -> None:
         gateway = FakeGateway(OLD)
@@ -236,6 +240,31 @@ def test_a_gateway_that_is_heard_late_follows_the_new_controller(play, monkeypat
         assert gateway.members.version > OLD.version
 
     play(scene, WORKERS | GATEWAY)
+
+
+def test_a_gateway_that_is_heard_late_says_what_is_to_be_served(play, monkeypatch):
+    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+    others = {name: msgspec.structs.replace(ready, version="v2") for name, ready in WORKERS.items()}
+    told = Members(
+        0, tuple(Member(n, w.address, "v2", 64) for n, w in others.items()), Intent((SECOND,))
+    )
+
+    async def scene(world: World) -> None:
+        world.launcher.num_places = 2
+        await world.controller.open()
+        for name, ready in others.items():
+            role = Role(name.removesuffix("-0"))
+            await until(lambda name=name: name in world.controller.links)
+            world.controller._handle(Connected(name, ready.address, role, KVFormat.FP32))
+        assert {w.state for w in world.controller.machine.workers.values()} == {WorkerState.SERVING}
+        gateway = FakeGateway(told)
+        await gateway.connect(world.links["gateway:1"])
+        assert gateway.members == world.controller.machine.members
+        assert gateway.members.intent == told.intent
+        assert {w.state for w in world.controller.machine.workers.values()} == {WorkerState.SERVING}
+        assert world.launcher.stopped == []
+
+    play(scene, others | GATEWAY)
 
 
 def test_a_launcher_that_raises_whatever_it_likes_is_asked_again(play):

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from itertools import count, pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +54,7 @@ from deploy.pools import (
     PoolMachine,
 )
 from engine.config import PlannerMode, WorkerConfig
-from engine.control import GatewayReport, Intent, Member, Pools, Version, VersionReport
+from engine.control import GatewayReport, Intent, Member, Members, Pools, Version, VersionReport
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
 
@@ -649,11 +650,76 @@ def test_what_was_found_and_never_reached_is_stopped_and_replaced():
 def test_members_that_a_gateway_knows_from_another_controller_are_overtaken():
     world = settled()
     before = world.machine.members
-    world.feed(Overtaken(before.version - 1))
+    others = Intent((Version("v2"),))
+    world.feed(Overtaken(Members(before.version - 1, (), others)))
     assert world.machine.members == before
-    world.feed(Overtaken(before.version + 7))
-    assert world.machine.members.version == before.version + 8
-    assert world.machine.members.workers == before.workers
+    world.feed(Overtaken(Members(before.version + 7, (), others)))
+    assert world.machine.members == msgspec.structs.replace(before, version=before.version + 8)
+
+
+def taken_over(world: World) -> Members:
+    """Another controller finds workers of a version that it does not know, and a gateway that is
+    silent. What that gateway was told.
+    """
+    world.machine.intent = Intent((Version("v2", pools=Pools(1, 1)),))
+    for worker in world.machine.workers.values():
+        worker.version = "v2"
+    for process in world.processes.values():
+        process.version = "v2"
+    world.feed(Tick())
+    known = world.machine.members
+    world.machine = PoolMachine(
+        Intent(wanting(1, 1)), limits=world.machine.limits, gateways=["gateway"], is_guess=True
+    )
+    members = tuple(
+        Member(WorkerId(name), address, "v2") for name, address in world.addresses.items()
+    )
+    world.feed(Found(members, ("gateway",)))
+    for name, process in world.processes.items():
+        address = world.addresses[name]
+        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    return known
+
+
+def versions_of(world: World) -> Counter[str]:
+    return Counter(worker.version for worker in world.machine.workers.values())
+
+
+def test_while_no_gateway_was_heard_workers_of_an_unknown_version_stay():
+    world = settled()
+    taken_over(world)
+    world.run(30)
+    assert versions_of(world)["v2"] == 2
+    assert all(process.role is not Role.DRAINED for process in world.processes.values())
+    world.feed(GatewayHeard("gateway"))
+    world.settle()
+    assert versions_of(world) == {"v1": 2}
+
+
+def test_what_a_gateway_was_told_before_counts_for_one_who_knew_nothing():
+    world = settled()
+    known = taken_over(world)
+    world.run(30)
+    world.feed(Overtaken(known))
+    assert world.machine.members.intent == known.intent
+    assert world.machine.members.version > known.version
+    world.feed(GatewayHeard("gateway"))
+    world.settle()
+    assert versions_of(world) == {"v2": 2}
+    world.feed(Overtaken(Members(99, (), Intent(wanting(1, 1)))))
+    assert world.machine.members.intent == known.intent, "from now on it knows"
+
+
+def test_an_order_to_one_who_knew_nothing_counts_for_more_than_what_a_gateway_was_told():
+    world = settled()
+    known = taken_over(world)
+    with pytest.raises(OrderRefused):
+        world.feed(SetPools(Pools(1, 90)))
+    assert world.machine.is_guess
+    world.feed(SetPools(Pools(1, 2)))
+    world.feed(Overtaken(known))
+    assert world.machine.intent.pools == Pools(1, 2)
+    assert world.machine.members.version > known.version
 
 
 def test_news_of_an_earlier_start_of_the_same_name_count_for_nothing():
