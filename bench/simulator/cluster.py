@@ -356,8 +356,9 @@ class _Cluster:
             self._look_ahead()
 
     def _as_it_ends(self, message: _Begins) -> _Begins:
-        """A worker alone knows how long an answer becomes: it is as if the model ended it. What only
-        holds a copy answers nothing.
+        """A worker alone knows how long an answer becomes: it is as if the model ended it.
+
+        What only holds a copy answers nothing.
         """
         is_copy = isinstance(message, Decode) and message.is_copy
         if self._setup.max_answer_tokens is None or is_copy:

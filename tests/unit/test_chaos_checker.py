@@ -158,7 +158,10 @@ def test_a_connection_to_a_process_that_is_not_gone_yet_may_break():
     late = replace(broken(said("a")), sent_s=4.5, ended_s=5.2)
     assert judge(EXPECTED, [late, GOOD], [SLOW_DEATH]).end is End.SAME
     assert judge(EXPECTED, [late, GOOD], [DEATH]).end is End.LOST
-    assert judge(EXPECTED, [replace(late, sent_s=5.6, ended_s=5.7), GOOD], [SLOW_DEATH]).end is End.LOST
+    assert (
+        judge(EXPECTED, [replace(late, sent_s=5.6, ended_s=5.7), GOOD], [SLOW_DEATH]).end
+        is End.LOST
+    )
 
 
 @pytest.mark.parametrize(
