@@ -29,7 +29,7 @@ READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 HOUR_S = 3600
 USE_RAY = ("deploy.ray_launcher", "deploy.ray_controller", "deploy.ray_places")
 PARTS_OF_RAY: dict[str, dict[str, object]] = {  # nothing is reserved
-    "ray.autoscaler.sdk": {"request_resources": None},
+    "ray.autoscaler.sdk": {"request_resources": lambda *, bundles: None},
     "ray.util.scheduling_strategies": {"PlacementGroupSchedulingStrategy": None},
     "ray.util.placement_group": {
         "PlacementGroup": object,
