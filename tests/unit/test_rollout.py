@@ -410,7 +410,7 @@ version_names = st.sampled_from(["v1", "v2", "v3"])
 actions = st.one_of(
     st.builds(AddVersion, st.builds(named, version_names, sizes, st.integers(0, 9)), st.booleans()),
     st.builds(SetWeights, st.dictionaries(version_names, st.integers(0, 9), max_size=2)),
-    st.builds(Finish, version_names),
+    st.builds(Finish, version_names, st.none() | sizes),
     st.builds(Abort, version_names),
     st.builds(SetPools, sizes, version=version_names),
     st.tuples(st.just("run"), st.sampled_from([1, 5, 40])),
