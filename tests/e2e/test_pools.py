@@ -188,6 +188,7 @@ def test_a_killed_worker_is_replaced_and_no_request_fails(served, admin):
     settle(admin)
 
 
+@pytest.mark.long  # the load takes its time; test_planning shows each part
 def test_the_planner_follows_a_load_that_turns(served, admin, run_dir):
     """From long prompts to long answers: a worker goes over, and comes back. All are answered."""
 

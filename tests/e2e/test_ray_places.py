@@ -17,7 +17,11 @@ from engine.messages import Role
 from tests.e2e.served import poll_until
 
 pytest.importorskip("ray", reason="Ray is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(120),
+    pytest.mark.long,  # several nodes; test_placement has the rules, test_ray_pools one node
+]
 
 BY_ROLE = Placement(1, "prefill_node", "decode_node")
 P, D = Role.PREFILL, Role.DECODE
@@ -205,7 +209,6 @@ def test_a_node_that_others_have_taken_is_left_to_them(places):
         remove_placement_group(theirs)
 
 
-@pytest.mark.long  # another node takes seconds to come
 def test_a_node_goes_and_who_was_there_is_put_elsewhere(nodes, places):
     mine = places(Placement(1, "spare_node", "spare_node", Spread.SPREAD))
     lost = nodes.add(spare_node=1)
