@@ -67,9 +67,8 @@ def set_command(
     admin_key: AdminKey = None,
 ) -> None:
     """Sets how many workers there are: `baton pools set prefill=3 decode=5`."""
-    url, key = context.obj
     wanted = parse_counts(counts)
-    with connect(admin_url or url, admin_key or key) as client:
+    with connect_below(context, admin_url, admin_key) as client:
         follow(client, client.set_pools(wanted, version), wait=wait)
 
 
@@ -152,6 +151,12 @@ def register(app: typer.Typer) -> None:
     app.command("workers")(workers_command)
     app.command("requests")(requests_command)
     app.command("planner")(planner_command)
+
+
+def connect_below(context: typer.Context, url: str | None, key: str | None) -> AdminClient:
+    """As `connect`, for a command of a group: options may be given to either. Raises AdminError."""
+    given_url, given_key = context.obj
+    return connect(url or given_url, key or given_key)
 
 
 def parse_counts(counts: list[str]) -> dict[str, int]:

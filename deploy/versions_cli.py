@@ -11,7 +11,14 @@ from rich.table import Table
 
 from deploy.admin_client import AdminClient, AdminError, connect
 from deploy.admin_schema import PoolCounts, PoolsAnswer, UpdateBody, VersionInfo
-from deploy.operator_cli import AdminKey, AdminUrl, Wait, follow, show
+from deploy.operator_cli import (
+    AdminKey,
+    AdminUrl,
+    Wait,
+    connect_below,
+    follow,
+    show,
+)
 from deploy.up_config import load_up_config, read_yaml
 from engine.config import Config, load_config, read_toml
 from engine.control import SERVING_ROLES
@@ -92,7 +99,7 @@ def weight_command(
 ) -> None:
     """Shares new requests by weight: `baton versions weight v1=90 v2=10`."""
     wanted = parse_weights(weights)
-    with _connect(context, admin_url, admin_key) as client:
+    with connect_below(context, admin_url, admin_key) as client:
         follow(client, client.set_weights(wanted), wait=False)
 
 
@@ -108,7 +115,7 @@ def finish_command(  # noqa: PLR0913 - a command's options
     admin_key: AdminKey = None,
 ) -> None:
     """Lets a version take over from all others, worker by worker."""
-    with _connect(context, admin_url, admin_key) as client:
+    with connect_below(context, admin_url, admin_key) as client:
         answer = client.finish(version, _counts(prefill, decode, mixed))
         _follow(client, answer, version, wait=wait)
 
@@ -122,7 +129,7 @@ def abort_command(
     admin_key: AdminKey = None,
 ) -> None:
     """Gives all new requests back to the current version; this one goes with its last request."""
-    with _connect(context, admin_url, admin_key) as client:
+    with connect_below(context, admin_url, admin_key) as client:
         follow(client, client.abort(version), wait=wait)
 
 
@@ -205,11 +212,6 @@ def _follow(client: AdminClient, answer: PoolsAnswer, name: str, *, wait: bool) 
     follow(client, answer, wait=wait)
     if wait and all(version.name != name for version in client.pools().versions):
         raise AdminError(f"{name} was given up; the version before serves everything")
-
-
-def _connect(context: typer.Context, url: str | None, key: str | None) -> AdminClient:
-    given_url, given_key = context.obj
-    return connect(url or given_url, key or given_key)
 
 
 def _counts(prefill: int | None, decode: int | None, mixed: int | None) -> PoolCounts | None:

@@ -6,8 +6,7 @@
 A worker that is slow, or hangs and nobody has noticed it yet, holds up what it was given; those
 behind it wait in the router, and go elsewhere. An attempt is overdue when its first token has taken
 `router.hedge_after` times as long as predicted, and a second at least, since the prompt was sent to
-be computed. Tokens are determined by
-prompt and seed, so it does not matter whose come.
+be computed. Tokens are determined by prompt and seed, so it does not matter whose come.
 
 A second attempt is one like any other: it reserves what it needs at workers that have room now, and
 they are told of its end; only no prefix is pulled for it. A request has one at most, and all of

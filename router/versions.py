@@ -10,9 +10,8 @@ stays so: a request is never begun in one and gone on with in another.
 
 Who is leaving takes none, and while nobody else is known the answer is 503, whatever was asked for:
 who comes may well be called so. While one has no workers, those that have some share what would be
-its.
-Which one it is follows from a key and the weights alone: the same key gets the same version until
-the weights change, and then as few keys as possible get another one.
+its. Which one it is follows from a key and the weights alone: the same key gets the same version
+until the weights change, and then as few keys as possible get another one.
 """
 
 import contextlib
