@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install serve test check format test-core test-rest test-long fuzz clean
+.PHONY: install serve test check format test-alone test-core test-parts test-services test-long fuzz clean
 
 install: .venv/.installed
 
@@ -22,12 +22,19 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Both at once: most of the time of the one is spent waiting for processes.
+# Both at once: services mostly wait for each other. What waits for nobody gives way to them.
 test: install .venv-core/.installed
-	$(MAKE) -j2 test-core test-rest
+	$(MAKE) -j2 test-services test-alone
 
-test-rest: install
-	$(BIN)/python -m pytest tests --ignore tests/unit
+test-services: install
+	$(BIN)/python -m pytest tests/e2e tests/chaos
+
+test-alone:
+	nice -n 10 $(MAKE) test-core
+	nice -n 10 $(MAKE) test-parts
+
+test-parts: install
+	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/e2e --ignore tests/chaos
 
 # The unit tests in an environment that has neither torch nor Ray: the proof that the core needs none.
 test-core: .venv-core/.installed

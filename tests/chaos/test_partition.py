@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400)]
 
 KEY = "operator"
 PLAN = ChaosPlan(num_requests=120, rate_per_s=3.0, seed=4)
-CUTS_S = ((6.0, 3.0), (16.0, 14.0))  # (when, for how long): unnoticed, and noticed
+CUTS_S = ((6.0, 1.5), (16.0, 14.0))  # (when, for how long): unnoticed, and noticed
 WHOLE_WITHIN_S = 60.0
 
 
