@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -17,14 +16,16 @@ from bench.chaos.waiting import holds_within
 from bench.elastic_live_plan import (
     COOL_DOWN_S,
     MAX_RUNNING,
+    MIXES,
     READING,
-    WRITING,
     LivePlan,
     LiveRun,
     Mix,
     Pace,
+    answered_per_s,
     load_of,
     name_of,
+    num_at_once,
     order_of,
 )
 from bench.interference import link_checkpoint
@@ -38,7 +39,7 @@ from engine.errors import BatonError
 
 REQUEST_TIMEOUT_S = 60.0
 SETTLED_WITHIN_S = 30.0
-NUM_LONE = 5  # prompts, by which the machine's pace is known
+RAMP_S, WINDOW_S = 3.0, 8.0  # of a closed loop, before it counts and while it does
 
 Say = Callable[[str], None]
 
@@ -90,7 +91,8 @@ async def _measure(
         client = Client(session, Target(deployment.url), MonotonicClock())
         bench = _Bench(plan, vocab, deployment, client, await client.first_model())
         pace = await bench.pace()
-        say(f"a prompt takes {1000 * pace.prompt_s:.0f} ms, a token {1000 * pace.token_s:.1f} ms")
+        for mix in MIXES:
+            say(f"{mix.name}: {pace.one[mix]:.2f}/s by one, {pace.most[mix]:.2f}/s by all but one")
         runs = []
         for repeat in range(plan.num_repeats):
             for setting in order_of(plan, repeat):
@@ -121,16 +123,29 @@ class _Bench:
         self._clock = MonotonicClock()
 
     async def pace(self) -> Pace:
-        """Of lone prompts, and of as many answers as one worker has places for."""
-        await self._set(self._plan.num_workers - 1)
-        rng = Random(f"{self._plan.seed}/pace")
-        await self._answer(READING, rng)  # what is only slow the first time
-        lone = [await self._answer(READING, rng) for _ in range(NUM_LONE)]
-        full = await asyncio.gather(*(self._answer(WRITING, rng) for _ in range(MAX_RUNNING)))
-        return Pace(
-            statistics.median(answer.ttft_s for answer in lone),
-            statistics.median(answer.tpot_s or 0.0 for answer in full),
-        )
+        """Of each mix, with one worker of the kind that it needs, and with all but one."""
+        total = self._plan.num_workers
+        one: dict[Mix, float] = {}
+        most: dict[Mix, float] = {}
+        for mix in MIXES:
+            for answered, num in ((one, 1), (most, total - 1)):
+                await self._set(num if mix is READING else total - num)
+                answered[mix] = await self._answered_per_s(mix, num)
+        return Pace(total - 1, one, most)
+
+    async def _answered_per_s(self, mix: Mix, num_workers: int) -> float:
+        """Requests/s of a closed loop."""
+        rng = Random(f"{self._plan.seed}/pace/{mix.name}/{num_workers}")
+        begin_s = self._clock.now_s() + RAMP_S
+        end_s = begin_s + WINDOW_S
+        answers: list[Answer] = []
+
+        async def ask() -> None:
+            while self._clock.now_s() < end_s:
+                answers.append(await self._answer(mix, rng))
+
+        await asyncio.gather(*(ask() for _ in range(num_at_once(mix, num_workers))))
+        return answered_per_s(answers, begin_s, end_s)
 
     async def run(self, setting: int | None, pace: Pace, repeat: int) -> LiveRun:
         """The whole load, with these pools."""

@@ -21,7 +21,7 @@ def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer d
     shape: Annotated[str, typer.Option(help=f"Random weights: {', '.join(SHAPES)}.")] = "88m",
     workers: Annotated[int, typer.Option(min=2, help="Of one thread each.")] = 3,
     phases: Annotated[int, typer.Option(min=2, help="Reading and writing by turns.")] = 4,
-    phase_s: Annotated[float, typer.Option(min=2.0, help="Of each phase, seconds.")] = 15.0,
+    phase_s: Annotated[float, typer.Option(min=2.0, help="Of each phase, seconds.")] = 20.0,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each; results are medians.")] = 3,
     seed: Annotated[int, typer.Option(help="Of arrivals, prompts and orders.")] = 0,
     quick_: Annotated[

@@ -6,9 +6,10 @@ fixed split, or to even pools and the planner on. In each run the same load come
     reading   long prompts that share nothing, short answers: prefill workers are scarce
     writing   short prompts, long answers: decode workers are
 
-Rates and bounds are set by what this machine was measured to do before: each mix needs `NEEDED`
-workers of one kind, and a request may take `SLACK` times what it takes alone. Settings take turns
-in an order of their own in each repetition, so that the hour of the machine is the same for all.
+Rates and bounds are set by what this machine was measured to do right before, in a closed loop that
+leaves no worker of the scarce kind idle: each mix comes at `LOAD` of what all workers but one
+answer, and a request may take `SLACK` times what it took then. Settings take turns in an order of
+their own in each repetition, so that the hour of the machine is the same for all.
 
 The router is given no bounds and refuses nobody: who waits too long has missed them, and pools
 alone make the difference. So the planner knows neither bound that it is scored by: what waits it
@@ -16,8 +17,10 @@ holds against `router.planner.NO_BOUND_TTFT_S`, what decodes against places and 
 
 What two cores can show: workers share them, and two that compute fill them, so that a third of the
 same kind adds nothing. Hence three workers: whichever split is fixed, in one of the mixes a single
-worker does what two could.
+worker does what two could. How much more two do than one is measured too: where that is little,
+pools make little difference.
 
+    scaling/…      what all workers but one answer of a mix, over what one does
     goodput/…      requests/s that met both bounds: best fixed split, planner, each split
     ratio          with the planner over the best fixed split of the same repetition
     attainment/…   the same as shares of all requests
@@ -25,18 +28,19 @@ worker does what two could.
     refused, lost  answered 429, which is a miss; ended in any other way than an answer
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from random import Random
 
-from bench.answers import Failure
+from bench.answers import Answer, Failure
 from bench.arrivals import arrival_times_s
 from bench.load import Outcome, Slo, meets
 from bench.report import Figure, Result, Scalar, results_of
 
 MAX_RUNNING = 4  # places of a decode worker
-NEEDED = 1.7  # workers
+AHEAD = 2  # prompts that each prefill worker has of a closed loop
+LOAD = 0.85
 SLACK = 4.0
 COOL_DOWN_S = 3.0
 REFUSED = "http_429"
@@ -51,7 +55,7 @@ class Mix:
     output_len: int
 
 
-READING = Mix("reading", 768, 2)
+READING = Mix("reading", 768, 8)
 WRITING = Mix("writing", 64, 96)
 MIXES = (READING, WRITING)
 
@@ -82,7 +86,7 @@ class LivePlan:
 
 
 def quick(plan: LivePlan) -> LivePlan:
-    """Once, with one turn, against one split: under 50 s where the checkpoint is there already."""
+    """Once, with one turn, against one split: about two minutes."""
     return replace(
         plan,
         splits=(plan.num_workers // 2,),
@@ -94,21 +98,38 @@ def quick(plan: LivePlan) -> LivePlan:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What the machine does: seconds of a lone reading prompt, and of a token in a full worker."""
+    """Requests/s that were answered in a closed loop, of each mix: by one worker of the scarce
+    kind, and by `num_workers`, all but one.
+    """
 
-    prompt_s: float
-    token_s: float
+    num_workers: int
+    one: Mapping[Mix, float]
+    most: Mapping[Mix, float]
 
     @property
     def slo(self) -> Slo:
         """The bounds that requests should meet."""
-        return Slo(SLACK * self.prompt_s, SLACK * self.token_s)
+        prompt_s = self.num_workers / self.most[READING]
+        token_s = self.num_workers * MAX_RUNNING / (self.most[WRITING] * WRITING.output_len)
+        return Slo(SLACK * prompt_s, SLACK * token_s)
 
     def rate_per_s(self, mix: Mix) -> float:
-        """Requests/s that `NEEDED` workers could just serve."""
-        if mix is READING:
-            return NEEDED / self.prompt_s
-        return NEEDED * MAX_RUNNING / (mix.output_len * self.token_s)
+        """Requests/s of the load."""
+        return LOAD * self.most[mix]
+
+
+def num_at_once(mix: Mix, num_workers: int) -> int:
+    """Requests of a closed loop that leaves none of so many scarce workers idle."""
+    return num_workers * (AHEAD if mix is READING else MAX_RUNNING)
+
+
+def answered_per_s(answers: Iterable[Answer], begin_s: float, end_s: float) -> float:
+    """Requests/s in that window: of each answer the share whose chunks came in it."""
+    num = sum(
+        sum(begin_s <= at_s < end_s for at_s in answer.chunk_times_s) / len(answer.chunk_times_s)
+        for answer in answers
+    )
+    return num / (end_s - begin_s)
 
 
 def name_of(plan: LivePlan, setting: int | None) -> str:
@@ -162,11 +183,12 @@ def results(plan: LivePlan, pace: Pace, runs: Sequence[LiveRun]) -> tuple[Result
     """All figures, over the repetitions."""
     repeats = sorted({run.repeat for run in runs})
     return results_of(
-        [_figures(plan, pace.slo, [r for r in runs if r.repeat == one]) for one in repeats]
+        [_figures(plan, pace, [r for r in runs if r.repeat == one]) for one in repeats]
     )
 
 
-def _figures(plan: LivePlan, slo: Slo, runs: Sequence[LiveRun]) -> dict[str, Figure]:
+def _figures(plan: LivePlan, pace: Pace, runs: Sequence[LiveRun]) -> dict[str, Figure]:
+    slo = pace.slo
     by_name = {name_of(plan, setting): _of(runs, setting) for setting in plan.settings}
     planned = by_name["planner"]
     best = max(
@@ -184,6 +206,7 @@ def _figures(plan: LivePlan, slo: Slo, runs: Sequence[LiveRun]) -> dict[str, Fig
             f"attainment/{name}": Figure(good[name] / len(run.outcomes), "share")
             for name, run in named.items()
         },
+        **{f"scaling/{mix.name}": Figure(pace.most[mix] / pace.one[mix], "") for mix in MIXES},
         "flips": Figure(planned.num_flips, ""),
         "refused": Figure(num_refused, ""),
         "lost": Figure(len(failures) - num_refused, ""),
@@ -202,6 +225,8 @@ def config_of(plan: LivePlan, pace: Pace) -> Mapping[str, Scalar]:
         "splits": ",".join(map(str, plan.splits)),
         "phases": plan.num_phases,
         "phase_s": plan.phase_s,
+        "load": LOAD,
+        "slack": SLACK,
         "repeats": plan.num_repeats,
         "ttft_bound_s": pace.slo.ttft_s,
         "tpot_bound_s": pace.slo.tpot_s,

@@ -4,13 +4,15 @@ import pytest
 
 from bench.answers import Answer, Failure
 from bench.elastic_live_plan import (
+    LOAD,
     MAX_RUNNING,
-    NEEDED,
     READING,
+    SLACK,
     WRITING,
     LivePlan,
     LiveRun,
     Pace,
+    answered_per_s,
     load_of,
     name_of,
     order_of,
@@ -20,7 +22,7 @@ from bench.elastic_live_plan import (
 from bench.load import Outcome
 
 PLAN = LivePlan("88m", 3, (1, 2), num_phases=4, phase_s=10.0, num_repeats=2)
-PACE = Pace(prompt_s=0.25, token_s=0.01)
+PACE = Pace(2, one={READING: 2.0, WRITING: 4.0}, most={READING: 8.0, WRITING: 8.0})
 REFUSED = Failure("http_429", "later")
 
 
@@ -33,15 +35,27 @@ def run(setting, repeat, *found, num_flips=0):
     return LiveRun(setting, repeat, outcomes, num_flips)
 
 
-def test_the_load_turns_and_each_mix_needs_more_than_one_worker_and_less_than_two():
+def test_the_load_turns_and_is_less_than_what_all_but_one_answer():
     load = list(load_of(PLAN, PACE, 0))
     for phase, mix in enumerate((READING, WRITING, READING, WRITING)):
         due = [(s, one) for s, one in load if phase * 10.0 <= s < (phase + 1) * 10.0]
         assert {one for _, one in due} == {mix}
         assert len(due) == pytest.approx(10 * PACE.rate_per_s(mix), rel=0.5)
-    assert PACE.rate_per_s(READING) == pytest.approx(NEEDED / 0.25)
-    assert PACE.rate_per_s(WRITING) == pytest.approx(NEEDED * MAX_RUNNING / (96 * 0.01))
+    assert PACE.rate_per_s(READING) == PACE.rate_per_s(WRITING) == pytest.approx(LOAD * 8.0)
     assert load == sorted(load, key=lambda each: each[0])
+
+
+def test_bounds_are_a_multiple_of_what_requests_took_of_busy_workers():
+    assert PACE.slo.ttft_s == pytest.approx(SLACK * 2 / 8.0)
+    assert PACE.slo.tpot_s == pytest.approx(SLACK * 2 * MAX_RUNNING / (8.0 * WRITING.output_len))
+
+
+def test_of_an_answer_at_the_edge_of_the_window_that_share_counts_that_came_in_it():
+    inside, across, outside = (
+        Answer(0.0, times_s, 4, None, None, {})
+        for times_s in ((1.0, 1.5, 2.0, 2.9), (2.0, 2.5, 3.0, 3.5), (3.0, 3.1, 3.2, 3.3))
+    )
+    assert answered_per_s([inside, across, outside], 1.0, 3.0) == pytest.approx(1.5 / 2)
 
 
 def test_all_settings_of_a_repetition_have_the_same_load_and_another_one_another():
@@ -67,6 +81,7 @@ def test_the_ratio_is_to_the_best_split_of_the_same_repetition():
     assert found["goodput/best_fixed"].runs == (2 / 40, 2 / 40)
     assert found["attainment/planner"].runs == (0.75, 0.5)
     assert found["flips"].runs == (3, 1)
+    assert (found["scaling/reading"].value, found["scaling/writing"].value) == (4.0, 2.0)
     assert (found["refused"].runs, found["lost"].runs) == ((1, 0), (0, 1))
 
 
