@@ -101,7 +101,7 @@ class Demand:
         queued = [state.flights[request_id] for request_id in state.queue]
         decoders = [worker for worker in workers if worker.decodes]
         costs = [state.estimates.decode_cost(w) for w in workers if w.info.role.decodes]
-        waits_for_prefill = state.busy_until_s is not None
+        waits_for_prefill = state.busy is not None and state.busy.lacks is Role.PREFILL
         return Observation(
             requests_per_s=(sums.num_requests - before.num_requests) * per_s,
             prefill_s_per_s=max(sums.sent_s - before.sent_s, 0.0) * per_s,

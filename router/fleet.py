@@ -253,9 +253,11 @@ class Fleet:
 
     def _busy(self, decision: Decision, now_s: float) -> Busy:
         """A worker that has time already is kept back by something else than time."""
-        if decision.status != _NO_PREFILL or not self._wait_bound_s < decision.wait_s < math.inf:
+        if decision.status != _NO_PREFILL:
             return Busy()
-        return Busy(now_s + decision.wait_s - self._backlog_s)
+        if not self._wait_bound_s < decision.wait_s < math.inf:
+            return Busy(lacks=Role.PREFILL)
+        return Busy(now_s + decision.wait_s - self._backlog_s, Role.PREFILL)
 
     # ------------------------------------------------------------ what C++ is told
 

@@ -220,7 +220,8 @@ class RouterMachine:
         state = self.state
         due_s = [state.deadlines.soonest_s(), state.move_again_s]
         if (head := state.queue.head()) is not None:  # only the head is waited for
-            due_s += [state.flights[head].back_off_until_s, state.busy_until_s]
+            due_s.append(state.flights[head].back_off_until_s)
+            due_s.append(None if state.busy is None else state.busy.until_s)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:

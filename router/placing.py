@@ -45,14 +45,14 @@ class Placing:
         """Places queued requests in order, as far as there is room."""
         state = self._state
         state.view.forget_severed(now_s)
-        state.busy_until_s = None
+        state.busy = None
         effects: list[RouterEffect] = []
         while (head := state.queue.head()) is not None:
             flight = state.flights[head]
             need = self.need(flight, now_s)
             match self._choose(flight, need, now_s):
-                case Busy(until_s):
-                    state.busy_until_s = until_s
+                case Busy() as busy:
+                    state.busy = busy
                     break
                 case Impossible(reason):
                     effects += self._ends.end(flight, Failed(reason), now_s)

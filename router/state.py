@@ -17,7 +17,7 @@ from router.groups import HeldBack
 from router.index import Prefixes, PrefixIndex
 from router.lengths import AnswerLengths
 from router.policies import make_policy
-from router.policies.base import Policy
+from router.policies.base import Busy, Policy
 from router.policies.slo import Slo
 from router.queue import FairQueue
 from router.view import ClusterView, WorkerView
@@ -58,7 +58,7 @@ class RouterState:
         self.counters: Counter[tuple[str, str]] = Counter()
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
         self.locally_s = 0.0  # predicted for all prompts that decode workers were given to compute
-        self.busy_until_s: float | None = None  # a worker is predicted to be free for the head then
+        self.busy: Busy | None = None  # what the head of the queue waits for
         self.stranded: dict[RequestId, None] = {}  # to be moved and cannot be
         self.move_again_s: float | None = None  # when that is tried again
         self.to_copy: dict[RequestId, None] = {}  # to be moved, and waiting for their turn

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar, Protocol
 
-from engine.messages import WorkerId
+from engine.messages import Role, WorkerId
 from router.view import ClusterView, WorkerView
 
 Worker = tuple[WorkerId, WorkerView]
@@ -111,6 +111,7 @@ class Busy:
     """All workers that could serve this are full."""
 
     until_s: float | None = None  # one is predicted to be free then, should nothing happen before
+    lacks: Role = Role.DECODE  # which of the two is waited for; in doubt it is room
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +126,14 @@ class Candidates:
     """Workers that could take a request now. `partners` are, of each prefill worker, the decode
     workers that have room and that KV can reach from it; one that decodes too goes on by itself.
 
-    There may be no prefill worker, if the policy asks decode workers to prefill locally; then some
-    prefill worker is predicted to be free at `busy_until_s`.
+    There may be no prefill worker, if the policy asks decode workers to prefill locally; where none
+    of these does so, `busy` is what is waited for.
     """
 
     prefillers: list[Worker]
     decoders: list[Worker]
     apart: frozenset[tuple[WorkerId, WorkerId]] = frozenset()  # KV does not arrive between them
-    busy_until_s: float | None = None
+    busy: Busy = Busy()
 
     def partners(self, prefill: WorkerId) -> list[Worker]:
         """Decode workers for what this one prefills."""

@@ -20,7 +20,7 @@ them is quicker than to fail again.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.messages import WorkerId
+from engine.messages import Role, WorkerId
 from router.policies.base import Busy, Candidates, Costs, Impossible, Need, Worker
 from router.view import ClusterView, WorkerView
 
@@ -99,8 +99,10 @@ def find(
     workers = view.workers.items()
     decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
     prefillers = [item for item in view.prefillers() if item[0] != other_than]
-    if not prefillers or not decoders:
-        return Busy()  # one may come yet: the dead are replaced, roles change
+    if not prefillers:
+        return Busy(lacks=Role.PREFILL)  # one may come yet: the dead are replaced, roles change
+    if not decoders:
+        return Busy()
     fault = _fault(prefillers, decoders, need)
     if fault is not None:
         return fault
@@ -110,7 +112,7 @@ def find(
         return Busy()
     waits = [(_wait_s(w, need, backlog), i, w) for i, w in prefillers]
     open_prefillers = [(i, w) for wait_s, i, w in waits if wait_s == 0.0]
-    until_s = None
+    busy = Busy()
     if open_prefillers:
         if not view.severed:
             return Candidates(open_prefillers, open_decoders)
@@ -119,9 +121,10 @@ def find(
             return found
     else:
         until_s = _soonest_s(min(wait_s for wait_s, _, _ in waits), backlog)
+        busy = Busy(until_s, Role.PREFILL)
     if locally and any(worker.info.prefills_locally for _, worker in open_decoders):
-        return Candidates([], open_decoders, busy_until_s=until_s)
-    return Busy(until_s)
+        return Candidates([], open_decoders, busy=busy)
+    return busy
 
 
 def _soonest_s(wait_s: float, backlog: Backlog | None) -> float | None:

@@ -94,7 +94,7 @@ class _Question:
             return self._choice(local, local.worker[0])
         best = best or self._soonest(able)
         if best is None:
-            return Busy(asked.candidates.busy_until_s)
+            return asked.candidates.busy
         return self._with_decoder(best)
 
     def _predict(self, item: Worker) -> _Prefill | None:

@@ -12,7 +12,7 @@ from engine.messages import PROTOCOL_VERSION, Limits, RequestId, Role, Sampling,
 from router.costs import PrefillCost, PullCost, WorkerCosts
 from router.demand import Observer, members
 from router.estimates import Estimates
-from router.events import Arrived, WorkerJoined
+from router.events import Arrived, Tick, WorkerJoined
 from router.machine import RouterMachine
 from router.requests import Rejected, Request
 
@@ -60,6 +60,28 @@ def test_who_waits_for_a_prefill_worker_is_told_in_seconds():
     assert seen.num_decoding == 1
     assert (seen.prefilling_s, seen.queued_s) == (pytest.approx(0.4), pytest.approx(0.8))
     assert (seen.num_queued, seen.queued_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("after_s", [0.01 * number for number in range(8)])
+def test_who_waits_for_a_prefill_worker_does_so_too_when_nobody_knows_how_long(after_s):
+    """Behind the first prompt, which is late, there are others: no time is told for the next."""
+    machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE, num_blocks=1000)
+    machine.demand.observe(0.0)
+    for number in range(7):
+        ask(machine, f"r{number}", num_tokens=4)
+    machine.handle(Tick(), 1.0 + after_s)
+    seen = machine.demand.observe(1.0 + after_s)
+    assert (seen.num_queued, seen.queued_tokens) == (0, 0)
+    assert seen.queued_s == pytest.approx(0.04 * machine.queue_len)
+    assert machine.queue_len > 3
+
+
+def test_without_prefill_workers_all_wait_for_one():
+    machine = machine_of(Role.DECODE)
+    machine.demand.observe(0.0)
+    ask(machine, "r")
+    seen = machine.demand.observe(1.0)
+    assert (seen.num_queued, seen.queued_s) == (0, pytest.approx(0.4))
 
 
 def test_who_waits_for_a_decode_worker_is_told_in_requests():

@@ -273,6 +273,7 @@ class RandomCluster:
             assert isinstance(theirs, Impossible) or not complete  # then it leaves it to the other
         elif isinstance(ours, Busy):
             assert isinstance(theirs, Busy)
+            assert ours.lacks is theirs.lacks
             if ours.until_s is not None:
                 assert ours.until_s == pytest.approx(theirs.until_s)
         else:
@@ -376,7 +377,7 @@ def test_a_decode_worker_prefills_also_when_no_prefill_worker_has_time():
     cluster = cluster_of("p0", "l0", costs=QUICK)
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=9.0)
     assert cluster.fleet_choice(NEED).placement == Placement("l0", "l0")
-    assert cluster.fleet_choice(Need(1400, 1450)) == Busy(6.0)
+    assert cluster.fleet_choice(Need(1400, 1450)) == Busy(6.0, Role.PREFILL)
 
 
 def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
@@ -519,7 +520,10 @@ def test_a_worker_whose_first_prompt_takes_too_long_is_not_waited_for_by_the_clo
     cluster = cluster_of("p0", "d0")
     for seq_id in "ab":
         cluster.view.workers["p0"].reserve_prefill(seq_id, 9, seconds=4.0)
-    assert cluster.fleet_choice(NEED, now_s=1.0) == cluster.policy_choice(NEED, now_s=1.0) == Busy()
+    ours, theirs = (
+        choose(NEED, now_s=1.0) for choose in (cluster.fleet_choice, cluster.policy_choice)
+    )
+    assert ours == theirs == Busy(lacks=Role.PREFILL)
 
 
 def test_what_others_gave_to_a_worker_is_priced_anew_with_new_costs():

@@ -158,16 +158,18 @@ def test_the_least_loaded_workers_are_chosen(workers, expected):
 
 
 @pytest.mark.parametrize(
-    "workers",
+    ("workers", "lacks"),
     [
-        [worker("p0", tokens=13), D0],
-        [P0, worker("d0", blocks=7)],
-        [P0, worker("d0", blocks=1, max_running=1)],
-        [worker("m0", tokens=13)],
-        [worker("m0", blocks=7)],
-        [worker("p0", tokens=13), worker("m0", blocks=7), D0],
-        [worker("p0", num_blocks=1), worker("p1", tokens=13), D0],
-        [P0, worker("d0", num_blocks=1), worker("d1", blocks=7)],
+        ([worker("p0", tokens=13), D0], Role.PREFILL),
+        ([P0, worker("d0", blocks=7)], Role.DECODE),
+        ([P0, worker("d0", blocks=1, max_running=1)], Role.DECODE),
+        ([worker("m0", tokens=13)], Role.PREFILL),
+        ([worker("m0", blocks=7)], Role.DECODE),
+        ([worker("p0", tokens=13), worker("m0", blocks=7), D0], Role.PREFILL),
+        ([worker("p0", num_blocks=1), worker("p1", tokens=13), D0], Role.PREFILL),
+        ([P0, worker("d0", num_blocks=1), worker("d1", blocks=7)], Role.DECODE),
+        ([D0], Role.PREFILL),
+        ([P0], Role.DECODE),
     ],
     ids=[
         "backlog",
@@ -178,10 +180,12 @@ def test_the_least_loaded_workers_are_chosen(workers, expected):
         "each lacks something",
         "one too small, the other busy",
         "one too small, the other full",
+        "nobody prefills",
+        "nobody decodes",
     ],
 )
-def test_when_all_that_could_serve_are_full_the_request_waits(workers):
-    assert place(*workers) == Busy()
+def test_when_all_that_could_serve_are_full_the_request_waits(workers, lacks):
+    assert place(*workers) == Busy(lacks=lacks)
 
 
 def test_a_backlog_may_be_filled_exactly():

@@ -241,13 +241,13 @@ def test_where_all_do_both_somebody_has_to():
 
 def test_a_prompt_waits_in_the_router_until_a_worker_has_little_left_to_do():
     busy = [worker("p0", busy_s=3.0), worker("p1", busy_s=2.0), D0]
-    assert choose(*busy, bound_s=0.5, now_s=1.0) == Busy(until_s=1.5)
+    assert choose(*busy, bound_s=0.5, now_s=1.0) == Busy(1.5, Role.PREFILL)
     assert choose(*busy, bound_s=0.5, now_s=1.5).placement.prefill == "p1"
 
 
 def test_work_of_other_gateways_is_waited_for_and_done_with_time():
     view = worker("p0")
     view.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, prompt_tokens=200), 1.0)
-    assert choose(view, D0, bound_s=0.5, now_s=1.0) == Busy(until_s=2.5)
+    assert choose(view, D0, bound_s=0.5, now_s=1.0) == Busy(2.5, Role.PREFILL)
     assert choose(view, D0, bound_s=0.5, now_s=2.5).ttft_s == pytest.approx(0.5 + 1.0)
     assert choose(view, D0, bound_s=0.5, now_s=9.0).ttft_s == pytest.approx(1.0)
