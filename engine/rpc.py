@@ -240,7 +240,7 @@ class SessionClient:
         """A worker that is silent for longer than `silence_s` counts as lost."""
         self._address = address
         self._silence_s = silence_s
-        self._ended: PeerSilent | None = None  # why there is no session any more
+        self._ended: BaseException | None = None  # why there is no session any more
 
     async def open(self) -> None:
         """Prepares the stream; whether the worker answers shows at the first read."""
@@ -253,9 +253,10 @@ class SessionClient:
         self._keeping.add_done_callback(self._on_silence)
 
     def _on_silence(self, keeping: "asyncio.Task[PeerSilent]") -> None:
+        """Or on a bug: nobody would notice silence any more."""
         if not keeping.cancelled():
-            self._ended = keeping.result()
-            self._call.cancel()  # which ends `receive`
+            self._ended = keeping.exception() or keeping.result()
+            self._call.cancel()  # which ends `receive`, and what is being sent
 
     async def send(self, frame: bytes) -> None:
         """Sends a frame; waits while the worker reads too slowly. Raises ConnectionError."""
@@ -268,6 +269,8 @@ class SessionClient:
             raise ConnectionError(await self._call.details() or "session ended") from error
         except (grpc.RpcError, grpc.aio.UsageError) as error:
             raise ConnectionError(_reason(error)) from error
+        except asyncio.CancelledError as error:
+            raise self._cause_of(error) from None
 
     def post(self, frame: bytes) -> None:
         """Sends a frame without waiting for anything. Raises ConnectionError.
@@ -290,13 +293,17 @@ class SessionClient:
                 line.listens = True
         except grpc.RpcError as error:
             raise ConnectionError(_reason(error)) from error
-        except asyncio.CancelledError:  # this task, or the call, or both
-            task = asyncio.current_task()
-            if self._ended is None or (task is not None and task.cancelling()):
-                raise
-            raise self._ended from None
+        except asyncio.CancelledError as error:
+            raise self._cause_of(error) from None
         line.heard()
         return None if frame is grpc.aio.EOF else frame
+
+    def _cause_of(self, error: asyncio.CancelledError) -> BaseException:
+        """Who is cancelled is this task, or the call, or both."""
+        task = asyncio.current_task()
+        if self._ended is None or (task is not None and task.cancelling()):
+            return error
+        return self._ended
 
     async def close(self) -> None:
         """Ends the session."""

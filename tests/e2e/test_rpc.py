@@ -5,6 +5,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -200,6 +201,51 @@ def test_both_ends_of_a_session_that_is_cut_off_end_it():
         await relay.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("_quick_beats")
+def test_frames_on_their_way_to_a_peer_that_falls_silent_are_lost_without_a_noise():
+    """More than a connection holds: it stands still with a frame half sent and others behind it."""
+    told: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        server = SessionServer(echo, silence_s=0.5)
+        relay = Relay(await server.open())
+        client = SessionClient(await relay.open(), silence_s=0.5)
+        await client.open()
+        await client.send(b"a")
+        assert await client.receive() == b"a"
+        relay.flows.clear()
+        for _ in range(3):
+            client.post(bytes(8 * 2**20))
+        async with asyncio.timeout(DEADLINE_S):
+            waiting = asyncio.create_task(client.send(b"behind them"))
+            with pytest.raises(PeerSilent):
+                await client.receive()
+            with pytest.raises(ConnectionError):
+                await waiting
+        with pytest.raises(ConnectionError):
+            client.post(b"b")
+        await client.close()
+        await server.close()
+        await relay.close()
+
+    asyncio.run(run())
+    assert told == []
+
+
+def test_beats_that_end_with_a_bug_end_the_session():
+    async def test(client: SessionClient, _: str) -> None:
+        receiving = asyncio.create_task(client.receive())
+        await asyncio.sleep(0)
+        beating: asyncio.Future[PeerSilent] = asyncio.get_running_loop().create_future()
+        beating.set_exception(RuntimeError("a bug"))
+        client._on_silence(beating)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await receiving
+
+    with_session(echo, test)
 
 
 def test_who_is_cancelled_while_the_session_ends_for_silence_is_cancelled():
