@@ -359,17 +359,15 @@ class RouterMachine:
     # ------------------------------------------------------------ deadlines
 
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
+        """There is a tick for each request now and then: it may not cost something for each other."""
         state = self.state
-        due = state.deadlines.take_due(now_s)
-        if not due:
-            return []
+        due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
+        due.sort(key=lambda flight: (flight.stamps.arrived_s, flight.request.request_id))
         effects: list[RouterEffect] = []
-        for flight in self._youngest_first():
-            request_id = flight.request.request_id
-            if request_id in due:
-                effects += self._on_due(flight, now_s)
-                if request_id in state.flights:
-                    state.watch(flight)
+        for flight in reversed(due):  # see `_youngest_first`
+            effects += self._on_due(flight, now_s)
+            if flight.request.request_id in state.flights:
+                state.watch(flight)
         return effects
 
     def _on_due(self, flight: Flight, now_s: float) -> list[RouterEffect]:
