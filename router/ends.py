@@ -52,7 +52,7 @@ class Ends:
         state = self._state
         if flight.attempt is not None and flight.hedge is not None:
             return self.drop(flight, flight.attempt, reason, now_s)
-        state.counters["retried", reason] += 1
+        state.count("retried", reason)
         self.release_followers(flight, now_s)
         effects = self.end_attempt(flight, now_s)
         if flight.num_counted >= state.config.max_attempts:
@@ -73,7 +73,7 @@ class Ends:
         assert first is not None
         assert second is not None
         other = second if attempt is first else first
-        self._state.counters["hedge", why] += 1
+        self._state.count("hedge", why)
         flight.attempt, flight.hedge = other, None
         flight.workers, flight.decision = (other.prefill, other.decode), other.decision
         if not flight.tokens:

@@ -298,7 +298,7 @@ class RouterMachine:
         if worker_id in state.heard:
             state.heard.discard(worker_id)
             state.prefixes.cleared(worker_id)
-            state.counters["blocks unheard", reason] += 1
+            state.count("blocks unheard", reason)
         return []
 
     # ------------------------------------------------------------ workers come and go
@@ -359,7 +359,7 @@ class RouterMachine:
     # ------------------------------------------------------------ deadlines
 
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
-        """There is a tick for each request now and then: it may not cost something for each other."""
+        """Each request has one now and then: it must not cost something for each of the others."""
         state = self.state
         due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
         due.sort(key=lambda flight: (flight.stamps.arrived_s, flight.request.request_id))

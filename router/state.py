@@ -68,6 +68,12 @@ class RouterState:
         self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
         self.heard: set[WorkerId] = set()  # workers that tell by themselves what they cache
 
+    def count(self, event: str, reason: str) -> None:
+        """Counts what a worker's word led to. Details, which are behind a colon, are left out: they
+        name addresses and numbers, of which there is no end.
+        """
+        self.counters[event, reason.partition(":")[0]] += 1
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a worker."""

@@ -369,6 +369,14 @@ def test_requests_that_are_late_together_are_placed_again_in_the_order_in_which_
     assert placed == [f"{name}.1" for name in names]
 
 
+def test_reasons_are_counted_without_their_details():
+    driver = Driver("p0", "d0", max_attempts=10)
+    driver.ask()
+    for number in range(3):
+        driver.say("p0", GivenBack(f"r.{number}", f"pull failed: no transport: fd {number}"))
+    assert driver.machine.counters["retried", "pull failed"] == 3
+
+
 def test_every_news_moves_the_deadline():
     driver = in_stage("answering")
     allowed_s = deadline_of(driver)
