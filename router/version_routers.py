@@ -3,7 +3,8 @@
 The shell around `versions.Versions`: it opens and closes routers, has tokenizers loaded (in a
 thread, again and again where that fails), and puts what can serve into the table that requests are
 given by. A version that is not named any more has been left by all its requests as the controller
-saw it; should one be there all the same it is waited for.
+saw it; should one be there all the same it is waited for. So is another version that can serve: a
+gateway that has not heard of the controller for some time may know none yet.
 """
 
 import asyncio
@@ -157,13 +158,17 @@ class VersionRouters:
         self._spawn(self._close(host))
 
     async def _close(self, host: _Host) -> None:
-        """When the last of its requests is over."""
-        while host.is_open and host.router.machine.num_flights:
+        """When the last of its requests is over, and no other can be given to it."""
+        while host.is_open and self._is_in_use(host):
             await asyncio.wait([self._never], timeout=LOOK_EVERY_S)
         self._leaving.remove(host)
         if host.is_open:
             await host.router.close()
         log.info("version %s is not served any more", host.version.name)
+
+    def _is_in_use(self, host: _Host) -> bool:
+        is_given = any(each.port is host.router for each in self.versions.table)
+        return is_given or host.router.machine.num_flights > 0
 
     def _tell(self) -> None:
         served = (host.served() for host in self._hosts.values())

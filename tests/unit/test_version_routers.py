@@ -183,6 +183,24 @@ def test_a_version_that_is_not_named_any_more_is_left_when_its_last_request_is_o
     play(scene)
 
 
+def test_a_version_that_requests_are_still_given_to_is_not_left_before_there_is_another():
+    """As a gateway finds it that has not heard of the controller for some time."""
+
+    async def scene(world: World) -> None:
+        await world.routers.open(members(1, V1))
+        router = world.versions.table[0].port
+        world.routers.follow(members(2, V2))
+        never = asyncio.get_running_loop().create_future()
+        await asyncio.wait([never], timeout=0.05)  # in which nothing happens
+        assert world.names() == ["v1"]
+        assert router.is_open
+        world.held["v2"].set()
+        await until(lambda: not router.is_open)
+        assert world.names() == ["v2"]
+
+    play(scene, "v2")
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_told_and_tried_again(monkeypatch):
     monkeypatch.setattr("router.version_routers.RETRY_EVERY_S", 0.01)
 
