@@ -81,7 +81,6 @@ from engine.control import (
     Version,
     VersionReport,
 )
-from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 
 FLIP_TIMEOUT_S = 10.0  # a worker answers between two steps
@@ -203,7 +202,7 @@ class PoolMachine:
         serves = all(state is GatewayState.SERVING for state in gateways)
         return self.is_settled or (self._waits_for_nodes and serves)
 
-    def serving(self, name: str) -> Mapping[Role | None, int]:
+    def serving(self, name: str) -> Counter[Role | None]:
         """Workers of a version that serve, by role."""
         return self._scene().serving(name)
 
@@ -476,22 +475,18 @@ class PoolMachine:
     # ------------------------------------------------------------ orders
 
     def _on_set_pools(self, event: SetPools, now_s: float) -> Iterator[PoolEffect]:
-        pools = event.pools
-        version = self._changeable(event.version or self.intent.current.name)
-        self._check_pools(version, pools)
-        self.intent = self.intent.changed(version.name, pools=pools)
-        what = f"are to be {_counts(pools)}"
-        subject = "pools" if len(self.intent.versions) == 1 else f"pools of {version.name}"
+        name = event.version or self.intent.current.name
+        intent = rollout.resized(self.intent, name, event.pools)
+        self._check_room(rollout.known(self.intent, name), event.pools)
+        self.intent = intent
+        what = f"are to be {_counts(event.pools)}"
+        subject = "pools" if len(self.intent.versions) == 1 else f"pools of {name}"
         yield self._tell(now_s, subject, what, event.why)
 
     def _on_flip(self, event: Flip, now_s: float) -> Iterator[PoolEffect]:
         worker = self._known(event.worker_id)
-        version = self._changeable(worker.version)
-        self._check_flip(worker, version, event.role)
-        assert worker.target is not None
-        pools = version.pools.moved(worker.target, event.role)
-        self._check_pools(version, pools, other_than=worker)
-        self.intent = self.intent.changed(version.name, pools=pools)
+        self._check_flip(worker, event.role)
+        self.intent = rollout.moved(self.intent, worker, event.role)
         worker.refuses.discard(event.role)
         yield from self._flip(worker, event.role, "ordered", now_s)
 
@@ -522,37 +517,18 @@ class PoolMachine:
 
     def _take_out(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
         """An order: its pool has one worker less from now on."""
-        assert worker.target is not None
-        version = self._changeable(worker.version)
-        pools = version.pools.moved(worker.target, Role.DRAINED)
-        self._check_pools(version, pools, other_than=worker)
-        self.intent = self.intent.changed(version.name, pools=pools)
+        self.intent = rollout.moved(self.intent, worker, Role.DRAINED)
         if worker.state in (WorkerState.WAITING, WorkerState.STARTING):
             worker.target = Role.DRAINED
         else:
             yield from self._drain(worker, "ordered", now_s)
 
-    def _changeable(self, name: str) -> Version:
-        """A version whose pools are the operator's to change."""
-        rollout.not_rolling(self.intent)
-        version = rollout.known(self.intent, name)
-        if version.is_leaving:
-            raise OrderRefused(f"{name} is leaving, its workers go")
-        return version
-
-    def _check_pools(
-        self, version: Version, pools: Pools, other_than: Worker | None = None
-    ) -> None:
-        try:
-            pools.check()
-        except ConfigError as error:
-            raise OrderRefused(str(error), status=400 if other_than is None else 409) from error
-        all_kept = [w for w in self.workers.values() if self._is_kept(w)]
-        kept = [w.worker_id for w in all_kept if w is not other_than]
+    def _check_room(self, version: Version, pools: Pools) -> None:
+        kept = [w.worker_id for w in self.workers.values() if self._is_kept(w)]
         most = self.limits.max_workers
         of_others = sum(each.pools.total for each in self.intent.versions if each is not version)
         # What is there may be more than there is room for, since a node was lost: it may change.
-        grows = pools.total + len(kept) > version.pools.total + len(all_kept)
+        grows = pools.total > version.pools.total
         if grows and pools.total + of_others + len(kept) > most:
             beside = f" beside {', '.join(kept)}, drained," if kept else ""
             beside += f" beside {of_others} of other versions" if of_others else ""
@@ -561,11 +537,11 @@ class PoolMachine:
                 f"{pools.total} workers{beside} are more than the {most} there can be{why}"
             )
 
-    def _check_flip(self, worker: Worker, version: Version, role: Role) -> None:
+    def _check_flip(self, worker: Worker, role: Role) -> None:
         if role is Role.DRAINED:
             raise OrderRefused("a worker is not flipped to drained, it is drained", status=400)
         self._check_takes_orders(worker, role)
-        wanted = formats_of(version.worker)[role]
+        wanted = formats_of(rollout.known(self.intent, worker.version).worker)[role]
         if worker.kv_format != wanted:
             raise OrderRefused(
                 f"{worker.worker_id} holds KV as {worker.kv_format}, {role} workers as {wanted}"
@@ -651,7 +627,7 @@ class PoolMachine:
             self.counters["updates given up"] += 1
             yield from self._abort(rolls.to, why, now_s)
         else:  # there is nothing to go back to
-            self.intent = msgspec.structs.replace(self.intent, rollout=None)
+            self.intent = rollout.ended(self.intent)
             yield self._tell(now_s, rolls.to, "stays as it is", why)
 
     def _give_up_newcomers(self, now_s: float) -> Iterator[PoolEffect]:

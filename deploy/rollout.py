@@ -12,9 +12,9 @@ A version that takes over does so by steps, each when the one before has come tr
 6. without workers it is gone; 3 goes on where there was no room
 
 A version that leaves takes no new requests, and keeps what serves those that it has for as long as
-they run. To abort is the same in the other direction, but begins with 4: the current version gets
-all requests at once and its workers back by 3. Before 2 nothing was taken from anybody: then the
-newcomer leaves, and no other.
+they run. To abort begins with 4, in the other direction: the others have their shares of the
+requests again at once, the current version gets its workers back by 3, and then each other one that
+served beside it. Before anything was taken from anybody the newcomer leaves, and that is all.
 """
 
 from collections import Counter
@@ -141,19 +141,36 @@ def _rolled(intent: Intent, scene: Scene) -> Change | None:
     if rollout is None:
         return None
     to = _named(intent, rollout.to)
-    there = [version for version in intent.versions if not version.is_over]
+    concerned = [version for version in intent.versions if version.name not in rollout.stay]
+    there = [version for version in concerned if not version.is_over]
     if not scene.is_quiet(there) or not scene.is_served(to.name):
         return None
-    others = [version for version in intent.versions if version is not to]
+    others = [version for version in concerned if version is not to]
     if not others and to.pools == rollout.pools:
-        changed = msgspec.structs.replace(intent, rollout=None)
-        return Change(changed, to.name, "is all there is", "the update is complete")
-    return _shared(intent, to, scene) or _grown(intent, to, scene) or _alone(intent, to)
+        if rollout.stay:
+            return Change(ended(intent), to.name, "has its workers back")
+        return Change(ended(intent), to.name, "is all there is", "the update is complete")
+    return (
+        _shared(intent, to, others)
+        or _grown(intent, to, others, scene.room)
+        or _alone(intent, to, others)
+    )
 
 
-def _shared(intent: Intent, to: Version, scene: Scene) -> Change | None:
+def ended(intent: Intent) -> Intent:
+    """Nothing takes over any more; those that stayed are to have what they had."""
+    rollout = intent.rollout
+    assert rollout is not None
+    for was in rollout.before:
+        version = intent.version(was.name)
+        if was.name in rollout.stay and version is not None and not version.is_leaving:
+            intent = intent.changed(was.name, pools=was.pools)
+    return msgspec.structs.replace(intent, rollout=None)
+
+
+def _shared(intent: Intent, to: Version, others: Sequence[Version]) -> Change | None:
     """Step 2."""
-    staying = [v for v in intent.versions if v is not to and not v.is_leaving]
+    staying = [v for v in others if not v.is_leaving]
     if not staying:
         return None
     own, of_others = to.pools.total, sum(v.pools.total for v in staying)
@@ -179,13 +196,17 @@ def _scaled(parts: Mapping[str, int], total: int) -> Iterator[tuple[str, int]]:
         rest, left = rest - part, left - share
 
 
-def _grown(intent: Intent, to: Version, scene: Scene) -> Change | None:
+def _grown(intent: Intent, to: Version, others: Sequence[Version], room: int) -> Change | None:
     """Step 3."""
     assert intent.rollout is not None
     lacking = {role: intent.rollout.pools.of(role) - to.pools.of(role) for role in SERVING_ROLES}
     role = max(SERVING_ROLES, key=lambda each: lacking[each])
     lacks = lacking[role] > 0
-    if lacks and sum(version.pools.total for version in intent.versions) < scene.room:
+    for each in SERVING_ROLES:
+        if lacks and lacking[each] < 0 and (other := _without(to.pools, each, role)) is not None:
+            changed = intent.changed(to.name, pools=other)
+            return Change(changed, to.name, f"has a {role} worker in place of a {each} worker")
+    if lacks and sum(version.pools.total for version in intent.versions) < room:
         changed = intent.changed(to.name, pools=to.pools.moved(Role.DRAINED, role))
         return Change(changed, to.name, f"gets one more {role} worker")
     for each in SERVING_ROLES:
@@ -196,9 +217,9 @@ def _grown(intent: Intent, to: Version, scene: Scene) -> Change | None:
         return None
     spare = [
         (version, each, smaller)
-        for version in intent.versions
+        for version in others
         for each in SERVING_ROLES
-        if version is not to and (smaller := _without(version.pools, each)) is not None
+        if (smaller := _without(version.pools, each)) is not None
     ]
     if not spare:
         return None
@@ -207,29 +228,24 @@ def _grown(intent: Intent, to: Version, scene: Scene) -> Change | None:
     return Change(changed, version.name, f"has one {each} worker less", f"{to.name} gets it")
 
 
-def _without(pools: Pools, role: Role) -> Pools | None:
-    """With one worker less; None where too few would be left."""
-    if not pools.of(role):
-        return None
+def _without(pools: Pools, role: Role, other: Role = Role.DRAINED) -> Pools | None:
+    """With one worker less, or one of another role instead; None where too few would be left."""
     try:
-        return pools.moved(role, Role.DRAINED).check()
+        return pools.moved(role, other).check()
     except ConfigError:
         return None
 
 
-def _alone(intent: Intent, to: Version) -> Change | None:
+def _alone(intent: Intent, to: Version, others: Sequence[Version]) -> Change | None:
     """Step 4."""
-    names = [v.name for v in intent.versions if v is not to and not v.is_leaving]
+    names = [version.name for version in others if not version.is_leaving]
     if not names:
         return None
-    what = f"leaves: all new requests are for {to.name}"
-    return Change(_left(intent, names, to.name), ", ".join(names), what)
-
-
-def _left(intent: Intent, names: Sequence[str], to: str) -> Intent:
+    changed = intent.changed(to.name, weight=FULL_WEIGHT)
     for name in names:
-        intent = intent.changed(name, weight=0, is_leaving=True)
-    return intent.changed(to, weight=FULL_WEIGHT, is_leaving=False)
+        changed = changed.changed(name, weight=0, is_leaving=True)
+    what = f"leaves: all new requests are for {to.name}"
+    return Change(changed, ", ".join(names), what)
 
 
 # ---------------------------------------------------------------- what operators order
@@ -280,7 +296,7 @@ def added(intent: Intent, order: AddVersion, room: int) -> Intent:
     return msgspec.structs.replace(
         intent,
         versions=(*intent.versions, newcomer),
-        rollout=Rollout(version.name, wanted, intent.current.pools),
+        rollout=Rollout(version.name, wanted, before=intent.versions),
     )
 
 
@@ -313,7 +329,7 @@ def finished(intent: Intent, name: str, pools: Pools | None, room: int) -> Inten
     wanted = _checked(pools or _as_many(version.pools, intent.pools))
     if wanted.total > room:
         raise OrderRefused(f"{wanted.total} workers are more than the {room} there can be")
-    return msgspec.structs.replace(intent, rollout=Rollout(name, wanted, intent.pools))
+    return msgspec.structs.replace(intent, rollout=Rollout(name, wanted, before=intent.versions))
 
 
 def _as_many(own: Pools, others: Pools) -> Pools:
@@ -333,16 +349,71 @@ def aborted(intent: Intent, name: str) -> Intent:
             f"{current.name} has no workers any more, to which {name} could give all"
         )
     if rollout is not None and rollout.to == name:
-        if version.weight or current.pools != rollout.before:
-            back = Rollout(current.name, rollout.before, rollout.before)
-            return msgspec.structs.replace(_left(intent, [name], current.name), rollout=back)
-        intent = msgspec.structs.replace(intent, rollout=None)  # step 2 was not: others are as ever
-    if version.is_leaving:
+        intent = _given_back(intent, rollout)
+    elif version.is_leaving:
         raise OrderRefused(f"{name} is leaving already")
     changed = intent.changed(name, weight=0, is_leaving=True)
     if not any(each.weight for each in changed.versions):
         changed = changed.changed(current.name, weight=FULL_WEIGHT)
     return changed
+
+
+def _given_back(intent: Intent, rollout: Rollout) -> Intent:
+    """As it was before that began, as far as others are still there; what is lacking comes."""
+    lost = [
+        was
+        for was in rollout.before
+        if was.name != rollout.to
+        and not was.is_leaving
+        and intent.version(was.name) not in (None, was)
+    ]
+    changed = msgspec.structs.replace(intent, rollout=None)
+    for was in lost:
+        if not _named(intent, was.name).is_over:
+            changed = changed.changed(was.name, weight=was.weight, is_leaving=False)
+    if not lost:
+        return changed
+    current = changed.current
+    had = next(was.pools for was in rollout.before if was.name == current.name)
+    stay = tuple(
+        each.name
+        for each in changed.versions
+        if each.name not in (current.name, rollout.to) and not each.is_leaving
+    )
+    return msgspec.structs.replace(
+        changed, rollout=Rollout(current.name, had, rollout.before, stay)
+    )
+
+
+def resized(intent: Intent, name: str, pools: Pools) -> Intent:
+    """Raises OrderRefused."""
+    not_rolling(intent)
+    _staying(intent, name)
+    return intent.changed(name, pools=_checked(pools))
+
+
+def moved(intent: Intent, worker: Worker, role: Role) -> Intent:
+    """One worker less of what it is, and one more of that role. Of the version that takes over that
+    may be ordered meanwhile, and is so in the end too. Raises OrderRefused.
+    """
+    version, rollout, is_now = _staying(intent, worker.version), intent.rollout, worker.target
+    assert is_now is not None
+    if rollout is not None:
+        if rollout.to != version.name:
+            not_rolling(intent)
+        in_the_end = _checked(rollout.pools.moved(is_now, role), status=409)
+        intent = msgspec.structs.replace(
+            intent, rollout=msgspec.structs.replace(rollout, pools=in_the_end)
+        )
+    pools = _checked(version.pools.moved(is_now, role), status=409)
+    return intent.changed(version.name, pools=pools)
+
+
+def _staying(intent: Intent, name: str) -> Version:
+    version = known(intent, name)
+    if version.is_leaving:
+        raise OrderRefused(f"{name} is leaving, its workers go")
+    return version
 
 
 def not_rolling(intent: Intent) -> None:
@@ -367,8 +438,8 @@ def _named(intent: Intent, name: str) -> Version:
     return version
 
 
-def _checked(pools: Pools) -> Pools:
+def _checked(pools: Pools, *, status: int = 400) -> Pools:
     try:
         return pools.check()
     except ConfigError as error:
-        raise OrderRefused(str(error), status=400) from error
+        raise OrderRefused(str(error), status=status) from error

@@ -20,7 +20,7 @@ from engine.demand import Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
 
-CONTROL_VERSION = 2
+CONTROL_VERSION = 3
 MAX_LISTED = 1000  # requests in one answer
 FIRST_VERSION = "v1"  # the name of what a deployment is started with
 FULL_WEIGHT = 100
@@ -94,11 +94,12 @@ _AMOUNTS = {"pools": Pools(), "weight": 0, "is_leaving": False}
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """A version takes over from all others, worker by worker."""
+    """A version takes over from all others but those that stay, worker by worker."""
 
     to: str
     pools: Pools  # what it is to have in the end
-    before: Pools  # what the current version had, and gets back if that is given up
+    before: tuple[Version, ...]  # all as they were, and are again if that is given up
+    stay: tuple[str, ...] = ()  # where one was given up: those beside the current version
 
 
 class Intent(msgspec.Struct, frozen=True):

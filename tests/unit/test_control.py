@@ -30,7 +30,14 @@ intents = st.builds(
     st.lists(versions, min_size=1, max_size=2).map(tuple),
     st.sampled_from(control.PlannerMode),
     st.lists(texts, max_size=2).map(tuple),
-    st.none() | st.builds(control.Rollout, texts, pools, pools),
+    st.none()
+    | st.builds(
+        control.Rollout,
+        texts,
+        pools,
+        st.lists(versions, max_size=2).map(tuple),
+        st.lists(texts, max_size=2).map(tuple),
+    ),
 )
 workers = st.lists(st.builds(control.Member, texts, texts, texts, ints), max_size=3).map(tuple)
 members = st.builds(Members, ints, workers, intents)

@@ -15,13 +15,16 @@ from deploy.pool_events import (
     Died,
     Drain,
     Finish,
+    Flip,
     Found,
     GatewaySeen,
     OrderRefused,
     Publish,
+    RoomSeen,
     SetPools,
     SetWeights,
     StartWorker,
+    Stop,
     Tick,
     WorkerState,
 )
@@ -173,6 +176,36 @@ def test_to_abort_gives_back_workers_and_requests_whatever_was_done():
     assert world.machine.intent.pools == Pools(2, 2)
 
 
+def test_to_abort_leaves_other_versions_beside_the_current_one_with_what_they_had():
+    world = settled(Pools(2, 2), max_workers=10)
+    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
+    world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
+    world.settle()
+    before = world.machine.intent
+    world.feed(Finish("v3", Pools(3, 3)))
+    while by_version(world)["v2"] == 3:  # one of its workers is v3's by now
+        world.run(1)
+    world.feed(Abort("v3"))
+    assert weights(world) == {"v1": 100, "v2": 10, "v3": 0}
+    world.settle()
+    assert world.machine.intent.versions == before.versions[:2]
+    assert by_version(world) == {"v1": 4, "v2": 3}
+
+
+def test_a_version_that_was_aborted_too_meanwhile_is_given_nothing_back():
+    world = settled(Pools(2, 2), max_workers=10)
+    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
+    world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
+    world.settle()
+    world.feed(Finish("v3", Pools(3, 3)))
+    while by_version(world)["v1"] == 4:
+        world.run(1)
+    world.feed(Abort("v3"))
+    world.feed(Abort("v2"))
+    world.settle()
+    assert by_version(world) == {"v1": 4}
+
+
 def test_what_gateways_said_before_an_abort_ends_no_workers():
     world = settled(Pools(2, 2), max_workers=6)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
@@ -264,6 +297,17 @@ def test_a_split_version_that_takes_over_may_become_mixed(max_workers):
     assert set(world.roles().values()) == {Role.MIXED}
 
 
+def test_a_split_version_may_become_mixed_although_there_is_room_for_no_other_worker():
+    world = settled(Pools(0, 0, 1), max_workers=3)
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.feed(RoomSeen(2, "a node was lost"))
+    world.feed(Finish("v2", Pools(0, 0, 2)))
+    world.settle()
+    assert by_version(world) == {"v2": 2}
+    assert set(world.roles().values()) == {Role.MIXED}
+
+
 def test_shares_that_are_rounded_come_to_rest():
     world = settled()
     world.feed(AddVersion(named("v2", weight=1), takes_over=False))
@@ -345,6 +389,42 @@ def test_while_a_version_takes_over_pools_and_weights_are_not_the_operators():
             world.feed(order)
 
 
+def workers_of(world: World, version: str, role: Role) -> list[WorkerId]:
+    return [
+        WorkerId(name)
+        for name, process in sorted(world.processes.items())
+        if process.version == version and process.role is role
+    ]
+
+
+def test_workers_of_the_version_that_takes_over_may_be_ordered_about_meanwhile():
+    world = settled(Pools(2, 2))
+    world.requests["v1"] = 1
+    world.feed(AddVersion(named("v2", Pools(2, 3)), takes_over=True))
+    while world.machine.serving("v2").total() < 5:
+        world.run(1)
+    drained = workers_of(world, "v2", Role.DECODE)[0]
+    world.feed(Drain(drained))
+    world.feed(Flip(workers_of(world, "v2", Role.DECODE)[1], Role.PREFILL))
+    stopped = workers_of(world, "v2", Role.PREFILL)[0]
+    world.feed(Stop(stopped))
+    world.requests["v1"] = 0
+    world.settle()
+    assert by_version(world) == {"v2": 4}
+    assert world.machine.intent.pools == Pools(2, 1)
+    assert world.machine.intent.drained == (drained,)
+    assert stopped not in world.processes
+
+
+def test_the_last_worker_of_a_role_that_a_version_is_to_have_stays_also_when_it_takes_over():
+    world = settled()
+    world.requests["v1"] = 1
+    world.feed(AddVersion(V2, takes_over=True))
+    world.run(100)
+    with pytest.raises(OrderRefused, match="last worker that prefills"):
+        world.feed(Drain(workers_of(world, "v2", Role.PREFILL)[0]))
+
+
 def test_there_are_only_so_many_versions():
     world = settled(max_workers=20)
     for i in range(2, MAX_VERSIONS + 1):
@@ -407,12 +487,17 @@ def test_workers_are_started_with_what_their_version_says():
 
 sizes = st.sampled_from([Pools(1, 1), Pools(2, 1), Pools(1, 2), Pools(0, 0, 1), Pools(2, 2)])
 version_names = st.sampled_from(["v1", "v2", "v3"])
+worker_names = st.sampled_from(
+    [WorkerId(f"{role}-{i}") for role in ("prefill", "decode", "mixed") for i in range(3)]
+)
 actions = st.one_of(
     st.builds(AddVersion, st.builds(named, version_names, sizes, st.integers(0, 9)), st.booleans()),
     st.builds(SetWeights, st.dictionaries(version_names, st.integers(0, 9), max_size=2)),
     st.builds(Finish, version_names, st.none() | sizes),
     st.builds(Abort, version_names),
     st.builds(SetPools, sizes, version=version_names),
+    st.builds(Flip, worker_names, st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED])),
+    st.builds(Stop, worker_names),
     st.tuples(st.just("run"), st.sampled_from([1, 5, 40])),
     st.tuples(st.just("requests"), version_names),
     st.tuples(st.just("die"), st.integers(0, 8)),
