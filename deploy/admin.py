@@ -309,6 +309,7 @@ class _Pages:
             address=worker.address,
             waiting_seqs=0 if load is None else load.waiting_seqs,
             running_seqs=0 if load is None else load.running_seqs,
+            leaving_seqs=worker.num_leaving_seqs,
             open_leases=0 if load is None else load.open_leases,
             num_blocks=ready.num_blocks if runs and ready is not None else 0,
             free_blocks=0 if load is None else load.free_blocks + load.cached_blocks,

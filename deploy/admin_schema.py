@@ -86,6 +86,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     address: str | None
     waiting_seqs: int
     running_seqs: int
+    leaving_seqs: int  # of these: they decode although its role is not for that, until they moved
     open_leases: int
     num_blocks: int
     free_blocks: int  # cached ones included

@@ -309,7 +309,9 @@ def _remark(worker: WorkerInfo) -> str:
         return f"[red]failed {worker.failures} times in a row[/red]"
     if worker.state in ("waiting", "starting", "stopping"):
         return ""
-    return "" if worker.is_connected else "[red]cannot be reached[/red]"
+    if not worker.is_connected:
+        return "[red]cannot be reached[/red]"
+    return f"{worker.leaving_seqs} to be moved" if worker.leaving_seqs else ""
 
 
 def _gateways_table(gateways: list[GatewayInfo]) -> Table:

@@ -379,11 +379,18 @@ class Worker:
     lost_s: float | None = None  # without a session since then
     leaves: bool = False  # to be stopped when it is drained
     refuses: set[Role] = field(default_factory=set)  # roles that it did not take
+    moves_since_s: float | None = None  # it may decode yet what its role since then is not for
 
     @property
     def num_seqs(self) -> int:
         """Sequences that it holds, as it said last."""
         return 0 if self.load is None else self.load.waiting_seqs + self.load.running_seqs
+
+    @property
+    def num_leaving_seqs(self) -> int:
+        """Sequences that decode here although its role is not for that: they are moved away."""
+        decodes = self.role is None or self.role.decodes
+        return 0 if self.load is None or decodes else self.load.decode_seqs
 
     @property
     def is_idle(self) -> bool:

@@ -192,6 +192,7 @@ class PoolMachine:
             and not any(version.is_leaving for version in self.intent.versions)
             and self._scene().is_quiet(self.intent.versions)
             and all(w.state in steady for w in self.workers.values())
+            and all(w.moves_since_s is None for w in self.workers.values())
             and all(state is GatewayState.SERVING for state in self.gateways.values())
         )
 
@@ -231,6 +232,7 @@ class PoolMachine:
             going = (WorkerState.DRAINING, WorkerState.DRAINED)
             assert (worker.target is Role.DRAINED) >= (worker.state in going)
             assert worker.leaves <= (worker.target is Role.DRAINED)
+            assert worker.moves_since_s is None or worker.role is Role.PREFILL
         named = {member.worker_id for member in self.members.workers}
         assert named == {w.worker_id for w in self.workers.values() if w.state in _RUNNING}
 
@@ -295,7 +297,8 @@ class PoolMachine:
         if worker is None:
             return
         worker.is_connected, worker.lost_s = True, None
-        worker.role, worker.kv_format = event.role, event.kv_format
+        worker.kv_format = event.kv_format
+        self._note_role(worker, event.role, now_s)
         if worker.target is None:
             worker.target = event.role
             worker.leaves = (
@@ -306,8 +309,10 @@ class PoolMachine:
             self._enter(worker, WorkerState.DRAINING if goes else WorkerState.SERVING, now_s)
         if worker.state is WorkerState.FLIPPING and worker.role is worker.target:
             self._enter(worker, WorkerState.SERVING, now_s)
-        if worker.role is not worker.target:  # it had not heard
+        if worker.role is not worker.target:  # it had not heard, and has as long as ever to answer
             assert worker.target is not None
+            if worker.state in (WorkerState.SERVING, WorkerState.FLIPPING):
+                self._enter(worker, WorkerState.FLIPPING, now_s)
             yield SetWorkerRole(worker.worker_id, worker.target)
 
     def _on_disconnected(self, event: Disconnected, now_s: float) -> Iterator[PoolEffect]:
@@ -321,7 +326,8 @@ class PoolMachine:
         worker = self._at(event.worker_id, event.address)
         if worker is None:
             return
-        before, worker.role = worker.role, event.role
+        before = worker.role
+        self._note_role(worker, event.role, now_s)
         worker.load = None  # what it held before says nothing of now
         if event.role is worker.target:
             if worker.state is WorkerState.FLIPPING:
@@ -336,11 +342,26 @@ class PoolMachine:
         elif event.role is before:
             yield from self._give_up_flip(worker, "the worker refuses it", now_s)
 
+    def _note_role(self, worker: Worker, role: Role, now_s: float) -> None:
+        """What may decode there leaves where the new role is not for that. A drain ends later."""
+        before, worker.role = worker.role, role
+        if before is role or before is None:
+            return
+        may_decode = before.decodes or worker.load is None or worker.load.decode_seqs > 0
+        stays = role.decodes or role is Role.DRAINED
+        worker.moves_since_s = now_s if may_decode and not stays else None
+
     def _on_load(self, event: LoadSeen, now_s: float) -> Iterator[PoolEffect]:
         worker = self._at(event.worker_id, event.address)
         if worker is None:
             return
         worker.load = event.load
+        if worker.moves_since_s is not None and not worker.num_leaving_seqs:
+            took_s = now_s - worker.moves_since_s
+            worker.moves_since_s = None
+            yield self._tell(
+                now_s, worker.worker_id, f"decodes nothing any more, after {took_s:.1f} s"
+            )
         if worker.state is WorkerState.DRAINING and worker.role is Role.DRAINED and worker.is_idle:
             yield self._tell(
                 now_s, worker.worker_id, f"is drained, after {now_s - worker.since_s:.1f} s"

@@ -77,6 +77,7 @@ class FakeProcess:
         self.is_deaf = False
         self.is_stuck = False  # never idle
         self.is_mute = False  # does not do what it is told
+        self.num_decoding = 0  # sequences
 
 
 class World:
@@ -125,6 +126,7 @@ class World:
             for name, process in list(self.processes.items()):
                 if not process.is_deaf:
                     load = BUSY if process.is_stuck else IDLE
+                    load = msgspec.structs.replace(load, decode_seqs=process.num_decoding)
                     self.feed(LoadSeen(WorkerId(name), self.addresses[name], load))
             self.report()
             self.feed(Tick())
@@ -413,6 +415,63 @@ def test_a_flip_without_an_answer_is_given_up():
     assert world.machine.counters["flips failed"] == 1
     world.settle()
     assert sum(role is D for role in world.roles().values()) == 2
+
+
+def test_a_flip_is_done_when_what_its_worker_decodes_has_moved():
+    world = settled(Pools(1, 2))
+    world.processes["decode-0"].num_decoding = 5
+    world.feed(Flip(WorkerId("decode-0"), P))
+    world.run(5)
+    worker = world.machine.workers[WorkerId("decode-0")]
+    assert worker.state is WorkerState.SERVING
+    assert worker.prefills()
+    assert worker.num_leaving_seqs == 5
+    assert not world.machine.is_settled
+    world.processes["decode-0"].num_decoding = 0
+    world.settle()
+    assert [line.split(",")[0] for line in world.told] == [
+        "decode-0 is flipped from decode to prefill: ordered",
+        "decode-0 is prefill now",
+        "decode-0 decodes nothing any more",
+    ]
+
+
+def test_a_flip_back_leaves_nothing_to_be_moved():
+    world = settled(Pools(1, 2))
+    world.processes["decode-0"].num_decoding = 5
+    world.feed(Flip(WorkerId("decode-0"), P))
+    world.run(5)
+    world.feed(Flip(WorkerId("decode-0"), D))
+    world.settle()
+    assert world.machine.workers[WorkerId("decode-0")].num_leaving_seqs == 0
+
+
+def test_who_was_cut_off_while_it_was_flipped_has_time_to_answer_when_it_is_back():
+    world = settled(Pools(2, 1))
+    world.processes["prefill-0"].is_mute = True
+    world.feed(Flip(WorkerId("prefill-0"), D))
+    world.hang("prefill-0")
+    world.run(FLIP_TIMEOUT_S + 5)
+    world.processes["prefill-0"].is_mute = world.processes["prefill-0"].is_deaf = False
+    world.feed(Connected(WorkerId("prefill-0"), world.addresses["prefill-0"], P, SAME.kv_dtype))
+    world.feed(Tick())
+    world.settle()
+    assert world.roles()["prefill-0"] is D
+    assert not world.machine.counters["flips failed"]
+
+
+def test_who_serves_and_comes_back_as_something_else_is_told_again_and_only_so_often():
+    world = settled(Pools(1, 2))
+    process, address = world.processes["decode-0"], world.addresses["decode-0"]
+    process.is_mute, process.role = True, P
+    world.feed(Disconnected(WorkerId("decode-0"), address, "cut off"))
+    world.feed(Connected(WorkerId("decode-0"), address, P, SAME.kv_dtype))
+    assert not world.machine.is_settled
+    world.run(FLIP_TIMEOUT_S + 2)
+    assert world.machine.counters["flips failed"] == 1
+    process.is_mute = False
+    world.settle()
+    assert sorted(world.roles().values()) == [D, D, P]
 
 
 def test_a_drain_has_a_deadline_after_which_the_worker_is_stopped_all_the_same():
