@@ -127,6 +127,7 @@ class PoolController:
         self._asked_for: tuple[int, Pools] | None = None  # of this launcher; None: nothing yet
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
         self._tasks: set[asyncio.Task[None]] = set()
+        self._starts: dict[WorkerId, asyncio.Task[None]] = {}  # the latest one of each name
         self._first_failure: asyncio.Future[str] | None = None  # of a start, while opening
         self._is_adopting = True  # gateways are asked what they know, and told nothing yet
         self._is_closing = False
@@ -275,8 +276,8 @@ class PoolController:
 
     def _perform(self, effect: PoolEffect) -> None:
         match effect:
-            case StartWorker():
-                self._spawn(self._start_worker(effect))
+            case StartWorker(worker_id):
+                self._starts[worker_id] = self._spawn(self._start_worker(effect))
             case StopWorker(worker_id, by_force):
                 self._hang_up(worker_id)
                 self._spawn(self._stop_worker(worker_id, by_force=by_force))
@@ -309,17 +310,21 @@ class PoolController:
             self._handle(StartFailed(worker_id, start, reason, waits))
             return
         worker = self.machine.workers.get(worker_id)
-        if worker is None:  # it was stopped before there was anything to stop
-            await self._end(worker_id, by_force=True)
+        if worker is None or worker.start != start or worker.state is not WorkerState.STARTING:
+            await self._end(worker_id, by_force=True)  # it was stopped while it started
             return
-        if worker.start != start or worker.state is not WorkerState.STARTING:
-            return  # it was stopped while it started
         self.workers[worker_id] = ready
         self._handle(Started(worker_id, start, ready.address, ready.context_len))
         self._dial_worker(worker_id)
 
     async def _stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
+        """A start that is under way may have made nothing yet that could be ended. So the name is
+        free, for another start, when that one is over too.
+        """
         await self._end(worker_id, by_force=by_force)
+        while (start := self._starts.get(worker_id)) is not None and not start.done():
+            await asyncio.wait([start], timeout=WATCH_EVERY_S)
+            await self._end(worker_id, by_force=True)
         self._handle(Stopped(worker_id))
 
     async def _end(self, name: str, *, by_force: bool) -> None:
@@ -525,11 +530,12 @@ class PoolController:
         """Launchers block. None of their calls waits for another."""
         return await self._loop.run_in_executor(self._threads, function, *arguments)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._on_task_end)
+        return task
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
         """A task that died of a bug is told, and the others go on."""

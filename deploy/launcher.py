@@ -150,7 +150,8 @@ class ServiceProcess:
             child.stdin.flush()
             line = child.stdout.readline()
         if not line:
-            child.wait(STOP_TIMEOUT_S)
+            with contextlib.suppress(TimeoutError):  # it has only closed its output
+                child.wait(STOP_TIMEOUT_S)
             raise ConfigError(f"{self.name} ended while starting (exit status {self.exit_status})")
         return line
 
@@ -192,8 +193,16 @@ class ProcessLauncher:
     def __init__(self, shared: Nursery | None = None) -> None:
         self._nursery = shared or Nursery()
         self._is_shared = shared is not None
-        self.processes: list[ServiceProcess] = []
+        self._processes: list[ServiceProcess] = []
         self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start is over
+        self._is_closed = False
+        self._books = threading.Lock()  # of these three
+
+    @property
+    def processes(self) -> list[ServiceProcess]:
+        """Those of now: others may start and end some meanwhile."""
+        with self._books:
+            return list(self._processes)
 
     def open(self) -> None:
         """Starts to import what services need. Raises ConfigError."""
@@ -226,20 +235,19 @@ class ProcessLauncher:
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends a process."""
-        for process in [p for p in self.processes if p.name == name]:
-            self._end(process, by_force=by_force)
+        for process in self.processes:
+            if process.name == name:
+                self._end(process, by_force=by_force)
 
     def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
         """Processes that have answered and not ended."""
-        return {
-            p.name: p.ready for p in list(self.processes) if p.ready is not None and p.is_running()
-        }
+        return {p.name: p.ready for p in self.processes if p.ready is not None and p.is_running()}
 
     def dead(self) -> dict[str, str]:
         """Processes that ended, each named once."""
         ended = [
             process
-            for process in list(self.processes)
+            for process in self.processes
             if process not in self._starting and not process.is_running()
         ]
         for process in ended:
@@ -248,7 +256,9 @@ class ProcessLauncher:
         return {p.name: f"{p.name} ended with status {p.exit_status}" for p in ended}
 
     def close(self) -> None:
-        """Stops the gateways, then the workers, those of a kind at once."""
+        """Stops the gateways, then the workers, those of a kind at once; starts nothing more."""
+        with self._books:
+            self._is_closed = True
         for kind in ("gateway", "worker"):
             of_kind = [process for process in self.processes if process.kind == kind]
             if of_kind:
@@ -273,19 +283,26 @@ class ProcessLauncher:
     def _start(
         self, process: ServiceProcess, spec: WorkerSpec | GatewaySpec, ready_type: type[T]
     ) -> T:
-        is_over = self._starting[process] = threading.Event()
-        self.processes.append(process)  # before it starts: an interrupt leaves it to `close`
+        is_over = threading.Event()
+        with self._books:  # before it starts: an interrupt leaves it to `close`
+            if self._is_closed:
+                raise ConfigError(f"{process.name} is not wanted any more")
+            self._starting[process] = is_over
+            self._processes.append(process)
         try:
             ready = process.start(spec, ready_type)
-        except ConfigError:
+        except Exception as error:
+            if not isinstance(error, ConfigError):  # else it ends by itself
+                process.kill()
             process.stop()
             self._remove(process)
             raise
         finally:
-            del self._starting[process]
+            with self._books:
+                del self._starting[process]
             is_over.set()
         return ready
 
     def _remove(self, process: ServiceProcess) -> None:
-        with contextlib.suppress(ValueError):  # somebody else did
-            self.processes.remove(process)
+        with self._books, contextlib.suppress(ValueError):  # somebody else did
+            self._processes.remove(process)

@@ -1,6 +1,7 @@
 """The shell of the pools: another controller takes over, and launchers and sessions fail."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from deploy.admin import AdminService
 from deploy.controller import Plan, PoolController
 from deploy.links import GatewayLink
 from deploy.placement import NoPlace
-from deploy.pool_events import Connected, SetPlanner, SetPools, WorkerState
+from deploy.pool_events import Connected, SetPlanner, SetPools, Stop, WorkerState
 from deploy.processes import GatewayReady, WorkerReady
 from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode, PoolsConfig
 from engine.control import (
@@ -60,6 +61,8 @@ class FakeLauncher:
         self.num_looks = 0
         self.asked_for: list[tuple[int, Pools]] = []
         self.kept: list[set[str]] = []
+        self.may_start = threading.Event()
+        self.may_start.set()
 
     def open(self) -> None:
         pass
@@ -88,7 +91,9 @@ class FakeLauncher:
 
     def start_worker(self, spec):
         self._fail()
-        self.services[spec.worker_id] = ready = WORKERS[spec.worker_id]
+        assert self.may_start.wait(DEADLINE_S)
+        ready = WORKERS.get(spec.worker_id, WORKERS["prefill-0"])
+        self.services[spec.worker_id] = ready
         return ready
 
     def start_gateway(self, spec):
@@ -283,6 +288,26 @@ def test_a_launcher_that_raises_whatever_it_likes_is_asked_again(play):
     told = play(scene, {"prefill-0": WORKERS["prefill-0"]}).told
     assert any("did not start: no start" in line for line in told), told
     assert "the controller has a bug: RuntimeError('no stop')" in told
+
+
+def test_a_worker_is_gone_when_the_start_that_was_stopped_is_over_too(play):
+    async def scene(world: World) -> None:
+        launcher = world.launcher
+        await world.controller.open()
+        machine = world.controller.machine
+        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
+            world.controller._handle(Connected(name, f"{name}:1", role, KVFormat.FP32))
+        launcher.may_start.clear()
+        world.controller.order(SetPools(Pools(2, 1)))
+        world.controller.order(Stop("prefill-1"))
+        # It is tried again while the start goes on.
+        await until(lambda: launcher.stopped.count(("prefill-1", True)) > 1)
+        assert machine.workers["prefill-1"].state is WorkerState.STOPPING
+        launcher.may_start.set()
+        await until(lambda: "prefill-1" not in machine.workers)
+        assert "prefill-1" not in launcher.services
+
+    play(scene, WORKERS)
 
 
 def test_at_the_first_start_whatever_a_launcher_raises_is_the_reason(play):

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from deploy import processes
-from deploy.launcher import ProcessLauncher
+from deploy.launcher import ProcessLauncher, ServiceProcess
 from deploy.processes import GatewaySpec
 from deploy.restarts import Restarts
 from engine.config import GatewayConfig, RouterConfig
@@ -204,6 +204,26 @@ def test_a_process_that_cannot_be_made_is_a_typed_error_and_forgotten(monkeypatc
     with pytest.raises(ConfigError, match=r"gateway cannot be started: .*Cannot allocate memory"):
         launcher.start_gateway(SPEC)
     assert launcher.processes == []
+
+
+def test_a_process_is_ended_and_forgotten_whatever_goes_wrong_at_its_start(
+    launcher_of, monkeypatch
+):
+    def broken(*_arguments: object) -> bytes:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ServiceProcess, "_ask", broken)
+    launcher = launcher_of("exec sleep 60")
+    with pytest.raises(RuntimeError, match="a bug"):
+        launcher.start_gateway(SPEC)
+    assert launcher.processes == []
+
+
+def test_a_launcher_that_was_closed_starts_nothing(launcher_of):
+    launcher = launcher_of(f"read spec; echo '{READY.decode()}'; exec cat")
+    launcher.close()
+    with pytest.raises(ConfigError, match="gateway is not wanted any more"):
+        launcher.start_gateway(SPEC)
 
 
 class RayError(Exception):
