@@ -4,8 +4,8 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,17 +106,35 @@ def publisher(**options: Any) -> BlockPublisher:
     return BlockPublisher(log, clock=MonotonicClock(), **who, **options)
 
 
+@contextmanager
+def publishing(**options: Any) -> Iterator[tuple[BlockPublisher, EventsAddress]]:
+    source = publisher(**options)
+    address = source.open()
+    try:
+        yield source, address
+    finally:
+        source.close()
+
+
+@contextmanager
+def opened_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
 @asynccontextmanager
 async def following(*gateways: Gateway) -> AsyncIterator[None]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    for gateway in gateways:
-        gateway.feed.open(context)
-    try:
-        yield
-    finally:
+    with opened_context() as context:
         for gateway in gateways:
-            gateway.feed.close()
-        context.destroy(linger=0)
+            gateway.feed.open(context)
+        try:
+            yield
+        finally:
+            for gateway in gateways:
+                gateway.feed.close()
 
 
 # ---------------------------------------------------------------- one worker's publisher
@@ -124,22 +142,20 @@ async def following(*gateways: Gateway) -> AsyncIterator[None]:
 
 def test_what_a_worker_tells_is_known_to_all_who_follow_it_and_what_it_takes_back_too():
     async def test() -> None:
-        source = publisher()
-        address = source.open()
-        source.publish(chain(3))  # before anybody listens
-        gateways = [Gateway(welcome(address)), Gateway(welcome(address))]
-        async with following(*gateways):
-            for gateway in gateways:
-                await until(lambda g=gateway: g.num_known(hashes(3)) == 3, "all is known")
-            source.publish(chain(1, first=90))
-            source.publish([Evicted(hashes(3)[2])])
-            for gateway in gateways:
-                gateway.feed.counted(source.num_batches)  # as its session would say
-                await until(lambda g=gateway: g.num_known(hashes(3)) == 2, "it is taken back")
-                assert gateway.num_known(hashes(1, first=90)) == 1
-                assert gateway.feed.is_following
-                assert gateway.unheard == []
-        source.close()
+        with publishing() as (source, address):
+            source.publish(chain(3))  # before anybody listens
+            gateways = [Gateway(welcome(address)), Gateway(welcome(address))]
+            async with following(*gateways):
+                for gateway in gateways:
+                    await until(lambda g=gateway: g.num_known(hashes(3)) == 3, "all is known")
+                source.publish(chain(1, first=90))
+                source.publish([Evicted(hashes(3)[2])])
+                for gateway in gateways:
+                    gateway.feed.counted(source.num_batches)  # as its session would say
+                    await until(lambda g=gateway: g.num_known(hashes(3)) == 2, "it is taken back")
+                    assert gateway.num_known(hashes(1, first=90)) == 1
+                    assert gateway.feed.is_following
+                    assert gateway.unheard == []
 
     run(test)
 
@@ -153,75 +169,71 @@ def test_who_reads_too_slowly_loses_batches_and_gets_them_by_asking(
     token_ids = [2**32 - 1] * 20_000
 
     async def test() -> None:
-        source = publisher(max_unread_batches=2)
-        gateway = Gateway(welcome(source.open()))
-        async with following(gateway):
-            await until(lambda: gateway.feed.is_following, "it follows")
-            first = [chain(1, first=i, token_ids=token_ids) for i in range(num_batches)]
-            for news in first:  # the loop does nothing else meanwhile: nobody reads
-                source.publish(news)
-            gateway.feed.counted(source.num_batches)
-            blocks = [news[0].block_hash for news in first]
-            await until(
-                lambda: sum(gateway.num_known([h]) for h in blocks) == num_batches,
-                "all is known",
-                IN_TIME_S,
-            )
-            assert gateway.counted["batches asked for"] >= 1
-            assert (gateway.counted["snapshot asked for"] > 1) == (means == "snapshot")
-            assert gateway.unheard == []
-            source.publish(chain(1, first=9000))  # and it follows again
-            await until(lambda: gateway.num_known(hashes(1, first=9000)) == 1, "it follows")
-        source.close()
+        with publishing(max_unread_batches=2) as (source, address):
+            gateway = Gateway(welcome(address))
+            async with following(gateway):
+                await until(lambda: gateway.feed.is_following, "it follows")
+                first = [chain(1, first=i, token_ids=token_ids) for i in range(num_batches)]
+                for news in first:  # the loop does nothing else meanwhile: nobody reads
+                    source.publish(news)
+                gateway.feed.counted(source.num_batches)
+                blocks = [news[0].block_hash for news in first]
+                await until(
+                    lambda: sum(gateway.num_known([h]) for h in blocks) == num_batches,
+                    "all is known",
+                    IN_TIME_S,
+                )
+                assert gateway.counted["batches asked for"] >= 1
+                assert (gateway.counted["snapshot asked for"] > 1) == (means == "snapshot")
+                assert gateway.unheard == []
+                source.publish(chain(1, first=9000))  # and it follows again
+                await until(lambda: gateway.num_known(hashes(1, first=9000)) == 1, "it follows")
 
     run(test)
 
 
 def test_a_subscriber_of_vllm_gets_batches_and_asks_for_those_it_missed():
     async def test() -> None:
-        source = publisher()
-        address = source.open()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        batches, asked = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-        for socket in (batches, asked):
-            socket.set(zmq.RCVTIMEO, 10_000)
-        batches.set(zmq.SUBSCRIBE, b"kv@")
-        batches.connect(address.published)
-        asked.connect(address.asked)
-        for first in range(3):
-            source.publish(chain(1, first=first))
+        with publishing() as (source, address), opened_context() as context:
+            batches, asked = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+            for socket in (batches, asked):
+                socket.set(zmq.RCVTIMEO, 10_000)
+            batches.set(zmq.SUBSCRIBE, b"kv@")
+            batches.connect(address.published)
+            asked.connect(address.asked)
+            for first in range(3):
+                source.publish(chain(1, first=first))
 
-        def ask_for(number: int) -> list[list[bytes]]:
-            asked.send_multipart((b"", encode_number(number)))
-            answer = [asked.recv_multipart()]
-            while answer[-1][1] != encode_number(END_NUMBER):
-                answer.append(asked.recv_multipart())
-            return answer
+            def ask_for(number: int) -> list[list[bytes]]:
+                asked.send_multipart((b"", encode_number(number)))
+                answer = [asked.recv_multipart()]
+                while answer[-1][1] != encode_number(END_NUMBER):
+                    answer.append(asked.recv_multipart())
+                return answer
 
-        clock = MonotonicClock()
-        end_s = clock.now_s() + IN_TIME_S
-        answer = await asyncio.to_thread(ask_for, 1)
-        while len(answer) < 3 and clock.now_s() < end_s:  # the last ones are being published still
+            clock = MonotonicClock()
+            end_s = clock.now_s() + IN_TIME_S
             answer = await asyncio.to_thread(ask_for, 1)
-        assert [decode_number(frames[1]) for frames in answer[:-1]] == [1, 2]
-        assert answer[-1] == [b"", encode_number(END_NUMBER), b""]
-        [event] = decode_batch(answer[0][2])
-        assert event.block_hashes == hashes(1, first=1)
+            # The last ones are being published still.
+            while len(answer) < 3 and clock.now_s() < end_s:
+                answer = await asyncio.to_thread(ask_for, 1)
+            assert [decode_number(frames[1]) for frames in answer[:-1]] == [1, 2]
+            assert answer[-1] == [b"", encode_number(END_NUMBER), b""]
+            [event] = decode_batch(answer[0][2])
+            assert event.block_hashes == hashes(1, first=1)
 
-        def next_batch() -> list[bytes]:
-            return batches.recv_multipart()
+            def next_batch() -> list[bytes]:
+                return batches.recv_multipart()
 
-        reading = asyncio.create_task(asyncio.to_thread(next_batch))
-        while not reading.done():  # a subscription may take a moment
-            source.publish(chain(1))
-            await asyncio.wait([reading], timeout=0.05)
-        topic, number, payload = reading.result()
-        assert topic == topic_of(WORKER, LIFE)
-        assert decode_number(number) >= 3
-        [event] = decode_batch(payload)
-        assert event.block_hashes == hashes(1)
-        context.destroy(linger=0)
-        source.close()
+            reading = asyncio.create_task(asyncio.to_thread(next_batch))
+            while not reading.done():  # a subscription may take a moment
+                source.publish(chain(1))
+                await asyncio.wait([reading], timeout=0.05)
+            topic, number, payload = reading.result()
+            assert topic == topic_of(WORKER, LIFE)
+            assert decode_number(number) >= 3
+            [event] = decode_batch(payload)
+            assert event.block_hashes == hashes(1)
 
     run(test)
 
@@ -253,13 +265,12 @@ def test_a_worker_that_answers_nobody_is_unheard_until_it_does():
 @pytest.mark.usefixtures("_impatient")
 def test_another_life_of_the_worker_at_the_same_address_is_not_believed(caplog):
     async def test() -> None:
-        source = publisher()
-        gateway = Gateway(welcome(source.open(), Incarnation("another")))
-        async with following(gateway):
-            source.publish(chain(2))
-            await until(lambda: gateway.unheard == ["no answer in time"], "it is unheard")
-            assert gateway.num_known(hashes(2)) == 0
-        source.close()
+        with publishing() as (source, address):
+            gateway = Gateway(welcome(address, Incarnation("another")))
+            async with following(gateway):
+                source.publish(chain(2))
+                await until(lambda: gateway.unheard == ["no answer in time"], "it is unheard")
+                assert gateway.num_known(hashes(2)) == 0
 
     with caplog.at_level(logging.WARNING):
         run(test)
@@ -269,26 +280,22 @@ def test_another_life_of_the_worker_at_the_same_address_is_not_believed(caplog):
 @pytest.mark.usefixtures("_impatient")
 def test_who_sends_what_cannot_be_read_is_unheard_and_then_asked_for_all():
     async def test() -> None:
-        source = publisher()
-        address = source.open()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        liar = context.socket(zmq.PUB)
-        port = liar.bind_to_random_port("tcp://127.0.0.1")
-        source.publish(chain(2))
-        lies = msgspec.structs.replace(address, published=f"tcp://127.0.0.1:{port}")
-        gateway = Gateway(welcome(lies))
-        async with following(gateway):
-            await until(lambda: gateway.num_known(hashes(2)) == 2, "all is known")
+        with publishing() as (source, address), opened_context() as context:
+            liar = context.socket(zmq.PUB)
+            port = liar.bind_to_random_port("tcp://127.0.0.1")
+            source.publish(chain(2))
+            lies = msgspec.structs.replace(address, published=f"tcp://127.0.0.1:{port}")
+            gateway = Gateway(welcome(lies))
+            async with following(gateway):
+                await until(lambda: gateway.num_known(hashes(2)) == 2, "all is known")
 
-            def has_noticed() -> bool:
-                liar.send_multipart((topic_of(WORKER, LIFE), encode_number(1), b"\xc1"))
-                return bool(gateway.unheard)
+                def has_noticed() -> bool:
+                    liar.send_multipart((topic_of(WORKER, LIFE), encode_number(1), b"\xc1"))
+                    return bool(gateway.unheard)
 
-            await until(has_noticed, "it is unheard")
-            assert gateway.unheard[0].startswith("bad batch of block events")
-            await until(lambda: gateway.feed.is_following, "it was asked for all")
-        context.destroy(linger=0)
-        source.close()
+                await until(has_noticed, "it is unheard")
+                assert gateway.unheard[0].startswith("bad batch of block events")
+                await until(lambda: gateway.feed.is_following, "it was asked for all")
 
     run(test)
 
@@ -298,18 +305,14 @@ def test_who_sends_what_cannot_be_read_is_unheard_and_then_asked_for_all():
 )
 def test_an_ask_that_means_nothing_is_answered_by_nothing_and_does_no_harm(frames):
     async def test() -> None:
-        source = publisher()
-        address = source.open()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        asked = context.socket(zmq.DEALER)
-        asked.connect(address.asked)
-        asked.send_multipart(frames)
-        asked.send_multipart((b"", encode_number(0)))  # answered at once, so the other was not
-        await until(lambda: bool(asked.poll(0)), "the other is answered")
-        assert asked.recv_multipart() == [b"", encode_number(END_NUMBER), b""]
-        assert not asked.poll(50)
-        context.destroy(linger=0)
-        source.close()
+        with publishing() as (_, address), opened_context() as context:
+            asked = context.socket(zmq.DEALER)
+            asked.connect(address.asked)
+            asked.send_multipart(frames)
+            asked.send_multipart((b"", encode_number(0)))  # answered at once, so the other was not
+            await until(lambda: bool(asked.poll(0)), "the other is answered")
+            assert asked.recv_multipart() == [b"", encode_number(END_NUMBER), b""]
+            assert not asked.poll(50)
 
     run(test)
 

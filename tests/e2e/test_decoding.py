@@ -134,13 +134,20 @@ def test_penalties_and_biases_change_the_answer(client):
 
 
 def test_what_was_drafted_is_told_and_counted(served):
+    """Whether drafts are worth it is learned, so it takes some answers until there are any."""
     body = {"prompt": "a = 1\n" * 30, "max_tokens": 64, "temperature": 0, "ignore_eos": True}
     headers = {"X-Baton-Timeline": "1"}
-    response = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=60)
-    answer = response.json()
-    timeline = answer["baton_timeline"]
-    assert timeline["num_drafted_tokens"] >= timeline["num_accepted_tokens"] > 0
-    details = answer["usage"]["completion_tokens_details"]
+    answers = []
+
+    def has_accepted() -> bool:
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=60)
+        answers.append(answer.json())
+        return answers[-1]["baton_timeline"]["num_accepted_tokens"] > 0
+
+    poll_until(has_accepted, "drafted tokens are accepted", 60)
+    timeline = answers[-1]["baton_timeline"]
+    assert timeline["num_drafted_tokens"] >= timeline["num_accepted_tokens"]
+    details = answers[-1]["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == timeline["num_accepted_tokens"]
 
     def drafted() -> dict[str, float]:

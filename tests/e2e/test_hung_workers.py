@@ -16,7 +16,7 @@ from tests.e2e.cluster import ask, prompts, request, router, until, workers
 pytestmark = pytest.mark.torch
 
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_running=16)
-LONGEST_STALL_S = 5.0
+LONGEST_STALL_S = 15.0  # silence, a prefill elsewhere, and what other tests take of the machine
 NUM_TOKENS = 60
 
 

@@ -572,7 +572,7 @@ def test_a_worker_that_says_nothing_in_time_loses_the_request():
     async def test() -> None:
         worker = FakeWorker()
         worker.patience = 0  # and so every attempt brings the token of its prefill
-        async with serving(worker, progress_timeout_s=0.1) as router:
+        async with serving(worker, progress_timeout_s=0.5) as router:
             token_ids, updates = await follow(router, request(max_tokens=3))
             assert isinstance(updates[-1].outcome, Finished)
             assert token_ids == answer([1, 2, 3], 3)
@@ -658,7 +658,8 @@ def test_the_router_wakes_when_something_falls_due_and_not_before():
             assert nothing is None
             assert len(ticks) <= 6  # it polled: ten times and more
             assert wanted_s is not None
-            assert 0 <= last_s - ticks[0][0] - 0.2 < 0.15
+            # Late by as much as whatever else runs here takes, and no more.
+            assert 0 <= last_s - ticks[0][0] - 0.2 < DEADLINE_S / 4
 
     run(test())
 
