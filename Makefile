@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install serve test check format test-alone test-core test-parts test-services test-long fuzz clean
+.PHONY: install serve test check format test-core test-parts test-services test-long fuzz clean
 
 install: .venv/.installed
 
@@ -22,23 +22,20 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Both at once: services mostly wait for each other. What waits for nobody gives way to them.
+# All at once: services mostly wait for each other, and what waits for nobody gives way to them. Each
+# part is printed when it is over.
 test: install .venv-core/.installed
-	$(MAKE) -j2 test-services test-alone
+	$(MAKE) --jobs 3 --output-sync=target test-services test-core test-parts
 
 test-services: install
 	$(BIN)/python -m pytest tests/e2e tests/chaos
 
-test-alone:
-	nice -n 10 $(MAKE) test-core
-	nice -n 10 $(MAKE) test-parts
-
 test-parts: install
-	$(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/e2e --ignore tests/chaos
+	nice $(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/e2e --ignore tests/chaos
 
 # The unit tests in an environment that has neither torch nor Ray: the proof that the core needs none.
 test-core: .venv-core/.installed
-	.venv-core/bin/python -m pytest -q tests/unit
+	nice .venv-core/bin/python -m pytest -q tests/unit
 
 # What takes longest: code for GPUs interpreted on a CPU, networks that are cut, some benchmarks.
 test-long: install
