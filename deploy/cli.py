@@ -1,191 +1,83 @@
 """The `baton` command."""
 
 import importlib.metadata
-import os
-import signal
 import sys
-import threading
-from enum import StrEnum
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
-from bench.cli import app as bench_app
-from bench.planner.cli import plan_command
-from bench.simulator.cli import simulate_command
 from deploy.chat import ChatClient, converse, first_model
-from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL, Deployment
-from deploy.launcher import Launcher, ProcessLauncher
 from deploy.operator_cli import register
-from deploy.processes import GatewayReady
 from deploy.up_cli import add_commands as add_cluster_commands
 from deploy.versions_cli import register as register_versions
-from engine.config import (
-    WITH_DRAFT,
-    RouterPolicy,
-    Speculate,
-    Transport,
-    WeightFormat,
-    load_config,
-)
 from engine.errors import BatonError
-from engine.layout import KVFormat
+
+
+def _serve() -> typer.Typer:
+    from deploy.serve_cli import serve
+
+    return _app_of(serve)
+
+
+def _bench() -> typer.Typer:
+    from bench.cli import app
+
+    return app
+
+
+def _simulate() -> typer.Typer:
+    from bench.simulator.cli import simulate_command
+
+    return _app_of(simulate_command)
+
+
+def _plan() -> typer.Typer:
+    from bench.planner.cli import plan_command
+
+    return _app_of(plan_command)
+
+
+def _app_of(command: Callable[..., None]) -> typer.Typer:
+    alone = typer.Typer(add_completion=False)
+    alone.command()(command)
+    return alone
+
+
+_LATE = {"serve": _serve, "bench": _bench, "simulate": _simulate, "plan": _plan}
+
+
+class _Commands(TyperGroup):
+    """Imports some commands only when they are asked for: it takes longer than most others do.
+
+    Types are those of click, of which some versions of typer have one of their own.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_LATE, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _LATE:
+            return super().get_command(ctx, cmd_name)
+        command = typer.main.get_command(_LATE[cmd_name]())
+        command.name = cmd_name
+        return command
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="Baton serves large language models with prefill and decode on separate pools.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_app, name="bench")
-app.command(name="simulate")(simulate_command)
-app.command(name="plan")(plan_command)
 register(app)
 register_versions(app)
 add_cluster_commands(app)
-
-
-class LauncherKind(StrEnum):
-    """Where services run."""
-
-    RAY = "ray"
-    PROCESS = "process"
-
-
-@app.command()
-def serve(  # noqa: PLR0913 - a command's options
-    model: Annotated[
-        str, typer.Argument(help="directory, hf://org/name[@revision], s3://… or gs://…")
-    ] = str(BUNDLED_MODEL),
-    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
-    port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
-    prefill: Annotated[int | None, typer.Option(help="prefill workers [default: 1]")] = None,
-    decode: Annotated[int | None, typer.Option(help="decode workers [default: 1]")] = None,
-    mixed: Annotated[int | None, typer.Option(help="workers that do both [default: 0]")] = None,
-    max_workers: Annotated[int | None, typer.Option(help="how many there may ever be")] = None,
-    launcher: Annotated[LauncherKind, typer.Option(help="how to run them")] = LauncherKind.RAY,
-    model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
-    weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
-    kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached K and V")] = None,
-    decode_kv_dtype: Annotated[
-        KVFormat | None, typer.Option(help="format in decode workers [default: --kv-dtype]")
-    ] = None,
-    kv_wire_dtype: Annotated[
-        KVFormat | None, typer.Option(help="format between workers [default: as it is held]")
-    ] = None,
-    kv_mib: Annotated[int | None, typer.Option(help="KV memory of each worker, MiB")] = None,
-    kv_transport: Annotated[Transport | None, typer.Option(help="how KV moves")] = None,
-    block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
-    threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
-    speculate: Annotated[
-        Speculate | None, typer.Option(help="who proposes tokens that the model verifies")
-    ] = None,
-    draft_model: Annotated[
-        Path | None, typer.Option(help="directory of the model that drafts")
-    ] = None,
-    policy: Annotated[
-        RouterPolicy | None, typer.Option(help="how the router chooses workers")
-    ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False, help="directory to record in: prompts, answers and all decisions"
-        ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
-    admin_port: Annotated[int | None, typer.Option(help="of the operator's API")] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
-) -> None:
-    """Serves a model until Ctrl-C; without MODEL, the bundled one."""
-    flags: dict[str, Any] = {
-        "gateway.host": host,
-        "gateway.port": port,
-        "gateway.model_name": model_name
-        or (None if model != str(BUNDLED_MODEL) else "baton-bundled"),
-        "gateway.record_dir": None if record is None else str(record.resolve()),
-        "router.policy": policy,
-        "pools.prefill": prefill,
-        "pools.decode": decode,
-        "pools.mixed": mixed,
-        "pools.max_workers": max_workers,
-        "admin.port": admin_port,
-        "worker.weights": weights,
-        "worker.kv_dtype": kv_dtype,
-        "worker.decode_kv_dtype": decode_kv_dtype,
-        "worker.kv_wire_dtype": kv_wire_dtype,
-        "worker.kv_mib": kv_mib,
-        "worker.kv_transport": kv_transport,
-        "worker.block_size": block_size,
-        "worker.threads": threads,
-        "worker.speculate": speculate,
-        "worker.draft_model": None if draft_model is None else str(draft_model.resolve()),
-    }
-    if model == str(BUNDLED_MODEL) and draft_model is None and speculate in WITH_DRAFT:
-        flags["worker.draft_model"] = str(BUNDLED_DRAFT)
-    tree = load_config(config, os.environ, flags)
-    deployment = Deployment(_launcher(launcher), model=model, config=tree)
-    deployment.log_level = log_level
-    _run(deployment, Console(stderr=True))
-
-
-def _launcher(kind: LauncherKind) -> Launcher:
-    if kind is LauncherKind.PROCESS:
-        return ProcessLauncher()
-    from deploy.ray_launcher import RayLauncher
-
-    return RayLauncher()
-
-
-def _run(deployment: Deployment, console: Console) -> None:
-    """Opens the deployment, tells its news until a signal, and closes it."""
-    stop = threading.Event()
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    def tell(line: str) -> None:
-        if not stop.is_set():
-            console.print(escape(line), highlight=False)
-
-    with console.status("starting") as status:
-        deployment.on_news = status.update
-        ready = deployment.open()
-    deployment.on_news = tell
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
-    try:
-        _say_ready(console, deployment, ready)
-        stop.wait()
-    finally:
-        with console.status("stopping"):
-            deployment.close()
-        console.print("stopped")
-
-
-def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) -> None:
-    for worker_id, worker in deployment.controller.workers.items():
-        mib = worker.num_blocks * worker.block_bytes / 2**20
-        console.print(
-            f"[green]✓[/green] {worker_id}: {worker.num_blocks} KV blocks, {mib:.0f} MiB, "
-            f"started in {worker.start_s:.1f} s"
-        )
-    console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")
-    body = (
-        f'{{"model": "{ready.model_name}", "stream": true, "max_tokens": 64, "temperature": 0,'
-        ' "messages": [{"role": "user", "content": '
-        '"Write a Python function `add`: Return the sum of a and b."}]}'
-    )
-    command = f"curl -N {ready.url}/v1/chat/completions -H 'Content-Type: application/json' -d "
-    console.print("Try it:", highlight=False)
-    console.print(f"  {command}'{body}'\n", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"  baton chat --url {ready.url}\n\nCtrl-C stops everything.", highlight=False)
 
 
 @app.command()
