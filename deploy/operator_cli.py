@@ -1,10 +1,11 @@
 """Commands for who runs a deployment: `baton pools`, `workers`, `flip`, `drain`, and so on."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -114,7 +115,7 @@ def workers_command(
 ) -> None:
     """Shows every worker."""
     with connect(admin_url, admin_key) as client:
-        show(lambda: _workers_table(client.pools().workers), watch=watch)
+        show(lambda: _workers_view(client.pools().workers), watch=watch)
 
 
 def requests_command(
@@ -228,9 +229,7 @@ def show(view: Callable[[], Group | Table], *, watch: bool) -> None:
 
 def pools_view(answer: PoolsAnswer) -> Group:
     """The pools as a table: wanted, there, and on the way."""
-    table = Table(title="pools")
-    for name in ("role", "wanted", "serving", "on the way"):
-        table.add_column(name, justify="left" if name == "role" else "right")
+    table = table_of("pools", ("role",), ("wanted", "serving", "on the way"))
     for role in SERVING_ROLES:
         of_role = [w for w in answer.workers if w.target is role]
         serving = sum(w.state == "serving" and w.is_connected for w in of_role)
@@ -242,7 +241,8 @@ def pools_view(answer: PoolsAnswer) -> Group:
     lines = [f"{state}; at most {answer.max_workers} workers; {planner}"]
     lines += [f"  {reason}" for reason in answer.planner.reasons]
     lines += [f"  {step.age_s:5.0f} s ago  {_step(step)}" for step in answer.steps[-NUM_STEPS:]]
-    return Group(table, _workers_table(answer.workers), _gateways_table(answer.gateways), *lines)
+    workers, gateways = _workers_view(answer.workers), _gateways_view(answer.gateways)
+    return Group(table, "", workers, "", gateways, "", *lines)
 
 
 def planner_view(answer: PlannerAnswer) -> Group:
@@ -266,21 +266,30 @@ def _counts(pools: Pools) -> str:
     return ", ".join(f"{pools.of(role)} {role}" for role in SERVING_ROLES if pools.of(role))
 
 
-def _workers_table(workers: list[WorkerInfo]) -> Table:
-    table = Table(title="workers")
-    for name in (
-        "worker",
-        "version",
-        "role",
-        "state",
-        "for",
-        "runs",
-        "waits",
-        "KV free",
-        "pid",
-        "",
-    ):
-        table.add_column(name, justify="right" if name in _NUMBERS else "left")
+def table_of(
+    title: str, texts: Sequence[str], numbers: Sequence[str], *, wraps: Sequence[str] = ()
+) -> Table:
+    """An empty one, with columns of texts, then of numbers. Where a terminal is narrow, those in
+    `wraps` give way: names are typed again, in orders, and stay whole.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for name in texts:
+        table.add_column(name, no_wrap=name not in wraps)
+    for name in numbers:
+        table.add_column(name, no_wrap=True, justify="right")
+    return table
+
+
+def _workers_view(workers: list[WorkerInfo]) -> Group:
+    texts = ("worker", "version", "role", "state")
+    table = table_of("workers", texts, ("for", "runs", "waits", "KV free", "pid"))
     for w in workers:
         role = w.role or "?"
         if w.target not in (None, w.role):
@@ -296,12 +305,9 @@ def _workers_table(workers: list[WorkerInfo]) -> Table:
             str(w.waiting_seqs),
             free,
             "" if w.pid is None else str(w.pid),
-            _remark(w),
         )
-    return table
-
-
-_NUMBERS = ("for", "runs", "waits", "KV free", "pid", "age", "prompt", "answer", "attempts")
+    remarks = [(w.worker_id, remark) for w in workers if (remark := _remark(w))]
+    return Group(table, *(f"  {worker_id} {remark}" for worker_id, remark in remarks))
 
 
 def _remark(worker: WorkerInfo) -> str:
@@ -311,35 +317,33 @@ def _remark(worker: WorkerInfo) -> str:
         return ""
     if not worker.is_connected:
         return "[red]cannot be reached[/red]"
-    return f"{worker.leaving_seqs} to be moved" if worker.leaving_seqs else ""
+    return f"moves {worker.leaving_seqs} sequences away" if worker.leaving_seqs else ""
 
 
-def _gateways_table(gateways: list[GatewayInfo]) -> Table:
-    table = Table(title="gateways")
-    for name in ("gateway", "state", "url", "requests", "of these waiting", ""):
-        table.add_column(name)
+def _gateways_view(gateways: list[GatewayInfo]) -> Group:
+    table = table_of("gateways", ("gateway", "state", "url"), ("requests", "waiting"))
     for g in gateways:
-        remark = "" if g.missing is None else f"[red]{escape(g.missing)}[/red]"
-        table.add_row(g.name, g.state, g.url, str(g.num_requests), str(g.num_waiting), remark)
-    return table
+        table.add_row(g.name, g.state, g.url, str(g.num_requests), str(g.num_waiting))
+    missing = [(g.name, escape(g.missing)) for g in gateways if g.missing is not None]
+    return Group(table, *(f"  {name}: [red]{what}[/red]" for name, what in missing))
 
 
 def _requests_table(answer: RequestsAnswer) -> Table:
-    table = Table(title=f"{answer.num_requests} requests")
-    columns = ("request", "state", "age", "prompt", "answer", "prefill", "decode", "attempts")
-    for name in (*columns, "gateway"):
-        table.add_column(name, justify="right" if name in _NUMBERS else "left")
+    texts = ("request", "state", "prefill", "decode", "gateway")
+    numbers = ("age", "prompt", "answer", "attempts")
+    title = f"{answer.num_requests} requests"
+    table = table_of(title, texts, numbers, wraps=("request", "gateway"))
     for each in answer.requests:
         r = each.request
         table.add_row(
             r.request_id,
             r.state,
+            r.prefill or "",
+            r.decode or "",
+            each.gateway,
             f"{r.age_s:.1f} s",
             str(r.prompt_len),
             str(r.answer_len),
-            r.prefill or "",
-            r.decode or "",
             str(r.num_attempts),
-            each.gateway,
         )
     return table

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from deploy.operator_cli import pools_view
+from deploy.operator_cli import pools_view, table_of
 from deploy.up import Status, bring_up, cluster_of, take_down
 from deploy.up_config import load_up_config
 
@@ -56,7 +55,8 @@ def down_command(config: File = Path("baton.yaml")) -> None:
 
 
 def _say(console: Console, status: Status) -> None:
-    table = Table("node", "state", "CPU", "GPU", "prefill_node", "decode_node")
+    numbers = ("CPU", "GPU", "prefill_node", "decode_node")
+    table = table_of("nodes", ("node", "state"), numbers)
     for node in status.nodes:
         amounts = [node.resources.get(name, 0.0) for name in ("CPU", "GPU")]
         amounts += [node.resources.get(name, 0.0) for name in ("prefill_node", "decode_node")]

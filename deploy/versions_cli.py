@@ -18,6 +18,7 @@ from deploy.operator_cli import (
     connect_below,
     follow,
     show,
+    table_of,
 )
 from deploy.up_config import load_up_config, read_yaml
 from engine.config import Config, load_config, read_toml
@@ -178,9 +179,9 @@ def versions_table(answer: PoolsAnswer) -> Table:
     title = "versions"
     if answer.taking_over is not None:
         title += f": {answer.taking_over} takes over"
-    table = Table(title=title)
-    for name in ("version", "model", "fingerprint", "workers", "weight", "requests", "state"):
-        table.add_column(name, justify="right" if name in ("weight", "requests") else "left")
+    texts = ("version", "state", "fingerprint", "model", "workers")
+    numbers, wraps = ("weight", "requests"), ("state", "model", "workers")
+    table = table_of(title, texts, numbers, wraps=wraps)
     for each in answer.versions:
         workers = ", ".join(
             f"{each.serving.of(role)}/{each.wanted.of(role)} {role}"
@@ -189,12 +190,12 @@ def versions_table(answer: PoolsAnswer) -> Table:
         )
         table.add_row(
             f"[bold]{escape(each.name)}[/bold]" if each.is_current else escape(each.name),
-            escape(f"{each.model_name} ({each.model})"),
+            _state(each),
             each.fingerprint,
+            escape(f"{each.model_name} ({each.model})"),
             workers,
             str(each.weight),
             str(each.num_requests),
-            _state(each),
         )
     return table
 

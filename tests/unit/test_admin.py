@@ -15,11 +15,12 @@ from deploy.admin import admin_app
 from deploy.admin_client import find_deployment
 from deploy.admin_schema import PlannerAnswer, PoolsAnswer, VersionsAnswer
 from deploy.controller import PoolController
-from deploy.operator_cli import parse_counts, planner_view
+from deploy.operator_cli import parse_counts, planner_view, pools_view
 from deploy.planning import Planning
 from deploy.pool_events import Connected, OrderRefused, SetPlanner, Started, StartWorker, Tick
 from deploy.pools import PoolLimits, PoolMachine
 from deploy.run_dir import AdminAccess, announce, announced, run_directory
+from deploy.versions_cli import versions_table
 from engine.config import PlannerMode, WorkerConfig
 from engine.control import GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
@@ -201,6 +202,20 @@ def test_what_the_planner_says_and_did_is_told():
     pools = msgspec.json.decode(ask("GET", "/v1/pools", controller=controller).content)
     assert pools["planner"]["reasons"] == list(decision.reasons)
     assert pools["steps"][-2]["why"] == "planned"
+
+
+def test_names_that_orders_take_are_whole_in_a_narrow_terminal():
+    controller = FakeController(Pools(1, 2))
+    content = ask("GET", "/v1/pools", controller=controller).content
+    answer = msgspec.json.decode(content, type=PoolsAnswer)
+    some = {"pid": 1234567, "state_s": 12345.6, "num_blocks": 9, "free_blocks": 9}
+    workers = [msgspec.structs.replace(worker, **some) for worker in answer.workers]
+    answer = msgspec.structs.replace(answer, workers=workers)
+    shown = Console(width=80, record=True, file=io.StringIO())
+    shown.print(pools_view(answer), versions_table(answer))
+    text = shown.export_text()
+    assert {"prefill-0", "decode-0", "decode-1", "1234567", "v1"} <= set(text.split())
+    assert "…" not in text
 
 
 # ---------------------------------------------------------------- finding a deployment
