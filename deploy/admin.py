@@ -255,7 +255,7 @@ class _Pages:
                 workers=self._workers(),
                 gateways=self._gateways(),
                 planner=self._planner(),
-                counters=dict(machine.counters),
+                counters=controller.counters,
                 steps=[StepInfo(s.number, now_s - s.at_s, s.subject, s.what, s.why) for s in steps],
             ),
         )

@@ -21,6 +21,7 @@ from deploy.run_dir import announced, run_directory
 from engine.errors import BatonError, ConfigError
 
 TIMEOUT_S = 10.0
+UPDATE_TIMEOUT_S = 120.0  # a hub is asked first, which commit a branch is
 
 T = TypeVar("T")
 
@@ -100,7 +101,8 @@ class AdminClient:
 
     def update(self, body: UpdateBody) -> PoolsAnswer:
         """Orders a version. Raises AdminError."""
-        return self._ask("POST", "/v1/versions", PoolsAnswer, msgspec.to_builtins(body))
+        wanted = msgspec.to_builtins(body)
+        return self._ask("POST", "/v1/versions", PoolsAnswer, wanted, timeout_s=UPDATE_TIMEOUT_S)
 
     def set_weights(self, weights: Mapping[str, int]) -> PoolsAnswer:
         """Orders how versions share requests. Raises AdminError."""
@@ -115,9 +117,17 @@ class AdminClient:
         """Orders that a version goes. Raises AdminError."""
         return self._ask("POST", f"/v1/versions/{quote(version)}/abort", PoolsAnswer)
 
-    def _ask(self, method: str, path: str, kind: type[T], body: Any = None) -> T:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        body: Any = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> T:
         try:
-            answer = self._http.request(method, path, json=body)
+            answer = self._http.request(method, path, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise AdminError(f"{self.url} does not answer: {reason}") from error

@@ -7,7 +7,7 @@ import msgspec
 from deploy.planning import Outcome
 from deploy.pool_events import GatewayState, WorkerState
 from deploy.rollout import MAX_WEIGHT
-from engine.config import PlannerMode
+from engine.config import PlannerMode, WorkerConfig
 from engine.control import Pools, RequestInfo
 from engine.messages import Role, WorkerId
 
@@ -263,6 +263,7 @@ def openapi(version: str) -> dict[str, Any]:
     """The description, OpenAPI 3.1."""
     types = [each for *_, body, answer, _ in _OPERATIONS for each in (body, answer) if each]
     _, components = msgspec.json.schema_components([*types, ErrorAnswer], ref_template=_REF)
+    components |= _with_settings(components.pop("UpdateBody"))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, summary, body, answer, parameters in _OPERATIONS:
         paths.setdefault(path, {})[method] = _operation(
@@ -278,6 +279,17 @@ def openapi(version: str) -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
+    """What `worker` may hold, by name; what is left out is as it is, so there are no defaults."""
+    _, parts = msgspec.json.schema_components([WorkerConfig], ref_template=_REF)
+    properties = parts.pop("WorkerConfig")["properties"]
+    for setting in properties.values():
+        setting.pop("default", None)
+    given = {"type": "object", "properties": properties, "additionalProperties": False}
+    update["properties"]["worker"] = {"anyOf": [given, {"type": "null"}], "default": None}
+    return {"UpdateBody": update, **parts}
 
 
 def _operation(

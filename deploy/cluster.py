@@ -4,12 +4,13 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from deploy.admin import AdminService
-from deploy.controller import Plan, PoolController
+from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
 from deploy.formats import check_formats, config_of
 from deploy.launcher import Launcher
 from deploy.model_source import default_cache, local_model, pinned
@@ -85,14 +86,15 @@ class Deployment:
             raise
 
     def close(self) -> None:
-        """Stops everything."""
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
-        self._launcher.close()
-        if self._siblings is not None:
-            self._siblings.cleanup()
-            self._siblings = None
+        """Stops everything, also where the controller does not close in time."""
+        thread, self._thread = self._thread, None
+        siblings, self._siblings = self._siblings, None
+        with ExitStack() as stack:
+            if siblings is not None:
+                stack.callback(siblings.cleanup)
+            stack.callback(self._launcher.close)
+            if thread is not None:
+                stack.callback(thread.close)
 
     @property
     def gateways(self) -> list[GatewayReady]:
@@ -117,6 +119,6 @@ class Deployment:
             plan, launcher=self._launcher, clock=clock, report=self._tell
         )
         service = AdminService(self.controller, config=plan.config.admin, clock=clock)
-        self._thread = ServiceThread(service, "controller")
+        self._thread = ServiceThread(service, "controller", open_timeout_s=OPEN_TIMEOUT_S)
         self.admin_url = self._thread.open()
         return self.gateways[0]

@@ -1,7 +1,7 @@
 """Starts a deployment on a cluster of Ray as `baton.yaml` describes it.
 
-Every node that is there fetches the model first, which may take longer than a worker is waited for;
-a node that comes later fetches it when its first worker starts.
+Every node that is there fetches the model first, all at once; a node that comes later fetches it
+when its first worker starts.
 """
 
 import os
@@ -11,14 +11,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.cluster import plan_of, pools_of
-from deploy.model_source import default_cache, local_model
+from deploy.model_source import FETCH_TIMEOUT_S, default_cache, local_model
 from deploy.placement import Node, nodes_to_start_on
 from deploy.ray_controller import start_controller
 from deploy.ray_places import nodes
 from deploy.up_config import UpConfig
 from engine.errors import ConfigError
-
-FETCH_TIMEOUT_S = 4 * 3600.0
 
 
 def start_deployment(config: UpConfig) -> None:

@@ -18,8 +18,15 @@ import msgspec
 
 from deploy.formats import config_of
 from deploy.launcher import Launcher
-from deploy.links import ANSWER_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, GatewayLink, WorkerLink, keep
-from deploy.model_source import name_of
+from deploy.links import (
+    ANSWER_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
+    RETRY_EVERY_S,
+    GatewayLink,
+    WorkerLink,
+    keep,
+)
+from deploy.model_source import FETCH_TIMEOUT_S, name_of
 from deploy.placement import NoPlace
 from deploy.planning import Planning, rules_of
 from deploy.pool_events import (
@@ -52,7 +59,13 @@ from deploy.pool_events import (
     WorkerState,
 )
 from deploy.pools import PoolLimits, PoolMachine
-from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.processes import (
+    READY_TIMEOUT_S,
+    GatewayReady,
+    GatewaySpec,
+    WorkerReady,
+    WorkerSpec,
+)
 from engine.clock import Clock
 from engine.config import Config
 from engine.control import (
@@ -70,6 +83,8 @@ from engine.messages import GatewayId, WorkerId
 
 log = logging.getLogger(__name__)
 
+# Each start that is waited for has deadlines of its own; workers are first, then gateways.
+OPEN_TIMEOUT_S = FETCH_TIMEOUT_S + 3 * READY_TIMEOUT_S
 WATCH_EVERY_S = 1.0
 MAX_THREADS = 64  # starts and stops at once
 SETTLE_EVERY_S = 0.05
@@ -131,6 +146,7 @@ class PoolController:
         self._first_failure: asyncio.Future[str] | None = None  # of a start, while opening
         self._is_adopting = True  # gateways are asked what they know, and told nothing yet
         self._is_closing = False
+        self._num_bugs = 0  # of this controller, that it has got over
         self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")  # none is there before its use
 
     # ------------------------------------------------------------ life
@@ -209,7 +225,7 @@ class PoolController:
         if members or gateways:
             self._handle(Found(members, gateways))
         for name, link in self.gateway_links.items():
-            if link.heard is None:
+            if not link.is_open:
                 self._handle(GatewayUnheard(name, "it does not answer"))
         for name in self.workers:
             self._dial_worker(name)
@@ -260,6 +276,13 @@ class PoolController:
             raise OrderRefused(f"no answer in {ANSWER_TIMEOUT_S:g} s from {silent}", status=503)
         found = [(name, info) for name, each in answered for info in each.requests]
         return sum(each.num_requests for _, each in answered), found
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened to the pools, and to what keeps them; what never did is not there."""
+        found = {**self.machine.counters, **self._launcher.counters()}
+        found["controller bugs"] = self._num_bugs
+        return {name: number for name, number in found.items() if number}
 
     @property
     def url(self) -> str:
@@ -511,8 +534,18 @@ class PoolController:
 
     def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink) -> None:
         self._hang_up_task(name)
-        self._dialling[name] = task = asyncio.create_task(keep(address, link))
+        self._dialling[name] = task = asyncio.create_task(self._keep(address, link))
         task.add_done_callback(self._on_task_end)
+
+    async def _keep(self, address: str, link: WorkerLink | GatewayLink) -> None:
+        """A bug of the controller's ends no session for ever: who cannot be reached is stopped."""
+        never = self._loop.create_future()
+        while True:
+            try:
+                await keep(address, link)
+            except Exception as error:
+                self._note_bug(error)
+            await asyncio.wait([never], timeout=RETRY_EVERY_S)
 
     def _hang_up(self, name: str) -> None:
         """Forgets a worker or a gateway that is gone."""
@@ -543,6 +576,7 @@ class PoolController:
             self._note_bug(error)
 
     def _note_bug(self, error: BaseException) -> None:
+        self._num_bugs += 1
         log.critical("a task of the controller failed: %r", error, exc_info=error)
         self._report(f"the controller has a bug: {error!r}")
 

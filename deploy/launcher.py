@@ -14,10 +14,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.nursery import Child, NoChild, Nursery
 from deploy.placement import LEAST_ROOM
 from deploy.processes import (
     READY_TIMEOUT_S,
+    Fetched,
     GatewayReady,
     GatewaySpec,
     WorkerReady,
@@ -28,6 +30,8 @@ from engine.errors import ConfigError
 
 STOP_TIMEOUT_S = 30.0
 FORK_TIMEOUT_S = 120.0  # of which a nursery imports, from a cold disk, most
+
+_FETCHED = msgspec.json.encode(Fetched()) + b"\n"
 
 T = TypeVar("T")
 
@@ -84,6 +88,10 @@ class Launcher(Protocol):
         """Services that were started, by this launcher or the one before it, and run."""
         ...
 
+    def counters(self) -> Mapping[str, int]:
+        """What went wrong here so far and was got over, by name."""
+        ...
+
     def dead(self) -> dict[str, str]:
         """Services that ended by themselves since the last call: by name, how each ended.
 
@@ -115,14 +123,9 @@ class ServiceProcess:
                 if not self._is_wanted:
                     raise ConfigError(f"{self.name} is not wanted any more")
                 self._child = child = self._nursery.fork(self.kind)
-            watchdog = threading.Timer(READY_TIMEOUT_S, child.kill)
-            watchdog.start()
         except (OSError, RuntimeError) as error:  # no memory, descriptors, processes or threads
             raise ConfigError(f"{self.name} cannot be started: {error}") from error
-        try:
-            line = self._ask(child, msgspec.json.encode(spec) + b"\n")
-        finally:
-            watchdog.cancel()
+        line = self._ask(child, msgspec.json.encode(spec) + b"\n")
         try:
             answer = msgspec.json.decode(line, type=dict[str, Any])
             if "error" in answer:
@@ -148,11 +151,31 @@ class ServiceProcess:
         with contextlib.suppress(OSError):  # it died before it read all
             child.stdin.write(request)
             child.stdin.flush()
-            line = child.stdout.readline()
+            line = self._next_line(child, FETCH_TIMEOUT_S)
+            if line == _FETCHED:
+                line = self._next_line(child, READY_TIMEOUT_S)
         if not line:
             with contextlib.suppress(TimeoutError):  # it has only closed its output
                 child.wait(STOP_TIMEOUT_S)
             raise ConfigError(f"{self.name} ended while starting (exit status {self.exit_status})")
+        return line
+
+    def _next_line(self, child: Child, timeout_s: float) -> bytes:
+        """Empty if it ends. Raises ConfigError if it says nothing for so long, which ends it."""
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            child.kill()
+
+        watchdog = threading.Timer(timeout_s, end)
+        watchdog.start()
+        try:
+            line = child.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if is_late.is_set():
+            raise ConfigError(f"{self.name} did not start in {timeout_s:g} s")
         return line
 
     def is_running(self) -> bool:
@@ -242,6 +265,10 @@ class ProcessLauncher:
     def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
         """Processes that have answered and not ended."""
         return {p.name: p.ready for p in self.processes if p.ready is not None and p.is_running()}
+
+    def counters(self) -> Mapping[str, int]:
+        """Nurseries that ended, or gave no answer."""
+        return {"nurseries lost": self._nursery.num_lost}
 
     def dead(self) -> dict[str, str]:
         """Processes that ended, each named once."""

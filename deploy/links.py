@@ -186,6 +186,11 @@ class GatewayLink:
         self._reported_s = 0.0
 
     @property
+    def is_open(self) -> bool:
+        """Whether there is a session now."""
+        return self._client is not None
+
+    @property
     def fresh_report(self) -> GatewayReport | None:
         """Its last report, if it is of now: by an older one nothing is to be planned."""
         is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S

@@ -42,6 +42,7 @@ WEIGHTS = ("*.safetensors",)
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
 UNUSED = ("consolidated*.safetensors", "adapter_*")  # a second copy, in its author's own format
 SPARE_BYTES = 64 * 2**20  # left free on the disk
+FETCH_TIMEOUT_S = 4 * 3600.0  # who waits for a model to be downloaded waits so long
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -638,9 +638,13 @@ class PoolMachine:
         current = self.intent.current
         if current.is_over:  # it goes, and the next one is the current one then
             return
-        waits = any(version.is_leaving for version in self.intent.versions)
+        if any(version.is_leaving for version in self.intent.versions) or any(
+            worker.version == rolls.to and worker.state is WorkerState.STARTING
+            for worker in self.workers.values()
+        ):  # requests end when they end, and a start, which may fetch a model, has its own deadline
+            self._rolled_s = now_s
         why = self._why_hopeless(rolls.to)
-        if why is None and not waits and now_s - self._rolled_s >= self.limits.update_timeout_s:
+        if why is None and now_s - self._rolled_s >= self.limits.update_timeout_s:
             why = f"no step in {self.limits.update_timeout_s:g} s"
         if why is None:
             return

@@ -1,18 +1,32 @@
 """A worker or a gateway as a plain process: `python -m deploy.process_main worker|gateway`, or a
 child of `deploy.nursery_main`.
 
-The spec comes as one line of JSON on standard input, so that no secret shows in a process list; the
-answer goes as one line of JSON to standard output. Standard input stays open as a life line: when
-it ends the parent is gone or wants this process to stop, and the process stops.
+The spec comes as one line of JSON on standard input, so that no secret shows in a process list;
+`Fetched`, then the answer, go as lines of JSON to standard output. Standard input stays open as a
+life line: when it ends the parent is gone or wants this process to stop, and the process stops,
+also while it waits for a download.
 """
 
+import os
+import select
 import signal
 import sys
+import threading
+from concurrent.futures import Future, wait
 
 import msgspec
 
-from deploy.processes import ServiceThread, configure_logging, freeze_heap, service_of
+from deploy.processes import (
+    Fetched,
+    ServiceThread,
+    configure_logging,
+    fetch,
+    freeze_heap,
+    service_of,
+)
 from engine.errors import BatonError
+
+LOOK_EVERY_S = 0.5  # whether a download is wanted yet
 
 
 class StartFailed(msgspec.Struct, frozen=True):
@@ -32,6 +46,8 @@ def main(kind: str) -> int:
     configure_logging(log_level)
     thread = ServiceThread(service, kind)
     try:
+        _fetch_while_wanted(kind, spec)
+        _answer(Fetched())
         ready = thread.open()
     except BatonError as error:
         _answer(StartFailed(str(error)))
@@ -44,6 +60,24 @@ def main(kind: str) -> int:
     finally:
         thread.close()
     return 0
+
+
+def _fetch_while_wanted(kind: str, spec: bytes) -> None:
+    """Ends the process if its standard input ends before. Raises ConfigError."""
+    fetched: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            fetch(kind, spec)
+            fetched.set_result(None)
+        except BaseException as error:
+            fetched.set_exception(error)
+
+    threading.Thread(target=run, name="fetch", daemon=True).start()
+    while not wait([fetched], LOOK_EVERY_S).done:
+        if select.select([sys.stdin], [], [], 0)[0]:
+            os._exit(0)  # what is whole of the download is kept
+    fetched.result()
 
 
 def _answer(message: object) -> None:

@@ -39,7 +39,7 @@ from router.version_routers import VersionRouters
 
 log = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 300.0  # from when the model is on the machine
 CLOSE_TIMEOUT_S = 30.0
 BACKLOG = 2048  # connections
 LINK_TIMEOUT_S = 10.0  # a gateway that has no worker by then answers 503 until it has
@@ -96,6 +96,10 @@ class GatewayReady(msgspec.Struct, frozen=True):
 
 
 T = TypeVar("T", covariant=True)
+
+
+class Fetched(msgspec.Struct, frozen=True, tag=True):
+    """What a service needs of a model is on this machine: from now on it starts."""
 
 
 class LateStart(ConfigError):
@@ -277,6 +281,15 @@ class GatewayService:
         await self._routers.close()
 
 
+def fetch(kind: str, spec: bytes) -> None:
+    """Has the model of a worker on this machine, which takes as long as a download may.
+
+    Raises ConfigError. A gateway fetches its small part when it starts.
+    """
+    if kind == "worker":
+        _directory_of(msgspec.json.decode(spec, type=WorkerSpec).model, Parts.ALL)
+
+
 def _directory_of(model: str, parts: Parts) -> Path:
     return local_model(model, cache=default_cache(os.environ), parts=parts, report=log.warning)
 
@@ -348,8 +361,11 @@ def die(error: BaseException) -> None:
 class ServiceThread(Generic[T]):
     """Runs a service on an event loop in a thread of its own."""
 
-    def __init__(self, service: Service[T], name: str) -> None:
+    def __init__(
+        self, service: Service[T], name: str, *, open_timeout_s: float = READY_TIMEOUT_S
+    ) -> None:
         self._service = service
+        self._open_timeout_s = open_timeout_s
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
 
@@ -358,11 +374,11 @@ class ServiceThread(Generic[T]):
         self._thread.start()
         opening = asyncio.run_coroutine_threadsafe(_open(self._service), self._loop)
         try:
-            return opening.result(READY_TIMEOUT_S)
+            return opening.result(self._open_timeout_s)
         except TimeoutError as error:
             if not opening.cancel():  # it is over, and that is what it raised
                 raise
-            raise LateStart(f"it did not start in {READY_TIMEOUT_S:g} s") from error
+            raise LateStart(f"it did not start in {self._open_timeout_s:g} s") from error
 
     def close(self) -> None:
         """Closes the service and ends the thread."""

@@ -16,7 +16,7 @@ import ray
 from deploy.admin import AdminService
 from deploy.admin_client import AdminClient, AdminError
 from deploy.admin_schema import PoolsAnswer
-from deploy.controller import Plan, PoolController
+from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
 from deploy.placement import NOWHERE_SPECIAL, Placement
 from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread, configure_logging
 from deploy.ray_launcher import (
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 120.0
 RETRY_EVERY_S = 0.5
+READY_WITHIN_S = 10.0  # then it is asked again
 REOPEN_AFTER_S = 1.0
 
 
@@ -50,7 +51,9 @@ class _ControllerActor:
         )
         self._plan = plan
         service = AdminService(controller, config=plan.config.admin, clock=clock)
-        self._thread: ServiceThread[str] = ServiceThread(service, "controller")
+        self._thread: ServiceThread[str] = ServiceThread(
+            service, "controller", open_timeout_s=OPEN_TIMEOUT_S
+        )
         self._is_first = not ray.get_runtime_context().was_current_actor_reconstructed
         self._is_open = threading.Event()
         self._url = self._error = ""
@@ -68,8 +71,8 @@ class _ControllerActor:
         self._is_open.set()
 
     def ready(self) -> tuple[str, int, str]:
-        """The admin API's URL, and the process; or what is wrong."""
-        self._is_open.wait(READY_TIMEOUT_S)
+        """The admin API's URL, and the process; or what is wrong. Neither while it still opens."""
+        self._is_open.wait(READY_WITHIN_S)
         return self._url, os.getpid(), self._error
 
     def pools(self) -> tuple[bytes, str]:
@@ -120,20 +123,23 @@ def find_controller() -> tuple[str, int]:
     """Where the controller answers now, waiting while it is started again. Raises ConfigError."""
     pause = threading.Event()
     clock = MonotonicClock()
-    end_s = clock.now_s() + READY_TIMEOUT_S
+    end_s = clock.now_s() + OPEN_TIMEOUT_S
     while True:
         try:
             actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
             url, pid, error = ray.get(actor.ready.remote(), timeout=READY_TIMEOUT_S)
-            break
         except (ValueError, ray.exceptions.RayError) as failure:
             is_back_soon = isinstance(failure, ray.exceptions.ActorUnavailableError)
             if not is_back_soon or clock.now_s() >= end_s:
                 raise ConfigError(f"the controller cannot be reached: {failure}") from failure
             pause.wait(RETRY_EVERY_S)
-    if error:
-        raise ConfigError(error)
-    return str(url), int(pid)
+            continue
+        if error:
+            raise ConfigError(error)
+        if url:
+            return str(url), int(pid)
+        if clock.now_s() >= end_s:
+            raise ConfigError(f"the controller has not opened in {OPEN_TIMEOUT_S:g} s")
 
 
 def controller_pools() -> PoolsAnswer | None:

@@ -13,6 +13,7 @@ import ray
 from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.placement import NOWHERE_SPECIAL, Placement
 from deploy.processes import (
     READY_TIMEOUT_S,
@@ -22,6 +23,7 @@ from deploy.processes import (
     WorkerReady,
     WorkerSpec,
     configure_logging,
+    fetch,
     freeze_heap,
     service_of,
 )
@@ -46,8 +48,17 @@ class _Actor:
         service, log_level = service_of(kind, spec, host=ray.util.get_node_ip_address())
         configure_logging(log_level)
         self._kind = kind
+        self._spec = spec
         self._ready = b""
         self._thread: ServiceThread[Any] = ServiceThread(service, kind)
+
+    def fetch(self) -> str:
+        """Has the model on this node; what is wrong, or nothing."""
+        try:
+            fetch(self._kind, self._spec)
+        except BatonError as error:
+            return str(error)
+        return ""
 
     def start(self) -> tuple[bytes, str]:
         """The service's answer, or what is wrong."""
@@ -156,6 +167,10 @@ class RayLauncher:
             self._adopt(name)
         return dict(self._ready)
 
+    def counters(self) -> Mapping[str, int]:
+        """Places that were another role's."""
+        return {"places of another role": self._places.num_stand_ins}
+
     def dead(self) -> dict[str, str]:
         """Actors whose standing ping failed, each named once."""
         dead = {}
@@ -170,7 +185,10 @@ class RayLauncher:
                 self._ping(name)
             except ray.exceptions.RayError as error:
                 if self._pings.get(name) is ping:  # nobody stopped it meanwhile
-                    self._drop(name)
+                    if isinstance(error, ray.exceptions.ActorDiedError):
+                        self._forget(name)  # Ray has ended it and freed its name
+                    else:
+                        self._drop(name)
                     self._places.leave(name)
                     dead[name] = f"{name} ended: {_reason(error)}"
         return dead
@@ -252,7 +270,9 @@ class RayLauncher:
                 kind, msgspec.json.encode(spec)
             )
             self._actors[name], self._kinds[name] = actor, kind
-            answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
+            answer, error = b"", ray.get(actor.fetch.remote(), timeout=FETCH_TIMEOUT_S)
+            if not error:
+                answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
             if error:
                 raise ConfigError(f"{name}: {error}")
             if self._actors.get(name) is not actor:
@@ -278,12 +298,16 @@ class RayLauncher:
 
     def _drop(self, name: str) -> None:
         """Forgets an actor and ends what there is of it, so that its name is free again."""
+        actor = self._forget(name)
+        if actor is not None:
+            ray.kill(actor)
+
+    def _forget(self, name: str) -> Any:
+        """The actor, if there is one."""
         self._pings.pop(name, None)
         self._ready.pop(name, None)
         self._kinds.pop(name, None)
-        actor = self._actors.pop(name, None)
-        if actor is not None:
-            ray.kill(actor)
+        return self._actors.pop(name, None)
 
 
 def start_ray_here() -> None:

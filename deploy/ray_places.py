@@ -68,6 +68,7 @@ class RayPlaces:
         self.placement = placement
         self._held: dict[str, Held] = {}  # by worker
         self._in_use: set[str] = set()  # workers that run, or are being started
+        self.num_stand_ins = 0  # places that were taken for want of the role's own
         self._books = threading.Lock()  # of these two; taken for moments
         self._groups = threading.Lock()  # taken before the other one
 
@@ -195,6 +196,7 @@ class RayPlaces:
                     *(held.worker, held.role, other),
                 )
                 _remove(held.name)
+                self.num_stand_ins += 1
                 held.role = other
                 self._make(held)
         if other is None or not self._comes(held):

@@ -42,7 +42,7 @@ class FakeController:
     def __init__(self, pools: Pools) -> None:
         self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
         self.planning = Planning(self.machine, Rules(), order=self._handle)
-        self.workers, self.gateways, self.gateway_links = {}, {}, {}
+        self.workers, self.gateways, self.gateway_links, self.counters = {}, {}, {}, {}
         for effect in self.machine.handle(Tick(), 0.0):
             if isinstance(effect, StartWorker):
                 name = effect.worker_id
@@ -163,6 +163,9 @@ def test_the_description_names_every_page_and_resolves_every_reference():
     text = msgspec.json.encode(described).decode()
     names = {piece.split('"')[0] for piece in text.split("#/components/schemas/")[1:]}
     assert names <= set(described["components"]["schemas"])
+    [worker, _] = described["components"]["schemas"]["UpdateBody"]["properties"]["worker"]["anyOf"]
+    assert set(worker["properties"]) == set(WorkerConfig.__struct_fields__)
+    assert not any("default" in setting for setting in worker["properties"].values())
 
 
 def test_pools_that_cannot_be_flipped_are_not_planned():

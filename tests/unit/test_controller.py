@@ -89,6 +89,9 @@ class FakeLauncher:
     def dead(self):
         return {}
 
+    def counters(self):
+        return {"nurseries lost": 0}
+
     def start_worker(self, spec):
         self._fail()
         assert self.may_start.wait(DEADLINE_S)
@@ -288,6 +291,25 @@ def test_a_launcher_that_raises_whatever_it_likes_is_asked_again(play):
     told = play(scene, {"prefill-0": WORKERS["prefill-0"]}).told
     assert any("did not start: no start" in line for line in told), told
     assert "the controller has a bug: RuntimeError('no stop')" in told
+
+
+def test_a_bug_in_what_is_made_of_news_ends_no_session_for_ever(play, monkeypatch):
+    num_kept = 0
+
+    async def keep(_address: str, _link: object) -> None:
+        nonlocal num_kept
+        num_kept += 1
+        raise KeyError("a bug")
+
+    async def scene(world: World) -> None:
+        monkeypatch.setattr(controller, "keep", keep)
+        monkeypatch.setattr(controller, "RETRY_EVERY_S", 0.01)
+        await world.controller.open()
+        await until(lambda: num_kept > len(WORKERS))
+        assert world.controller.counters["controller bugs"] >= 1
+        assert "nurseries lost" not in world.controller.counters
+
+    play(scene, WORKERS)
 
 
 def test_a_worker_is_gone_when_the_start_that_was_stopped_is_over_too(play):

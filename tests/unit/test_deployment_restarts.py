@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from deploy import processes
+from deploy import process_main, processes
 from deploy.launcher import ProcessLauncher, ServiceProcess
 from deploy.processes import GatewaySpec
 from deploy.restarts import Restarts
@@ -167,6 +167,56 @@ def test_a_process_that_does_not_start_is_a_typed_error_and_forgotten(script, sa
     assert launcher.dead() == {}
 
 
+def test_a_process_that_fetches_for_long_is_given_time_to_start_from_then_on(
+    launcher_of, monkeypatch
+):
+    monkeypatch.setattr("deploy.launcher.READY_TIMEOUT_S", 0.05)
+    script = 'read spec; sleep 0.1; echo \'{"type":"Fetched"}\'; '
+    launcher = launcher_of(f"{script} echo '{READY.decode()}'; exec cat")
+    assert launcher.start_gateway(SPEC).pid == 7
+    launcher.close()
+    with pytest.raises(ConfigError, match=r"gateway did not start in 0\.05 s"):
+        launcher_of(f"{script} exec cat").start_gateway(SPEC)
+
+
+def test_a_process_that_fetches_too_long_is_ended(launcher_of, monkeypatch):
+    monkeypatch.setattr("deploy.launcher.FETCH_TIMEOUT_S", 0.05)
+    launcher = launcher_of("exec sleep 60")
+    with pytest.raises(ConfigError, match=r"gateway did not start in 0\.05 s"):
+        launcher.start_gateway(SPEC)
+    assert launcher.processes == []
+
+
+class Exited(Exception):
+    """Instead of an end of the process."""
+
+
+def test_who_fetches_a_model_that_nobody_waits_for_any_more_ends(monkeypatch):
+    def exit_now(_status: int) -> None:
+        raise Exited
+
+    never = threading.Event()
+    monkeypatch.setattr(process_main, "fetch", lambda *_: never.wait(10))
+    monkeypatch.setattr(process_main, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(process_main.os, "_exit", exit_now)
+    theirs, ours = os.pipe()
+    os.close(ours)
+    with open(theirs) as stdin:
+        monkeypatch.setattr(process_main.sys, "stdin", stdin)
+        with pytest.raises(Exited):
+            process_main._fetch_while_wanted("worker", b"")
+    never.set()
+
+
+def test_what_is_wrong_with_a_model_is_raised_where_it_is_waited_for(monkeypatch):
+    def fetch(*_arguments: object) -> None:
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr(process_main, "fetch", fetch)
+    with pytest.raises(ConfigError, match="no such model"):
+        process_main._fetch_while_wanted("worker", b"")
+
+
 def test_a_process_that_ends_is_named_once_with_its_exit_status(launcher_of):
     answer = READY.decode()
     launcher = launcher_of(f"read spec; echo '{answer}'; read line; exit 5")
@@ -242,11 +292,16 @@ class ActorUnavailableError(RayError):
     """As Ray's."""
 
 
+class ActorDiedError(RayError):
+    """As Ray's."""
+
+
 class FakeActor:
     """Answers with what it was made with; raises it if that is an error."""
 
     def __init__(self, answer: object) -> None:
         self.start = SimpleNamespace(remote=lambda: answer)
+        self.fetch = SimpleNamespace(remote=lambda: "")
         self.ping = SimpleNamespace(remote=lambda: self.pong)
         self.pong: RayError = RayError("the actor died.")
         self.described: object = ("gateway", READY)
@@ -262,6 +317,7 @@ class FakeRay(ModuleType):
         super().__init__("ray")
         self.exceptions = SimpleNamespace(
             RayError=RayError,
+            ActorDiedError=ActorDiedError,
             RayTaskError=RayTaskError,
             ActorUnavailableError=ActorUnavailableError,
         )
@@ -354,6 +410,15 @@ def test_an_actor_that_ended_is_said_once_and_its_name_is_free(fake_ray):
     assert fake_ray.names == {}
 
 
+def test_an_actor_that_ray_has_ended_is_not_ended_again(fake_ray, monkeypatch):
+    launcher = importlib.import_module("deploy.ray_launcher").RayLauncher()
+    launcher.start_gateway(SPEC)
+    monkeypatch.setattr(fake_ray, "kill", None)
+    launcher._pings["gateway"] = ActorDiedError("its node died.")
+    assert launcher.dead() == {"gateway": "gateway ended: its node died"}
+    assert launcher.running() == {}
+
+
 def test_an_actor_that_is_not_reached_at_the_moment_is_not_dead(fake_ray):
     launcher = importlib.import_module("deploy.ray_launcher").RayLauncher()
     launcher.start_gateway(SPEC)
@@ -384,9 +449,7 @@ def test_what_a_controller_does_not_end_is_ended_after_it(fake_ray):
     assert fake_ray.names == {}
 
 
-def test_a_service_that_takes_too_long_to_open_is_a_typed_error(monkeypatch):
-    monkeypatch.setattr(processes, "READY_TIMEOUT_S", 0.01)
-
+def test_a_service_that_takes_too_long_to_open_is_a_typed_error():
     class Slow:
         async def open(self) -> None:
             await asyncio.get_running_loop().create_future()
@@ -394,7 +457,7 @@ def test_a_service_that_takes_too_long_to_open_is_a_typed_error(monkeypatch):
         async def close(self) -> None:
             pass
 
-    thread = processes.ServiceThread(Slow(), "slow")
+    thread = processes.ServiceThread(Slow(), "slow", open_timeout_s=0.01)
     with pytest.raises(processes.LateStart, match=r"did not start in 0\.01 s"):
         thread.open()
     thread.close()

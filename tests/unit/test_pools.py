@@ -101,6 +101,7 @@ class World:
         self.silent: set[str] = set()  # gateways
         self.hanging: set[str] = set()  # gateways with which no session begins
         self.fails: list[str] = []  # the next starts
+        self.start_s = 0.5  # how long a start takes
         self.bad_versions: set[str] = set()  # that never start
         self.fails_always: set[Role] = set()
         self.has_no_place: set[str] = set()  # of workers, until another node comes
@@ -195,10 +196,10 @@ class World:
         address = f"{worker_id}@{start}"
         self.processes[worker_id] = FakeProcess(role, wanted.version.name)
         self.addresses[worker_id] = address
-        self.later(Started(worker_id, start, address), 0.5)
+        self.later(Started(worker_id, start, address), self.start_s)
         kv_format = formats_of(wanted.version.worker)[role]
         connected = Connected(worker_id, address, role, kv_format)
-        self.later(connected, 0.6)
+        self.later(connected, self.start_s + 0.1)
 
     def set_role(self, worker_id: str, role: Role) -> None:
         process = self.processes.get(worker_id)

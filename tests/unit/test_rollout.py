@@ -145,6 +145,14 @@ def test_an_update_that_gateways_cannot_follow_is_given_up():
     assert any("no step in 900 s" in line for line in world.told)
 
 
+def test_an_update_whose_model_is_fetched_for_long_is_waited_for():
+    world = settled()
+    world.start_s = world.machine.limits.update_timeout_s + 60
+    world.feed(AddVersion(V2, takes_over=True))
+    world.settle(4000)
+    assert by_version(world) == {"v2": 2}
+
+
 def test_versions_side_by_side_share_as_they_are_told_and_change_apart():
     world = settled()
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
