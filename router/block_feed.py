@@ -73,7 +73,7 @@ class BlockFeed:
         return self._news.is_following
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """Subscribes, and asks for all that is cached."""
+        """Subscribes, and asks for all that is cached. Raises ZMQError where that is impossible."""
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._batches = self._connected(zmq.SUB, self._address.published)
@@ -102,7 +102,11 @@ class BlockFeed:
         socket.set(zmq.RCVHWM, MAX_UNREAD_BATCHES)
         socket.set(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
         socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
         return socket
 
     def _read_batches(self) -> None:
@@ -129,8 +133,14 @@ class BlockFeed:
         self._loop.call_soon(self._read_answers, socket)
 
     def _ask(self, wanted: bytes) -> None:
+        """Where that is impossible there is no answer: later all is asked for again."""
         self._hang_up()
-        socket = self._answers = self._connected(zmq.DEALER, self._address.asked)
+        try:
+            socket = self._answers = self._connected(zmq.DEALER, self._address.asked)
+        except zmq.ZMQError as error:
+            log.warning("block events of %s cannot be asked for: %s", self._info.worker_id, error)
+            self._count("ask failed")
+            return
         self._loop.add_reader(socket.FD, self._read_answers, socket)
         socket.send_multipart((self._info.incarnation.encode(), wanted))
         self._loop.call_soon(self._read_answers, socket)  # sending uses up the descriptor's news

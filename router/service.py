@@ -170,6 +170,8 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._closing = self._loop.create_future()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Two are needed for a worker. By default there may be 1,023 in all.
+        self._zmq.set(zmq.MAX_SOCKETS, self._zmq.get(zmq.SOCKET_LIMIT))
         for address in self._addresses:
             self._link(address)
 
@@ -246,8 +248,8 @@ class Router:
     ) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request."""
         self._clients[request.request_id] = client = _Client(take_at_once, take_tokens)
-        self._handle(Arrived(request))
         try:
+            self._handle(Arrived(request))
             while True:
                 update = await client.next()
                 yield update
@@ -405,11 +407,12 @@ class Router:
         self._links[info.worker_id] = client
         self._linked_to[info.worker_id] = address
         log.info("%s worker %s joined", info.role, info.worker_id)
-        self._handle(WorkerJoined(info))
-        self._joined.set()
-        feed = self._follow(info)
+        feed = None
         reason = "session ended"
         try:
+            self._handle(WorkerJoined(info))
+            self._joined.set()
+            feed = self._follow(info)
             while (frame := await client.receive()) is not None:
                 messages = decode_to_gateway(frame)
                 self._handle(*_events(info.worker_id, messages))
@@ -437,7 +440,9 @@ class Router:
             raise StepStuck(step.seconds)
 
     def _follow(self, info: Welcome) -> BlockFeed | None:
-        """What a worker tells of its blocks goes to the machine. None where it tells nothing."""
+        """What a worker tells of its blocks goes to the machine. None where it tells nothing, or
+        cannot be listened to.
+        """
         if info.events is None:
             self._news_counters["block events", "not offered"] += 1
             return None
@@ -458,7 +463,12 @@ class Router:
             self._news_counters["block events", what] += 1
 
         feed = BlockFeed(info, info.events, clock=self._clock, on_news=on_news, count=count)
-        feed.open(self._zmq)
+        try:
+            feed.open(self._zmq)
+        except zmq.ZMQError as error:  # no descriptor is left, or the address is none
+            log.warning("block events of %s cannot be heard: %s", worker_id, error)
+            count("not followed")
+            return None
         return feed
 
     def _check_identity(self, info: Welcome) -> None:

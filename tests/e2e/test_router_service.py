@@ -22,6 +22,7 @@ from engine.messages import (
     Cancel,
     Decode,
     DecodeStarted,
+    EventsAddress,
     FirstToken,
     Generate,
     Hello,
@@ -289,6 +290,25 @@ def test_a_worker_refuses_a_gateway_that_does_not_know_the_token(caplog):
     with caplog.at_level(logging.WARNING):
         run(test())
     assert "refused this gateway: wrong internal token" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("events", "counted"),
+    [
+        (EventsAddress("nowhere", "nowhere"), "not followed"),
+        (EventsAddress("tcp://127.0.0.1:9", "nowhere"), "ask failed"),
+    ],
+)
+def test_a_worker_whose_block_events_cannot_be_had_serves_all_the_same(events, counted):
+    async def test() -> None:
+        worker = FakeWorker(events=events)
+        async with serving(worker) as router:
+            assert router.counters()["block events", counted] == 1
+            assert router.readiness() is None
+            token_ids, _ = await follow(router, request())
+            assert len(token_ids) == 6
+
+    run(test())
 
 
 def test_pools_may_differ_in_the_format_of_kv_and_so_does_the_fingerprint_then():
