@@ -99,6 +99,7 @@ class Demand:
         per_s = 1 / over_s if over_s > 0 else 0.0
         workers = state.view.workers.values()
         queued = [state.flights[request_id] for request_id in state.queue]
+        prefillers = [worker for worker in workers if worker.info.role.prefills]
         decoders = [worker for worker in workers if worker.decodes]
         costs = [state.estimates.decode_cost(w) for w in workers if w.info.role.decodes]
         waits_for_prefill = state.busy is not None and state.busy.lacks is Role.PREFILL
@@ -107,7 +108,7 @@ class Demand:
             prefill_s_per_s=max(sums.sent_s - before.sent_s, 0.0) * per_s,
             output_tokens_per_s=(sums.output_tokens - before.output_tokens) * per_s,
             queued_s=sum(one.compute_s for one in queued) if waits_for_prefill else 0.0,
-            prefilling_s=sum(w.ready_s(now_s) for w in workers if w.prefills),
+            prefilling_s=sum(w.ready_s(now_s) for w in prefillers if w.prefills),
             num_queued=0 if waits_for_prefill else len(queued),
             queued_tokens=0 if waits_for_prefill else sum(one.length for one in queued),
             num_decoding=sum(len(worker.decodes) for worker in decoders),

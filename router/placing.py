@@ -186,8 +186,9 @@ class Placing:
         state = self._state
         prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
         compute_s = state.estimates.prefill_s(prefill, need.num_tokens, choice.num_cached_tokens)
-        if not (attempt.hands_over or prefill.info.role.prefills):
-            state.locally_s += compute_s or 0.0
+        is_local = not (attempt.hands_over or prefill.info.role.prefills)
+        if is_local and flight.num_attempts == 1:  # of the others nothing was asked when it came
+            state.locally_s += flight.compute_s
         pull_s = None
         if choice.source is not None:
             num_pulled = choice.num_source_tokens - choice.num_matched_tokens

@@ -57,7 +57,7 @@ class RouterState:
         self.by_seq: dict[SeqId, RequestId] = {}
         self.counters: Counter[tuple[str, str]] = Counter()
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
-        self.locally_s = 0.0  # predicted for all prompts that decode workers were given to compute
+        self.locally_s = 0.0  # of what was predicted as prompts came, given to decode workers
         self.busy: Busy | None = None  # what the head of the queue waits for
         self.stranded: dict[RequestId, None] = {}  # to be moved and cannot be
         self.move_again_s: float | None = None  # when that is tried again

@@ -3,29 +3,39 @@
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from test_router_machine import LAYOUT
 
 from engine.config import RouterConfig
 from engine.demand import DecodeCost
-from engine.messages import PROTOCOL_VERSION, Limits, RequestId, Role, Sampling, Welcome
+from engine.messages import (
+    PROTOCOL_VERSION,
+    GivenBack,
+    Limits,
+    RequestId,
+    Role,
+    Sampling,
+    Welcome,
+)
 from router.costs import PrefillCost, PullCost, WorkerCosts
 from router.demand import Observer, members
 from router.estimates import Estimates
-from router.events import Arrived, Tick, WorkerJoined
+from router.events import Arrived, FromWorker, Tick, WorkerJoined
 from router.machine import RouterMachine
 from router.requests import Rejected, Request
 
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
 
 
-def machine_of(*roles, num_blocks=100, **config):
+def machine_of(*roles, num_blocks=100, locally=False, **config):
     machine = RouterMachine(
         RouterConfig(**config), estimates=Estimates(COSTS), rng=random.Random(0)
     )
     for number, role in enumerate(roles):
         name = f"{role}-{number}"
         info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
+        info = msgspec.structs.replace(info, prefills_locally=locally and role is Role.DECODE)
         machine.handle(WorkerJoined(info), 0.0)
     return machine
 
@@ -104,11 +114,25 @@ def test_who_is_refused_has_asked_all_the_same():
 
 
 def test_what_decode_workers_compute_is_not_asked_of_prefill_workers():
-    machine = machine_of(Role.PREFILL, Role.DECODE)
+    machine = machine_of(Role.DECODE, locally=True)
     machine.demand.observe(0.0)
-    ask(machine, "r")
-    machine.state.locally_s += 0.3
-    assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.1)
+    ask(machine, "a")
+    ask(machine, "b")  # which waits
+    assert machine.queue_len == 1
+    seen = machine.demand.observe(1.0)
+    assert (seen.prefill_s_per_s, seen.queued_s) == (pytest.approx(0.4), pytest.approx(0.4))
+    assert seen.prefilling_s == 0.0
+
+
+def test_what_decode_workers_compute_again_is_not_taken_off_again():
+    machine = machine_of(Role.DECODE, locally=True)
+    machine.demand.observe(0.0)
+    ask(machine, "a")
+    for number in range(3):
+        machine.handle(FromWorker("decode-0", GivenBack(f"a.{number}", "lease expired")), 1.0)
+    assert machine.state.flights["a"].num_attempts > 1
+    ask(machine, "b")
+    assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.4)
 
 
 def test_without_workers_nothing_is_predicted():
