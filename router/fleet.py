@@ -100,6 +100,7 @@ class Fleet:
         self._unsure: set[WorkerId] = set()  # nobody knows how long they will compute
         self._shared: set[WorkerId] = set()  # they compute for other gateways too
         self._version = -1  # of the estimates that C++ has
+        self._has_new_costs = False  # since workers' loads were told
         self._is_known = False  # what all work costs
         self._num_prefillers = 0
         self._largest = (0, 0, 0)
@@ -205,7 +206,9 @@ class Fleet:
         touched = self._view.touched
         if self._version != self._estimates.version:
             self._tell_costs()
-            touched |= self._unsure | self._shared  # what these have to do was priced before
+        if self._has_new_costs:  # what these have to do was priced before
+            touched |= self._unsure | self._shared
+            self._has_new_costs = False
         if not touched:
             return
         count = 0
@@ -262,7 +265,9 @@ class Fleet:
     # ------------------------------------------------------------ what C++ is told
 
     def _tell_costs(self) -> None:
-        """What the work of each class costs, and whether all of that is known."""
+        """What the work of each class costs, and whether all of that is known. Few of many
+        observations change any of it.
+        """
         self._is_known = bool(self._classes)
         for home in self._classes.values():
             costs = _costs(home.worker, self._estimates)
@@ -271,6 +276,7 @@ class Fleet:
             elif costs != home.costs:
                 home.costs = costs
                 self._core.baton_fleet_costs(self._handle, home.number, library.Costs(*costs))
+                self._has_new_costs = True
         self._version = self._estimates.version
 
     def _put_news(self, number: int, worker: WorkerView) -> None:

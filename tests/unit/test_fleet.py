@@ -516,6 +516,27 @@ def test_a_worker_of_one_kind_too_many_is_left_to_the_policy():
     cluster.fleet.validate()
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_work_of_other_gateways_is_priced_anew_when_costs_change_and_only_then(monkeypatch, joins):
+    cluster = cluster_of("p0", "d0", costs=WorkerCosts(decode=ROUND.decode, pull=ROUND.pull))
+    p0 = cluster.view.workers["p0"]
+    p0.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, prompt_tokens=100), 0.0)
+    cluster.estimates.observe_prefill(p0, 100, num_cached=0, seconds=1.0)
+    assert cluster.fleet_choice(NEED).ttft_s == pytest.approx(1.0 + 0.01 * NEED.num_tokens)
+    cluster.fleet.tell()
+    told = []
+    monkeypatch.setattr(cluster.fleet, "_put_news", lambda _, worker: told.append(worker))
+    cluster.estimates.observe_pull(p0, 1, seconds=1.0)  # which changes nothing yet
+    cluster.fleet.tell()
+    assert told == []
+    monkeypatch.undo()
+    cluster.estimates.observe_prefill(p0, 100, num_cached=0, seconds=1.5)
+    if joins:  # costs are told then too
+        cluster.add(welcome("d1", D))
+    choice = cluster.fleet_choice(NEED)
+    assert choice.ttft_s == cluster.policy_choice(NEED).ttft_s > 1.2 + 0.012 * NEED.num_tokens
+
+
 def test_a_worker_whose_first_prompt_takes_too_long_is_not_waited_for_by_the_clock():
     cluster = cluster_of("p0", "d0")
     for seq_id in "ab":
