@@ -269,13 +269,13 @@ class Router:
     async def wait_until_ready(self, timeout_s: float) -> str | None:
         """Waits until requests can be served, or so long; returns what is missing then."""
         end_s = self._clock.now_s() + timeout_s
-        while (missing := self.readiness()) is not None:
+        while self.readiness() is not None:
             self._joined.clear()
             try:
                 await asyncio.wait_for(self._joined.wait(), end_s - self._clock.now_s())
             except TimeoutError:
-                return missing
-        return None
+                break
+        return self.readiness()  # a role may have changed meanwhile
 
     def fingerprint(self) -> str:
         """Identifies model and configuration in answers; empty until a worker is known."""
