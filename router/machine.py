@@ -183,17 +183,19 @@ class RouterMachine:
             case Tick():
                 effects = self._on_tick(now_s)
         state = self.state
-        if (state.queue or state.stranded or state.to_copy) and self._may_make_room(event):
+        moves = state.stranded or state.to_copy or state.copied
+        if (state.queue or moves) and self._may_make_room(event):
             if state.stranded or state.to_copy:  # who runs already goes before those that wait
                 effects += self._moving.move_all(now_s)
             if state.queue:
                 effects += self._placing.place_all(now_s)
-        if state.copied:
-            effects += self._moving.hand_over_next()
+            if state.copied:
+                effects += self._moving.hand_over_next()
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
-        """Whether the head of the queue may be placed after it that could not be before.
+        """Whether the head of the queue may be placed after it that could not be before, or it may
+        have come to be somebody's turn to move.
 
         What is cached where says who is better, not who has room, but where a decode worker may
         compute what is short: that depends on what is cached. Tokens take room. Time passes at all
