@@ -23,6 +23,7 @@ from router.demand import Observer, members
 from router.estimates import Estimates
 from router.events import Arrived, FromWorker, Tick, WorkerJoined
 from router.machine import RouterMachine
+from router.planner import Planner, Pools, Rules
 from router.requests import Rejected, Request
 
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
@@ -84,6 +85,20 @@ def test_who_waits_for_a_prefill_worker_does_so_too_when_nobody_knows_how_long(a
     assert (seen.num_queued, seen.queued_tokens) == (0, 0)
     assert seen.queued_s == pytest.approx(0.04 * machine.queue_len)
     assert machine.queue_len > 3
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05])
+def test_prompts_that_wait_get_more_prefill_workers_whether_the_first_ones_are_late_or_not(after_s):
+    machine = machine_of(*[Role.PREFILL] * 2, *[Role.DECODE] * 4, num_blocks=1000)
+    machine.demand.observe(0.0)
+    for number in range(100):
+        ask(machine, f"r{number}", num_tokens=4)
+    machine.demand.observe(1.0)  # what is left to be seen is that they wait
+    machine.handle(Tick(), 1.0 + after_s)
+    seen = machine.demand.observe(1.0 + after_s)
+    planner = Planner(Rules(ttft_s=1.0, tpot_s=0.1, cool_down_s=0.0))
+    plan = planner.decide(seen, Pools(2, 4, kv_tokens=4000, max_running=4), 1.0 + after_s)
+    assert (plan.prefill, plan.decode) == (4, 2), plan.reasons
 
 
 def test_without_prefill_workers_all_wait_for_one():
