@@ -19,6 +19,7 @@ from engine.clock import MonotonicClock
 from engine.config import Config, PoolsConfig
 from engine.control import SERVING_ROLES, Pools
 from engine.errors import ConfigError
+from engine.model.files import check_files
 
 _BUNDLED = Path(__file__).parent.parent / "engine" / "model" / "bundled"
 BUNDLED_MODEL, BUNDLED_DRAFT = _BUNDLED / "target", _BUNDLED / "draft"
@@ -112,7 +113,8 @@ class Deployment:
             plan = msgspec.structs.replace(plan, siblings=self._siblings.name)
         plan = msgspec.structs.replace(plan, log_level=self.log_level)
         # Here nobody waits for it; a worker is waited for only so long.
-        local_model(plan.model, cache=default_cache(os.environ), report=self._tell)
+        folder = local_model(plan.model, cache=default_cache(os.environ), report=self._tell)
+        check_files(folder)  # a worker would say the same, once it has started
         self._launcher.open()
         clock = MonotonicClock()
         self.controller = PoolController(
