@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install serve test check format test-core test-parts test-services test-long fuzz clean
+.PHONY: install serve test check format test-core test-parts test-services test-ray test-chaos test-long fuzz clean
 
 install: .venv/.installed
 
@@ -22,13 +22,19 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# All at once: services mostly wait for each other, and what waits for nobody gives way to them. Each
-# part is printed when it is over.
+# Three at a time, for services mostly wait for each other, and what waits for nobody gives way to them.
+# Each part is printed when it is over.
 test: install .venv-core/.installed
-	$(MAKE) --jobs 3 --output-sync=target test-services test-core test-parts
+	$(MAKE) --jobs 3 --keep-going --output-sync=target test-services test-parts test-core test-ray test-chaos
 
 test-services: install
-	$(BIN)/python -m pytest tests/e2e tests/chaos
+	$(BIN)/python -m pytest -m 'not long and not ray' tests/e2e
+
+test-ray: install
+	$(BIN)/python -m pytest -m 'ray and not long' tests/e2e
+
+test-chaos: install
+	$(BIN)/python -m pytest tests/chaos
 
 test-parts: install
 	nice $(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/e2e --ignore tests/chaos

@@ -2,12 +2,27 @@
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.e2e.cluster import NURSERY
+from tests.e2e.served import HANDS_OVER, Served, serve
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _nursery() -> Iterator[None]:
     yield
     NURSERY.close()
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """A deployment of all tests that only ask: hands every prompt over, drafts where that pays."""
+    with serve("--launcher", "process", "--speculate", "auto", **HANDS_OVER) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as c:
+        yield c

@@ -56,7 +56,7 @@ def poll_until(holds: Callable[[], bool], what: str | Callable[[], str], deadlin
 
 def metrics(url: str) -> dict[str, float]:
     """Every sample, by its name and labels as they are written."""
-    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
     samples = (line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in samples}
 

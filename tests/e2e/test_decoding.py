@@ -1,14 +1,13 @@
 """What decoding can do, through the whole product: speculation, choices, structure, logprobs."""
 
 import json
-from collections.abc import Iterator
 
 import httpx
 import jsonschema
 import openai
 import pytest
 
-from tests.e2e.served import HANDS_OVER, Served, matching, metrics, poll_until, serve
+from tests.e2e.served import matching, metrics, poll_until
 
 pytestmark = pytest.mark.torch
 
@@ -30,18 +29,6 @@ TOOL = {
         },
     },
 }
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serve("--launcher", "process", "--speculate", "auto", **HANDS_OVER) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as c:
-        yield c
 
 
 def test_choices_are_those_of_single_requests_with_the_next_seeds(client):
@@ -153,4 +140,4 @@ def test_what_was_drafted_is_told_and_counted(served):
     def drafted() -> dict[str, float]:
         return matching(r"baton_draft_tokens_total\{", metrics(served.url))
 
-    poll_until(lambda: sum(drafted().values()) > 0, "the decode worker has told", 10)
+    poll_until(lambda: sum(drafted().values()) > 0, "the decode worker has told", 30)

@@ -67,7 +67,7 @@ def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
     """Each over a connection of its own, which is how the kernel shares them out."""
     for _ in range(num_requests):
         body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=10)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
         assert answer.json()["usage"]["completion_tokens"] == 3
 
 
@@ -86,12 +86,12 @@ def kill(gateway: GatewayReady) -> None:
     pidfd = os.pidfd_open(gateway.pid)
     try:
         os.kill(gateway.pid, signal.SIGKILL)
-        assert select.select([pidfd], [], [], 10)[0], "it is dead"
+        assert select.select([pidfd], [], [], 30)[0], "it is dead"
     finally:
         os.close(pidfd)
 
 
-def restarted(running: Deployment, name: str, deadline_s: float = 20) -> list[str]:
+def restarted(running: Deployment, name: str, deadline_s: float = 60) -> list[str]:
     """What was said of it after its first start, until it was back; whether its session or its
     process is seen to end first does not matter.
     """
@@ -153,7 +153,7 @@ def test_two_processes_share_the_work_and_who_dies_is_started_again(serving):
 def test_a_process_that_hangs_is_ended_and_started_again(serving):
     hung = serving.gateways[1]
     os.kill(hung.pid, signal.SIGSTOP)
-    assert restarted(serving, "gateway-1", deadline_s=60)[-3:] == [
+    assert restarted(serving, "gateway-1")[-3:] == [
         "gateway-1 is stopped: no session for 5 s",
         "gateway-1 was stopped: it is started again in 1 s",
         "gateway-1 was started again",

@@ -83,7 +83,7 @@ def answer_alone(prompt: Sequence[int], formats: Formats) -> list[int]:
 async def reported(r: Router, name: str, by_worker: dict[str, int]) -> None:
     """Waits until the workers have reported a counter so, and those not named none."""
     expected = {worker_id: by_worker.get(worker_id, 0) for worker_id in r.workers()}
-    await until(lambda: counted(r, name) == expected, lambda: f"{name}: {counted(r, name)}", 10)
+    await until(lambda: counted(r, name) == expected, lambda: f"{name}: {counted(r, name)}")
 
 
 async def told(r: Router, worker_id: str, token_ids: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ async def told(r: Router, worker_id: str, token_ids: Sequence[int]) -> None:
     def num_known() -> int:
         return r.machine.prefixes.longest(hashes).get(WorkerId(worker_id), 0)
 
-    await until(lambda: num_known() == len(hashes), lambda: f"{num_known()} blocks are known", 10)
+    await until(lambda: num_known() == len(hashes), lambda: f"{num_known()} blocks are known")
 
 
 def pace_s(r: Router, worker_id: str) -> float | None:

@@ -18,7 +18,7 @@ from engine.messages import Role
 pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = pytest.mark.ray
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 SPEC = GatewaySpec(Members(0, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 READY = GatewayReady("http://127.0.0.1:80", "model", 7, "gateway:1")
 

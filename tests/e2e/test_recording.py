@@ -18,7 +18,7 @@ from bench.simulator.recordings import told_by
 from bench.simulator.traces import read_trace
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig, WorkerConfig
-from engine.messages import Role, Sampling
+from engine.messages import Role, Sampling, WorkerId
 from router.recording import lines_of
 from router.requests import Finished
 from router.service import Router
@@ -77,7 +77,9 @@ async def lose_a_decode_worker(r: Router, running: Workers) -> None:
     asked = [asyncio.create_task(one(i)) for i in range(11, 17)]
     async with asyncio.timeout(DEADLINE_S):
         await begun.wait()
-    running.kill("decode-1")
+    victim = WorkerId("decode-1")
+    await until(lambda: bool(r.machine.view.workers[victim].decodes), "it has something to lose")
+    running.kill(victim)
     await asyncio.gather(*asked)
     await until(lambda: len(r.workers()) == 2, "the worker is lost")
 

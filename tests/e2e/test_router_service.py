@@ -55,7 +55,7 @@ from router.service import Router
 
 TOKEN = "internal token"
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 LEASE = LeaseRef("lease", TransferAddress("p0", "life", "tcp://nowhere"), 1)
 
 
@@ -270,7 +270,7 @@ def test_a_router_can_be_waited_for_but_not_for_ever():
         for addresses, missing in (([], "no prefill worker is connected"), ([address], None)):
             router = Router(addresses, config=RouterConfig(), token=TOKEN, clock=clock)
             await router.open()
-            timeout_s = DEADLINE_S / 2 if addresses else 0.05
+            timeout_s = DEADLINE_S if addresses else 0.05
             assert await router.wait_until_ready(timeout_s) == missing
             assert router.readiness() == missing
             await router.close()
@@ -679,7 +679,7 @@ def test_the_router_wakes_when_something_falls_due_and_not_before():
             assert len(ticks) <= 6  # it polled: ten times and more
             assert wanted_s is not None
             # Late by as much as whatever else runs here takes, and no more.
-            assert 0 <= last_s - ticks[0][0] - 0.2 < DEADLINE_S / 4
+            assert 0 <= last_s - ticks[0][0] - 0.2 < DEADLINE_S / 10
 
     run(test())
 

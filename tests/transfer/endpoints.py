@@ -33,7 +33,7 @@ LAYOUT = KVLayout(
 )  # 8 KiB a block
 TIMING = Timing(ttl_s=4.0, hold_every_s=0.1, silence_s=1.0)
 NUM_BLOCKS = 200
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 @dataclass
