@@ -40,7 +40,7 @@ pytestmark = pytest.mark.torch
 
 NUM_STREAMS = 16
 NUM_TOKENS = 600  # so many that none has ended when the last has begun, whatever else runs
-FLIP_S = 10.0  # it comes to an end; how long it takes is printed, and `bench moves` measures gaps
+FLIP_S = 30.0  # it comes to an end; how long it takes is printed, and `bench moves` measures gaps
 DECODERS = WorkerId("decode-2"), WorkerId("decode-3")
 SAMPLINGS = [Sampling(temperature=0.9 if i % 2 else 0.0, seed=i) for i in range(NUM_STREAMS)]
 PROMPTS = prompts(NUM_STREAMS, vocab_size=4096, seed=5, longest=120)

@@ -84,7 +84,7 @@ def test_a_version_comes_shares_and_takes_over_and_no_answer_changes(
     poll_until(lambda: ask(served.url) == second, "the gateway has heard", CHANGE_S)
     counts = Counter(ask(served.url) for _ in range(NUM_ASKED))
     assert set(counts) == {first, second}
-    assert 0.2 < counts[second] / NUM_ASKED < 0.6
+    assert 0.1 < counts[second] / NUM_ASKED < 0.7  # by chance: more than four deviations off
 
     admin.set_weights({"v1": 100, "v2": 0})
     version = admin.pools().version
