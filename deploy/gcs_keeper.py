@@ -7,9 +7,9 @@ KubeRay its operator does this.)
 
 1. find the GCS that runs here, and of which session of Ray it is
 2. wait until it ends
-3. if no raylet of that session runs here any more, Ray was stopped: end, too
-4. start it with the arguments and the environment that it had; on from 2, after a pause that grows
-   if it does not live long
+3. pause, for longer each time if it does not live long; if no raylet of that session runs here any
+   more by then, Ray was stopped: end, too
+4. start it with the arguments and the environment that it had; on from 2
 """
 
 import logging
@@ -76,12 +76,12 @@ class Keeper:
         name = self._gcs.session
         while True:
             self._wait_for_end()
+            delay_s = self._restarts.failed(name, self._clock.now_s())
+            log.warning("the GCS of %s ended; if Ray stays, another is due in %g s", name, delay_s)
+            threading.Event().wait(delay_s)
             if not any(raylet.session == name for raylet in running(RAYLET)):
                 log.warning("Ray's session %s ended", name)
                 return
-            delay_s = self._restarts.failed(name, self._clock.now_s())
-            log.warning("the GCS of %s ended; it is started again in %g s", name, delay_s)
-            threading.Event().wait(delay_s)
             self._child = subprocess.Popen(
                 self._gcs.arguments,
                 env=self._gcs.environment,

@@ -4,6 +4,7 @@ import pytest
 
 from deploy import gcs_keeper
 from deploy.gcs_keeper import Command, find
+from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
 ARGUMENTS = ("/x/gcs/gcs_server", "--session-name=session_7", "--redis_address=127.0.0.1")
@@ -40,3 +41,20 @@ def test_a_running_process_shows_its_arguments_and_environment():
     mine = gcs_keeper.running("python3") + gcs_keeper.running("python3.11") + me
     assert any("pytest" in " ".join(each.arguments) for each in mine)
     assert any("PATH" in each.environment for each in mine)
+
+
+def test_a_gcs_that_ended_before_its_raylet_when_ray_was_stopped_is_not_started_again(monkeypatch):
+    there = [Command(8, ("/x/raylet/raylet", "--session-name=session_7"), {})]
+    waits: list[float] = []
+
+    class Pause:
+        def wait(self, seconds: float) -> None:
+            waits.append(seconds)
+            there.clear()  # the raylet ends a moment later
+
+    monkeypatch.setattr(gcs_keeper, "running", lambda _: there)
+    monkeypatch.setattr(gcs_keeper.threading, "Event", Pause)
+    monkeypatch.setattr(gcs_keeper.subprocess, "Popen", None)
+    nobody = 2**22 + 7
+    gcs_keeper.Keeper(Command(nobody, ARGUMENTS, {}), MonotonicClock()).run()
+    assert waits == [1.0]
