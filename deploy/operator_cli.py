@@ -83,7 +83,8 @@ def flip_command(
     """Changes a worker's role in place; what it runs is moved. One that is drained serves again."""
     with connect(admin_url, admin_key) as client:
         role = to or _other_role(client.pools(), worker)
-        follow(client, client.order(worker, "flip", {"role": role}), wait=wait)
+        answer = client.order(worker, "flip", {"role": role})
+        follow(client, answer, wait=wait, check=lambda seen: check_role(seen, worker, role))
 
 
 def drain_command(
@@ -94,7 +95,8 @@ def drain_command(
 ) -> None:
     """Takes all work from a worker, which stays; `baton flip WORKER --to ROLE` brings it back."""
     with connect(admin_url, admin_key) as client:
-        follow(client, client.order(worker, "drain"), wait=wait)
+        answer = client.order(worker, "drain")
+        follow(client, answer, wait=wait, check=lambda seen: check_role(seen, worker, Role.DRAINED))
 
 
 def stop_worker_command(
@@ -175,12 +177,22 @@ def parse_counts(counts: list[str]) -> dict[str, int]:
 # ---------------------------------------------------------------- progress
 
 
-def follow(client: AdminClient, answer: PoolsAnswer, *, wait: bool) -> None:
-    """Prints each step as it is made, until nothing is under way. Ctrl-C undoes nothing."""
+def follow(
+    client: AdminClient,
+    answer: PoolsAnswer,
+    *,
+    wait: bool,
+    check: Callable[[PoolsAnswer], None] = lambda _: None,
+) -> None:
+    """Prints each step as it is made, until nothing is under way. Ctrl-C undoes nothing.
+
+    `check` raises AdminError where that is not what was ordered.
+    """
     console = Console()
     for step in _steps(client, answer, wait=wait):
         console.print(f"  {_step(step)}", highlight=False)
     if wait:
+        check(client.pools())
         console.print("[green]✓[/green] done")
 
 
@@ -199,6 +211,15 @@ def _steps(client: AdminClient, answer: PoolsAnswer, *, wait: bool) -> Iterator[
 def _step(step: StepInfo) -> str:
     why = f"[dim]: {escape(step.why)}[/dim]" if step.why else ""
     return f"[bold]{escape(step.subject)}[/bold] {escape(step.what)}{why}"
+
+
+def check_role(answer: PoolsAnswer, worker_id: str, role: Role) -> None:
+    """Raises AdminError where another worker, or none, has become that."""
+    found = next((each for each in answer.workers if each.worker_id == worker_id), None)
+    if found is None:
+        raise AdminError(f"{worker_id} is gone")
+    if found.target is not role:
+        raise AdminError(f"{worker_id} is {found.target}, not {role}: see what happened above")
 
 
 def _other_role(answer: PoolsAnswer, worker_id: str) -> Role:

@@ -210,9 +210,12 @@ def _state(version: VersionInfo) -> str:
 
 def _follow(client: AdminClient, answer: PoolsAnswer, name: str, *, wait: bool) -> None:
     """Raises AdminError where the version is not there in the end."""
-    follow(client, answer, wait=wait)
-    if wait and all(version.name != name for version in client.pools().versions):
-        raise AdminError(f"{name} was given up; the version before serves everything")
+
+    def check(seen: PoolsAnswer) -> None:
+        if all(version.name != name for version in seen.versions):
+            raise AdminError(f"{name} was given up; the version before serves everything")
+
+    follow(client, answer, wait=wait, check=check)
 
 
 def _counts(prefill: int | None, decode: int | None, mixed: int | None) -> PoolCounts | None:

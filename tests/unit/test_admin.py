@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from deploy.admin import admin_app
-from deploy.admin_client import find_deployment
+from deploy.admin_client import AdminError, find_deployment
 from deploy.admin_schema import PlannerAnswer, PoolsAnswer, VersionsAnswer
 from deploy.controller import PoolController
-from deploy.operator_cli import parse_counts, planner_view, pools_view
+from deploy.operator_cli import check_role, parse_counts, planner_view, pools_view
 from deploy.planning import Planning
 from deploy.pool_events import Connected, OrderRefused, SetPlanner, Started, StartWorker, Tick
 from deploy.pools import PoolLimits, PoolMachine
@@ -26,6 +26,7 @@ from engine.control import GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError
 from engine.layout import KVFormat
+from engine.messages import Role
 from router.planner import Rules
 
 KEY = "secret"
@@ -277,6 +278,15 @@ def test_counts_are_read_by_role():
     for wrong in (["prefill"], ["prefill=x"], ["drained=1"], ["prefill=1", "prefill=2"]):
         with pytest.raises(ConfigError, match="is not ROLE=NUMBER"):
             parse_counts(wrong)
+
+
+def test_an_order_that_came_to_something_else_is_said():
+    answer = msgspec.json.decode(ask("GET", "/v1/pools").content, type=PoolsAnswer)
+    check_role(answer, "prefill-0", Role.PREFILL)
+    with pytest.raises(AdminError, match="prefill-0 is prefill, not decode"):
+        check_role(answer, "prefill-0", Role.DECODE)
+    with pytest.raises(AdminError, match="prefill-9 is gone"):
+        check_role(answer, "prefill-9", Role.DRAINED)
 
 
 def test_versions_are_ordered_and_told():
