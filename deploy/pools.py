@@ -2,8 +2,8 @@
 
 Sans I/O: `handle(event, now_s)` returns effects. It knows what is wanted, what was seen of each
 worker, and what it asked for; not how processes are started, nor what a session is. What to do next
-is `deploy.reconcile`'s decision, and how versions follow one another that of `deploy.rollout`; here
-is what follows from both, and what comes of it:
+is `deploy.reconcile`'s decision, and how versions follow one another that of `deploy.rollout`;
+gateways are in `deploy.gateways`. Here is what follows from all that for workers, and comes of it:
 
     waiting ──> starting ──> joining ──> serving <──> flipping
        ^            │           │           │
@@ -25,6 +25,7 @@ import msgspec
 
 from deploy import rollout
 from deploy.formats import formats_of
+from deploy.gateways import Gateways
 from deploy.pool_events import (
     Abort,
     AddVersion,
@@ -57,11 +58,9 @@ from deploy.pool_events import (
     SetWorkerRole,
     Started,
     StartFailed,
-    StartGateway,
     StartWorker,
     Step,
     Stop,
-    StopGateway,
     Stopped,
     StopWorker,
     Tell,
@@ -73,7 +72,6 @@ from deploy.reconcile import Abandon, Begin, Drop, FlipTo, Move, Retire, last_th
 from deploy.restarts import STEADY_S, Restarts
 from engine.control import (
     SERVING_ROLES,
-    GatewayReport,
     Intent,
     Member,
     Members,
@@ -85,7 +83,6 @@ from engine.messages import Role, WorkerId
 
 FLIP_TIMEOUT_S = 10.0  # a worker answers between two steps
 UNREACHABLE_S = 30.0  # a worker without a session for so long is stopped by force
-GATEWAY_UNREACHABLE_S = 5.0  # the same of a gateway: clients wait there for nothing
 MAX_HISTORY = 1000  # steps
 
 _RUNNING = (
@@ -128,17 +125,16 @@ class PoolMachine:
         self.intent = intent
         self.limits = limits
         self.workers: dict[WorkerId, Worker] = {}
-        self.gateways = dict.fromkeys(gateways, GatewayState.WAITING)
-        self._unheard_s: dict[str, float] = {}  # gateways without a session, since when
         self.members = Members(version, (), intent)
         self.history: deque[Step] = deque(maxlen=MAX_HISTORY)
         self.counters: Counter[str] = Counter()
         self.restarts = Restarts(limits.steady_s)
-        self._reports: dict[str, GatewayReport] = {}  # of gateways that say something
+        self._gateways = Gateways(
+            gateways, restarts=self.restarts, counters=self.counters, tell=self._tell
+        )
         self._rolled_s: float | None = None  # when the update made its latest step
         self._num_steps = 0
         self._num_starts = 0
-        self._has_served = False  # every wanted worker at once, so that gateways could be started
         self.is_guess = is_guess  # the intent
         self._is_unheard = is_guess  # no gateway has said what an earlier controller wanted
         self._took_over = False  # from a controller that was there before: what serves is enough
@@ -153,14 +149,14 @@ class PoolMachine:
             Disconnected: self._on_disconnected,
             RoleSeen: self._on_role,
             LoadSeen: self._on_load,
-            GatewayStarted: self._on_gateway_started,
-            GatewayFailed: self._on_gateway_failed,
+            GatewayStarted: self._gateways.on_started,
+            GatewayFailed: self._gateways.on_failed,
             GatewayHeard: self._on_gateway_heard,
-            GatewayUnheard: self._on_gateway_unheard,
-            GatewayStopped: self._on_gateway_stopped,
+            GatewayUnheard: self._gateways.on_unheard,
+            GatewayStopped: self._gateways.on_stopped,
             Overtaken: self._on_overtaken,
             RoomSeen: self._on_room,
-            GatewaySeen: self._on_gateway_seen,
+            GatewaySeen: self._gateways.on_seen,
             Tick: self._on_tick,
             SetPools: self._on_set_pools,
             Flip: self._on_flip,
@@ -184,6 +180,11 @@ class PoolMachine:
         return effects
 
     @property
+    def gateways(self) -> Mapping[str, GatewayState]:
+        """How far each has come."""
+        return self._gateways.states
+
+    @property
     def is_settled(self) -> bool:
         """Whether all is as it is wanted, and nothing is under way."""
         steady = (WorkerState.SERVING, WorkerState.DRAINED)
@@ -193,15 +194,13 @@ class PoolMachine:
             and self._scene().is_quiet(self.intent.versions)
             and all(w.state in steady for w in self.workers.values())
             and all(w.moves_since_s is None for w in self.workers.values())
-            and all(state is GatewayState.SERVING for state in self.gateways.values())
+            and self._gateways.all_serve
         )
 
     @property
     def has_begun(self) -> bool:
         """Whether clients are served: at first by all that is wanted, unless nodes are to come."""
-        gateways = self.gateways.values()
-        serves = all(state is GatewayState.SERVING for state in gateways)
-        return self.is_settled or (self._waits_for_nodes and serves)
+        return self.is_settled or (self._waits_for_nodes and self._gateways.all_serve)
 
     def serving(self, name: str) -> Counter[Role | None]:
         """Workers of a version that serve, by role."""
@@ -209,8 +208,7 @@ class PoolMachine:
 
     def reports_of(self, name: str) -> list[VersionReport]:
         """What gateways say of a version."""
-        said = (report.versions.get(name) for report in self._reports.values())
-        return [each for each in said if each is not None]
+        return self._gateways.reports_of(name)
 
     def validate(self) -> None:
         """Asserts the invariants."""
@@ -247,7 +245,7 @@ class PoolMachine:
             self.workers[worker.worker_id] = worker
             yield self._tell(now_s, worker.worker_id, "was found running")
         for name in event.gateways:
-            self._serve(name, now_s)
+            self._gateways.serve(name, now_s)
             yield self._tell(now_s, name, "was found running")
 
     def _on_started(self, event: Started, now_s: float) -> Iterator[PoolEffect]:
@@ -279,8 +277,7 @@ class PoolMachine:
 
     def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
         if event.name in self.gateways:
-            if self.gateways[event.name] is not GatewayState.STOPPING:  # else that will be told
-                yield from self._lose_gateway(event.name, event.how, now_s)
+            yield from self._gateways.on_died(event, now_s)
             return
         worker = self.workers.get(WorkerId(event.name))
         if worker is None or worker.state not in _RUNNING:
@@ -370,35 +367,12 @@ class PoolMachine:
         if worker.state is WorkerState.DRAINED and worker.leaves:
             yield self._end(worker, now_s)
 
-    # ------------------------------------------------------------ gateways
-
-    def _on_gateway_started(self, event: GatewayStarted, now_s: float) -> Iterator[PoolEffect]:
-        again = self.restarts.num_failed(event.name) > 0
-        self._serve(event.name, now_s)
-        self._unheard_s[event.name] = now_s
-        yield self._tell(now_s, event.name, "was started again" if again else "was started")
-
-    def _serve(self, name: str, now_s: float) -> None:
-        self.gateways[name] = GatewayState.SERVING
-        self.restarts.started(name, now_s)
-        self._has_served = True
-
-    def _on_gateway_failed(self, event: GatewayFailed, now_s: float) -> Iterator[PoolEffect]:
-        yield from self._lose_gateway(event.name, f"did not start: {event.reason}", now_s)
+    # ------------------------------------------------------------ gateways that were there before
 
     def _on_gateway_heard(self, event: GatewayHeard, _: float) -> Iterator[PoolEffect]:
-        self._unheard_s.pop(event.name, None)
+        self._gateways.heard(event.name)
         self.is_guess = self._is_unheard = False
         yield from ()
-
-    def _on_gateway_unheard(self, event: GatewayUnheard, now_s: float) -> Iterator[PoolEffect]:
-        if self.gateways.get(event.name) is GatewayState.SERVING:
-            self._unheard_s.setdefault(event.name, now_s)
-            yield self._tell(now_s, event.name, "cannot be reached", event.reason)
-
-    def _on_gateway_stopped(self, event: GatewayStopped, now_s: float) -> Iterator[PoolEffect]:
-        if self.gateways.get(event.name) is GatewayState.STOPPING:
-            yield from self._lose_gateway(event.name, "was stopped", now_s)
 
     def _on_overtaken(self, event: Overtaken, now_s: float) -> Iterator[PoolEffect]:
         """What is known here counts all the same, unless it is a guess: gateways take no version
@@ -414,29 +388,6 @@ class PoolMachine:
             number = max(theirs.version, ours.version) + 1
             self.members = Members(number, ours.workers, self.intent)
             yield Publish(self.members)
-
-    def _on_gateway_seen(self, event: GatewaySeen, _: float) -> Iterator[PoolEffect]:
-        if event.report is not None:
-            self._reports[event.name] = event.report
-        else:
-            self._reports.pop(event.name, None)
-        yield from ()
-
-    def _lose_gateway(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
-        self.gateways[name] = GatewayState.WAITING
-        self._unheard_s.pop(name, None)
-        yield self._tell(now_s, name, how, self._outlook(name, now_s))
-
-    def _start_gateways(self, now_s: float) -> Iterator[PoolEffect]:
-        """The first one by itself: where it listens the others do."""
-        if not self._has_served and not self._all_serve():
-            return
-        for name, state in self.gateways.items():
-            if state is GatewayState.WAITING and self.restarts.is_due(name, now_s):
-                self.gateways[name] = GatewayState.STARTING
-                yield StartGateway(name)
-            if not self._has_served:
-                return
 
     def _all_serve(self) -> bool:
         """Whether gateways have whom to send requests to: at first, all that is wanted."""
@@ -459,14 +410,7 @@ class PoolMachine:
     def _on_tick(self, _: Tick, now_s: float) -> Iterator[PoolEffect]:
         for worker in list(self.workers.values()):
             yield from self._sweep(worker, now_s)
-        for name, since_s in list(self._unheard_s.items()):
-            if now_s - since_s >= GATEWAY_UNREACHABLE_S:
-                del self._unheard_s[name]
-                self.gateways[name] = GatewayState.STOPPING
-                self.counters["gateways unreachable"] += 1
-                why = f"no session for {GATEWAY_UNREACHABLE_S:g} s"
-                yield self._tell(now_s, name, "is stopped", why)
-                yield StopGateway(name)
+        yield from self._gateways.sweep(now_s)
         yield from self._give_up_rollout(now_s)
         yield from self._give_up_newcomers(now_s)
 
@@ -679,15 +623,7 @@ class PoolMachine:
         return None
 
     def _scene(self) -> rollout.Scene:
-        version = self.members.version
-        said = [
-            self._reports.get(name)
-            for name, state in self.gateways.items()
-            if state is not GatewayState.WAITING
-        ]
-        reports = [
-            each if each is not None and each.members_version == version else None for each in said
-        ]
+        reports = self._gateways.reports_on(self.members.version)
         return rollout.Scene(self.workers, reports, self._room())
 
     def _room(self) -> int:
@@ -708,7 +644,8 @@ class PoolMachine:
                 self._enter(worker, WorkerState.STARTING, now_s)
                 assert worker.target is not None
                 yield StartWorker(worker.worker_id, worker.target, worker.start, version)
-        yield from self._start_gateways(now_s)
+        if self._gateways.have_served or self._all_serve():
+            yield from self._gateways.start(now_s)
 
     def _next_move(self) -> Move | None:
         """Workers of versions that nobody here knows stay until a gateway has been heard: it may
@@ -802,20 +739,14 @@ class PoolMachine:
 
     def _lose(self, worker: Worker, how: str, now_s: float) -> Iterator[PoolEffect]:
         """It is gone and is wanted."""
-        yield self._tell(now_s, worker.worker_id, how, self._outlook(worker.worker_id, now_s))
+        outlook = self.restarts.note_end(worker.worker_id, now_s)
+        yield self._tell(now_s, worker.worker_id, how, outlook)
         self._wait(worker, now_s)
 
     def _wait(self, worker: Worker, now_s: float) -> None:
         """For its next start, of which all that was known of it is forgotten."""
         name = worker.worker_id
         self.workers[name] = Worker(name, worker.target, now_s, version=worker.version)
-
-    def _outlook(self, name: str, now_s: float) -> str:
-        delay_s = self.restarts.failed(name, now_s)
-        looping = ""
-        if self.restarts.is_looping(name):
-            looping = f"for the {self.restarts.num_failed(name)}. time in a row, "
-        return f"{looping}it is started again in {delay_s:g} s"
 
     # ------------------------------------------------------------ books
 

@@ -38,6 +38,14 @@ class Restarts:
         restart.due_s = now_s + delay_s
         return delay_s
 
+    def note_end(self, name: str, now_s: float) -> str:
+        """As `failed`; what an operator is told of it."""
+        delay_s = self.failed(name, now_s)
+        looping = ""
+        if self.is_looping(name):
+            looping = f"for the {self.num_failed(name)}. time in a row, "
+        return f"{looping}it is started again in {delay_s:g} s"
+
     def started(self, name: str, now_s: float) -> None:
         """It runs."""
         restart = self._restarts.setdefault(name, _Restart())

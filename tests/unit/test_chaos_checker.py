@@ -18,8 +18,8 @@ from bench.chaos.checker import (
 )
 from bench.chaos.plan import LONG_STOP_S, FaultKind
 from bench.chaos.streams import Piece, Stream, Usage
+from deploy.gateways import GATEWAY_UNREACHABLE_S
 from deploy.links import SILENCE_S
-from deploy.pools import GATEWAY_UNREACHABLE_S
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=4)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.formats import formats_of
+from deploy.gateways import GATEWAY_UNREACHABLE_S
 from deploy.pool_events import (
     Connected,
     Died,
@@ -48,7 +49,6 @@ from deploy.pool_events import (
 )
 from deploy.pools import (
     FLIP_TIMEOUT_S,
-    GATEWAY_UNREACHABLE_S,
     UNREACHABLE_S,
     PoolLimits,
     PoolMachine,
@@ -666,7 +666,7 @@ def test_a_gateway_that_hangs_before_its_first_session_is_stopped_and_started_ag
 
 def test_the_end_of_a_gateway_that_is_stopped_is_told_once():
     machine = settled(Pools(1, 1)).machine
-    machine.gateways["gateway"] = GatewayState.STOPPING
+    machine._gateways.states["gateway"] = GatewayState.STOPPING
     assert not machine.handle(Died("gateway", "killed"), 1e4)
     assert machine.gateways["gateway"] is GatewayState.STOPPING
     machine.handle(GatewayStopped("gateway"), 1e4)
