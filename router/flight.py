@@ -47,6 +47,7 @@ class Move:
     stage: MoveStage = MoveStage.WAITING
     copy_id: SeqId | None = None  # names its copied blocks, at both workers
     copy_due_s: float | None = None  # until then they are waited for
+    gather_until_s: float | None = None  # copied, it waits so long for others to leave with it
 
 
 @dataclass(slots=True)

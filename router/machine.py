@@ -377,6 +377,7 @@ class RouterMachine:
         if self.state.deadline_s(flight) > now_s:
             effects = self._stop_waiting_for_offer(flight, now_s)
             effects += self._moving.stop_waiting_for_copy(flight, now_s)
+            self._moving.stop_gathering(flight, now_s)
             return effects + self._hedging.look_at(flight, now_s)
         if flight.hedge is not None:
             effects = self._ends.drop(flight, flight.hedge, "no news in time", now_s)

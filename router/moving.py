@@ -1,7 +1,7 @@
 """Workers change their roles, and what they decode goes on elsewhere.
 
     decoding ──> waiting ──OfferPrefix──> copying ──KvReady──> copied ──HandOver──> leaving
-       ^  ^         │       in turn          │                   │      in turn         │
+       ^  ^         │       in turn          │                   │     together         │
        │  └─────────┴── target gone, or ─────┴───────────────────┘   HandedOver(lease) ─┘
        │   (stranded)   nobody has room                                      │
        └──────── KvReady, of the few blocks that the copy lacks ─────────────┘
@@ -12,12 +12,16 @@ source is told.
 
 A sequence runs while it is copied. K and V of tokens do not change, so the target pulls the blocks
 that are full, under a lease like that on any prefix (`OfferPrefix`), into a sequence that is given
-no first token (`Decode`): it holds them. Only then is the source told to stop. Of one worker a few
-sequences are copied at a time, each with a deadline from its turn on, and a few leave at a time, so
-that none waits for many others while it stands still. What is pulled after it has stopped is what
-the prefix cache of the target lacks: the last block, and those that were filled meanwhile. So how
-long a client waits does not depend on how long the context is. One copy is enough: a sequence needs
-thousands of times as long to grow by a block as the network to carry it.
+no first token (`Decode`): it holds them. Only then is the source told to stop. What is pulled after
+it has stopped is what the prefix cache of the target lacks: the last block, and those that were
+filled meanwhile. So how long a client waits does not depend on how long the context is. One copy is
+enough: a sequence needs thousands of times as long to grow by a block as the network to carry it.
+
+Of one worker a few sequences are copied at a time, each with a deadline from its turn on. They
+leave together: what a client waits for is steps, of which a target that is joined by one after
+another runs several, and each beside a step of the source. So one that is copied waits, and runs,
+for those of its worker that are not, but not for long; and not so many leave at once that their
+last blocks would wait for each other.
 
 Tokens of the old id are delivered until `HandedOver`, and from then on the attempt is one whose
 prompt, all tokens but the last, the source has computed: pulls, losses and deadlines are as for any
@@ -79,8 +83,10 @@ from router.view import WorkerView
 DRAINED = "drained"  # why a sequence was moved: its worker is there for nothing any more
 NOT_HANDED_OVER = "not handed over"
 NOT_MOVED = "not moved in time"
-MOVE_AT_ONCE = 4  # sequences of one worker that are copied, or leave it, at the same time, at least
+COPY_AT_ONCE = 4  # sequences of one worker that are copied at the same time, at least
+LEAVE_AT_ONCE = 16  # that leave it at the same time, at least
 MOVING_SHARE = 8  # else, of so many that it decodes, one
+GATHER_S = 0.5  # that one which could leave waits for others
 LATE_COPIES = 1  # that are begun again at once
 
 
@@ -156,8 +162,7 @@ class Moving:
         if flight.length > worker.info.layout.block_size:
             self._state.to_copy[flight.request.request_id] = None
         else:  # no block is full
-            attempt.move.stage = MoveStage.COPIED
-            self._state.copied[flight.request.request_id] = None
+            self._gather(flight, attempt.move, now_s)
         return []
 
     def move_all(self, now_s: float) -> list[RouterEffect]:
@@ -224,7 +229,7 @@ class Moving:
         """Asks sources for what is full, a few sequences at a time of each."""
         state = self._state
         effects: list[RouterEffect] = []
-        for flight, source, move in self._next(state.to_copy, state.copying):
+        for flight, source, move in self._next_to_copy():
             move.stage = MoveStage.COPYING
             move.copy_id = copy_id = SeqId(f"{move.seq_id}.copy")
             move.copy_due_s = now_s + state.config.move_timeout_s
@@ -252,13 +257,13 @@ class Moving:
                 return [SendTo(move.decode, copy)]
             case PrefixOffered():
                 self._state.counters["fallback", "nothing to copy"] += 1
-                self._end_copying(flight, move)
+                self._end_copying(flight, move, now_s)
                 return self._end_copy(move)
             case KvReady():
                 self._state.estimates.observe_pull(
                     target, message.num_pulled_blocks, seconds=message.transfer_s
                 )
-                self._end_copying(flight, move)
+                self._end_copying(flight, move, now_s)
                 return []
             case GivenBack(_, reason):
                 return self._on_copy_given_back(flight, attempt, move, reason, now_s)
@@ -296,12 +301,12 @@ class Moving:
             wanted.not_before_s = now_s + MOVE_AGAIN_S
         return [*self._call_off(flight, attempt), *self.look_at(flight, now_s)]
 
-    def _end_copying(self, flight: Flight, move: Move) -> None:
+    def _end_copying(self, flight: Flight, move: Move, now_s: float) -> None:
         """All is there that can be before the sequence stops."""
         if move.stage is MoveStage.COPYING:
-            move.stage, move.copy_due_s = MoveStage.COPIED, None
+            move.copy_due_s = None
             del self._state.copying[flight.request.request_id]
-            self._state.copied[flight.request.request_id] = None
+            self._gather(flight, move, now_s)
 
     def _end_copy(self, move: Move) -> list[RouterEffect]:
         """Nobody holds what was copied any longer; it stays cached where it is."""
@@ -312,34 +317,69 @@ class Moving:
         is_there = move.decode in self._state.view.workers
         return [SendTo(move.decode, Cancel(copy_id))] if is_there else []
 
-    def _next(
-        self, waiting: dict[RequestId, None], busy: dict[RequestId, WorkerId]
-    ) -> Iterator[tuple[Flight, WorkerId, Move]]:
-        """Those whose turn it is, with whom they leave; `busy` are, of each worker, a few."""
-        num_busy = Counter(busy.values())
-        for request_id in list(waiting):
-            flight = self._state.flights[request_id]
-            assert flight.attempt is not None
-            assert flight.attempt.move is not None
-            source = flight.attempt.decode
-            num_running = len(self._state.view.workers[source].decodes)
-            if num_busy[source] >= max(MOVE_AT_ONCE, num_running // MOVING_SHARE):
-                continue
-            num_busy[source] += 1
-            del waiting[request_id]
-            busy[request_id] = source
-            yield flight, source, flight.attempt.move
+    def _next_to_copy(self) -> Iterator[tuple[Flight, WorkerId, Move]]:
+        """Those whose turn it is, with whom they leave: of each worker a few."""
+        state = self._state
+        num_copying = Counter(state.copying.values())
+        for request_id in list(state.to_copy):
+            flight, source, move = self._on_its_way(request_id)
+            if num_copying[source] < self._most(source, COPY_AT_ONCE):
+                num_copying[source] += 1
+                del state.to_copy[request_id]
+                state.copying[request_id] = source
+                yield flight, source, move
+
+    def _on_its_way(self, request_id: RequestId) -> tuple[Flight, WorkerId, Move]:
+        flight = self._state.flights[request_id]
+        assert flight.attempt is not None
+        assert flight.attempt.move is not None
+        return flight, flight.attempt.decode, flight.attempt.move
+
+    def _most(self, source: WorkerId, least: int) -> int:
+        """Of so many sequences that a worker decodes at once."""
+        return max(least, len(self._state.view.workers[source].decodes) // MOVING_SHARE)
 
     # ------------------------------------------------------------ leaving
 
+    def _gather(self, flight: Flight, move: Move, now_s: float) -> None:
+        """It can leave, and waits for others of its worker."""
+        move.stage, move.gather_until_s = MoveStage.COPIED, now_s + GATHER_S
+        self._state.copied[flight.request.request_id] = None
+        self._state.watch(flight)
+
+    def stop_gathering(self, flight: Flight, now_s: float) -> None:
+        """It has waited long enough for others: it leaves with those that are there."""
+        move = None if flight.attempt is None else flight.attempt.move
+        if move is not None and move.gather_until_s is not None and move.gather_until_s <= now_s:
+            move.gather_until_s = None
+
     def hand_over_next(self) -> list[RouterEffect]:
-        """Stops those whose turn it is: a few at a time of each worker."""
+        """Stops those whose turn it is: of each worker all that are copied, once nobody is missing
+        or enough are there, and those before them can go on.
+        """
+        state = self._state
+        num_leaving = Counter(state.leaving.values())
+        missing = {self._on_its_way(i)[1] for i in (*state.to_copy, *state.copying)}
+        gathered: dict[WorkerId, list[tuple[Flight, Move]]] = {}
+        for request_id in state.copied:
+            flight, source, move = self._on_its_way(request_id)
+            gathered.setdefault(source, []).append((flight, move))
         effects: list[RouterEffect] = []
-        for flight, source, move in self._next(self._state.copied, self._state.leaving):
-            assert flight.attempt is not None
-            move.stage = MoveStage.LEAVING
-            effects.append(SendTo(source, HandOver(flight.attempt.seq_id, move.seq_id)))
+        for source, group in gathered.items():
+            most = self._most(source, LEAVE_AT_ONCE)
+            waits = num_leaving[source] or (source in missing and len(group) < most)
+            if waits and all(move.gather_until_s is not None for _, move in group):
+                continue
+            for flight, move in group[: max(most - num_leaving[source], 0)]:
+                effects.append(self._hand_over(flight, source, move))
         return effects
+
+    def _hand_over(self, flight: Flight, source: WorkerId, move: Move) -> SendTo:
+        assert flight.attempt is not None
+        move.stage, move.gather_until_s = MoveStage.LEAVING, None
+        del self._state.copied[flight.request.request_id]
+        self._state.leaving[flight.request.request_id] = source
+        return SendTo(source, HandOver(flight.attempt.seq_id, move.seq_id))
 
     def on_handed_over(
         self, flight: Flight, attempt: Attempt, message: HandedOver, now_s: float

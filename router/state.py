@@ -147,6 +147,8 @@ class RouterState:
                 due_s = min(due_s, attempt.hedge_due_s)
             if attempt.move is not None and attempt.move.copy_due_s is not None:
                 due_s = min(due_s, attempt.move.copy_due_s)
+            if attempt.move is not None and attempt.move.gather_until_s is not None:
+                due_s = min(due_s, attempt.move.gather_until_s)
         return due_s
 
     def deadline_s(self, flight: Flight) -> float:
@@ -281,6 +283,7 @@ class RouterState:
         assert set(self.copying) == at(MoveStage.COPYING)
         assert all(self.flights[i].attempts[0].decode == w for i, w in self.copying.items())
         assert set(self.copied) == at(MoveStage.COPIED)
+        assert all(m.gather_until_s is None for i, m in moves.items() if m and i not in self.copied)
         leaving = at(MoveStage.LEAVING)
         assert leaving <= set(self.leaving) <= set(moves)
         for request_id in self.leaving.keys() - leaving:

@@ -30,7 +30,7 @@ from engine.messages import (
     TransferAddress,
 )
 from router.machine import ClientGone, Deliver, Tick, WorkerLost
-from router.moving import DRAINED, NOT_HANDED_OVER, NOT_MOVED
+from router.moving import DRAINED, GATHER_S, NOT_HANDED_OVER, NOT_MOVED
 from router.requests import Cancelled, Failed, Finished
 
 MOVED = LeaseRef("r.1.moved", TransferAddress("d0", "inc", "tcp://d0"), 2)
@@ -346,7 +346,7 @@ def test_a_copy_that_its_target_does_not_want_is_made_again_later_and_cuts_nobod
 
 
 def test_few_are_copied_at_a_time_and_each_is_waited_for_from_its_turn_on(monkeypatch):
-    monkeypatch.setattr("router.moving.MOVE_AT_ONCE", 2)
+    monkeypatch.setattr("router.moving.COPY_AT_ONCE", 2)
     driver = Driver("p0", "d0")
     for name in "abcd":
         driver.ask(name, max_tokens=20)
@@ -364,25 +364,78 @@ def test_few_are_copied_at_a_time_and_each_is_waited_for_from_its_turn_on(monkey
     assert [m.seq_id for _, m in sent(effects, OfferPrefix)] == ["d.1.copy"]
 
 
-def test_few_leave_at_a_time_and_the_next_when_one_of_them_can_go_on(monkeypatch):
-    monkeypatch.setattr("router.moving.MOVE_AT_ONCE", 2)
+def leaving(names) -> Driver:
+    """Requests with these names run at d0, which is drained; each is to be copied to d1 or d2."""
     driver = Driver("p0", "d0")
-    names = [f"s{i}" for i in range(4)]
     for name in names:
         driver.ask(name, max_tokens=20)
         driver.hand_over(f"{name}.0")
     for other in ("d1", "d2"):
         driver.join(other)
     driver.say("d0", TO_NOTHING)
-    targets = {
-        f.request.request_id: f.attempt.move.decode for f in driver.machine.state.flights.values()
-    }
-    told = [sent(copied(driver, f"{n}.1", target=targets[n]), HandOver) for n in names]
-    assert [len(each) for each in told] == [1, 1, 0, 0]
-    first, last = names[0], names[2]
-    driver.say("d0", HandedOver(f"{first}.0", MOVED))
-    effects = driver.say(targets[first], KvReady(f"{first}.1", 2, 0, "shm"))
-    assert sent(effects, HandOver) == [("d0", HandOver(f"{last}.0", f"{last}.1"))]
+    return driver
+
+
+def target_of(driver: Driver, name: str) -> str:
+    return driver.machine.state.flights[name].attempt.move.decode
+
+
+def copy_one(driver: Driver, name: str) -> list[str]:
+    """All of it is copied that can be; who is told to stop then."""
+    effects = copied(driver, f"{name}.1", target=target_of(driver, name))
+    return [m.seq_id for _, m in sent(effects, HandOver)]
+
+
+def test_those_of_a_worker_leave_together_when_all_are_copied_wherever_they_go():
+    driver = leaving("abcd")
+    assert {target_of(driver, name) for name in "abcd"} == {"d1", "d2"}
+    told = [copy_one(driver, name) for name in "abcd"]
+    assert told == [[], [], [], ["a.0", "b.0", "c.0", "d.0"]]
+
+
+def test_who_is_copied_does_not_wait_for_one_that_ends():
+    driver = leaving("ab")
+    assert copy_one(driver, "a") == []
+    effects = driver.say("d0", Tokens("b.0", [6], FinishReason.STOP))
+    assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
+
+
+def test_who_is_copied_waits_for_others_but_not_for_long():
+    driver = leaving("abc")
+    assert copy_one(driver, "a") == []
+    driver.now_s += 0.2
+    assert copy_one(driver, "b") == []
+    assert driver.machine.next_wake_s() == pytest.approx(driver.now_s - 0.2 + GATHER_S)
+    driver.now_s = driver.machine.next_wake_s()
+    told = sent(driver.handle(Tick()), HandOver)
+    assert [m.seq_id for _, m in told] == ["a.0", "b.0"]
+    assert driver.machine.next_wake_s() > driver.now_s
+
+
+def test_so_many_leave_at_a_time_and_the_next_when_all_of_them_can_go_on(monkeypatch):
+    monkeypatch.setattr("router.moving.LEAVE_AT_ONCE", 2)
+    driver = leaving("abcd")
+    assert [copy_one(driver, name) for name in "abcd"] == [[], ["a.0", "b.0"], [], []]
+    targets = {name: target_of(driver, name) for name in "ab"}
+    told = []
+    for name, target in targets.items():
+        driver.say("d0", HandedOver(f"{name}.0", MOVED))
+        effects = driver.say(target, KvReady(f"{name}.1", 2, 0, "shm"))
+        told.append([m.seq_id for _, m in sent(effects, HandOver)])
+    assert told == [[], ["c.0", "d.0"]]
+
+
+def test_one_that_cannot_go_on_does_not_keep_others_where_they_are_for_long(monkeypatch):
+    monkeypatch.setattr("router.moving.LEAVE_AT_ONCE", 2)
+    driver = leaving("abcd")
+    for name in "abcd":
+        copy_one(driver, name)
+    target = target_of(driver, "a")
+    driver.say("d0", HandedOver("a.0", MOVED))
+    assert not sent(driver.say(target, KvReady("a.1", 2, 0, "shm")), HandOver)
+    driver.now_s += GATHER_S
+    told = sent(driver.handle(Tick()), HandOver)  # while b is on its way
+    assert [m.seq_id for _, m in told] == ["c.0"]
 
 
 # ---------------------------------------------------------------- no room
