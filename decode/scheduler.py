@@ -16,6 +16,11 @@ growth of the sequences admitted before it within the next `growth_tokens` token
 runs short all the same, the youngest running sequence is given back to the gateway, which
 continues it elsewhere or later with the same tokens; its blocks stay cached here.
 
+A sequence that comes from where it ran already (`Decode.is_moved`) lacks a block or two, and its
+client waits in the middle of an answer. So the step that would begin while these are pulled is held
+for them, for `HOLD_S` at most: else all of a step would pass before its own. No step is held twice,
+and no sequence is waited for twice.
+
 A copy of what runs elsewhere still (`Decode.is_copy`) is pulled like any, and then only held: no
 row is kept for it. Nobody waits for its sake: without room it is given back at once, and once it is
 here before any sequence waits for memory or is given back, the youngest copy first.
@@ -92,6 +97,7 @@ from engine.worker import Scheduled, Workload
 INDEXED_TOKENS = 256  # of long prompts together, in one step
 _ARRIVALS = (Decode, FirstToken, OfferPrefix)  # running sequences are none of their business
 _NEWS_OF_TRANSFERS = (PullDone, PullFailed, LeaseEnded, Adopted)
+HOLD_S = 0.02  # that a step waits for what is pulled for sequences that have moved here
 CATCH_UP_TOKENS = 512  # that the draft model makes up for in one step, of sequences that it leaves
 
 
@@ -105,6 +111,7 @@ class _Arriving:
     first_token: int | None = None
     num_draft_tokens: int | None = None  # that the draft model has seen at the source; None: all
     is_copy: bool = False
+    is_moved: bool = False
 
     def may_keep(self, index: int, block_size: int) -> bool:
         """Whether a block of the prompt is all that others expect of it."""
@@ -159,6 +166,8 @@ class DecodeScheduler:
         self._copies: dict[SeqId, Sequence] = {}  # complete; oldest first
         self._running: dict[SeqId, _Running] = {}  # oldest first
         self._aborting: dict[SeqId, _Arriving] = {}  # cancelled; their pulls may still write
+        self._awaited: set[SeqId] = set()  # moved here, and pulling since the last step
+        self._held_until_s: float | None = None  # the next step is
         self._counters: Counter[str] = Counter()
         self._lockstep: Lockstep | None = None  # what it counts is not written down
 
@@ -195,6 +204,7 @@ class DecodeScheduler:
         preempted              sequences given back for want of memory
         copies_dropped         copies given back for want of memory, of what runs elsewhere
         kept_blocks            blocks that pulls left here without coming to their end
+        held_steps, of these held_steps:late  that waited for what has moved; that it came too late
         steps, step_tokens     steps that decoded, and the tokens that they came to
         spec_steps             of those steps, the ones in which anything was drafted
         drafted:<proposer>     tokens verified; accepted:<proposer>, of these, the ones kept
@@ -248,6 +258,8 @@ class DecodeScheduler:
         scheduled.effects += self._make_room()
         chosen = list(self._running.values())[:budget_tokens]
         admitted = self._admit()
+        if self._is_held(now_s):
+            return Scheduled([], scheduled.effects + admitted, self._held_until_s)
         if self._speculator is not None and chosen:
             # Of what plain rows leave, half is for drafts: prompts must get on beside them.
             self._draft(chosen, self._speculator, (budget_tokens - len(chosen)) // 2)
@@ -378,7 +390,10 @@ class DecodeScheduler:
             return [Emit(seq.gateway_id, GivenBack(seq.seq_id, "prompt exceeds the KV pool"))]
         num_draft_tokens = message.num_draft_tokens if self._has_draft_model else None
         self._queued[seq.seq_id] = _Arriving(
-            seq, num_draft_tokens=num_draft_tokens, is_copy=message.is_copy
+            seq,
+            num_draft_tokens=num_draft_tokens,
+            is_copy=message.is_copy,
+            is_moved=message.is_moved,
         )
         return [HoldLease(seq.seq_id, message.lease)]
 
@@ -416,9 +431,25 @@ class DecodeScheduler:
             arriving.pulled = tuple(blocks)
             del self._queued[seq.seq_id]
             self._arriving[seq.seq_id] = arriving
+            if arriving.is_moved:
+                self._awaited.add(seq.seq_id)
             indices = range(len(cached), seq.num_blocks)
             effects.append(StartPull(seq.seq_id, tuple(zip(indices, blocks, strict=True))))
         return effects
+
+    def _is_held(self, now_s: float) -> bool:
+        """Whether no step begins yet: what is pulled for those that moved here is still to come."""
+        self._awaited &= self._arriving.keys()
+        if self._awaited:
+            if self._held_until_s is None:
+                self._held_until_s = now_s + HOLD_S
+                self._counters["held_steps"] += 1
+            if now_s < self._held_until_s:
+                return True
+            self._counters["held_steps:late"] += 1
+            self._awaited.clear()
+        self._held_until_s = None
+        return False
 
     def _has_room(self, candidate: Sequence) -> bool:
         """Whether its prompt fits, and with it the growth to come unless nothing else runs."""

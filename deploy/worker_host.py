@@ -303,7 +303,7 @@ class WorkerHost:
             busy = False
             while not self._stopping:
                 self._watch.turn()
-                self._take_events(None if busy else REPORT_EVERY_S)
+                self._take_events(None if busy else self._idle_s())
                 now_s = self._clock.now_s()
                 if now_s >= next_report_s:
                     next_report_s = now_s + REPORT_EVERY_S
@@ -314,13 +314,20 @@ class WorkerHost:
             self._on_crash(error)
             raise
 
+    def _idle_s(self) -> float:
+        """How long an event is waited for when no step was run."""
+        held_until_s = self._core.held_until_s
+        if held_until_s is None:
+            return REPORT_EVERY_S
+        return max(held_until_s - self._clock.now_s(), 0.0)
+
     def _take_events(self, wait_s: float | None) -> None:
         """Handles all events that are there; waits for one if there is nothing to compute."""
         effects: list[Effect] = []
         try:
             event = self._inbox.get(block=wait_s is not None, timeout=wait_s)
         except queue.Empty:
-            if wait_s is not None:
+            if wait_s is not None and self._core.held_until_s is None:
                 self._core.validate()  # idle: time to look for leaks
             return
         try:

@@ -217,6 +217,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     """Pull the KV of `token_ids` under `lease`; generate when `FirstToken` has come too.
 
     What was a running sequence elsewhere comes in the same way: its last token is the first here.
+    It `is_moved`: a client waits in the middle of its answer, and little of it is not here yet.
     A copy is what one that still runs elsewhere may find here: it gets no first token, and is given
     back before anybody waits for its memory.
     """
@@ -228,6 +229,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     lease: LeaseRef
     num_draft_tokens: int | None = None  # as `HandedOver` says
     is_copy: bool = False
+    is_moved: bool = False
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,8 @@ a while a worker may do more than its role says.
 
 Per step the core asks the schedulers in order for rows under one token budget (decode first: its
 rows are short and somebody is waiting for each token), and hands the results back. Everything else
-that happens is an event.
+that happens is an event. A scheduler may ask for a step to be held for a moment, for something that
+is about to come.
 
 The host around it owns the threads: it feeds events, runs the plans, and performs the effects.
 
@@ -47,6 +48,7 @@ class Scheduled:
 
     rows: list[Row] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
+    held_until_s: float | None = None  # by then, or after the next event, a step may begin; not now
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,12 @@ class WorkerCore:
         self._running: list[tuple[Scheduler, Row]] = []
         self._decoder = self._taker(Adopted)
         self._decode_steps, self._other_steps = StepSamples(), StepSamples()
+        self._held_until_s: float | None = None
+
+    @property
+    def held_until_s(self) -> float | None:
+        """The last plan was none since a step is being held: until then, or for an event."""
+        return self._held_until_s
 
     @property
     def role(self) -> Role:
@@ -253,12 +261,18 @@ class WorkerCore:
         return next((s for s in self._schedulers if s.accepts(kind)), None)
 
     def plan(self, now_s: float) -> tuple[BatchPlan | None, list[Effect]]:
-        """The next forward pass, or None if there is nothing to compute; `finish` ends it."""
+        """The next forward pass; `finish` ends it. None if there is nothing to compute, or if it is
+        held (`held_until_s`).
+        """
         assert not self._running, "the last plan has not been finished"
         budget = self._max_batch_tokens
         effects: list[Effect] = []
         for scheduler in self._schedulers:
             scheduled = scheduler.schedule(budget, now_s)
+            self._held_until_s = scheduled.held_until_s
+            if scheduled.held_until_s is not None:
+                assert not self._running
+                return None, effects + scheduled.effects
             budget -= sum(len(row.token_ids) + row.max_drafted for row in scheduled.rows)
             effects += scheduled.effects
             self._running += [(scheduler, row) for row in scheduled.rows]

@@ -404,6 +404,7 @@ class Moving:
             request.limits,
             message.lease,
             message.num_draft_tokens,
+            is_moved=True,
         )
         return [
             SendTo(move.decode, decode),

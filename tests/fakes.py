@@ -892,7 +892,7 @@ class FakeGateway:
         self.asks[ask.seq_id] = ask
         *token_ids, last = ask.token_ids
         fields = (ask.seq_id, token_ids, ask.sampling, ask.limits, message.lease)
-        self._send(ask.moves_to, Decode(*fields, message.num_draft_tokens))
+        self._send(ask.moves_to, Decode(*fields, message.num_draft_tokens, is_moved=True))
         self._send(ask.moves_to, FirstToken(ask.seq_id, last))
 
     def retry(self, ask: Ask) -> None:

@@ -272,6 +272,12 @@ class SimWorker:
         self._send()
         if plan is not None:
             self._begin(plan)
+        elif (held_until_s := self.core.held_until_s) is not None:
+            self._future.plan(held_until_s, Rank.ROUTINE, self._on_held_until, None)
+
+    def _on_held_until(self, _: None) -> None:
+        if self._stretch is None:
+            self._turn()
 
     def _go_on(self) -> None:
         """As `_plan`, where rows are only counted."""

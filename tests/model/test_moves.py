@@ -158,7 +158,7 @@ class Couple:
                 self._asked[as_seq_id], self._at[as_seq_id] = asked, 1 - number
                 *token_ids, last = [*asked.token_ids, *asked.answer]
                 fields = (as_seq_id, token_ids, asked.sampling, asked.limits, lease)
-                self._tell(1 - number, Decode(*fields, message.num_draft_tokens))
+                self._tell(1 - number, Decode(*fields, message.num_draft_tokens, is_moved=True))
                 self._tell(1 - number, FirstToken(as_seq_id, last))
                 self._end_copy(1 - number, as_seq_id)
 

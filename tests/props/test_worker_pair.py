@@ -62,6 +62,8 @@ PREFIX_EVENTS = (
     "fallbacks:prefix_pull_failed",
     "kept_blocks",
     "handed_over",
+    "held_steps",
+    "held_steps:late",
 )
 SIZES = {
     "prefills_locally": (True, True, False),

@@ -21,12 +21,14 @@ from test_worker_core_kit import (
     hold,
     kv_ready,
     lost,
+    prefill,
     pull,
     pull_done,
     pull_failed,
     token,
 )
 
+from decode.scheduler import HOLD_S
 from engine.events import AbortPull, Emit, StartPull
 from engine.messages import GivenBack, Role
 
@@ -598,6 +600,89 @@ def test_preempting_goes_on_until_a_block_comes_free():
             (Blocks(), blocks(cached=2, owned=3)),
         ]
     )
+
+
+# ---------------------------------------------------------------- steps held for what has moved
+
+
+@pytest.fixture
+def held() -> Rig:
+    """One that runs, and one that has come from elsewhere and is being pulled."""
+    r = rig()
+    arrive(r, "a", 3)
+    r.step()
+    r.play(
+        [
+            (decode("b", range(20, 25), is_moved=True), [hold("b", 2)]),
+            (first("b"), []),
+            (Step(), [pull("b", (0, 2), (1, 3))]),
+        ]
+    )
+    assert r.core.held_until_s == r.now_s + HOLD_S
+    return r
+
+
+def test_a_step_is_held_for_what_has_moved_here_so_that_it_is_in_it(held):
+    held.now_s += HOLD_S / 2
+    held.play(
+        [
+            (Step(), []),
+            (pull_done("b"), [kv_ready("b", 2)]),
+            (
+                Step(),
+                [decoding("b"), Ran("a", 4, 5), Ran("b", 5, 6), token("a"), token("b")],
+            ),
+        ]
+    )
+    assert held.core.held_until_s is None
+    assert held.decode.counters["held_steps"] == 1
+    assert held.decode.counters["held_steps:late"] == 0
+
+
+def test_a_step_is_not_held_for_long_and_none_after_it(held):
+    held.now_s += HOLD_S
+    held.play([(Step(), [Ran("a", 4, 5), token("a")]), (Step(), [Ran("a", 5, 6), token("a")])])
+    assert held.core.held_until_s is None
+    assert held.decode.counters["held_steps"] == held.decode.counters["held_steps:late"] == 1
+
+
+def test_who_comes_while_a_step_is_held_does_not_hold_it_for_longer(held):
+    held.now_s += HOLD_S / 2
+    held.take(decode("c", range(40, 43), is_moved=True))
+    held.play([(Step(), [pull("c", (0, 4))])])
+    assert held.core.held_until_s == HOLD_S
+    held.now_s = HOLD_S
+    held.play([(Step(), [Ran("a", 4, 5), token("a")]), (Step(), [Ran("a", 5, 6), token("a")])])
+
+
+def test_who_comes_later_holds_a_step_of_its_own(held):
+    held.now_s += HOLD_S
+    held.step()
+    held.take(decode("c", range(40, 43), is_moved=True))
+    held.play([(Step(), [pull("c", (0, 4))])])
+    assert held.core.held_until_s == 2 * HOLD_S
+
+
+@pytest.mark.parametrize("event", [pull_failed("b"), cancel("b"), lost("g2")])
+def test_a_step_is_not_held_for_what_will_not_come(event):
+    r = rig()
+    arrive(r, "a", 3)
+    r.take(decode("b", range(20, 25), is_moved=True, gateway="g2"))
+    r.step()
+    assert r.core.held_until_s is not None
+    r.take(event)
+    assert r.step() == [decoding("a"), Ran("a", 3, 4), token("a")]
+
+
+def test_prompts_are_held_with_the_rest():
+    r = Rig(Role.MIXED)
+    r.take(decode("b", range(20, 25), is_moved=True))
+    r.take(prefill("c", 3))
+    r.play([(Step(), [pull("b", (0, 0), (1, 1))]), (pull_done("b"), [kv_ready("b", 2)])])
+    assert r.core.held_until_s == HOLD_S  # until its first token is here too
+    r.play([(first("b"), [])])
+    r.step()
+    assert [row.seq_id for row in r.rows] == ["b", "c"]
 
 
 # ---------------------------------------------------------------- copies of what runs elsewhere

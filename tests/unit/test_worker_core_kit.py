@@ -130,11 +130,12 @@ def offer_prefix(name, prompt, gateway="g") -> FromGateway:
 
 
 def decode(
-    name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, gateway="g", is_copy=False
+    name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, gateway="g", **kind
 ) -> FromGateway:
+    """`kind`: is_copy, is_moved."""
     fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(name, -(-len(fields["token_ids"]) // BLOCK_SIZE))
-    return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease, is_copy=is_copy))
+    return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease, **kind))
 
 
 def copy(name, prompt, gateway="g") -> FromGateway:
@@ -368,16 +369,17 @@ class Rig:
         )
         self.rows: tuple[Row, ...] = ()  # of the last step
         self.seconds: float | None = None  # that the runner says of a step
+        self.now_s = 0.0
 
     def take(self, event: Event | Step | Blocks) -> list[Effect | Ran | BlockCounts]:
         if isinstance(event, Blocks):
             return [self.pool.counts()]
         if isinstance(event, Step):
             return self.step(*event.tokens)
-        return list(self.core.handle(event, 0.0))
+        return list(self.core.handle(event, self.now_s))
 
     def step(self, *tokens: int | tuple[int, ...]) -> list[Effect | Ran]:
-        plan, effects = self.core.plan(0.0)
+        plan, effects = self.core.plan(self.now_s)
         self.rows = ()
         if plan is None:
             return list(effects)
@@ -386,7 +388,7 @@ class Rig:
         sampled = [_result(r, () if r.sampling is None else next(left)) for r in plan.rows]
         ran = [Ran(row.seq_id, row.start, row.end) for row in plan.rows]
         times = None if self.seconds is None else StepTimes(0.0, self.seconds, 0.0)
-        return [*effects, *ran, *self.core.finish(BatchResult(sampled, times), 0.0)]
+        return [*effects, *ran, *self.core.finish(BatchResult(sampled, times), self.now_s)]
 
     def play(self, table: Iterable[tuple[object, list[object]]]) -> None:
         """Each event must have just these effects, in this order."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from test_worker_core_kit import HERE, decode, generate, given_back, hold, prefill
 
+from decode.scheduler import HOLD_S
 from deploy import worker_host
 from deploy.step_watch import StepWatch
 from deploy.worker_host import MAX_UNSENT_FRAMES, ModelFacts, WorkerHost, WorkerIdentity
@@ -28,6 +29,13 @@ from tests.fakes import VOCAB_SIZE, FakeGuides, FakeRunner
 
 EVENTS = {"prefill": prefill("a", 5), "generate": generate("a", 5), "decode": decode("a", 5)}
 TAKEN = {"prefill": [], "generate": [], "decode": [hold("a", 2)]}
+
+
+class SetClock:
+    at_s = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
 
 
 def host(role: Role, **config: object) -> WorkerHost:
@@ -82,6 +90,22 @@ def test_a_decode_worker_computes_prompts_in_chunks_behind_what_it_decodes():
     assert step(core) == [("a", 1), ("b", 32), ("c", 9)]
     assert step(core) == [("a", 1), ("c", 1), ("b", 32)]
     assert step(core) == [("a", 1), ("c", 1), ("b", 4)]
+
+
+def test_a_step_that_is_held_begins_in_time_where_nothing_comes():
+    clock = SetClock()
+    worker = host(Role.DECODE)
+    core = worker._core = worker._open_core(HERE)
+    worker._clock = clock
+    assert worker._idle_s() == worker_host.REPORT_EVERY_S
+    core.handle(decode("a", 5, is_moved=True), 0.0)
+    core.plan(0.0)
+    clock.at_s = 0.75 * HOLD_S
+    assert worker._idle_s() == pytest.approx(0.25 * HOLD_S)
+    clock.at_s = 2 * HOLD_S
+    assert worker._idle_s() == 0.0
+    core.plan(clock.at_s)
+    assert worker._idle_s() == worker_host.REPORT_EVERY_S
 
 
 # ---------------------------------------------------------------- the asyncio thread
