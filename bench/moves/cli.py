@@ -23,6 +23,7 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
     streams: Annotated[int, typer.Option(min=1, help="Streams that move at once.")] = 16,
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = 256,
     output_len: Annotated[int, typer.Option(min=8, help="Output tokens of each.")] = 256,
+    beside: Annotated[int, typer.Option(min=0, help="Streams that run where those go.")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="Flips; results are their medians.")] = 6,
     seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = 0,
     quick_: Annotated[bool, typer.Option("--quick", help="Two flips.")] = False,
@@ -31,7 +32,7 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
     """Flip a worker whose streams run, and measure the gap that their clients see."""
     log = Console(stderr=True)
     try:
-        plan = check(MovesPlan(shape, Ask(streams, input_len, output_len), repeat, seed))
+        plan = check(MovesPlan(shape, Ask(streams, input_len, output_len), repeat, seed, beside))
         plan = quick(plan) if quick_ else plan
         runs = measure(plan, lambda line: log.print(line, style="dim"))
         report = Report("moves", commit(), hardware(), seed, config_of(plan), results(runs))
@@ -42,6 +43,6 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
         raise typer.Exit(1) from error
     title = (
         f"{plan.num_repeats} flips of a worker of {plan.shape} with {streams} streams,"
-        f" {input_len} tokens in, {output_len} out"
+        f" {input_len} tokens in, {output_len} out, to one with {beside}"
     )
     print_report(Console(), report, title=title)

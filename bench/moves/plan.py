@@ -1,7 +1,8 @@
 """What one `bench moves` is asked to do. Pure.
 
 A prefill worker and two decode workers. All streams run in one of the two when that is flipped to
-prefill, so that all of them move at once; the next repetition moves those of the other.
+prefill, so that all of them move at once; the next repetition moves those of the other. Others may
+run in their target already, and stay there.
 
     streams begin ── calm ──> flip ──> it says that it is a prefill worker, and decodes nothing
 
@@ -31,6 +32,7 @@ class MovesPlan:
     streams: Ask
     num_repeats: int = 6
     seed: int = 0
+    num_beside: int = 0  # streams of the same kind that run in the target already
 
 
 def check(plan: MovesPlan) -> MovesPlan:
@@ -53,5 +55,6 @@ def config_of(plan: MovesPlan) -> dict[str, Scalar]:
         "streams": plan.streams.at_once,
         "input_len": plan.streams.input_len,
         "output_len": plan.streams.output_len,
+        "beside": plan.num_beside,
         "num_repeats": plan.num_repeats,
     }

@@ -7,6 +7,8 @@
 | calm_gap/p50 …| ms   | the longest of each stream in an equally long time before             |
 | pull/p50, max | ms   | of that, while KV was on its way and nobody decoded                   |
 | of_limit/p50 …|      | gap over 3 × the stream's median gap + its pull; promised: at most 1  |
+| beside_gap/p50 … ms  | as `gap`, of the streams that ran in the target already               |
+| beside_of_limit/… |  | as `of_limit`, of these: they pull nothing                            |
 | flip          | s    | from the order until the controller says that it is carried out       |
 | moved         |      | streams                                                               |
 | not_moved     |      | streams that ended first, or were prefilled again                     |
@@ -33,10 +35,11 @@ class Run:
     streams: tuple[Answer, ...]
     ordered_s: float
     emptied_s: float
+    beside: tuple[Answer, ...] = ()  # began while the target decoded too, nearly all of them there
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class Across:
     """One stream across the flip. Seconds."""
 
     itl_s: float  # the median before
@@ -50,18 +53,27 @@ class Moved:
         return self.gap_s / (NUM_GAPS * self.itl_s + self.pull_s)
 
 
-def moved_of(run: Run) -> list[Moved]:
+def moved_of(run: Run) -> list[Across]:
     """The streams that moved, and ran for long enough on both sides to tell."""
+    moved = [s for s in (*run.streams, *run.beside) if PULL in s.timeline_s]
+    found = [_across(run, stream, stream.timeline_s[PULL]) for stream in moved]
+    return [one for one in found if one is not None]
+
+
+def beside_of(run: Run) -> list[Across]:
+    """The streams that others came to, and that ran for long enough on both sides to tell."""
+    found = [_across(run, s, 0.0) for s in run.beside if PULL not in s.timeline_s]
+    return [one for one in found if one is not None]
+
+
+def _across(run: Run, stream: Answer, pull_s: float) -> Across | None:
     begin_s, end_s = run.ordered_s - CALM_S, max(run.emptied_s, run.ordered_s + CALM_S)
-    found = []
-    for stream in run.streams:
-        gaps = [(a, b - a) for a, b in pairwise(stream.chunk_times_s)]
-        before = [g for a, g in gaps if begin_s <= a < run.ordered_s - g]
-        across = [g for a, g in gaps if run.ordered_s - g <= a < end_s]
-        if PULL in stream.timeline_s and before and across:
-            pull_s = stream.timeline_s[PULL]
-            found.append(Moved(statistics.median(before), max(across), max(before), pull_s))
-    return found
+    gaps = [(a, b - a) for a, b in pairwise(stream.chunk_times_s)]
+    before = [g for a, g in gaps if begin_s <= a < run.ordered_s - g]
+    across = [g for a, g in gaps if run.ordered_s - g <= a < end_s]
+    if not before or not across:
+        return None
+    return Across(statistics.median(before), max(across), max(before), pull_s)
 
 
 def figures_of(run: Run) -> dict[str, Figure]:
@@ -70,8 +82,11 @@ def figures_of(run: Run) -> dict[str, Figure]:
     figures = {
         "flip": Figure(run.emptied_s - run.ordered_s, "s"),
         "moved": Figure(len(moved), ""),
-        "not_moved": Figure(len(run.streams) - len(moved), ""),
+        "not_moved": Figure(sum(PULL not in s.timeline_s for s in run.streams), ""),
     }
+    if beside := beside_of(run):
+        figures |= _spread("beside_gap", [1e3 * one.gap_s for one in beside], "ms")
+        figures |= _spread("beside_of_limit", [one.of_limit for one in beside], "")
     if not moved:
         return figures
     gaps_ms = [1e3 * one.gap_s for one in moved]

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -78,7 +78,8 @@ async def _measure(
             source, target = DECODERS[repeat % 2], DECODERS[1 - repeat % 2]
             say(f"{source} to {target}" + (": warming up" if repeat < 0 else ""))
             asked = list(islice(prompts, plan.streams.at_once))
-            run = await _flipped(client, operator, asked, source=source, target=target)
+            beside = list(islice(prompts, plan.num_beside))
+            run = await _flipped(client, operator, asked, beside, source=source, target=target)
             if repeat >= 0:
                 runs.append(run)
     return runs
@@ -110,34 +111,50 @@ class _Operator:
             raise NotFlipped(f"{worker} is no {role} worker after {ORDER_WITHIN_S:g} s")
         return ordered_s, self._clock.now_s()
 
-    async def running(self, worker: str) -> int:
-        """Sequences that it decodes."""
-        seen = (await self._deployment.look()).by_name.get(worker)
-        return 0 if seen is None else seen.running_seqs
+    async def running(self, workers: Collection[str]) -> int:
+        """Sequences that they decode."""
+        by_name = (await self._deployment.look()).by_name
+        return sum(seen.running_seqs for name, seen in by_name.items() if name in workers)
 
 
 async def _flipped(
-    client: Client, operator: _Operator, asked: Sequence[bytes], *, source: str, target: str
+    client: Client,
+    operator: _Operator,
+    asked: Sequence[bytes],
+    beside: Sequence[bytes],
+    *,
+    source: str,
+    target: str,
 ) -> Run:
-    """Streams that all run in `source` when it is flipped, with `target` come back before."""
+    """Streams that all run in `source` when it is flipped, with `target` come back before, and so
+    busy.
+    """
     clock = MonotonicClock()
 
     async def send(body: bytes) -> Answer | Failure:
         return await client.send(body)
 
-    async def all_run() -> bool:
-        return await operator.running(source) == len(asked)
+    async def wait_for(num_streams: int, *workers: str) -> None:
+        async def all_run() -> bool:
+            return await operator.running(workers) == num_streams
+
+        if not await holds_within(all_run, ORDER_WITHIN_S, clock):
+            raise NotFlipped(f"not all streams run in {' and '.join(workers)}")
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(send(body)) for body in asked]
-        if not await holds_within(all_run, ORDER_WITHIN_S, clock):
-            raise NotFlipped(f"not all streams run in {source}")
+        first = [group.create_task(send(body)) for body in asked]
+        await wait_for(len(asked), source)
         await operator.flip(target, Role.DECODE)
+        others = [group.create_task(send(body)) for body in beside]
+        await wait_for(len(asked) + len(beside), source, target)  # nearly all of them in `target`
         await pause(CALM_S)
         ordered_s, emptied_s = await operator.flip(source, Role.PREFILL)
-    answers = [task.result() for task in tasks]
+    streams, stayed = (_whole([task.result() for task in tasks]) for tasks in (first, others))
+    return Run(streams, ordered_s=ordered_s, emptied_s=emptied_s, beside=stayed)
+
+
+def _whole(answers: Sequence[Answer | Failure]) -> tuple[Answer, ...]:
     failures = [one for one in answers if isinstance(one, Failure)]
     if failures:
-        raise RunBroken(f"{len(failures)} of {len(asked)} streams", failures)
-    whole = tuple(one for one in answers if isinstance(one, Answer))
-    return Run(whole, ordered_s=ordered_s, emptied_s=emptied_s)
+        raise RunBroken(f"{len(failures)} of {len(answers)} streams", failures)
+    return tuple(one for one in answers if isinstance(one, Answer))

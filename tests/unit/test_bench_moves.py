@@ -46,6 +46,14 @@ def test_streams_that_stayed_or_ended_first_are_told_apart():
     assert figures["flip"].value == pytest.approx(0.6)
 
 
+def test_streams_that_others_came_to_are_held_against_three_usual_gaps_alone():
+    beside = stream(gap_s=0.09, pull_s=None)
+    figures = figures_of(Run((stream(gap_s=0.1),), 1.0, 1.6, (beside,)))
+    assert figures["moved"].value == 1
+    assert figures["beside_gap/max"].value == pytest.approx(90)
+    assert figures["beside_of_limit/max"].value == pytest.approx(0.09 / 0.06)
+
+
 def test_a_quick_plan_moves_once_in_each_direction():
     assert quick(PLAN).num_repeats == QUICK_REPEATS
     assert config_of(PLAN)["streams"] == 16
