@@ -11,7 +11,8 @@
 | beside_of_limit/… |  | as `of_limit`, of these: they pull nothing                            |
 | flip          | s    | from the order until the controller says that it is carried out       |
 | moved         |      | streams                                                               |
-| not_moved     |      | streams that ended first, or were prefilled again                     |
+| ended_first   |      | streams that were over when the order came, or before their turn      |
+| not_moved     |      | the others: they were prefilled again, or stayed                      |
 """
 
 import statistics
@@ -66,6 +67,10 @@ def beside_of(run: Run) -> list[Across]:
     return [one for one in found if one is not None]
 
 
+def _ended_first(run: Run, stream: Answer) -> bool:
+    return stream.chunk_times_s[-1] <= min(run.emptied_s, run.ordered_s + CALM_S)
+
+
 def _across(run: Run, stream: Answer, pull_s: float) -> Across | None:
     begin_s, end_s = run.ordered_s - CALM_S, max(run.emptied_s, run.ordered_s + CALM_S)
     gaps = [(a, b - a) for a, b in pairwise(stream.chunk_times_s)]
@@ -79,10 +84,12 @@ def _across(run: Run, stream: Answer, pull_s: float) -> Across | None:
 def figures_of(run: Run) -> dict[str, Figure]:
     """What one flip comes to."""
     moved = moved_of(run)
+    stayed = [stream for stream in run.streams if PULL not in stream.timeline_s]
     figures = {
         "flip": Figure(run.emptied_s - run.ordered_s, "s"),
         "moved": Figure(len(moved), ""),
-        "not_moved": Figure(sum(PULL not in s.timeline_s for s in run.streams), ""),
+        "ended_first": Figure(sum(_ended_first(run, s) for s in stayed), ""),
+        "not_moved": Figure(sum(not _ended_first(run, s) for s in stayed), ""),
     }
     if beside := beside_of(run):
         figures |= _spread("beside_gap", [1e3 * one.gap_s for one in beside], "ms")

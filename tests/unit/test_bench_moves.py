@@ -40,10 +40,20 @@ def test_a_gap_that_goes_on_when_the_order_comes_counts_as_one_of_its_own():
 def test_streams_that_stayed_or_ended_first_are_told_apart():
     figures = figures_of(run(stream(gap_s=0.1), stream(gap_s=0.02, pull_s=None)))
     assert (figures["moved"].value, figures["not_moved"].value) == (1, 1)
+    assert figures["ended_first"].value == 0
     assert figures["gap/max"].value == pytest.approx(100)
     figures = figures_of(run(stream(gap_s=0.02, pull_s=None)))
     assert "gap/max" not in figures
     assert figures["flip"].value == pytest.approx(0.6)
+
+
+def test_streams_that_ended_before_their_turn_did_not_fail_to_move():
+    stayed = (stream(gap_s=0.02, pull_s=None),)  # until 2 s
+    kinds = ("ended_first", "not_moved")
+    figures = figures_of(Run(stayed, ordered_s=1.0, emptied_s=2.5))
+    assert [figures[kind].value for kind in kinds] == [1, 0]
+    figures = figures_of(Run(stayed, ordered_s=-1.0, emptied_s=2.5))  # it had the time to move
+    assert [figures[kind].value for kind in kinds] == [0, 1]
 
 
 def test_streams_that_others_came_to_are_held_against_three_usual_gaps_alone():
