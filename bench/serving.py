@@ -20,6 +20,7 @@ from bench.report import Scalar
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 
+BATON = "deploy.cli"  # the module that is the command
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 90.0  # a service that does not end is given 30 s, and one ends after the other
 READ_TIMEOUT_S = 20.0
@@ -63,17 +64,21 @@ def _name_and_parent(process: Path) -> tuple[str, int]:
 
 @contextmanager
 def serving(
-    checkpoint: Path, options: Options, environment: Mapping[str, str] = MappingProxyType({})
+    checkpoint: Path,
+    options: Options,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    command: str = BATON,
 ) -> Iterator[Served]:
     """Runs `baton serve` with plain processes on a port of the system's choice, and with so much
-    more environment.
+    more environment; `command` is a module that can be run as `baton` can.
 
     On leaving, all its processes are gone. Raises ServerFailed.
     """
     flags: Options = {"--launcher": "process", "--port": 0, **options}
-    command = [sys.executable, "-m", "deploy.cli", "serve", str(checkpoint)]
+    serve = [sys.executable, "-m", command, "serve", str(checkpoint)]
     process = subprocess.Popen(
-        [*command, *(str(text) for pair in flags.items() for text in pair)],
+        [*serve, *(str(text) for pair in flags.items() for text in pair)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -103,17 +104,21 @@ def serve(  # noqa: PLR0913 - a command's options
     if model == str(BUNDLED_MODEL) and draft_model is None and speculate in WITH_DRAFT:
         flags["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, flags)
-    deployment = Deployment(_launcher(launcher), model=model, config=tree)
+    deployment = Deployment(LAUNCHERS[launcher](), model=model, config=tree)
     deployment.log_level = log_level
     _run(deployment, Console(stderr=True))
 
 
-def _launcher(kind: LauncherKind) -> Launcher:
-    if kind is LauncherKind.PROCESS:
-        return ProcessLauncher()
+def _ray_launcher() -> Launcher:
     from deploy.ray_launcher import RayLauncher
 
     return RayLauncher()
+
+
+LAUNCHERS: dict[LauncherKind, Callable[[], Launcher]] = {
+    LauncherKind.PROCESS: ProcessLauncher,
+    LauncherKind.RAY: _ray_launcher,
+}
 
 
 def _run(deployment: Deployment, console: Console) -> None:

@@ -15,7 +15,7 @@ from bench.report import Report, write_json
 from bench.tables import print_report
 from engine.errors import BatonError, ConfigError
 
-ALL = ",".join(FaultKind)
+WITHOUT_ROOT = ",".join(kind for kind in FaultKind if kind is not FaultKind.PARTITION)
 
 
 def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -27,14 +27,18 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
     gateways: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 2,
     faults: Annotated[
-        str, typer.Option(help=f"Kinds, of {', '.join(FaultKind)}, between commas.")
-    ] = ALL,
+        str,
+        typer.Option(
+            help=f"Kinds, of {', '.join(FaultKind)}, between commas. A partition needs root and"
+            " iproute2: each worker is in a network namespace of its own."
+        ),
+    ] = WITHOUT_ROOT,
     seed: Annotated[int, typer.Option(help="Seed of requests, arrivals and faults.")] = 0,
     quick_: Annotated[bool, typer.Option("--quick", help="60 requests: under 50 s.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
 ) -> None:
-    """Kill, stop and slow down services under load; exit 1 if a request or a block is lost, or a
-    fault that was to come did not.
+    """Kill, stop, slow down and cut off services under load; exit 1 if a request or a block is
+    lost, or a fault that was to come did not.
     """
     log = Console(stderr=True)
     try:

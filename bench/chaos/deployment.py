@@ -16,6 +16,7 @@ from engine.errors import BatonError
 from engine.messages import Role
 
 MARK = "BATON_CHAOS_MARK"
+STARTED_BY = "BATON_CHAOS_STARTED_BY"  # process id
 ORDER_TIMEOUT_S = 5.0
 
 
@@ -97,7 +98,11 @@ class Mark:
     @property
     def environment(self) -> Mapping[str, str]:
         """To start it with."""
-        return {MARK: self.value, "BATON_RUN_DIR": str(self.run_dir)}
+        return {
+            MARK: self.value,
+            STARTED_BY: str(os.getpid()),
+            "BATON_RUN_DIR": str(self.run_dir),
+        }
 
 
 class Deployment:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from bench.chaos import netns
 from bench.chaos.checker import Injected
 from bench.chaos.deployment import Deployment, OrderFailed, Seen
 from bench.chaos.plan import OF_GATEWAYS, STOPS, Fault, FaultKind, chosen, kinds_in_turn
@@ -111,6 +112,21 @@ class Signals:
     def _send(self, pid: int, number: signal.Signals) -> None:
         if not self._deployment.signal(pid, number):
             raise FaultFailed(f"process {pid} is gone")
+
+
+class Cuts:
+    """Faults of the network around a worker that is in a place of its own."""
+
+    async def inject(self, fault: Fault, victim: str, pid: int) -> str:
+        """Cuts a worker off, and who comes in its place meanwhile. For the milliseconds that the
+        commands take nobody reads what clients are told.
+        """
+        try:
+            with netns.cut_off(victim, pid):
+                await pause(fault.seconds)
+        except (OSError, netns.CommandFailed) as error:
+            raise FaultFailed(f"its network was not cut, or not healed: {error}") from error
+        return ""
 
 
 class Orders:

@@ -5,6 +5,7 @@
     slow             a worker that runs for a fifth of the time, for a while
     flip             a worker of one pool changes to the other, and back after a while
     drain            a worker is given no work for a while, and what it has is moved away
+    partition        the network of a worker: for a while every packet to or from it vanishes
     gateway          SIGKILL of a gateway process
     stop-gateway     SIGSTOP of a gateway process for a while
     stop-controller  SIGSTOP of the process that keeps the pools, for a while
@@ -24,12 +25,13 @@ from typing import TypeVar
 
 from bench.arrivals import arrival_times_s
 from bench.report import Scalar
+from engine.config import Transport
 from engine.errors import ConfigError
 
 QUICK_REQUESTS = 60
 LASTS_S = (1.5, 4.0)  # a fault that ends by itself
-LONG_STOP_S = 12.0  # longer than a silent peer is believed to be alive
-LONG_STOPS = 0.25  # share of all stops
+LONG_SILENCE_S = 12.0  # longer than a silent peer is believed to be alive
+LONG_SILENCES = 0.25  # share of all stops and partitions
 FIRST_AT = 0.5  # of `every_s`: after the first requests have begun
 MARGIN = (0.3, 0.7)  # where between two kills another fault comes
 
@@ -44,13 +46,15 @@ class FaultKind(StrEnum):
     SLOW = "slow"
     FLIP = "flip"
     DRAIN = "drain"
+    PARTITION = "partition"
     GATEWAY = "gateway"
     STOP_GATEWAY = "stop-gateway"
     STOP_CONTROLLER = "stop-controller"
 
 
 STOPS = frozenset({FaultKind.STOP, FaultKind.STOP_GATEWAY, FaultKind.STOP_CONTROLLER})
-LASTING = STOPS | {FaultKind.SLOW, FaultKind.FLIP, FaultKind.DRAIN}
+SILENCES = STOPS | {FaultKind.PARTITION}
+LASTING = SILENCES | {FaultKind.SLOW, FaultKind.FLIP, FaultKind.DRAIN}
 OF_GATEWAYS = frozenset({FaultKind.GATEWAY, FaultKind.STOP_GATEWAY})
 
 
@@ -58,20 +62,21 @@ OF_GATEWAYS = frozenset({FaultKind.GATEWAY, FaultKind.STOP_GATEWAY})
 class Fault:
     """One that is to come, so many seconds after the load begins; `draw` in [0, 1).
 
-    `lasts_s` is for kinds that end by themselves, `stops_s` for those that stop a process.
+    `silent_s` is for kinds after which nothing is heard of a service, `lasts_s` for others that end
+    by themselves.
     """
 
     at_s: float
     kind: FaultKind
     draw: float
     lasts_s: float = 0.0
-    stops_s: float = 0.0
+    silent_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """For how long it lasts."""
-        if self.kind in STOPS:
-            return self.stops_s
+        if self.kind in SILENCES:
+            return self.silent_s
         return self.lasts_s if self.kind in LASTING else 0.0
 
 
@@ -93,6 +98,16 @@ class ChaosPlan:
     def duration_s(self) -> float:
         """How long requests come."""
         return self.num_requests / self.rate_per_s
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether each worker has a network of its own, which can be cut."""
+        return FaultKind.PARTITION in self.kinds
+
+    @property
+    def kv_transport(self) -> Transport:
+        """What a cut network stops: shared memory it does not."""
+        return Transport.ZMQ if self.is_partitioned else Transport.AUTO
 
 
 def check(plan: ChaosPlan) -> ChaosPlan:
@@ -144,8 +159,8 @@ def is_full(plan: ChaosPlan) -> bool:
 
 
 def _fault(kind: FaultKind, at_s: float, rng: Random) -> Fault:
-    draw, lasts_s, is_long = rng.random(), rng.uniform(*LASTS_S), rng.random() < LONG_STOPS
-    return Fault(at_s, kind, draw, lasts_s, LONG_STOP_S if is_long else lasts_s)
+    draw, lasts_s, is_long = rng.random(), rng.uniform(*LASTS_S), rng.random() < LONG_SILENCES
+    return Fault(at_s, kind, draw, lasts_s, LONG_SILENCE_S if is_long else lasts_s)
 
 
 def kinds_in_turn(
@@ -176,4 +191,5 @@ def config_of(plan: ChaosPlan) -> dict[str, Scalar]:
         "gateways": plan.gateways,
         "faults": ",".join(plan.kinds),
         "kv_mib": plan.kv_mib,
+        "kv_transport": plan.kv_transport,
     }

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import uvloop
 
+from bench.chaos import netns
 from bench.chaos.asks import Ask, asks
 from bench.chaos.checker import (
     Books,
@@ -25,7 +27,7 @@ from bench.chaos.checker import (
 )
 from bench.chaos.client import Client
 from bench.chaos.deployment import Deployment, Mark, Seen, WorkerSeen
-from bench.chaos.faults import Director, Orders, Signals
+from bench.chaos.faults import Cuts, Director, Injector, Orders, Signals
 from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times_s, faults_of
 from bench.chaos.streams import Stream
@@ -33,11 +35,12 @@ from bench.chaos.waiting import holds_within, pause
 from bench.plan import Target
 from bench.prompts import plain_token_ids
 from bench.serve import Client as Api
-from bench.serving import Options, serving
+from bench.serving import BATON, Options, serving
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Role
 
 MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
+PLACED = "bench.chaos.placed"  # the same command, with each worker in a place of its own
 REQUEST_TIMEOUT_S = 120.0
 WHOLE_WITHIN_S = 60.0  # all workers are back, and hold nothing for anybody
 STEADY_S = 2.5  # workers report once a second
@@ -90,14 +93,22 @@ class Run:
 
 
 def measure(plan: ChaosPlan, say: Say = lambda line: None) -> Run:
-    """Carries out the plan. Raises ServerFailed, ServerUnreachable, NotUndisturbed."""
+    """Carries out the plan.
+
+    Raises ServerFailed, ServerUnreachable, NotUndisturbed, and netns.Unavailable where a network is
+    to be partitioned and this machine or this user cannot have one.
+    """
     options: Options = {
         "--prefill": plan.prefill,
         "--decode": plan.decode,
         "--weights": "int8",
         "--kv-mib": plan.kv_mib,
+        "--kv-transport": plan.kv_transport,
     }
-    with TemporaryDirectory(prefix="baton-") as run_dir:
+    with ExitStack() as stack:
+        if plan.is_partitioned:
+            stack.enter_context(netns.hub())
+        run_dir = stack.enter_context(TemporaryDirectory(prefix="baton-"))
         mark = Mark(secrets.token_hex(8), Path(run_dir))
         environment = {
             **mark.environment,
@@ -105,8 +116,9 @@ def measure(plan: ChaosPlan, say: Say = lambda line: None) -> Run:
             "BATON_POOLS__STEADY_S": str(STEADY_AFTER_S),
         }
         say(f"starting {plan.prefill} + {plan.decode} workers")
-        with serving(MODEL, options, environment) as served:
-            run: Run = uvloop.run(_measure(plan, lambda s: Deployment(served, s, mark), say))
+        command = PLACED if plan.is_partitioned else BATON
+        served = stack.enter_context(serving(MODEL, options, environment, command=command))
+        run: Run = uvloop.run(_measure(plan, lambda s: Deployment(served, s, mark), say))
     return run
 
 
@@ -130,8 +142,12 @@ async def _measure(
         say(f"answered in {max(s.ended_s for s in calm) - min(s.sent_s for s in calm):.1f} s")
         await keeper.settle()
         signals, orders = Signals(deployment, clock), Orders(deployment, clock)
-        by_order = {FaultKind.FLIP: orders, FaultKind.DRAIN: orders}
-        injectors = dict.fromkeys(FaultKind, signals) | by_order
+        injectors: dict[FaultKind, Injector] = {
+            **dict.fromkeys(FaultKind, signals),
+            FaultKind.FLIP: orders,
+            FaultKind.DRAIN: orders,
+            FaultKind.PARTITION: Cuts(),
+        }
         director = Director(deployment, injectors, clock, kinds=plan.kinds)
         watch = _Watch(deployment, clock)
         say(f"the same in {plan.duration_s:.0f} s, with faults: {', '.join(plan.kinds)}")

@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import aiohttp
-import msgspec
 import pytest
 
 from bench.chaos.asks import asks
 from bench.chaos.checker import End, judge, reply_of
 from bench.chaos.client import Client
 from bench.chaos.load import open_loop, undisturbed
+from bench.chaos.netns import Unavailable
+from bench.chaos.placed import PlacedProcesses
 from bench.chaos.plan import ChaosPlan, due_times_s
 from bench.chaos.waiting import pause
 from bench.prompts import plain_token_ids
 from deploy.admin_client import AdminClient
 from deploy.cluster import BUNDLED_MODEL, Deployment
-from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
 from engine.config import (
     AdminConfig,
@@ -36,8 +36,7 @@ from engine.config import (
     WeightFormat,
     WorkerConfig,
 )
-from tests.e2e.netns import Link, Namespace, RelayedLink, Unavailable, network
-from tests.e2e.placed import PlacedProcesses
+from tests.e2e.netns import Link, RelayedLink, network
 from tests.e2e.served import poll_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400)]
@@ -46,24 +45,6 @@ KEY = "operator"
 PLAN = ChaosPlan(num_requests=120, rate_per_s=3.0, seed=4)
 CUTS_S = ((6.0, 1.5), (16.0, 14.0))  # (when, for how long): unnoticed, and noticed
 WHOLE_WITHIN_S = 60.0
-
-
-class PlacingLauncher(PlacedProcesses):
-    """Starts each service in the namespace where it belongs."""
-
-    def __init__(self, near: Namespace, far: Namespace) -> None:
-        super().__init__(lambda name: near if name == "gateway" or name.endswith("-0") else far)
-
-    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        place = self.place_of(spec.worker_id)
-        return super().start_worker(msgspec.structs.replace(spec, host=place.address))
-
-    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
-        host = self.place_of(spec.name).address
-        gateway = msgspec.structs.replace(spec.gateway, host=host)
-        return super().start_gateway(
-            msgspec.structs.replace(spec, gateway=gateway, control_host=host)
-        )
 
 
 @contextmanager
@@ -76,7 +57,8 @@ def deployment(link: Link) -> Iterator[tuple[str, AdminClient]]:
         admin=AdminConfig(key=KEY),
     )
     with network(link) as (near, far):
-        running = Deployment(PlacingLauncher(near, far), model=BUNDLED_MODEL, config=config)
+        launcher = PlacedProcesses(lambda name: near if name.endswith("-0") else far, gateways=near)
+        running = Deployment(launcher, model=BUNDLED_MODEL, config=config)
         url = running.open().url
         try:
             with AdminClient(running.admin_url, KEY) as admin:

@@ -17,6 +17,8 @@ from itertools import count
 
 import pytest
 
+from bench.chaos.netns import Place, Unavailable
+from bench.chaos.placed import PlacedProcesses
 from deploy.cluster import BUNDLED_MODEL
 from deploy.processes import WorkerReady, WorkerSpec
 from engine.batch import BatchPlan, Row
@@ -26,15 +28,7 @@ from engine.messages import Role, Sampling, SeqId, WorkerId
 from router.requests import Finished, Request
 from router.service import Router
 from tests.e2e.cluster import TOKEN, Workers, ask, is_clean, request, router, until
-from tests.e2e.netns import (
-    Link,
-    Namespace,
-    NetemLink,
-    RelayedLink,
-    Unavailable,
-    network,
-)
-from tests.e2e.placed import PlacedProcesses
+from tests.e2e.netns import Link, NetemLink, RelayedLink, network
 
 pytestmark = pytest.mark.torch
 
@@ -105,7 +99,7 @@ def test_a_link_cut_in_the_middle_of_pulls_costs_time_but_no_token_and_no_block(
 
 
 @contextmanager
-def _network_or_skip(link: Link) -> Iterator[tuple[Namespace, Namespace]]:
+def _network_or_skip(link: Link) -> Iterator[tuple[Place, Place]]:
     with ExitStack() as stack:
         try:
             ends = stack.enter_context(network(link))
@@ -115,15 +109,13 @@ def _network_or_skip(link: Link) -> Iterator[tuple[Namespace, Namespace]]:
 
 
 @contextmanager
-def _workers(places: Mapping[WorkerId, tuple[Role, Namespace]]) -> Iterator[Workers]:
-    """Starts each worker in its namespace; on leaving, every one of them is gone."""
+def _workers(places: Mapping[WorkerId, tuple[Role, Place]]) -> Iterator[Workers]:
+    """Starts each worker in its place; on leaving, every one of them is gone."""
     launcher = PlacedProcesses(lambda name: places[WorkerId(name)][1])
 
     def start(worker_id: WorkerId) -> WorkerReady:
-        role, namespace = places[worker_id]
-        spec = WorkerSpec(
-            worker_id, role, str(BUNDLED_MODEL), CONFIG, TOKEN, threads=1, host=namespace.address
-        )
+        role, _ = places[worker_id]
+        spec = WorkerSpec(worker_id, role, str(BUNDLED_MODEL), CONFIG, TOKEN, threads=1)
         return launcher.start_worker(spec)
 
     try:

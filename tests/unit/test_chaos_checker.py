@@ -16,7 +16,7 @@ from bench.chaos.checker import (
     longest_stall,
     reply_of,
 )
-from bench.chaos.plan import LONG_STOP_S, FaultKind
+from bench.chaos.plan import LONG_SILENCE_S, FaultKind
 from bench.chaos.streams import Piece, Stream, Usage
 from deploy.gateways import GATEWAY_UNREACHABLE_S
 from deploy.links import SILENCE_S
@@ -131,11 +131,11 @@ def test_a_connection_that_breaks_long_after_somebody_elses_gateway_died_is_a_lo
     [
         (4.0, 2.0, 4.0, End.LOST),  # it goes on where it stood
         (4.0, 2.0, 7.1, End.LOST),
-        (LONG_STOP_S, 2.0, 2.9, End.LOST),
-        (LONG_STOP_S, 2.0, 8.0, End.LOST),
-        (LONG_STOP_S, 2.0, 13.5, End.SAME),
-        (LONG_STOP_S, 5.0, 13.5, End.SAME),  # asked while it stood
-        (LONG_STOP_S, 2.0, 30.0, End.LOST),
+        (LONG_SILENCE_S, 2.0, 2.9, End.LOST),
+        (LONG_SILENCE_S, 2.0, 8.0, End.LOST),
+        (LONG_SILENCE_S, 2.0, 13.5, End.SAME),
+        (LONG_SILENCE_S, 5.0, 13.5, End.SAME),  # asked while it stood
+        (LONG_SILENCE_S, 2.0, 30.0, End.LOST),
     ],
 )
 def test_a_gateway_that_stands_still_breaks_connections_only_if_it_is_replaced(
@@ -147,7 +147,7 @@ def test_a_gateway_that_stands_still_breaks_connections_only_if_it_is_replaced(
 
 
 def test_a_gateway_is_replaced_when_the_controller_says_so():
-    assert REPLACED_AFTER_S == SILENCE_S + GATEWAY_UNREACHABLE_S < LONG_STOP_S
+    assert REPLACED_AFTER_S == SILENCE_S + GATEWAY_UNREACHABLE_S < LONG_SILENCE_S
 
 
 def test_who_never_gets_an_answer_has_lost_it():

@@ -15,6 +15,7 @@ from bench.chaos.deployment import NOTHING, GatewaySeen, OrderFailed, Seen, Work
 from bench.chaos.faults import (
     CONTROLLER,
     ORDER_WITHIN_S,
+    Cuts,
     Director,
     FaultFailed,
     Orders,
@@ -22,19 +23,21 @@ from bench.chaos.faults import (
 )
 from bench.chaos.plan import (
     LASTING,
-    LONG_STOP_S,
+    LONG_SILENCE_S,
     OF_GATEWAYS,
     ChaosPlan,
     Fault,
     FaultKind,
     check,
     chosen,
+    config_of,
     faults_of,
     kinds_in_turn,
     quick,
 )
 from bench.chaos.run import is_whole
 from engine.clock import MonotonicClock
+from engine.config import Transport
 from engine.errors import ConfigError
 from engine.messages import Role
 
@@ -70,12 +73,22 @@ def test_without_kills_other_faults_keep_the_pace():
     assert {round(b.at_s - a.at_s, 9) for a, b in pairwise(faults)} == {5.0}
 
 
-def test_only_faults_that_end_by_themselves_last_and_some_stops_last_long():
+def test_only_faults_that_end_by_themselves_last():
     faults = faults_of(PLAN)
     assert all((fault.seconds > 0) == (fault.kind in LASTING) for fault in faults)
-    stops = [f.seconds for f in faults_of(replace(PLAN, kinds=(FaultKind.STOP,)))]
-    assert LONG_STOP_S in stops
-    assert min(stops) < LONG_STOP_S / 2
+
+
+@pytest.mark.parametrize("kind", [FaultKind.STOP, FaultKind.PARTITION])
+def test_some_silences_last_longer_than_they_are_believed_and_some_do_not(kind):
+    silences_s = [fault.seconds for fault in faults_of(replace(PLAN, kinds=(kind,)))]
+    assert LONG_SILENCE_S in silences_s
+    assert min(silences_s) < LONG_SILENCE_S / 2
+
+
+def test_kv_moves_over_the_network_only_where_that_is_to_be_cut():
+    partitioned = replace(PLAN, kinds=(FaultKind.KILL, FaultKind.PARTITION))
+    assert config_of(partitioned)["kv_transport"] == Transport.ZMQ
+    assert config_of(replace(PLAN, kinds=(FaultKind.KILL,)))["kv_transport"] == Transport.AUTO
 
 
 def test_a_victim_is_drawn_from_all_who_may_be_hit():
@@ -285,6 +298,12 @@ def test_an_order_that_was_refused_leaves_nothing_to_take_back():
     deployment, flip = StubbornDeployment(refuses=True), Fault(0.0, FaultKind.FLIP, 0.0)
     with pytest.raises(FaultFailed, match=r"^409$"):
         asyncio.run(Orders(deployment, LaterClock()).inject(flip, "p0", 7))
+
+
+def test_the_network_of_a_process_that_is_gone_cannot_be_cut():
+    cut, nobody = Fault(0.0, FaultKind.PARTITION, 0.0), 2**22 + 1
+    with pytest.raises(FaultFailed, match=f"/proc/{nobody}"):
+        asyncio.run(Cuts().inject(cut, "p0", nobody))
 
 
 @pytest.mark.parametrize(

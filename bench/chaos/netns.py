@@ -1,0 +1,210 @@
+"""A network in which every place can be cut off: network namespaces around one that forwards.
+
+    place ── gate ═ NAME ── hub ── NAME ═ gate ── place
+
+Each place has one way to anywhere, a veth pair to the hub. Nothing here has a name outside: a
+namespace is there for as long as a process or a descriptor is in it, and its devices with it. So
+nothing can be left behind, however those processes end, and of the machine's own network nothing is
+changed: that the hub forwards is a setting of the hub.
+
+A cut is silent, as one in the middle of a network is: packets vanish both ways, no interface goes
+down and nobody is refused. The two ends of a pair have each other's hardware address by a permanent
+entry; a cut enters one that nobody has, and what is sent to it is dropped where it arrives. Entries
+that are permanent are never looked for in vain, of which senders would hear.
+
+Addresses are out of 198.18.0.0/15, which is set aside for tests of networks (RFC 2544).
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from pathlib import Path
+
+from engine.errors import BatonError
+
+HUB = IPv4Address("198.18.0.1")
+MAX_PLACES = 253
+GATE = "gate"  # every place's end of its pair
+HUB_END, PLACE_END = "169.254.0.1", "169.254.0.2"  # of every pair, for the other end to name it
+HUB_MAC, PLACE_MAC, NOBODY = (f"02:00:00:00:00:0{i}" for i in (1, 2, 3))
+CLONE_NEWNET = 0x40000000
+COMMAND_TIMEOUT_S = 20.0
+
+
+class Unavailable(BatonError):
+    """This machine or this user cannot have such a network; the text says why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"a partition: {why}")
+
+
+class CommandFailed(BatonError):
+    """A command that ought to work did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A namespace by an open descriptor, and the address at which all others reach it."""
+
+    fd: int
+    address: str
+
+    @property
+    def path(self) -> str:
+        """For tools that ask for a namespace."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+
+@contextmanager
+def hub() -> Iterator[None]:
+    """Meanwhile the calling thread, and all threads and processes that it starts, are in a new hub.
+
+    Raises Unavailable.
+    """
+    if os.geteuid() != 0:
+        raise Unavailable("network namespaces need root")
+    if shutil.which("ip") is None:
+        raise Unavailable("ip (iproute2) is not installed")
+    before = _here()
+    try:
+        try:
+            _unshare()
+        except OSError as error:
+            raise Unavailable(f"no network namespace can be made: {error}") from error
+        try:
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+            ip("link set dev lo up", f"address add {HUB}/32 dev lo")
+            yield
+        finally:
+            _enter(before)
+    finally:
+        os.close(before)
+
+
+def place(name: str, number: int) -> Place:
+    """A new place at the hub in which the caller is; the hub's device to it has the place's name.
+
+    Numbers begin at 1, and none is used twice at one hub. The descriptor is the caller's to close.
+    """
+    if not 1 <= number <= MAX_PLACES:
+        raise ValueError(f"{number} is not a place's number: there are {MAX_PLACES}")
+    before = _here()
+    try:
+        _unshare()
+        try:
+            made = Place(_here(), str(HUB + number))
+        finally:
+            _enter(before)
+    finally:
+        os.close(before)
+    try:
+        ip(
+            f"link add name {name} address {HUB_MAC} type veth"
+            f" peer name {GATE} address {PLACE_MAC} netns {made.path}",
+            f"link set dev {name} up",
+            _aim(name, PLACE_END, PLACE_MAC),
+            f"route add {made.address}/32 via {PLACE_END} dev {name} onlink src {HUB}",
+        )
+        with inside(made.fd):
+            ip(
+                "link set dev lo up",
+                f"link set dev {GATE} up",
+                f"address add {made.address}/32 dev {GATE}",
+                _aim(GATE, HUB_END, HUB_MAC),
+                f"route add default via {HUB_END} dev {GATE} onlink src {made.address}",
+            )
+    except BaseException:
+        os.close(made.fd)
+        raise
+    return made
+
+
+@contextmanager
+def cut_off(name: str, pid: int) -> Iterator[None]:
+    """Meanwhile nothing comes from or to the place of that name, in which the process is.
+
+    The caller is in the hub. Raises OSError if the process is gone, CommandFailed if there is no
+    such place.
+    """
+    there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            _connect(name, there, hub_mac=NOBODY, place_mac=NOBODY)
+            yield
+        finally:
+            _connect(name, there, hub_mac=HUB_MAC, place_mac=PLACE_MAC)
+    finally:
+        os.close(there)
+
+
+@contextmanager
+def inside(fd: int) -> Iterator[None]:
+    """Meanwhile the calling thread, and every process that it starts, is in that namespace."""
+    before = _here()
+    try:
+        _enter(fd)
+        try:
+            yield
+        finally:
+            _enter(before)
+    finally:
+        os.close(before)
+
+
+def ip(*commands: str) -> None:
+    """Carries out commands of ip(8) in the calling thread's namespace. Raises CommandFailed."""
+    run("ip", "-batch", "-", given="\n".join(commands))
+
+
+def run(*command: str, given: str = "") -> str:
+    """The standard output of a command. Raises CommandFailed with what it complained about."""
+    done = subprocess.run(
+        command,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise CommandFailed(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _connect(name: str, there: int, *, hub_mac: str, place_mac: str) -> None:
+    """Tells each end of a pair where the other is."""
+    ip(_aim(name, PLACE_END, place_mac))
+    with inside(there):
+        ip(_aim(GATE, HUB_END, hub_mac))
+
+
+def _aim(device: str, address: str, mac: str) -> str:
+    return f"neigh replace {address} lladdr {mac} dev {device} nud permanent"
+
+
+def _here() -> int:
+    """A descriptor of the calling thread's namespace."""
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _unshare() -> None:
+    """Moves the calling thread to a new namespace."""
+    _check(_libc.unshare(CLONE_NEWNET))
+
+
+def _enter(fd: int) -> None:
+    _check(_libc.setns(fd, CLONE_NEWNET))
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
