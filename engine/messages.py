@@ -21,7 +21,7 @@ import msgspec
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
 WRONG_ROLE = "wrong role"  # why one is that the worker is not there for
 PULL_FAILED = "pull failed"  # how the reason begins where its KV did not come

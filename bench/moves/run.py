@@ -141,14 +141,18 @@ async def _flipped(
         if not await holds_within(all_run, ORDER_WITHIN_S, clock):
             raise NotFlipped(f"not all streams run in {' and '.join(workers)}")
 
-    async with asyncio.TaskGroup() as group:
-        first = [group.create_task(send(body)) for body in asked]
-        await wait_for(len(asked), source)
-        await operator.flip(target, Role.DECODE)
-        others = [group.create_task(send(body)) for body in beside]
-        await wait_for(len(asked) + len(beside), source, target)  # nearly all of them in `target`
-        await pause(CALM_S)
-        ordered_s, emptied_s = await operator.flip(source, Role.PREFILL)
+    try:
+        async with asyncio.TaskGroup() as group:
+            first = [group.create_task(send(body)) for body in asked]
+            await wait_for(len(asked), source)
+            await operator.flip(target, Role.DECODE)
+            others = [group.create_task(send(body)) for body in beside]
+            # Nearly all of these are in `target`.
+            await wait_for(len(asked) + len(beside), source, target)
+            await pause(CALM_S)
+            ordered_s, emptied_s = await operator.flip(source, Role.PREFILL)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors  # the one that ended the others
     streams, stayed = (_whole([task.result() for task in tasks]) for tasks in (first, others))
     return Run(streams, ordered_s=ordered_s, emptied_s=emptied_s, beside=stayed)
 
