@@ -11,30 +11,18 @@ import msgspec
 
 from deploy.admin import AdminService
 from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
+from deploy.defaults import pools_of
 from deploy.formats import check_formats, config_of
 from deploy.launcher import Launcher
 from deploy.model_source import default_cache, local_model, pinned
 from deploy.processes import GatewayReady, ServiceThread
 from engine.clock import MonotonicClock
-from engine.config import Config, PoolsConfig
-from engine.control import SERVING_ROLES, Pools
+from engine.config import Config
+from engine.control import SERVING_ROLES
 from engine.errors import ConfigError
 from engine.model.files import check_files
 
-_BUNDLED = Path(__file__).parent.parent / "engine" / "model" / "bundled"
-BUNDLED_MODEL, BUNDLED_DRAFT = _BUNDLED / "target", _BUNDLED / "draft"
-
 Report = Callable[[str], None]
-
-
-def pools_of(config: PoolsConfig) -> Pools:
-    """What is wanted at first. Raises ConfigError if it could not serve anything."""
-    default = 0 if config.mixed else 1
-    return Pools(
-        prefill=default if config.prefill is None else config.prefill,
-        decode=default if config.decode is None else config.decode,
-        mixed=config.mixed,
-    ).check()
 
 
 def with_admin_key(config: Config) -> Config:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.cluster import plan_of, pools_of
+from deploy.cluster import plan_of
+from deploy.defaults import pools_of
 from deploy.model_source import FETCH_TIMEOUT_S, default_cache, local_model
 from deploy.placement import Node, nodes_to_start_on
 from deploy.ray_controller import start_controller

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL, Deployment
+from deploy.cluster import Deployment
+from deploy.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.launcher import Launcher, ProcessLauncher
 from deploy.processes import GatewayReady
 from engine.config import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.cluster import BUNDLED_MODEL, pools_of
+from deploy.defaults import BUNDLED_MODEL, pools_of
 from engine.config import Config
 from engine.errors import ConfigError
 

@@ -25,7 +25,8 @@ from bench.chaos.plan import ChaosPlan, due_times_s
 from bench.chaos.waiting import pause
 from bench.prompts import plain_token_ids
 from deploy.admin_client import AdminClient
-from deploy.cluster import BUNDLED_MODEL, Deployment
+from deploy.cluster import Deployment
+from deploy.defaults import BUNDLED_MODEL
 from engine.clock import MonotonicClock
 from engine.config import (
     AdminConfig,

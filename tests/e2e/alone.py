@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploy.cluster import BUNDLED_MODEL
+from deploy.defaults import BUNDLED_MODEL
 from engine.batch import BatchPlan, Row
 from engine.blocks import BlockId
 from engine.config import WeightFormat

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.cluster import BUNDLED_MODEL
+from deploy.defaults import BUNDLED_MODEL
 from deploy.formats import config_of
 from deploy.launcher import ProcessLauncher
 from deploy.nursery import Nursery

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cluster import BUNDLED_MODEL
+from deploy.defaults import BUNDLED_MODEL
 from engine.config import WeightFormat, WorkerConfig
 from engine.messages import Role, Sampling
 from tests.checkpoints import tiny_checkpoint

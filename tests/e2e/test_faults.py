@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from deploy.cluster import BUNDLED_MODEL
+from deploy.defaults import BUNDLED_MODEL
 from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Role, Sampling
 from router.metrics import GatewayMetrics

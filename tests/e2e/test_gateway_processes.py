@@ -16,7 +16,8 @@ import pytest
 from bench.driven import Driven
 from bench.gateway_worker import NUM_BLOCKS, Options
 from deploy import processes
-from deploy.cluster import BUNDLED_MODEL, Deployment
+from deploy.cluster import Deployment
+from deploy.defaults import BUNDLED_MODEL
 from deploy.launcher import ProcessLauncher
 from deploy.processes import GatewayReady, GatewayService, GatewaySpec, WorkerReady, WorkerSpec
 from engine.config import Config, GatewayConfig, PoolsConfig, RouterConfig

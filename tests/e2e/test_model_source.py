@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from deploy import model_source
-from deploy.cluster import BUNDLED_MODEL
+from deploy.defaults import BUNDLED_MODEL
 from deploy.model_source import Parts, local_model, pinned
 from engine.errors import ConfigError
 from tests.e2e import hub as fake

@@ -19,7 +19,7 @@ import pytest
 
 from bench.chaos.netns import Place, Unavailable
 from bench.chaos.placed import PlacedProcesses
-from deploy.cluster import BUNDLED_MODEL
+from deploy.defaults import BUNDLED_MODEL
 from deploy.processes import WorkerReady, WorkerSpec
 from engine.batch import BatchPlan, Row
 from engine.blocks import BlockId

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from deploy.admin_client import AdminClient, AdminError, find_deployment
-from deploy.cluster import BUNDLED_MODEL, with_admin_key
+from deploy.cluster import with_admin_key
 from deploy.controller import Plan, PoolController
+from deploy.defaults import BUNDLED_MODEL
 from deploy.launcher import ProcessLauncher
 from deploy.pool_events import SetPools
 from engine.clock import MonotonicClock

@@ -7,8 +7,9 @@ import signal
 import pytest
 
 from deploy.admin_client import AdminClient
-from deploy.cluster import BUNDLED_MODEL, with_admin_key
+from deploy.cluster import with_admin_key
 from deploy.controller import Plan
+from deploy.defaults import BUNDLED_MODEL
 from engine.config import Config, GatewayConfig, WorkerConfig
 from engine.control import Pools
 from tests.e2e.served import poll_until

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL
+from deploy.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from engine.blocks import BlockId
 from engine.config import Speculate, WeightFormat
 from engine.events import (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.cluster import BUNDLED_DRAFT, BUNDLED_MODEL
+from deploy.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from engine.config import Speculate, WeightFormat
 from engine.grammars import LlGuides
 from engine.messages import Grammar, GrammarKind, Role, Sampling

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deploy import leftovers, up
-from deploy.cluster import pools_of
+from deploy.defaults import pools_of
 from deploy.leftovers import Left
 from deploy.up import Node, RayUp, Running, Status, bring_up, cluster_of, take_down
 from deploy.up_config import FOLDER, load_up_config, num_nodes_of, read_cluster
