@@ -24,7 +24,7 @@ check: install
 
 # Three at a time, for services mostly wait for each other, and what waits for nobody gives way to them.
 # Each part is printed when it is over.
-test: install
+test: install .venv-core/.installed
 	$(MAKE) --jobs 3 --keep-going --output-sync=target test-services test-parts test-core test-ray test-chaos
 
 test-services: install

@@ -145,7 +145,10 @@ class _Bench:
                 answers.append(await self._answer(mix, rng))
 
         await asyncio.gather(*(ask() for _ in range(num_at_once(mix, num_workers))))
-        return answered_per_s(answers, begin_s, end_s)
+        found_per_s = answered_per_s(answers, begin_s, end_s)
+        if not found_per_s:
+            raise PaceUnknown(f"no request of {mix.name} was answered in {WINDOW_S:g} s")
+        return found_per_s
 
     async def run(self, setting: int | None, pace: Pace, repeat: int) -> LiveRun:
         """The whole load, with these pools."""

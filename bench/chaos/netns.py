@@ -77,8 +77,11 @@ def hub() -> Iterator[None]:
         except OSError as error:
             raise Unavailable(f"no network namespace can be made: {error}") from error
         try:
-            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-            ip("link set dev lo up", f"address add {HUB}/32 dev lo")
+            try:
+                Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+                ip("link set dev lo up", f"address add {HUB}/32 dev lo")
+            except (OSError, CommandFailed) as error:
+                raise Unavailable(f"a network namespace cannot be set up: {error}") from error
             yield
         finally:
             _enter(before)
@@ -163,24 +166,29 @@ def ip(*commands: str) -> None:
 
 def run(*command: str, given: str = "") -> str:
     """The standard output of a command. Raises CommandFailed with what it complained about."""
-    done = subprocess.run(
-        command,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CommandFailed(str(error)) from error
     if done.returncode != 0:
         raise CommandFailed(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
 def _connect(name: str, there: int, *, hub_mac: str, place_mac: str) -> None:
-    """Tells each end of a pair where the other is."""
-    ip(_aim(name, PLACE_END, place_mac))
-    with inside(there):
-        ip(_aim(GATE, HUB_END, hub_mac))
+    """Tells each end of a pair where the other is: both, whatever becomes of the first."""
+    try:
+        ip(_aim(name, PLACE_END, place_mac))
+    finally:
+        with inside(there):
+            ip(_aim(GATE, HUB_END, hub_mac))
 
 
 def _aim(device: str, address: str, mac: str) -> str:

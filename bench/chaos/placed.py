@@ -1,9 +1,10 @@
 """`baton`, but `serve` with plain processes runs each worker in a place of its own (`netns.place`),
-which has the worker's name: `python -m bench.chaos.placed serve …`, started in a hub.
+which has the worker's name. `bench chaos` starts it in a hub, as `python -m bench.chaos.placed`.
 
 Gateways, which share a port, and the controller are in the hub. A worker that is started again
 comes to where the one before it was. It all ends when whoever started it does, whose process id is
-in the environment as `STARTED_BY`: a bench that is killed leaves neither processes nor namespaces.
+in the environment as `STARTED_BY`: a bench that is killed leaves neither processes nor namespaces,
+but where it has just stopped this process (`stop-controller`): then they go when it is continued.
 """
 
 import ctypes
@@ -11,7 +12,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import msgspec
 
@@ -65,9 +68,17 @@ class PlacedProcesses(ProcessLauncher):
 
     def close(self) -> None:
         """Stops all services, then the nurseries."""
-        super().close()
+        with ExitStack() as stack:
+            for nursery in self._nurseries.values():
+                stack.callback(nursery.close)
+            stack.callback(super().close)
+
+    def counters(self) -> Mapping[str, int]:
+        """Of the nurseries of all places."""
+        found = Counter(super().counters())
         for nursery in self._nurseries.values():
-            nursery.close()
+            found["nurseries lost"] += nursery.num_lost
+        return found
 
     def _service(self, name: str, kind: str) -> ServiceProcess:
         there = self._gateways if kind == "gateway" else self._place_of(name)

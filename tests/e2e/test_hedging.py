@@ -20,13 +20,13 @@ pytestmark = pytest.mark.torch
 
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=16, max_batch_tokens=32, max_running=8)
 SLOW = "prefill-0"  # ties fall to it
-RUNS_S, STANDS_S = 0.005, 0.5
+RUNS_S, STANDS_S = 0.005, 2.0  # how late this process is makes it run for longer
 COSTS = WorkerCosts(PrefillCost(0.0, 1e-4), DecodeCost(0.01, 0.0, 0.0), PullCost(0.0, 0.0, 1e9))
 
 
 @asynccontextmanager
 async def slowed(pid: int) -> AsyncIterator[None]:
-    """A process runs for a hundredth of the time: enough for beats, and for little else."""
+    """A process runs for so little of the time that it is enough for beats, and for little else."""
 
     async def stop_and_go() -> None:
         while True:
