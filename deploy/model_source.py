@@ -120,6 +120,11 @@ def parse_source(text: str) -> Directory | HubModel | StoredModel:
     return StoredModel(text.rstrip("/"))
 
 
+def is_remote(text: str) -> bool:
+    """Whether it must be fetched, which may take hours. A directory is used where it is."""
+    return _SCHEME.fullmatch(text) is not None
+
+
 def is_wanted(name: str, parts: Parts) -> bool:
     """Whether Baton reads this file of a model's folder."""
     patterns = TEXT if parts is Parts.TEXT else WEIGHTS + TEXT

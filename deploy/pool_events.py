@@ -379,6 +379,7 @@ class Worker:
     lost_s: float | None = None  # without a session since then
     leaves: bool = False  # to be stopped when it is drained
     refuses: set[Role] = field(default_factory=set)  # roles that it did not take
+    has_run: bool = False  # so its model was fetched
     moves_since_s: float | None = None  # it may decode yet what its role since then is not for
 
     @property

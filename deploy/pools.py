@@ -26,6 +26,7 @@ import msgspec
 from deploy import rollout
 from deploy.formats import formats_of
 from deploy.gateways import Gateways
+from deploy.model_source import is_remote
 from deploy.pool_events import (
     Abort,
     AddVersion,
@@ -132,7 +133,8 @@ class PoolMachine:
         self._gateways = Gateways(
             gateways, restarts=self.restarts, counters=self.counters, tell=self._tell
         )
-        self._rolled_s: float | None = None  # when the update made its latest step
+        self._stalled_s = 0.0  # for how long the update has made no step; fetches do not count
+        self._ticked_s: float | None = None
         self._num_steps = 0
         self._num_starts = 0
         self.is_guess = is_guess  # the intent
@@ -241,7 +243,7 @@ class PoolMachine:
         for member in event.workers:
             worker = Worker(member.worker_id, None, now_s, WorkerState.JOINING, member.version)
             worker.address, worker.lost_s = member.address, now_s
-            worker.context_len = member.context_len
+            worker.context_len, worker.has_run = member.context_len, True
             self.workers[worker.worker_id] = worker
             yield self._tell(now_s, worker.worker_id, "was found running")
         for name in event.gateways:
@@ -254,7 +256,7 @@ class PoolMachine:
             return
         self._enter(worker, WorkerState.JOINING, now_s)
         worker.address, worker.lost_s = event.address, now_s
-        worker.context_len = event.context_len
+        worker.context_len, worker.has_run = event.context_len, True
         failed = self.restarts.num_failed(worker.worker_id)
         self.restarts.started(worker.worker_id, now_s)
         yield self._tell(now_s, worker.worker_id, "was started again" if failed else "was started")
@@ -269,11 +271,11 @@ class PoolMachine:
         worker = self.workers.get(event.worker_id)
         if worker is None or worker.state is not WorkerState.STOPPING:
             return
-        yield self._tell(now_s, worker.worker_id, "was stopped")
         if worker.target is Role.DRAINED or worker.target is None:
             self._forget(worker)
+            yield self._tell(now_s, worker.worker_id, "was stopped")
         else:
-            self._wait(worker, now_s)
+            yield from self._lose(worker, "was stopped", now_s)
 
     def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
         if event.name in self.gateways:
@@ -306,11 +308,15 @@ class PoolMachine:
             self._enter(worker, WorkerState.DRAINING if goes else WorkerState.SERVING, now_s)
         if worker.state is WorkerState.FLIPPING and worker.role is worker.target:
             self._enter(worker, WorkerState.SERVING, now_s)
-        if worker.role is not worker.target:  # it had not heard, and has as long as ever to answer
-            assert worker.target is not None
-            if worker.state in (WorkerState.SERVING, WorkerState.FLIPPING):
-                self._enter(worker, WorkerState.FLIPPING, now_s)
-            yield SetWorkerRole(worker.worker_id, worker.target)
+        if worker.role is worker.target:
+            return
+        assert worker.target is not None
+        if worker.state is WorkerState.SERVING:
+            yield from self._flip(worker, worker.target, f"it came back as {worker.role}", now_s)
+            return
+        if worker.state is WorkerState.FLIPPING:  # it had not heard, and has as long as ever
+            self._enter(worker, WorkerState.FLIPPING, now_s)
+        yield SetWorkerRole(worker.worker_id, worker.target)
 
     def _on_disconnected(self, event: Disconnected, now_s: float) -> Iterator[PoolEffect]:
         worker = self._at(event.worker_id, event.address)
@@ -411,7 +417,9 @@ class PoolMachine:
         for worker in list(self.workers.values()):
             yield from self._sweep(worker, now_s)
         yield from self._gateways.sweep(now_s)
-        yield from self._give_up_rollout(now_s)
+        passed_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
+        self._ticked_s = now_s
+        yield from self._give_up_rollout(passed_s, now_s)
         yield from self._give_up_newcomers(now_s)
 
     def _sweep(self, worker: Worker, now_s: float) -> Iterator[PoolEffect]:
@@ -536,7 +544,7 @@ class PoolMachine:
     def _on_add_version(self, event: AddVersion, now_s: float) -> Iterator[PoolEffect]:
         version = event.version
         self.intent = rollout.added(self.intent, event, self._room())
-        self._rolled_s = now_s
+        self._stalled_s = 0.0
         what = f"is to have {_counts(version.pools)}"
         what += ", in place of all others" if event.takes_over else f" and weight {version.weight}"
         yield self._tell(now_s, version.name, what, "ordered")
@@ -548,7 +556,7 @@ class PoolMachine:
 
     def _on_finish(self, event: Finish, now_s: float) -> Iterator[PoolEffect]:
         self.intent = rollout.finished(self.intent, event.name, event.pools, self._room())
-        self._rolled_s = now_s
+        self._stalled_s = 0.0
         yield self._tell(now_s, event.name, "takes over from all others", "ordered")
 
     def _on_abort(self, event: Abort, now_s: float) -> Iterator[PoolEffect]:
@@ -556,7 +564,7 @@ class PoolMachine:
 
     def _abort(self, name: str, why: str, now_s: float) -> Iterator[PoolEffect]:
         self.intent = rollout.aborted(self.intent, name)
-        self._rolled_s = now_s
+        self._stalled_s = 0.0
         self.counters["updates aborted"] += 1
         yield self._tell(now_s, name, f"leaves: {self.intent.current.name} goes on", why)
 
@@ -569,26 +577,23 @@ class PoolMachine:
             return  # what they said is not of this
         change = rollout.next_change(self.intent, self._scene())
         if change is not None:
-            self.intent, self._rolled_s = change.intent, now_s
+            self.intent, self._stalled_s = change.intent, 0.0
             yield self._tell(now_s, change.subject, change.what, change.why)
 
-    def _give_up_rollout(self, now_s: float) -> Iterator[PoolEffect]:
-        """One that comes to nothing."""
+    def _give_up_rollout(self, passed_s: float, now_s: float) -> Iterator[PoolEffect]:
+        """One that comes to nothing. `passed_s` have gone by since this was asked last."""
         rolls = self.intent.rollout
         if rolls is None:
             return
-        if self._rolled_s is None:  # it was begun by the controller before this one
-            self._rolled_s = now_s
         current = self.intent.current
         if current.is_over:  # it goes, and the next one is the current one then
             return
-        if any(version.is_leaving for version in self.intent.versions) or any(
-            worker.version == rolls.to and worker.state is WorkerState.STARTING
-            for worker in self.workers.values()
-        ):  # requests end when they end, and a start, which may fetch a model, has its own deadline
-            self._rolled_s = now_s
+        if any(version.is_leaving for version in self.intent.versions):
+            self._stalled_s = 0.0  # requests end when they end
+        elif not self._fetches(rolls.to):
+            self._stalled_s += passed_s
         why = self._why_hopeless(rolls.to)
-        if why is None and now_s - self._rolled_s >= self.limits.update_timeout_s:
+        if why is None and self._stalled_s >= self.limits.update_timeout_s:
             why = f"no step in {self.limits.update_timeout_s:g} s"
         if why is None:
             return
@@ -610,6 +615,22 @@ class PoolMachine:
             if why is not None and not serves and not version.is_leaving:
                 self.counters["updates given up"] += 1
                 yield from self._abort(version.name, why, now_s)
+
+    def _fetches(self, name: str) -> bool:
+        """Whether a worker of that version may be fetching the model, under a deadline of its own.
+        One that has run before has it.
+        """
+        version = self.intent.version(name)
+        return (
+            version is not None
+            and is_remote(version.model)
+            and any(
+                worker.version == name
+                and worker.state is WorkerState.STARTING
+                and not worker.has_run
+                for worker in self.workers.values()
+            )
+        )
 
     def _why_hopeless(self, name: str) -> str | None:
         """Of a version with a worker that fails again and again; not of one that failed so once and
@@ -744,9 +765,11 @@ class PoolMachine:
         self._wait(worker, now_s)
 
     def _wait(self, worker: Worker, now_s: float) -> None:
-        """For its next start, of which all that was known of it is forgotten."""
+        """For its next start. What was known of it is forgotten, but that it has run."""
         name = worker.worker_id
-        self.workers[name] = Worker(name, worker.target, now_s, version=worker.version)
+        self.workers[name] = Worker(
+            name, worker.target, now_s, version=worker.version, has_run=worker.has_run
+        )
 
     # ------------------------------------------------------------ books
 

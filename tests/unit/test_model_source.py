@@ -11,6 +11,7 @@ from deploy.model_source import (
     Parts,
     StoredModel,
     default_cache,
+    is_remote,
     is_wanted,
     local_model,
     name_of,
@@ -34,6 +35,7 @@ from engine.errors import ConfigError
 )
 def test_a_models_name_says_where_it_is(text, source):
     assert parse_source(text) == source
+    assert is_remote(text) is not isinstance(source, Directory)
 
 
 @pytest.mark.parametrize("text", ["hf://name", "hf://org/name@", "hf://a/b/c", "hf://", "s3:///"])

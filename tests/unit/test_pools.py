@@ -103,6 +103,7 @@ class World:
         self.fails: list[str] = []  # the next starts
         self.start_s = 0.5  # how long a start takes
         self.bad_versions: set[str] = set()  # that never start
+        self.unreachable_versions: set[str] = set()  # that start, and with which no session begins
         self.fails_always: set[Role] = set()
         self.has_no_place: set[str] = set()  # of workers, until another node comes
         self.started: list[tuple[float, str]] = []
@@ -198,8 +199,11 @@ class World:
         self.addresses[worker_id] = address
         self.later(Started(worker_id, start, address), self.start_s)
         kv_format = formats_of(wanted.version.worker)[role]
-        connected = Connected(worker_id, address, role, kv_format)
-        self.later(connected, self.start_s + 0.1)
+        if wanted.version.name in self.unreachable_versions:
+            self.processes[worker_id].is_deaf = True
+        else:
+            connected = Connected(worker_id, address, role, kv_format)
+            self.later(connected, self.start_s + 0.1)
 
     def set_role(self, worker_id: str, role: Role) -> None:
         process = self.processes.get(worker_id)
@@ -468,6 +472,7 @@ def test_who_serves_and_comes_back_as_something_else_is_told_again_and_only_so_o
     world.feed(Disconnected(WorkerId("decode-0"), address, "cut off"))
     world.feed(Connected(WorkerId("decode-0"), address, P, SAME.kv_dtype))
     assert not world.machine.is_settled
+    assert world.machine.counters["flips"] == 1
     world.run(FLIP_TIMEOUT_S + 2)
     assert world.machine.counters["flips failed"] == 1
     process.is_mute = False

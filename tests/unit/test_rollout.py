@@ -145,12 +145,51 @@ def test_an_update_that_gateways_cannot_follow_is_given_up():
     assert any("no step in 900 s" in line for line in world.told)
 
 
-def test_an_update_whose_model_is_fetched_for_long_is_waited_for():
+REMOTE = msgspec.structs.replace(V2, model="hf://org/other")
+
+
+@pytest.mark.parametrize(("version", "is_waited_for"), [(REMOTE, True), (V2, False)])
+def test_an_update_is_waited_for_as_long_as_its_model_is_fetched(version, is_waited_for):
     world = settled()
     world.start_s = world.machine.limits.update_timeout_s + 60
-    world.feed(AddVersion(V2, takes_over=True))
+    world.feed(AddVersion(version, takes_over=True))
+    world.settle(4000)
+    assert by_version(world) == {"v2" if is_waited_for else "v1": 2}
+
+
+def test_a_fetch_that_fails_once_is_waited_for_again():
+    world = settled()
+    world.start_s = world.machine.limits.update_timeout_s + 60
+    world.fails.append("the hub cannot be asked")
+    world.feed(AddVersion(REMOTE, takes_over=True))
     world.settle(4000)
     assert by_version(world) == {"v2": 2}
+
+
+@pytest.mark.parametrize("version", [V2, REMOTE])
+def test_an_update_whose_workers_are_never_reached_is_given_up(version):
+    world = settled(Pools(1, 1))
+    world.unreachable_versions.add("v2")
+    world.feed(AddVersion(version, takes_over=True))
+    world.settle(400)
+    assert by_version(world) == {"v1": 2}
+    assert any(
+        "v2 leaves: v1 goes on" in line and "3 times in a row" in line for line in world.told
+    )
+
+
+def test_a_worker_that_dies_again_and_again_does_not_keep_an_update_from_being_given_up():
+    world = settled()
+    world.start_s = 10.0
+    world.missing["v2"] = "it cannot be loaded"
+    world.feed(AddVersion(REMOTE, takes_over=True))
+    for _ in range(20):  # each time after more than `steady_s`, so that it fails for a new reason
+        world.run(75)
+        for name in [name for name, p in world.processes.items() if p.version == "v2"]:
+            if world.states()[name] is WorkerState.SERVING:
+                world.die(name)
+    assert by_version(world) == {"v1": 2}
+    assert any("no step in 900 s" in line for line in world.told)
 
 
 def test_versions_side_by_side_share_as_they_are_told_and_change_apart():
