@@ -94,11 +94,13 @@ class Child:
         except ConnectionError:
             message, descriptors = b"", []
         match msgspec.json.decode(message, type=News) if message else None:
-            case Started(pid):
+            case Started(pid) if descriptors:
                 with self._lock:
                     self._pid, self._pidfd = pid, descriptors[0]
                     if not self._is_wanted:
                         _kill(self._pidfd)
+            case Started():  # it ends when its standard input does, as it is let go
+                raise NoChild("its descriptor did not come: too many are open here")
             case NotStarted(why):
                 raise NoChild(why)
             case _:

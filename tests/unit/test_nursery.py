@@ -1,5 +1,6 @@
 """Whoever asks a nursery for a child has it for itself, whatever becomes of the others."""
 
+import io
 import logging
 import os
 import select
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from deploy.nursery import Child, Ended, NoChild, Nursery
+from deploy.nursery import Child, Ended, NoChild, Nursery, Started
 from deploy.nursery_main import _post
 from tests.nurseries import nursery_of, nursery_of_shells
 
@@ -53,10 +54,11 @@ def cats() -> Iterator[Nursery]:
 
 def test_a_child_has_pipes_and_a_session_of_its_own_and_its_end_is_told(cats):
     with child_of(cats) as one, child_of(cats) as other:
+        one.stdin.write(b"7\nto one\n")
+        one.stdin.flush()
+        assert one.stdout.readline() == b"to one\n"  # so it is what it is to be by now
         assert os.getsid(one.pid) == one.pid != os.getsid(0)
-        one.stdin.write(b"7\nto one")
         one.hang_up()
-        assert one.stdout.read() == b"to one"
         one.wait(SOON_S)
         assert one.exit_status == 7
         assert not one.is_running()
@@ -166,6 +168,17 @@ def test_a_nursery_that_ends_while_it_is_asked_is_no_child(caplog):
         child = nursery.fork("worker")
         with caplog.at_level(logging.ERROR), pytest.raises(NoChild, match="the nursery ended"):
             child.await_start(SOON_S)
+        child.close()
+
+
+def test_a_child_whose_descriptor_did_not_come_is_no_child():
+    news, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with told:
+        child = Child(stdin=io.BytesIO(), stdout=io.BytesIO(), news=news)
+        _post(told, Started(7))
+        with pytest.raises(NoChild, match="too many are open here"):
+            child.await_start(SOON_S)
+        assert not child.is_running()
         child.close()
 
 
