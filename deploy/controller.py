@@ -86,7 +86,8 @@ log = logging.getLogger(__name__)
 # Each start that is waited for has deadlines of its own; workers are first, then gateways.
 OPEN_TIMEOUT_S = FETCH_TIMEOUT_S + 3 * READY_TIMEOUT_S
 WATCH_EVERY_S = 1.0
-MAX_THREADS = 64  # starts and stops at once
+MAX_THREADS = 64  # calls of the launcher at once, each over in minutes
+MAX_STARTS = 256  # of workers at once: these may take hours, where a model is fetched
 SETTLE_EVERY_S = 0.05
 
 T = TypeVar("T")
@@ -148,6 +149,7 @@ class PoolController:
         self._is_closing = False
         self._num_bugs = 0  # of this controller, that it has got over
         self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")  # none is there before its use
+        self._start_threads = ThreadPoolExecutor(MAX_STARTS, "start")
 
     # ------------------------------------------------------------ life
 
@@ -211,7 +213,8 @@ class PoolController:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=HANDSHAKE_TIMEOUT_S)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._start_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _adopt(self, found: Mapping[str, WorkerReady | GatewayReady]) -> None:
         for name, ready in found.items():
@@ -322,7 +325,9 @@ class PoolController:
         worker_id, start = wanted.worker_id, wanted.start
         try:
             spec = self._worker_spec(wanted)
-            ready = await self._in_thread(self._launcher.start_worker, spec)
+            ready = await self._loop.run_in_executor(
+                self._start_threads, self._launcher.start_worker, spec
+            )
         except Exception as error:  # whatever it was, it is tried again
             reason = str(error) or repr(error)
             waits = self._may_have_place_later(error)
@@ -560,7 +565,9 @@ class PoolController:
     # ------------------------------------------------------------ tasks
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Launchers block. None of their calls waits for another."""
+        """Launchers block. None of their calls waits for another, nor for a worker's start, which
+        has threads of its own.
+        """
         return await self._loop.run_in_executor(self._threads, function, *arguments)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -332,6 +332,25 @@ def test_a_worker_is_gone_when_the_start_that_was_stopped_is_over_too(play):
     play(scene, WORKERS)
 
 
+def test_workers_that_fetch_for_hours_keep_nothing_else_waiting(play, monkeypatch):
+    monkeypatch.setattr(controller, "MAX_THREADS", 1)
+
+    async def scene(world: World) -> None:
+        launcher = world.launcher
+        await world.controller.open()
+        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
+            world.controller._handle(Connected(name, f"{name}:1", role, KVFormat.FP32))
+        launcher.may_start.clear()
+        world.controller.order(SetPools(Pools(2, 2)))
+        num_looks = launcher.num_looks
+        await until(lambda: launcher.num_looks > num_looks + 2)
+        world.controller.order(Stop("prefill-1"))
+        await until(lambda: ("prefill-1", True) in launcher.stopped)
+        launcher.may_start.set()
+
+    play(scene, WORKERS)
+
+
 def test_at_the_first_start_whatever_a_launcher_raises_is_the_reason(play):
     async def scene(world: World) -> None:
         world.launcher.errors = [OSError("no start")]
