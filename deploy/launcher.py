@@ -8,7 +8,7 @@ for it.
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from deploy.placement import LEAST_ROOM
 from deploy.processes import (
     READY_TIMEOUT_S,
     Fetched,
+    Fetching,
     GatewayReady,
     GatewaySpec,
     WorkerReady,
@@ -31,6 +32,7 @@ from engine.errors import ConfigError
 STOP_TIMEOUT_S = 30.0
 FORK_TIMEOUT_S = 120.0  # of which a nursery imports, from a cold disk, most
 
+_FETCHING = msgspec.json.encode(Fetching()) + b"\n"
 _FETCHED = msgspec.json.encode(Fetched()) + b"\n"
 
 T = TypeVar("T")
@@ -148,20 +150,25 @@ class ServiceProcess:
                 f"{self.name} was not started: the nursery gave no answer in {FORK_TIMEOUT_S:g} s"
             ) from error
         line = b""
-        with contextlib.suppress(OSError):  # it died before it read all
+        with self._within(READY_TIMEOUT_S, child, "start"):
             child.stdin.write(request)
             child.stdin.flush()
-            line = self._next_line(child, FETCH_TIMEOUT_S)
+            line = child.stdout.readline()
+        if line == _FETCHING:
+            with self._within(FETCH_TIMEOUT_S, child, "fetch its model"):
+                line = child.stdout.readline()
             if line == _FETCHED:
-                line = self._next_line(child, READY_TIMEOUT_S)
+                with self._within(READY_TIMEOUT_S, child, "start"):
+                    line = child.stdout.readline()
         if not line:
             with contextlib.suppress(TimeoutError):  # it has only closed its output
                 child.wait(STOP_TIMEOUT_S)
             raise ConfigError(f"{self.name} ended while starting (exit status {self.exit_status})")
         return line
 
-    def _next_line(self, child: Child, timeout_s: float) -> bytes:
-        """Empty if it ends. Raises ConfigError if it says nothing for so long, which ends it."""
+    @contextlib.contextmanager
+    def _within(self, timeout_s: float, child: Child, what: str) -> Iterator[None]:
+        """Ends the child if the block takes longer, and raises ConfigError then."""
         is_late = threading.Event()
 
         def end() -> None:
@@ -171,12 +178,12 @@ class ServiceProcess:
         watchdog = threading.Timer(timeout_s, end)
         watchdog.start()
         try:
-            line = child.stdout.readline()
+            with contextlib.suppress(OSError):  # it died before it read all
+                yield
         finally:
             watchdog.cancel()
         if is_late.is_set():
-            raise ConfigError(f"{self.name} did not start in {timeout_s:g} s")
-        return line
+            raise ConfigError(f"{self.name} did not {what} in {timeout_s:g} s")
 
     def is_running(self) -> bool:
         """Whether there is a process that has not ended."""

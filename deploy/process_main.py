@@ -2,9 +2,9 @@
 child of `deploy.nursery_main`.
 
 The spec comes as one line of JSON on standard input, so that no secret shows in a process list;
-`Fetched`, then the answer, go as lines of JSON to standard output. Standard input stays open as a
-life line: when it ends the parent is gone or wants this process to stop, and the process stops,
-also while it waits for a download.
+the answer goes as one to standard output, and before it `Fetching` and `Fetched` where a model has
+to be fetched. Standard input stays open as a life line: when it ends the parent is gone or wants
+this process to stop, and the process stops, also while it waits for a download.
 """
 
 import os
@@ -18,10 +18,12 @@ import msgspec
 
 from deploy.processes import (
     Fetched,
+    Fetching,
     ServiceThread,
     configure_logging,
     fetch,
     freeze_heap,
+    has_to_fetch,
     service_of,
 )
 from engine.errors import BatonError
@@ -46,8 +48,10 @@ def main(kind: str) -> int:
     configure_logging(log_level)
     thread = ServiceThread(service, kind)
     try:
-        _fetch_while_wanted(kind, spec)
-        _answer(Fetched())
+        if has_to_fetch(kind, spec):
+            _answer(Fetching())
+            _fetch_while_wanted(kind, spec)
+            _answer(Fetched())
         ready = thread.open()
     except BatonError as error:
         _answer(StartFailed(str(error)))

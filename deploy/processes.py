@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from deploy.model_source import Parts, default_cache, local_model
+from deploy.model_source import Parts, default_cache, is_remote, local_model
 from deploy.worker_host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import MonotonicClock
 from engine.config import GatewayConfig, RouterConfig, WorkerConfig
@@ -39,7 +39,7 @@ from router.version_routers import VersionRouters
 
 log = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 300.0  # from when the model is on the machine
+READY_TIMEOUT_S = 300.0  # a fetch of the model not counted
 CLOSE_TIMEOUT_S = 30.0
 BACKLOG = 2048  # connections
 LINK_TIMEOUT_S = 10.0  # a gateway that has no worker by then answers 503 until it has
@@ -98,8 +98,12 @@ class GatewayReady(msgspec.Struct, frozen=True):
 T = TypeVar("T", covariant=True)
 
 
+class Fetching(msgspec.Struct, frozen=True, tag=True):
+    """The model must come to this machine first. Who has nothing to fetch says nothing of it."""
+
+
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """What a service needs of a model is on this machine: from now on it starts."""
+    """The model is on this machine: from now on the service starts."""
 
 
 class LateStart(ConfigError):
@@ -281,10 +285,15 @@ class GatewayService:
         await self._routers.close()
 
 
+def has_to_fetch(kind: str, spec: bytes) -> bool:
+    """Whether `fetch` may take long. A gateway fetches its small part when it starts."""
+    return kind == "worker" and is_remote(msgspec.json.decode(spec, type=WorkerSpec).model)
+
+
 def fetch(kind: str, spec: bytes) -> None:
     """Has the model of a worker on this machine, which takes as long as a download may.
 
-    Raises ConfigError. A gateway fetches its small part when it starts.
+    Raises ConfigError.
     """
     if kind == "worker":
         _directory_of(msgspec.json.decode(spec, type=WorkerSpec).model, Parts.ALL)

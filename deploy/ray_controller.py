@@ -123,22 +123,24 @@ def find_controller() -> tuple[str, int]:
     """Where the controller answers now, waiting while it is started again. Raises ConfigError."""
     pause = threading.Event()
     clock = MonotonicClock()
-    end_s = clock.now_s() + OPEN_TIMEOUT_S
+    reached_s = clock.now_s()  # when it was last
+    end_s = reached_s + OPEN_TIMEOUT_S
     while True:
         try:
             actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
             url, pid, error = ray.get(actor.ready.remote(), timeout=READY_TIMEOUT_S)
         except (ValueError, ray.exceptions.RayError) as failure:
             is_back_soon = isinstance(failure, ray.exceptions.ActorUnavailableError)
-            if not is_back_soon or clock.now_s() >= end_s:
+            if not is_back_soon or clock.now_s() - reached_s >= READY_TIMEOUT_S:
                 raise ConfigError(f"the controller cannot be reached: {failure}") from failure
             pause.wait(RETRY_EVERY_S)
             continue
+        reached_s = clock.now_s()
         if error:
             raise ConfigError(error)
         if url:
             return str(url), int(pid)
-        if clock.now_s() >= end_s:
+        if reached_s >= end_s:
             raise ConfigError(f"the controller has not opened in {OPEN_TIMEOUT_S:g} s")
 
 

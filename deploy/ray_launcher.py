@@ -25,6 +25,7 @@ from deploy.processes import (
     configure_logging,
     fetch,
     freeze_heap,
+    has_to_fetch,
     service_of,
 )
 from deploy.ray_places import Held, RayPlaces, nodes
@@ -264,13 +265,15 @@ class RayLauncher:
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(_Actor)
         if self.is_detached:
             options = {**options, "lifetime": "detached", "namespace": NAMESPACE}
+        encoded = msgspec.json.encode(spec)
         actor = None
         try:
-            actor = actor_class.options(name=name, **options).remote(
-                kind, msgspec.json.encode(spec)
-            )
+            actor = actor_class.options(name=name, **options).remote(kind, encoded)
             self._actors[name], self._kinds[name] = actor, kind
-            answer, error = b"", ray.get(actor.fetch.remote(), timeout=FETCH_TIMEOUT_S)
+            answer, error = b"", ""
+            ray.get(actor.ping.remote(), timeout=READY_TIMEOUT_S)  # it may never come to its place
+            if has_to_fetch(kind, encoded):
+                error = ray.get(actor.fetch.remote(), timeout=FETCH_TIMEOUT_S)
             if not error:
                 answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
             if error:

@@ -13,19 +13,31 @@ from contextlib import ExitStack
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
+import msgspec
 import pytest
 
 from deploy import process_main, processes
 from deploy.launcher import ProcessLauncher, ServiceProcess
-from deploy.processes import GatewaySpec
+from deploy.model_source import FETCH_TIMEOUT_S
+from deploy.processes import (
+    READY_TIMEOUT_S,
+    Fetched,
+    Fetching,
+    GatewaySpec,
+    WorkerReady,
+    WorkerSpec,
+)
 from deploy.restarts import Restarts
-from engine.config import GatewayConfig, RouterConfig
-from engine.control import Intent, Members
+from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.control import Intent, Members, Version
 from engine.errors import ConfigError
+from engine.messages import Role, WorkerId
 from tests.nurseries import nursery_of_shells
 
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
+FETCHING, FETCHED = (msgspec.json.encode(each).decode() for each in (Fetching(), Fetched()))
+MORE_THAN_A_PIPE_BYTES = 2**20  # takes, unless somebody reads
 HOUR_S = 3600
 USE_RAY = ("deploy.ray_launcher", "deploy.ray_controller", "deploy.ray_places")
 PARTS_OF_RAY: dict[str, dict[str, object]] = {  # nothing is reserved
@@ -167,24 +179,68 @@ def test_a_process_that_does_not_start_is_a_typed_error_and_forgotten(script, sa
     assert launcher.dead() == {}
 
 
-def test_a_process_that_fetches_for_long_is_given_time_to_start_from_then_on(
-    launcher_of, monkeypatch
+@pytest.mark.parametrize(
+    ("says", "has_s"),
+    [
+        ([], [READY_TIMEOUT_S]),
+        ([FETCHING, FETCHED], [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
+    ],
+)
+def test_who_fetches_a_model_has_long_for_that_and_for_nothing_else(
+    says, has_s, launcher_of, monkeypatch
 ):
-    monkeypatch.setattr("deploy.launcher.READY_TIMEOUT_S", 0.05)
-    script = 'read spec; sleep 0.1; echo \'{"type":"Fetched"}\'; '
-    launcher = launcher_of(f"{script} echo '{READY.decode()}'; exec cat")
+    timeouts: list[float] = []
+    timer = threading.Timer
+
+    def noted(timeout_s: float, end: Callable[[], None]) -> threading.Timer:
+        timeouts.append(timeout_s)
+        return timer(timeout_s, end)
+
+    monkeypatch.setattr(threading, "Timer", noted)
+    lines = "".join(f"echo '{line}'; " for line in [*says, READY.decode()])
+    launcher = launcher_of(f"read spec; {lines} exec cat")
     assert launcher.start_gateway(SPEC).pid == 7
+    assert timeouts == has_s
     launcher.close()
-    with pytest.raises(ConfigError, match=r"gateway did not start in 0\.05 s"):
-        launcher_of(f"{script} exec cat").start_gateway(SPEC)
 
 
-def test_a_process_that_fetches_too_long_is_ended(launcher_of, monkeypatch):
-    monkeypatch.setattr("deploy.launcher.FETCH_TIMEOUT_S", 0.05)
-    launcher = launcher_of("exec sleep 60")
-    with pytest.raises(ConfigError, match=r"gateway did not start in 0\.05 s"):
-        launcher.start_gateway(SPEC)
+@pytest.mark.parametrize(
+    ("script", "shortened", "says"),
+    [
+        ("read spec; exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),
+        ("exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),  # and reads no spec
+        (
+            f"read spec; echo '{FETCHING}'; exec sleep 60",
+            "FETCH",
+            r"gateway did not fetch its model in 0\.05 s",
+        ),
+    ],
+)
+def test_a_process_that_keeps_silent_for_too_long_is_ended(
+    script, shortened, says, launcher_of, monkeypatch
+):
+    monkeypatch.setattr(f"deploy.launcher.{shortened}_TIMEOUT_S", 0.05)
+    launcher = launcher_of(script)
+    with pytest.raises(ConfigError, match=says):
+        launcher.start_gateway(msgspec.structs.replace(SPEC, token="x" * MORE_THAN_A_PIPE_BYTES))
     assert launcher.processes == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "has_to"),
+    [
+        ("worker", "hf://org/name", True),
+        ("worker", "s3://models/name", True),
+        ("worker", "/models/name", False),
+        ("gateway", "hf://org/name", False),
+    ],
+)
+def test_only_a_worker_whose_model_is_elsewhere_has_to_fetch(kind, model, has_to):
+    version = Version(model=model)
+    spec = msgspec.structs.replace(SPEC, members=Members(1, (), Intent((version,))))
+    worker = WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
+    encoded = msgspec.json.encode(worker if kind == "worker" else spec)
+    assert processes.has_to_fetch(kind, encoded) is has_to
 
 
 class Exited(Exception):
@@ -302,7 +358,8 @@ class FakeActor:
     def __init__(self, answer: object) -> None:
         self.start = SimpleNamespace(remote=lambda: answer)
         self.fetch = SimpleNamespace(remote=lambda: "")
-        self.ping = SimpleNamespace(remote=lambda: self.pong)
+        self.ping = SimpleNamespace(remote=lambda: self.pongs.pop(0) if self.pongs else self.pong)
+        self.pongs: list[RayError | None] = [None]  # the first ones: it is made
         self.pong: RayError = RayError("the actor died.")
         self.described: object = ("gateway", READY)
         self.describe = SimpleNamespace(remote=lambda: self.described)
@@ -323,6 +380,8 @@ class FakeRay(ModuleType):
         )
         self.util = SimpleNamespace(list_named_actors=self._list_named_actors)
         self.answer: object = (READY, "")
+        self.made: RayError | None = None  # instead of an actor
+        self.timeouts: list[float] = []
         self.names: dict[str, FakeActor] = {}
         self.waits: list[tuple[int, float]] = []
 
@@ -336,6 +395,7 @@ class FakeRay(ModuleType):
         if name in self.names:
             raise ValueError(f"The name {name} is already taken")
         self.names[name] = FakeActor(self.answer)
+        self.names[name].pongs[0] = self.made
         return self.names[name]
 
     def wait(self, answers: list[object], *, num_returns: int = 1, timeout: float):
@@ -351,6 +411,8 @@ class FakeRay(ModuleType):
         return [{"name": name, "namespace": "baton"} for name in self.names]
 
     def get(self, answer: object, timeout: float | None = None) -> object:
+        if timeout is not None:
+            self.timeouts.append(timeout)
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -392,6 +454,74 @@ def test_an_actor_that_does_not_come_up_leaves_its_name_free(fake_ray, answer, s
     assert launcher.dead() == {}
     fake_ray.answer = (READY, "")
     assert launcher.start_gateway(SPEC).pid == 7
+
+
+def test_an_actor_that_never_comes_to_its_place_is_not_waited_for_as_one_that_fetches(fake_ray):
+    launcher = importlib.import_module("deploy.ray_launcher").RayLauncher()
+    fake_ray.made = RayError("Get timed out")
+    with pytest.raises(ConfigError, match="gateway did not start: Get timed out"):
+        launcher.start_gateway(SPEC)
+    assert fake_ray.timeouts == [READY_TIMEOUT_S]
+    assert fake_ray.names == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "has_s"),
+    [
+        ("/models/name", [READY_TIMEOUT_S, READY_TIMEOUT_S]),
+        ("hf://org/name", [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
+    ],
+)
+def test_an_actor_is_given_long_where_it_fetches_a_model(model, has_s, fake_ray):
+    launcher = importlib.import_module("deploy.ray_launcher").RayLauncher()
+    ready = WorkerReady("w:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
+    fake_ray.answer = (msgspec.json.encode(ready), "")
+    launcher.start_worker(
+        WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
+    )
+    assert fake_ray.timeouts == has_s
+
+
+class Steps:
+    """A clock that goes on by so much whenever it is read."""
+
+    def __init__(self, step_s: float) -> None:
+        self._at_s = 0.0
+        self._step_s = step_s
+
+    def now_s(self) -> float:
+        self._at_s += self._step_s
+        return self._at_s
+
+
+@pytest.fixture
+def find_controller(fake_ray, monkeypatch):
+    """As `deploy.ray_controller`'s, of a controller that answers so, once each 100 seconds."""
+
+    def find(answers: list[object]) -> tuple[str, int]:
+        ray_controller = importlib.import_module("deploy.ray_controller")
+        monkeypatch.setattr(ray_controller, "RETRY_EVERY_S", 0.0)
+        monkeypatch.setattr(ray_controller, "MonotonicClock", lambda: Steps(100.0))
+        actor = SimpleNamespace(ready=SimpleNamespace(remote=lambda: answers.pop(0)))
+        fake_ray.names = {"controller": actor}
+        return ray_controller.find_controller()
+
+    return find
+
+
+def test_a_controller_that_cannot_be_reached_is_not_waited_for_as_one_that_opens(find_controller):
+    answers: list[object] = [ActorUnavailableError("away")] * 10
+    with pytest.raises(ConfigError, match="cannot be reached: away"):
+        find_controller(answers)
+    assert len(answers) == 10 - READY_TIMEOUT_S / 100
+
+
+def test_a_controller_that_opens_is_waited_for_and_may_be_away_now_and_then(find_controller):
+    opens, away = ("", 7, ""), ActorUnavailableError("away")
+    assert find_controller([opens, away, away] * 10 + [("http://admin", 7, "")]) == (
+        "http://admin",
+        7,
+    )
 
 
 def test_an_actor_whose_name_is_taken_is_a_typed_error(fake_ray):
