@@ -19,7 +19,8 @@ continues it elsewhere or later with the same tokens; its blocks stay cached her
 A sequence that comes from where it ran already (`Decode.is_moved`) lacks a block or two, and its
 client waits in the middle of an answer. So the step that would begin while these are pulled is held
 for them, for `HOLD_S` at most: else all of a step would pass before its own. No step is held twice,
-and no sequence is waited for twice.
+no sequence is waited for twice, and what runs here is not kept waiting again for `REST_S`, however
+many move here one after another.
 
 A copy of what runs elsewhere still (`Decode.is_copy`) is pulled like any, and then only held: no
 row is kept for it. Nobody waits for its sake: without room it is given back at once, and once it is
@@ -46,6 +47,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -98,6 +100,7 @@ INDEXED_TOKENS = 256  # of long prompts together, in one step
 _ARRIVALS = (Decode, FirstToken, OfferPrefix)  # running sequences are none of their business
 _NEWS_OF_TRANSFERS = (PullDone, PullFailed, LeaseEnded, Adopted)
 HOLD_S = 0.02  # that a step waits for what is pulled for sequences that have moved here
+REST_S = 0.05  # that no step waits after one that did
 CATCH_UP_TOKENS = 512  # that the draft model makes up for in one step, of sequences that it leaves
 
 
@@ -168,6 +171,8 @@ class DecodeScheduler:
         self._aborting: dict[SeqId, _Arriving] = {}  # cancelled; their pulls may still write
         self._awaited: set[SeqId] = set()  # moved here, and pulling since the last step
         self._held_until_s: float | None = None  # the next step is
+        self._keeps_waiting = False  # sequences that run are, by a step that is held
+        self._rests_until_s = -inf  # no step is held before
         self._counters: Counter[str] = Counter()
         self._lockstep: Lockstep | None = None  # what it counts is not written down
 
@@ -180,6 +185,11 @@ class DecodeScheduler:
     def num_running(self) -> int:
         """Sequences that generate."""
         return len(self._running)
+
+    @property
+    def held_until_s(self) -> float | None:
+        """No step was scheduled since it is held: until then, or for an event."""
+        return self._held_until_s
 
     @property
     def workload(self) -> Workload:
@@ -204,7 +214,8 @@ class DecodeScheduler:
         preempted              sequences given back for want of memory
         copies_dropped         copies given back for want of memory, of what runs elsewhere
         kept_blocks            blocks that pulls left here without coming to their end
-        held_steps, of these held_steps:late  that waited for what has moved; that it came too late
+        held_steps, of these held_steps:late  where what runs here waited for what has moved; where
+                               that came too late
         steps, step_tokens     steps that decoded, and the tokens that they came to
         spec_steps             of those steps, the ones in which anything was drafted
         drafted:<proposer>     tokens verified; accepted:<proposer>, of these, the ones kept
@@ -303,9 +314,10 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------ many steps at once
 
-    def schedule_alike(self, choose: NextTokens) -> tuple[Alike | None, list[Effect]]:
+    def schedule_alike(self, choose: NextTokens, now_s: float) -> tuple[Alike | None, list[Effect]]:
         """As `schedule`, for who prices steps and does not run them: how many there are until an
-        answer ends or a block is full. `advance_alike` is told how many of them were.
+        answer ends or a block is full. `advance_alike` is told how many of them were. None where
+        nothing runs, or a step is held (`held_until_s`).
 
         The tokens will be those that `choose` says. No grammars, penalties, stop tokens or drafts.
         """
@@ -318,6 +330,8 @@ class DecodeScheduler:
         # Who comes into memory now does not run yet.
         num_rows, num_context_tokens = len(self._running), lockstep.num_context_tokens
         admitted = self._admit()
+        if self._is_held(now_s):
+            return None, effects + admitted
         for running in new:
             running.has_run = True
             effects.append(Emit(running.seq.gateway_id, DecodeStarted(running.seq.seq_id)))
@@ -440,15 +454,18 @@ class DecodeScheduler:
     def _is_held(self, now_s: float) -> bool:
         """Whether no step begins yet: what is pulled for those that moved here is still to come."""
         self._awaited &= self._arriving.keys()
-        if self._awaited:
+        if self._awaited and now_s >= self._rests_until_s:
             if self._held_until_s is None:
                 self._held_until_s = now_s + HOLD_S
-                self._counters["held_steps"] += 1
             if now_s < self._held_until_s:
+                self._keeps_waiting = self._keeps_waiting or bool(self._running)
                 return True
-            self._counters["held_steps:late"] += 1
-            self._awaited.clear()
-        self._held_until_s = None
+        if self._keeps_waiting:
+            self._counters["held_steps"] += 1
+            self._counters["held_steps:late"] += bool(self._awaited)
+            self._rests_until_s = now_s + REST_S
+        self._awaited.clear()
+        self._held_until_s, self._keeps_waiting = None, False
         return False
 
     def _has_room(self, candidate: Sequence) -> bool:

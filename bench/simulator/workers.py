@@ -272,7 +272,11 @@ class SimWorker:
         self._send()
         if plan is not None:
             self._begin(plan)
-        elif (held_until_s := self.core.held_until_s) is not None:
+        else:
+            self._wait_if_held()
+
+    def _wait_if_held(self) -> None:
+        if (held_until_s := self._decode.held_until_s) is not None:
             self._future.plan(held_until_s, Rank.ROUTINE, self._on_held_until, None)
 
     def _on_held_until(self, _: None) -> None:
@@ -281,13 +285,15 @@ class SimWorker:
 
     def _go_on(self) -> None:
         """As `_plan`, where rows are only counted."""
-        alike, effects = self._decode.schedule_alike(_next_tokens)
+        alike, effects = self._decode.schedule_alike(_next_tokens, self._future.now_s)
         self._perform(effects)
         self._send()
         if alike is not None:
             price = StepPrice(num_rows=alike.num_rows, num_context=alike.num_context_tokens)
             ends_s = self._ends_of_stretch(price, alike.num_steps)
             self._plan_end(self._run((), price, ends_s))
+        else:
+            self._wait_if_held()
 
     def _note_lengths(self, events: Sequence[Event]) -> None:
         for event in events:

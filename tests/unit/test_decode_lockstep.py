@@ -3,12 +3,24 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.scheduler import DecodeScheduler
+from decode.scheduler import HOLD_S, DecodeScheduler
 from engine.batch import RowResult
 from engine.blocks import BlockPool
-from engine.events import Adopted, Emit, FromGateway
+from engine.events import Adopted, Emit, FromGateway, PullDone, StartPull
 from engine.intake import Intake
-from engine.messages import Cancel, FinishReason, GatewayId, GivenBack, Limits, Sampling, SeqId
+from engine.messages import (
+    Cancel,
+    Decode,
+    FinishReason,
+    FirstToken,
+    GatewayId,
+    GivenBack,
+    LeaseRef,
+    Limits,
+    Sampling,
+    SeqId,
+    TransferAddress,
+)
 from engine.messages import Tokens as TokensMessage
 from engine.sequence import Sequence
 
@@ -82,7 +94,7 @@ class Stepping(Side):
 class Counting(Side):
     def run(self, num_steps):
         while num_steps:
-            alike, effects = self.scheduler.schedule_alike(following)
+            alike, effects = self.scheduler.schedule_alike(following, 0.0)
             self.note(effects)
             number = num_steps if alike is None else min(alike.num_steps, num_steps)
             self.steps += number
@@ -145,9 +157,27 @@ def test_a_sequence_is_written_down_when_steps_are_run_again():
 def test_who_has_begun_and_who_has_ended_is_told_once():
     side = Counting(60)
     side.adopt(0, 5, 4)
-    side.scheduler.schedule_alike(following)
+    side.scheduler.schedule_alike(following, 0.0)
     [begun] = side.scheduler.advance_alike(1)
     assert begun.message == TokensMessage(SeqId("0"), [])
-    side.scheduler.schedule_alike(following)
+    side.scheduler.schedule_alike(following, 0.0)
     [ended] = side.scheduler.advance_alike(2)
     assert ended.message == TokensMessage(SeqId("0"), [], FinishReason.LENGTH)
+
+
+def test_a_step_is_held_for_what_has_moved_here_where_steps_are_counted_too():
+    side = Counting(num_blocks=20)
+    side.adopt(1, prompt_len=6, answer_len=20)
+    lease = LeaseRef("2", TransferAddress("d0", "inc", "tcp://d0"), 2)
+    decode = Decode(SeqId("2"), [*range(6)], Sampling(), Limits(20), lease, is_moved=True)
+    side.scheduler.handle(FromGateway(GATEWAY, decode), 0.0)
+    alike, effects = side.scheduler.schedule_alike(following, 0.0)
+    assert alike is None
+    assert [type(effect) for effect in effects] == [StartPull]
+    assert side.scheduler.held_until_s == HOLD_S
+    side.scheduler.handle(FromGateway(GATEWAY, FirstToken(SeqId("2"), 7)), 0.01)
+    side.scheduler.handle(PullDone(SeqId("2"), "shm"), 0.01)
+    alike, _ = side.scheduler.schedule_alike(following, 0.01)
+    assert alike is not None
+    assert alike.num_rows == 2
+    assert side.scheduler.held_until_s is None

@@ -28,7 +28,7 @@ from test_worker_core_kit import (
     token,
 )
 
-from decode.scheduler import HOLD_S
+from decode.scheduler import HOLD_S, REST_S
 from engine.events import AbortPull, Emit, StartPull
 from engine.messages import GivenBack, Role
 
@@ -658,9 +658,40 @@ def test_who_comes_while_a_step_is_held_does_not_hold_it_for_longer(held):
 def test_who_comes_later_holds_a_step_of_its_own(held):
     held.now_s += HOLD_S
     held.step()
+    held.now_s += REST_S
     held.take(decode("c", range(40, 43), is_moved=True))
     held.play([(Step(), [pull("c", (0, 4))])])
-    assert held.core.held_until_s == 2 * HOLD_S
+    assert held.core.held_until_s == held.now_s + HOLD_S
+
+
+def test_who_comes_soon_after_a_held_step_holds_none(held):
+    held.take(pull_done("b"))
+    held.step()  # which was held
+    held.take(decode("c", range(40, 43), is_moved=True))
+    held.now_s += REST_S / 2
+    held.play(
+        [
+            (
+                Step(),
+                [pull("c", (0, 4)), Ran("a", 5, 6), Ran("b", 6, 7), token("a"), token("b")],
+            )
+        ]
+    )
+    held.now_s += REST_S  # neither then: it was passed over once
+    held.play([(Step(), [Ran("a", 6, 7), Ran("b", 7, 8), token("a"), token("b")])])
+    assert held.decode.counters["held_steps"] == 1
+
+
+def test_a_step_that_nobody_waits_for_is_not_counted_as_held_and_others_may_follow():
+    r = rig()
+    for name, prompt in (("a", range(3)), ("b", range(20, 25))):
+        r.take(decode(name, prompt, is_moved=True))
+        r.take(first(name))
+        r.step()
+        assert r.core.held_until_s is not None
+        r.take(pull_done(name))
+        r.step()
+    assert r.decode.counters["held_steps"] == 1  # that for b, of a's
 
 
 @pytest.mark.parametrize("event", [pull_failed("b"), cancel("b"), lost("g2")])
