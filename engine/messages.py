@@ -217,7 +217,8 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     """Pull the KV of `token_ids` under `lease`; generate when `FirstToken` has come too.
 
     What was a running sequence elsewhere comes in the same way: its last token is the first here.
-    It `is_moved`: a client waits in the middle of its answer, and little of it is not here yet.
+    Where little of it is not here yet it `is_moved`: a step waits for it, as its client does in the
+    middle of its answer.
     A copy is what one that still runs elsewhere may find here: it gets no first token, and is given
     back before anybody waits for its memory.
     """

@@ -108,6 +108,7 @@ class Flight:
     request: Request
     stamps: Stamps
     last_news_s: float
+    number: int = 0  # in the order of arrival
     tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
     attempt: Attempt | None = None
     hedge: Attempt | None = None  # a second one beside it

@@ -260,7 +260,8 @@ class RouterMachine:
 
     def _on_arrived(self, request: Request, now_s: float) -> list[RouterEffect]:
         state = self.state
-        flight = Flight(request, Stamps(arrived_s=now_s), now_s)
+        flight = Flight(request, Stamps(arrived_s=now_s), now_s, number=state.num_arrived)
+        state.num_arrived += 1
         assert request.request_id not in state.flights
         self.demand.arrived(flight)
         refusal = self._admission.refusal(flight, now_s)
@@ -364,7 +365,7 @@ class RouterMachine:
         """Each request has one now and then: it must not cost something for each of the others."""
         state = self.state
         due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
-        due.sort(key=lambda flight: (flight.stamps.arrived_s, flight.request.request_id))
+        due.sort(key=lambda flight: flight.number)
         effects: list[RouterEffect] = []
         for flight in reversed(due):  # see `_youngest_first`
             effects += self._on_due(flight, now_s)

@@ -32,7 +32,11 @@ Who finds no room stays where it runs, which goes on decoding what it has, and i
 every chance and every `MOVE_AGAIN_S`. Of a copy that fails, only a pull that did so says anything
 of the two workers: KV is not sent from one to the other for a while. For any other reason it is
 made again later, and one that is late at once, but for that only once. A copy is pure cache: its
-target gives it back before anybody waits for its memory.
+target gives it back before anybody waits for its memory. One that had come is not made again: its
+sequence leaves at once, and what has been evicted meanwhile is pulled with the last blocks.
+
+The target's next step waits for what is pulled then (`Decode.is_moved`) if that is little: where a
+copy is held, or all that there is are a few blocks. It does not wait for a whole context.
 
 However many copies are begun, a sequence that cannot be moved `move_timeout_s` after it was first
 to be is prefilled again, if somebody has room who cannot pull its KV; where nobody has room it goes
@@ -87,6 +91,7 @@ COPY_AT_ONCE = 4  # sequences of one worker that are copied at the same time, at
 LEAVE_AT_ONCE = 16  # that leave it at the same time, at least
 MOVING_SHARE = 8  # else, of so many that it decodes, one
 GATHER_S = 0.5  # that one which could leave waits for others
+FEW_BLOCKS = 2  # without a copy, no step waits for the pull of more
 LATE_COPIES = 1  # that are begun again at once
 
 
@@ -292,8 +297,11 @@ class Moving:
         """Between the two workers KV does not get through, or the target has no use for it now."""
         state, wanted = self._state, flight.move_wanted
         state.counters["fallback", "copy failed"] += 1
-        if move.stage is MoveStage.LEAVING:
-            return self._end_copy(move)  # what it lacks is pulled with the rest
+        if move.stage in (MoveStage.COPIED, MoveStage.LEAVING):
+            # All has been there, and most is cached still; what is not is pulled with the rest. The
+            # sooner it leaves the less that is.
+            move.gather_until_s = None
+            return self._end_copy(move)
         assert wanted is not None
         if reason.startswith(PULL_FAILED):
             state.view.severed[attempt.decode, move.decode] = now_s + SEVERED_S
@@ -392,6 +400,7 @@ class Moving:
             return self._ends.excuse(flight, NOT_HANDED_OVER, now_s)
         self._state.counters["moved", move.reason] += 1
         self._ends.record(flight, attempt.decode, flight.length - 1)
+        is_near = move.copy_id is not None or message.lease.num_blocks <= FEW_BLOCKS
         self._become(flight, attempt, move, message.lease)
         flight.last_news_s = now_s
         self._state.watch(flight)
@@ -404,7 +413,7 @@ class Moving:
             request.limits,
             message.lease,
             message.num_draft_tokens,
-            is_moved=True,
+            is_moved=is_near,
         )
         return [
             SendTo(move.decode, decode),

@@ -51,6 +51,7 @@ class RouterState:
         self.fleet = _fleet(self)
         self.lengths = AnswerLengths()
         self.flights: dict[RequestId, Flight] = {}
+        self.num_arrived = 0  # requests, let in or not
         self.queue = FairQueue(QUANTUM_TOKENS)
         self.held = HeldBack()
         self.deadlines = Deadlines()

@@ -358,11 +358,12 @@ def test_without_news_in_time_the_request_is_placed_again(stage):
     assert driver.machine.counters["retried", "no news in time"] == 1
 
 
-def test_requests_that_are_late_together_are_placed_again_in_the_order_in_which_they_came():
+@pytest.mark.parametrize("apart_s", [0.001, 0.0])
+def test_requests_that_are_late_together_are_placed_again_in_the_order_in_which_they_came(apart_s):
     driver = Driver("p0", "d0", prefill_backlog_tokens=1000)
     names = ["c", "a", "d", "b"]
     for number, name in enumerate(names):
-        driver.now_s = 0.001 * number
+        driver.now_s = apart_s * number
         driver.ask(name)
     driver.now_s = 1000.0
     placed = [message.seq_id for _, message in sent(driver.handle(Tick()), Prefill)]

@@ -1,5 +1,6 @@
 """The request machine when workers change roles: what runs is moved, what waits begins anew."""
 
+import msgspec
 import pytest
 from test_router_machine import LEASE, Driver, ends, sent
 
@@ -34,6 +35,7 @@ from router.moving import DRAINED, GATHER_S, NOT_HANDED_OVER, NOT_MOVED
 from router.requests import Cancelled, Failed, Finished
 
 MOVED = LeaseRef("r.1.moved", TransferAddress("d0", "inc", "tcp://d0"), 2)
+LONG = msgspec.structs.replace(MOVED, num_blocks=9)
 COPIED = LeaseRef("r.1.copy.prefix", TransferAddress("d0", "inc", "tcp://d0"), 1)
 NOT_HELD = PrefixOffered("r.1.copy", None)
 TO_PREFILL, TO_DECODE = RoleChanged(Role.PREFILL), RoleChanged(Role.DECODE)
@@ -343,6 +345,42 @@ def test_a_copy_that_its_target_does_not_want_is_made_again_later_and_cuts_nobod
     assert list(copying.machine.state.stranded) == ["r"]
     copying.now_s = copying.machine.next_wake_s()
     assert sent(copying.handle(Tick()), OfferPrefix)[0][1].seq_id == "r.2.copy"
+
+
+def test_who_loses_a_copy_that_had_come_leaves_at_once_and_is_not_copied_again():
+    driver = leaving("abc")
+    assert copy_one(driver, "a") == []
+    effects = driver.say(target_of(driver, "a"), GivenBack("a.1.copy", PREEMPTED))
+    assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
+    assert driver.machine.counters["fallback", "copy failed"] == 1
+    effects = driver.say("d0", HandedOver("a.0", LONG))
+    assert not sent(effects, Cancel)
+    [(_, decode)] = sent(effects, Decode)
+    assert not decode.is_moved
+
+
+def lose_target(driver: Driver) -> None:
+    copied(driver)
+    driver.join("d2")
+    driver.handle(WorkerLost("d1", "gone"))
+
+
+@pytest.mark.parametrize(
+    ("before", "lease", "is_moved"),
+    [
+        (copied, LONG, True),
+        (lambda driver: driver.say("d0", NOT_HELD), LONG, False),
+        (lambda driver: driver.say("d0", NOT_HELD), MOVED, True),
+        (lose_target, LONG, False),
+    ],
+    ids=["copied", "nothing to copy", "of little", "another target"],
+)
+def test_steps_of_the_target_wait_for_it_where_little_is_left_to_pull(
+    copying, before, lease, is_moved
+):
+    before(copying)
+    [(_, decode)] = sent(copying.say("d0", HandedOver("r.0", lease)), Decode)
+    assert decode.is_moved is is_moved
 
 
 def test_few_are_copied_at_a_time_and_each_is_waited_for_from_its_turn_on(monkeypatch):
