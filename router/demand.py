@@ -94,11 +94,14 @@ class Demand:
         """What was asked since the last call, and what there is now."""
         state, before = self._state, self._taken
         sums = replace(self._sums, locally_s=state.locally_s)
+        queued = [state.flights[request_id] for request_id in state.queue]
+        if self._taken_s is None:
+            for one in queued:  # they came while nobody observed
+                one.compute_s = self._prefill_s(one)
         over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
         self._taken, self._taken_s = sums, now_s
         per_s = 1 / over_s if over_s > 0 else 0.0
         workers = state.view.workers.values()
-        queued = [state.flights[request_id] for request_id in state.queue]
         prefillers = [worker for worker in workers if worker.info.role.prefills]
         decoders = [worker for worker in workers if worker.decodes]
         costs = [state.estimates.decode_cost(w) for w in workers if w.info.role.decodes]

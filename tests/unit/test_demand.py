@@ -73,6 +73,13 @@ def test_who_waits_for_a_prefill_worker_is_told_in_seconds():
     assert (seen.num_queued, seen.queued_tokens) == (0, 0)
 
 
+def test_who_waited_before_anybody_observed_counts_as_well():
+    machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE)
+    for number in range(3):
+        ask(machine, f"r{number}")
+    assert machine.demand.observe(1.0).queued_s == pytest.approx(0.8)
+
+
 @pytest.mark.parametrize("after_s", [0.01 * number for number in range(8)])
 def test_who_waits_for_a_prefill_worker_does_so_too_when_nobody_knows_how_long(after_s):
     """Behind the first prompt, which is late, there are others: no time is told for the next."""
