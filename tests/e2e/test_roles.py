@@ -6,7 +6,7 @@ Prints how long a flip took, and the longest gap of any stream from then on.
 import asyncio
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -39,7 +39,9 @@ from tests.e2e.cluster import TOKEN, Workers, prompts, request, router, until, w
 pytestmark = pytest.mark.torch
 
 NUM_STREAMS = 16
-NUM_TOKENS = 600  # so many that none has ended when the last has begun, whatever else runs
+BEGUN_TOKENS = 10
+ON_TOKENS = 30  # that each goes on for when all is over
+MAX_TOKENS = 1500  # so many that none ends before: it is left as soon as it has gone on
 FLIP_S = 30.0  # it comes to an end; how long it takes is printed, and `bench moves` measures gaps
 DECODERS = WorkerId("decode-2"), WorkerId("decode-3")
 SAMPLINGS = [Sampling(temperature=0.9 if i % 2 else 0.0, seed=i) for i in range(NUM_STREAMS)]
@@ -99,7 +101,7 @@ class Stream:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Workers]:
     roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
-    with workers(roles, config=WorkerConfig(kv_mib=64)) as started:
+    with workers(roles, config=WorkerConfig(kv_mib=192)) as started:  # one has room for all
         yield started
 
 
@@ -127,21 +129,49 @@ async def _stream(r: Router, asked: Request, stream: Stream) -> None:
             assert isinstance(update.outcome, Finished), update.outcome
 
 
-async def all_answers(
-    r: Router, name: str, disturb: Callable[[], Awaitable[None]] | None = None
-) -> list[Stream]:
-    """Streams every answer at once; what disturbs them comes when all have begun."""
+def _begin(
+    r: Router, name: str, lengths: Sequence[int]
+) -> tuple[list[Stream], list[asyncio.Task[None]]]:
+    streams = [Stream() for _ in lengths]
     asked = [
-        request(f"{name}-{i}", prompt, max_tokens=NUM_TOKENS, sampling=sampling)
-        for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True))
+        request(f"{name}-{i}", prompt, max_tokens=max_tokens, sampling=sampling)
+        for i, (prompt, sampling, max_tokens) in enumerate(
+            zip(PROMPTS, SAMPLINGS, lengths, strict=True)
+        )
     ]
-    streams = [Stream() for _ in asked]
-    tasks = [asyncio.create_task(_stream(r, a, s)) for a, s in zip(asked, streams, strict=True)]
-    await until(lambda: all(len(s.token_ids) >= 10 for s in streams), "all have begun")
-    if disturb is not None:
-        await disturb()
+    return streams, [
+        asyncio.create_task(_stream(r, *each)) for each in zip(asked, streams, strict=True)
+    ]
+
+
+async def all_answers(r: Router, name: str, lengths: Sequence[int]) -> list[Stream]:
+    """Streams every answer at once, to its end."""
+    streams, tasks = _begin(r, name, lengths)
     await asyncio.gather(*tasks)
     return streams
+
+
+async def disturbed_answers(
+    r: Router, name: str, disturb: Callable[[], Awaitable[None]]
+) -> list[Stream]:
+    """Streams every answer at once. What disturbs them comes when all have begun; when it is over
+    and each has gone on, its client leaves: so none ends before, be the machine quick or busy.
+    """
+    streams, tasks = _begin(r, name, [MAX_TOKENS] * NUM_STREAMS)
+    await _grown(streams, [BEGUN_TOKENS] * NUM_STREAMS, "all have begun")
+    await disturb()
+    await _grown(streams, [len(s.token_ids) + ON_TOKENS for s in streams], "all go on")
+    for task in tasks:
+        assert task.cancel(), "an answer has ended, or failed, before its client left"
+    await asyncio.wait(tasks)
+    return streams
+
+
+async def _grown(streams: list[Stream], lengths: list[int], what: str) -> None:
+    def grown() -> bool:
+        return all(len(s.token_ids) >= n for s, n in zip(streams, lengths, strict=True))
+
+    await until(grown, what)
 
 
 @dataclass(slots=True)
@@ -149,14 +179,16 @@ class Flip:
     """When it was asked for, and how long it took: to move all, and until the worker said so."""
 
     began_s: float = 0.0
+    num_decoding: int = 0  # then, at that worker
     moved_s: float = 0.0
+    telling: asyncio.Task[float] | None = None  # comes once a second; nobody streams for so long
     told_s: float = 0.0
 
 
 def told(what: str, flip: Flip, streams: list[Stream], quiet: list[Stream]) -> str:
     usual_s = median(gap_s for stream in quiet for gap_s in stream.gaps_s())
     longest_s = max(gap_s for stream in streams for gap_s in stream.gaps_s(flip.began_s))
-    begun_s = [stream.times_s[10] for stream in quiet]
+    begun_s = [stream.times_s[BEGUN_TOKENS] for stream in quiet]
     quiet_s = max(gap_s for stream in quiet for gap_s in stream.gaps_s(max(begun_s)))
     return (
         f"{what}: all moved after {1e3 * flip.moved_s:.0f} ms, told after {flip.told_s:.2f} s; "
@@ -171,43 +203,47 @@ def decoding_at(r: Router, worker_id: WorkerId) -> int:
 
 def test_running_answers_move_when_their_worker_changes_its_role(running, capsys):
     async def run() -> list[str]:
-        lines = []
         config = RouterConfig(prefill_backlog_s=9.0)
         async with router(running, config, natively=True) as r, controls(running) as control:
-            quiet = await all_answers(r, "quiet")
+            flips = {"flip": Flip(), "drain": Flip()}
 
-            async def empty(worker_id: WorkerId, role: Role) -> None:
+            async def empty(flip: Flip, worker_id: WorkerId, role: Role) -> None:
                 clock = MonotonicClock()
-                flip.began_s = clock.now_s()
-                told = asyncio.create_task(control[worker_id].set_role(role))
+                flip.began_s, flip.num_decoding = clock.now_s(), decoding_at(r, worker_id)
+                flip.telling = asyncio.create_task(control[worker_id].set_role(role))
                 await until(lambda: not decoding_at(r, worker_id), "all have moved")
                 flip.moved_s = clock.now_s() - flip.began_s
-                flip.told_s = await told
 
             flipped: list[WorkerId] = []
 
             async def some() -> None:  # where most are: where costs are unequal it may be all
                 flipped.append(max(DECODERS, key=lambda worker_id: decoding_at(r, worker_id)))
-                await empty(flipped[0], Role.PREFILL)
+                await empty(flips["flip"], flipped[0], Role.PREFILL)
 
             async def all_of_them() -> None:
                 [other] = set(DECODERS) - set(flipped)
                 assert decoding_at(r, other) == NUM_STREAMS
                 await control[flipped[0]].set_role(Role.DECODE)
-                await empty(other, Role.DRAINED)
+                await empty(flips["drain"], other, Role.DRAINED)
 
+            disturbed: dict[str, list[Stream]] = {}
             for what, disturb in (("flip", some), ("drain", all_of_them)):
-                flip = Flip()
-                streams = await all_answers(r, what, disturb)
-                assert [s.token_ids for s in streams] == [s.token_ids for s in quiet]
-                assert flip.told_s < FLIP_S
-                lines.append(told(what, flip, streams, quiet))
+                disturbed[what] = await disturbed_answers(r, what, disturb)
+                assert flips[what].telling is not None
+                flips[what].told_s = await flips[what].telling
+            of_both = zip(*disturbed.values(), strict=True)
+            lengths = [max(len(stream.token_ids) for stream in both) for both in of_both]
+            quiet = await all_answers(r, "quiet", lengths)
+            for what, streams in disturbed.items():
+                for stream, whole in zip(streams, quiet, strict=True):
+                    assert stream.token_ids == whole.token_ids[: len(stream.token_ids)], what
+                assert flips[what].told_s < FLIP_S
             counters = r.machine.counters
-            assert counters["moved", DRAINED] == NUM_STREAMS
-            assert counters["moved", "role changed"] > 0
+            assert counters["moved", "role changed"] == flips["flip"].num_decoding > 0
+            assert counters["moved", DRAINED] == flips["drain"].num_decoding == NUM_STREAMS
             retried = {reason: n for (name, reason), n in counters.items() if name == "retried"}
             assert not retried
-        return lines
+        return [told(what, flip, disturbed[what], quiet) for what, flip in flips.items()]
 
     lines = asyncio.run(run())
     with capsys.disabled():
