@@ -28,7 +28,7 @@ from tests.e2e.served import Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
-CHANGE_S = 60.0
+CHANGE_S = 120.0
 MAX_RUNNING = 8  # sequences of one worker: a few requests are a load
 
 

@@ -25,15 +25,15 @@ READY = GatewayReady("http://127.0.0.1:80", "model", 7, "gateway:1")
 
 @pytest.fixture
 def actors(monkeypatch) -> list[Any]:
-    """All that are made: what they are asked is answered with themselves."""
+    """All that are made: what starts them is answered with themselves."""
     import ray
 
     made: list[Any] = []
 
     def make(*_arguments: object) -> Any:
         actor = SimpleNamespace(is_killed=False)
-        actor.start = actor.ping = SimpleNamespace(remote=lambda: actor)
-        actor.fetch = SimpleNamespace(remote=lambda: "")
+        actor.start = SimpleNamespace(remote=lambda: actor)
+        actor.ping = SimpleNamespace(remote=lambda: None)
         made.append(actor)
         return actor
 
@@ -52,8 +52,8 @@ def test_a_start_that_was_stopped_leaves_the_next_one_of_its_name_alone(monkeypa
     launcher = RayLauncher()
 
     def get(actor: Any, timeout: float) -> Any:
-        if actor == "":  # it had nothing to fetch
-            return ""
+        if actor is None:  # a ping
+            return None
         if actor is actors[0]:
             launcher.stop(SPEC.name, by_force=True)
             launcher.start_gateway(SPEC)

@@ -16,7 +16,8 @@ from tests.e2e.served import poll_until
 from tests.e2e.test_pools import CHANGE_S, Trickle
 
 pytest.importorskip("ray", reason="Ray is not installed")
-pytestmark = [pytest.mark.torch, pytest.mark.ray]
+# Each worker imports torch for itself, which takes up to a minute where others compute too.
+pytestmark = [pytest.mark.torch, pytest.mark.ray, pytest.mark.timeout(300)]
 
 
 def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch):
@@ -30,7 +31,7 @@ def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch
     config = with_admin_key(
         Config(worker=WorkerConfig(kv_mib=64), gateway=GatewayConfig(port=0, model_name="tiny"))
     )
-    pools = Pools(0, 0, mixed=1)  # on Ray each worker imports torch for itself: as few as will do
+    pools = Pools(0, 0, mixed=1)  # as few as will do
     plan = Plan(str(BUNDLED_MODEL), config, pools, secrets.token_hex(16), cores=2)
     start_ray_here()
     try:
