@@ -353,6 +353,7 @@ class PoolController:
         while (start := self._starts.get(worker_id)) is not None and not start.done():
             await asyncio.wait([start], timeout=WATCH_EVERY_S)
             await self._end(worker_id, by_force=True)
+        self._starts.pop(worker_id, None)
         self._handle(Stopped(worker_id))
 
     async def _end(self, name: str, *, by_force: bool) -> None:

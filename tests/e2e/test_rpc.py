@@ -173,6 +173,25 @@ class Relay:
         await asyncio.wait(self._ways, timeout=DEADLINE_S)
 
 
+@contextlib.asynccontextmanager
+async def cut_off(session: rpc.Session) -> AsyncIterator[SessionClient]:
+    """A client that has been answered; from then on nothing comes through, either way."""
+    server = SessionServer(session, silence_s=0.5)
+    relay = Relay(await server.open())
+    client = SessionClient(await relay.open(), silence_s=0.5)
+    await client.open()
+    await client.send(b"a")
+    assert await client.receive() == b"a"
+    relay.flows.clear()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield client
+    finally:
+        await client.close()
+        await server.close()
+        await relay.close()
+
+
 @pytest.mark.usefixtures("_quick_beats")
 def test_both_ends_of_a_session_that_is_cut_off_end_it():
     ended = asyncio.Event()
@@ -184,21 +203,11 @@ def test_both_ends_of_a_session_that_is_cut_off_end_it():
             ended.set()
 
     async def run() -> None:
-        server = SessionServer(session, silence_s=0.5)
-        relay = Relay(await server.open())
-        client = SessionClient(await relay.open(), silence_s=0.5)
-        await client.open()
-        await client.send(b"a")
-        assert await client.receive() == b"a"
-        relay.flows.clear()
-        async with asyncio.timeout(DEADLINE_S):
+        async with cut_off(session) as client:
             with pytest.raises(PeerSilent, match="silent for") as caught:
                 await client.receive()
             await ended.wait()
         assert 0.5 < caught.value.seconds < 3.0
-        await client.close()
-        await server.close()
-        await relay.close()
 
     asyncio.run(run())
 
@@ -210,26 +219,16 @@ def test_frames_on_their_way_to_a_peer_that_falls_silent_are_lost_without_a_nois
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        server = SessionServer(echo, silence_s=0.5)
-        relay = Relay(await server.open())
-        client = SessionClient(await relay.open(), silence_s=0.5)
-        await client.open()
-        await client.send(b"a")
-        assert await client.receive() == b"a"
-        relay.flows.clear()
-        for _ in range(3):
-            client.post(bytes(8 * 2**20))
-        async with asyncio.timeout(DEADLINE_S):
+        async with cut_off(echo) as client:
+            for _ in range(3):
+                client.post(bytes(8 * 2**20))
             waiting = asyncio.create_task(client.send(b"behind them"))
             with pytest.raises(PeerSilent):
                 await client.receive()
             with pytest.raises(ConnectionError):
                 await waiting
-        with pytest.raises(ConnectionError):
-            client.post(b"b")
-        await client.close()
-        await server.close()
-        await relay.close()
+            with pytest.raises(ConnectionError):
+                client.post(b"b")
 
     asyncio.run(run())
     assert told == []
