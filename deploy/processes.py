@@ -29,7 +29,8 @@ from engine.messages import Role, WorkerId
 from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
 from router.connection import Connection
-from router.gateway import GatewaySettings, create_app
+from router.gateway import create_app
+from router.jobs import GatewaySettings
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router

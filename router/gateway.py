@@ -37,26 +37,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
 from engine.messages import RequestId
-from router.answers import Choice, Piece, TextRules
+from router.answers import Choice, Piece
 from router.connection import Caller, caller_of, pipe_of
+from router.jobs import Call, ClientGone, GatewaySettings, Job, check_size, parse, read_body
 from router.metrics import GatewayMetrics, RequestMeter
-from router.openai_schema import (
-    ApiError,
-    Body,
-    ChatBody,
-    CompletionBody,
-    body_of,
-    check_num_choices,
-    check_stop_token_ids,
-    checked_structure,
-    decode_fields,
-    limits_of,
-    nth_seed,
-    priority_of,
-    prompt_logprobs_of,
-    sampling_of,
-)
-from router.requests import Finished, Outcome, Request, RouterPort, Update
+from router.openai_schema import ApiError, Body, ChatBody, CompletionBody
+from router.requests import Finished, Outcome, RouterPort, Update
 from router.siblings import Siblings
 from router.sse import (
     CHAT,
@@ -74,26 +60,13 @@ from router.sse import (
     send_json,
 )
 from router.structured import FIELDS as STRUCTURE_FIELDS
-from router.tokenizer import TextModel
 from router.tool_calls import ToolCallParser
-from router.versions import AFFINITY_HEADER, VERSION_HEADER, Served, Versions, no_model
+from router.versions import AFFINITY_HEADER, VERSION_HEADER, Versions, no_model
 
 LONG_BODY_BYTES = 4096  # about a millisecond of encoding; a thread costs a tenth of that
 TIMELINE_HEADER = "x-baton-timeline"
 TENANT = "baton.tenant"  # of the scope: whose key opened
 _SLOW_FIELDS = tuple(name.encode() for name in STRUCTURE_FIELDS)  # grammars take milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """What an operator decides of all versions."""
-
-    max_body_bytes: int = 8 * 2**20
-    body_timeout_s: float = 30.0
-    default_max_tokens: int | None = None  # None: the rest of the context
-    max_choices: int = 16  # of one answer, those included that `best_of` leaves out
-    min_priority: int = 0  # clients may ask for no lower one, which would be served earlier
-    api_keys: tuple[str, ...] = ()  # empty: open to everyone
 
 
 def create_app(
@@ -145,36 +118,6 @@ class _Service:
     metrics: GatewayMetrics
 
 
-class _Job(msgspec.Struct, frozen=True):
-    """A call that passed all checks. Of its requests, the best `num_shown` are answered with."""
-
-    served: Served
-    requests: tuple[Request, ...]
-    num_shown: int
-    model: str
-    rules: TextRules
-    stream: bool
-    calls_tools: bool
-    wish: Wish
-
-    @property
-    def first(self) -> Request:
-        """The one whose prompt all others share."""
-        return self.requests[0]
-
-
-class _Call(msgspec.Struct, frozen=True):
-    """A request as it came in. `tenant` is None where nobody needs a key."""
-
-    data: bytes
-    request_id: RequestId
-    random_seed: int
-    received_s: float
-    tenant: str | None
-    version: str | None  # that was asked for
-    affinity: str | None
-
-
 class _Front:
     """Gives answer endpoints their requests at once, past what all other pages need."""
 
@@ -217,13 +160,13 @@ class _Answers:
             try:
                 body = None if caller is None else caller.take_body()
                 if body is None:
-                    body = await _read_body(receive, settings)
-                _check_size(len(body), settings)
+                    body = await read_body(receive, settings)
+                check_size(len(body), settings)
             except InvalidRequest as error:
                 meter.refuse()
                 await send_invalid(send, error)
                 return
-            except _ClientGone:
+            except ClientGone:
                 return
             if caller is not None:
                 with _UntilCallerLeaves(caller):
@@ -247,7 +190,7 @@ class _Answers:
             await self._serve(job, received_s, scope, meter, send)
 
     async def _serve(
-        self, job: _Job, received_s: float, scope: Scope, meter: RequestMeter, send: Send
+        self, job: Job, received_s: float, scope: Scope, meter: RequestMeter, send: Send
     ) -> None:
         service = self._service
         meter.accept(received_s, len(job.first.token_ids), job.served.name)
@@ -266,10 +209,11 @@ class _Answers:
         source = _Updates(job.served.port, service.clock)
         await _answer_with(source, choices, writer, job.num_shown, meter)
 
-    async def _job(self, data: bytes, received_s: float, scope: Scope) -> _Job:
-        rng = self._service.rng
+    async def _job(self, data: bytes, received_s: float, scope: Scope) -> Job:
+        service = self._service
+        rng = service.rng
         headers = Headers(scope=scope)
-        call = _Call(
+        call = Call(
             data,
             RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}"),
             rng.getrandbits(64),
@@ -279,59 +223,11 @@ class _Answers:
             affinity=headers.get(AFFINITY_HEADER),
         )
         if len(data) < LONG_BODY_BYTES and not any(name in data for name in _SLOW_FIELDS):
-            return self._parse(call)
-        return await asyncio.to_thread(self._parse, call)
+            return parse(call, self._body_type, service.versions, service.settings)
+        args = (call, self._body_type, service.versions, service.settings)
+        return await asyncio.to_thread(parse, *args)
 
-    def _parse(self, call: _Call) -> _Job:
-        settings = self._service.settings
-        fields = decode_fields(call.data)
-        body = body_of(fields, self._body_type)
-        served = self._service.versions.choose(
-            key=call.affinity or call.request_id, model=body.model, version=call.version
-        )
-        text = served.text
-        structure = checked_structure(fields, text.added_token_id)
-        check_stop_token_ids(body, text.vocab_size)
-        check_num_choices(body, settings.max_choices)
-        token_ids = tuple(body.encode(text, structure.tools))
-        limits = limits_of(
-            body,
-            prompt_len=len(token_ids),
-            context_len=served.context_len,
-            default_max_tokens=settings.default_max_tokens,
-            stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
-        )
-        sampling = sampling_of(
-            body,
-            vocab_size=text.vocab_size,
-            random_seed=call.random_seed,
-            grammar=structure.grammar,
-        )
-        leader = Request(
-            call.request_id,
-            token_ids,
-            sampling,
-            limits,
-            call.received_s,
-            prompt_logprobs=prompt_logprobs_of(body),
-            priority=priority_of(body, settings.min_priority),
-            # Who needs a key could otherwise get a turn more for each name that it thinks of.
-            tenant=(body.user or "") if call.tenant is None else call.tenant,
-            deadline_s=_after(call.received_s, body.slo_ttft_ms),
-            tpot_bound_s=_after(0.0, body.slo_tpot_ms),
-        )
-        return _Job(
-            served=served,
-            requests=(leader, *_followers(leader, body.num_candidates)),
-            num_shown=body.num_choices,
-            model=body.model or served.model_names[0],
-            rules=TextRules(body.stop_strings, scored=body.num_top_logprobs is not None),
-            stream=bool(body.stream),
-            calls_tools=structure.calls,
-            wish=_wish(body, token_ids, text),
-        )
-
-    def _writer(self, job: _Job, first: Choice, scope: Scope, send: Send) -> AnswerWriter:
+    def _writer(self, job: Job, first: Choice, scope: Scope, send: Send) -> AnswerWriter:
         heading = Heading(
             dialect=self._dialect,
             answer_id=job.first.request_id,
@@ -349,44 +245,12 @@ class _Answers:
         return WholeAnswer(heading, send)
 
 
-def _followers(leader: Request, num_candidates: int) -> list[Request]:
-    """The other candidates: each is what a request of its own with that seed would come to."""
-    return [
-        replace(
-            leader,
-            request_id=RequestId(f"{leader.request_id}-{index}"),
-            sampling=nth_seed(leader.sampling, index),
-            prompt_logprobs=None,  # one is enough
-            leader=leader.request_id,
-        )
-        for index in range(1, num_candidates)
-    ]
-
-
-def _after(start_s: float, bound_ms: float | None) -> float | None:
-    return None if bound_ms is None else start_s + bound_ms / 1e3
-
-
 def _with_headers(wish: Wish, headers: Headers) -> Wish:
     """What is asked for in headers, since it is no matter of the answer, too."""
     timeline, decision = (headers.get(name) == "1" for name in (TIMELINE_HEADER, DECISION_HEADER))
     if not (timeline or decision):
         return wish
     return replace(wish, timeline=timeline, decision=decision)
-
-
-def _wish(body: Body, token_ids: tuple[int, ...], text: TextModel) -> Wish:
-    options = body.stream_options
-    echo = ""
-    if isinstance(body, CompletionBody) and body.echo:
-        echo = body.prompt_text(token_ids, text)
-    return Wish(
-        usage=bool(options and options.include_usage),
-        usage_in_every_chunk=bool(options and options.continuous_usage_stats),
-        echo=echo,
-        num_top=body.num_top_logprobs,
-        num_prompt_top=body.prompt_logprobs,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,10 +383,6 @@ def _ending(choices: list[Choice], outcome: Outcome, num_shown: int) -> Ending:
 # ---------------------------------------------------------------- the client's side
 
 
-class _ClientGone(Exception):
-    """The client closed the connection."""
-
-
 @asynccontextmanager
 async def _until_client_leaves(receive: Receive) -> AsyncIterator[None]:
     """Cancels what runs inside, and waits for it, as soon as the client is gone."""
@@ -531,7 +391,7 @@ async def _until_client_leaves(receive: Receive) -> AsyncIterator[None]:
             watcher = group.create_task(_wait_until_gone(receive))
             yield
             watcher.cancel()
-    except* _ClientGone:
+    except* ClientGone:
         pass
 
 
@@ -565,33 +425,7 @@ class _UntilCallerLeaves:
 async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    raise _ClientGone
-
-
-async def _read_body(receive: Receive, settings: GatewaySettings) -> bytes:
-    """All of the body. Raises ApiError if too long or too slow, _ClientGone if it breaks off."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            more_body = True
-            while more_body:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _ClientGone
-                body += message.get("body", b"")
-                more_body = message.get("more_body", False)
-                _check_size(len(body), settings)
-    except TimeoutError:
-        text = f"the body did not come within {settings.body_timeout_s:g} s"
-        raise ApiError(text, code="request_timeout", status=408) from None
-    return bytes(body)
-
-
-def _check_size(num_bytes: int, settings: GatewaySettings) -> None:
-    """Raises ApiError where a body is too long."""
-    if num_bytes > settings.max_body_bytes:
-        text = f"the body is longer than {settings.max_body_bytes} bytes"
-        raise ApiError(text, code="request_too_large", status=413)
+    raise ClientGone
 
 
 class _KeyGuard:

@@ -11,7 +11,8 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.messages import FinishReason, WorkerId
-from router.gateway import GatewaySettings, create_app
+from router.gateway import create_app
+from router.jobs import GatewaySettings
 from router.requests import (
     Finished,
     Request,
