@@ -14,6 +14,7 @@ baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
 baton bench interference --json interference.json
 baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
+baton bench hostile --json hostile.json
 """
 
 from pathlib import Path
@@ -28,6 +29,7 @@ from bench.chaos.cli import chaos
 from bench.elastic_live_cli import elastic_live
 from bench.engine_cli import engine
 from bench.gateway_cli import gateway
+from bench.hostile.cli import hostile
 from bench.interference_cli import interference
 from bench.kv_cli import kv
 from bench.load import Slo, figures_of_runs, kinds_with_example, warnings
@@ -60,6 +62,7 @@ app.command("elastic-live")(elastic_live)
 app.command()(validation)
 app.command()(chaos)
 app.command()(moves)
+app.command()(hostile)
 
 
 @app.callback()

@@ -90,7 +90,8 @@ def _tables(results: Sequence[Result]) -> RenderableType:
     stages = [result for result in results if result.name.startswith("timeline/")]
     shown = {result.name for result in (*latencies, *stages)}
     others = [result for result in results if result.name not in shown]
-    tables = [_latency_table(latencies), _plain_table(others)]
+    tables = [_latency_table(latencies)] if latencies else []
+    tables.append(_plain_table(others))
     if stages:
         tables.append(_stage_table(stages))
     return Group(*tables)

@@ -1,0 +1,1 @@
+"""`baton bench hostile`: a real deployment under hostile clients, beside streams of honest ones."""

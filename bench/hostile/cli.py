@@ -1,0 +1,55 @@
+"""`baton bench hostile`: its options, and what is printed and written."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from bench.hostile.plan import HostilePlan, check, config_of, quick
+from bench.hostile.results import complaints, results, warnings
+from bench.hostile.run import measure
+from bench.machine import commit, hardware
+from bench.report import Report, write_json
+from bench.tables import print_report, print_warnings
+from engine.errors import BatonError
+
+
+def hostile(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    bodies: Annotated[int, typer.Option(min=1, help="Hostile requests.")] = 50_000,
+    slow: Annotated[int, typer.Option(min=1, help="Slow connections at once.")] = 2_000,
+    disconnects: Annotated[int, typer.Option(min=1, help="Clients that leave.")] = 10_000,
+    streams: Annotated[int, typer.Option(min=1, help="Honest streams beside them.")] = 4,
+    at_once: Annotated[int, typer.Option(min=1, help="Hostile requests under way.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of what is sent.")] = 0,
+    quick_: Annotated[bool, typer.Option("--quick", help="A small part of each wave.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Send hostile requests, slow connections and disconnects beside honest streams; exit 1 if a
+    server error, a leak, a lost service or growing memory shows.
+    """
+    log = Console(stderr=True)
+    try:
+        plan = check(HostilePlan(bodies, slow, disconnects, streams, at_once, seed))
+        plan = quick(plan) if quick_ else plan
+        run = measure(plan, lambda line: log.print(line, style="dim"))
+        report = Report("hostile", commit(), hardware(), seed, config_of(plan), results(run))
+        if json:
+            write_json(report, json)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    console = Console()
+    title = (
+        f"{plan.num_bodies} hostile requests, {plan.num_slow} slow connections and"
+        f" {plan.num_disconnects} disconnects beside {plan.num_streams} streams"
+    )
+    print_report(console, report, title=title)
+    print_warnings(console, warnings(run))
+    found = complaints(run)
+    for line in found:
+        console.print(Text(line, style="red"), soft_wrap=True)
+    if found:
+        raise typer.Exit(1)

@@ -1,0 +1,72 @@
+"""Honest clients in a process of their own: `python -m bench.hostile.honest URL STREAMS`.
+
+Each streams one answer after the other. A line of JSON `[begin_s, end_s]` on standard output tells
+of each gap between two chunks that was `TOLD_S` or longer, in seconds of the machine's monotonic
+clock; a line `"broken: …"` of an answer that ended otherwise than it must. It runs until its
+standard input ends. A hostile client that is short of CPU so delays nothing that is measured here.
+"""
+
+import asyncio
+import sys
+
+import aiohttp
+import msgspec
+import uvloop
+
+from bench.chaos.waiting import pause
+from engine.clock import MonotonicClock
+
+TOLD_S = 0.02
+TIMEOUT_S = 120.0
+RETRY_S = 1.0
+BODY = {
+    "prompt": "def f(x):",
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "stream": True,
+    "temperature": 0.7,
+}
+
+
+async def _stream(session: aiohttp.ClientSession, url: str) -> None:
+    """Streams one answer and tells of its gaps. Raises ClientError."""
+    clock = MonotonicClock()
+    tail = b""
+    async with session.post(f"{url}/v1/completions", json=BODY) as response:
+        response.raise_for_status()
+        last_s: float | None = None
+        async for piece in response.content.iter_any():
+            now_s = clock.now_s()
+            if last_s is not None and now_s - last_s >= TOLD_S:
+                _tell([last_s, now_s])
+            last_s, tail = now_s, (tail + piece)[-64:]
+    if not tail.rstrip().endswith(b"data: [DONE]"):
+        _tell(f"broken: the stream ended with {tail!r}")
+
+
+async def _streams(session: aiohttp.ClientSession, url: str) -> None:
+    while True:
+        try:
+            await _stream(session, url)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            _tell(f"broken: {error!r}")
+            await pause(RETRY_S)
+
+
+def _tell(line: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def _run(url: str, num_streams: int) -> None:
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        streams = [asyncio.create_task(_streams(session, url)) for _ in range(num_streams)]
+        await asyncio.to_thread(sys.stdin.buffer.read)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(_run(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,62 @@
+"""What one `bench hostile` is asked to do. Pure.
+
+A prefill and a decode worker behind one gateway. Honest clients stream answers all the time; beside
+them hostile ones come in three waves:
+
+1. *bodies*: mutated, truncated, nested and random requests (`bench.hostile.bodies`);
+2. *slow connections*: heads and bodies that come a byte at a time, or never;
+3. *disconnects*: clients that leave before, in or after their request.
+
+A part of each wave comes first and is not measured: it fills caches and the allocator, so that what
+memory grows by later is what attackers can make it grow by.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bench.report import Scalar
+from engine.errors import ConfigError
+
+OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--weights": "int8"}
+KV_MIB = 64  # of each worker
+CALM_S = 5.0  # in which the honest streams are alone
+WARM_UP_SHARE = 0.1  # of each wave
+MAX_RSS_GROWTH = 0.05
+MAX_PAUSE_S = 0.25  # of an honest stream, on a machine that does nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class HostilePlan:
+    """All that is to be done."""
+
+    num_bodies: int = 50_000
+    num_slow: int = 2_000
+    num_disconnects: int = 10_000
+    num_streams: int = 4  # honest ones
+    at_once: int = 16  # hostile requests under way
+    seed: int = 0
+    slow_s: float = 40.0  # that slow connections are kept up, where the server lets them
+
+
+def check(plan: HostilePlan) -> HostilePlan:
+    """Returns the plan. Raises ConfigError where a wave or the honest streams are missing."""
+    counts = (plan.num_bodies, plan.num_slow, plan.num_disconnects, plan.num_streams, plan.at_once)
+    if min(counts) < 1:
+        raise ConfigError("each wave, the streams beside it and --at-once need at least 1")
+    return plan
+
+
+def quick(plan: HostilePlan) -> HostilePlan:
+    """A small part of each wave: under 50 s."""
+    return replace(plan, num_bodies=1_500, num_slow=100, num_disconnects=300, slow_s=5.0)
+
+
+def config_of(plan: HostilePlan) -> dict[str, Scalar]:
+    """The plan as a report records it: flat."""
+    return {
+        "bodies": plan.num_bodies,
+        "slow": plan.num_slow,
+        "disconnects": plan.num_disconnects,
+        "streams": plan.num_streams,
+        "at_once": plan.at_once,
+    }

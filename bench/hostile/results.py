@@ -1,0 +1,83 @@
+"""What a storm of hostile clients amounts to. Pure.
+
+| result                 | unit |                                                                |
+|------------------------|------|----------------------------------------------------------------|
+| bodies/<status>        |      | how hostile requests ended; `left`: their client left after 5 s |
+| bodies/wrong           |      | server errors but 503, and connections that broke              |
+| slow/…                 |      | connections opened, refused, closed by the server              |
+| slow/probe_p50, _max   | ms   | an honest request beside them                                  |
+| disconnects/<stage>    |      | clients that left, by what they had sent                       |
+| pause/<phase>          | ms   | the longest gap of an honest stream; under 20 ms: told as 0    |
+| honest/broken          |      | honest answers that ended otherwise than they must             |
+| memory/<kind>_growth   | %    | of private memory, from after the warm-up                      |
+| left/blocks, leases    |      | that nobody holds and that are not free                        |
+| left/ended             |      | services that ended in the storm                               |
+"""
+
+from collections.abc import Sequence
+
+from bench.hostile.plan import MAX_PAUSE_S, MAX_RSS_GROWTH
+from bench.hostile.run import Run
+from bench.report import Figure, Result, results_of
+from bench.stats import percentile
+
+MIB = 2**20
+
+
+def results(run: Run) -> tuple[Result, ...]:
+    """One row of the table above after the other."""
+    figures = {
+        f"bodies/{status}": Figure(count, "")
+        for status, count in sorted(run.bodies.statuses.items(), key=lambda pair: str(pair[0]))
+    }
+    figures["bodies/wrong"] = Figure(run.bodies.num_wrong, "")
+    slow = run.slow
+    figures["slow/opened"] = Figure(slow.num_opened, "")
+    figures["slow/refused"] = Figure(slow.num_refused, "")
+    figures["slow/closed"] = Figure(slow.num_closed, "")
+    figures["slow/probes_failed"] = Figure(slow.num_probes_failed, "")
+    if slow.probes_s:
+        figures["slow/probe_p50"] = Figure(1e3 * percentile(slow.probes_s, 50), "ms")
+        figures["slow/probe_max"] = Figure(1e3 * max(slow.probes_s), "ms")
+    for stage, count in sorted(run.disconnects.items()):
+        figures[f"disconnects/{stage.replace(' ', '_')}"] = Figure(count, "")
+    for phase in run.phases:
+        figures[f"pause/{phase.name}"] = Figure(1e3 * max(0.0, run.heard.longest_s(phase)), "ms")
+    figures["honest/broken"] = Figure(len(run.heard.broken), "")
+    for kind, before in run.memory.before.items():
+        figures[f"memory/{kind}"] = Figure(before / MIB, "MiB")
+        figures[f"memory/{kind}_growth"] = Figure(100 * growth(run, kind), "%")
+    figures["left/blocks"] = Figure(run.blocks_left, "")
+    figures["left/leases"] = Figure(run.leases_left, "")
+    figures["left/ended"] = Figure(run.num_ended, "")
+    return results_of([figures])
+
+
+def growth(run: Run, kind: str) -> float:
+    """By what share memory has grown; negative where it shrank."""
+    return run.memory.after[kind] / run.memory.before[kind] - 1
+
+
+def complaints(run: Run) -> list[str]:
+    """What may not be; the command fails if there is any."""
+    found = [f"server error: {example}" for example in run.bodies.examples]
+    found += [f"an honest stream: {line}" for line in run.heard.broken[:5]]
+    for kind in run.memory.before:
+        if (grown := growth(run, kind)) > MAX_RSS_GROWTH:
+            found.append(f"memory of {kind}s grew by {100 * grown:.1f} %")
+    if run.blocks_left or run.leases_left:
+        found.append(f"left behind: {run.blocks_left} blocks, {run.leases_left} leases")
+    if run.num_ended:
+        found.append(f"{run.num_ended} services ended")
+    if run.slow.num_probes_failed:
+        found.append(f"{run.slow.num_probes_failed} honest requests failed beside slow connections")
+    return found
+
+
+def warnings(run: Run) -> Sequence[str]:
+    """What may be the machine's doing as well as the server's."""
+    return [
+        f"an honest stream paused for {pause_s:.2f} s in the phase {phase.name}"
+        for phase in run.phases
+        if (pause_s := run.heard.longest_s(phase)) > MAX_PAUSE_S
+    ]

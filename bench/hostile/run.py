@@ -1,0 +1,254 @@
+"""The shell of `bench hostile`: a real deployment, honest streams, and three hostile waves."""
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import msgspec
+import uvloop
+
+from bench.chaos.checker import leaked
+from bench.chaos.deployment import Deployment, Mark
+from bench.chaos.run import MODEL, STEADY_S, WHOLE_WITHIN_S, books_of
+from bench.chaos.waiting import holds_within, pause
+from bench.hostile.bodies import shots
+from bench.hostile.memory import private_bytes
+from bench.hostile.plan import CALM_S, KV_MIB, OPTIONS, WARM_UP_SHARE, HostilePlan
+from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
+from bench.serving import Served, serving
+from engine.clock import Clock, MonotonicClock
+
+HONEST = "bench.hostile.honest"
+LOW_PRIORITY = 10  # of the hostile clients: the server and the honest ones come first
+END_TIMEOUT_S = 10.0
+CLIENT_TIMEOUT_S = 30.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of the run, by the machine's monotonic clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the honest clients told: gaps of their streams, and what went wrong."""
+
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def longest_s(self, phase: Phase) -> float:
+        """The longest gap that lay in a phase, as far as it lay there; 0 if none was told of."""
+        return max(
+            (min(end, phase.end_s) - max(begin, phase.begin_s) for begin, end in self.gaps),
+            default=0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Private memory, before what is measured and after it. Bytes."""
+
+    before: dict[str, int]
+    after: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that happened."""
+
+    phases: tuple[Phase, ...]
+    heard: Heard
+    bodies: Outcomes
+    slow: Slow
+    disconnects: dict[str, int]
+    memory: Memory
+    blocks_left: int
+    leases_left: int
+    num_ended: int  # services that are not the ones that were started
+
+
+def measure(plan: HostilePlan, say: Say = lambda line: None) -> Run:
+    """Carries out the plan. Raises ServerFailed."""
+    options = {**OPTIONS, "--kv-mib": KV_MIB}
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(TemporaryDirectory(prefix="baton-"))
+        mark = Mark(secrets.token_hex(8), Path(run_dir))
+        say("starting 1 + 1 workers")
+        served = stack.enter_context(serving(MODEL, options, mark.environment))
+        heard = Heard()
+        run: Run = uvloop.run(_measure(plan, served, mark, heard, say))
+    return run
+
+
+async def _measure(plan: HostilePlan, served: Served, mark: Mark, heard: Heard, say: Say) -> Run:
+    clock = MonotonicClock()
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=CLIENT_TIMEOUT_S),
+    ) as session:
+        deployment = Deployment(served, session, mark)
+        deployment.open()
+        storm = _Storm(plan, served, session, clock, say)
+        say("a part of each wave, to warm up")
+        await storm.warm_up()
+        await _settle(deployment, clock)
+        before = _memory(served)
+        services = served.sessions()
+        with _honest(served.url, plan.num_streams, heard):
+            await storm.run()
+        await _settle(deployment, clock)
+        after = _memory(served)
+        seen = await deployment.look()
+    blocks, leases = leaked([books_of(worker) for worker in seen.workers])
+    return Run(
+        phases=tuple(storm.phases),
+        heard=heard,
+        bodies=storm.bodies,
+        slow=storm.slow,
+        disconnects=storm.disconnects,
+        memory=Memory(before, after),
+        blocks_left=blocks,
+        leases_left=leases,
+        num_ended=len(set(services) - set(served.sessions())),
+    )
+
+
+class _Storm:
+    """The waves, one after the other."""
+
+    def __init__(
+        self,
+        plan: HostilePlan,
+        served: Served,
+        session: aiohttp.ClientSession,
+        clock: Clock,
+        say: Say,
+    ) -> None:
+        self._plan = plan
+        self._url = served.url
+        self._session = session
+        self._clock = clock
+        self._say = say
+        self.phases: list[Phase] = []
+        self.bodies = Outcomes()
+        self.slow = Slow()
+        self.disconnects: dict[str, int] = {}
+
+    async def warm_up(self) -> None:
+        """A share of each wave, of another seed."""
+        plan = self._plan
+        num_bodies, num_left, num_slow = (
+            int(WARM_UP_SHARE * num) + 1
+            for num in (plan.num_bodies, plan.num_disconnects, plan.num_slow)
+        )
+        seed = plan.seed + 1
+        await send_bodies(self._session, self._url, shots(num_bodies, seed=seed), plan.at_once)
+        await disconnect(self._url, num_left, at_once=plan.at_once, seed=seed)
+        await self._drip(num_slow)
+
+    async def run(self) -> None:
+        """Fills what the waves came to."""
+        plan = self._plan
+        os.nice(LOW_PRIORITY)
+        async with self._phase("calm"):
+            await pause(CALM_S)
+        async with self._phase("bodies"):
+            hostile = shots(plan.num_bodies, seed=plan.seed)
+            self.bodies = await send_bodies(self._session, self._url, hostile, plan.at_once)
+        async with self._phase("slow"):
+            self.slow = await self._drip(plan.num_slow)
+        async with self._phase("disconnects"):
+            left = await disconnect(
+                self._url, plan.num_disconnects, at_once=plan.at_once, seed=plan.seed
+            )
+            self.disconnects = dict(left)
+
+    async def _drip(self, num: int) -> Slow:
+        lasting_s = self._plan.slow_s
+        return await drip(self._session, self._url, num, lasting_s=lasting_s, clock=self._clock)
+
+    def _phase(self, name: str) -> "_Timed":
+        self._say(name)
+        return _Timed(name, self._clock, self.phases)
+
+
+class _Timed:
+    """Notes when a phase began and ended."""
+
+    def __init__(self, name: str, clock: Clock, phases: list[Phase]) -> None:
+        self._name = name
+        self._clock = clock
+        self._phases = phases
+
+    async def __aenter__(self) -> None:
+        self._begin_s = self._clock.now_s()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._phases.append(Phase(self._name, self._begin_s, self._clock.now_s()))
+
+
+@contextmanager
+def _honest(url: str, num_streams: int, heard: Heard) -> Iterator[None]:
+    """Honest streams run inside; what they tell is heard when they have ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", HONEST, url, str(num_streams)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    reader = threading.Thread(target=_listen, args=(process.stdout, heard), daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join(END_TIMEOUT_S)
+
+
+def _listen(pipe: Iterator[bytes], heard: Heard) -> None:
+    for line in pipe:
+        told = msgspec.json.decode(line)
+        if isinstance(told, str):
+            heard.broken.append(told)
+        else:
+            heard.gaps.append((told[0], told[1]))
+
+
+def _memory(served: Served) -> dict[str, int]:
+    return {kind: private_bytes(served.services(kind)) for kind in ("gateway", "worker")}
+
+
+async def _settle(deployment: Deployment, clock: Clock) -> None:
+    """Waits until no worker has held anything for a while; at most so long."""
+    since_s: float | None = None
+
+    async def is_steady() -> bool:
+        nonlocal since_s
+        seen = await deployment.look()
+        idle = seen.workers and not any(worker.num_seqs for worker in seen.workers)
+        if not idle or leaked([books_of(worker) for worker in seen.workers]) != (0, 0):
+            since_s = None
+        elif since_s is None:
+            since_s = clock.now_s()
+        return since_s is not None and clock.now_s() - since_s >= STEADY_S
+
+    await holds_within(is_steady, WHOLE_WITHIN_S, clock)

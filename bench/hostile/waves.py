@@ -1,0 +1,220 @@
+"""The hostile clients of `bench hostile`: what they send, and what becomes of it."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from bench.chaos.waiting import pause
+from bench.hostile.bodies import COMPLETIONS, Shot
+from engine.clock import Clock
+
+ANSWER_TIMEOUT_S = (
+    5.0  # then a hostile client leaves: what it changed may have made its answer long
+)
+CONNECT_TIMEOUT_S = 5.0
+DRIP_EVERY_S = 0.5  # a byte, on a slow connection
+PROBE_EVERY_S = 1.0
+PROBE_TIMEOUT_S = 30.0
+MAX_EXAMPLES = 5
+REFUSED_CONNECTION = "no connection"
+
+Status = int | str  # of HTTP, or why there is none
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """How requests ended, and the first few that ended as none may."""
+
+    statuses: Counter[Status] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    def note(self, status: Status, shot: Shot, said: str = "") -> None:
+        """Counts one; keeps a server error other than 503, or a broken connection."""
+        self.statuses[status] += 1
+        if is_wrong(status) and len(self.examples) < MAX_EXAMPLES:
+            self.examples.append(f"{status} {said[:200]!r} for {shot.path} {shot.body[:200]!r}")
+
+    @property
+    def num_wrong(self) -> int:
+        """Server errors other than 503, and answers that broke off."""
+        return sum(count for status, count in self.statuses.items() if is_wrong(status))
+
+
+def is_wrong(status: Status) -> bool:
+    """A server may be busy, and a client may leave; nothing else excuses it."""
+    if isinstance(status, str):
+        return status == "broken"
+    return status >= 500 and status != 503
+
+
+async def send_bodies(
+    session: aiohttp.ClientSession, url: str, shots: Iterator[Shot], at_once: int
+) -> Outcomes:
+    """Sends requests, so many at a time, each over a connection that the next one may use."""
+    outcomes = Outcomes()
+
+    async def one(shot: Shot) -> None:
+        headers = {"Content-Type": shot.content_type}
+        try:
+            async with (
+                asyncio.timeout(ANSWER_TIMEOUT_S),
+                session.post(f"{url}{shot.path}", data=shot.body, headers=headers) as response,
+            ):
+                said = await response.text(errors="replace")
+                outcomes.note(response.status, shot, said)
+        except TimeoutError:
+            outcomes.note("left", shot)
+        except aiohttp.ClientError as error:
+            outcomes.note("broken", shot, repr(error))
+
+    await _all(shots, one, at_once)
+    return outcomes
+
+
+async def disconnect(url: str, num: int, *, at_once: int, seed: int) -> Counter[str]:
+    """Connects, sends a part of a request or all of it, and leaves; counts by what was sent."""
+    rng = random.Random(seed)
+    ends: Counter[str] = Counter()
+    host, port = _place(url)
+
+    async def one(stage: str) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(host, port)
+        except (OSError, TimeoutError):
+            ends[REFUSED_CONNECTION] += 1
+            return
+        ends[stage] += 1
+        request = _request(rng)
+        sent = {"nothing": 0, "head": 60, "body": len(request) - 5}.get(stage, len(request))
+        try:
+            writer.write(request[:sent])
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                if stage == "after a part":
+                    await reader.read(600)
+                elif stage == "at once":
+                    await writer.drain()
+        except (OSError, TimeoutError):
+            ends["cut off"] += 1
+        finally:
+            writer.transport.abort()
+
+    stages = ("nothing", "head", "body", "at once", "after a part", "after a part")
+    await _all((rng.choice(stages) for _ in range(num)), one, at_once)
+    return ends
+
+
+@dataclass(slots=True)
+class Slow:
+    """What became of slow connections, and of honest requests beside them."""
+
+    num_opened: int = 0
+    num_refused: int = 0
+    num_closed: int = 0  # by the server, before their time was over
+    probes_s: list[float] = field(default_factory=list)  # that each honest request took
+    num_probes_failed: int = 0
+
+
+async def drip(
+    session: aiohttp.ClientSession, url: str, num: int, *, lasting_s: float, clock: Clock
+) -> Slow:
+    """Opens connections that say little for so long, and asks honestly meanwhile."""
+    slow = Slow()
+    host, port = _place(url)
+    end_s = clock.now_s() + lasting_s
+
+    async def one(mode: int) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(host, port)
+        except (OSError, TimeoutError):
+            slow.num_refused += 1
+            return
+        slow.num_opened += 1
+        try:
+            if await _drip_until(end_s, reader, writer, mode, clock):
+                slow.num_closed += 1
+        finally:
+            writer.transport.abort()
+
+    async def probe() -> None:
+        body = {"prompt": "def f(", "max_tokens": 4}
+        while clock.now_s() < end_s:
+            begin_s = clock.now_s()
+            try:
+                async with (
+                    asyncio.timeout(PROBE_TIMEOUT_S),
+                    session.post(f"{url}{COMPLETIONS}", json=body) as response,
+                ):
+                    await response.read()
+                    response.raise_for_status()
+                slow.probes_s.append(clock.now_s() - begin_s)
+            except (aiohttp.ClientError, TimeoutError):
+                slow.num_probes_failed += 1
+            await pause(PROBE_EVERY_S)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(probe())
+        for index in range(num):
+            group.create_task(one(index % 3))
+    return slow
+
+
+async def _drip_until(
+    end_s: float,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    mode: int,
+    clock: Clock,
+) -> bool:
+    """Sends nothing, a head or a body a byte at a time. True if the server closed."""
+    drips = [b"", b"x", b" "][mode]
+    if mode:
+        writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n".encode())
+    if mode == 2:
+        writer.write(b"Content-Length: 100000\r\n\r\n{")
+    elif mode == 1:
+        writer.write(b"X-Slow: ")
+    while clock.now_s() < end_s:
+        try:
+            async with asyncio.timeout(DRIP_EVERY_S):
+                if not await reader.read(4096):
+                    return True
+        except TimeoutError:
+            writer.write(drips)
+        except OSError:
+            return True
+    return False
+
+
+def _request(rng: random.Random) -> bytes:
+    length = rng.choice((4, 200))
+    body = b'{"prompt":"def f(","stream":true,"ignore_eos":true,"max_tokens":%d}' % length
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _place(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
+
+
+async def _all(
+    items: Iterator[T], one: Callable[[T], Coroutine[Any, Any, None]], at_once: int
+) -> None:
+    async def take_turns() -> None:
+        for item in items:
+            await one(item)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(take_turns())

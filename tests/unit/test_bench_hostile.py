@@ -1,0 +1,86 @@
+"""`baton bench hostile`: what is sent, and what a storm's figures come to."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from bench.hostile.bodies import CHAT, COMPLETIONS, Shot, shots
+from bench.hostile.memory import private_bytes
+from bench.hostile.plan import HostilePlan, check, config_of, quick
+from bench.hostile.results import complaints, growth, results, warnings
+from bench.hostile.run import Heard, Memory, Phase, Run
+from bench.hostile.waves import Outcomes, Slow, is_wrong
+from engine.errors import ConfigError
+
+CALM = Run(
+    phases=(Phase("calm", 0.0, 5.0), Phase("bodies", 5.0, 9.0)),
+    heard=Heard(gaps=[(1.0, 1.03), (4.9, 5.2)]),
+    bodies=Outcomes(Counter({200: 3, 400: 5, 503: 1, "left": 1})),
+    slow=Slow(num_opened=3, num_closed=3, probes_s=[0.1, 0.3]),
+    disconnects={"nothing": 2},
+    memory=Memory({"gateway": 100, "worker": 200}, {"gateway": 104, "worker": 190}),
+    blocks_left=0,
+    leases_left=0,
+    num_ended=0,
+)
+
+
+def test_the_same_seed_sends_the_same_requests():
+    first, again, other = (list(shots(50, seed=seed)) for seed in (3, 3, 4))
+    assert first == again != other
+    assert {shot.path for shot in first} == {CHAT, COMPLETIONS}
+
+
+def test_no_body_is_beyond_what_a_gateway_takes_by_default():
+    assert max(len(shot.body) for shot in shots(2000, seed=0)) < 8 * 2**20
+
+
+def test_a_calm_run_has_nothing_to_complain_of():
+    assert complaints(CALM) == []
+    values = {result.name: result.value for result in results(CALM)}
+    assert values["bodies/wrong"] == 0
+    assert values["pause/calm"] == pytest.approx(100)  # of the gap that lay in it
+    assert values["pause/bodies"] == pytest.approx(200)
+    assert values["memory/gateway_growth"] == pytest.approx(4)
+    assert growth(CALM, "worker") == pytest.approx(-0.05)
+
+
+def test_a_long_pause_is_a_warning():
+    paused = replace(CALM, heard=Heard(gaps=[(5.5, 6.0)]))
+    assert len(warnings(CALM)) == 0
+    assert len(warnings(paused)) == 1
+
+
+def test_every_kind_of_damage_is_a_complaint():
+    bodies = Outcomes()
+    bodies.note(500, Shot(CHAT, b"x"), "internal error")
+    damaged = [
+        replace(CALM, bodies=bodies),
+        replace(CALM, heard=Heard(broken=["broken: it ended"])),
+        replace(CALM, memory=Memory({"gateway": 100}, {"gateway": 106})),
+        replace(CALM, blocks_left=1),
+        replace(CALM, num_ended=1),
+        replace(CALM, slow=Slow(num_probes_failed=1)),
+    ]
+    assert [len(complaints(run)) for run in damaged] == [1] * len(damaged)
+
+
+def test_only_a_busy_server_and_a_client_that_left_are_excused():
+    assert [is_wrong(status) for status in (200, 400, 429, 503, "left")] == [False] * 5
+    assert all(is_wrong(status) for status in (500, 502, "broken"))
+
+
+def test_only_the_private_memory_of_the_sessions_counts(tmp_path):
+    for pid, session, kib in ((5, 5, 100), (6, 5, 20), (7, 7, 3)):
+        process = tmp_path / str(pid)
+        process.mkdir()
+        (process / "stat").write_text(f"{pid} (a b) S 1 {session} {session} 0")
+        (process / "status").write_text(f"Name: x\nRssAnon:\t{kib} kB\nRssShmem:\t900 kB\n")
+    assert private_bytes([5], tmp_path) == 120 * 1024
+
+
+def test_a_plan_without_a_wave_is_refused():
+    with pytest.raises(ConfigError):
+        check(HostilePlan(num_slow=0))
+    assert config_of(quick(check(HostilePlan())))["bodies"] < 50_000
