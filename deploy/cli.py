@@ -12,6 +12,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from deploy.chat import ChatClient, converse, first_model
+from deploy.keys_cli import keys_app
 from deploy.operator_cli import register
 from deploy.up_cli import add_commands as add_cluster_commands
 from deploy.versions_cli import register as register_versions
@@ -78,6 +79,7 @@ app = typer.Typer(
 register(app)
 register_versions(app)
 add_cluster_commands(app)
+app.add_typer(keys_app, name="keys")
 
 
 @app.command()

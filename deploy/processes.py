@@ -20,7 +20,7 @@ import uvloop
 
 from deploy.model_source import Parts, default_cache, is_remote, local_model
 from deploy.worker_host import ModelFacts, WorkerHost, WorkerIdentity
-from engine.clock import MonotonicClock
+from engine.clock import Clock, MonotonicClock
 from engine.config import GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import FIRST_VERSION, Members
 from engine.errors import ConfigError
@@ -28,6 +28,7 @@ from engine.grammars import LlGuides
 from engine.messages import Role, WorkerId
 from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
+from router.access.file import KeyFile
 from router.connection import Connection
 from router.gateway import create_app
 from router.jobs import GatewaySettings
@@ -229,9 +230,9 @@ class GatewayService:
             ),
             load_text=lambda version: load_text_model(_directory_of(version.model, Parts.TEXT)),
         )
+        keys = None if config.keys_file is None else _open_keys(config.keys_file, clock)
         settings = GatewaySettings(
             max_body_bytes=config.max_body_bytes,
-            api_keys=config.api_keys,
             max_choices=config.max_choices,
             min_priority=config.min_priority,
         )
@@ -243,6 +244,7 @@ class GatewayService:
             settings=settings,
             clock=clock,
             rng=rng,
+            keys=keys,
             siblings=self._siblings,
         )
         if self._siblings is not None:
@@ -284,6 +286,12 @@ class GatewayService:
         if self._siblings is not None:
             await self._siblings.close()
         await self._routers.close()
+
+
+def _open_keys(path: str, clock: Clock) -> KeyFile:
+    keys = KeyFile(Path(path).expanduser(), clock)
+    keys.open()
+    return keys
 
 
 def has_to_fetch(kind: str, spec: bytes) -> bool:

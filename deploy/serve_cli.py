@@ -47,6 +47,9 @@ def serve(  # noqa: PLR0913 - a command's options
     max_workers: Annotated[int | None, typer.Option(help="how many there may ever be")] = None,
     launcher: Annotated[LauncherKind, typer.Option(help="how to run them")] = LauncherKind.RAY,
     model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="API keys, of `baton keys` [default: open to everyone]")
+    ] = None,
     weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
     kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached K and V")] = None,
     decode_kv_dtype: Annotated[
@@ -84,6 +87,7 @@ def serve(  # noqa: PLR0913 - a command's options
         "gateway.port": port,
         "gateway.model_name": model_name
         or (None if model != str(BUNDLED_MODEL) else "baton-bundled"),
+        "gateway.keys_file": None if keys_file is None else str(keys_file.expanduser().resolve()),
         "gateway.record_dir": None if record is None else str(record.resolve()),
         "router.policy": policy,
         "pools.prefill": prefill,

@@ -1,8 +1,7 @@
 """Configuration: one frozen tree, from a file, the environment and flags, in this order.
 
 Unknown keys and values of the wrong type are errors that name them. Environment variables are
-`BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512. Of a
-list, they hold what is between commas, without spaces: BATON_GATEWAY__API_KEYS=one,another.
+`BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512.
 Defaults run on a laptop. A part of the tree is passed to whom it concerns; nobody writes to it.
 """
 
@@ -18,7 +17,6 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 ENVIRONMENT_PREFIX = "BATON_"
-LISTS = (["gateway", "api_keys"],)
 MAX_PRIORITY = 1000  # of a request, and as much below zero
 
 
@@ -170,7 +168,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8000
     processes: int = 1  # that share the port, each with a core's worth of connections
     model_name: str | None = None  # None: the name of the model's directory
-    api_keys: tuple[str, ...] = ()  # none: open to everyone; else each has its share of the queue
+    keys_file: str | None = None  # of `baton keys`; None: open to everyone
     min_priority: int = 0  # lower numbers are served earlier; clients may ask for none below this
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 16  # of one request: `n`, `best_of`
@@ -178,9 +176,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
-        _require(all(self.api_keys), "gateway.api_keys must not hold an empty key")
-        num_keys = len(set(self.api_keys))
-        _require(num_keys == len(self.api_keys), "gateway.api_keys must not hold a key twice")
+        _require(
+            self.keys_file is None or self.keys_file.startswith(("/", "~")),
+            "gateway.keys_file must be an absolute path, or begin with ~",
+        )
         _require(
             abs(self.min_priority) <= MAX_PRIORITY,
             f"gateway.min_priority must be within ±{MAX_PRIORITY}",
@@ -293,8 +292,7 @@ def load_config(
     tree: dict[str, Any] = read_toml(path) if path is not None else {}
     for key, value in environment.items():
         if key.startswith(ENVIRONMENT_PREFIX) and "__" in key:
-            keys = key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            _set(tree, keys, _items(value) if keys in LISTS else value)
+            _set(tree, key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value)
     for key, value in flags.items():
         if value is not None:
             _set(tree, key.split("."), value)
@@ -302,11 +300,6 @@ def load_config(
         return msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
-
-
-def _items(value: str) -> list[str]:
-    """Empty ones too: they are mistakes, and the tree says so."""
-    return [item.strip() for item in value.split(",")]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

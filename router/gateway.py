@@ -16,7 +16,6 @@ The life of one call of an answer endpoint:
 """
 
 import asyncio
-import hmac
 import importlib.metadata
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -37,11 +36,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
 from engine.messages import RequestId
+from router.access.file import KeyFile
+from router.access.guard import KeyGuard, tenant_of
 from router.answers import Choice, Piece
 from router.connection import Caller, caller_of, pipe_of
 from router.jobs import Call, ClientGone, GatewaySettings, Job, check_size, parse, read_body
 from router.metrics import GatewayMetrics, RequestMeter
-from router.openai_schema import ApiError, Body, ChatBody, CompletionBody
+from router.openai_schema import Body, ChatBody, CompletionBody
 from router.requests import Finished, Outcome, RouterPort, Update
 from router.siblings import Siblings
 from router.sse import (
@@ -65,7 +66,6 @@ from router.versions import AFFINITY_HEADER, VERSION_HEADER, Versions, no_model
 
 LONG_BODY_BYTES = 4096  # about a millisecond of encoding; a thread costs a tenth of that
 TIMELINE_HEADER = "x-baton-timeline"
-TENANT = "baton.tenant"  # of the scope: whose key opened
 _SLOW_FIELDS = tuple(name.encode() for name in STRUCTURE_FIELDS)  # grammars take milliseconds
 
 
@@ -75,12 +75,17 @@ def create_app(
     settings: GatewaySettings,
     clock: Clock,
     rng: random.Random,
+    keys: KeyFile | None = None,
     siblings: Siblings | None = None,
 ) -> ASGIApp:
-    """The application, to be run by any ASGI server; `siblings` share its port."""
+    """The application, to be run by any ASGI server; `siblings` share its port.
+
+    Without `keys` it is open to everyone.
+    """
     version = _version()
     process = None if siblings is None else siblings.process
-    metrics = GatewayMetrics(versions, version=version, process=process)
+    key_events = None if keys is None else keys.counters
+    metrics = GatewayMetrics(versions, version=version, process=process, key_events=key_events)
     if siblings is not None:
         siblings.own = metrics.own
     service = _Service(versions, settings, clock, rng, metrics)
@@ -101,7 +106,8 @@ def create_app(
         ],
         exception_handlers={HTTPException: _http_error, Exception: _internal_error},
     )
-    return _KeyGuard(_Front(answers, others), api_keys=settings.api_keys)
+    front = _Front(answers, others)
+    return front if keys is None else KeyGuard(front, keys)
 
 
 # ---------------------------------------------------------------- answers
@@ -218,7 +224,7 @@ class _Answers:
             RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}"),
             rng.getrandbits(64),
             received_s,
-            tenant=scope.get(TENANT),
+            tenant=tenant_of(scope),
             version=headers.get(VERSION_HEADER),
             affinity=headers.get(AFFINITY_HEADER),
         )
@@ -237,7 +243,7 @@ class _Answers:
             num_choices=len(job.requests),
             fingerprint=job.served.port.fingerprint,
             bytes_of=job.served.text.bytes_of,
-            wish=_with_headers(job.wish, Headers(scope=scope)),
+            wish=_with_headers(job.wish, scope),
             decision=lambda: first.decision,
         )
         if job.stream:
@@ -245,8 +251,14 @@ class _Answers:
         return WholeAnswer(heading, send)
 
 
-def _with_headers(wish: Wish, headers: Headers) -> Wish:
-    """What is asked for in headers, since it is no matter of the answer, too."""
+def _with_headers(wish: Wish, scope: Scope) -> Wish:
+    """What is asked for in headers, since it is no matter of the answer, too.
+
+    A tenant that may not debug gets neither: both tell of the load that others make.
+    """
+    if not tenant_of(scope).may_debug:
+        return wish
+    headers = Headers(scope=scope)
     timeline, decision = (headers.get(name) == "1" for name in (TIMELINE_HEADER, DECISION_HEADER))
     if not (timeline or decision):
         return wish
@@ -426,36 +438,6 @@ async def _wait_until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientGone
-
-
-class _KeyGuard:
-    """Lets only requests with a known key to the API; health and metrics stay open.
-
-    From then on a key is known by its number: it is told to nobody.
-    """
-
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
-        self._app = app
-        self._api_keys = [key.encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and scope["path"].startswith("/v1/")
-        if not guarded or not self._api_keys:
-            await self._app(scope, receive, send)
-            return
-        number = self._number(Headers(scope=scope))
-        if number is None:
-            error = ApiError("missing or wrong API key", code="invalid_api_key", status=401)
-            await send_invalid(send, error)
-            return
-        await self._app({**scope, TENANT: f"key-{number}"}, receive, send)
-
-    def _number(self, headers: Headers) -> int | None:
-        """Which of the keys came, from 0 on; None: no known one."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # All keys are compared, and each in constant time, so that timing tells nothing.
-        same = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._api_keys]
-        return same.index(True) if scheme.lower() == "bearer" and any(same) else None
 
 
 # ---------------------------------------------------------------- everything else

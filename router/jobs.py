@@ -10,6 +10,7 @@ import msgspec
 from starlette.types import Receive
 
 from engine.messages import RequestId
+from router.access.keys import Tenant
 from router.answers import TextRules
 from router.openai_schema import (
     ApiError,
@@ -41,7 +42,6 @@ class GatewaySettings:
     default_max_tokens: int | None = None  # None: the rest of the context
     max_choices: int = 16  # of one answer, those included that `best_of` leaves out
     min_priority: int = 0  # clients may ask for no lower one, which would be served earlier
-    api_keys: tuple[str, ...] = ()  # empty: open to everyone
 
 
 class ClientGone(Exception):
@@ -67,13 +67,13 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A request as it came in. `tenant` is None where nobody needs a key."""
+    """A request as it came in."""
 
     data: bytes
     request_id: RequestId
     random_seed: int
     received_s: float
-    tenant: str | None
+    tenant: Tenant
     version: str | None  # that was asked for
     affinity: str | None
 
@@ -137,8 +137,8 @@ def parse(call: Call, body_type: type[Body], versions: Versions, settings: Gatew
         call.received_s,
         prompt_logprobs=prompt_logprobs_of(body),
         priority=priority_of(body, settings.min_priority),
-        # Who needs a key could otherwise get a turn more for each name that it thinks of.
-        tenant=(body.user or "") if call.tenant is None else call.tenant,
+        # The holder of a key would otherwise get a turn more for each `user` that it invents.
+        tenant=call.tenant.name or body.user or "",
         deadline_s=_after(call.received_s, body.slo_ttft_ms),
         tpot_bound_s=_after(0.0, body.slo_tpot_ms),
     )

@@ -174,7 +174,15 @@ class Histogram(Collector):
 class GatewayMetrics:
     """Histograms and counters of one gateway."""
 
-    def __init__(self, versions: Versions, *, version: str, process: str | None = None) -> None:
+    def __init__(
+        self,
+        versions: Versions,
+        *,
+        version: str,
+        process: str | None = None,
+        key_events: Mapping[str, int] | None = None,
+    ) -> None:
+        """`key_events` are counted elsewhere: refused keys, and reloads of their file."""
         self._versions = port = versions
         self._version = version
         self._process = process
@@ -211,6 +219,8 @@ class GatewayMetrics:
         self.num_in_flight = 0
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self._own += [_Counts(self), _Queue(port), _Forecasts(port), _Shares(versions)]
+        if key_events is not None:
+            self._own.append(_KeyEvents(key_events))
 
     @contextmanager
     def request(self) -> Iterator["RequestMeter"]:
@@ -372,6 +382,21 @@ class _Counts(Collector):
         for outcome, count in metrics.num_by_outcome.items():
             ended.add_metric([outcome], count)
         yield ended
+
+
+class _KeyEvents(Collector):
+    """What became of keys and of their file."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        events = CounterMetricFamily(
+            "baton_key_events", "Refused keys, reloads of the keys file", labels=["event"]
+        )
+        for event, count in self._counts.items():
+            events.add_metric([event], count)
+        yield events
 
 
 class _Queue(Collector):

@@ -47,7 +47,8 @@ def config(machine) -> Path:
         "cluster: onprem.yaml\n"
         "worker: {kv_mib: 64}\n"
         "pools: {prefill_resource: prefill_node, decode_resource: decode_node}\n"
-        "gateway: {model_name: baton-bundled, processes: 2, api_keys: [a-key-of-the-tests]}\n"
+        "gateway: {model_name: baton-bundled, processes: 2,"
+        " keys_file: ~/.baton/keys.json}\n"
     )
     return path
 
@@ -85,12 +86,18 @@ def baton(
     return machine.python(*command, timeout_s=UP_TIMEOUT_S, check=check)
 
 
-def ask(machine: Island, max_tokens: int) -> list[str]:
+@pytest.fixture(scope="module")
+def key(machine, up) -> str:
+    """Made after the gateways started: they find it by themselves."""
+    return machine.python("-m", "deploy.cli", "keys", "add", "tests", timeout_s=60).stdout.strip()
+
+
+def ask(machine: Island, key: str, max_tokens: int) -> list[str]:
     """One request, with curl: nobody outside reaches its network."""
     body = {"model": "baton-bundled", "prompt": "def f(", "seed": 7, "max_tokens": max_tokens}
     done = machine.run(
         *("curl", "--silent", "--fail-with-body", "--max-time", "60", f"{URL}/v1/completions"),
-        *("-H", "Content-Type: application/json", "-H", "Authorization: Bearer a-key-of-the-tests"),
+        *("-H", "Content-Type: application/json", "-H", f"Authorization: Bearer {key}"),
         *("-d", json.dumps({**body, "ignore_eos": True})),
     )
     return [choice["text"] for choice in json.loads(done.stdout)["choices"]]
@@ -104,15 +111,16 @@ def of(machine: Island, program: str) -> dict[int, str]:
     return {pid: line for pid, line in machine.processes().items() if program in line}
 
 
-def test_up_brings_the_cluster_and_baton_and_says_where(machine, up):
+def test_up_brings_the_cluster_and_baton_and_says_where(machine, up, key):
     assert f"serving at {URL}" in up.stderr
     assert "prefill-0" in up.stderr
     assert "all as wanted" in up.stderr
-    assert ask(machine, 8)
+    assert ask(machine, key, 8)
 
 
-def test_nobody_else_may_read_the_keys_on_the_head(machine, up):
+def test_nobody_else_may_read_the_keys_on_the_head(machine, key):
     assert (machine.home / ".baton/baton.yaml").stat().st_mode & 0o077 == 0
+    assert (machine.home / ".baton/keys.json").stat().st_mode & 0o077 == 0
     assert (machine.home / ".baton/redis.conf").stat().st_mode & 0o077 == 0
 
 
@@ -125,8 +133,8 @@ def test_up_again_leaves_everything_as_it_is(machine, config, up):
     assert len(of(machine, "ray::_Actor")) == 4  # two workers, two gateways
 
 
-def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everything(machine, up):
-    expected = ask(machine, 40)
+def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everything(machine, key):
+    expected = ask(machine, key, 40)
     (gcs,), (keeper,) = of(machine, "gcs/gcs_server"), of(machine, "deploy.gcs_keeper")
     actors = set(of(machine, "ray::_"))
     send(machine, signal.SIGSTOP, keeper)  # so that it is dead for a while
@@ -134,7 +142,7 @@ def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everythi
     clock = MonotonicClock()
     end_s = clock.now_s() + DEAD_S
     while clock.now_s() < end_s:
-        assert ask(machine, 40) == expected
+        assert ask(machine, key, 40) == expected
     assert not of(machine, "gcs/gcs_server")
     send(machine, signal.SIGCONT, keeper)
     poll_until(lambda: of(machine, "gcs/gcs_server"), "the keeper has started another one", 20)
@@ -145,7 +153,7 @@ def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everythi
     )
     assert machine.python("-c", script).stdout.split() == ["ran", "True", "True"]
     assert set(of(machine, "ray::_")) >= actors
-    assert ask(machine, 40) == expected
+    assert ask(machine, key, 40) == expected
 
 
 def test_status_shows_nodes_and_workers(machine, config, up):
@@ -155,15 +163,15 @@ def test_status_shows_nodes_and_workers(machine, config, up):
     assert f"serving at {URL}" in shown
 
 
-def test_pools_are_changed_on_the_head_while_it_serves(machine, config, up):
-    expected = ask(machine, 8)
+def test_pools_are_changed_on_the_head_while_it_serves(machine, config, key):
+    expected = ask(machine, key, 8)
     command = ("-m", "deploy.cli", "pools", "set", "decode=2")
     assert "done" in machine.python(*command, timeout_s=UP_TIMEOUT_S).stdout
     assert "decode-1" in baton(machine, "status", config).stderr
-    assert ask(machine, 8) == expected
+    assert ask(machine, key, 8) == expected
 
 
-def test_another_controller_takes_over_when_it_is_killed(machine, config, up):
+def test_another_controller_takes_over_when_it_is_killed(machine, config, key):
     services = of(machine, "ray::_Actor")
     (controller,) = of(machine, "ray::_ControllerActor")
     send(machine, signal.SIGKILL, controller)
@@ -174,7 +182,7 @@ def test_another_controller_takes_over_when_it_is_killed(machine, config, up):
     assert "decode-1" in shown
     assert "all as wanted" in shown
     assert of(machine, "ray::_Actor").keys() == services.keys()
-    assert ask(machine, 8)
+    assert ask(machine, key, 8)
 
 
 def test_down_leaves_nothing_even_where_ray_down_cannot_find_ray(machine, config, up):

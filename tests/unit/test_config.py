@@ -35,9 +35,9 @@ def test_without_any_source_the_defaults_hold():
 
 
 def test_a_file_sets_what_it_names_and_nothing_else(write):
-    config = load(write("[worker]\nkv_mib = 64\n[gateway]\napi_keys = ['a', 'b']\n"))
+    config = load(write("[worker]\nkv_mib = 64\n[gateway]\nkeys_file = '/k'\n"))
     assert config.worker == WorkerConfig(kv_mib=64)
-    assert config.gateway == GatewayConfig(api_keys=("a", "b"))
+    assert config.gateway == GatewayConfig(keys_file="/k")
     assert config.router == RouterConfig()
 
 
@@ -48,16 +48,15 @@ def test_the_environment_overrides_the_file_and_flags_override_both(write):
     assert (worker.kv_mib, worker.block_size, worker.chunk_tokens) == (1, 2, 3)
 
 
-def test_a_list_in_the_environment_is_what_is_between_commas():
-    assert load(environment={"BATON_GATEWAY__API_KEYS": "one"}).gateway.api_keys == ("one",)
-    keys = load(environment={"BATON_GATEWAY__API_KEYS": "one, another"}).gateway.api_keys
-    assert keys == ("one", "another")
+@pytest.mark.parametrize("path", ["", "keys.json", "./keys.json"])
+def test_a_keys_file_that_depends_on_the_working_directory_is_an_error(path):
+    with pytest.raises(ConfigError, match="absolute path"):
+        load(environment={"BATON_GATEWAY__KEYS_FILE": path})
 
 
-@pytest.mark.parametrize("keys", ["", "one,", ",one", "one,,another"])
-def test_an_empty_key_is_an_error_and_does_not_open_the_gateway(keys):
-    with pytest.raises(ConfigError, match="empty key"):
-        load(environment={"BATON_GATEWAY__API_KEYS": keys})
+def test_keys_themselves_are_no_setting():
+    with pytest.raises(ConfigError, match="api_keys"):
+        load(environment={"BATON_GATEWAY__API_KEYS": "secret"})
 
 
 def test_values_of_the_environment_are_read_as_what_they_are_for():
@@ -120,7 +119,7 @@ def test_an_unknown_key_is_named_wherever_it_comes_from(name, write):
         ("worker.kv_transport", "carrier pigeon"),
         ("worker.threads", "all"),
         ("router.queue_timeout_s", "soon"),
-        ("gateway.api_keys", 3),
+        ("gateway.keys_file", 3),
         ("gateway.port", "http"),
     ],
 )

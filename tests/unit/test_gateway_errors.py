@@ -4,6 +4,7 @@ import asyncio
 import re
 
 import pytest
+from access_kit import key_file
 from test_gateway_kit import (
     CONTEXT_LEN,
     TIMELINE,
@@ -332,21 +333,37 @@ def test_a_wrong_method_is_405():
     assert_error(post(make_app(FakeRouter()), "/health", {}), 405, "method_not_allowed")
 
 
+@pytest.fixture
+def key_pair(tmp_path):
+    return key_file(tmp_path / "keys.json", "key-1", "key-2")
+
+
 @pytest.mark.parametrize(
-    "header", ["", "Bearer", "Bearer wrong", "Basic key-2", "Bearer kéy", "key-2"]
+    "header",
+    [
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"Bearer wrong",
+        b"Basic key-2",
+        b"Bearer k\xe9y",  # latin-1
+        "Bearer kéy-🔑".encode(),
+        b"Bearer \xff\xfe",
+        b"\xc3\xa9 key-2",
+        b"Bearer " + b"k" * 60_000,
+        b"key-2",
+    ],
 )
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/x")]
+    ("method", "path"),
+    [("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/x"), ("GET", "/x"), ("GET", "//health")],
 )
-def test_without_a_known_key_the_api_is_401(header, method, path):
-    app = make_app(FakeRouter(), api_keys=("key-1", "key-2"))
-    headers = {"authorization": header} if header else {}
+def test_without_a_known_key_the_api_is_401(key_pair, header, method, path):
+    app = make_app(FakeRouter(), keys=key_pair)
 
     async def ask():
         connection = Connection(app, method, path, {})
-        connection._scope["headers"] = [
-            (name.encode(), value.encode("latin-1")) for name, value in headers.items()
-        ]
+        connection._scope["headers"] = [(b"authorization", header)] if header else []
         connection.put_body(b"{}")
         return await connection.run()
 
@@ -354,14 +371,20 @@ def test_without_a_known_key_the_api_is_401(header, method, path):
 
 
 @pytest.mark.parametrize("header", ["Bearer key-1", "bearer key-2"])
-def test_any_of_the_keys_opens(header):
-    app = make_app(FakeRouter(), api_keys=("key-1", "key-2"))
+def test_any_of_the_keys_opens(key_pair, header):
+    app = make_app(FakeRouter(), keys=key_pair)
     assert post(app, COMPLETIONS, {"prompt": "yo"}, authorization=header).status == 200
 
 
-def test_health_and_metrics_need_no_key():
-    app = make_app(FakeRouter(), api_keys=("key-1",))
+def test_health_and_metrics_need_no_key(key_pair):
+    app = make_app(FakeRouter(), keys=key_pair)
     assert [get(app, path).status for path in ("/health", "/ready", "/metrics")] == [200] * 3
+
+
+def test_refused_keys_are_counted(key_pair):
+    app = make_app(FakeRouter(), keys=key_pair)
+    assert get(app, "/v1/models").status == 401
+    assert b'baton_key_events_total{event="refused"} 1.0' in get(app, "/metrics").body
 
 
 # ---------------------------------------------------------------- the router's refusals

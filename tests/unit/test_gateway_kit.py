@@ -193,8 +193,13 @@ def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings:
 
 
 def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any:
+    keys = settings.pop("keys", None)
     return create_app(
-        versions, settings=GatewaySettings(**settings), clock=clock, rng=random.Random(1)
+        versions,
+        settings=GatewaySettings(**settings),
+        clock=clock,
+        rng=random.Random(1),
+        keys=keys,
     )
 
 

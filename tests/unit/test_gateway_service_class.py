@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from access_kit import key_file
 from test_gateway_kit import (
     STOP,
     TIMELINE,
@@ -33,10 +34,10 @@ SCRIPT = [tokens("a", timeline=PLACED), tokens("b"), tokens("c", outcome=STOP, t
 HEADER = "x-baton-decision"
 
 
-def asked(fields, *, api_keys=(), min_priority=0, **headers):
+def asked(fields, *, keys=None, min_priority=0, **headers):
     """The request that the router got."""
     router = FakeRouter()
-    app = make_app(router, api_keys=api_keys, min_priority=min_priority)
+    app = make_app(router, keys=keys, min_priority=min_priority)
     reply = post(app, "/v1/completions", {"prompt": "yo", **fields}, **headers)
     assert reply.status == 200
     return router.requests[0]
@@ -80,10 +81,11 @@ def test_without_keys_a_tenant_is_who_it_says_it_is():
     assert asked({"user": "somebody"}).tenant == "somebody"
 
 
-def test_with_keys_a_tenant_is_its_key_whatever_it_says():
+def test_with_keys_a_tenant_is_its_key_whatever_it_says(tmp_path):
     keys = ("secret-one", "secret-two")
+    file = key_file(tmp_path / "keys.json", *keys)
     tenants = [
-        asked({"user": name}, api_keys=keys, authorization=f"Bearer {key}").tenant
+        asked({"user": name}, keys=file, authorization=f"Bearer {key}").tenant
         for key in keys
         for name in ("me", "somebody else")
     ]
@@ -120,6 +122,18 @@ def test_of_several_choices_the_first_ones_decision_is_told():
     ]
     reply = chat(FakeRouter(SCRIPT, follows), {"n": 2}, x_baton_decision="1")
     assert msgspec.json.decode(reply.headers[HEADER])["prefill_worker"] == "p0"
+
+
+@pytest.mark.parametrize("may_debug", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_of_the_deployment_only_keys_that_may_debug_are_told(tmp_path, may_debug, stream):
+    file = key_file(tmp_path / "keys.json", "secret", debug=may_debug)
+    app = make_app(FakeRouter(SCRIPT), keys=file)
+    headers = {"x_baton_decision": "1", "x_baton_timeline": "1", "authorization": "Bearer secret"}
+    reply = post(app, "/v1/completions", {"prompt": "yo", "stream": stream}, **headers)
+    assert reply.status == 200
+    assert (HEADER in reply.headers) == may_debug
+    assert (b"baton_timeline" in reply.body) == may_debug
 
 
 def test_where_the_router_gave_no_reasons_none_are_told():

@@ -23,13 +23,13 @@ def file(tmp_path) -> Path:
 def test_the_file_holds_cluster_model_pools_and_batons_configuration(file):
     file.write_text(
         "cluster: onprem.yaml\nmodel: hf://org/name@v1\npools: {prefill: 3, decode: 5}\n"
-        "gateway: {host: 0.0.0.0, api_keys: [one]}\nworker: {kv_mib: 64}\n"
+        "gateway: {host: 0.0.0.0, keys_file: ~/k}\nworker: {kv_mib: 64}\n"
     )
     config = load_up_config(file)
     assert config.cluster == file.parent / "onprem.yaml"
     assert config.model == "hf://org/name@v1"
     assert pools_of(config.config.pools) == Pools(3, 5)
-    assert config.config.gateway.api_keys == ("one",)
+    assert config.config.gateway.keys_file == "~/k"
     assert config.config.worker.kv_mib == 64
     assert isinstance(cluster_of(config), RayUp)
 

@@ -1,0 +1,143 @@
+"""API keys as they are kept: by hash, each with a name, an expiry, a group and limits. Pure.
+
+A key is 256 random bits. A SHA-256 hides it: no guess can succeed, so a slow hash would protect
+nothing and cost the gateway time. The hash is looked up in a dictionary. How long that takes
+depends on the hash of what came, which a client cannot steer towards a stored one.
+"""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from hashlib import sha256
+from typing import Annotated
+
+import msgspec
+
+from engine.errors import ConfigError
+from router.limits import KeyLimits
+
+KEY_PREFIX = "baton-"  # tells what a leaked string is, to people and to secret scanners
+KEY_BYTES = 32
+MAX_KEY_BYTES = 256  # of what a client sends; longer is not hashed
+MAX_KEYS = 10_000
+_FILE_VERSION = 1
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z")]
+KeyHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Instant = Annotated[datetime, msgspec.Meta(tz=True)]
+
+
+class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One key. Without a `group` it shares cached prefixes with no other key."""
+
+    name: Name
+    hash: KeyHash
+    created: Instant
+    expires: Instant | None = None
+    group: Name | None = None
+    limits: KeyLimits = KeyLimits()
+    debug: bool = False  # may ask for decisions and timelines, which tell of the whole deployment
+
+
+class Tenant(msgspec.Struct, frozen=True):
+    """The holder of a key, as the gateway knows it. Equal `sharing` shares cached prefixes."""
+
+    name: str
+    sharing: str
+    limits: KeyLimits
+    may_debug: bool
+
+
+# The client of a gateway without keys.
+ANONYMOUS = Tenant(name="", sharing="", limits=KeyLimits(), may_debug=True)
+
+
+class KeysError(ConfigError):
+    """Keys that cannot be read, or a change to them that cannot be made."""
+
+
+class KeyTable:
+    """All keys, by hash."""
+
+    def __init__(self, records: Iterable[KeyRecord] = ()) -> None:
+        self._entries = {record.hash: (_tenant_of(record), _end_s(record)) for record in records}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: bytes, unix_s: float) -> Tenant | None:
+        """The holder of a key; None for an unknown or expired one."""
+        if len(key) > MAX_KEY_BYTES:
+            return None
+        entry = self._entries.get(hash_of(key))
+        if entry is None:
+            return None
+        tenant, end_s = entry
+        return tenant if unix_s < end_s else None
+
+
+def new_key() -> str:
+    """A random key."""
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def hash_of(key: bytes) -> str:
+    """What is kept of a key."""
+    return sha256(key).hexdigest()
+
+
+def with_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[KeyRecord, ...]:
+    """All keys and one more. Raises KeysError."""
+    return _checked((*records, record))
+
+
+def without_key(records: Sequence[KeyRecord], name: str) -> tuple[KeyRecord, ...]:
+    """All keys but the one of that name. Raises KeysError."""
+    kept = tuple(record for record in records if record.name != name)
+    if len(kept) == len(records):
+        raise KeysError(f"no key is called {name!r}")
+    return kept
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    keys: tuple[KeyRecord, ...]
+
+
+def decode_keys(data: bytes) -> tuple[KeyRecord, ...]:
+    """The contents of a keys file. Raises KeysError."""
+    try:
+        file = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise KeysError(str(error)) from error
+    if file.version != _FILE_VERSION:
+        raise KeysError(f"its version is {file.version}, and only {_FILE_VERSION} is known")
+    return _checked(file.keys)
+
+
+def encode_keys(records: Sequence[KeyRecord]) -> bytes:
+    """The contents of a keys file, for people to read too."""
+    return msgspec.json.format(msgspec.json.encode(_File(_FILE_VERSION, tuple(records)))) + b"\n"
+
+
+def _checked(records: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
+    if len(records) > MAX_KEYS:
+        raise KeysError(f"there are more than {MAX_KEYS} keys")
+    names: set[str] = set()
+    hashes: set[str] = set()
+    for record in records:
+        if record.name in names or record.hash in hashes:
+            raise KeysError(f"the key {record.name!r} is there twice")
+        names.add(record.name)
+        hashes.add(record.hash)
+    return records
+
+
+def _tenant_of(record: KeyRecord) -> Tenant:
+    """Without a group a key shares with itself: by hash, since a name can be given again."""
+    sharing = f"key:{record.hash}" if record.group is None else f"group:{record.group}"
+    return Tenant(record.name, sharing, record.limits, record.debug)
+
+
+def _end_s(record: KeyRecord) -> float:
+    return float("inf") if record.expires is None else record.expires.timestamp()

@@ -1,0 +1,42 @@
+"""A keys file for tests, and a clock and a calendar that a test sets."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from router.access.file import KeyFile, change_keys
+from router.access.keys import KeyRecord, hash_of
+
+CREATED = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class SetClock:
+    """Monotonic seconds and the time of day, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.unix_s = CREATED.timestamp()
+
+    def now_s(self) -> float:
+        return self.seconds
+
+
+def record(key: str, name: str, **fields: Any) -> KeyRecord:
+    return KeyRecord(name=name, hash=hash_of(key.encode()), created=CREATED, **fields)
+
+
+def write_keys(path: Path, *records: KeyRecord) -> None:
+    change_keys(path, lambda _: records)
+
+
+def key_file(path: Path, *keys: str, clock: SetClock | None = None, **fields: Any) -> KeyFile:
+    """An open file that holds these keys, called `one`, `two` and so on."""
+    names = ("one", "two", "three")
+    write_keys(path, *(record(k, n, **fields) for k, n in zip(keys, names, strict=False)))
+    return open_keys(path, clock or SetClock())
+
+
+def open_keys(path: Path, clock: SetClock) -> KeyFile:
+    keys = KeyFile(path, clock, lambda: clock.unix_s)
+    keys.open()
+    return keys
