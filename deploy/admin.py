@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -63,10 +62,15 @@ from engine.config import AdminConfig
 from engine.control import SERVING_ROLES, Pools, Version
 from engine.errors import ConfigError
 from engine.messages import WorkerId
+from router.edge.limits import Book, EdgeLimits
+from router.edge.listener import Listener
 
 MAX_BODY_BYTES = 64 * 2**10
 MAX_STEPS = 200  # of the history, in one answer
 CLOSE_TIMEOUT_S = 5.0
+LIMITS = EdgeLimits(
+    max_connections=256, max_connections_per_address=256, max_bodies_bytes=16 * 2**20
+)
 
 T = TypeVar("T")
 
@@ -78,7 +82,7 @@ class AdminService:
         self._controller = controller
         self._config = config
         self._clock = clock
-        self._server: uvicorn.Server | None = None
+        self._listener: Listener | None = None
         self._file: Path | None = None
 
     async def open(self) -> str:
@@ -101,19 +105,16 @@ class AdminService:
             sock.close()
             raise
         app = admin_app(self._controller, key=config.key, clock=self._clock)
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
-        )
-        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        self._listener = Listener(app, Book(LIMITS))
+        self._listener.open(sock)
         return url
 
     async def close(self) -> None:
         """Answers no more; the controller is closed too."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
-        if self._server is not None:
-            self._server.should_exit = True
-            await asyncio.wait([self._serving], timeout=CLOSE_TIMEOUT_S)
+        if self._listener is not None:
+            await self._listener.close(CLOSE_TIMEOUT_S, lambda: None)
         await self._controller.close()
 
 

@@ -9,13 +9,13 @@ import gc
 import logging
 import os
 import random
+import resource
 import socket
 import threading
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
-import uvicorn
 import uvloop
 
 from deploy.model_source import Parts, default_cache, is_remote, local_model
@@ -29,7 +29,8 @@ from engine.messages import Role, WorkerId
 from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
 from router.access.file import KeyFile
-from router.connection import Connection
+from router.edge.limits import Book, EdgeLimits
+from router.edge.listener import BACKLOG, Listener
 from router.gateway import create_app
 from router.jobs import GatewaySettings
 from router.membership import ControlServer
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 300.0  # a fetch of the model not counted
 CLOSE_TIMEOUT_S = 30.0
-BACKLOG = 2048  # connections
+OTHER_DESCRIPTORS = 1024  # of a gateway, beside its clients' connections
 LINK_TIMEOUT_S = 10.0  # a gateway that has no worker by then answers 503 until it has
 
 
@@ -239,6 +240,7 @@ class GatewayService:
         rng = random.Random(os.urandom(16))
         if spec.siblings is not None:
             self._siblings = Siblings(Path(spec.siblings), str(spec.process))
+        book = Book(_limits_of(config))
         app = create_app(
             self._routers.versions,
             settings=settings,
@@ -246,6 +248,7 @@ class GatewayService:
             rng=rng,
             keys=keys,
             siblings=self._siblings,
+            edge=book,
         )
         if self._siblings is not None:
             await self._siblings.open()
@@ -253,18 +256,7 @@ class GatewayService:
         missing = await self._routers.routers()[first.name].wait_until_ready(LINK_TIMEOUT_S)
         if missing is not None:
             log.warning("serving all the same: %s", missing)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=Connection,
-                proxy_headers=False,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=5,
-                backlog=BACKLOG,
-            )
-        )
+        self._listener = Listener(app, book)
         self._control = ControlServer(
             self._routers,
             token=spec.token,
@@ -274,14 +266,13 @@ class GatewayService:
         )
         control = await self._control.open()
         _listen(sock)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        self._listener.open(sock)
         host, port = sock.getsockname()[:2]
         return GatewayReady(f"http://{host}:{port}", first.model_name, os.getpid(), control)
 
     async def close(self) -> None:
         """Finishes what can be finished in a few seconds, then ends all sessions."""
-        self._server.should_exit = True
-        await asyncio.wait([self._serving], timeout=CLOSE_TIMEOUT_S / 2)
+        await self._listener.close(CLOSE_TIMEOUT_S / 2, lambda: None)
         await self._control.close()
         if self._siblings is not None:
             await self._siblings.close()
@@ -326,6 +317,26 @@ def service_of(kind: str, spec: bytes, *, host: str | None = None) -> tuple[Serv
     if host is not None:
         gateway = msgspec.structs.replace(gateway, control_host=host)
     return GatewayService(gateway), gateway.log_level
+
+
+def _limits_of(config: GatewayConfig) -> EdgeLimits:
+    """What clients may take, as far as this process may have that many descriptors."""
+    wanted = config.max_connections + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            log.warning("gateway.max_connections is bounded by the %d open files allowed", soft)
+    room = wanted if soft == resource.RLIM_INFINITY else soft
+    return EdgeLimits(
+        max_head_bytes=config.max_head_bytes,
+        max_connections=max(
+            1, min(config.max_connections, room - min(room // 2, OTHER_DESCRIPTORS))
+        ),
+        max_connections_per_address=config.max_connections_per_address,
+        head_timeout_s=config.head_timeout_s,
+    )
 
 
 def _bind(config: GatewayConfig, *, is_first: bool) -> socket.socket:

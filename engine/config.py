@@ -173,6 +173,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 16  # of one request: `n`, `best_of`
     record_dir: str | None = None  # each process writes there what its router was told and did
+    # Of each process. A proxy is one address, whatever comes through it.
+    max_connections: int = 8192
+    max_connections_per_address: int = 2048
+    max_head_bytes: int = 32 * 2**10  # of a request: its line and header fields
+    head_timeout_s: float = 10.0  # from the first byte of a request, or from when one is connected
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
@@ -184,9 +189,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             abs(self.min_priority) <= MAX_PRIORITY,
             f"gateway.min_priority must be within ±{MAX_PRIORITY}",
         )
-        _require(self.max_body_bytes > 0, "gateway.max_body_bytes must be positive")
-        _require(self.processes > 0, "gateway.processes must be positive")
-        _require(self.max_choices > 0, "gateway.max_choices must be positive")
+        for name in (
+            *("max_body_bytes", "processes", "max_choices", "max_connections"),
+            *("max_connections_per_address", "max_head_bytes", "head_timeout_s"),
+        ):
+            _require(getattr(self, name) > 0, f"gateway.{name} must be positive")
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

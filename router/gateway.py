@@ -40,6 +40,7 @@ from router.access.file import KeyFile
 from router.access.guard import KeyGuard, tenant_of
 from router.answers import Choice, Piece
 from router.connection import Caller, caller_of, pipe_of
+from router.edge.limits import Book
 from router.jobs import Call, ClientGone, GatewaySettings, Job, check_size, parse, read_body
 from router.metrics import GatewayMetrics, RequestMeter
 from router.openai_schema import Body, ChatBody, CompletionBody
@@ -69,7 +70,7 @@ TIMELINE_HEADER = "x-baton-timeline"
 _SLOW_FIELDS = tuple(name.encode() for name in STRUCTURE_FIELDS)  # grammars take milliseconds
 
 
-def create_app(
+def create_app(  # noqa: PLR0913 - all that an application is wired with
     versions: Versions,
     *,
     settings: GatewaySettings,
@@ -77,15 +78,19 @@ def create_app(
     rng: random.Random,
     keys: KeyFile | None = None,
     siblings: Siblings | None = None,
+    edge: Book | None = None,
 ) -> ASGIApp:
     """The application, to be run by any ASGI server; `siblings` share its port.
 
-    Without `keys` it is open to everyone.
+    `edge` holds the counts of the listener that it is served by, for /metrics. Without `keys` it is
+    open to everyone.
     """
     version = _version()
     process = None if siblings is None else siblings.process
     key_events = None if keys is None else keys.counters
     metrics = GatewayMetrics(versions, version=version, process=process, key_events=key_events)
+    if edge is not None:
+        metrics.watch_edge(edge)
     if siblings is not None:
         siblings.own = metrics.own
     service = _Service(versions, settings, clock, rng, metrics)

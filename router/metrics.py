@@ -52,6 +52,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from engine.messages import LoadReport
+from router.edge.limits import Book
 from router.requests import (
     Cancelled,
     Decision,
@@ -221,6 +222,10 @@ class GatewayMetrics:
         self._own += [_Counts(self), _Queue(port), _Forecasts(port), _Shares(versions)]
         if key_events is not None:
             self._own.append(_KeyEvents(key_events))
+
+    def watch_edge(self, book: Book) -> None:
+        """Exports the counts of the gateway's listener, too."""
+        self._own.append(_Edge(book))
 
     @contextmanager
     def request(self) -> Iterator["RequestMeter"]:
@@ -397,6 +402,23 @@ class _KeyEvents(Collector):
         for event, count in self._counts.items():
             events.add_metric([event], count)
         yield events
+
+
+class _Edge(Collector):
+    """The listener's connections, and what it refused before there was a request."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+
+    def collect(self) -> Iterator[Metric]:
+        book = self._book
+        yield GaugeMetricFamily("baton_connections", "Connections of clients", book.num_connections)
+        refused = CounterMetricFamily(
+            "baton_edge_refusals", "Connections refused or cut", labels=["reason"]
+        )
+        for reason, count in list(book.refusals.items()):
+            refused.add_metric([reason], count)
+        yield refused
 
 
 class _Queue(Collector):

@@ -5,44 +5,24 @@ import os
 import select
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 
-from bench.driven import Driven
-from bench.gateway_worker import NUM_BLOCKS, Options
 from deploy import processes
 from deploy.cluster import Deployment
 from deploy.defaults import BUNDLED_MODEL
-from deploy.launcher import ProcessLauncher
-from deploy.processes import GatewayReady, GatewayService, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.processes import GatewayReady, GatewayService, GatewaySpec
 from engine.config import Config, GatewayConfig, PoolsConfig, RouterConfig
 from engine.control import Intent, Members, Version
 from engine.errors import ConfigError
 from tests.e2e.cluster import NURSERY
+from tests.e2e.null_workers import NullWorkers
 from tests.e2e.served import matching, metrics, poll_until
 
 NUM_REQUESTS = 18
-
-
-class NullWorkers(ProcessLauncher):
-    """Gateways are what they are."""
-
-    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        options = Options(spec.token, pace_s=0.001, token_ids=(300, 301), worker_id=spec.worker_id)
-        argument = msgspec.json.encode(options).decode()
-        self.worker = Driven("worker", [sys.executable, "-m", "bench.gateway_worker", argument])
-        self.worker.start()
-        facts = self.worker.ready(30)
-        return WorkerReady(facts["address"], facts["pid"], 4096, NUM_BLOCKS, 1, 0.0)
-
-    def close(self) -> None:
-        super().close()
-        self.worker.close()
 
 
 def deployment(port: int = 0) -> Deployment:

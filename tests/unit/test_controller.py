@@ -180,22 +180,23 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.wait([never], timeout=0.005)
 
 
-class FakeServer:
-    """Uvicorn's."""
+class FakeListener:
+    """Takes no connection."""
 
-    should_exit = False
-
-    def __init__(self, _config: object) -> None:
+    def __init__(self, _app: object, _book: object) -> None:
         pass
 
-    async def serve(self, sockets: list[object]) -> None:
+    def open(self, _sock: object) -> None:
+        pass
+
+    async def close(self, _drain_timeout_s: float, _cut: object) -> None:
         pass
 
 
 def test_another_controller_takes_over_while_no_gateway_runs(play, monkeypatch, tmp_path):
     sock = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 7), close=lambda: None)
     monkeypatch.setattr(admin.socket, "create_server", lambda _: sock)
-    monkeypatch.setattr(admin.uvicorn, "Server", FakeServer)
+    monkeypatch.setattr(admin, "Listener", FakeListener)
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path))
 
     async def scene(world: World) -> None:

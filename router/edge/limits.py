@@ -1,0 +1,139 @@
+"""What clients of a listener may take: connections, bytes and time.
+
+Pure: no socket, no clock. `Book` admits connections and counts refusals; `Pace` says of one
+connection when it is overdue. A listener asks once a second, so no connection needs timers.
+
+A request's head is its request line and header fields. Its clock starts with the connection, or
+with the first byte after the request before; the body's clock starts when the head is complete.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeLimits:
+    """What one listener allows."""
+
+    max_head_bytes: int = 32 * 2**10  # also of what comes between parts of a body, as trailers do
+    max_headers: int = 100
+    max_pipelined: int = 8  # requests of a connection that wait for the answer before theirs
+    max_bodies_bytes: int = 256 * 2**20  # of all bodies that have come in part
+    max_connections: int = 8192
+    max_connections_per_address: int = 2048
+    head_timeout_s: float = 10.0  # a TLS handshake has as long
+    body_timeout_s: float = 30.0
+    stall_timeout_s: float = 60.0  # a client that takes nothing of its answer for so long
+    linger_s: float = 2.0  # what comes after a last answer is read and thrown away for so long
+
+    @property
+    def sweep_every_s(self) -> float:
+        """How often a listener looks for connections that are overdue."""
+        timeouts = (self.head_timeout_s, self.body_timeout_s, self.stall_timeout_s, self.linger_s)
+        return min(1.0, min(timeouts) / 4)
+
+
+class Overdue(StrEnum):
+    """Why a connection is closed."""
+
+    SILENT = "no request came"
+    HEAD = "the head of a request took too long"
+    BODY = "the body of a request took too long"
+    STALLED = "the client took nothing of its answer"
+    LINGER = "the last answer was sent"
+
+
+class Book:
+    """The one owner of a listener's counts."""
+
+    def __init__(self, limits: EdgeLimits) -> None:
+        self.limits = limits
+        self.num_connections = 0
+        self.bodies_bytes = 0  # of bodies that have come in part
+        self.refusals: Counter[str] = Counter()  # by reason
+        self._of_address: Counter[str] = Counter()
+
+    def admit(self, address: str) -> str | None:
+        """Counts a connection; or returns why it may not stay."""
+        if self.num_connections >= self.limits.max_connections:
+            return self.refuse("too many connections")
+        if self._of_address[address] >= self.limits.max_connections_per_address:
+            return self.refuse("too many connections of one address")
+        self.num_connections += 1
+        self._of_address[address] += 1
+        return None
+
+    def leave(self, address: str) -> None:
+        """An admitted connection is over."""
+        self.num_connections -= 1
+        self._of_address[address] -= 1
+        if not self._of_address[address]:
+            del self._of_address[address]
+
+    def refuse(self, reason: str) -> str:
+        """Counts a refusal; returns its reason."""
+        self.refusals[reason] += 1
+        return reason
+
+    def validate(self) -> None:
+        """Raises AssertionError unless the counts agree."""
+        assert self.num_connections == sum(self._of_address.values())
+        assert all(number > 0 for number in self._of_address.values())
+        assert self.bodies_bytes >= 0
+
+
+@dataclass(slots=True)
+class Pace:
+    """Since when one connection owes what it owes; None: it owes nothing of that kind."""
+
+    head_s: float | None  # the head of a request
+    body_s: float | None = None  # the rest of a body
+    last_s: float | None = None  # its last answer was sent
+    has_begun: bool = False  # some byte of the head has come
+    num_unsent: int = 0  # bytes of answers, when it was last looked at
+    stall_s: float | None = None  # since when these have not become fewer
+
+    def await_head(self, now_s: float) -> None:
+        """The next head is due."""
+        self.head_s, self.body_s, self.has_begun = now_s, None, False
+
+    def begin_body(self, now_s: float) -> None:
+        """A head is complete."""
+        self.head_s, self.body_s = None, now_s
+
+    def end_message(self) -> None:
+        """A request is complete. Until a byte of the next one comes nothing is due."""
+        self.head_s = self.body_s = None
+
+    def resume(self, now_s: float) -> None:
+        """An answer is sent; what has come of the next request had to wait for that."""
+        if self.head_s is not None:
+            self.head_s = now_s
+        if self.body_s is not None:
+            self.body_s = now_s
+
+    def overdue(
+        self, now_s: float, limits: EdgeLimits, *, num_unsent: int, is_answered: bool
+    ) -> Overdue | None:
+        """Why the connection has to be closed now, if it has to.
+
+        A request may wait for as long as the answer before it takes.
+        """
+        if self._has_stalled(now_s, limits.stall_timeout_s, num_unsent):
+            return Overdue.STALLED
+        if self.last_s is not None:
+            return Overdue.LINGER if now_s - self.last_s >= limits.linger_s else None
+        if is_answered:
+            return None
+        if self.head_s is not None and now_s - self.head_s >= limits.head_timeout_s:
+            return Overdue.HEAD if self.has_begun else Overdue.SILENT
+        if self.body_s is not None and now_s - self.body_s >= limits.body_timeout_s:
+            return Overdue.BODY
+        return None
+
+    def _has_stalled(self, now_s: float, timeout_s: float, num_unsent: int) -> bool:
+        if not num_unsent or num_unsent < self.num_unsent or self.stall_s is None:
+            self.stall_s = now_s if num_unsent else None
+        self.num_unsent = num_unsent
+        return self.stall_s is not None and now_s - self.stall_s >= timeout_s
