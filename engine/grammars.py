@@ -20,11 +20,11 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -36,7 +36,10 @@ from engine.messages import Grammar, GrammarKind
 
 MAX_SOURCE_LEN = 128 * 2**10  # characters
 MAX_MESSAGE_LEN = 300  # characters of what the compiler says
-MAX_LEXER_STATES = 50_000  # of about 2 kB each
+MAX_LEXER_STATES = 16_000  # of about 2 kB each
+COMPILING_FUEL = 500_000  # expressions; the largest schemas in use take as many
+MASK_FUEL = 100_000  # expressions for one mask
+MASK_ITEMS = 10_000  # of the parser, for one mask: 0.1 s where rules are ambiguous
 MAX_CACHED = 64  # grammars
 MAX_TOKEN_S = 0.1  # of computing, for one token; large schemas take 0.04
 STACK_BYTES = 256 * 2**20  # address space, of which little is touched
@@ -50,8 +53,12 @@ _JSON_OPTIONS = {
 }
 _JSON = "%json"
 _NEEDS_TOKENIZER = "no tokenizer"  # how llguidance's warnings about special tokens begin
-_RULE_OPTIONS = re.compile(r"^\s*[?!]?[\w-]+\s*(?:\{[^}]*\}|::?[\w-]+)?\s*\[([^\]]*)\]\s*:", re.M)
-_REFUSED_OPTION = re.compile(r"\b(max_tokens|stop|stop_capture|temperature)\b")
+# Each alternative takes what it begins, to its end or the end of the line: one pass over a source.
+_LARK_TOKEN = re.compile(
+    r"""//[^\n]*+|"(?:\\.|[^"\\\n])*+"?+|/(?:\\.|[^/\\\n])*+/?+|[\w-]++|\s++|.""", re.DOTALL
+)
+_REFUSED_OPTIONS = {"max_tokens", "stop", "stop_capture", "temperature"}
+_BLANK = re.compile(r"\s*+")
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
 _QUOTED_LINES = re.compile(r"\n +\d+ \| ")
 
@@ -276,19 +283,36 @@ def _from_lark(source: str) -> str:
     """The options come last, so that line numbers in errors are the client's."""
     if source.lstrip().startswith("{"):
         raise GrammarError("a grammar must be written in Lark")
-    for options in _RULE_OPTIONS.finditer(source):
-        if (option := _REFUSED_OPTION.search(options[1])) is not None:
-            raise GrammarError(f"the option {option[0]} is not supported")
-    lark, begin = "", 0
+    for option in _rule_options(source):
+        if option in _REFUSED_OPTIONS:
+            raise GrammarError(f"the option {option} is not supported")
+    parts, begin = list[str](), 0
     while (found := source.find(_JSON, begin)) >= 0:
-        text = source[found + len(_JSON) :].lstrip()
+        at = _BLANK.match(source, found + len(_JSON)).end()  # type: ignore[union-attr]
         try:
-            schema, length = json.JSONDecoder().raw_decode(text)
+            schema, end = _decoder.raw_decode(source, at)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"{_JSON}: {error}") from error
-        lark += source[begin:found] + _json_directive(schema)
-        begin = len(source) - len(text) + length
-    return f"{lark}{source[begin:]}\n{_HEADER}"
+        parts += [source[begin:found], _json_directive(schema)]
+        begin = end
+    return "".join([*parts, source[begin:], "\n", _HEADER])
+
+
+def _rule_options(source: str) -> Iterator[str]:
+    """The words between brackets that a colon follows, where rules have their options."""
+    words, depth, ended = list[str](), 0, False
+    for found in _LARK_TOKEN.finditer(source):
+        token = found[0]
+        if token == "[":
+            words, depth = [] if depth == 0 else words, depth + 1
+        elif token == "]":
+            depth = max(depth - 1, 0)
+        elif token == ":" and ended:
+            yield from words
+        elif depth > 0:
+            words.append(token)
+        if not token.isspace() and not token.startswith("//"):
+            ended = token == "]" and depth == 0
 
 
 def _json_directive(schema: object) -> str:
@@ -298,9 +322,17 @@ def _json_directive(schema: object) -> str:
 
 def _decoded(source: str) -> object:
     try:
-        return json.loads(source)
+        return json.loads(source, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the schema is not valid JSON: {error}") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    """Refuses what Python takes for JSON, and JSON does not have."""
+    raise ValueError(f"{name} is no number")
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _compile(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
@@ -326,7 +358,13 @@ def _warnings(messages: Sequence[str]) -> list[str]:
 
 
 def _limits() -> LLParserLimits:
-    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    return LLParserLimits(
+        initial_lexer_fuel=COMPILING_FUEL,
+        step_lexer_fuel=MASK_FUEL,
+        step_max_items=MASK_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
 
 
 _stack_size_lock = threading.Lock()

@@ -13,6 +13,7 @@ What is refused here, and why:
 - `prefixItems` with `additionalItems`, of which drafts differ on the former
 - patterns in which Rust's syntax of character classes differs from ECMA-262's
 - more nesting, references included, than a compiler's stack should be trusted with
+- what the compiler's work grows with the square or the product of: properties, `multipleOf`
 
 Sources: JSON Schema 2020-12, core and validation; RFC 3339 §5.6; llguidance, docs/json_schema.md.
 """
@@ -20,7 +21,7 @@ Sources: JSON Schema 2020-12, core and validation; RFC 3339 §5.6; llguidance, d
 import re
 from collections.abc import Iterator
 from decimal import Decimal
-from math import prod
+from math import lcm
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -29,7 +30,9 @@ from engine.errors import GrammarError
 MAX_NESTING = 64  # subschemas inside one another
 MAX_DEPTH = 200  # the same, through references too
 MAX_EXACT_INT = 2**53  # beyond, not every integer is a double
-MAX_COMMON_MULTIPLE = 2**31
+MAX_JSON_NESTING = 200  # of the document, values included
+MAX_PROPERTIES = 1000  # of one object: the compiler's work grows with their square
+MAX_COMMON_MULTIPLE = 2**15  # the compiler makes a state of each remainder
 
 Json = Any
 Schema = dict[str, Any]
@@ -60,7 +63,23 @@ def followed(schema: Json) -> Schema:
         raise GrammarError("a schema must be an object or a boolean")
     if schema is False:
         raise GrammarError("nothing satisfies the schema false")
+    check_nesting(schema)
     return {} if schema is True else _Rewriting(schema).result
+
+
+def check_nesting(value: Json) -> None:
+    """Raises GrammarError if JSON is nested deeper than what handles it recursively can go."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_JSON_NESTING:
+            raise GrammarError(f"JSON is nested more than {MAX_JSON_NESTING} deep")
+        inner: list[Json] = []
+        for item in level:
+            if isinstance(item, list):
+                inner += item
+            elif isinstance(item, dict):
+                inner += item.values()
+        level, depth = inner, depth + 1
 
 
 class _Rewriting:
@@ -110,11 +129,16 @@ class _Rewriting:
         return value
 
     def _check_multiples(self) -> None:
-        """The compiler multiplies those that meet in 32 bits, and does not look."""
-        digits = max((-int(m.as_tuple().exponent) for m in self._multiples), default=0)
-        scaled = [m.scaleb(max(digits, 0)) for m in self._multiples]
-        if self._combines and len(scaled) > 1 and prod(scaled) > MAX_COMMON_MULTIPLE:
-            raise _refusal("#", "multipleOf is too fine together with another one")
+        """Bounds the states that the compiler makes of numbers that meet, and of each alone.
+
+        It multiplies those that meet in 32 bits, and does not look.
+        """
+        places = {m: max(-int(m.as_tuple().exponent), 0) for m in self._multiples if m}
+        most = max(places.values(), default=0)
+        alone = max((_scaled(m, digits) for m, digits in places.items()), default=0)
+        met = lcm(*(_scaled(m, most) for m in places)) if self._combines else 0
+        if max(alone, met) > MAX_COMMON_MULTIPLE:
+            raise _refusal("#", f"multipleOf leads to more than {MAX_COMMON_MULTIPLE} remainders")
 
     def _check_references(self) -> None:
         """That all lead somewhere, and how deep they lead: each is followed once, as compiled."""
@@ -146,6 +170,9 @@ def _check_keywords(schema: Schema, at: str) -> None:
     num_required = len({str(name) for name in required}) if isinstance(required, list) else 0
     if isinstance(least, int) and least > num_required + 1:
         raise _refusal(at, "minProperties may exceed the number of required properties by one only")
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+        raise _refusal(at, f"an object has more than {MAX_PROPERTIES} properties")
     for keyword in _NUMBERS:
         if isinstance(schema.get(keyword), bool):
             raise _refusal(at, f"{keyword} must be a number")
@@ -202,6 +229,13 @@ def _numbers_in(value: Json) -> Iterator[int | float]:
 
 def _is_number(value: Json) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _scaled(number: Decimal, digits: int) -> int:
+    """The number times 10**digits, as far as that matters: a larger one is refused as well."""
+    if number.adjusted() + digits > 10:
+        return MAX_COMMON_MULTIPLE + 1
+    return int(number.scaleb(digits))
 
 
 def regex_fault(pattern: str) -> str | None:

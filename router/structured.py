@@ -26,6 +26,7 @@ from typing import Any
 
 from engine.errors import GrammarError, InvalidRequest
 from engine.grammars import check
+from engine.json_schemas import check_nesting
 from engine.messages import Grammar, GrammarKind
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
@@ -136,7 +137,7 @@ def _grammar(kind: str, value: Json, param: str) -> Grammar:
     """The grammar of one of vLLM's kinds."""
     match kind, value:
         case "json", bool() | dict():
-            return Grammar(GrammarKind.JSON_SCHEMA, _dumped(value))
+            return Grammar(GrammarKind.JSON_SCHEMA, _dumped_json(value, param))
         case "json", str():
             return Grammar(GrammarKind.JSON_SCHEMA, value)
         case "json_object", True:
@@ -220,6 +221,7 @@ def _functions(tools: Json) -> dict[str, Json]:
     functions: dict[str, Json] = {}
     for i, tool in enumerate(tools):
         param = f"tools[{i}]"
+        _check_nesting(tool, param)  # the chat template writes all of it
         if _object(tool, param).get("type") != "function":
             raise InvalidRequest(f"{param}.type must be 'function'", param=f"{param}.type")
         function = _object(tool.get("function"), f"{param}.function")
@@ -301,6 +303,19 @@ def _any_of(choices: Sequence[str]) -> str:
 def _quoted(text: str) -> str:
     """A string literal of Lark, whose escapes are those of JSON; directives begin with '%'."""
     return _dumped(text).replace("%", "\\u0025")
+
+
+def _dumped_json(value: Json, param: str) -> str:
+    """What a client sent, as JSON. Raises InvalidRequest if it is nested too deep for that."""
+    _check_nesting(value, param)
+    return _dumped(value)
+
+
+def _check_nesting(value: Json, param: str) -> None:
+    try:
+        check_nesting(value)
+    except GrammarError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
 
 
 def _dumped(value: Json) -> str:

@@ -1,7 +1,9 @@
 """Guides: what they allow is what the grammar says, wherever and however they are asked."""
 
+import contextlib
 import json
 import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from tokenizers import Tokenizer
 
 import engine.model
 from engine.errors import GrammarError
-from engine.grammars import MAX_SOURCE_LEN, LlGuides, check
+from engine.grammars import MAX_SOURCE_LEN, LlGuides, check, to_lark
 from engine.json_schemas import regex_fault
 from engine.messages import Grammar, GrammarKind
 from tests.schemas import allowed_ids, faults, random_schema, terseness, write_answer
@@ -232,6 +234,42 @@ def test_deep_schemas_are_refused_before_they_cost_a_stack():
             check(schema(deep))
 
 
+def test_json_nested_near_pythons_limit_is_refused():
+    for levels in (250, 985, 20_000):
+        text = '{"const": ' + "[" * levels + "]" * levels + "}"
+        for grammar in (Grammar(GrammarKind.JSON_SCHEMA, text), lark(f"start: %json {text}")):
+            with pytest.raises(GrammarError, match=r"nested|recursion"):
+                check(grammar)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 1009}]},
+        {"type": "integer", "multipleOf": 1_000_003},
+        {"type": "number", "multipleOf": 1e-9, "allOf": [{"multipleOf": 3}]},
+        {"properties": {"a": {"multipleOf": 10**12}}},
+    ],
+)
+def test_multiples_with_many_remainders_are_refused(wanted):
+    with pytest.raises(GrammarError, match="remainders"):
+        check(schema(wanted))
+
+
+def test_common_multiples_are_followed():
+    for wanted in ({"multipleOf": 0.000001}, {"allOf": [{"multipleOf": 0.01}, {"multipleOf": 5}]}):
+        check(schema({"type": "number", **wanted}))
+
+
+def test_an_object_has_a_bounded_number_of_properties():
+    def optional(count):
+        return schema({"type": "object", "properties": {f"p{i}": {} for i in range(count)}})
+
+    check(optional(400))
+    with pytest.raises(GrammarError, match="1000 properties"):
+        check(optional(3_000))
+
+
 # ---------------------------------------------------------------- expressions and grammars
 
 
@@ -268,7 +306,10 @@ def test_schemas_within_a_grammar_are_followed_as_strictly_as_alone():
         (lark("start: %json {"), "%json"),
         (lark('start: "' + "a" * MAX_SOURCE_LEN + '"'), "characters"),
         (lark("start: " + "(" * 300 + '"a"' + ")" * 300), "nested"),
+        (lark("start: a\na{x::y} // ]\n\n [lazy,\n temperature=1] :\n /x*/"), "temperature"),
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "JSON"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"multipleOf": NaN}'), "NaN"),
+        (lark('start: %json {"minimum": -Infinity}'), "Infinity"),
     ],
 )
 def test_a_bad_grammar_is_refused_with_the_reason(grammar, named):
@@ -282,6 +323,27 @@ def test_rules_may_lead_deeper_than_a_common_stack():
     grammar = lark(f'start: r0\n{chain}\nr5000: "a"')
     check(grammar)
     assert accepts(grammar, "a")
+
+
+@pytest.mark.parametrize(
+    "unit", ["\n", " ", "a[\n", "[a", "a{\n", '"\\"', "/\\/", "//", " %json 1"]
+)
+def test_reading_a_grammar_takes_time_in_proportion_to_its_length(unit):
+    """32 kB of newlines took seconds, and 128 kB the gateway."""
+    longest = lark('start: "a"\n' + unit * ((MAX_SOURCE_LEN - 20) // len(unit)))
+    begin_s = time.process_time()
+    with contextlib.suppress(GrammarError):
+        to_lark(longest)
+    assert time.process_time() - begin_s < 1.0
+
+
+def test_words_in_text_and_in_rules_are_no_options():
+    for source in (
+        'start: "[stop]:" a?\na: "x"',
+        "start: /[stop]/ b\nb: /x/",
+        'start: [stop] "a"\nstop: "b"',
+    ):
+        check(lark(source))
 
 
 # ---------------------------------------------------------------- masks

@@ -41,6 +41,7 @@ TOOLS = [
 ]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
 OTHER_CALL = '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+NESTED = json.loads("[" * 700 + "]" * 700)
 NAMED = {"type": "function", "function": {"name": "get"}}
 
 
@@ -192,6 +193,8 @@ def test_each_way_of_asking_leads_to_a_grammar(fields, param, good, bad):
         ({"tools": TOOLS * 100}, "tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "x": NESTED}]}, "tools[0]"),
+        ({"guided_json": {"const": NESTED}}, "guided_json"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         (
             {"tools": [{"type": "function", "function": {"name": 'a"b'}}]},
