@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<turn>")
 VOCAB_SIZE = (
@@ -99,12 +100,23 @@ def save_checkpoint(path: Path, properties: dict, *, seed: int = 0) -> None:
     """Saves a model with this config and random weights, and a tokenizer."""
     properties = dict(properties)
     config = AutoConfig.for_model(properties.pop("model_type"), **properties)
+    sees = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
+        randomise_vectors(model)
     model.generation_config.pad_token_id = 257
     model.save_pretrained(path)
     save_tokenizer(path)
+
+
+@torch.no_grad()
+def randomise_vectors(model: torch.nn.Module) -> None:
+    """Moves norms and biases off the ones and zeros that they begin with, which hide mistakes."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.2 * torch.randn_like(parameter))
 
 
 def save_tokenizer(path: Path) -> None:

@@ -6,42 +6,52 @@ tries the model when it is opened:
 1. One token, with an attention that only records. Every layer must call it once, all with the same
    KV heads and head size: from these calls, not from names in the config, comes the `KVSection`.
    The window that a layer tells its attention must be that of its mask.
-2. A few tokens with the model's own attention, and the same tokens in two chunks over paged KV,
-   in fp32 or bf16 whatever format is served. The logits must agree. They do not if anything besides
-   K and V passes from token to token (states of a recurrence or a convolution), if the attention
-   has terms that ours does not (biases, sinks, no causality), or if positions are not taken from
-   `position_ids`.
+2. The rows of `probe`, near and far, with the model's own attention, and the same in two passes
+   over paged KV, in fp32 or bf16 whatever format is served. The logits must agree. They do not if
+   anything besides K and V passes from token to token (states of a recurrence or a convolution), if
+   the attention has terms that ours does not (biases, sinks, no causality), if positions are not
+   taken from `position_ids`, or if anything depends on the other rows of a batch.
+
+Whoever changes the model afterwards (packs its weights, say) repeats the second.
 
 What a few tokens cannot show is checked by name: attention in fixed chunks, and rotary embeddings
-that change with the length of the batch. The latter are constant up to a length, which is then
-the context length served.
+that change as a sequence grows ("longrope"). The latter are constant up to a length, which is then
+the context length served; a warning says so. KV that was computed before the change would have to
+be computed anew after it, which transformers does not do either.
+
+Of a model that also sees, the part that reads text is served; the rest is dropped when loaded.
 
 For a CPU, which computes in fp32, weights stay in the dtype of their file until they are packed
 (`stored`): loading takes the memory of the file, not of the model in fp32.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
 
-from engine.batch import Row
-from engine.blocks import BlockId
 from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import SeqId
-from engine.model.attention import build_batch
+from engine.model import probe
 from engine.model.files import check_files, fingerprint, read_json, weight_files
-from engine.model.hook import PAGED, RECORDING, Call, ForwardContext, attach, forward
-from engine.model.kvcache import KVCache, allocate_buffer
+from engine.model.hook import PAGED, RECORDING, Call, ForwardContext, attach
+from engine.model.probe import Probe
+from engine.model.purpose import check_left_over, check_purpose, sees
 from engine.model.quantised import quant_method, require_packages
-from engine.model.stored import as_stored, widen_in_use
+from engine.model.stored import as_stored, widen_in_use, widen_own
+from engine.model.watch import Watched, names_like, watching
 
-PROBE_CHUNKS = ((5, 3, 8, 7), (2, 9, 4))  # token ids; the cut is inside a block of the probe
-PROBE_BLOCK_SIZE = 3
+log = logging.getLogger(__name__)
+
 PROBE_TOLERANCE = {  # of the spread of the logits
     torch.float32: 1e-3,
     torch.float16: 0.02,
@@ -49,7 +59,7 @@ PROBE_TOLERANCE = {  # of the spread of the logits
 }
 QUANTISED_TOLERANCE = 0.25  # rounded activations turn small differences into larger ones
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+CHANGING_ROPE = "longrope"  # "dynamic" changes beyond max_position_embeddings, which is not served
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     quant_method: str | None  # how the checkpoint's weights are quantised
+    probe: Probe | None = None  # repeated after the model is changed; None: made, not loaded
+    read_outside: frozenset[str] = frozenset()  # modules whose weights other modules read
 
 
 def load(
@@ -86,9 +98,10 @@ def load(
     as_is = dtype is None and device == "cpu"
     if dtype is None:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     config = _load_config(path)
+    check_purpose(path, config)
     _check_config(config)
     method = _quant_method(path, config)
     if as_is and method is None:
@@ -101,23 +114,34 @@ def load(
         computed_in = model.dtype
     context = ForwardContext()
     attach(model, context)
+    context_len, limit = _context_len(model.config.get_text_config(decoder=True))
+    if limit:
+        log.warning("%s: %s", path, limit)
     try:
         tolerance = max(PROBE_TOLERANCE[computed_in], QUANTISED_TOLERANCE if method else 0)
-        section, vocab_size = _probe(model, context, computed_in, tolerance)
+        with watching(model, widen_own) as seen:
+            section, tried = _probe(model, context, computed_in, tolerance, context_len)
     except CheckpointError:
         raise
     except Exception as error:  # whatever a model's code raises: it cannot be served
         raise CheckpointError(f"{_model_type(config)} fails: {_first_line(error)}") from error
+    read_outside = names_like(model, seen.read)
+    for name in read_outside:
+        widen_own(model.get_submodule(name))
+    if config.get_text_config(decoder=True) is not config:
+        _drop_what_never_ran(model, seen)
     return LoadedModel(
         model=model,
         context=context,
         layout=_layout(section, kv_format, block_size),
         device=torch.device(device),
-        context_len=_context_len(model.config.get_text_config(decoder=True)),
-        vocab_size=vocab_size,
+        context_len=context_len,
+        vocab_size=tried.expected.shape[-1],
         eos_token_ids=_eos_token_ids(model),
         fingerprint=fingerprint(path, dtype=str(dtype)),
         quant_method=method,
+        probe=tried,
+        read_outside=read_outside,
     )
 
 
@@ -172,8 +196,6 @@ def _load_config(path: Path) -> PreTrainedConfig:
 
 def _check_config(config: PreTrainedConfig) -> None:
     """Raises CheckpointError for what can be told from the config alone."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
-        raise CheckpointError(f"{_model_type(config)} is not a decoder of text")
     text = config.get_text_config(decoder=True)
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
@@ -200,8 +222,9 @@ def _load_weights(
     path: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
 ) -> PreTrainedModel:
     gguf = _gguf_names(path)
+    kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = kind.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -222,29 +245,76 @@ def _load_weights(
         raise CheckpointError(
             f"{path}: {name} has shape {list(found)}, config.json says {list(wanted)}"
         )
+    if not gguf:
+        check_left_over(path, info["unexpected_keys"], config.get_text_config(decoder=True))
     return model.eval().requires_grad_(requires_grad=False)
 
 
 @torch.inference_mode()
 def _probe(
-    model: PreTrainedModel, context: ForwardContext, dtype: torch.dtype, tolerance: float
-) -> tuple[KVSection, int]:
-    """Tries the model, as told above, and leaves it with paged attention: KV shape, vocabulary."""
-    device = model.device
-    ids = torch.tensor([sum(PROBE_CHUNKS, ())], device=device)
-    positions = torch.arange(ids.shape[1], device=device)[None]
-    expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
+    model: PreTrainedModel,
+    context: ForwardContext,
+    dtype: torch.dtype,
+    tolerance: float,
+    context_len: int,
+) -> tuple[KVSection, Probe]:
+    """Tries the model, as told above, and leaves it with paged attention: KV shape, the trial."""
+    where = probe.origins(model.config.get_text_config(decoder=True), context_len)
+    expected = probe.own_logits(model, where)
     model.set_attn_implementation(RECORDING)
-    model(input_ids=ids[:, :1], position_ids=positions[:, :1], use_cache=False)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=token, position_ids=token, use_cache=False)
     model.set_attn_implementation(PAGED)
     calls, context.calls = context.calls, []
     section = _section(model, calls)
-    _check_windows(calls, _context_len(model.config.get_text_config(decoder=True)))
-    found = _chunk_logits(model, context, section, dtype)
-    if not (found - expected).abs().max() <= tolerance * expected.std():
+    _check_windows(calls, context_len)
+    kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
+    tried = Probe(where, expected, tolerance, kv_format)
+    off = tried.error(_paged_logits(model, context, section, tried))
+    if not off <= tolerance:
         who = _model_type(model.config)
         raise CheckpointError(f"{who}: over paged KV its logits are not its own: {_why(calls)}")
-    return section, expected.shape[1]
+    return section, tried
+
+
+def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
+    """Logits of the trial by a model whose modules were changed.
+
+    Raises CheckpointError if it fails now, or if they are off by more than `tolerance`. That may be
+    infinite for rounded weights, which are other weights: then only numbers are asked for.
+    """
+    model, who = loaded.model, _model_type(loaded.model.config)
+    if loaded.read_outside:
+        names = ", ".join(sorted(loaded.read_outside))
+        log.info("%s: not rounded, because other modules read the weights: %s", who, names)
+    section, tried = loaded.layout.sections[0], loaded.probe
+    try:
+        found = _paged_logits(model, loaded.context, section, tried)
+    except Exception as error:  # whatever a model's code raises: it cannot be served
+        raise CheckpointError(f"{who} fails over packed weights: {_first_line(error)}") from error
+    off = tried.error(found)
+    if not off <= max(tolerance, tried.tolerance):
+        raise CheckpointError(f"{who}: over packed weights its logits are off by {off:.2g}")
+    return found
+
+
+def _paged_logits(
+    model: PreTrainedModel, context: ForwardContext, section: KVSection, tried: Probe
+) -> torch.Tensor:
+    """Logits of the trial's rows by the model's own code over paged KV, as the model is now."""
+    rows = len(tried.origins)
+    device = str(model.device)
+    with probe.probe_cache(context, section, tried.kv_format, num_rows=rows, device=device):
+        return probe.paged_logits(probe.by_model(model, context), tried.origins)
+
+
+def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
+    """Takes away parts, as towers for images, that text does not pass through."""
+    for parent in (model, model.base_model):
+        for name, child in list(parent.named_children()):
+            if seen.ran.isdisjoint(child.modules()):
+                log.info("%s: %s is not used for text", model.config.model_type, name)
+                setattr(parent, name, None)
 
 
 def _why(calls: list[Call]) -> str:
@@ -291,39 +361,30 @@ def _check_windows(calls: list[Call], context_len: int) -> None:
             )
 
 
-def _chunk_logits(
-    model: PreTrainedModel, context: ForwardContext, section: KVSection, dtype: torch.dtype
-) -> torch.Tensor:
-    """Logits [num_tokens, vocab] of the probe's tokens, chunk by chunk over paged KV."""
-    kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
-    layout = KVLayout(block_size=PROBE_BLOCK_SIZE, kv_format=kv_format, sections=(section,))
-    context.cache = KVCache(layout, allocate_buffer(layout, 3, str(model.device)))
-    found = []
-    start = 0
-    for ids in PROBE_CHUNKS:
-        row = Row(SeqId("probe"), ids, start, [BlockId(2), BlockId(0), BlockId(1)], None)
-        context.batch = build_batch([row], context.cache)
-        found.append(forward(model, ids, range(start, row.end), range(len(ids))))
-        start = row.end
-    context.cache = context.batch = None
-    return torch.cat(found).float()
-
-
 def _model_type(config: PreTrainedConfig) -> str:
     return f"config.json: model_type {config.model_type!r}"
 
 
-def _context_len(text: PreTrainedConfig) -> int:
-    """The longest context in which every token's position is embedded the same way."""
+def _context_len(text: PreTrainedConfig) -> tuple[int, str | None]:
+    """The longest context in which a token's position is embedded one way; why it is a shorter one
+    than the config says."""
     length = getattr(text, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
         raise CheckpointError("config.json: max_position_embeddings is missing")
     rope = getattr(text, "rope_parameters", None) or {}
     per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    for parameters in per_layer_type or [rope]:
-        if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            length = min(length, parameters.get("original_max_position_embeddings") or length)
-    return length
+    constant = [
+        parameters.get("original_max_position_embeddings") or length
+        for parameters in per_layer_type or [rope]
+        if parameters.get("rope_type") == CHANGING_ROPE
+    ]
+    served = min([length, *constant])
+    if served == length:
+        return length, None
+    return served, (
+        f"its context is limited to {served} of {length} tokens: rotary embeddings of type "
+        f"{CHANGING_ROPE} change there, which would leave K and V of earlier tokens wrong"
+    )
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ chunking, unless the model's own code computes with matrix products that are no 
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -18,18 +19,16 @@ import torch
 from torch import nn
 
 from engine.batch import Row
-from engine.blocks import BlockId
 from engine.clock import Clock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
-from engine.layout import KVFormat, KVLayout
-from engine.messages import SeqId
+from engine.model import probe
 from engine.model.attention import AttentionBatch, build_batch
 from engine.model.changes import Choice
-from engine.model.checkpoint import LoadedModel
+from engine.model.checkpoint import LoadedModel, try_again
 from engine.model.draft import Masks, Proposal, draft_step_by_step, has_guide
 from engine.model.hook import forward
-from engine.model.kvcache import KVCache, allocate_buffer
+from engine.model.kvcache import KVCache
 from engine.model.native import speculate
 from engine.model.native.attention import NativeAttention
 from engine.model.native.decoder import Decoder, NotFused, PreparedCall, build
@@ -42,9 +41,11 @@ from engine.model.verify import Verified, verify_by_parts
 
 log = logging.getLogger(__name__)
 
-PROBE_BLOCK_SIZE = 3
-PROBE_CHUNKS = ((5, 3, 8, 7), (2, 9, 4))  # token ids
-PROBE_TOLERANCE = 1e-4  # of the spread of the logits
+FUSED_TOLERANCE = 1e-4  # of the spread of the logits
+PACKED_TOLERANCE = {  # the same, for what packing makes of fp32 weights
+    WeightFormat.FP32: 1e-3,
+    WeightFormat.BF16: 0.1,
+}
 
 
 def resolve_weights(wanted: WeightFormat) -> WeightFormat:
@@ -100,8 +101,10 @@ class CpuForward:
         if library is not None:
             self._team = self._beside._team if self._beside else Team(library, self._threads)
             context.attend = NativeAttention(self._team)
-            self.weights_bytes = pack_linears(self._loaded.model, self._team, self._weights)
-            self._decoder = self._fused(self._team)
+            self.weights_bytes = pack_linears(
+                self._loaded.model, self._team, self._weights, self._loaded.read_outside
+            )
+            self._decoder = self._fused(self._team, self._packed_logits())
         else:
             parameters = self._loaded.model.parameters()
             self.weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -220,7 +223,16 @@ class CpuForward:
             drafting,
         )
 
-    def _fused(self, team: Team) -> Decoder | None:
+    def _packed_logits(self) -> torch.Tensor:
+        """Logits of the trial by the model's own code over packed weights.
+
+        Raises CheckpointError if the model fails now, or gives other logits than before.
+        """
+        tolerance = PACKED_TOLERANCE.get(self._weights, math.inf)
+        with _activations_unrounded(self._loaded.model), one_torch_thread():
+            return try_again(self._loaded, tolerance)
+
+    def _fused(self, team: Team, expected: torch.Tensor) -> Decoder | None:
         """The model as one call, if it is of that shape and gives the model's own logits."""
         name = self._loaded.model.config.model_type
         try:
@@ -229,35 +241,35 @@ class CpuForward:
             log.info("%s is computed layer by layer: %s", name, reason)
             return None
         with _activations_unrounded(self._loaded.model, decoder):
-            found = self._probe(decoder)
-            expected = self._probe(None)
-        error = float((found - expected).abs().max() / expected.std())
-        log.debug("%s: fused logits are off by %.2g", name, error)
-        if not error <= PROBE_TOLERANCE:
-            log.warning("%s is computed layer by layer: fused logits are off by %.2g", name, error)
+            found = self._fused_logits(decoder)
+        off = probe.error(found, expected)
+        log.debug("%s: fused logits are off by %.2g", name, off)
+        if not off <= FUSED_TOLERANCE:
+            log.warning("%s is computed layer by layer: fused logits are off by %.2g", name, off)
             return None
         return decoder
 
-    def _probe(self, decoder: Decoder | None) -> torch.Tensor:
-        """Logits of a few tokens in two chunks, over a small cache."""
-        layout = KVLayout(PROBE_BLOCK_SIZE, KVFormat.FP32, self._loaded.layout.sections)
-        context = self._loaded.context
-        context.cache = KVCache(layout, allocate_buffer(layout, 3))
-        self._decoder = decoder
-        if decoder is not None:
-            decoder.open(context.cache)
-        start = 0
-        found = []
-        for ids in PROBE_CHUNKS:
-            row = Row(SeqId("probe"), ids, start, [BlockId(2), BlockId(0), BlockId(1)], None)
-            found.append(self.logits([row], range(len(ids))))
-            start = row.end
-        self._decoder = context.cache = context.batch = None
-        return torch.cat(found)
+    def _fused_logits(self, decoder: Decoder) -> torch.Tensor:
+        """Logits of the trial by `decoder`."""
+
+        def compute(
+            rows: Sequence[Row], origins: Sequence[int], keep: Sequence[int]
+        ) -> torch.Tensor:
+            return decoder.launch(decoder.prepare(rows, keep, origins))
+
+        loaded = self._loaded
+        tried = loaded.probe
+        where = loaded.context, loaded.layout.sections[0], tried.kv_format
+        with probe.probe_cache(*where, num_rows=len(tried.origins)) as cache:
+            decoder.open(cache)
+            try:
+                return probe.paged_logits(compute, tried.origins)
+            finally:
+                decoder.close()
 
 
 @contextmanager
-def _activations_unrounded(model: nn.Module, decoder: Decoder) -> Iterator[None]:
+def _activations_unrounded(model: nn.Module, decoder: Decoder | None = None) -> Iterator[None]:
     """Meanwhile int8 weights multiply activations in fp32, in the model and in the decoder.
 
     With rounded ones, sums that differ in their last bit make a byte differ here and there, each
@@ -266,7 +278,8 @@ def _activations_unrounded(model: nn.Module, decoder: Decoder) -> Iterator[None]
     matrices = [
         module.matrix.struct for module in model.modules() if isinstance(module, PackedLinear)
     ]
-    rounded = [weight for weight in (*matrices, *decoder.weights()) if weight.kind == INT8]
+    fused = () if decoder is None else decoder.weights()
+    rounded = [weight for weight in (*matrices, *fused) if weight.kind == INT8]
     for weight in rounded:
         weight.kind = INT8_AS_FLOAT
     try:

@@ -23,6 +23,7 @@ steps ago. On a CPU the same code computes without graphs and pinned memory, whi
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -39,7 +40,7 @@ from engine.errors import ConfigError
 from engine.model import fp8, packing, torch_attention, triton_attention
 from engine.model.attention import Attend, AttentionBatch, Extent
 from engine.model.changes import Choice
-from engine.model.checkpoint import LoadedModel
+from engine.model.checkpoint import LoadedModel, try_again
 from engine.model.draft import Masks, Proposal, draft_step_by_step
 from engine.model.hook import PAGED, paged_hook
 from engine.model.kvcache import KVCache
@@ -156,8 +157,10 @@ class CudaForward:
         if self._is_cuda:
             torch.cuda.set_device(self._device)
         if self._weights is WeightFormat.FP8:
-            kept = fp8.replace_linears(model).kept
+            kept = fp8.replace_linears(model, read_outside=self._loaded.read_outside).kept
             log.info("not in fp8: %s", ", ".join(kept) or "nothing")
+            if self._loaded.probe is not None:
+                try_again(self._loaded, math.inf)
         self.weights_bytes = weights_bytes(model)
         context.attend, can_pad = self._choose_attend()
         context.cache = cache

@@ -67,16 +67,27 @@ class Fp8Linear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def replace_linears(model: nn.Module, skip: Collection[str] = ("lm_head",)) -> Replaced:
+def replace_linears(
+    model: nn.Module,
+    skip: Collection[str] = ("lm_head",),
+    read_outside: Collection[str] = (),
+) -> Replaced:
     """Puts an Fp8Linear in the place of every linear layer, one by one, so that only one is held
-    twice at a time; not of those whose name ends in one of `skip`."""
+    twice at a time.
+
+    Not of those whose name ends in one of `skip`, nor of those whose weights other modules read.
+    """
     replaced, kept = [], []
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     for name in linears:
         parent_name, _, last = name.rpartition(".")
         parent = model.get_submodule(parent_name)
         linear = getattr(parent, last)
-        if last in skip or any(size % MULTIPLE for size in linear.weight.shape):
+        if (
+            last in skip
+            or name in read_outside
+            or any(size % MULTIPLE for size in linear.weight.shape)
+        ):
             kept.append(name)
             continue
         setattr(parent, last, Fp8Linear.of(linear))

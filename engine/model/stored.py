@@ -5,7 +5,8 @@ Instead:
 
 1. `as_stored`: transformers, within, leaves every tensor the dtype that it has in its file.
 2. `widen_in_use`: from then on each module has its own weights in fp32 while it runs, and only
-   then. The model can be tried, and takes the memory of its file and of one module.
+   then. The model can be tried, and takes the memory of its file and of one module. What other
+   modules read besides is fp32 for good (`watch`, `widen_own`).
 3. Whoever packs a weight takes it as it is. `widen` ends this: what is left becomes fp32 for good.
 
 Every number of bf16 and fp16 is one of fp32, so results are bit for bit those of a model loaded as
@@ -48,11 +49,16 @@ def widen_in_use(model: nn.Module) -> None:
 def widen(model: nn.Module) -> None:
     """Turns what was only widened in use into fp32, one weight at a time; the rest stays."""
     for module in model.modules():
-        widening = vars(module).pop(ATTRIBUTE, None)
-        if widening is not None:
-            widening.end()
-            for tensor in _stored(module):
-                _set(tensor, tensor.data.float())
+        widen_own(module)
+
+
+def widen_own(module: nn.Module) -> None:
+    """As `widen`, for what the module itself holds; it does not run meanwhile."""
+    widening = vars(module).pop(ATTRIBUTE, None)
+    if widening is not None:
+        widening.end()
+        for tensor in _stored(module):
+            _set(tensor, tensor.data.float())
 
 
 class _Widening:

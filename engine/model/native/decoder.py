@@ -97,9 +97,19 @@ class Decoder:
             self._team.library.baton_decoder_close(self._handle)
             self._handle = self._buffer = None
 
-    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> PreparedCall:
-        """What `launch` computes: rows, and the tokens of the flat batch whose logits it gives."""
-        return PreparedCall(self.pack(rows), array("q", keep))
+    def prepare(
+        self, rows: Sequence[Row], keep: Sequence[int], origins: Sequence[int] = ()
+    ) -> PreparedCall:
+        """What `launch` computes: rows, and the tokens of the flat batch whose logits it gives.
+
+        Each of `origins` is added to the positions of a row's tokens when they are embedded.
+        """
+        packed = self.pack(rows)
+        if origins:
+            far = array("q", origins)
+            packed.struct.origins = address_of(far)
+            packed = PackedRows(packed.struct, (*packed.arrays, far))
+        return PreparedCall(packed, array("q", keep))
 
     def launch(self, prepared: PreparedCall) -> torch.Tensor:
         """Logits [num_keep, vocab] fp32."""
@@ -243,7 +253,7 @@ class _Builder:
         self._keep: list[object] = []
 
     def build(self) -> Decoder:
-        base = self._model.base_model
+        base = self._model.get_decoder()
         calls = _record(self._model, self._context)
         heads = {call.num_heads for call in calls}
         if [call.layer for call in calls] != list(range(len(base.layers))) or len(heads) > 1:
@@ -254,6 +264,7 @@ class _Builder:
             self._fill_layer(layer, module, call.scoring)
             layer.rope = _index_of(ropes, _rope(base.rotary_emb, module))
         first = base.layers[0]
+        text = self._model.config.get_text_config(decoder=True)
         embedding, scale = self._embedding(base.embed_tokens)
         struct = native.Model(
             layers=layers,
@@ -270,7 +281,7 @@ class _Builder:
             activation=_activation(first.mlp),
             epsilon=_epsilon(first.input_layernorm),
             embedding_scale=scale,
-            logit_softcap=getattr(self._model.config, "final_logit_softcapping", None) or 0.0,
+            logit_softcap=getattr(text, "final_logit_softcapping", None) or 0.0,
         )
         self._keep += [layers, self._model]
         return Decoder(self._team, struct, self._keep)

@@ -141,6 +141,7 @@ class Ragged(Structure):
         ("table_lens", c_void_p),
         ("num_rows", c_int32),
         ("unused", c_int32),
+        ("origins", c_void_p),
     )
 
 

@@ -4,10 +4,12 @@
     experts of a mixture           PackedExperts
     other matrices, as of routers  PackedParameter
 
+A linear layer whose weights other modules read stays one, over a `PackedParameter` in fp32.
+
 The result for a token has the same bits in any batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -46,8 +48,12 @@ class PackedLinear(nn.Module):
         return multiply(x, self.matrix, self._team)
 
 
-def pack_linears(model: nn.Module, team: Team, form: WeightFormat) -> int:
+def pack_linears(
+    model: nn.Module, team: Team, form: WeightFormat, read_outside: Collection[str] = ()
+) -> int:
     """Packs every matrix that `model` multiplies by, routers' in fp32; the bytes of all of them.
+
+    So are those of modules named in `read_outside`, whose weights other modules read.
 
     Weights are taken in the dtype that they are in, each freed before the next is packed, and what
     is left is fp32 afterwards. A module that a quantised checkpoint has changed (other weights,
@@ -55,13 +61,15 @@ def pack_linears(model: nn.Module, team: Team, form: WeightFormat) -> int:
     """
     num_bytes = 0
     for name, wanted in reversed(_packable(model, form).items()):  # a module's children first
+        if name in read_outside:
+            continue
         packed = _packed(model.get_submodule(name), team, wanted)
         num_bytes += packed.num_bytes
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, packed)
         del packed
     widen(model)
-    return num_bytes + _pack_parameters(model, team)
+    return num_bytes + _pack_parameters(model, team, read_outside)
 
 
 def _packable(model: nn.Module, form: WeightFormat) -> dict[str, WeightFormat]:
@@ -79,18 +87,21 @@ def _packed(module: nn.Module, team: Team, form: WeightFormat) -> PackedLinear |
     return kind(module, team, form)
 
 
-def _pack_parameters(model: nn.Module, team: Team) -> int:
+def _pack_parameters(model: nn.Module, team: Team, read_outside: Collection[str]) -> int:
     num_bytes = 0
-    for module, name, parameter in list(_bare_matrices(model)):
+    for module, name, parameter in list(_bare_matrices(model, read_outside)):
         setattr(module, name, PackedParameter.of(parameter, team))
         num_bytes += parameter.nbytes
     return num_bytes
 
 
-def _bare_matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _bare_matrices(
+    model: nn.Module, read_outside: Collection[str]
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Matrices of the model's own modules: not of tables, nor of layers changed by quantisation."""
-    for module in model.modules():
-        if not isinstance(module, nn.Embedding) and type(module) is not nn.Linear:
+    for path, module in model.named_modules():
+        is_left_linear = type(module) is nn.Linear and path not in read_outside
+        if not isinstance(module, nn.Embedding) and not is_left_linear:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 2 and parameter.dtype is torch.float32:
                     yield module, name, parameter

@@ -67,6 +67,7 @@ struct Ragged {
   const int32_t* table_lens;  // [num_rows]: blocks, at least as many as `ends` needs
   int32_t num_rows;
   int32_t unused;
+  const int64_t* origins;  // [num_rows]: added to positions when they are embedded; null: nothing
 };
 
 // What is wanted of a pass; mirrored in library.py.
@@ -90,8 +91,9 @@ class Laid {
     for (int r = 0; r < rows.num_rows; table += rows.table_lens[r++]) {
       std::copy_n(table, rows.table_lens[r], tables_.begin() + static_cast<size_t>(r) * widest);
       starts_.push_back(starts_.back() + rows.lens[r]);
+      const int64_t origin = rows.origins ? rows.origins[r] : 0;
       for (int64_t position = rows.ends[r] - rows.lens[r]; position < rows.ends[r]; ++position) {
-        positions_.push_back(position);
+        positions_.push_back(origin + position);
         slots_.push_back(table[position / block_size] * static_cast<int64_t>(block_size) +
                          position % block_size);
       }

@@ -128,7 +128,7 @@ class Drafter {
       keep_[r] = r;
     }
     const Ragged tokens{latest_.data(), ones_.data(), ends_.data(), rows_.tables,
-                        rows_.table_lens, num_rows, 0};
+                        rows_.table_lens, num_rows, 0, nullptr};
     decoder_.forward(tokens, {keep_.data(), logits_, num_rows, 0});
   }
 

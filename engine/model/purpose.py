@@ -1,0 +1,107 @@
+"""Does a checkpoint answer with text? What it says of itself, and what else its files hold.
+
+A classifier, a reward model or an embedding model with tied embeddings loads as a decoder of text
+without a missing weight, and answers nonsense. Its `architectures` tell, or the weights that a
+decoder has no place for. Weights that are left over are refused unless they are known to do nothing
+for the next token: the model would be another than the one that was trained.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from engine.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+TEXT_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "WithLMHead")
+OTHER_FILES = {  # of a directory, and what each tells
+    "adapter_config.json": "an adapter beside its base; merge them into one checkpoint",
+    "modules.json": "a model of embeddings (sentence-transformers), not of text",
+    "config_sentence_transformers.json": "a model of embeddings, not of text",
+}
+LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
+MAKES_NO_TOKEN = re.compile(
+    r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"  # causal masks of old checkpoints
+    r"|(^|\.)mtp\."  # predicts tokens after the next
+    r"|(^|\.)(vision|visual|audio|image)"  # of a model that also sees or hears
+    r"|\.[kqv]v?_scale$"  # of a quantised cache
+)
+MAX_NAMES_SAID = 3
+
+
+def check_purpose(path: Path, config: PreTrainedConfig) -> None:
+    """Raises CheckpointError if the directory or its config tells of another use than text."""
+    for name, meaning in OTHER_FILES.items():
+        if (path / name).exists():
+            raise CheckpointError(f"{path / name}: {meaning}")
+    if not is_known(config) or config.is_encoder_decoder:
+        raise CheckpointError(
+            f"config.json: model_type {config.model_type!r} is not a decoder of text"
+        )
+    named = config.architectures or ()
+    if named and not any(_answers_with_text(name, config.model_type) for name in named):
+        raise CheckpointError(
+            f"config.json: architectures has {named[0]}, which is not a decoder of text"
+        )
+
+
+def is_known(config: PreTrainedConfig) -> bool:
+    """Returns True if transformers has a decoder of text for it."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or sees(config)
+
+
+def sees(config: PreTrainedConfig) -> bool:
+    """Returns True if text is only a part of what the model is given."""
+    return (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+
+
+def _answers_with_text(architecture: str, model_type: str) -> bool:
+    known = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type),
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type),
+    )
+    return architecture.endswith(TEXT_ENDINGS) or architecture in known
+
+
+def check_left_over(path: Path, names: Iterable[str], config: PreTrainedConfig) -> None:
+    """Raises CheckpointError for weights in the files that the model has no place for.
+
+    Logs those that are known to make no difference.
+    """
+    num_layers = config.num_hidden_layers
+    num_extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    wrong, beyond, harmless = [], [], []
+    for name in sorted(names):
+        layer = max(map(int, LAYER.findall(name)), default=-1)
+        if MAKES_NO_TOKEN.search(name) or num_layers <= layer < num_layers + num_extra:
+            harmless.append(name)
+        elif layer >= num_layers:
+            beyond.append(name)
+        else:
+            wrong.append(name)
+    if beyond:
+        raise CheckpointError(
+            f"{path}: weights have {_said(beyond)}, though num_hidden_layers is {num_layers}"
+        )
+    if wrong:
+        raise CheckpointError(f"{path}: the model has no place for the weights {_said(wrong)}")
+    if harmless:
+        log.info("%s: weights not used: %s", path, _said(harmless))
+
+
+def _said(names: list[str]) -> str:
+    more = len(names) - MAX_NAMES_SAID
+    return ", ".join(names[:MAX_NAMES_SAID]) + (f" and {more} more" if more > 0 else "")
