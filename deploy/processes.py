@@ -26,6 +26,7 @@ from engine.control import FIRST_VERSION, Members
 from engine.errors import ConfigError
 from engine.grammars import LlGuides
 from engine.messages import Role, WorkerId
+from engine.trust import Secret
 from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
 from router.access.file import KeyFile
@@ -233,6 +234,7 @@ class GatewayService:
         )
         keys = None if config.keys_file is None else _open_keys(config.keys_file, clock)
         settings = GatewaySettings(
+            secret=Secret(spec.token),
             max_body_bytes=config.max_body_bytes,
             max_choices=config.max_choices,
             min_priority=config.min_priority,

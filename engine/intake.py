@@ -46,7 +46,7 @@ ReadPrompt = Callable[[Prefill | Generate | Decode | OfferPrefix, int], PromptFa
 def read_prompt(message: Prefill | Generate | Decode | OfferPrefix, block_size: int) -> PromptFacts:
     """The facts of a message's tokens."""
     token_ids = message.token_ids
-    return PromptFacts(hash_blocks(token_ids, block_size), max(token_ids))
+    return PromptFacts(hash_blocks(token_ids, block_size, message.salt), max(token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ class Intake:
             sampling=message.sampling,
             limits=message.limits,
             block_size=self.block_size,
+            salt=message.salt,
             block_hashes=list(facts.block_hashes),
             guide=guide,
         )

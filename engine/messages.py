@@ -20,8 +20,9 @@ import msgspec
 
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
+from engine.trust import SALT_BYTES
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
 WRONG_ROLE = "wrong role"  # why one is that the worker is not there for
 PULL_FAILED = "pull failed"  # how the reason begins where its KV did not come
@@ -38,6 +39,8 @@ Incarnation = NewType("Incarnation", str)  # random, new at every start of a pro
 # What hashing and the step loop rely on: a prompt is never empty, an id fits in 32 bits.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+# The key of the tenant's block hashes: see `engine.trust.Secret.salt`.
+Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 
 
 class Role(StrEnum):
@@ -195,6 +198,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     limits: Limits
     prefix: LeaseRef | None = None
     prompt_logprobs: int | None = None
+    salt: Salt = b""
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -211,6 +215,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     limits: Limits
     prefix: LeaseRef | None = None
     prompt_logprobs: int | None = None
+    salt: Salt = b""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -231,6 +236,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     num_draft_tokens: int | None = None  # as `HandedOver` says
     is_copy: bool = False
     is_moved: bool = False
+    salt: Salt = b""
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
@@ -245,6 +251,7 @@ class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
 
     seq_id: SeqId
     token_ids: Prompt
+    salt: Salt = b""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -140,7 +140,7 @@ class Flight:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.token_ids)
-        self.hashes = self.request.hashes or PrefixHashes()
+        self.hashes = self.request.hashes or PrefixHashes(salt=self.request.salt)
 
     def next_seq_id(self) -> SeqId:
         """An id that none of its attempts has had."""

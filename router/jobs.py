@@ -10,6 +10,7 @@ import msgspec
 from starlette.types import Receive
 
 from engine.messages import RequestId
+from engine.trust import Secret
 from router.access.keys import Tenant
 from router.answers import TextRules
 from router.openai_schema import (
@@ -35,8 +36,9 @@ from router.versions import Served, Versions
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """What an operator decides of all versions."""
+    """What holds for all versions."""
 
+    secret: Secret  # of the deployment: salts are derived from it
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     default_max_tokens: int | None = None  # None: the rest of the context
@@ -135,6 +137,7 @@ def parse(call: Call, body_type: type[Body], versions: Versions, settings: Gatew
         sampling,
         limits,
         call.received_s,
+        salt=settings.secret.salt(call.tenant.sharing, body.cache_salt or ""),
         prompt_logprobs=prompt_logprobs_of(body),
         priority=priority_of(body, settings.min_priority),
         # The holder of a key would otherwise get a turn more for each `user` that it invents.

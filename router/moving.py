@@ -240,7 +240,9 @@ class Moving:
             move.copy_due_s = now_s + state.config.move_timeout_s
             state.by_seq[copy_id] = flight.request.request_id
             state.watch(flight)
-            effects.append(SendTo(source, OfferPrefix(copy_id, flight.token_ids)))
+            effects.append(
+                SendTo(source, OfferPrefix(copy_id, flight.token_ids, flight.request.salt))
+            )
         return effects
 
     def on_news_of_copy(
@@ -258,7 +260,15 @@ class Moving:
                 target.decodes[move.seq_id].is_there = True
                 token_ids = flight.token_ids[: lease.num_blocks * target.info.layout.block_size]
                 limits = Limits(max_len=len(token_ids) + 1)
-                copy = Decode(copy_id, token_ids, Sampling(), limits, lease, is_copy=True)
+                copy = Decode(
+                    copy_id,
+                    token_ids,
+                    Sampling(),
+                    limits,
+                    lease,
+                    is_copy=True,
+                    salt=flight.request.salt,
+                )
                 return [SendTo(move.decode, copy)]
             case PrefixOffered():
                 self._state.counters["fallback", "nothing to copy"] += 1
@@ -414,6 +424,7 @@ class Moving:
             message.lease,
             message.num_draft_tokens,
             is_moved=is_near,
+            salt=request.salt,
         )
         return [
             SendTo(move.decode, decode),

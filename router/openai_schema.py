@@ -6,9 +6,10 @@ that nobody knows are ignored, since clients send their own. It does not know th
 what the fields about schemas, grammars and tools ask for is `router.structured`'s business.
 
 Sources: OpenAI API reference, chat completions and completions; for `top_k`, `min_p`, `min_tokens`,
-`ignore_eos`, `stop_token_ids`, `repetition_penalty`, `prompt_logprobs` and `priority`, vLLM's
-OpenAI-compatible server; `slo_ttft_ms` and `slo_tpot_ms` are what llm-d's endpoint picker takes as
-headers, as fields here: so they are checked, and refused, as all others are.
+`ignore_eos`, `stop_token_ids`, `repetition_penalty`, `prompt_logprobs`, `priority` and
+`cache_salt`, vLLM's OpenAI-compatible server; `slo_ttft_ms` and `slo_tpot_ms` are what llm-d's
+endpoint picker takes as headers, as fields here: so they are checked, and refused, as all others
+are.
 """
 
 import re
@@ -32,6 +33,7 @@ MAX_BIAS = 100.0
 MAX_ID_DIGITS = 10
 MAX_TOP_LOGPROBS = 20
 MAX_USER_LEN = 512  # characters
+MAX_CACHE_SALT_LEN = 256
 MAX_BOUND_MS = 3_600_000
 UINT64_MASK = 2**64 - 1
 
@@ -125,6 +127,8 @@ class Body(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: TopCount | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LEN)] | None = None
+    # Requests share cached prefixes only with those of the same salt, within what their keys share.
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_LEN)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     slo_ttft_ms: BoundMs | None = None  # from when the request came in
     slo_tpot_ms: BoundMs | None = None

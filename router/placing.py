@@ -221,7 +221,9 @@ class Placing:
             attempt.asked_s = now_s
         attempt.offer_due_s = now_s + self._state.config.offer_timeout_s
         self._state.counters["prefix offer", "asked"] += 1
-        return SendTo(choice.source, OfferPrefix(attempt.seq_id, flight.token_ids))
+        return SendTo(
+            choice.source, OfferPrefix(attempt.seq_id, flight.token_ids, flight.request.salt)
+        )
 
     def send_prefill(
         self, flight: Flight, attempt: Attempt, prefix: LeaseRef | None, now_s: float
@@ -241,6 +243,7 @@ class Placing:
             limits=request.limits,
             prefix=prefix,
             prompt_logprobs=flight.prompt_logprobs,
+            salt=request.salt,
         )
         return SendTo(attempt.prefill, message)
 

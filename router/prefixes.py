@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from itertools import takewhile
 
-from engine.blocks import BlockHash, hash_block
+from engine.blocks import BlockHash, hash_blocks
 from engine.messages import WorkerId
 
 
@@ -93,8 +93,11 @@ class PrefixMap:
 class PrefixHashes:
     """Block hashes of one prompt and its answer, each computed once and only when asked for."""
 
-    def __init__(self, known: Mapping[int, Sequence[BlockHash]] | None = None) -> None:
+    def __init__(
+        self, known: Mapping[int, Sequence[BlockHash]] | None = None, *, salt: bytes = b""
+    ) -> None:
         """`known` are those of the first full blocks, by block size."""
+        self._salt = salt
         self._hashes = {size: list(hashes) for size, hashes in (known or {}).items()}
 
     def leading(
@@ -103,7 +106,8 @@ class PrefixHashes:
         """Hashes of the full blocks among the first `num_tokens`; `token_ids` may only grow."""
         num_blocks = num_tokens // block_size
         hashes = self._hashes.setdefault(block_size, [])
-        for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+        if num_blocks > len(hashes):
+            new = token_ids[len(hashes) * block_size : num_blocks * block_size]
             parent = hashes[-1] if hashes else None
-            hashes.append(hash_block(parent, token_ids[start : start + block_size]))
+            hashes += hash_blocks(new, block_size, self._salt, parent=parent)
         return hashes[:num_blocks]

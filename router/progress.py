@@ -139,7 +139,12 @@ class Progress:
         attempt.lease = message.lease
         request = flight.request
         decode = Decode(
-            attempt.seq_id, flight.token_ids, request.sampling, request.limits, message.lease
+            attempt.seq_id,
+            flight.token_ids,
+            request.sampling,
+            request.limits,
+            message.lease,
+            salt=request.salt,
         )
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         return [SendTo(attempt.decode, decode)]

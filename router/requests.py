@@ -18,6 +18,7 @@ from engine.messages import (
     Logprobs,
     RequestId,
     Role,
+    Salt,
     Sampling,
     WorkerId,
 )
@@ -44,6 +45,7 @@ class Request:
     tenant: str = ""  # API key or user: the queue is shared fairly among these
     deadline_s: float | None = None  # for the first token, on the clock of `received_s`
     tpot_bound_s: float | None = None  # seconds per token; None: the router's
+    salt: Salt = b""  # only requests of equal ones share cached prefixes
     hashes: PrefixHashes | None = None  # of its blocks, as far as they are known
 
     def prompt(self) -> list[int]:

@@ -267,7 +267,7 @@ def _recorded(asked: Asked, block_tokens: int, ids: dict[BlockHash, int]) -> Tra
     prompt, parent = request.token_ids, None
     block_ids: list[int] = []
     for start in range(0, len(prompt), block_tokens):
-        parent = hash_block(parent, prompt[start : start + block_tokens])
+        parent = hash_block(parent, prompt[start : start + block_tokens], request.salt)
         block_ids.append(ids.setdefault(parent, len(ids)))
     wanted = max(request.limits.max_len - len(prompt), 1)
     is_answered = asked.is_finished or (asked.client_left and asked.times_s)

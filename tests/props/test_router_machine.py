@@ -55,6 +55,7 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
+from engine.trust import SALT_BYTES
 from router.costs import PrefillCost, PullCost
 from router.estimates import Estimates
 from router.machine import (
@@ -91,6 +92,11 @@ VOCAB_SIZE = 7
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED, "l": Role.DECODE}
 LOCAL = "l"  # decode workers that prefill locally
 NAMES = [f"{letter}{i}" for letter in ROLES for i in range(2)]
+
+
+def salt_of(name: str) -> bytes:
+    """Each client is a tenant of its own."""
+    return name.encode().ljust(SALT_BYTES, b".")
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -371,7 +377,10 @@ class World:
         limits = Limits(len(prompt) + max_tokens, len(prompt) + 1, stop)
         for _ in range(num_choices):
             name = RequestId(f"r{len(self.clients)}")
-            request = Request(name, tuple(prompt), Sampling(), limits, self.now_s, None, leader)
+            salt = salt_of(leader or name)
+            request = Request(
+                name, tuple(prompt), Sampling(), limits, self.now_s, None, leader, salt=salt
+            )
             self.clients[name] = Client(request)
             self._handle(Arrived(request))
             leader = leader or name
@@ -475,6 +484,10 @@ class World:
         self.validate()
 
     def _send(self, worker_id: str, message: ToWorker) -> None:
+        if isinstance(message, Prefill | Generate | Decode | OfferPrefix):
+            name, _, _ = message.seq_id.partition(".")
+            request = self.clients[name].request
+            assert message.salt == request.salt == salt_of(request.leader or name)
         if isinstance(message, Prefill | Generate) and message.prefix is not None:
             source = message.prefix.source.worker_id
             assert source != worker_id, "a worker is to pull from itself"

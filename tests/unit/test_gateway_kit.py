@@ -11,6 +11,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.messages import FinishReason, WorkerId
+from engine.trust import Secret
 from router.gateway import create_app
 from router.jobs import GatewaySettings
 from router.requests import (
@@ -37,6 +38,7 @@ TEMPLATE = (
     "<|{{ m.role }}|>{{ m.content }}"
     "{% endfor %}<|assistant|>"
 )
+SECRET = Secret("of the tests")
 STOP = Finished(FinishReason.STOP)
 LENGTH = Finished(FinishReason.LENGTH)
 TIMELINE = Timeline(
@@ -196,7 +198,7 @@ def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any
     keys = settings.pop("keys", None)
     return create_app(
         versions,
-        settings=GatewaySettings(**settings),
+        settings=GatewaySettings(SECRET, **settings),
         clock=clock,
         rng=random.Random(1),
         keys=keys,

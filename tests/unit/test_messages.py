@@ -38,6 +38,7 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
+from engine.trust import SALT_BYTES
 
 DECODERS = {decode_to_worker: get_args(ToWorker), decode_to_gateway: get_args(ToGateway)}
 FEW = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
@@ -51,7 +52,7 @@ SAMPLES = [  # of which broken frames are made
         LeaseRef("a.0", TransferAddress("w", "1", "tcp://w"), 1),
     ),
     FirstToken("a.0", 7),
-    OfferPrefix("a.0", [3, 4]),
+    OfferPrefix("a.0", [3, 4], bytes(range(SALT_BYTES))),
     Cancel("a.0"),
 ]
 
@@ -61,8 +62,10 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
     if hasattr(kind, "__supertype__"):  # a NewType
         return values(kind.__supertype__)
     match get_origin(kind) or kind:
-        case origin if origin is Annotated:  # ids and prompts: see TokenId and Prompt
+        case origin if origin is Annotated:  # ids, prompts and salts: TokenId, Prompt and Salt
             inner = get_args(kind)[0]
+            if inner is bytes:
+                return st.binary(max_size=SALT_BYTES)
             ids = st.integers(0, 2**32 - 1)
             return ids if inner is int else st.lists(ids, min_size=1, max_size=4)
         case origin if origin is UnionType:

@@ -1,24 +1,27 @@
 """Hashes of a prompt's blocks. Who holds which is asked of both indexes in `test_index`."""
 
+import pytest
+
 from engine.blocks import hash_blocks
 from router.prefixes import PrefixHashes
 
 
-def hashes(tokens):
-    return hash_blocks(list(tokens), 4)
-
-
-def test_hashes_are_those_of_the_workers_and_computed_once(monkeypatch):
-    prefix, tokens = PrefixHashes(), list(range(30))
-    assert prefix.leading(tokens[:10], num_tokens=10, block_size=4) == hashes(range(8))
+@pytest.mark.parametrize("salt", [b"", b"s" * 32])
+def test_hashes_are_those_of_the_workers_and_computed_once(monkeypatch, salt):
+    prefix, tokens = PrefixHashes(salt=salt), list(range(30))
+    expected = hash_blocks(tokens, 4, salt)
+    assert prefix.leading(tokens[:10], num_tokens=10, block_size=4) == expected[:2]
     calls = []
-    monkeypatch.setattr(
-        "router.prefixes.hash_block", lambda parent, ids: calls.append(tuple(ids)) or b"new"
-    )
-    assert prefix.leading(tokens, num_tokens=7, block_size=4) == hashes(range(4))
+
+    def noted(token_ids, block_size, salt, *, parent):
+        calls.append(tuple(token_ids))
+        return hash_blocks(token_ids, block_size, salt, parent=parent)
+
+    monkeypatch.setattr("router.prefixes.hash_blocks", noted)
+    assert prefix.leading(tokens, num_tokens=7, block_size=4) == expected[:1]
     assert calls == []
-    assert prefix.leading(tokens, num_tokens=12, block_size=4) == [*hashes(range(8)), b"new"]
-    assert calls == [(8, 9, 10, 11)]
+    assert prefix.leading(tokens, num_tokens=16, block_size=4) == expected[:4]
+    assert calls == [(8, 9, 10, 11, 12, 13, 14, 15)]
 
 
 def test_workers_with_other_blocks_have_other_hashes():

@@ -251,7 +251,7 @@ def test_a_request_that_is_alone_with_one_worker_hashes_nothing(monkeypatch):
     def never(*args):
         raise AssertionError("hashed for nothing")
 
-    monkeypatch.setattr("router.prefixes.hash_block", never)
+    monkeypatch.setattr("router.prefixes.hash_blocks", never)
     driver = Driver("m0")
     driver.ask("r", LONG)
     driver.say("m0", PrefillStarted("r.0", 0, None))
