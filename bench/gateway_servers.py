@@ -89,7 +89,7 @@ def _open(
 
 
 def _open_ours(stack: ExitStack) -> Server:
-    token_ids = tuple(load_text_model(TOKENIZER).encode_text(TEXT))
+    token_ids = tuple(load_text_model(TOKENIZER).encode_text(TEXT, CONTEXT_LEN))
     options = msgspec.json.encode(Options(TOKEN, STEP_S, token_ids)).decode()
     worker = Driven("worker", [sys.executable, "-m", "bench.gateway_worker", options])
     worker.start()

@@ -13,8 +13,8 @@ from engine.messages import RequestId
 from engine.trust import Secret
 from router.access.keys import Tenant
 from router.answers import TextRules
+from router.api_errors import ApiError
 from router.openai_schema import (
-    ApiError,
     Body,
     CompletionBody,
     body_of,
@@ -117,7 +117,7 @@ def parse(call: Call, body_type: type[Body], versions: Versions, settings: Gatew
     structure = checked_structure(fields, text.added_token_id)
     check_stop_token_ids(body, text.vocab_size)
     check_num_choices(body, settings.max_choices)
-    token_ids = tuple(body.encode(text, structure.tools))
+    token_ids = tuple(body.encode(text, served.context_len, structure.tools))
     limits = limits_of(
         body,
         prompt_len=len(token_ids),

@@ -22,6 +22,7 @@ from msgspec import Meta
 from engine.config import MAX_PRIORITY
 from engine.errors import InvalidRequest
 from engine.messages import Grammar, Limits, Sampling
+from router.api_errors import ApiError, context_exceeded, invalid_value, no_room
 from router.structured import Structure, structure_of, validate
 from router.tokenizer import TextModel
 
@@ -65,16 +66,6 @@ _REFUSED: Refused = {
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
 }
-
-
-class ApiError(InvalidRequest):
-    """An InvalidRequest with OpenAI's machine-readable `code`."""
-
-    def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
-    ) -> None:
-        super().__init__(message, param=param, status=status)
-        self.code = code
 
 
 class StreamOptions(msgspec.Struct):
@@ -133,7 +124,9 @@ class Body(msgspec.Struct, kw_only=True):
     slo_ttft_ms: BoundMs | None = None  # from when the request came in
     slo_tpot_ms: BoundMs | None = None
 
-    def encode(self, text: TextModel, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode(
+        self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The prompt's token ids. Raises InvalidRequest."""
         raise NotImplementedError
 
@@ -174,12 +167,14 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
 
-    def encode(self, text: TextModel, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode(
+        self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The messages, and the tools that may be called, through the chat template."""
         if not self.messages:
-            raise _invalid("messages must not be empty", "messages")
+            raise invalid_value("messages must not be empty", "messages")
         messages = [_template_message(i, m) for i, m in enumerate(self.messages)]
-        return text.encode_chat(messages, tools or None)
+        return text.encode_chat(messages, context_len, tools or None)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -207,13 +202,15 @@ class CompletionBody(Body, kw_only=True):
     echo: bool | None = None
     logprobs: bool | TopCount | None = None
 
-    def encode(self, text: TextModel, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode(
+        self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The prompt, which may be text or token ids. There are no tools here."""
         prompt = _single_prompt(self.prompt)
         if not prompt:
-            raise _invalid("prompt must not be empty", "prompt")
+            raise invalid_value("prompt must not be empty", "prompt")
         if isinstance(prompt, str):
-            return text.encode_text(prompt)
+            return text.encode_text(prompt, context_len)
         _check_in_vocabulary(prompt, text.vocab_size, "prompt")
         return prompt
 
@@ -270,7 +267,7 @@ def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | No
         structure = structure_of(fields, token_of=token_of)
         validate(structure, fields)
     except InvalidRequest as error:
-        raise _invalid(error.message, error.param) from error
+        raise invalid_value(error.message, error.param) from error
     return structure
 
 
@@ -311,7 +308,7 @@ def check_num_choices(body: Body, max_choices: int) -> None:
     """Raises ApiError if more answers are asked for than the operator allows."""
     for name, count in (("n", body.num_choices), ("best_of", body.num_candidates)):
         if count > max_choices:
-            raise _invalid(f"{name} is {count}; at most {max_choices} are allowed", name)
+            raise invalid_value(f"{name} is {count}; at most {max_choices} are allowed", name)
 
 
 def priority_of(body: Body, min_priority: int) -> int:
@@ -320,7 +317,9 @@ def priority_of(body: Body, min_priority: int) -> int:
     """
     priority = max(0, min_priority) if body.priority is None else body.priority
     if priority < min_priority:
-        raise _invalid(f"priority is {priority}; at least {min_priority} is allowed", "priority")
+        raise invalid_value(
+            f"priority is {priority}; at least {min_priority} is allowed", "priority"
+        )
     return priority
 
 
@@ -337,7 +336,7 @@ def limits_of(
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         message = f"min_tokens is {min_tokens}, more than the {max_tokens} tokens allowed"
-        raise _invalid(message, "min_tokens")
+        raise invalid_value(message, "min_tokens")
     return Limits(
         max_len=prompt_len + max_tokens,
         min_len=prompt_len + min_tokens,
@@ -353,15 +352,16 @@ def check_stop_token_ids(body: Body, vocab_size: int) -> None:
 
 def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: int) -> int:
     wanted, room = body.wanted_tokens, context_len - prompt_len
-    limit = f"the model's context is {context_len} tokens"
     if room < 1:
-        message = f"{limit}, and the prompt has {prompt_len}: no room for an answer"
-        raise ApiError(message, param=body.prompt_field, code="context_length_exceeded")
+        raise no_room(context_len, prompt_len, body.prompt_field)
     if wanted is None:
         return room if default is None else min(default, room)
     if wanted > room:
-        message = f"{limit}, and {prompt_len} in the prompt plus {wanted} in the answer are more"
-        raise ApiError(message, param="max_tokens", code="context_length_exceeded")
+        message = (
+            f"the model's context is {context_len} tokens, "
+            f"and {prompt_len} in the prompt plus {wanted} in the answer are more"
+        )
+        raise context_exceeded(message, "max_tokens")
     return wanted
 
 
@@ -376,13 +376,13 @@ def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int
     token_ids = [_token_id(key) for key in biases]
     _check_in_vocabulary(token_ids, vocab_size, "logit_bias")
     if len(set(token_ids)) < len(token_ids):
-        raise _invalid("logit_bias names a token id twice", "logit_bias")
+        raise invalid_value("logit_bias names a token id twice", "logit_bias")
     return tuple(zip(token_ids, biases.values(), strict=True))
 
 
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
-        raise _invalid(f"logit_bias: {key[:40]!r} is no token id", "logit_bias")
+        raise invalid_value(f"logit_bias: {key[:40]!r} is no token id", "logit_bias")
     return int(key)
 
 
@@ -399,21 +399,21 @@ def _check_stream_options(body: Body) -> None:
     if options is None:
         return
     if not body.stream:
-        raise _invalid("stream_options is allowed only with stream", "stream_options")
+        raise invalid_value("stream_options is allowed only with stream", "stream_options")
 
 
 def _check_logprobs(body: Body) -> None:
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
-        raise _invalid("top_logprobs needs logprobs", "top_logprobs")
+        raise invalid_value("top_logprobs needs logprobs", "top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise _unsupported("prompt_logprobs", "in a stream")
 
 
 def _check_completion(body: CompletionBody) -> None:
     if body.logprobs is True:
-        raise _invalid("logprobs: expected an integer", "logprobs")
+        raise invalid_value("logprobs: expected an integer", "logprobs")
     if body.num_candidates < body.num_choices:
-        raise _invalid(f"best_of is {body.best_of}, less than n", "best_of")
+        raise invalid_value(f"best_of is {body.best_of}, less than n", "best_of")
     if body.stream and body.num_candidates > body.num_choices:
         raise _unsupported("best_of", "in a stream")
     if body.stream and body.echo and body.num_top_logprobs is not None:
@@ -469,7 +469,7 @@ def _content(message: ChatMessage, param: str) -> str:
         return content
     if content is None:
         if message.role != "assistant":
-            raise _invalid("content is missing", param)
+            raise invalid_value("content is missing", param)
         return ""
     return "\n".join(_part_text(part, param) for part in content)
 
@@ -479,14 +479,16 @@ def _part_text(part: ContentPart, param: str) -> str:
         message = f"content of type {part.type!r} is not supported"
         raise ApiError(message, param=param, code="unsupported_content")
     if part.text is None:
-        raise _invalid("a part of type 'text' needs a text", param)
+        raise invalid_value("a part of type 'text' needs a text", param)
     return part.text
 
 
 def _check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        message = f"{param} holds a token id outside the vocabulary of {vocab_size} tokens"
-        raise _invalid(message, param)
+        unknown = next(i for i in token_ids if not 0 <= i < vocab_size)
+        name = unknown if abs(unknown) <= UINT64_MASK else "beyond 64 bits"
+        message = f"{param} holds the token id {name}; the model's vocabulary has {vocab_size}"
+        raise invalid_value(message, param)
 
 
 def _from_validation(error: msgspec.ValidationError) -> ApiError:
@@ -494,11 +496,7 @@ def _from_validation(error: msgspec.ValidationError) -> ApiError:
     text, _, path = str(error).partition(" - at `$")
     param = path.rstrip("`").lstrip(".") or None
     text = re.sub("^E", "e", text)
-    return _invalid(text if param is None else f"{param}: {text}", param)
-
-
-def _invalid(message: str, param: str | None) -> ApiError:
-    return ApiError(message, param=param, code="invalid_value")
+    return invalid_value(text if param is None else f"{param}: {text}", param)
 
 
 def _unsupported(name: str, circumstance: str = "") -> ApiError:

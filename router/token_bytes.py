@@ -109,3 +109,4 @@ def _letters() -> Iterator[tuple[str, bytes]]:
 
 
 _BYTE_OF_LETTER = dict(_letters())
+LETTERS = frozenset(_BYTE_OF_LETTER)  # that stand for bytes

@@ -24,7 +24,7 @@ from hashlib import blake2b
 from itertools import chain
 
 from engine.messages import WorkerId
-from router.openai_schema import ApiError
+from router.api_errors import ApiError
 from router.requests import RouterPort, WorkerStatus
 from router.tokenizer import TextModel
 

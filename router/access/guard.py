@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.access.file import KeyFile
 from router.access.keys import ANONYMOUS, Tenant
-from router.openai_schema import ApiError
+from router.api_errors import ApiError
 from router.sse import send_invalid
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})

@@ -53,7 +53,7 @@ def requests(num_requests: int, seed: int) -> list[Asked]:
     rng = random.Random(seed)
     asked: list[Asked] = []
     while len(asked) < num_requests:
-        prompt = text.encode_text(rng.choice(TEXTS) * rng.randint(1, 9))
+        prompt = text.encode_text(rng.choice(TEXTS) * rng.randint(1, 9), 4096)
         sampling = _sampling(rng)
         stops = () if rng.random() < 0.3 else EOS
         for i in range(rng.choice((1, 1, 1, 3))):  # n

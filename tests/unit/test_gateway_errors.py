@@ -239,6 +239,12 @@ def test_a_body_that_is_no_json_object_is_refused(body):
     assert_error(post(make_app(FakeRouter()), COMPLETIONS, body), 400, "invalid_json")
 
 
+@pytest.mark.parametrize("token_id", [260, -1, 2**63])
+def test_a_token_id_that_the_model_does_not_know_is_named(token_id):
+    reply = complete(FakeRouter(), {"prompt": [1, token_id, 2]})
+    assert f"the token id {token_id};" in reply.json()["error"]["message"]
+
+
 def test_missing_prompt_and_messages_are_named():
     app = make_app(FakeRouter())
     assert_error(post(app, COMPLETIONS, {}), 400, VALUE, "prompt")

@@ -25,13 +25,13 @@ def checkpoint(path, *, config=None, files=None):
 
 def rendered(path, template, messages=USER, **config):
     model = load_text_model(checkpoint(path, config={"chat_template": template, **config}))
-    return bytes(model.encode_chat(messages)).decode()
+    return bytes(model.encode_chat(messages, 4096)).decode()
 
 
 def test_vocabulary_and_round_trip(tmp_path):
     model = load_text_model(checkpoint(tmp_path))
     assert model.vocab_size == 260
-    assert model.encode_text("é") == [0xC3, 0xA9]
+    assert model.encode_text("é", 4096) == [0xC3, 0xA9]
     detokenizer = model.detokenizer([1])
     assert [detokenizer.push(token_id) for token_id in (0xC3, 0xA9, 256)] == ["", "é", ""]
 
@@ -45,8 +45,9 @@ def test_only_plain_text_gets_the_tokenizers_special_tokens(tmp_path):
     tokenizer.enable_truncation(max_length=3)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = load_text_model(tmp_path)
-    assert model.encode_text("abcd") == [256, *b"abcd"]  # the file's truncation is not applied
-    assert model.encode_chat(USER) == [*b"yo"]
+    # The file's truncation is not applied.
+    assert model.encode_text("abcd", 4096) == [256, *b"abcd"]
+    assert model.encode_chat(USER, 4096) == [*b"yo"]
 
 
 def test_tokens_that_end_an_answer_are_collected_from_all_files(tmp_path):
@@ -86,7 +87,7 @@ def test_a_broken_optional_file_is_named(tmp_path):
 def test_the_template_of_its_own_file_goes_first(tmp_path):
     files = {"chat_template.jinja": "file"}
     model = load_text_model(checkpoint(tmp_path, config={"chat_template": "x"}, files=files))
-    assert bytes(model.encode_chat(USER)) == b"file"
+    assert bytes(model.encode_chat(USER, 4096)) == b"file"
 
 
 def test_of_named_templates_the_default_is_taken(tmp_path):
@@ -138,4 +139,4 @@ def test_a_template_that_does_not_compile_is_the_checkpoints_fault(tmp_path):
 def test_without_a_template_chat_is_refused(tmp_path):
     model = load_text_model(checkpoint(tmp_path))
     with pytest.raises(InvalidRequest, match="no chat template"):
-        model.encode_chat(USER)
+        model.encode_chat(USER, 4096)

@@ -10,7 +10,7 @@ from test_gateway_kit import TEMPLATE, FakeRouter, TickingClock, get, make_app_o
 
 from engine.control import Intent, Member, Members, Version
 from engine.messages import WorkerId
-from router.openai_schema import ApiError
+from router.api_errors import ApiError
 from router.version_routers import VersionRouters
 from router.versions import NOBODY, Versions
 

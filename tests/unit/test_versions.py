@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_gateway_kit import TEMPLATE, FakeRouter, TickingClock, get, make_app_of, post, text_model
 
-from router.openai_schema import ApiError
+from router.api_errors import ApiError
 from router.versions import Served, Versions, by_weight
 
 KEYS = [f"request-{i}" for i in range(4000)]

@@ -1,0 +1,32 @@
+"""What clients are told about requests that cannot be served, with OpenAI's `code`."""
+
+from engine.errors import InvalidRequest
+
+
+class ApiError(InvalidRequest):
+    """An InvalidRequest with OpenAI's machine-readable `code`."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message, param=param, status=status)
+        self.code = code
+
+
+def invalid_value(message: str, param: str | None) -> ApiError:
+    """A field holds what it may not hold."""
+    return ApiError(message, param=param, code="invalid_value")
+
+
+def context_exceeded(message: str, param: str) -> ApiError:
+    """The prompt, or the prompt and the answer, are longer than the model's context."""
+    return ApiError(message, param=param, code="context_length_exceeded")
+
+
+def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
+    """The prompt leaves no room for an answer."""
+    message = (
+        f"the model's context is {context_len} tokens, and the prompt has {prompt_len}: "
+        "no room for an answer"
+    )
+    return context_exceeded(message, param)

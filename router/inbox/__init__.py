@@ -1,0 +1,1 @@
+"""What comes from clients, bounded before it costs anything: JSON, the length of prompts, lanes."""
