@@ -18,8 +18,8 @@ import msgspec
 import ray
 
 from deploy.cluster_controller import start_deployment
+from deploy.own_ray import NAMESPACE
 from deploy.ray_controller import controller_pools, stop_deployment
-from deploy.ray_launcher import NAMESPACE
 from deploy.up import ANSWER, Answer, Node, Status
 from deploy.up_config import load_up_config
 from engine.errors import BatonError, ConfigError

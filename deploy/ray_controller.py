@@ -17,11 +17,11 @@ from deploy.admin import AdminService
 from deploy.admin_client import AdminClient, AdminError
 from deploy.admin_schema import PoolsAnswer
 from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
+from deploy.own_ray import NAMESPACE
 from deploy.placement import NOWHERE_SPECIAL, Placement
 from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread, configure_logging
 from deploy.ray_launcher import (
     CONTROLLER,
-    NAMESPACE,
     ON_HEAD,
     RayLauncher,
 )

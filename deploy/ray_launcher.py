@@ -1,10 +1,10 @@
 """Starts workers and gateways as Ray actors. Ray places and watches them, and carries no request.
 
-Beside this file only `ray_places`, `ray_controller`, `cluster_controller` and `head` import ray.
+Beside this file only `own_ray`, `ray_places`, `ray_controller`, `cluster_controller` and `head`
+import ray.
 """
 
 import logging
-import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,6 +14,7 @@ from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.model_source import FETCH_TIMEOUT_S
+from deploy.own_ray import NAMESPACE, OwnRay
 from deploy.placement import NOWHERE_SPECIAL, Placement
 from deploy.processes import (
     READY_TIMEOUT_S,
@@ -36,10 +37,8 @@ log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
 ADOPT_TIMEOUT_S = 10.0
-NAMESPACE = "baton"
 CONTROLLER = "controller"  # the name of the one actor that is no service
 ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}  # Ray gives that one to each head
-OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no KV and no token ever goes there
 
 
 class _Actor:
@@ -92,6 +91,7 @@ class RayLauncher:
 
     def __init__(self) -> None:
         self.is_detached = False
+        self._ray = OwnRay()
         self._places = RayPlaces(NOWHERE_SPECIAL)
         self._actors: dict[str, Any] = {}
         self._kinds: dict[str, str] = {}
@@ -109,7 +109,7 @@ class RayLauncher:
     def open(self) -> None:
         """Starts Ray on this machine."""
         if not self.is_detached:
-            start_ray_here()
+            self._ray.open()
 
     def room(self, num_gpus: float) -> int:
         """As many as GPUs suffice for, or cores, but a few in any case; and custom resources."""
@@ -199,7 +199,7 @@ class RayLauncher:
         if self.is_detached:
             return
         self.stop_all()
-        ray.shutdown()
+        self._ray.close()
 
     def stop_all(self) -> None:
         """Stops the gateways, then the workers, those of a kind at once."""
@@ -311,22 +311,6 @@ class RayLauncher:
         self._ready.pop(name, None)
         self._kinds.pop(name, None)
         return self._actors.pop(name, None)
-
-
-def start_ray_here() -> None:
-    """A Ray of this process's own, on loopback only."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Leave CUDA_VISIBLE_DEVICES as it is for actors without GPUs (and do not warn about it).
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        _node_ip_address="127.0.0.1",
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        logging_level=logging.ERROR,
-        log_to_driver=True,
-    )
 
 
 def _ask_to_stop(name: str, actor: Any) -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from deploy import own_ray
 from deploy.cluster import Deployment
 from deploy.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.launcher import Launcher, ProcessLauncher
@@ -23,6 +24,7 @@ from engine.config import (
     Speculate,
     Transport,
     WeightFormat,
+    forget_environment,
     load_config,
 )
 from engine.layout import KVFormat
@@ -109,12 +111,14 @@ def serve(  # noqa: PLR0913 - a command's options
     if model == str(BUNDLED_MODEL) and draft_model is None and speculate in WITH_DRAFT:
         flags["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, flags)
+    forget_environment(os.environ)
     deployment = Deployment(LAUNCHERS[launcher](), model=model, config=tree)
     deployment.log_level = log_level
     _run(deployment, Console(stderr=True))
 
 
 def _ray_launcher() -> Launcher:
+    own_ray.prepare(os.environ)
     from deploy.ray_launcher import RayLauncher
 
     return RayLauncher()

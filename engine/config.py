@@ -6,7 +6,7 @@ Defaults run on a laptop. A part of the tree is passed to whom it concerns; nobo
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -298,7 +298,7 @@ def load_config(
     """
     tree: dict[str, Any] = read_toml(path) if path is not None else {}
     for key, value in environment.items():
-        if key.startswith(ENVIRONMENT_PREFIX) and "__" in key:
+        if _is_setting(key):
             _set(tree, key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value)
     for key, value in flags.items():
         if value is not None:
@@ -307,6 +307,17 @@ def load_config(
         return msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
+
+
+def forget_environment(environment: MutableMapping[str, str]) -> None:
+    """Removes what `load_config` reads, so that no process started later inherits a key."""
+    for key in list(environment):
+        if _is_setting(key):
+            del environment[key]
+
+
+def _is_setting(key: str) -> bool:
+    return key.startswith(ENVIRONMENT_PREFIX) and "__" in key
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """What end-to-end tests of a session have in common ends with it."""
 
+import os
 from collections.abc import Iterator
 
 import openai
 import pytest
 
+from deploy import own_ray
 from tests.e2e.cluster import NURSERY
 from tests.e2e.served import HANDS_OVER, Served, serve
+
+own_ray.prepare(os.environ)  # before a test imports Ray
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -35,14 +35,27 @@ class Served:
     num_blocks: int  # of all workers; to be set where there come to be others
 
 
-def marked_processes(mark: str) -> list[str]:
-    """Command lines of all live processes that descend from a command with this mark."""
+def marked_pids(mark: str) -> list[int]:
+    """All live processes that descend from a command with this mark."""
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # gone, or not ours
             if f"{MARK}={mark}".encode() in environ.read_bytes().split(b"\0"):
-                found.append((environ.parent / "cmdline").read_bytes().decode(errors="replace"))
-    return [line for line in found if line]
+                found.append(int(environ.parent.name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def marked_processes(mark: str) -> list[str]:
+    """Command lines of all live processes that descend from a command with this mark."""
+    return [line for line in map(command_line, marked_pids(mark)) if line]
 
 
 def poll_until(holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float) -> None:

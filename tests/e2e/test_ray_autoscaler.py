@@ -62,8 +62,9 @@ START = (
 # Says how many workers there is room for, each time that it has changed: at last since one waits.
 SCRIPT = """
 import ray
+from deploy.own_ray import NAMESPACE
 from deploy.placement import Placement
-from deploy.ray_launcher import NAMESPACE, RayLauncher
+from deploy.ray_launcher import RayLauncher
 from deploy.ray_places import RayPlaces
 from engine.control import Pools
 from engine.messages import Role

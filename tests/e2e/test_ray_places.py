@@ -42,7 +42,7 @@ class Nodes:
         return node
 
     def _node(self, resources: dict[str, int]) -> dict[str, Any]:
-        from deploy.ray_launcher import OBJECT_STORE_BYTES
+        from deploy.own_ray import OBJECT_STORE_BYTES
 
         return {
             "num_cpus": 0,  # Ray starts no process in advance
@@ -57,7 +57,7 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     import ray
 
-    from deploy.ray_launcher import NAMESPACE
+    from deploy.own_ray import NAMESPACE
 
     there = Nodes(prefill_node=2)
     try:

@@ -10,6 +10,7 @@ from deploy.admin_client import AdminClient
 from deploy.cluster import with_admin_key
 from deploy.controller import Plan
 from deploy.defaults import BUNDLED_MODEL
+from deploy.own_ray import OwnRay
 from engine.config import Config, GatewayConfig, WorkerConfig
 from engine.control import Pools
 from tests.e2e.served import poll_until
@@ -24,7 +25,6 @@ def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch
     import ray
 
     from deploy.ray_controller import find_controller, start_controller, stop_deployment
-    from deploy.ray_launcher import start_ray_here
     from deploy.ray_places import reserved
 
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
@@ -33,7 +33,8 @@ def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch
     )
     pools = Pools(0, 0, mixed=1)  # as few as will do
     plan = Plan(str(BUNDLED_MODEL), config, pools, secrets.token_hex(16), cores=2)
-    start_ray_here()
+    own_ray = OwnRay()
+    own_ray.open()
     try:
         url, pid = start_controller(plan)
         key = config.admin.key
@@ -67,4 +68,4 @@ def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch
         assert left == []
         assert reserved() == []
     finally:
-        ray.shutdown()
+        own_ray.close()
