@@ -14,6 +14,7 @@ from engine.trust import Secret
 from router.access.keys import Tenant
 from router.answers import TextRules
 from router.api_errors import ApiError
+from router.inbox.json_fields import decode_fields
 from router.openai_schema import (
     Body,
     CompletionBody,
@@ -21,7 +22,6 @@ from router.openai_schema import (
     check_num_choices,
     check_stop_token_ids,
     checked_structure,
-    decode_fields,
     limits_of,
     nth_seed,
     priority_of,
@@ -108,7 +108,7 @@ def check_size(num_bytes: int, settings: GatewaySettings) -> None:
 
 def parse(call: Call, body_type: type[Body], versions: Versions, settings: GatewaySettings) -> Job:
     """The job that a call asks for. Raises InvalidRequest."""
-    fields = decode_fields(call.data)
+    fields = decode_fields(call.data, body_type)
     body = body_of(fields, body_type)
     served = versions.choose(
         key=call.affinity or call.request_id, model=body.model, version=call.version

@@ -23,6 +23,8 @@ from engine.config import MAX_PRIORITY
 from engine.errors import InvalidRequest
 from engine.messages import Grammar, Limits, Sampling
 from router.api_errors import ApiError, context_exceeded, invalid_value, no_room
+from router.inbox.json_values import decode_value
+from router.structured import FIELDS as STRUCTURE_FIELDS
 from router.structured import Structure, structure_of, validate
 from router.tokenizer import TextModel
 
@@ -33,11 +35,13 @@ MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_ID_DIGITS = 10
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 4096  # each costs a turn of the chat template
 MAX_USER_LEN = 512  # characters
 MAX_CACHE_SALT_LEN = 256
 MAX_BOUND_MS = 3_600_000
 UINT64_MASK = 2**64 - 1
 
+Speaker = Literal["system", "developer", "user", "assistant", "tool"]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LEN)]
 Count = Annotated[int, Meta(ge=1)]
 TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -85,7 +89,7 @@ class ContentPart(msgspec.Struct):
 class ChatMessage(msgspec.Struct):
     """One message. Of the tool calls of earlier turns, only the template knows what to expect."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Speaker
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -173,6 +177,9 @@ class ChatBody(Body, kw_only=True):
         """The messages, and the tools that may be called, through the chat template."""
         if not self.messages:
             raise invalid_value("messages must not be empty", "messages")
+        if len(self.messages) > MAX_MESSAGES:
+            message = f"there are {len(self.messages)} messages; at most {MAX_MESSAGES} are allowed"
+            raise invalid_value(message, "messages")
         messages = [_template_message(i, m) for i, m in enumerate(self.messages)]
         return text.encode_chat(messages, context_len, tools or None)
 
@@ -233,15 +240,10 @@ class CompletionBody(Body, kw_only=True):
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def decode_fields(data: bytes) -> dict[str, Any]:
-    """The fields of a request's body as they came. Raises ApiError."""
-    try:
-        fields = msgspec.json.decode(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise ApiError("the body must be a JSON object", code="invalid_json")
-    return fields
+def known_fields(body_type: type[Body]) -> tuple[str, ...]:
+    """Every field that means something, also if it is refused."""
+    names = (*body_type.__struct_fields__, *_REFUSED, *body_type.refused, *STRUCTURE_FIELDS)
+    return tuple(dict.fromkeys(names))
 
 
 def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
@@ -250,7 +252,7 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     try:
         body = msgspec.convert(fields, body_type)
     except msgspec.ValidationError as error:
-        raise _from_validation(error) from error
+        raise from_validation(error) from error
     _check_stream_options(body)
     _check_logprobs(body)
     if isinstance(body, CompletionBody):
@@ -391,7 +393,7 @@ def _refuse_unsupported(fields: dict[str, Any], refused: Refused) -> None:
         value = fields.get(name)
         if value is None or any(type(value) is type(ok) and value == ok for ok in harmless):
             continue
-        raise _unsupported(name)
+        raise unsupported(name)
 
 
 def _check_stream_options(body: Body) -> None:
@@ -406,7 +408,7 @@ def _check_logprobs(body: Body) -> None:
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         raise invalid_value("top_logprobs needs logprobs", "top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs", "in a stream")
+        raise unsupported("prompt_logprobs", "in a stream")
 
 
 def _check_completion(body: CompletionBody) -> None:
@@ -415,9 +417,9 @@ def _check_completion(body: CompletionBody) -> None:
     if body.num_candidates < body.num_choices:
         raise invalid_value(f"best_of is {body.best_of}, less than n", "best_of")
     if body.stream and body.num_candidates > body.num_choices:
-        raise _unsupported("best_of", "in a stream")
+        raise unsupported("best_of", "in a stream")
     if body.stream and body.echo and body.num_top_logprobs is not None:
-        raise _unsupported("echo", "with logprobs in a stream")
+        raise unsupported("echo", "with logprobs in a stream")
 
 
 def _single_prompt(prompt: str | list[str | int | list[int]] | None) -> str | list[int] | None:
@@ -428,7 +430,7 @@ def _single_prompt(prompt: str | list[str | int | list[int]] | None) -> str | li
     if len(ids) == len(prompt):
         return ids
     if len(prompt) > 1:
-        raise _unsupported("prompt", "as a batch of prompts")
+        raise unsupported("prompt", "as a batch of prompts")
     only = prompt[0]
     assert not isinstance(only, int)
     return only
@@ -456,7 +458,7 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
     match call:
         case {"function": {"arguments": str(arguments)} as function}:
             try:
-                decoded = msgspec.json.decode(arguments)
+                decoded = decode_value(arguments.encode(), "messages")
             except (ValueError, RecursionError):
                 return call  # text that an answer was cut short in
             return {**call, "function": {**function, "arguments": decoded}}
@@ -491,14 +493,18 @@ def _check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) 
         raise invalid_value(message, param)
 
 
-def _from_validation(error: msgspec.ValidationError) -> ApiError:
-    """msgspec says for example: Expected `int` >= 1 - at `$.max_tokens`."""
+def from_validation(error: msgspec.ValidationError, field: str = "") -> ApiError:
+    """msgspec says for example: Expected `int` >= 1 - at `$.max_tokens`.
+
+    `field` is the one that was decoded by itself.
+    """
     text, _, path = str(error).partition(" - at `$")
-    param = path.rstrip("`").lstrip(".") or None
+    param = (field + path.rstrip("`")).lstrip(".") or None
     text = re.sub("^E", "e", text)
     return invalid_value(text if param is None else f"{param}: {text}", param)
 
 
-def _unsupported(name: str, circumstance: str = "") -> ApiError:
+def unsupported(name: str, circumstance: str = "") -> ApiError:
+    """What Baton cannot do."""
     message = f"{name} is not supported {circumstance}".rstrip()
     return ApiError(message, param=name, code="unsupported_parameter")
