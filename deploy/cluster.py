@@ -14,6 +14,7 @@ from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
 from deploy.defaults import pools_of
 from deploy.formats import check_formats, config_of
 from deploy.launcher import Launcher
+from deploy.memory import available_bytes
 from deploy.model_source import default_cache, local_model, pinned
 from deploy.processes import GatewayReady, ServiceThread
 from engine.clock import MonotonicClock
@@ -33,7 +34,7 @@ def with_admin_key(config: Config) -> Config:
     return msgspec.structs.replace(config, admin=admin)
 
 
-def plan_of(model: str, config: Config, *, cores: int) -> Plan:
+def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None) -> Plan:
     """What a controller is started with, checked before anything is. Raises ConfigError."""
     source = pinned(model)
     draft = config.worker.draft_path
@@ -48,6 +49,7 @@ def plan_of(model: str, config: Config, *, cores: int) -> Plan:
         pools=pools,
         token=secrets.token_hex(16),
         cores=cores,
+        memory_bytes=memory_bytes,
     )
 
 
@@ -95,7 +97,12 @@ class Deployment:
         self.on_news(line)
 
     def _open(self) -> GatewayReady:
-        plan = plan_of(self._model, self._config, cores=len(os.sched_getaffinity(0)))
+        plan = plan_of(
+            self._model,
+            self._config,
+            cores=len(os.sched_getaffinity(0)),
+            memory_bytes=available_bytes(),
+        )
         if self._config.gateway.processes > 1:
             self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
             plan = msgspec.structs.replace(plan, siblings=self._siblings.name)

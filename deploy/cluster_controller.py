@@ -25,7 +25,10 @@ def start_deployment(config: UpConfig) -> None:
     pools = config.config.pools
     usable = nodes_to_start_on(nodes(), pools, pools_of(pools))
     cores = sum(int(node.has.get("CPU", 0.0)) for node in usable)
-    plan = plan_of(config.model, config.config, cores=max(1, cores))
+    memory_bytes = sum(int(node.has.get("memory", 0.0)) for node in usable)
+    plan = plan_of(
+        config.model, config.config, cores=max(1, cores), memory_bytes=memory_bytes or None
+    )
     _fetch_everywhere(plan.model, usable)
     start_controller(plan)
 

@@ -103,6 +103,7 @@ class Plan(msgspec.Struct, frozen=True):
     token: str
     cores: int  # of the machine where workers run, for their threads
     siblings: str | None = None  # a directory, where several gateways share a port
+    memory_bytes: int | None = None  # available for workers at the start; None: each looks itself
     log_level: str = "warning"
 
     @property
@@ -469,6 +470,8 @@ class PoolController:
             config=config,
             token=self._plan.token,
             threads=config.threads or max(1, self._plan.cores // num_workers),
+            memory_bytes=self._plan.memory_bytes,
+            num_workers=num_workers,
             log_level=self._plan.log_level,
             version=version.name,
         )

@@ -13,11 +13,12 @@ import resource
 import socket
 import threading
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 import uvloop
 
+from deploy import memory
 from deploy.model_source import Parts, default_cache, is_remote, local_model
 from deploy.worker_host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import Clock, MonotonicClock
@@ -41,6 +42,9 @@ from router.siblings import Siblings
 from router.tokenizer import load_text_model
 from router.version_routers import VersionRouters
 
+if TYPE_CHECKING:
+    from engine.model.runner import KVNeeds, SizeKV
+
 log = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 300.0  # a fetch of the model not counted
@@ -58,6 +62,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     config: WorkerConfig
     token: str
     threads: int
+    memory_bytes: int | None = None  # for all workers together; None: what is available
+    num_workers: int = 1  # that share it
     host: str = "127.0.0.1"
     log_level: str = "warning"
     version: str = FIRST_VERSION
@@ -73,6 +79,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
     block_bytes: int
     start_s: float  # from when it knew what to be until it listened
     version: str = FIRST_VERSION
+    max_len: int = 0  # tokens of one request, as its context and its KV memory allow
 
 
 class GatewaySpec(msgspec.Struct, frozen=True):
@@ -149,7 +156,8 @@ class WorkerService:
             block_size=spec.config.block_size,
             kv_format=spec.config.kv_dtype,
             weights=spec.config.weights,
-            kv_bytes=spec.config.kv_mib * 2**20,
+            kv_bytes=self._kv_bytes(),
+            max_len=spec.config.max_model_len,
         )
         pools: list[PrivatePool | SharedPool] = []
 
@@ -194,7 +202,26 @@ class WorkerService:
             block_bytes=runner.layout.block_bytes,
             start_s=clock.now_s() - begin_s,
             version=spec.version,
+            max_len=min(runner.context_len, runner.num_blocks * runner.block_size),
         )
+
+    def _kv_bytes(self) -> "int | SizeKV":
+        """As configured, or as memory allows that is available before the model is loaded."""
+        spec = self._spec
+        if spec.config.kv_mib is not None:
+            return spec.config.kv_mib * 2**20
+        here_bytes = memory.available_bytes()
+        shared_bytes = here_bytes if spec.memory_bytes is None else spec.memory_bytes
+
+        def size(needs: "KVNeeds") -> int:
+            # Where less is available than this worker's share, other programs have it.
+            return memory.kv_bytes(
+                min(shared_bytes, here_bytes * spec.num_workers),
+                num_workers=spec.num_workers,
+                **needs._asdict(),
+            )
+
+        return size
 
     async def close(self) -> None:
         """Ends sessions and threads; asserts that the pool's books are in order."""

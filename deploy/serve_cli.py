@@ -60,7 +60,14 @@ def serve(  # noqa: PLR0913 - a command's options
     kv_wire_dtype: Annotated[
         KVFormat | None, typer.Option(help="format between workers [default: as it is held]")
     ] = None,
-    kv_mib: Annotated[int | None, typer.Option(help="KV memory of each worker, MiB")] = None,
+    kv_mib: Annotated[
+        int | None,
+        typer.Option(help="KV memory of each worker, MiB [default: as memory allows]"),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="tokens of one request at most [default: the model's context]"),
+    ] = None,
     kv_transport: Annotated[Transport | None, typer.Option(help="how KV moves")] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
     threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
@@ -102,6 +109,7 @@ def serve(  # noqa: PLR0913 - a command's options
         "worker.decode_kv_dtype": decode_kv_dtype,
         "worker.kv_wire_dtype": kv_wire_dtype,
         "worker.kv_mib": kv_mib,
+        "worker.max_model_len": max_model_len,
         "worker.kv_transport": kv_transport,
         "worker.block_size": block_size,
         "worker.threads": threads,
@@ -163,6 +171,7 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
         mib = worker.num_blocks * worker.block_bytes / 2**20
         console.print(
             f"[green]✓[/green] {worker_id}: {worker.num_blocks} KV blocks, {mib:.0f} MiB, "
+            f"up to {worker.max_len:,} tokens a request, "
             f"started in {worker.start_s:.1f} s"
         )
     console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")

@@ -94,7 +94,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # quicker than a hand-over. Never where KV of a prefill worker is stored in another format, or
     # travels in one: their answers would be others.
     prefills_locally: bool = True
-    kv_mib: int = 512  # memory of the KV pool
+    kv_mib: int | None = None  # memory of the KV pool; None: as the machine's memory allows
+    max_model_len: int | None = None  # tokens of one request; None: the model's context
     max_batch_tokens: int = 512  # tokens of one step
     chunk_tokens: int = 256  # tokens of one prompt in one step
     max_running: int = 64  # sequences that decode at once
@@ -115,7 +116,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.draft_model)
 
     def __post_init__(self) -> None:
-        positive = ("block_size", "kv_mib", "max_batch_tokens", "chunk_tokens", "max_running")
+        positive = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running")
         for name in (*positive, "max_draft_tokens"):
             _require(getattr(self, name) > 0, f"worker.{name} must be positive")
         _require(
@@ -126,7 +127,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.max_running <= self.max_batch_tokens,
             "worker.max_running must not exceed worker.max_batch_tokens",
         )
-        for name in ("threads", "step_timeout_s"):
+        for name in ("kv_mib", "max_model_len", "threads", "step_timeout_s"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"worker.{name} must be positive")
 

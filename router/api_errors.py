@@ -26,7 +26,7 @@ def context_exceeded(message: str, param: str) -> ApiError:
 def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
     """The prompt leaves no room for an answer."""
     message = (
-        f"the model's context is {context_len} tokens, and the prompt has {prompt_len}: "
+        f"requests may have {context_len} tokens, and the prompt has {prompt_len}: "
         "no room for an answer"
     )
     return context_exceeded(message, param)

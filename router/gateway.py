@@ -472,11 +472,11 @@ class _Pages:
     async def model(self, request: HttpRequest) -> Response:
         """GET /v1/models/{model_id}."""
         name = request.path_params["model_id"]
-        context_len = self._versions.models().get(name)
-        if context_len is None:
+        max_len = self._versions.models().get(name)
+        if max_len is None:
             error = no_model(name)
             return _error(error.status, error.message, param=error.param, code=error.code)
-        return _json(200, self._model(name, context_len))
+        return _json(200, self._model(name, max_len))
 
     async def health(self, _: HttpRequest) -> Response:
         """GET /health: this process is alive."""
@@ -499,13 +499,13 @@ class _Pages:
         """GET /version."""
         return _json(200, {"version": self._version})
 
-    def _model(self, name: str, context_len: int) -> dict[str, Any]:
+    def _model(self, name: str, max_len: int) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
-            "max_model_len": context_len,
+            "max_model_len": max_len,
         }
 
 

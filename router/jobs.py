@@ -117,11 +117,12 @@ def parse(call: Call, body_type: type[Body], versions: Versions, settings: Gatew
     structure = checked_structure(fields, text.added_token_id)
     check_stop_token_ids(body, text.vocab_size)
     check_num_choices(body, settings.max_choices)
-    token_ids = tuple(body.encode(text, served.context_len, structure.tools))
+    max_len = served.max_len
+    token_ids = tuple(body.encode(text, max_len, structure.tools))
     limits = limits_of(
         body,
         prompt_len=len(token_ids),
-        context_len=served.context_len,
+        context_len=max_len,
         default_max_tokens=settings.default_max_tokens,
         stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
     )

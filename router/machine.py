@@ -317,7 +317,7 @@ class RouterMachine:
 
     def _on_worker_lost(self, worker_id: WorkerId, reason: str, now_s: float) -> list[RouterEffect]:
         state = self.state
-        worker = state.view.workers.pop(worker_id, None)
+        worker = state.view.remove(worker_id)
         if worker is None:
             return []
         state.view.touched.discard(worker_id)

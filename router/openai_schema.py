@@ -360,7 +360,7 @@ def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: i
         return room if default is None else min(default, room)
     if wanted > room:
         message = (
-            f"the model's context is {context_len} tokens, "
+            f"requests may have {context_len} tokens, "
             f"and {prompt_len} in the prompt plus {wanted} in the answer are more"
         )
         raise context_exceeded(message, "max_tokens")

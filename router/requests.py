@@ -222,6 +222,10 @@ class RouterStatus(Protocol):
 class RouterPort(RouterStatus, Protocol):
     """What the HTTP side needs of the router."""
 
+    def capacity_tokens(self) -> int | None:
+        """The length of the longest request that workers could hold; None until it is known."""
+        ...
+
     def submit(
         self,
         request: Request,

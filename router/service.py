@@ -266,6 +266,10 @@ class Router:
         missing = self.machine.view.missing()
         return None if missing is None else f"{missing} is connected"
 
+    def capacity_tokens(self) -> int | None:
+        """The length of the longest request that workers could hold; None until it is known."""
+        return self.machine.view.capacity_tokens
+
     async def wait_until_ready(self, timeout_s: float) -> str | None:
         """Waits until requests can be served, or so long; returns what is missing then."""
         end_s = self._clock.now_s() + timeout_s

@@ -85,6 +85,7 @@ class RouterState:
         if self.fleet is not None:
             self.fleet.forget(worker)
         worker.change_role(message)
+        self.view.measure()
         if self.fleet is not None:
             self.fleet.add(worker)
 

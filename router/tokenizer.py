@@ -81,7 +81,7 @@ class TextModel:
         longest = self._chars_per_token
         if longest is not None and len(text) > longest * context_len:
             message = (
-                f"the model's context is {context_len} tokens of at most {longest} characters, "
+                f"requests may have {context_len} tokens of at most {longest} characters, "
                 f"and the prompt has {len(text)} characters"
             )
             raise context_exceeded(message, param)

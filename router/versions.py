@@ -45,6 +45,11 @@ class Served:
     weight: int = 1
     is_leaving: bool = False
 
+    @property
+    def max_len(self) -> int:
+        """Tokens that one request may have: as context and workers' KV memory allow just now."""
+        return min(self.context_len, self.port.capacity_tokens() or self.context_len)
+
 
 def by_weight(weights: Mapping[str, int], key: str) -> str:
     """One of the names; of many keys each gets its share. Without any weight, the first one.
@@ -137,12 +142,12 @@ class Versions:
         return any(each.port is served.port and not each.is_leaving for each in self.table)
 
     def models(self) -> dict[str, int]:
-        """The context length of each name: of the shortest version that may answer to it."""
+        """The most tokens of a request by name: of the version that may answer with the fewest."""
         found: dict[str, int] = {}
         names = dict.fromkeys(chain.from_iterable(each.model_names for each in self.table))
         for name in names:
             with contextlib.suppress(ApiError):  # who is called so is leaving
-                found[name] = min(each.context_len for each in _able(self.table, name, None))
+                found[name] = min(each.max_len for each in _able(self.table, name, None))
         return found
 
     @contextlib.contextmanager

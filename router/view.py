@@ -197,6 +197,11 @@ class WorkerView:
         return max(at_s - now_s, behind_s)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that its KV memory holds."""
+        return self.info.num_blocks * self.info.layout.block_size
+
+    @property
     def num_decodes(self) -> int:
         """Sequences that decode here or will, of all gateways."""
         return len(self.decodes) + self.foreign.seqs
@@ -236,17 +241,40 @@ class ClusterView:
     `severed` are pairs of a source and a sink between which KV lately did not arrive though both
     live, each with the time at which it will be tried again. Who has `touched` workers' claims or
     loads is found there until somebody takes note of it.
+
+    `capacity_tokens` is the length of the longest request that the workers could hold.
     """
 
     workers: dict[WorkerId, WorkerView] = field(default_factory=dict)
     severed: dict[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
     touched: set[WorkerId] = field(default_factory=set)
+    capacity_tokens: int | None = None
 
     def add(self, info: Welcome) -> WorkerView:
         """A worker has come; nothing is promised to it yet."""
         worker = WorkerView(info, touched=self.touched)
         self.workers[info.worker_id] = worker
+        self.measure()
         return worker
+
+    def remove(self, worker_id: WorkerId) -> WorkerView | None:
+        """A worker is gone, if it was there."""
+        worker = self.workers.pop(worker_id, None)
+        self.measure()
+        return worker
+
+    def measure(self) -> None:
+        """Sets the length of the longest request that the workers could hold.
+
+        Some worker must have memory for its prompt, and some worker for its end. While one of the
+        roles has no worker, the length stays: its workers are likely to come back as they were.
+        """
+        workers = [worker for _, worker in self.prefillers()]
+        prompt_tokens = max((w.num_tokens for w in workers), default=0)
+        decoders = (w for w in self.workers.values() if w.info.role.decodes)
+        end_tokens = max((w.num_tokens for w in decoders), default=0)
+        if prompt_tokens and end_tokens:
+            self.capacity_tokens = min(prompt_tokens, end_tokens)
 
     def prefillers(self) -> list[tuple[WorkerId, WorkerView]]:
         """Workers that are there to prefill or, where nobody is, those that can do so locally."""

@@ -83,6 +83,16 @@ KINDS = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
 }
 
+# Not among the former: K and V, and the context, of Llama-3.2-1B; all else is tiny.
+LLAMA_1B_KV = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+}
+
 
 def tiny_checkpoint(tmp_path_factory, kind: str) -> Path:
     """Directory of the checkpoint of that kind, made once per test session. Do not write to it."""

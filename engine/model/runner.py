@@ -15,6 +15,7 @@ and so its size, is known. Not thread-safe: one thread runs steps.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -36,8 +37,20 @@ from engine.model.verify import Verified
 
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
+PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # of a weight
 
 Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
+
+
+class KVNeeds(NamedTuple):
+    """What the size of KV memory depends on, known when the model is loaded."""
+
+    weights_bytes: int  # about as many as the weights come to take
+    block_bytes: int
+    num_context_blocks: int  # that hold a whole context
+
+
+SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
 
 
 class TorchRunner:
@@ -63,11 +76,15 @@ class TorchRunner:
         block_size: int = 16,
         kv_format: KVFormat = KVFormat.FP32,
         num_blocks: int | None = None,
-        kv_bytes: int | None = None,
+        kv_bytes: int | SizeKV | None = None,
+        max_len: int | None = None,
         weights: WeightFormat = WeightFormat.AUTO,
         device: str = "cpu",
     ) -> None:
         """Give `num_blocks`, or `kv_bytes` for as many blocks as fit.
+
+        `kv_bytes` may be a function, which is called when the model is loaded. No row ends beyond
+        `max_len` tokens, nor beyond the model's context.
 
         `draft` is a smaller model with the same tokens, for whose K and V blocks have room too. A
         CPU computes with as many threads as torch is set to when the runner is opened.
@@ -82,6 +99,7 @@ class TorchRunner:
         self._masks = Masks()
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
+        self._max_len = max_len
 
     def open(self, allocate: Allocate | None = None) -> None:
         """Loads the model and takes memory for KV, from `allocate` if given.
@@ -108,7 +126,10 @@ class TorchRunner:
                 load_draft(self.draft_path, target=target, target_path=self.path, dtype=dtype)
             )
         self._describe(models)
-        self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, self._kv_bytes)
+        kv_bytes = self._kv_bytes
+        if callable(kv_bytes):
+            kv_bytes = kv_bytes(self._needs(models))
+        self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, kv_bytes)
         if allocate is None:
             buffer = allocate_buffer(self.layout, self.num_blocks, self.device)
         elif device.type != "cpu":
@@ -124,10 +145,20 @@ class TorchRunner:
         target = models[0]
         sections = tuple(section for model in models for section in model.layout.sections)
         self.layout = msgspec.structs.replace(target.layout, sections=sections)
-        self.context_len = min(model.context_len for model in models)
+        self.context_len = _limited(self._max_len, min(model.context_len for model in models))
         self.vocab_size = target.vocab_size
         self.eos_token_ids = target.eos_token_ids
         self.fingerprint = "-".join([*(model.fingerprint for model in models), self.weights])
+
+    def _needs(self, models: Sequence[LoadedModel]) -> KVNeeds:
+        parameters = [p for model in models for p in model.model.parameters()]
+        stored_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        packed_bytes = sum(p.numel() for p in parameters) * PACKED_BYTES.get(self.weights, 2)
+        return KVNeeds(
+            weights_bytes=max(stored_bytes, packed_bytes),
+            block_bytes=self.layout.block_bytes,
+            num_context_blocks=self.layout.num_blocks_for(self.context_len),
+        )
 
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
@@ -235,6 +266,15 @@ def _forward(
     if loaded.device.type == "cpu":
         return CpuForward(loaded, weights, threads=torch.get_num_threads(), beside=beside)
     return CudaForward(loaded, weights)
+
+
+def _limited(max_len: int | None, context_len: int) -> int:
+    """The context, or what it is limited to."""
+    if max_len is None:
+        return context_len
+    if max_len > context_len:
+        raise ConfigError(f"max_model_len is {max_len}, but the model's context is {context_len}")
+    return max_len
 
 
 def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int | None) -> int:

@@ -106,13 +106,13 @@ def conserved(served: Served) -> None:
 
 
 @contextmanager
-def serve(*arguments: str, **environment: str) -> Iterator[Served]:
+def serve(*arguments: str, kv_mib: int | None = KV_MIB, **environment: str) -> Iterator[Served]:
     """Runs `baton serve` with two workers, and so much more environment; interrupts it at the end.
 
     Then the workers hold nothing for anybody, and afterwards no process is left.
     """
     mark = uuid.uuid4().hex
-    options = ["--port", "0", "--kv-mib", str(KV_MIB)]
+    options = ["--port", "0"] if kv_mib is None else ["--port", "0", "--kv-mib", str(kv_mib)]
     process = subprocess.Popen(
         [sys.executable, "-m", "deploy.cli", "serve", *options, *arguments],
         stderr=subprocess.PIPE,

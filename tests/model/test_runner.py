@@ -263,6 +263,29 @@ def test_building_a_runner_touches_no_file(tmp_path):
         runner.open()
 
 
+def test_kv_memory_is_sized_when_the_model_is_loaded(tmp_path_factory):
+    found = []
+
+    def size(needs):
+        found.append(needs)
+        return 5 * needs.block_bytes
+
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+    runner = TorchRunner(path, block_size=BLOCK_SIZE, kv_bytes=size, max_len=100)
+    runner.open()
+    (needs,) = found
+    assert (runner.num_blocks, runner.context_len, needs.num_context_blocks) == (5, 100, 25)
+    assert needs.block_bytes == runner.layout.block_bytes
+    assert needs.weights_bytes >= runner.weights_bytes
+
+
+def test_a_limit_beyond_the_context_is_refused(tmp_path_factory):
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+    runner = TorchRunner(path, num_blocks=1, max_len=513)
+    with pytest.raises(ConfigError, match="max_model_len is 513, but the model's context is 512"):
+        runner.open()
+
+
 @pytest.mark.parametrize("memory", [{}, {"kv_bytes": 100}, {"num_blocks": 0}])
 def test_a_pool_without_blocks_is_refused(memory, tmp_path_factory):
     with pytest.raises(ConfigError, match="block"):

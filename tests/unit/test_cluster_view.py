@@ -1,9 +1,10 @@
 """What is promised to workers: every debit is credited back once."""
 
 import pytest
+from msgspec.structs import replace
 
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import PROTOCOL_VERSION, Role, Welcome
+from engine.messages import PROTOCOL_VERSION, Role, RoleChanged, Welcome
 from router.view import ClusterView, WorkerView
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
@@ -60,3 +61,34 @@ def test_a_sum_that_is_not_the_sum_of_its_parts_is_found(worker, field):
     setattr(worker, field, 1)
     with pytest.raises(AssertionError):
         view.validate()
+
+
+def joined(view: ClusterView, name: str, role: Role, num_blocks: int, *, local: bool = False):
+    info = Welcome(PROTOCOL_VERSION, name, "life", role, "fp", LAYOUT, num_blocks, 4)
+    return view.add(replace(info, prefills_locally=local))
+
+
+def test_the_longest_request_is_what_some_worker_of_each_role_holds():
+    view = ClusterView()
+    assert view.capacity_tokens is None
+    joined(view, "p0", Role.PREFILL, 10)
+    assert view.capacity_tokens is None
+    joined(view, "d0", Role.DECODE, 6)
+    assert view.capacity_tokens == 24
+    joined(view, "d1", Role.DECODE, 12)
+    assert view.capacity_tokens == 40
+    view.remove("d1")
+    assert view.capacity_tokens == 24
+    joined(view, "m0", Role.MIXED, 20)
+    assert view.capacity_tokens == 80
+
+
+def test_the_longest_request_follows_roles_and_stays_while_a_role_has_no_worker():
+    view = ClusterView()
+    joined(view, "p0", Role.PREFILL, 10)
+    worker = joined(view, "d0", Role.DECODE, 6, local=True)
+    view.remove("p0")
+    assert view.capacity_tokens == 24
+    worker.change_role(RoleChanged(Role.PREFILL))
+    view.measure()
+    assert view.capacity_tokens == 24

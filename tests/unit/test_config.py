@@ -133,6 +133,7 @@ def test_a_value_of_the_wrong_type_is_named(key, value):
     [
         ("worker.block_size", 0),
         ("worker.kv_mib", -1),
+        ("worker.max_model_len", 0),
         ("worker.max_batch_tokens", 0),
         ("worker.chunk_tokens", 0),
         ("worker.max_running", 0),

@@ -256,6 +256,32 @@ def test_the_context_error_names_the_numbers():
     assert all(number in message["message"] for number in ("10", "60", str(CONTEXT_LEN)))
 
 
+def test_what_no_worker_can_hold_is_refused_with_the_number():
+    router = FakeRouter()
+    router.capacity = 32
+    app = make_app(router)
+    fits = {"prompt": "x" * 10, "max_tokens": 22}
+    assert post(app, COMPLETIONS, fits).status == 200
+    answer = post(app, COMPLETIONS, fits | {"max_tokens": 23})
+    assert_error(answer, 400, TOO_LONG, "max_tokens")
+    message = answer.json()["error"]["message"]
+    assert all(number in message for number in ("10", "23", "32"))
+    assert_error(post(app, COMPLETIONS, {"prompt": "x" * 32}), 400, TOO_LONG, "prompt")
+
+
+def test_without_max_tokens_an_answer_may_take_what_workers_hold():
+    router = FakeRouter()
+    router.capacity = 32
+    app = make_app(router)
+    assert post(app, COMPLETIONS, {"prompt": "x" * 10}).status == 200
+    body = {"messages": [{"role": "user", "content": "yo"}]}
+    assert post(app, CHAT, body).status == 200
+    assert [request.limits.max_len for request in router.requests] == [32, 32]
+    assert get(app, "/v1/models").json()["data"][0]["max_model_len"] == 32
+    router.capacity = 10 * CONTEXT_LEN
+    assert get(app, "/v1/models").json()["data"][0]["max_model_len"] == CONTEXT_LEN
+
+
 def test_without_a_chat_template_only_chat_is_refused():
     app = make_app(FakeRouter(), template=None)
     chat_body = {"messages": [{"role": "user", "content": "yo"}]}

@@ -113,6 +113,7 @@ class FakeRouter:
         self.num_taken = 0  # updates of tokens alone that nobody had to wait for
         self.waiting = asyncio.Event()  # a request has come to a `Never`
         self.not_ready: str | None = None
+        self.capacity: int | None = None  # tokens
         self.statuses: dict[WorkerId, WorkerStatus] = {}
         self.events: dict[tuple[str, str], int] = {}
 
@@ -151,6 +152,9 @@ class FakeRouter:
 
     def readiness(self) -> str | None:
         return self.not_ready
+
+    def capacity_tokens(self) -> int | None:
+        return self.capacity
 
     def fingerprint(self) -> str:
         return "fp-1"

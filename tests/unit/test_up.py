@@ -49,7 +49,7 @@ def test_a_cluster_that_runs_is_named_by_its_address(file):
         ("address: auto\nworkers: {}\n", "unknown field `workers`"),
         ("address: auto\npools: {prefil: 2}\n", "prefil"),
         ("address: auto\npools: {prefill: 1, decode: 0}\n", "need a prefill and a decode worker"),
-        ("address: auto\nworker: {kv_mib: many}\n", "Expected `int`"),
+        ("address: auto\nworker: {kv_mib: many}\n", r"Expected `int \| null`"),
         ("- a list\n", "must hold names and values"),
         ("a: [b\n", "while parsing"),
     ],

@@ -57,7 +57,7 @@ def test_a_file_of_a_cluster_says_what_it_names_too(tmp_path):
     [
         ({"max_batch_tokens": 4}, "max_running must not exceed"),
         ({"kv_mb": 4}, "unknown field `kv_mb`"),
-        ({"kv_mib": "many"}, "Expected `int`, got `str`"),
+        ({"kv_mib": "many"}, r"Expected `int \| null`, got `str`"),
     ],
 )
 def test_changes_that_do_not_go_with_what_stays_are_refused(worker, reason):

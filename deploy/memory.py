@@ -1,0 +1,88 @@
+"""How much memory a worker takes for KV where the operator does not say.
+
+A worker's share of the machine is what was available before any worker started, divided by the
+number of workers. Weights and head-room come off it, and KV gets half of the rest: the other half
+is for later workers, a second version during an update, and other programs. More than a few whole
+contexts is no use by default, and memory that is never written is never taken from the system.
+
+Available memory is the least of the system's and of each control group that this process is in.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+KV_SHARE = 0.5  # of what is left after weights and head-room
+HEAD_ROOM_BYTES = 512 * 2**20  # interpreter, libraries, activations, logits
+LEAST_BYTES = 256 * 2**20
+PLENTY_BYTES = 512 * 2**20  # enough whatever the context
+NUM_CONTEXTS = 8  # whole ones, also enough
+PAGE_BYTES = 64 * 2**20  # sizes are multiples of it
+
+
+def kv_bytes(
+    available_bytes: int,
+    *,
+    weights_bytes: int,
+    num_workers: int,
+    block_bytes: int,
+    num_context_blocks: int,
+) -> int:
+    """Bytes for the KV of one of `num_workers` workers that have `available_bytes` in all.
+
+    `num_context_blocks` blocks hold one whole context.
+    """
+    left_bytes = available_bytes // num_workers - weights_bytes - HEAD_ROOM_BYTES
+    enough_bytes = max(PLENTY_BYTES, NUM_CONTEXTS * num_context_blocks * block_bytes)
+    wanted_bytes = min(int(KV_SHARE * left_bytes), enough_bytes)
+    num_bytes = max(wanted_bytes // PAGE_BYTES * PAGE_BYTES, LEAST_BYTES)
+    return max(num_bytes, block_bytes)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that this process and others like it may still take here."""
+    found = [_meminfo((root / "proc/meminfo").read_text())]
+    found += _group_rooms(root)
+    return max(min(found), 0)
+
+
+def _meminfo(text: str) -> int:
+    fields = dict(line.split(":", 1) for line in text.splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _group_rooms(root: Path) -> Iterator[int]:
+    """What each control group with a limit has left, cgroup v2 and v1."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top = root / "sys/fs/cgroup"
+            names = ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in [group, *group.parents]:
+            room = _group_room(folder, *names)
+            if room is not None:
+                yield room
+            if folder == top:
+                break
+
+
+def _group_room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    """Bytes up to the limit of one group; None where it sets none or cannot be read."""
+    try:
+        most = (folder / limit).read_text().strip()
+        used_bytes = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:  # not a group, or of a container whose groups are not shown here
+        return None
+    if most == "max":
+        return None
+    return int(most) - used_bytes + int(stat.get(reclaimable, "0"))
