@@ -6,11 +6,11 @@ import threading
 from datetime import timedelta
 
 import pytest
-from access_kit import CREATED, SetClock, key_file, open_keys, record, write_keys
 
 from router.access import file as key_files
 from router.access.file import KeyFile, change_keys, read_keys
 from router.access.keys import KeysError, with_key, without_key
+from tests.access_kit import CREATED, SetClock, key_file, open_keys, record, write_keys
 
 
 @pytest.fixture

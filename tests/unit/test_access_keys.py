@@ -6,7 +6,6 @@ from hashlib import sha256
 
 import msgspec
 import pytest
-from access_kit import CREATED, record
 
 from router.access.keys import (
     MAX_KEY_BYTES,
@@ -19,6 +18,7 @@ from router.access.keys import (
     without_key,
 )
 from router.limits import KeyLimits
+from tests.access_kit import CREATED, record
 
 NOW_S = CREATED.timestamp()
 

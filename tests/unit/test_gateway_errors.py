@@ -4,7 +4,6 @@ import asyncio
 import re
 
 import pytest
-from access_kit import key_file
 from test_gateway_kit import (
     CONTEXT_LEN,
     TIMELINE,
@@ -19,6 +18,7 @@ from test_gateway_kit import (
 )
 
 from router.requests import Cancelled, Failed, Rejected, Update
+from tests.access_kit import key_file
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

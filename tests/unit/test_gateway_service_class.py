@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from access_kit import key_file
 from test_gateway_kit import (
     STOP,
     TIMELINE,
@@ -16,6 +15,7 @@ from test_gateway_kit import (
 )
 
 from router.requests import Decision, Rejected, Update
+from tests.access_kit import key_file
 
 DECISION = Decision(
     policy="slo",

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from access_kit import key_file
 from test_gateway_kit import SECRET, FakeRouter, chat, complete, make_app, post
 
 from engine.block_events import EventLog, decode_batch
@@ -26,6 +25,7 @@ from engine.messages import (
 from engine.trust import SALT_BYTES, Secret
 from router.flight import Flight, Stamps
 from router.requests import Request
+from tests.access_kit import key_file
 
 BLOCK_SIZE = 16
 LEASE = LeaseRef("l", TransferAddress("w", "life", "tcp://x"), 1)
