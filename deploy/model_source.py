@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import ConfigError
+from engine.ownership import make_folder, require_trusted_files
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors",)
@@ -149,17 +150,19 @@ def local_model(
     """The directory that holds the model, downloaded if need be. Takes as long as that takes.
 
     Raises ConfigError: nothing there, no such revision, the hub or the store cannot be reached, a
-    package is missing, no config.json, no space.
+    package is missing, no config.json, no space, a cache that others can write to.
     """
     match parse_source(source):
         case Directory(path):
             directory = _directory(path)
             _require_config(source, {entry.name for entry in directory.iterdir()})
             return directory
-        case HubModel() as model:
-            return _Hub(model).fetch(cache, parts, report)
-        case StoredModel() as model:
-            return _Store(model).fetch(cache, parts, report)
+        case HubModel() | StoredModel() as model:
+            remote = _Hub(model) if isinstance(model, HubModel) else _Store(model)
+            top = cache.resolve()
+            folder = remote.fetch(top, parts, report)
+            require_trusted_files(folder, top=top)
+            return folder
 
 
 def pinned(source: str) -> str:
@@ -304,16 +307,18 @@ def _stored(
     *,
     download: Callable[[Version, Path], None],
 ) -> Path:
-    """The folder of that version, downloaded by whoever comes first."""
+    """The folder of that version, downloaded if need be; `folder` is cache/kind/name."""
     _require_config(source, version.files)
     there = folder / _folder_name(version.name, parts)
     if there.is_dir():
         return there
     partial = there.with_name(f"{there.name}.partial")
+    with _storing(source, folder):
+        make_folder(folder, top=folder.parent.parent, mode=0o755)
     with _storing(source, folder), _locked(there.with_name(f"{there.name}.lock")):
         if there.is_dir():
             return there
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(mode=0o755, exist_ok=True)
         _require_space(source, version.num_bytes - _size_of(partial), folder)
         report(f"downloading {source}, {version.num_bytes / 2**20:.0f} MiB")
         try:
@@ -324,6 +329,8 @@ def _stored(
             raise ConfigError(f"{source}: the download failed: {_one_line(error)}") from error
         if odd := [name for name in version.files if not _is_whole(partial / name, version)]:
             raise ConfigError(f"{source}: {odd[0]} did not come, or is not as long as it was said")
+        for name in version.files:
+            (partial / name).chmod(0o644)  # whatever the umask is, others do not write to it
         partial.rename(there)
     return there
 
@@ -335,7 +342,6 @@ def _is_whole(path: Path, version: Version) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Alone, among all processes that share the cache; a lock ends with the process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -25,6 +25,7 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from deploy.block_publisher import BlockPublisher
 from deploy.step_watch import StepWatch
+from engine import native_build
 from engine.batch import Runner
 from engine.block_events import EventLog
 from engine.blocks import BlockPool
@@ -375,7 +376,8 @@ class WorkerHost:
             self._loop.call_soon_threadsafe(self._publisher.publish, news)
 
     def _report(self) -> None:
-        load = self._core.load(self._endpoint.source.num_leases, self._endpoint.counters())
+        counters = {**self._endpoint.counters(), **native_build.counters}
+        load = self._core.load(self._endpoint.source.num_leases, counters)
         load = msgspec.structs.replace(load, num_event_batches=self._publisher.num_batches)
         frame = encode_frame([load])
         self._loop.call_soon_threadsafe(self._post_all, frame)

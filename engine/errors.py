@@ -3,7 +3,8 @@
 BatonError
 ├── InvalidRequest     the client's fault: a request that cannot be served as it is
 ├── ConfigError        the operator's fault: a setting or a file
-│   └── CheckpointError    a model directory that cannot be served
+│   ├── CheckpointError    a model directory that cannot be served
+│   └── UntrustedFile      a file of a cache that another user can have written
 ├── LayoutMismatch     two workers that must not exchange KV
 ├── ProtocolError      a peer's fault: a frame that cannot be believed
 ├── StepStuck          a worker that computes nothing any more, and yet answers
@@ -11,6 +12,8 @@ BatonError
 
 The failure of one request is an event, not an exception; a bug in Baton is an `assert`.
 """
+
+from pathlib import Path
 
 
 class BatonError(Exception):
@@ -33,6 +36,15 @@ class ConfigError(BatonError):
 
 class CheckpointError(ConfigError):
     """A model directory that cannot be served; the message names the file or the property."""
+
+
+class UntrustedFile(ConfigError):
+    """A file of a cache that another user can have written."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} is not to be trusted: {why}")
+        self.path = path
+        self.why = why
 
 
 class LayoutMismatch(BatonError):

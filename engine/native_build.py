@@ -3,10 +3,15 @@
 A library is compiled for the processor it is built on, so its name in the cache holds a digest of
 the sources, the compiler, the flags and what the processor can do: a home folder that several kinds
 of machines share keeps one library for each.
+
+A library that another user can have written is never loaded (`engine.ownership`): where the cache
+is not to be trusted, it is built again in a private folder, for this process alone.
 """
 
+import atexit
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -16,6 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from engine.errors import UntrustedFile
+from engine.ownership import make_folder, require_trusted
+
+log = logging.getLogger(__name__)
 
 FLAGS = (
     "-std=c++20",
@@ -29,6 +39,9 @@ FLAGS = (
     "-pthread",
 )
 BUILD_TIMEOUT_S = 300.0
+
+
+counters = {"private_builds": 0}  # made for this process alone: the cache is not to be trusted
 
 
 class BuildError(Exception):
@@ -47,10 +60,47 @@ class Sources:
 def built_library(sources: Sources, flags: tuple[str, ...] = FLAGS) -> Path:
     """The compiled library, built if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
-    target = cache_folder() / f"{sources.name}-{_digest(sources, compiler, flags)}.so"
-    if not target.exists():
-        _build([compiler, *flags, str(sources.folder / sources.main)], target)
+    name = f"{sources.name}-{_digest(sources, compiler, flags)}.so"
+    command = [compiler, *flags, str(sources.folder / sources.main)]
+    try:
+        return _cached(command, name)
+    except UntrustedFile as error:
+        target = _private_folder(name, error) / name
+    except OSError as error:
+        raise BuildError(f"building {name} failed: {error}") from error
+    _build(command, target)
     return target
+
+
+def compiler_cache(name: str) -> Path:
+    """A folder where another compiler may keep what it builds: others cannot write to it."""
+    top = cache_top()
+    folder = top / "baton" / name
+    try:
+        make_folder(folder, top=top, mode=0o700)
+    except (UntrustedFile, OSError) as error:
+        return _private_folder(name, error)
+    return folder
+
+
+def _cached(command: list[str], name: str) -> Path:
+    """The library in the cache, built if need be. Raises BuildError, UntrustedFile, OSError."""
+    folder, top = cache_folder(), cache_top()
+    make_folder(folder, top=top, mode=0o700)
+    target = folder / name
+    if not target.exists():
+        _build(command, target)
+    require_trusted(target, top=top)
+    return target
+
+
+def _private_folder(name: str, why: Exception) -> Path:
+    """A folder that ends with this process."""
+    counters["private_builds"] += 1
+    log.warning("%s is built for this process alone: %s", name, why)
+    folder = Path(tempfile.mkdtemp(prefix="baton-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def open_library(path: Path, signatures: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL:
@@ -74,15 +124,19 @@ def find_compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: below $XDG_CACHE_HOME, else below ~/.cache."""
+    """Where libraries are kept."""
+    return cache_top() / "baton" / "native"
+
+
+def cache_top() -> Path:
+    """Where the user's caches are: $XDG_CACHE_HOME, else ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "baton" / "native"
+    return (Path(base) if base else Path.home() / ".cache").resolve()
 
 
 def _build(command: list[str], target: Path) -> None:
     """Compiles to a file beside `target` and renames it, so that workers may race."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             done = subprocess.run(
@@ -94,6 +148,7 @@ def _build(command: list[str], target: Path) -> None:
             )
             if done.returncode:
                 raise BuildError(f"{command[0]} failed: {_first_error(done.stderr)}")
+            made.chmod(0o500)
             made.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"building {target.name} failed: {error}") from error

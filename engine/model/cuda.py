@@ -24,6 +24,7 @@ steps ago. On a CPU the same code computes without graphs and pinned memory, whi
 
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -47,12 +48,14 @@ from engine.model.kvcache import KVCache
 from engine.model.packing import Inputs, Packing, Shape
 from engine.model.sampling import sample
 from engine.model.verify import Verified, verify_by_parts
+from engine.native_build import compiler_cache
 
 log = logging.getLogger(__name__)
 
 BROKEN_OUT = "baton_paged_broken_out"  # PAGED, for compiled layers
 MAX_CAPTURED_ROWS = 128
 MAX_COMPILATIONS = 64  # of one layer's code; models of one kind in a process share it
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 WARM_UP_RUNS = 2  # before a capture: libraries choose their kernels in the first
 WARM_UP_LENS = (8, 48, 2048)  # tokens of a row: of a verification, a prompt's end, a whole chunk
 
@@ -156,6 +159,7 @@ class CudaForward:
         model, context = self._loaded.model, self._loaded.context
         if self._is_cuda:
             torch.cuda.set_device(self._device)
+            _use_own_caches()
         if self._weights is WeightFormat.FP8:
             kept = fp8.replace_linears(model, read_outside=self._loaded.read_outside).kept
             log.info("not in fp8: %s", ", ".join(kept) or "nothing")
@@ -426,6 +430,16 @@ def weights_bytes(model: nn.Module) -> int:
         for tensor in held
     }
     return sum(read.values())
+
+
+def _use_own_caches() -> None:
+    """Has compilers load only what this user built. torch would take a folder in /tmp by its name.
+
+    A folder that the operator has chosen is the operator's affair.
+    """
+    for variable, name in CACHES.items():
+        if variable not in os.environ:
+            os.environ[variable] = str(compiler_cache(name))
 
 
 def _extents(inputs: Inputs[np.ndarray]) -> tuple[Extent, ...]:

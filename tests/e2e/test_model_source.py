@@ -15,7 +15,7 @@ import pytest
 from deploy import model_source
 from deploy.defaults import BUNDLED_MODEL
 from deploy.model_source import Parts, local_model, pinned
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UntrustedFile
 from tests.e2e import hub as fake
 from tests.e2e.served import serve
 
@@ -129,6 +129,35 @@ def test_a_cache_that_cannot_be_written_to_is_named(hub, tmp_path):
     (tmp_path / "hub").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be stored in"):
         local_model(f"hf://{fake.NAME}", cache=tmp_path)
+
+
+def test_a_cache_that_others_can_write_to_is_refused_before_anything_is_fetched(hub, tmp_path):
+    hub.commit(MODEL)
+    tmp_path.chmod(0o777)
+    with pytest.raises(UntrustedFile, match="everyone can write to it"):
+        local_model(f"hf://{fake.NAME}", cache=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stored_file_that_others_can_write_to_is_refused(hub, tmp_path):
+    commit = hub.commit(MODEL)
+    folder = local_model(f"hf://{fake.NAME}", cache=tmp_path)
+    (folder / "tokenizer.json").chmod(0o666)
+    with pytest.raises(UntrustedFile, match=r"tokenizer\.json is not to be trusted"):
+        local_model(f"hf://{fake.NAME}@{commit}", cache=tmp_path)
+
+
+def test_what_is_stored_is_its_owners_whatever_the_umask(hub, tmp_path):
+    hub.commit(MODEL)
+    umask = os.umask(0)
+    try:
+        folder = local_model(f"hf://{fake.NAME}", cache=tmp_path)
+    finally:
+        os.umask(umask)
+    assert not [
+        path for path in tmp_path.rglob("*") if path.is_dir() and path.stat().st_mode & 0o22
+    ]
+    assert not [path for path in folder.iterdir() if path.stat().st_mode & 0o22]
 
 
 SCRIPT = """

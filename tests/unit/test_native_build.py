@@ -1,9 +1,13 @@
 """A library is built once for what it depends on, and what keeps it from being built is said."""
 
+import os
 import platform
+import stat
+from pathlib import Path
 
 import pytest
 
+from engine import native_build
 from engine.native_build import FLAGS, BuildError, Sources, built_library, cache_folder
 
 COMPILER = """#!/bin/sh
@@ -101,3 +105,84 @@ def test_other_processors_have_no_library(sources, log, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(BuildError, match="riscv64"):
         built_library(sources)
+
+
+def test_what_is_built_is_its_owners_alone(sources, log):
+    path = built_library(sources)
+    assert path.stat().st_mode & 0o777 == 0o500
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.parent.parent.stat().st_mode & 0o777 == 0o700
+
+
+def plant(sources) -> tuple[Path, Path]:
+    """What another user might leave under a library's name; and the folder that it lies in."""
+    path = built_library(sources)
+    path.chmod(0o700)
+    path.write_text("planted")
+    return path, path.parent
+
+
+def open_to_all(path: Path, folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def open_above(path: Path, folder: Path) -> None:
+    folder.parent.parent.chmod(0o777)
+
+
+def writable_file(path: Path, folder: Path) -> None:
+    path.chmod(0o722)
+
+
+def link(path: Path, folder: Path) -> None:
+    path.unlink()
+    path.symlink_to(folder.parent.parent.parent / "elsewhere.so")
+    path.resolve().write_text("planted")
+
+
+def linked_folder(path: Path, folder: Path) -> None:
+    folder.rename(folder.parent / "moved")
+    folder.symlink_to(folder.parent / "moved")
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [open_to_all, open_above, writable_file, link, linked_folder],
+    ids=lambda f: f.__name__,
+)
+def test_a_library_that_others_can_have_written_is_built_again_in_private(
+    sources, log, caplog, monkeypatch, meddle
+):
+    monkeypatch.setitem(native_build.counters, "private_builds", 0)
+    path, folder = plant(sources)
+    meddle(path, folder)
+    again = built_library(sources)
+    assert again.read_text() == "built\n"
+    assert again.parent not in (path.parent, folder.parent / "moved")
+    assert again.parent.stat().st_mode & 0o777 == 0o700
+    assert native_build.counters["private_builds"] == 1
+    assert "is not to be trusted" in caplog.text
+
+
+def test_another_users_library_is_built_again_in_private(sources, log, monkeypatch):
+    path, _ = plant(sources)
+    as_it_is = Path.lstat
+
+    def lstat(self: Path) -> os.stat_result:
+        facts = list(as_it_is(self))
+        if self == path:
+            facts[stat.ST_UID] = os.geteuid() + 1
+        return os.stat_result(facts)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    assert built_library(sources).read_text() == "built\n"
+
+
+def test_other_compilers_get_a_folder_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = native_build.compiler_cache("inductor")
+    assert folder == tmp_path / "baton" / "inductor"
+    folder.chmod(0o777)
+    private = native_build.compiler_cache("inductor")
+    assert private != folder
+    assert private.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,83 @@
+"""Files that only this user, or root, can have written: what a cache holds is checked before use.
+
+A cache lies where its environment says, which may be a folder that others write to. Whoever can
+replace a library there runs code as this user. So each file is checked together with the folders
+from it up to the top of the cache: the user's own or root's, not writable by others, no symbolic
+links. Only the top may be shared as `/tmp` is (sticky: others cannot replace what is the user's).
+
+A group that is the user's alone (of the same name and without other members, as many systems make
+one for each user, with a umask that lets it write) counts as the user.
+"""
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from engine.errors import UntrustedFile
+
+MAX_FILES = 10_000  # of one folder that is checked
+
+
+def make_folder(folder: Path, *, top: Path, mode: int) -> None:
+    """Makes what is missing of `folder` from `top` down, writable by this user alone.
+
+    Raises UntrustedFile where something in its place is not to be trusted, and OSError.
+    """
+    top.mkdir(parents=True, exist_ok=True)
+    _require_own(top, may_be_sticky=True)
+    for part in _from_top(folder, top)[1:]:
+        with contextlib.suppress(FileExistsError):  # it may be a link: that is seen at once
+            part.mkdir(mode=mode)
+        _require_own(part)
+
+
+def require_trusted(path: Path, *, top: Path) -> None:
+    """Raises UntrustedFile if another user can have written `path`, or a folder up to `top`.
+
+    Raises OSError where one of them is not there.
+    """
+    shared, *own = _from_top(path, top)
+    _require_own(shared, may_be_sticky=True)
+    for part in own:
+        _require_own(part)
+
+
+def require_trusted_files(folder: Path, *, top: Path) -> None:
+    """The same of a folder and all files right in it."""
+    require_trusted(folder, top=top)
+    for number, path in enumerate(folder.iterdir()):
+        if number >= MAX_FILES:
+            raise UntrustedFile(folder, f"it holds more than {MAX_FILES} files")
+        _require_own(path)
+
+
+def _from_top(path: Path, top: Path) -> list[Path]:
+    below = path.relative_to(top)
+    return [top, *(top.joinpath(*below.parts[:n]) for n in range(1, len(below.parts) + 1))]
+
+
+def _require_own(path: Path, *, may_be_sticky: bool = False) -> None:
+    facts = path.lstat()
+    if stat.S_ISLNK(facts.st_mode):
+        raise UntrustedFile(path, "it is a symbolic link")
+    if facts.st_uid not in (0, os.geteuid()):
+        raise UntrustedFile(path, f"it belongs to user {facts.st_uid}")
+    if may_be_sticky and facts.st_mode & stat.S_ISVTX:
+        return
+    if facts.st_mode & stat.S_IWOTH:
+        raise UntrustedFile(path, "everyone can write to it (chmod o-w mends that)")
+    if facts.st_mode & stat.S_IWGRP and not _is_own_group(facts.st_gid):
+        raise UntrustedFile(path, "its group can write to it (chmod g-w mends that)")
+
+
+def _is_own_group(group_id: int) -> bool:
+    if group_id != os.getegid():
+        return False
+    try:
+        group, user = grp.getgrgid(group_id), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
