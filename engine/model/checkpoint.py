@@ -34,6 +34,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -267,7 +268,7 @@ def _probe(
     model.set_attn_implementation(PAGED)
     calls, context.calls = context.calls, []
     section = _section(model, calls)
-    _check_windows(calls, context_len)
+    _check_windows(calls, _cached_windows(model), context_len)
     kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
     tried = Probe(where, expected, tolerance, kv_format)
     off = tried.error(_paged_logits(model, context, section, tried))
@@ -347,16 +348,29 @@ def _section(model: PreTrainedModel, calls: list[Call]) -> KVSection:
     return KVSection(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
-def _check_windows(calls: list[Call], context_len: int) -> None:
-    """Raises CheckpointError where, within the context, a layer's mask hides what it says to see.
+def _cached_windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """How many tokens transformers' own cache shows each layer; None: all."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return {i: getattr(layer, "sliding_window", None) for i, layer in enumerate(layers)}
 
-    The probe's few tokens do not reach the end of a window.
+
+def _check_windows(calls: list[Call], cached: dict[int, int | None], context_len: int) -> None:
+    """Raises CheckpointError where, within the context, a layer is not told what it sees.
+
+    Its mask and the model's own cache say what it sees. The probe's few tokens do not reach the end
+    of a window.
     """
     for call in calls:
-        said, masked = (min(n or context_len, context_len) for n in (call.window, call.mask_window))
+        windows = call.window, call.mask_window, cached.get(call.layer)
+        said, masked, kept = (min(n or context_len, context_len) for n in windows)
         if said != masked:
             raise CheckpointError(
                 f"config.json: the mask of layer {call.layer} shows {masked} tokens, but its "
+                f"attention is told {said}"
+            )
+        if said != kept:
+            raise CheckpointError(
+                f"config.json: the cache of layer {call.layer} keeps {kept} tokens, but its "
                 f"attention is told {said}"
             )
 

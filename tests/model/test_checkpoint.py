@@ -269,6 +269,14 @@ def test_a_window_that_only_the_mask_knows_is_refused(tmp_path):
     )
 
 
+def test_a_window_that_only_the_cache_knows_is_refused(tmp_path):
+    extra = {"model_type": "moshi", "sliding_window": 12, "ffn_dim": 48}
+    save_checkpoint(tmp_path, COMMON | extra)
+    assert refusal(tmp_path) == (
+        "config.json: the cache of layer 0 keeps 12 tokens, but its attention is told 512"
+    )
+
+
 def test_a_window_as_long_as_the_context_hides_nothing(tmp_path):
     save_phimoe(tmp_path, COMMON["max_position_embeddings"])
     assert load_tiny(tmp_path).context_len == 512
