@@ -78,6 +78,8 @@ T = TypeVar("T")
 class AdminService:
     """A controller and the API to it, from open to close."""
 
+    drain_timeout_s = 0.0
+
     def __init__(self, controller: PoolController, *, config: AdminConfig, clock: Clock) -> None:
         self._controller = controller
         self._config = config
@@ -108,6 +110,9 @@ class AdminService:
         self._listener = Listener(app, Book(LIMITS))
         self._listener.open(sock)
         return url
+
+    def hurry(self) -> None:
+        """It waits for no more than moments as it is."""
 
     async def close(self) -> None:
         """Answers no more; the controller is closed too."""

@@ -16,12 +16,15 @@ from deploy.formats import check_formats, config_of
 from deploy.launcher import Launcher
 from deploy.memory import available_bytes
 from deploy.model_source import default_cache, local_model, pinned
+from deploy.pool_events import OrderRefused
 from deploy.processes import GatewayReady, ServiceThread
 from engine.clock import MonotonicClock
 from engine.config import Config
 from engine.control import SERVING_ROLES
 from engine.errors import ConfigError
 from engine.model.files import check_files
+
+COUNT_TIMEOUT_S = 1.0  # nothing stops meanwhile
 
 Report = Callable[[str], None]
 
@@ -73,6 +76,7 @@ class Deployment:
         try:
             return self._open()
         except BaseException:
+            self.hurry()
             self.close()
             raise
 
@@ -86,6 +90,24 @@ class Deployment:
             stack.callback(self._launcher.close)
             if thread is not None:
                 stack.callback(thread.close)
+
+    def hurry(self) -> None:
+        """Has `close` wait for no answer any more; from another thread, or before."""
+        self._launcher.hurry()
+
+    def num_answers(self) -> int | None:
+        """Requests that are being served; None where a gateway does not say so at once."""
+        if self._thread is None:
+            return None
+        try:
+            return self._thread.ask(self.controller.requests(), COUNT_TIMEOUT_S)[0]
+        except (OrderRefused, TimeoutError):
+            return None
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long answers may go on when it is closed."""
+        return self._config.gateway.drain_timeout_s
 
     @property
     def gateways(self) -> list[GatewayReady]:

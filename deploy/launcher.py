@@ -26,10 +26,13 @@ from deploy.processes import (
     WorkerReady,
     WorkerSpec,
 )
+from engine.clock import MonotonicClock
 from engine.control import Pools
 from engine.errors import ConfigError
 
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 30.0  # a gateway has its drain beside
+HURRIED_TIMEOUT_S = 10.0
+LOOK_EVERY_S = 0.2  # whether there is a hurry
 FORK_TIMEOUT_S = 120.0  # of which a nursery imports, from a cold disk, most
 
 _FETCHING = msgspec.json.encode(Fetching()) + b"\n"
@@ -103,6 +106,10 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Stops everything that was started; returns when nothing of it is left."""
+        ...
+
+    def hurry(self) -> None:
+        """Has `close` wait for no answer any more; from another thread, or before."""
         ...
 
 
@@ -203,18 +210,32 @@ class ServiceProcess:
             if self._child is not None:
                 self._child.kill()
 
-    def stop(self) -> None:
+    def stop(self, hurry: threading.Event) -> None:
         """Ends the process: by closing its standard input, and if that does not help, by force."""
         child = self._child
         if child is None:
             return
         child.hang_up()
-        try:
-            child.wait(STOP_TIMEOUT_S)
-        except TimeoutError:
+        drain_s = self.ready.drain_timeout_s if isinstance(self.ready, GatewayReady) else 0.0
+        if not self._ends(child, STOP_TIMEOUT_S + drain_s, hurry):
             child.kill()
             child.wait(STOP_TIMEOUT_S)
         child.close()
+
+    def _ends(self, child: Child, timeout_s: float, hurry: threading.Event) -> bool:
+        """Waits for its end, and tells it of a hurry: again and again, as it may not listen yet."""
+        clock = MonotonicClock()
+        end_s = clock.now_s() + timeout_s
+        is_hurried = False
+        while clock.now_s() < end_s:
+            with contextlib.suppress(TimeoutError):
+                child.wait(LOOK_EVERY_S)
+                return True
+            if hurry.is_set():
+                if not is_hurried:
+                    is_hurried, end_s = True, clock.now_s() + HURRIED_TIMEOUT_S
+                child.terminate()
+        return False
 
 
 class ProcessLauncher:
@@ -226,6 +247,7 @@ class ProcessLauncher:
         self._processes: list[ServiceProcess] = []
         self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start is over
         self._is_closed = False
+        self._hurry = threading.Event()
         self._books = threading.Lock()  # of these three
 
     @property
@@ -285,7 +307,7 @@ class ProcessLauncher:
             if process not in self._starting and not process.is_running()
         ]
         for process in ended:
-            process.stop()  # which closes its pipes
+            process.stop(self._hurry)  # which closes its pipes
             self._remove(process)
         return {p.name: f"{p.name} ended with status {p.exit_status}" for p in ended}
 
@@ -301,6 +323,10 @@ class ProcessLauncher:
         if not self._is_shared:
             self._nursery.close()
 
+    def hurry(self) -> None:
+        """Has processes told that stop."""
+        self._hurry.set()
+
     def _service(self, name: str, kind: str) -> ServiceProcess:
         return ServiceProcess(name, kind, self._nursery)
 
@@ -311,7 +337,7 @@ class ProcessLauncher:
             is_over.wait(STOP_TIMEOUT_S)
         elif by_force:
             process.kill()
-        process.stop()
+        process.stop(self._hurry)
         self._remove(process)
 
     def _start(
@@ -328,7 +354,7 @@ class ProcessLauncher:
         except Exception as error:
             if not isinstance(error, ConfigError):  # else it ends by itself
                 process.kill()
-            process.stop()
+            process.stop(self._hurry)
             self._remove(process)
             raise
         finally:

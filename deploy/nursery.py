@@ -125,6 +125,12 @@ class Child:
                 with contextlib.suppress(OSError):  # the nursery has closed its end
                     self._news.shutdown(socket.SHUT_RDWR)
 
+    def terminate(self) -> None:
+        """Sends it SIGTERM, if it runs."""
+        with self._lock:
+            if self._pidfd is not None:
+                _send(self._pidfd, signal.SIGTERM)
+
     def hang_up(self) -> None:
         """Ends its standard input."""
         with contextlib.suppress(BrokenPipeError):  # it died before it read all
@@ -255,5 +261,9 @@ class Nursery:
 
 
 def _kill(pidfd: int) -> None:
+    _send(pidfd, signal.SIGKILL)
+
+
+def _send(pidfd: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        signal.pidfd_send_signal(pidfd, number)

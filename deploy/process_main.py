@@ -4,7 +4,8 @@ child of `deploy.nursery_main`.
 The spec comes as one line of JSON on standard input, so that no secret shows in a process list;
 the answer goes as one to standard output, and before it `Fetching` and `Fetched` where a model has
 to be fetched. Standard input stays open as a life line: when it ends the parent is gone or wants
-this process to stop, and the process stops, also while it waits for a download.
+this process to stop, and the process stops, also while it waits for a download. A gateway finishes
+answers first. SIGTERM does the same; a SIGTERM to a process that stops ends answers at once.
 """
 
 import os
@@ -40,7 +41,7 @@ class StartFailed(msgspec.Struct, frozen=True):
 def main(kind: str) -> int:
     """Runs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to finish
     spec = sys.stdin.buffer.readline()
     if not spec:  # whoever started it does not want it any more
         return 0
@@ -57,13 +58,36 @@ def main(kind: str) -> int:
         _answer(StartFailed(str(error)))
         return 1
     freeze_heap()
-    _answer(ready)
+    stopping = _Stopping(thread)
+    signal.signal(signal.SIGTERM, stopping.on_signal)
     try:
+        _answer(ready)
         while sys.stdin.buffer.read(4096):
             pass
-    finally:
-        thread.close()
+    except _Stop:
+        pass
+    stopping.has_begun = True
+    thread.close()
     return 0
+
+
+class _Stop(BaseException):
+    """A signal asked for the end."""
+
+
+class _Stopping:
+    """What SIGTERM does to a service that runs: the first ends it, the next ones hurry that."""
+
+    def __init__(self, thread: ServiceThread[object]) -> None:
+        self.has_begun = False
+        self._thread = thread
+
+    def on_signal(self, *_: object) -> None:
+        if self.has_begun:
+            self._thread.hurry()
+        else:
+            self.has_begun = True
+            raise _Stop
 
 
 def _fetch_while_wanted(kind: str, spec: bytes) -> None:

@@ -12,8 +12,10 @@ import random
 import resource
 import socket
 import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 import uvloop
@@ -104,9 +106,11 @@ class GatewayReady(msgspec.Struct, frozen=True):
     model_name: str
     pid: int
     control: str = ""  # address for the controller
+    drain_timeout_s: float = 0.0  # its end may take so long
 
 
 T = TypeVar("T", covariant=True)
+U = TypeVar("U")
 
 
 class Fetching(msgspec.Struct, frozen=True, tag=True):
@@ -128,6 +132,15 @@ class Service(Protocol[T]):
         """Starts; returns what others need to know."""
         ...
 
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long `close` may wait for what is under way."""
+        ...
+
+    def hurry(self) -> None:
+        """Has `close` wait for nothing any more."""
+        ...
+
     async def close(self) -> None:
         """Stops."""
         ...
@@ -135,6 +148,8 @@ class Service(Protocol[T]):
 
 class WorkerService:
     """A worker with the torch runner."""
+
+    drain_timeout_s = 0.0  # gateways end before their workers
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -223,6 +238,9 @@ class WorkerService:
 
         return size
 
+    def hurry(self) -> None:
+        """It waits for nothing as it is."""
+
     async def close(self) -> None:
         """Ends sessions and threads; asserts that the pool's books are in order."""
         await self._host.close()
@@ -233,7 +251,9 @@ class GatewayService:
 
     def __init__(self, spec: GatewaySpec) -> None:
         self._spec = spec
+        self.drain_timeout_s = spec.gateway.drain_timeout_s
         self._siblings: Siblings | None = None
+        self._listener: Listener | None = None
 
     async def open(self) -> GatewayReady:
         """Binds the port and connects to the workers. Raises ConfigError."""
@@ -297,15 +317,32 @@ class GatewayService:
         _listen(sock)
         self._listener.open(sock)
         host, port = sock.getsockname()[:2]
-        return GatewayReady(f"http://{host}:{port}", first.model_name, os.getpid(), control)
+        return GatewayReady(
+            url=f"http://{host}:{port}",
+            model_name=first.model_name,
+            pid=os.getpid(),
+            control=control,
+            drain_timeout_s=self.drain_timeout_s,
+        )
+
+    def hurry(self) -> None:
+        """Answers that have begun are ended now."""
+        if self._listener is not None:
+            self._listener.hurry()
 
     async def close(self) -> None:
-        """Finishes what can be finished in a few seconds, then ends all sessions."""
-        await self._listener.close(CLOSE_TIMEOUT_S / 2, lambda: None)
+        """Takes no request any more, waits for answers that have begun, and ends all sessions."""
+        assert self._listener is not None
+        self._routers.versions.stop()
+        await self._listener.close(self.drain_timeout_s, self._cut)
         await self._control.close()
         if self._siblings is not None:
             await self._siblings.close()
         await self._routers.close()
+
+    def _cut(self) -> None:
+        """Ends answers that were waited for long enough, each with an error."""
+        log.warning("%d requests are ended before they are complete", self._routers.cut())
 
 
 def _open_keys(path: str, clock: Clock) -> KeyFile:
@@ -424,13 +461,14 @@ class ServiceThread(Generic[T]):
     ) -> None:
         self._service = service
         self._open_timeout_s = open_timeout_s
+        self._opening: Future[T] | None = None
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
 
     def open(self) -> T:
         """Opens the service; raises what it raises, and LateStart."""
         self._thread.start()
-        opening = asyncio.run_coroutine_threadsafe(_open(self._service), self._loop)
+        self._opening = opening = asyncio.run_coroutine_threadsafe(_open(self._service), self._loop)
         try:
             return opening.result(self._open_timeout_s)
         except TimeoutError as error:
@@ -438,10 +476,25 @@ class ServiceThread(Generic[T]):
                 raise
             raise LateStart(f"it did not start in {self._open_timeout_s:g} s") from error
 
+    def ask(self, work: Coroutine[Any, Any, U], timeout_s: float) -> U:
+        """The result of some work on the service's loop. Raises what that raises, TimeoutError."""
+        asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return asked.result(timeout_s)
+        except TimeoutError:
+            asked.cancel()
+            raise
+
+    def hurry(self) -> None:
+        """Has a close under way wait for nothing. May be called by a handler of signals."""
+        self._loop.call_soon_threadsafe(self._service.hurry)
+
     def close(self) -> None:
-        """Closes the service and ends the thread."""
+        """Closes the service, also while it opens, and ends the thread."""
+        if self._opening is not None:
+            self._opening.cancel()
         closing = asyncio.run_coroutine_threadsafe(self._service.close(), self._loop)
-        closing.result(CLOSE_TIMEOUT_S)
+        closing.result(CLOSE_TIMEOUT_S + self._service.drain_timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
 

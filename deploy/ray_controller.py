@@ -31,7 +31,8 @@ from engine.errors import BatonError, ConfigError
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 120.0  # beside what gateways need to drain
+ASK_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 0.5
 READY_WITHIN_S = 10.0  # then it is asked again
 REOPEN_AFTER_S = 1.0
@@ -87,6 +88,10 @@ class _ControllerActor:
                 return msgspec.json.encode(_reachable(client.pools())), ""
         except AdminError as failure:
             return b"", str(failure)
+
+    def drain_timeout_s(self) -> float:
+        """How long gateways may finish answers when they stop."""
+        return self._plan.config.gateway.drain_timeout_s
 
     def stop(self) -> None:
         """Ends the controller, then all that it, or one before it, started."""
@@ -180,7 +185,8 @@ def _is_final(error: BaseException) -> bool:
 
 def _end(actor: Any) -> None:
     try:
-        ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+        drain_s = ray.get(actor.drain_timeout_s.remote(), timeout=ASK_TIMEOUT_S)
+        ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S + drain_s)
     except ray.exceptions.RayError as error:
         log.warning("the controller did not stop by itself: %s", error)
     ray.kill(actor)

@@ -5,7 +5,10 @@ import ray.
 """
 
 import logging
-from collections.abc import Collection, Mapping
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -30,12 +33,15 @@ from deploy.processes import (
     service_of,
 )
 from deploy.ray_places import Held, RayPlaces, nodes
+from engine.clock import MonotonicClock
 from engine.control import Pools
 from engine.errors import BatonError, ConfigError
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 30.0  # gateways have their drain beside
+HURRIED_TIMEOUT_S = 10.0
+LOOK_EVERY_S = 0.2  # whether there is a hurry
 ADOPT_TIMEOUT_S = 10.0
 CONTROLLER = "controller"  # the name of the one actor that is no service
 ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}  # Ray gives that one to each head
@@ -78,6 +84,10 @@ class _Actor:
         """Closes the service."""
         self._thread.close()
 
+    def hurry(self) -> None:
+        """Has `stop` wait for nothing."""
+        self._thread.hurry()
+
     def ping(self) -> None:
         """Answers: the actor lives."""
 
@@ -97,6 +107,7 @@ class RayLauncher:
         self._kinds: dict[str, str] = {}
         self._pings: dict[str, Any] = {}
         self._ready: dict[str, WorkerReady | GatewayReady] = {}
+        self._hurry = threading.Event()
 
     @classmethod
     def of_cluster(cls, placement: Placement) -> "RayLauncher":
@@ -109,7 +120,8 @@ class RayLauncher:
     def open(self) -> None:
         """Starts Ray on this machine."""
         if not self.is_detached:
-            self._ray.open()
+            with _own_sigterm():
+                self._ray.open()
 
     def room(self, num_gpus: float) -> int:
         """As many as GPUs suffice for, or cores, but a few in any case; and custom resources."""
@@ -152,7 +164,7 @@ class RayLauncher:
         """Ends an actor. One that still starts is not asked."""
         actor = self._actors.get(name)
         if actor is not None and not by_force and name in self._ready:
-            _ask_to_stop(name, actor)
+            self._await_stops({name: actor})
         self._drop(name)
         self._places.give_up(name)
 
@@ -205,12 +217,38 @@ class RayLauncher:
         """Stops the gateways, then the workers, those of a kind at once."""
         for kind in ("gateway", "worker"):
             actors = {n: self._actors[n] for n, k in list(self._kinds.items()) if k == kind}
-            _await_stops({n: a.stop.remote() for n, a in actors.items() if n in self._ready})
+            self._await_stops({n: a for n, a in actors.items() if n in self._ready})
             for name in actors:
                 self._drop(name)
         if self.is_detached:
             self._places.give_up_all()
             request_resources(bundles=[])  # else Ray's autoscaler, if Ray stays, keeps nodes ready
+
+    def hurry(self) -> None:
+        """Has actors told that stop."""
+        self._hurry.set()
+
+    def _await_stops(self, actors: Mapping[str, Any]) -> None:
+        """Has these stop; those that do not in time have it in common."""
+        if not actors:
+            return
+        ready = [self._ready[name] for name in actors]
+        drains_s = [each.drain_timeout_s for each in ready if isinstance(each, GatewayReady)]
+        stopping = {name: actor.stop.remote() for name, actor in actors.items()}
+        clock = MonotonicClock()
+        end_s = clock.now_s() + STOP_TIMEOUT_S + max(drains_s, default=0.0)
+        left, is_hurried = list(stopping.values()), False
+        while left and clock.now_s() < end_s:
+            _, left = ray.wait(left, num_returns=len(left), timeout=LOOK_EVERY_S)
+            if self._hurry.is_set() and not is_hurried:
+                is_hurried, end_s = True, clock.now_s() + HURRIED_TIMEOUT_S
+                for actor in actors.values():
+                    actor.hurry.remote()
+        for name, answer in stopping.items():
+            try:
+                ray.get(answer, timeout=0)
+            except ray.exceptions.RayError as error:
+                log.warning("%s did not stop by itself: %s", name, _reason(error))
 
     def sweep(self) -> int:
         """Ends what launchers before this one left running; how many actors there were."""
@@ -313,21 +351,17 @@ class RayLauncher:
         return self._actors.pop(name, None)
 
 
-def _ask_to_stop(name: str, actor: Any) -> None:
-    _await_stops({name: actor.stop.remote()})
-
-
-def _await_stops(stopping: Mapping[str, Any]) -> None:
-    """Those that do not stop in time have it in common."""
-    if not stopping:
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keeps this process's handler of SIGTERM: Ray sets one of its own, which exits at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
-    answers = list(stopping.values())
-    ray.wait(answers, num_returns=len(answers), timeout=STOP_TIMEOUT_S)
-    for name, answer in stopping.items():
-        try:
-            ray.get(answer, timeout=0)
-        except ray.exceptions.RayError as error:
-            log.warning("%s did not stop by itself: %s", name, _reason(error))
+    own = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, own)
 
 
 def _reason(error: Exception) -> str:

@@ -1,12 +1,10 @@
 """`baton serve`: a deployment on this machine, or on the Ray that is here, until a signal."""
 
 import os
-import signal
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +16,7 @@ from deploy.cluster import Deployment
 from deploy.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.launcher import Launcher, ProcessLauncher
 from deploy.processes import GatewayReady
+from deploy.stop_signals import StopAsked, StopSignals, exit_status
 from engine.config import (
     WITH_DRAFT,
     RouterPolicy,
@@ -28,6 +27,8 @@ from engine.config import (
     load_config,
 )
 from engine.layout import KVFormat
+
+LOOK_EVERY_S = 0.1  # whether it has stopped
 
 
 class LauncherKind(StrEnum):
@@ -122,7 +123,7 @@ def serve(  # noqa: PLR0913 - a command's options
     forget_environment(os.environ)
     deployment = Deployment(LAUNCHERS[launcher](), model=model, config=tree)
     deployment.log_level = log_level
-    _run(deployment, Console(stderr=True))
+    raise typer.Exit(run(deployment, Console(stderr=True)))
 
 
 def _ray_launcher() -> Launcher:
@@ -138,32 +139,61 @@ LAUNCHERS: dict[LauncherKind, Callable[[], Launcher]] = {
 }
 
 
-def _run(deployment: Deployment, console: Console) -> None:
-    """Opens the deployment, tells its news until a signal, and closes it."""
-    stop = threading.Event()
+def run(deployment: Deployment, console: Console) -> int:
+    """Opens the deployment, tells its news until a signal, and closes it; the exit status.
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    def tell(line: str) -> None:
-        if not stop.is_set():
-            console.print(escape(line), highlight=False)
-
-    with console.status("starting") as status:
-        deployment.on_news = status.update
-        ready = deployment.open()
-    deployment.on_news = tell
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+    It is 0, or 128 and the signal's number if one came before it served, or another one while it
+    waited for answers.
+    """
+    signals = StopSignals()
+    signals.install()
     try:
-        _say_ready(console, deployment, ready)
-        stop.wait()
-    finally:
+        with console.status("starting") as status:
+            deployment.on_news = status.update
+            ready = deployment.open()
+        signals.keep()
+    except StopAsked as asked:
         with console.status("stopping"):
             deployment.close()
-        console.print("stopped")
+        console.print("stopped before it served")
+        return exit_status(asked.number)
+    is_serving = True
+
+    def tell(line: str) -> None:
+        if is_serving:
+            console.print(escape(line), highlight=False)
+
+    deployment.on_news = tell
+    try:
+        _say_ready(console, deployment, ready)
+        signals.wait()
+    finally:
+        is_serving = False
+        number = _stop(deployment, signals, console)
+    return 0 if number is None else exit_status(number)
+
+
+def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int | None:
+    """Closes the deployment; the signal that hurried it, if one did."""
+    num_answers = deployment.num_answers()
+    if num_answers != 0:
+        how_many = "answers are" if num_answers is None else f"{num_answers} answers"
+        console.print(
+            f"draining: {how_many} running, up to {deployment.drain_timeout_s:g} s; "
+            "Ctrl-C again to stop now",
+            highlight=False,
+        )
+    hurried: int | None = None
+    with ThreadPoolExecutor(1, "stop") as thread, console.status("stopping"):
+        closing = thread.submit(deployment.close)
+        while not closing.done():
+            number = signals.wait(LOOK_EVERY_S)
+            if number is not None and hurried is None:
+                hurried = number
+                deployment.hurry()
+        closing.result()
+    console.print("stopped")
+    return hurried
 
 
 def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) -> None:

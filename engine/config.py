@@ -179,6 +179,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections_per_address: int = 2048
     max_head_bytes: int = 32 * 2**10  # of a request: its line and header fields
     head_timeout_s: float = 10.0  # from the first byte of a request, or from when one is connected
+    drain_timeout_s: float = 30.0  # when it stops, answers that have begun go on for so long
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
@@ -195,6 +196,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             *("max_connections_per_address", "max_head_bytes", "head_timeout_s"),
         ):
             _require(getattr(self, name) > 0, f"gateway.{name} must be positive")
+        _require(self.drain_timeout_s >= 0, "gateway.drain_timeout_s must not be negative")
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -86,9 +86,10 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Accepted, and could not be completed."""
+    """Accepted, and could not be completed. The code is for programs to read."""
 
     message: str
+    code: str = "request_failed"
 
 
 @dataclass(frozen=True, slots=True)

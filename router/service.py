@@ -62,6 +62,7 @@ from router.machine import (
 )
 from router.recording_file import RecordingFile
 from router.requests import (
+    Failed,
     Request,
     TakeAtOnce,
     TakeTokens,
@@ -93,7 +94,10 @@ class _Client:
         """More news."""
         waiter = self._waiter
         if waiter is None or waiter.done():  # a client that reads slowly gets larger pieces
-            self._unread = update if self._unread is None else _merged(self._unread, update)
+            if self._unread is None:
+                self._unread = update
+            elif self._unread.outcome is None:  # else it was cut
+                self._unread = _merged(self._unread, update)
             return
         try:
             if self._take_at_once(update):
@@ -161,6 +165,7 @@ class Router:
         self._timer: asyncio.TimerHandle | None = None
         self._wake_s: float | None = None  # when the timer is set for
         self._crash: BaseException | None = None
+        self._end: Failed | None = None  # of all requests, once they were cut
         self._joined = asyncio.Event()  # set when a worker joins
 
     async def open(self) -> None:
@@ -209,6 +214,14 @@ class Router:
             self._unlink(address)
         self._let_go()
 
+    def cut(self, end: Failed) -> int:
+        """Ends all requests so, and each that comes from now on; how many there were."""
+        self._end = end
+        clients = list(self._clients.values())
+        for client in clients:
+            client.put(Update(outcome=end))
+        return len(clients)
+
     def _let_go(self) -> None:
         """Ends sessions with workers that were given up and have nothing left to do for us."""
         for worker_id, address in list(self._leaving.items()):
@@ -247,6 +260,9 @@ class Router:
         take_tokens: TakeTokens = take_no_tokens,
     ) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request."""
+        if self._end is not None:
+            yield Update(outcome=self._end)
+            return
         self._clients[request.request_id] = client = _Client(take_at_once, take_tokens)
         try:
             self._handle(Arrived(request))

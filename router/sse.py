@@ -548,8 +548,9 @@ async def _send_head(
 def _failure_body(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Rejected):
         return error_body(outcome.message, kind="rate_limit_error", code="rate_limit_exceeded")
-    message = outcome.message if isinstance(outcome, Failed) else "the request was cancelled"
-    return error_body(message, kind="server_error", code="request_failed")
+    if isinstance(outcome, Failed):
+        return error_body(outcome.message, kind="server_error", code=outcome.code)
+    return error_body("the request was cancelled", kind="server_error", code="request_failed")
 
 
 def _head(heading: Heading, object_name: str) -> dict[str, Any]:

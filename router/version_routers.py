@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.control import Intent, Member, Members, Version, VersionReport
+from router.requests import Failed
 from router.service import Router
 from router.tokenizer import TextModel
-from router.versions import Served, Versions
+from router.versions import SERVER_SHUTDOWN, Served, Versions
 
 log = logging.getLogger(__name__)
 
 RETRY_EVERY_S = 5.0  # to load a tokenizer
+SHUT_DOWN = Failed("the server was stopped before the answer was complete", SERVER_SHUTDOWN)
 LOOK_EVERY_S = 0.1  # whether the requests of a version that is gone are over
 
 LoadText = Callable[[Version], TextModel]  # blocks; raises what it likes
@@ -110,6 +112,11 @@ class VersionRouters:
         for host in [*self._hosts.values(), *self._leaving]:
             if host.is_open:
                 await host.router.close()
+
+    def cut(self) -> int:
+        """Ends all requests with an error that tells of the shutdown; how many there were."""
+        hosts = [*self._hosts.values(), *self._leaving]
+        return sum(host.router.cut(SHUT_DOWN) for host in hosts if host.is_open)
 
     def routers(self) -> Mapping[str, Router]:
         """Those that are open, by version, the current one's first."""

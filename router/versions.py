@@ -30,6 +30,8 @@ from router.tokenizer import TextModel
 
 VERSION_HEADER = "x-baton-version"
 AFFINITY_HEADER = "x-baton-affinity"
+SERVER_SHUTDOWN = "server_shutdown"  # the code of errors
+STOPPING = "the server is stopping"
 NOBODY = "no worker is known of a version that takes requests"
 
 
@@ -109,6 +111,11 @@ class Versions:
         self._num_requests: Counter[str] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()  # here, or by routers that are gone
         self._lock = threading.Lock()
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """From now on no request is taken."""
+        self._is_stopping = True
 
     def follow(self, table: tuple[Served, ...]) -> None:
         """From now on these are the versions. What those that are gone have counted is kept."""
@@ -120,6 +127,8 @@ class Versions:
 
     def choose(self, *, key: str, model: str | None = None, version: str | None = None) -> Served:
         """The version for a request, from any thread. Raises ApiError where there is none."""
+        if self._is_stopping:
+            raise ApiError(STOPPING, code=SERVER_SHUTDOWN, status=503)
         able = _able(self.table, model, version)
         if len(able) == 1:
             return able[0]
@@ -167,6 +176,8 @@ class Versions:
 
     def readiness(self) -> str | None:
         """None when a version can serve that requests are given to unless they name another."""
+        if self._is_stopping:
+            return STOPPING
         try:
             able = _able(self.table, None, None)
         except ApiError as error:

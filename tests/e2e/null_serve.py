@@ -1,0 +1,26 @@
+"""`python -m tests.e2e.null_serve DRAIN_S PACE_S`: `baton serve`, whose worker computes nothing."""
+
+import sys
+
+from rich.console import Console
+
+from deploy.cluster import Deployment
+from deploy.defaults import BUNDLED_MODEL
+from deploy.nursery import Nursery
+from deploy.processes import configure_logging
+from deploy.serve_cli import run
+from engine.config import Config, GatewayConfig, PoolsConfig
+from tests.e2e.null_workers import NullWorkers
+
+
+def main() -> None:
+    configure_logging("warning")
+    drain_s, pace_s = map(float, sys.argv[1:])
+    gateway = GatewayConfig(port=0, drain_timeout_s=drain_s)
+    config = Config(gateway=gateway, pools=PoolsConfig(mixed=1))
+    launcher = NullWorkers(Nursery(), pace_s)
+    sys.exit(run(Deployment(launcher, model=BUNDLED_MODEL, config=config), Console(stderr=True)))
+
+
+if __name__ == "__main__":
+    main()
