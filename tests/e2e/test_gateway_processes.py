@@ -18,6 +18,9 @@ from deploy.processes import GatewayReady, GatewayService, GatewaySpec
 from engine.config import Config, GatewayConfig, PoolsConfig, RouterConfig
 from engine.control import Intent, Members, Version
 from engine.errors import ConfigError
+from router.access.file import change_keys
+from router.access.keys import with_key, without_key
+from tests.access_kit import record
 from tests.e2e.cluster import NURSERY
 from tests.e2e.null_workers import NullWorkers
 from tests.e2e.served import matching, metrics, poll_until
@@ -25,8 +28,10 @@ from tests.e2e.served import matching, metrics, poll_until
 NUM_REQUESTS = 18
 
 
-def deployment(port: int = 0) -> Deployment:
-    config = Config(gateway=GatewayConfig(port=port, processes=2), pools=PoolsConfig(mixed=1))
+def deployment(port: int = 0, keys_file: Path | None = None) -> Deployment:
+    keys = None if keys_file is None else str(keys_file)
+    gateway = GatewayConfig(port=port, processes=2, keys_file=keys)
+    config = Config(gateway=gateway, pools=PoolsConfig(mixed=1))
     return Deployment(NullWorkers(NURSERY), model=BUNDLED_MODEL, config=config)
 
 
@@ -140,6 +145,46 @@ def test_a_process_that_hangs_is_ended_and_started_again(serving):
         "gateway-1 was started again",
     ]
     ask(hung.url)
+
+
+def statuses(url: str, *headers: bytes) -> set[int]:
+    """What requests with these heads are answered, over enough connections for both processes."""
+    head = b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n" + b"".join(headers)
+    host, port = url.removeprefix("http://").split(":")
+    found = set()
+    for _ in range(NUM_REQUESTS):
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(head + b"\r\n")
+            with sock.makefile("rb") as answer:
+                found.add(int(answer.read().split()[1]))
+    return found
+
+
+def bearer(key: bytes) -> bytes:
+    return b"authorization: Bearer " + key + b"\r\n"
+
+
+def test_all_processes_follow_the_keys_file_without_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
+    path = tmp_path / "keys.json"
+    change_keys(path, lambda records: with_key(records, record("first", "ann")))
+    running = deployment(keys_file=path)
+    running.open()
+    try:
+        url = running.gateways[0].url
+        pids = [gateway.pid for gateway in running.gateways]
+        assert statuses(url, bearer(b"first")) == {200}
+        assert statuses(url) == statuses(url, bearer("clé-🔑".encode())) == {401}
+        assert statuses(url, bearer(b"\xff\xfe")) == {401}
+        change_keys(path, lambda records: with_key(records, record("second", "bob")))
+        change_keys(path, lambda records: without_key(records, "ann"))
+        poll_until(lambda: statuses(url, bearer(b"first")) == {401}, "the key is refused", 10)
+        assert statuses(url, bearer(b"second")) == {200}
+        path.unlink()
+        poll_until(lambda: statuses(url, bearer(b"second")) == {401}, "no key is valid", 10)
+        assert [gateway.pid for gateway in running.gateways] == pids
+    finally:
+        running.close()
 
 
 def listens(sock: socket.socket) -> bool:
