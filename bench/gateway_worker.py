@@ -51,6 +51,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.rpc import Outbox, Send, SessionServer
+from engine.trust import Secret
 
 NUM_BLOCKS = 2**20  # nothing is ever held up for want of memory
 MAX_RUNNING = 2**16
@@ -97,7 +98,7 @@ class NullWorker:
         self._options = options
         self._clock = MonotonicClock()
         self._sessions: list[_Session] = []
-        self._server = SessionServer(self._serve)
+        self._server = SessionServer(self._serve, Secret(options.token))
         self._stop = asyncio.Event()
         self._num_steps = 0
         self._num_prompts = 0
@@ -116,7 +117,6 @@ class NullWorker:
     async def _serve(self, frames: AsyncIterator[bytes], send: Send) -> None:
         [hello] = decode_to_worker(await anext(frames))
         assert isinstance(hello, Hello)
-        assert hello.token == self._options.token
         await send(encode_frame([_welcome(self._options.worker_id)]))
         session = _Session(Outbox(send))
         self._sessions.append(session)

@@ -80,6 +80,7 @@ from engine.control import (
 )
 from engine.errors import ConfigError
 from engine.messages import GatewayId, WorkerId
+from engine.trust import Secret
 
 log = logging.getLogger(__name__)
 
@@ -501,7 +502,7 @@ class PoolController:
         link = WorkerLink(
             worker_id,
             address,
-            hello=(self.controller_id, self._plan.token),
+            controller_id=self.controller_id,
             on_event=self._handle,
         )
         self.links[worker_id] = link
@@ -509,7 +510,6 @@ class PoolController:
 
     def _dial_gateway(self, name: str, on_welcome: Callable[[], None] | None = None) -> None:
         link = GatewayLink(
-            self._plan.token,
             clock=self._clock,
             members=lambda: self.machine.members,
             on_report=lambda report: self._on_report(name, report),
@@ -551,7 +551,7 @@ class PoolController:
         never = self._loop.create_future()
         while True:
             try:
-                await keep(address, link)
+                await keep(address, Secret(self._plan.token), link)
             except Exception as error:
                 self._note_bug(error)
             await asyncio.wait([never], timeout=RETRY_EVERY_S)

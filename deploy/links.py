@@ -41,6 +41,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.rpc import SessionClient
+from engine.trust import Secret
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +70,13 @@ class _Session(Protocol):
         ...
 
 
-async def keep(address: str, session: _Session) -> None:
+async def keep(address: str, secret: Secret, session: _Session) -> None:
     """Dials again and again, until it is cancelled."""
     never = asyncio.get_running_loop().create_future()
     while True:
-        client = SessionClient(address, silence_s=SILENCE_S)
-        await client.open()
+        client = SessionClient(address, secret, silence_s=SILENCE_S)
         try:
+            await client.open()
             await _run(client, session)
         except (ConnectionError, TimeoutError, ProtocolError) as error:
             log.info("%s: %s; trying again", address, str(error) or type(error).__name__)
@@ -106,13 +107,12 @@ class WorkerLink:
         worker_id: WorkerId,
         address: str,
         *,
-        hello: tuple[GatewayId, str],
+        controller_id: GatewayId,
         on_event: Callable[[PoolEvent], None],
     ) -> None:
-        """`hello`: who the controller is, and the internal token."""
         self._worker_id = worker_id
         self._address = address
-        self._hello = hello
+        self._controller_id = controller_id
         self._on_event = on_event
         self._client: SessionClient | None = None
         self.info: Welcome | None = None  # its latest first words
@@ -127,8 +127,7 @@ class WorkerLink:
 
     async def shake_hands(self, client: SessionClient) -> None:
         """Who is there?"""
-        controller_id, token = self._hello
-        await client.send(encode_frame([Hello(PROTOCOL_VERSION, controller_id, token)]))
+        await client.send(encode_frame([Hello(PROTOCOL_VERSION, self._controller_id)]))
         frame = await client.receive()
         match decode_to_gateway(frame) if frame is not None else []:
             case [Welcome() as info] if info.worker_id == self._worker_id:
@@ -160,7 +159,6 @@ class GatewayLink:
 
     def __init__(
         self,
-        token: str,
         *,
         clock: Clock,
         members: Callable[[], Members],
@@ -172,7 +170,6 @@ class GatewayLink:
         `on_lost` when the session is over, and `on_report` with what the gateway says, and with
         None when it says no more.
         """
-        self._token = token
         self._clock = clock
         self._members = members
         self._on_welcome = on_welcome
@@ -214,7 +211,7 @@ class GatewayLink:
 
     async def shake_hands(self, client: SessionClient) -> None:
         """Which members does it know?"""
-        await client.send(encode_control([ControllerHello(CONTROL_VERSION, self._token)]))
+        await client.send(encode_control([ControllerHello(CONTROL_VERSION)]))
         frame = await client.receive()
         match decode_from_gateway(frame) if frame is not None else []:
             case [GatewayWelcome(version=version) as welcome] if version == CONTROL_VERSION:

@@ -187,7 +187,7 @@ class WorkerService:
         await asyncio.to_thread(runner.warm_up)
         await asyncio.to_thread(is_native)  # so that no pull waits for a compiler
         identity = WorkerIdentity(
-            spec.worker_id, spec.role, runner.fingerprint, spec.token, spec.host
+            spec.worker_id, spec.role, runner.fingerprint, Secret(spec.token), spec.host
         )
         self._runner = runner
         self._host = WorkerHost(
@@ -267,13 +267,13 @@ class GatewayService:
     async def _open(self, sock: socket.socket) -> GatewayReady:
         spec = self._spec
         config = spec.gateway
-        clock = MonotonicClock()
+        clock, secret = MonotonicClock(), Secret(spec.token)
         await asyncio.to_thread(is_router_native)  # so that no request waits for a compiler
         self._routers = VersionRouters(
             new_router=lambda: Router(
                 [],
                 config=spec.router,
-                token=spec.token,
+                secret=secret,
                 clock=clock,
                 record_dir=None if config.record_dir is None else Path(config.record_dir),
             ),
@@ -308,7 +308,7 @@ class GatewayService:
         self._listener = Listener(app, book)
         self._control = ControlServer(
             self._routers,
-            token=spec.token,
+            secret=secret,
             clock=clock,
             members=spec.members,
             host=spec.control_host,

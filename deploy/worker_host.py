@@ -11,11 +11,11 @@ that takes long it tells all who listen, and one that does not end ends the work
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import queue
 import secrets
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -59,6 +59,7 @@ from engine.messages import (
 )
 from engine.offers import PrefixOffers
 from engine.rpc import Send, SessionServer
+from engine.trust import Secret
 from engine.worker import Duties, WorkerCore
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import Pool
@@ -80,7 +81,7 @@ class WorkerIdentity:
     worker_id: WorkerId
     role: Role
     fingerprint: str
-    token: str
+    secret: Secret
     host: str = "127.0.0.1"
 
 
@@ -122,6 +123,7 @@ class WorkerHost:
         self._duties = Duties(
             identity.role, roles_of(identity.role, config), config.prefills_locally
         )
+        self._refused: Counter[str] = Counter()  # sessions that could not begin, by reason
         self._stopping = False
         self._long_step: StillStepping | None = None  # the present one, if it is to be told of
 
@@ -137,7 +139,7 @@ class WorkerHost:
                     self._runner.layout,
                     kv_wire_dtype=self._config.kv_wire_dtype,
                 ),
-                token=self._identity.token,
+                token=self._identity.secret.key("transfers of KV").hex(),
                 transport=self._config.kv_transport,
                 host=self._identity.host,
             ),
@@ -159,10 +161,13 @@ class WorkerHost:
             host=self._identity.host,
         )
         self._events = self._publisher.open()
+        who = self._identity
+        self._server = SessionServer(
+            self._session, who.secret, who.host, on_refused=self._count_refused
+        )
         self._watch = StepWatch(self._config.step_timeout_s, self._clock.now_s())
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
-        self._server = SessionServer(self._session, self._identity.host)
         self._watching = asyncio.create_task(self._watch_steps())
         return await self._server.open()
 
@@ -205,6 +210,9 @@ class WorkerHost:
 
     # ------------------------------------------------------------ gateways (asyncio thread)
 
+    def _count_refused(self, reason: str) -> None:
+        self._refused[f"refused_sessions:{reason}"] += 1
+
     async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
         gateway_id = await self._shake_hands(frames, send)
         if gateway_id is None:
@@ -234,8 +242,6 @@ class WorkerHost:
         match messages:
             case [Hello(version=version)] if version != PROTOCOL_VERSION:
                 reason = f"protocol version differs: ours {PROTOCOL_VERSION}, yours {version}"
-            case [Hello(token=token)] if not hmac.compare_digest(token, self._identity.token):
-                reason = "wrong internal token"
             case [Hello(gateway_id=gateway_id)] if gateway_id in self._gateways:
                 reason = "a session of this gateway is open"
             case [Hello(gateway_id=gateway_id)]:
@@ -376,7 +382,7 @@ class WorkerHost:
             self._loop.call_soon_threadsafe(self._publisher.publish, news)
 
     def _report(self) -> None:
-        counters = {**self._endpoint.counters(), **native_build.counters}
+        counters = {**self._endpoint.counters(), **native_build.counters, **self._refused}
         load = self._core.load(self._endpoint.source.num_leases, counters)
         load = msgspec.structs.replace(load, num_event_batches=self._publisher.num_batches)
         frame = encode_frame([load])

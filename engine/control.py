@@ -20,7 +20,7 @@ from engine.demand import Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
 
-CONTROL_VERSION = 3
+CONTROL_VERSION = 4
 MAX_LISTED = 1000  # requests in one answer
 FIRST_VERSION = "v1"  # the name of what a deployment is started with
 FULL_WEIGHT = 100
@@ -149,7 +149,6 @@ class ControllerHello(msgspec.Struct, frozen=True, tag=True):
     """First message of a controller."""
 
     version: int
-    token: str
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):

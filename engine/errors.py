@@ -7,6 +7,7 @@ BatonError
 │   └── UntrustedFile      a file of a cache that another user can have written
 ├── LayoutMismatch     two workers that must not exchange KV
 ├── ProtocolError      a peer's fault: a frame that cannot be believed
+│   └── Untrusted          a peer that does not prove that it holds the deployment's secret
 ├── StepStuck          a worker that computes nothing any more, and yet answers
 └── OutOfBlocks        the KV pool is full (always caught by a scheduler)
 
@@ -59,6 +60,13 @@ class LayoutMismatch(BatonError):
 
 class ProtocolError(BatonError):
     """A peer sent something that the protocol does not allow."""
+
+
+class Untrusted(ProtocolError):
+    """A peer does not prove that it holds the deployment's secret; the message says how it fails.
+
+    The messages are few and fixed: they name counters.
+    """
 
 
 class StepStuck(BatonError):

@@ -3,7 +3,8 @@
 A gateway opens one stream to each worker. Both directions carry *frames*, a frame being a list of
 messages, so that one decode step sends one frame whatever the number of its sequences. The first
 frame each way is the handshake, `Hello` and `Welcome`, whose version is compared before anything
-else is believed. (KV bytes and leases travel between workers: `kvtransfer.messages`.)
+else is believed. By then each end has proved that it holds the secret (`engine.rpc`). (KV bytes and
+leases travel between workers: `kvtransfer.messages`.)
 
 A `SeqId` names one attempt of one request: when a request is placed again it gets a new one, so a
 late message of a lost attempt matches nothing.
@@ -181,7 +182,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     gateway_id: GatewayId
-    token: str
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):

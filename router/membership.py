@@ -6,7 +6,6 @@ controller says late changes nothing.
 """
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator
@@ -33,6 +32,7 @@ from engine.demand import Observation
 from engine.errors import ProtocolError
 from engine.messages import GatewayId
 from engine.rpc import Send, SessionServer
+from engine.trust import Secret
 from router.demand import Observer
 from router.flight import Flight
 from router.service import Router
@@ -52,7 +52,7 @@ class ControlServer:
         self,
         routers: VersionRouters,
         *,
-        token: str,
+        secret: Secret,
         clock: Clock,
         members: Members | None = None,
         host: str = "127.0.0.1",
@@ -60,11 +60,10 @@ class ControlServer:
         """`members` are those that the gateway was started with."""
         self._routers = routers
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
-        self._token = token
         self._clock = clock
         self._observer: Observer | None = None  # of what is asked of the current version
         self._observed: Router | None = None
-        self._server = SessionServer(self._session, host)
+        self._server = SessionServer(self._session, secret, host, on_refused=self._count_refused)
         self.members = members
 
     async def open(self) -> str:
@@ -74,6 +73,9 @@ class ControlServer:
     async def close(self) -> None:
         """Ends the sessions."""
         await self._server.close()
+
+    def _count_refused(self, reason: str) -> None:
+        self._routers.versions.count("refused controller", reason)
 
     async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
         if not await self._shake_hands(frames, send):
@@ -101,10 +103,6 @@ class ControlServer:
         match messages:
             case [ControllerHello(version=version)] if version != CONTROL_VERSION:
                 reason = f"control version differs: ours {CONTROL_VERSION}, yours {version}"
-            case [ControllerHello(token=token)] if not hmac.compare_digest(
-                token.encode(), self._token.encode()
-            ):
-                reason = "wrong internal token"
             case [ControllerHello()]:
                 welcome = GatewayWelcome(CONTROL_VERSION, self.gateway_id, self.members)
                 await send(encode_control([welcome]))

@@ -42,6 +42,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.rpc import SessionClient
+from engine.trust import Secret
 from router.block_feed import BlockFeed
 from router.block_news import Apply, Unheard
 from router.estimates import Estimates
@@ -136,7 +137,7 @@ class Router:
         addresses: list[str],
         *,
         config: RouterConfig,
-        token: str,
+        secret: Secret,
         clock: Clock,
         estimates: Estimates | None = None,
         record_dir: Path | None = None,
@@ -145,7 +146,7 @@ class Router:
         comes to be in `record_dir` under the gateway's id, does not say what they know.
         """
         self._addresses = set(addresses)  # of the workers that there are to be
-        self._token = token
+        self._secret = secret
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         seeded = _seeded(config, self.gateway_id)
@@ -390,9 +391,10 @@ class Router:
         last_reason = ""
         stuck_s: float | None = None
         while True:
-            client = SessionClient(address, silence_s=self.machine.state.config.silence_s)
-            await client.open()
+            silence_s = self.machine.state.config.silence_s
+            client = SessionClient(address, self._secret, silence_s=silence_s)
             try:
+                await client.open()
                 await self._run_session(client, address, stuck_s)
             except _LINK_ERRORS as error:
                 stuck_s = error.seconds if isinstance(error, StepStuck) else None
@@ -415,7 +417,7 @@ class Router:
         """Until it ends. A step that had lasted `stuck_s` when the worker was lost has to end
         before it joins again.
         """
-        hello = Hello(PROTOCOL_VERSION, self.gateway_id, self._token)
+        hello = Hello(PROTOCOL_VERSION, self.gateway_id)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await client.send(encode_frame([hello]))
             info = _welcome(await client.receive())

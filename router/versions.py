@@ -204,6 +204,11 @@ class Versions:
         """Of all versions."""
         return sum(each.port.queued_s() for each in self.table)
 
+    def count(self, event: str, reason: str) -> None:
+        """One more of something that concerns no version alone."""
+        with self._lock:
+            self._counted[event, reason] += 1
+
     def counters(self) -> Mapping[tuple[str, str], int]:
         """Of all versions."""
         total = self._counted.copy()

@@ -25,6 +25,7 @@ from engine.clock import MonotonicClock
 from engine.config import RouterConfig, WorkerConfig
 from engine.errors import BatonError
 from engine.messages import Limits, RequestId, Role, Sampling
+from engine.trust import Secret
 from router.recording import lines_of
 from router.requests import Finished, Outcome, Request
 from router.service import Router
@@ -83,7 +84,11 @@ def play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> To
 async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> Told:
     clock = MonotonicClock()
     router = Router(
-        list(live.addresses), config=config, token=live.token, clock=clock, record_dir=record_dir
+        list(live.addresses),
+        config=config,
+        secret=Secret(live.token),
+        clock=clock,
+        record_dir=record_dir,
     )
     requests = [
         _request(f"{index}", asked, trace.block_tokens)

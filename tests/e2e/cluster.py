@@ -22,6 +22,7 @@ from deploy.processes import WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Limits, LoadReport, RequestId, Role, Sampling, WorkerId
+from engine.trust import Secret
 from kvtransfer.nixl_backend import PACKAGES
 from router.estimates import Estimates
 from router.requests import Finished, Outcome, Request, Timeline
@@ -38,6 +39,7 @@ class FirstByName(random.Random):
 
 NURSERY = Nursery()  # of all tests of a session: torch is imported once
 TOKEN = "internal-token-of-the-tests"
+SECRET = Secret(TOKEN)
 DEADLINE_S = 60.0
 TRANSPORTS = (
     Transport.SHM,
@@ -165,7 +167,7 @@ async def _linked(
     addresses: Sequence[str], config: RouterConfig, estimates: Estimates | None = None
 ) -> AsyncIterator[Router]:
     r = Router(
-        list(addresses), config=config, token=TOKEN, clock=MonotonicClock(), estimates=estimates
+        list(addresses), config=config, secret=SECRET, clock=MonotonicClock(), estimates=estimates
     )
     await r.open()
     try:

@@ -50,7 +50,7 @@ from router.estimates import Estimates
 from tests.e2e.alone import answers_alone
 from tests.e2e.cluster import (
     DEADLINE_S,
-    TOKEN,
+    SECRET,
     Workers,
     ask,
     is_clean,
@@ -88,7 +88,7 @@ class Link:
     """A gateway's session with one worker, whose news are kept in the order in which they come."""
 
     def __init__(self, address: str) -> None:
-        self._client = SessionClient(address)
+        self._client = SessionClient(address, SECRET)
         self.inboxes: dict[SeqId, asyncio.Queue[ToGateway]] = defaultdict(asyncio.Queue)
         self.heard: list[ToGateway] = []  # of all sequences
         self.load: LoadReport | None = None  # the latest
@@ -96,7 +96,7 @@ class Link:
     async def open(self) -> Welcome:
         await self._client.open()
         gateway_id = GatewayId(secrets.token_hex(4))
-        await self._client.send(encode_frame([Hello(PROTOCOL_VERSION, gateway_id, TOKEN)]))
+        await self._client.send(encode_frame([Hello(PROTOCOL_VERSION, gateway_id)]))
         (welcome,) = decode_to_gateway(await self._client.receive())
         assert isinstance(welcome, Welcome)
         self._reader = asyncio.create_task(self._read())

@@ -22,7 +22,7 @@ from engine.messages import Role, Sampling, WorkerId
 from router.recording import lines_of
 from router.requests import Finished
 from router.service import Router
-from tests.e2e.cluster import DEADLINE_S, TOKEN, Workers, ask, prompts, request, until, workers
+from tests.e2e.cluster import DEADLINE_S, SECRET, Workers, ask, prompts, request, until, workers
 
 pytestmark = pytest.mark.torch
 
@@ -88,7 +88,7 @@ async def live(running: Workers, folder: Path) -> tuple[Path, Counter]:
     """Some of everything; the recording, and what the machine counted."""
     config = RouterConfig(prefill_backlog_tokens=300)  # seeded by the gateway's own name
     clock = MonotonicClock()
-    r = Router(running.addresses, config=config, token=TOKEN, clock=clock, record_dir=folder)
+    r = Router(running.addresses, config=config, secret=SECRET, clock=clock, record_dir=folder)
     await r.open()
     try:
         await until(lambda: len(r.workers()) == 3, "all workers joined")

@@ -34,7 +34,7 @@ from engine.rpc import SessionClient
 from router.moving import DRAINED
 from router.requests import Finished, Request
 from router.service import Router
-from tests.e2e.cluster import TOKEN, Workers, prompts, request, router, until, workers
+from tests.e2e.cluster import SECRET, Workers, prompts, request, router, until, workers
 
 pytestmark = pytest.mark.torch
 
@@ -52,13 +52,13 @@ class Control:
     """A session of who sets a worker's role."""
 
     def __init__(self, address: str) -> None:
-        self._client = SessionClient(address)
+        self._client = SessionClient(address, SECRET)
         self.role: Role | None = None
         self.load: LoadReport | None = None  # since the role was set last
 
     async def open(self) -> None:
         await self._client.open()
-        hello = Hello(PROTOCOL_VERSION, GatewayId(secrets.token_hex(4)), TOKEN)
+        hello = Hello(PROTOCOL_VERSION, GatewayId(secrets.token_hex(4)))
         await self._client.send(encode_frame([hello]))
         self._reader = asyncio.create_task(self._read())
         await until(lambda: self.role is not None, "the worker answers")

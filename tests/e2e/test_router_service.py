@@ -33,7 +33,6 @@ from engine.messages import (
     Prefill,
     PrefillDone,
     PrefillStarted,
-    Refused,
     RequestId,
     Role,
     Sampling,
@@ -48,12 +47,13 @@ from engine.messages import (
     encode_frame,
 )
 from engine.rpc import Send, SessionClient, SessionServer
+from engine.trust import Secret
 from router import service
 from router.machine import RouterEffect, RouterEvent, Tick
 from router.requests import Cancelled, Failed, Finished, Request, Update
 from router.service import Router
 
-TOKEN = "internal token"
+SECRET = Secret("internal token")
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 DEADLINE_S = 30.0
 LEASE = LeaseRef("lease", TransferAddress("p0", "life", "tcp://nowhere"), 1)
@@ -103,7 +103,8 @@ class FakeWorker:
         self.hellos: list[Hello] = []
         self.sessions: list[Session] = []
         self.tasks: list[asyncio.Task[None]] = []  # of tests
-        self._server = SessionServer(self._session)
+        self.refused: list[str] = []  # sessions that could not begin: why
+        self._server = SessionServer(self._session, SECRET, on_refused=self.refused.append)
 
     async def open(self) -> str:
         return await self._server.open()
@@ -124,9 +125,6 @@ class FakeWorker:
         (hello,) = decode_to_worker(await anext(frames))
         assert isinstance(hello, Hello)
         self.hellos.append(hello)
-        if hello.token != TOKEN:
-            await send(encode_frame([Refused("wrong internal token")]))
-            return
         greeting = [self.welcome] if self.greeting is None else self.greeting
         if greeting:
             await send(encode_frame(greeting))
@@ -188,11 +186,11 @@ class FakeWorker:
 
 @asynccontextmanager
 async def serving(
-    *workers: FakeWorker, token: str = TOKEN, joined: int | None = None, **config: Any
+    *workers: FakeWorker, secret: Secret = SECRET, joined: int | None = None, **config: Any
 ) -> AsyncIterator[Router]:
     """A router that so many workers have joined: all of them, if nothing is said."""
     addresses = [await worker.open() for worker in workers]
-    router = Router(addresses, config=RouterConfig(**config), token=token, clock=MonotonicClock())
+    router = Router(addresses, config=RouterConfig(**config), secret=secret, clock=MonotonicClock())
     await router.open()
     try:
         num_joined = len(workers) if joined is None else joined
@@ -243,7 +241,7 @@ def _impatient(monkeypatch):
 def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
     async def test() -> None:
         p0, d0 = FakeWorker("p0", Role.PREFILL), FakeWorker("d0", Role.DECODE)
-        router = Router([], config=RouterConfig(), token=TOKEN, clock=MonotonicClock())
+        router = Router([], config=RouterConfig(), secret=SECRET, clock=MonotonicClock())
         assert router.readiness() == "no prefill worker is connected"
         assert router.fingerprint() == ""
         async with serving(p0) as router:
@@ -257,7 +255,7 @@ def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
                 "d0": Role.DECODE,
             }
             # Once, or again where the first was not answered in time.
-            assert set(p0.hellos) == {Hello(PROTOCOL_VERSION, router.gateway_id, TOKEN)}
+            assert set(p0.hellos) == {Hello(PROTOCOL_VERSION, router.gateway_id)}
 
     run(test())
 
@@ -268,7 +266,7 @@ def test_a_router_can_be_waited_for_but_not_for_ever():
         address = await worker.open()
         clock = MonotonicClock()
         for addresses, missing in (([], "no prefill worker is connected"), ([address], None)):
-            router = Router(addresses, config=RouterConfig(), token=TOKEN, clock=clock)
+            router = Router(addresses, config=RouterConfig(), secret=SECRET, clock=clock)
             await router.open()
             timeout_s = DEADLINE_S if addresses else 0.05
             assert await router.wait_until_ready(timeout_s) == missing
@@ -279,17 +277,18 @@ def test_a_router_can_be_waited_for_but_not_for_ever():
     run(test())
 
 
-def test_a_worker_refuses_a_gateway_that_does_not_know_the_token(caplog):
+def test_a_worker_tells_a_gateway_without_the_secret_nothing(caplog):
     async def test() -> None:
         worker = FakeWorker()
-        async with serving(worker, token="a guess", joined=0) as router:
-            await until(lambda: len(worker.hellos) >= 2, "it tries again")
+        async with serving(worker, secret=Secret("a guess"), joined=0) as router:
+            await until(lambda: len(worker.refused) >= 2, "it tries again")
+            assert worker.hellos == []
             assert router.workers() == {}
             assert router.readiness() == "no prefill worker is connected"
 
     with caplog.at_level(logging.WARNING):
         run(test())
-    assert "refused this gateway: wrong internal token" in caplog.text
+    assert "untrusted: wrong secret or address" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -419,7 +418,7 @@ def test_a_worker_that_is_not_there_is_tried_for_ever_and_closing_is_quick(monke
         address = await gone.open()
         await gone.close()
         config = RouterConfig()
-        router = Router([address], config=config, token=TOKEN, clock=MonotonicClock())
+        router = Router([address], config=config, secret=SECRET, clock=MonotonicClock())
         await router.open()
         await until(lambda: len(tries) > 3, "it is tried again")
         assert router.readiness() == "no prefill worker is connected"
@@ -686,7 +685,7 @@ def test_the_router_wakes_when_something_falls_due_and_not_before():
 
 def test_gateways_have_a_seed_each_unless_one_is_set():
     def seed(**config: int) -> int | None:
-        router = Router([], config=RouterConfig(**config), token=TOKEN, clock=MonotonicClock())
+        router = Router([], config=RouterConfig(**config), secret=SECRET, clock=MonotonicClock())
         return router.machine.state.config.seed  # which a recording of it holds
 
     assert len({seed() for _ in range(8)}) == 8
@@ -741,10 +740,12 @@ def test_a_router_that_has_lost_a_task_to_a_bug_is_not_ready(caplog):
 def test_a_frame_to_a_session_that_is_over_is_a_connection_error():
     async def test() -> None:
         worker = FakeWorker()
-        client = SessionClient(await worker.open())
+        worker.greeting = []
+        client = SessionClient(await worker.open(), SECRET)
         await client.open()
-        await client.send(encode_frame([Hello(PROTOCOL_VERSION, "gateway", "a guess")]))
-        assert await client.receive() == encode_frame([Refused("wrong internal token")])
+        await client.send(encode_frame([Hello(PROTOCOL_VERSION, "gateway")]))
+        await until(lambda: len(worker.sessions) == 1, "it is greeted")
+        worker.session.broken.set()
         assert await client.receive() is None
         with pytest.raises(ConnectionError, match="session ended"):
             await client.send(b"too late")
@@ -754,17 +755,14 @@ def test_a_frame_to_a_session_that_is_over_is_a_connection_error():
     run(test())
 
 
-def test_nobody_at_an_address_is_a_connection_error_for_both_directions():
+def test_an_address_where_nothing_listens_is_a_connection_error():
     async def test() -> None:
         gone = FakeWorker()
         address = await gone.open()
         await gone.close()
-        client = SessionClient(address)
-        await client.open()
-        with pytest.raises(ConnectionError):
-            await client.receive()
+        client = SessionClient(address, SECRET)
         with pytest.raises(ConnectionError, match="failed to connect"):
-            await client.send(b"to nobody")
+            await client.open()
         await client.close()
 
     run(test())

@@ -6,12 +6,16 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from unittest.mock import patch
 
+import grpc
 import pytest
 
 from engine import rpc
 from engine.rpc import PeerSilent, Send, SessionClient, SessionServer
+from engine.trust import Secret
 
+SECRET = Secret("token")
 DEADLINE_S = 20.0
 
 
@@ -24,9 +28,9 @@ def with_session(
     session: rpc.Session, test: Callable[[SessionClient, str], Awaitable[None]]
 ) -> None:
     async def run() -> None:
-        server = SessionServer(session)
+        server = SessionServer(session, SECRET)
         address = await server.open()
-        client = SessionClient(address)
+        client = SessionClient(address, SECRET)
         await client.open()
         async with asyncio.timeout(DEADLINE_S):
             await test(client, address)
@@ -54,10 +58,12 @@ def test_frames_of_all_sizes_come_back_whole_and_in_order():
 
 
 def test_a_session_that_ends_is_no_error():
-    async def farewell(_: AsyncIterator[bytes], send: Send) -> None:
+    async def farewell(frames: AsyncIterator[bytes], send: Send) -> None:
+        await anext(frames)
         await send(b"bye")
 
     async def test(client: SessionClient, _: str) -> None:
+        await client.send(b"hello")
         assert await client.receive() == b"bye"
         assert await client.receive() is None
         assert await client.receive() is None
@@ -75,16 +81,14 @@ def test_posted_frames_are_sent_in_order_and_nobody_waits_for_them():
     with_session(echo, test)
 
 
-def test_what_is_posted_to_nobody_is_an_error_soon():
+def test_a_session_with_an_address_where_nothing_listens_is_an_error_soon():
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
-        client = SessionClient(address)
-        await client.open()
-        client.post(b"is anybody there?")
+        client = SessionClient(address, SECRET)
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(ConnectionError):
-                await client.receive()
+                await client.open()
         await client.close()
 
     asyncio.run(run())
@@ -92,8 +96,8 @@ def test_what_is_posted_to_nobody_is_an_error_soon():
 
 def test_closing_a_server_ends_its_sessions():
     async def run() -> None:
-        server = SessionServer(echo)
-        client = SessionClient(await server.open())
+        server = SessionServer(echo, SECRET)
+        client = SessionClient(await server.open(), SECRET)
         await client.open()
         await client.send(b"a")
         assert await client.receive() == b"a"
@@ -122,8 +126,8 @@ def _quick_beats(monkeypatch):
 @pytest.mark.usefixtures("_quick_beats")
 def test_ends_that_have_nothing_to_say_keep_their_session():
     async def run() -> None:
-        server = SessionServer(echo, silence_s=0.5)
-        client = SessionClient(await server.open(), silence_s=0.5)
+        server = SessionServer(echo, SECRET, silence_s=0.5)
+        client = SessionClient(await server.open(), SECRET, silence_s=0.5)
         await client.open()
         await client.send(b"a")
         assert await client.receive() == b"a"
@@ -176,10 +180,13 @@ class Relay:
 @contextlib.asynccontextmanager
 async def cut_off(session: rpc.Session) -> AsyncIterator[SessionClient]:
     """A client that has been answered; from then on nothing comes through, either way."""
-    server = SessionServer(session, silence_s=0.5)
-    relay = Relay(await server.open())
-    client = SessionClient(await relay.open(), silence_s=0.5)
-    await client.open()
+    server = SessionServer(session, SECRET, silence_s=0.5)
+    address = await server.open()
+    relay = Relay(address)
+    relayed, dial = await relay.open(), grpc.aio.insecure_channel
+    client = SessionClient(address, SECRET, silence_s=0.5)
+    with patch.object(grpc.aio, "insecure_channel", lambda _, **options: dial(relayed, **options)):
+        await client.open()
     await client.send(b"a")
     assert await client.receive() == b"a"
     relay.flows.clear()
@@ -266,8 +273,8 @@ def test_who_was_held_up_itself_takes_nobody_for_silent(monkeypatch):
     monkeypatch.setattr("engine.silence.MAX_BETWEEN_LOOKS_S", 0.1)
 
     async def run() -> None:
-        server = SessionServer(echo, silence_s=0.5)
-        client = SessionClient(await server.open(), silence_s=0.5)
+        server = SessionServer(echo, SECRET, silence_s=0.5)
+        client = SessionClient(await server.open(), SECRET, silence_s=0.5)
         await client.open()
         await client.send(b"a")
         assert await client.receive() == b"a"

@@ -58,7 +58,7 @@ costs = st.builds(DecodeCost, seconds, seconds, seconds)
 seen = st.builds(Observation, seconds, num_decoding=ints, decode_cost=st.none() | costs)
 
 to_gateway = st.one_of(
-    st.builds(ControllerHello, ints, texts),
+    st.builds(ControllerHello, ints),
     members,
     st.builds(control.ListRequests, ints, ints),
 )
@@ -108,7 +108,7 @@ def test_no_message_no_frame(frame):
 
 
 def test_one_side_does_not_take_what_it_says_itself():
-    hello = encode_control([ControllerHello(1, "token")])
+    hello = encode_control([ControllerHello(1)])
     with pytest.raises(ProtocolError):
         decode_from_gateway(hello)
 

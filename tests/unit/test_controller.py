@@ -125,7 +125,7 @@ class World:
         )
         self.links: dict[str, object] = {}  # by address
 
-    async def keep(self, address: str, link: object) -> None:
+    async def keep(self, address: str, _secret: object, link: object) -> None:
         self.links[address] = link
         await asyncio.get_running_loop().create_future()
 
@@ -297,7 +297,7 @@ def test_a_launcher_that_raises_whatever_it_likes_is_asked_again(play):
 def test_a_bug_in_what_is_made_of_news_ends_no_session_for_ever(play, monkeypatch):
     num_kept = 0
 
-    async def keep(_address: str, _link: object) -> None:
+    async def keep(_address: str, _secret: object, _link: object) -> None:
         nonlocal num_kept
         num_kept += 1
         raise KeyError("a bug")

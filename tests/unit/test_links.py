@@ -13,7 +13,7 @@ class SetClock:
 
 def test_nothing_is_planned_by_an_old_report():
     clock = SetClock()
-    link = GatewayLink("token", clock=clock, members=lambda: Members(0, (), None), on_welcome=list)
+    link = GatewayLink(clock=clock, members=lambda: Members(0, (), None), on_welcome=list)
     assert link.fresh_report is None
     report = GatewayReport(None, 1, 2, 0, 0, 0.0)
     link.take(encode_control([report]))

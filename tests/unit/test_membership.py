@@ -9,6 +9,7 @@ from test_demand import ask, machine_of
 from engine.config import PlannerMode
 from engine.control import GatewayReport, Intent, Members, RequestList, decode_from_gateway
 from engine.messages import Role
+from engine.trust import Secret
 from router.membership import ControlServer
 
 
@@ -38,7 +39,7 @@ class World:
             reports=dict,
             follow=lambda members: None,
         )
-        self.server = ControlServer(routers, token="token", clock=self.clock)
+        self.server = ControlServer(routers, secret=Secret("token"), clock=self.clock)
         self.version = 0
 
     def seen(self, mode, at_s):

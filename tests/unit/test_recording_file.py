@@ -12,6 +12,7 @@ from test_recording import CONFIG, SCRIPT, arrival
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
 from engine.errors import ConfigError
+from engine.trust import Secret
 from router.events import ClientGone
 from router.machine import RouterMachine
 from router.recording import lines_of, read, replay
@@ -186,7 +187,7 @@ def test_a_router_answers_whom_it_cannot_record(tmp_path):
     async def outcomes() -> list[object]:
         config = RouterConfig(queue_timeout_s=0.01)
         clock = MonotonicClock()
-        router = Router([], config=config, token="", clock=clock, record_dir=tmp_path)
+        router = Router([], config=config, secret=Secret("token"), clock=clock, record_dir=tmp_path)
         await router.open()
         try:
             asked = replace(arrival("r").request, tenant=NO_TEXT)

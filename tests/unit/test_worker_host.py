@@ -24,6 +24,7 @@ from engine.messages import (
     decode_to_gateway,
     encode_frame,
 )
+from engine.trust import Secret
 from engine.worker import WorkerCore
 from tests.fakes import VOCAB_SIZE, FakeGuides, FakeRunner
 
@@ -40,7 +41,7 @@ class SetClock:
 
 def host(role: Role, **config: object) -> WorkerHost:
     return WorkerHost(
-        WorkerIdentity(WorkerId("w"), role, "model", "token"),
+        WorkerIdentity(WorkerId("w"), role, "model", Secret("token")),
         config=WorkerConfig(**config),
         runner=FakeRunner(50),
         model=ModelFacts(VOCAB_SIZE, 1000, False, FakeGuides()),
@@ -137,7 +138,7 @@ class FakeGateway:
         self.heard: list[object] = []
 
     async def frames(self) -> AsyncIterator[bytes]:
-        yield encode_frame([Hello(PROTOCOL_VERSION, GatewayId("g"), "token")])
+        yield encode_frame([Hello(PROTOCOL_VERSION, GatewayId("g"))])
         await asyncio.Event().wait()
 
     async def send(self, frame: bytes) -> None:
