@@ -36,6 +36,7 @@ from router.access.file import KeyFile
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import BACKLOG, Listener
 from router.gateway import create_app
+from router.grammar_checker import GrammarChecker
 from router.jobs import GatewaySettings
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
@@ -290,11 +291,13 @@ class GatewayService:
         if spec.siblings is not None:
             self._siblings = Siblings(Path(spec.siblings), str(spec.process))
         book = Book(_limits_of(config))
+        self._grammars = GrammarChecker(clock)
         app = create_app(
             self._routers.versions,
             settings=settings,
             clock=clock,
             rng=rng,
+            grammars=self._grammars,
             keys=keys,
             siblings=self._siblings,
             edge=book,
@@ -336,6 +339,7 @@ class GatewayService:
         self._routers.versions.stop()
         await self._listener.close(self.drain_timeout_s, self._cut)
         await self._control.close()
+        await self._grammars.close()
         if self._siblings is not None:
             await self._siblings.close()
         await self._routers.close()

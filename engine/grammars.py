@@ -4,9 +4,9 @@ Every grammar becomes one in llguidance's Lark dialect. A mask depends on the by
 so far and on nothing else, since no tokenization is forced (`no_forcing`): it is the same on any
 worker, with or without drafts, and holds exactly the ids with which the answer can go on.
 
-1. `check` says whether a grammar can be followed, without a tokenizer. Gateways ask it.
-2. `LlGuides.prepare` compiles it for a tokenizer, on any thread, and keeps it for a while.
-3. `LlGuides.open` makes a guide: a copy, which shares what the compiled grammar learns of itself.
+1. `LlGuides.prepare` compiles it for a tokenizer, on any thread, and keeps it for a while.
+   Gateways have that done by `engine.grammar_child` before a worker hears of the grammar.
+2. `LlGuides.open` makes a guide: a copy, which shares what the compiled grammar learns of itself.
 
 What a client may cost: the source, the work of compiling, that of one token and the memory of a
 grammar are bounded. A grammar that exceeds a bound while it is followed makes its guide `fault`.
@@ -22,7 +22,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -52,7 +51,6 @@ _JSON_OPTIONS = {
     "json_allowed_escapes": 'nrbtf\\"',  # one spelling for each string: a key is not escaped
 }
 _JSON = "%json"
-_NEEDS_TOKENIZER = "no tokenizer"  # how llguidance's warnings about special tokens begin
 # Each alternative takes what it begins, to its end or the end of the line: one pass over a source.
 _LARK_TOKEN = re.compile(
     r"""//[^\n]*+|"(?:\\.|[^"\\\n])*+"?+|/(?:\\.|[^/\\\n])*+/?+|[\w-]++|\s++|.""", re.DOTALL
@@ -63,23 +61,6 @@ _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invali
 _QUOTED_LINES = re.compile(r"\n +\d+ \| ")
 
 T = TypeVar("T")
-
-
-def check(grammar: Grammar) -> None:
-    """Raises GrammarError if the grammar cannot be followed. Costs milliseconds, once."""
-    _check(grammar.kind, grammar.source)
-
-
-@lru_cache(maxsize=256)
-def _check(kind: GrammarKind, source: str) -> None:
-    lark = to_lark(Grammar(kind, source))
-    failed, messages = _deep(
-        lambda: LLMatcher.validate_grammar_with_warnings(lark, limits=_limits())
-    )
-    if failed or _warnings(messages):
-        raise _refusal((messages if failed else _warnings(messages))[0])
-    if not messages:  # no token is named that only the model's own tokenizer knows
-        _compile(LLTokenizer("byte"), lark)
 
 
 class LlGuides:
@@ -128,6 +109,10 @@ class LlGuides:
             except BaseException as error:
                 future.set_exception(error)
         return future.result()
+
+    def load(self) -> None:
+        """Reads the tokenizer now. Raises GrammarError for one that cannot guide."""
+        self._loaded()
 
     def _loaded(self) -> "_Vocabulary":
         with self._lock:
@@ -345,16 +330,11 @@ def _compile(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
         for candidate in (matcher, tried):
             if candidate.is_error():
                 raise _refusal(candidate.get_error())
-        if warnings := _warnings(matcher.get_grammar_warnings()):
+        if warnings := matcher.get_grammar_warnings():  # something would not be followed
             raise _refusal(warnings[0])
         return matcher
 
     return _deep(compiled)
-
-
-def _warnings(messages: Sequence[str]) -> list[str]:
-    """Something would not be followed, which is as good as an error."""
-    return [m for m in messages if not m.startswith(_NEEDS_TOKENIZER)]
 
 
 def _limits() -> LLParserLimits:
@@ -395,7 +375,7 @@ def _translated(work: Callable[[], T]) -> T:
     """A panic of the library is no Exception in Python, and no reason to end a process."""
     try:
         return work()
-    except (GrammarError, KeyboardInterrupt, SystemExit):
+    except (GrammarError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         raise _refusal(str(error)) from error

@@ -7,7 +7,8 @@ The life of one call of an answer endpoint:
 
 1. The body is read, bounded in size and time. From now on a watcher waits for the client to
    leave; when it does, whatever runs is cancelled and awaited.
-2. The body becomes a `Request`: checked, templated, tokenised, in a thread where it is long.
+2. The body becomes a `Request`: checked, templated, tokenised, in a thread where it is long. A
+   grammar is compiled in a process of its own, which says whether workers can follow it.
 3. The router's updates become text, and text becomes a response, whose head waits for the first
    token. Several choices are several requests to the router, whose updates come as they like; one
    that fails fails the answer.
@@ -35,12 +36,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
+from engine.grammar_child import Vocabulary
 from engine.messages import RequestId
 from router.access.file import KeyFile
 from router.access.guard import KeyGuard, tenant_of
 from router.answers import Choice, Piece
 from router.connection import Caller, caller_of, pipe_of
 from router.edge.limits import Book
+from router.grammar_checker import GrammarCheck, check_structure
 from router.jobs import Call, ClientGone, GatewaySettings, Job, check_size, parse, read_body
 from router.metrics import GatewayMetrics, RequestMeter
 from router.openai_schema import Body, ChatBody, CompletionBody
@@ -61,13 +64,12 @@ from router.sse import (
     send_invalid,
     send_json,
 )
-from router.structured import FIELDS as STRUCTURE_FIELDS
+from router.tokenizer import TextModel
 from router.tool_calls import ToolCallParser
 from router.versions import AFFINITY_HEADER, VERSION_HEADER, Versions, no_model
 
 LONG_BODY_BYTES = 4096  # about a millisecond of encoding; a thread costs a tenth of that
 TIMELINE_HEADER = "x-baton-timeline"
-_SLOW_FIELDS = tuple(name.encode() for name in STRUCTURE_FIELDS)  # grammars take milliseconds
 
 
 def create_app(  # noqa: PLR0913 - all that an application is wired with
@@ -76,6 +78,7 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     settings: GatewaySettings,
     clock: Clock,
     rng: random.Random,
+    grammars: GrammarCheck,
     keys: KeyFile | None = None,
     siblings: Siblings | None = None,
     edge: Book | None = None,
@@ -89,11 +92,12 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     process = None if siblings is None else siblings.process
     key_events = None if keys is None else keys.counters
     metrics = GatewayMetrics(versions, version=version, process=process, key_events=key_events)
+    metrics.watch_grammars(grammars.counters)
     if edge is not None:
         metrics.watch_edge(edge)
     if siblings is not None:
         siblings.own = metrics.own
-    service = _Service(versions, settings, clock, rng, metrics)
+    service = _Service(versions, settings, clock, rng, metrics, grammars)
     pages = _Pages(versions, metrics, version, siblings)
     answers = {
         "/v1/chat/completions": _Answers(service, CHAT, ChatBody),
@@ -118,6 +122,12 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
 # ---------------------------------------------------------------- answers
 
 
+def _vocabulary_of(text: TextModel) -> Vocabulary | None:
+    if text.file is None:
+        return None
+    return Vocabulary(str(text.file), text.vocab_size, text.eos_token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class _Service:
     """What both answer endpoints need."""
@@ -127,6 +137,7 @@ class _Service:
     clock: Clock
     rng: random.Random
     metrics: GatewayMetrics
+    grammars: GrammarCheck
 
 
 class _Front:
@@ -211,7 +222,7 @@ class _Answers:
                 request,
                 job.served.text,
                 rules=job.rules,
-                parser=ToolCallParser(service.rng) if job.calls_tools else None,
+                parser=ToolCallParser(service.rng) if job.structure.calls else None,
                 meter=meter.choice(),
             )
             for index, request in enumerate(job.requests)
@@ -233,10 +244,15 @@ class _Answers:
             version=headers.get(VERSION_HEADER),
             affinity=headers.get(AFFINITY_HEADER),
         )
-        if len(data) < LONG_BODY_BYTES and not any(name in data for name in _SLOW_FIELDS):
-            return parse(call, self._body_type, service.versions, service.settings)
         args = (call, self._body_type, service.versions, service.settings)
-        return await asyncio.to_thread(parse, *args)
+        if len(data) < LONG_BODY_BYTES:
+            job = parse(*args)
+        else:
+            job = await asyncio.to_thread(parse, *args)
+        if job.structure.grammar is not None:
+            text, tenant = job.served.text, job.first.tenant
+            await check_structure(service.grammars, job.structure, _vocabulary_of(text), tenant)
+        return job
 
     def _writer(self, job: Job, first: Choice, scope: Scope, send: Send) -> AnswerWriter:
         heading = Heading(

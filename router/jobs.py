@@ -30,6 +30,7 @@ from router.openai_schema import (
 )
 from router.requests import Request
 from router.sse import Wish
+from router.structured import Structure
 from router.tokenizer import TextModel
 from router.versions import Served, Versions
 
@@ -59,7 +60,7 @@ class Job(msgspec.Struct, frozen=True):
     model: str
     rules: TextRules
     stream: bool
-    calls_tools: bool
+    structure: Structure
     wish: Wish
 
     @property
@@ -153,7 +154,7 @@ def parse(call: Call, body_type: type[Body], versions: Versions, settings: Gatew
         model=body.model or served.model_names[0],
         rules=TextRules(body.stop_strings, scored=body.num_top_logprobs is not None),
         stream=bool(body.stream),
-        calls_tools=structure.calls,
+        structure=structure,
         wish=_wish(body, token_ids, text),
     )
 

@@ -227,6 +227,10 @@ class GatewayMetrics:
         """Exports the counts of the gateway's listener, too."""
         self._own.append(_Edge(book))
 
+    def watch_grammars(self, counts: Mapping[str, int]) -> None:
+        """Exports how many grammars were compiled, and to which verdict."""
+        self._own.append(_Grammars(counts))
+
     @contextmanager
     def request(self) -> Iterator["RequestMeter"]:
         """Counts one request, from its head to its end however it ends."""
@@ -402,6 +406,21 @@ class _KeyEvents(Collector):
         for event, count in self._counts.items():
             events.add_metric([event], count)
         yield events
+
+
+class _Grammars(Collector):
+    """The verdicts on clients' grammars, each once until it is forgotten."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        verdicts = CounterMetricFamily(
+            "baton_grammars", "Grammars compiled before workers get them", labels=["verdict"]
+        )
+        for verdict, count in self._counts.items():
+            verdicts.add_metric([verdict], count)
+        yield verdicts
 
 
 class _Edge(Collector):

@@ -25,7 +25,7 @@ from engine.messages import Grammar, Limits, Sampling
 from router.api_errors import ApiError, context_exceeded, invalid_value, no_room
 from router.inbox.json_values import decode_value
 from router.structured import FIELDS as STRUCTURE_FIELDS
-from router.structured import Structure, structure_of, validate
+from router.structured import Structure, check_combination, structure_of
 from router.tokenizer import TextModel
 
 MAX_STOP_STRINGS = 16
@@ -261,13 +261,13 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
 
 
 def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | None]) -> Structure:
-    """What the answer shall look like, if that can be followed. Raises ApiError.
+    """What the answer shall look like, as far as fields tell. Raises ApiError.
 
-    Takes milliseconds where there is a grammar.
+    `router.grammar_checker` tells whether its grammar can be followed.
     """
     try:
         structure = structure_of(fields, token_of=token_of)
-        validate(structure, fields)
+        check_combination(structure, fields)
     except InvalidRequest as error:
         raise invalid_value(error.message, error.param) from error
     return structure

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import GrammarError, InvalidRequest
-from engine.grammars import check
 from engine.json_schemas import check_nesting
 from engine.messages import Grammar, GrammarKind
 
@@ -51,7 +50,8 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 class Structure:
     """What the fields come to.
 
-    `param` names the field that the grammar is from. `tools` are for the chat template, as the
+    `param` names the field that the grammar is from, `parts` those of grammars that it is made of,
+    one of which is to blame where it cannot be followed. `tools` are for the chat template, as the
     client wrote them; `calls` says that the answer may hold calls of them.
     """
 
@@ -59,6 +59,7 @@ class Structure:
     param: str | None = None
     tools: tuple[Mapping[str, Json], ...] = ()
     calls: bool = False
+    parts: tuple[tuple[str, Grammar], ...] = ()
 
 
 def structure_of(
@@ -67,7 +68,7 @@ def structure_of(
     """What `fields`, those of a body, ask for. Raises InvalidRequest.
 
     `token_of` gives the id of an added token, of which the marks around calls are two in some
-    models. Whether the grammar can be followed is left to `validate`.
+    models. Whether the grammar can be followed is left to `router.grammar_checker`.
     """
     asked = [name for name in _GUIDED if fields.get(name) is not None]
     asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]
@@ -88,22 +89,14 @@ def structure_of(
     return Structure(_grammar(_GUIDED[name], fields[name], name), name)
 
 
-def validate(structure: Structure, fields: Fields | None = None) -> None:
-    """Raises InvalidRequest if the grammar cannot be followed, or not with the other fields.
-
-    Takes milliseconds, more for a large grammar that has not been seen lately.
-    """
-    grammar = structure.grammar
-    if grammar is None:
+def check_combination(structure: Structure, fields: Fields) -> None:
+    """Raises InvalidRequest if the grammar cannot be followed with the other fields."""
+    if structure.grammar is None:
         return
     for name in ("min_tokens", "ignore_eos"):
-        if fields is not None and fields.get(name):
+        if fields.get(name):
             message = f"{name} cannot be combined with {structure.param}, which ends the answer"
             raise InvalidRequest(message, param=name)
-    try:
-        check(grammar)
-    except GrammarError as error:
-        raise InvalidRequest(f"{structure.param}: {error}", param=structure.param) from error
 
 
 def _asks(value: Json) -> bool:
@@ -239,16 +232,12 @@ def _arguments(function: Mapping[str, Json], param: str) -> Json:
         return {"type": "object", "additionalProperties": False}
     if _object(schema, param).get("type", "object") != "object":
         raise InvalidRequest(f"{param}.type must be 'object'", param=param)
-    schema = {"type": "object", **schema}
-    try:
-        check(Grammar(GrammarKind.JSON_SCHEMA, _dumped(schema)))
-    except GrammarError as error:
-        raise InvalidRequest(f"{param}: {error}", param=param) from error
-    return schema
+    return {"type": "object", **schema}
 
 
 def _calling(calling: _Calling, fields: Fields, token_of: Callable[[str], int | None]) -> Structure:
     marks_are_tokens = all(token_of(mark) is not None for mark in (CALL_BEGIN, CALL_END))
+    places = {tool["function"]["name"]: i for i, tool in enumerate(calling.tools)}
     return Structure(
         grammar=Grammar(
             GrammarKind.LARK, _calls_grammar(calling, marks_are_tokens=marks_are_tokens)
@@ -256,6 +245,13 @@ def _calling(calling: _Calling, fields: Fields, token_of: Callable[[str], int | 
         param="tools",
         tools=tuple(fields["tools"]),
         calls=True,
+        parts=tuple(
+            (
+                f"tools[{places[name]}].function.parameters",
+                Grammar(GrammarKind.JSON_SCHEMA, _dumped(schema)),
+            )
+            for name, schema in calling.functions.items()
+        ),
     )
 
 

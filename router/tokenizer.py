@@ -42,11 +42,14 @@ class TextModel:
         template: ChatTemplate | None = None,
         eos_token_ids: tuple[int, ...] = (),
         vocab_size: int | None = None,  # of the model; None: the tokenizer's
+        file: Path | None = None,
     ) -> None:
+        """`file` is what the tokenizer was read from: grammars are compiled for it elsewhere."""
         added = tokenizer.get_added_tokens_decoder().items()
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self.vocab_size = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
         self.eos_token_ids = tuple(i for i in eos_token_ids if i < self.vocab_size)
+        self.file = file
         self._tokenizer = tokenizer
         self._template = template
         self._has_unknown_ids = self.vocab_size < num_tokens
@@ -129,6 +132,7 @@ def load_text_model(directory: Path) -> TextModel:
         template=None if source is None else ChatTemplate(source, specials),
         eos_token_ids=_eos_token_ids(directory, tokenizer, specials.get("eos_token")),
         vocab_size=_vocab_size(directory),
+        file=directory / "tokenizer.json",
     )
 
 

@@ -28,6 +28,7 @@ from router.requests import (
 from router.templates import ChatTemplate
 from router.tokenizer import TextModel
 from router.versions import Served, Versions
+from tests.grammar_checks import CheckedAtOnce
 
 V1 = ("version", "v1")  # a label
 CONTEXT_LEN = 64
@@ -205,6 +206,7 @@ def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any
         settings=GatewaySettings(SECRET, **settings),
         clock=clock,
         rng=random.Random(1),
+        grammars=CheckedAtOnce(),
         keys=keys,
     )
 

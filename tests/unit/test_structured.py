@@ -1,5 +1,6 @@
 """What clients ask of an answer's form becomes one grammar, or an error that names the field."""
 
+import asyncio
 import json
 import random
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ import engine.model
 from engine.errors import InvalidRequest
 from engine.grammars import LlGuides
 from engine.messages import Grammar, GrammarKind
-from router.structured import Structure, structure_of, validate
+from router.grammar_checker import check_structure
+from router.structured import Structure, check_combination, structure_of
 from router.tool_calls import (
     CallArguments,
     CallBegun,
     Content,
     ToolCallParser,
 )
+from tests.grammar_checks import CheckedAtOnce
 from tests.schemas import faults, terseness, write_answer
 
 TOKENIZER = Path(engine.model.__path__[0]) / "bundled" / "target" / "tokenizer.json"
@@ -89,7 +92,8 @@ def accepts(structure, text):
 
 def structure(**fields):
     result = structure_of(fields)
-    validate(result, fields)
+    check_combination(result, fields)
+    asyncio.run(check_structure(CheckedAtOnce(), result, None, ""))
     return result
 
 
@@ -269,7 +273,6 @@ def test_marks_that_are_tokens_are_told_as_tokens(tmp_path):
     makes = LlGuides(tmp_path / "tokenizer.json", vocab_size=4098, eos_token_ids=EOS)
     for choice in ("auto", "required"):
         result = structure_of({"tools": TOOLS, "tool_choice": choice}, token_of=added.token_to_id)
-        validate(result)
         ids = added.encode(f"{CALL}\n{OTHER_CALL}", add_special_tokens=False).ids
         assert ids[0] == 4096
         assert makes.open(result.grammar, ()).num_allowed([*ids, 1]) == len(ids) + 1

@@ -1,0 +1,305 @@
+"""Hostile grammars get to a child process and no further, and end in a verdict in time."""
+
+import asyncio
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.clock import MonotonicClock
+from engine.errors import GrammarError
+from engine.grammar_child import MAX_CPU_S, Verdict, Vocabulary
+from engine.messages import Grammar, GrammarKind
+from router import grammar_checker
+from router.api_errors import ApiError
+from router.grammar_checker import GrammarBusy, GrammarChecker, check_structure
+from router.structured import structure_of
+from tests.fuzz.hostile_grammars import hostile_grammar
+from tests.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE
+
+VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
+MAX_GAP_S = 0.25
+TIMEOUT_S = 40.0
+
+
+def schema(value):
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def lark(source):
+    return Grammar(GrammarKind.LARK, source)
+
+
+@asynccontextmanager
+async def opened_checker():
+    checker = GrammarChecker(MonotonicClock())
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield checker
+    finally:
+        await checker.close()
+
+
+async def verdict_of(checker, grammar, tenant=""):
+    try:
+        await checker.check(VOCABULARY, grammar, tenant)
+    except (GrammarError, GrammarBusy) as error:
+        return str(error)
+    return None
+
+
+def pid_of(checker):
+    return checker._child._process.pid
+
+
+def is_running(pid):
+    return Path(f"/proc/{pid}").exists()
+
+
+def resident_bytes(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def longest_gap_s(stop):
+    """The longest time in which this loop did not come to run what was due."""
+    longest = 0.0
+    while not stop.is_set():
+        begin_s = time.monotonic()
+        await asyncio.wait([asyncio.ensure_future(stop.wait())], timeout=0.005)
+        longest = max(longest, time.monotonic() - begin_s)
+    return longest
+
+
+PRIMES = (997, 1009)
+HOSTILE = {
+    "newlines": lark("\n" * 32_768),
+    "many newlines": lark('start: "a"\n' + "\n" * 120_000),
+    "multiples": schema({"type": "integer", "allOf": [{"multipleOf": p} for p in PRIMES]}),
+    "patterns": schema(
+        {"type": "string", "allOf": [{"pattern": f"a{i}.*b{i}"} for i in range(40)]}
+    ),
+    "properties": schema({"type": "object", "properties": {f"p{i}": {} for i in range(3_000)}}),
+    "nesting": Grammar(GrammarKind.JSON_SCHEMA, '{"const": ' + "[" * 985 + "]" * 985 + "}"),
+    "met remainders": schema({"anyOf": [{"multipleOf": 11171}, {"multipleOf": 3181}]}),
+    "special token first": lark(
+        "start: <|endoftext|> a\na: %json "
+        + json.dumps({"anyOf": [{"multipleOf": 32_000 + i, "type": "integer"} for i in range(20)]})
+    ),
+    "remainders": schema({"anyOf": [{"multipleOf": 32_000 + i} for i in range(20)]}),
+}
+
+
+HARMLESS = {"many newlines"}  # since they are read in one pass
+
+
+def test_hostile_grammars_are_refused_and_stall_nothing():
+    async def run():
+        async with opened_checker() as checker:
+            assert await verdict_of(checker, schema(True)) is None
+            stop = asyncio.Event()
+            watching = asyncio.create_task(longest_gap_s(stop))
+            before = resident_bytes(os.getpid())
+            for name, grammar in HOSTILE.items():
+                begin_s = time.monotonic()
+                refusal = await verdict_of(checker, grammar)
+                assert (refusal is None) == (name in HARMLESS), (name, refusal)
+                assert time.monotonic() - begin_s < 8 * MAX_CPU_S, name
+            assert await verdict_of(checker, schema({"type": "string"})) is None
+            stop.set()
+            assert await watching < MAX_GAP_S
+            assert resident_bytes(os.getpid()) - before < 32 * 2**20
+            assert resident_bytes(pid_of(checker)) < 256 * 2**20
+            assert checker.counters[Verdict.BUSY] == checker.counters[Verdict.CRASHED] == 0
+
+    asyncio.run(run())
+
+
+def test_a_refusal_says_which_limit():
+    async def run():
+        async with opened_checker() as checker:
+            assert "1 s" in await verdict_of(checker, HOSTILE["met remainders"])
+            assert "properties" in await verdict_of(checker, HOSTILE["properties"])
+            assert "remainders" in await verdict_of(checker, HOSTILE["multiples"])
+
+    asyncio.run(run())
+
+
+FORKS = """
+import os, signal, sys
+from engine.grammar_child import judged
+
+class Guides:
+    def __init__(self, act):
+        self.prepare = act
+
+def spin(_):
+    while True:
+        pass
+
+acts = {
+    "memory": lambda _: bytearray(2**30),
+    "abort": lambda _: os.abort(),
+    "spin": spin,
+    "fault": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda _: os._exit(0),
+    "bug": lambda _: 1 // 0,
+}
+for name, act in acts.items():
+    print(name, judged(Guides(act), None).verdict.value)
+"""
+
+
+def test_whatever_a_fork_does_has_a_verdict():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert dict(line.split() for line in done.stdout.splitlines()) == {
+        "memory": "large",
+        "abort": "large",
+        "spin": "slow",
+        "fault": "crashed",
+        "exit": "crashed",
+        "bug": "crashed",
+    }
+
+
+NUM_FUZZED = 200
+
+
+def test_random_hostile_grammars_end_in_verdicts():
+    async def run():
+        async with opened_checker() as checker:
+            for seed in range(NUM_FUZZED):
+                await verdict_of(checker, hostile_grammar(random.Random(seed)))
+            assert checker.counters[Verdict.CRASHED] == checker.counters[Verdict.BUSY] == 0
+            assert checker.counters[Verdict.FOLLOWED] > NUM_FUZZED / 5
+            assert resident_bytes(pid_of(checker)) < 256 * 2**20
+
+    asyncio.run(run())
+
+
+def test_a_field_is_named_and_of_tools_the_one_to_blame():
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": parameters}}
+        for i, parameters in enumerate([{}, {"properties": {"a": {"type": "strin"}}}, {}])
+    ]
+
+    async def run():
+        async with opened_checker() as checker:
+            for fields, param in (
+                ({"guided_regex": "["}, "guided_regex"),
+                ({"tools": tools}, "tools[1].function.parameters"),
+            ):
+                with pytest.raises(ApiError) as caught:
+                    await check_structure(checker, structure_of(fields), VOCABULARY, "")
+                assert (caught.value.param, caught.value.status) == (param, 400)
+
+    asyncio.run(run())
+
+
+def test_a_verdict_is_kept_and_waiters_of_one_grammar_share_it():
+    async def run():
+        async with opened_checker() as checker:
+            grammar = schema({"enum": ["a"]})
+            await asyncio.gather(*(verdict_of(checker, grammar) for _ in range(20)))
+            await verdict_of(checker, grammar)
+            assert checker.counters[Verdict.FOLLOWED] == 1
+
+    asyncio.run(run())
+
+
+def test_tenants_take_turns():
+    async def run():
+        async with opened_checker() as checker:
+            order = []
+
+            async def ask(tenant, index):
+                await verdict_of(checker, schema({"const": f"{tenant}{index}"}), tenant)
+                order.append(tenant)
+
+            many = [asyncio.create_task(ask("many", i)) for i in range(30)]
+            few = [asyncio.create_task(ask("few", i)) for i in range(2)]
+            await asyncio.gather(*many, *few)
+            assert max(i for i, tenant in enumerate(order) if tenant == "few") < 8
+
+    asyncio.run(run())
+
+
+def test_too_many_waiting_grammars_are_refused_as_busy(monkeypatch):
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 4)
+
+    async def run():
+        async with opened_checker() as checker:
+            asked = [verdict_of(checker, schema({"const": i})) for i in range(10)]
+            found = await asyncio.gather(*asked)
+            assert found[:4] == [None] * 4
+            assert all("too many" in message for message in found[4:])
+            monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
+            structure = structure_of({"guided_regex": "abc"})
+            with pytest.raises(ApiError) as caught:
+                await check_structure(checker, structure, VOCABULARY, "")
+            assert caught.value.status == 503
+
+    asyncio.run(run())
+
+
+def test_who_leaves_is_not_compiled_for():
+    async def run():
+        async with opened_checker() as checker:
+            asked = [
+                asyncio.create_task(verdict_of(checker, schema({"const": i}))) for i in range(20)
+            ]
+            first = asyncio.create_task(verdict_of(checker, schema({"const": "x"})))
+            await asyncio.wait(asked[:1])
+            for task in asked[1:]:
+                task.cancel()
+            assert await first is None
+            assert checker.counters[Verdict.FOLLOWED] < 5
+
+    asyncio.run(run())
+
+
+def test_a_child_that_dies_is_replaced():
+    async def run():
+        async with opened_checker() as checker:
+            assert await verdict_of(checker, schema({"const": 1})) is None
+            first = pid_of(checker)
+            os.kill(first, signal.SIGKILL)
+            assert "did not answer" in await verdict_of(checker, schema({"const": 2}))
+            assert await verdict_of(checker, schema({"const": 2})) is None
+            assert pid_of(checker) != first
+
+    asyncio.run(run())
+
+
+def test_the_child_ends_with_its_checker_even_while_it_compiles():
+    async def run():
+        async with opened_checker() as checker:
+            await verdict_of(checker, schema({"const": 1}))
+            pid = pid_of(checker)
+            busy = asyncio.create_task(verdict_of(checker, HOSTILE["met remainders"]))
+            await asyncio.wait([busy], timeout=0.1)
+            begin_s = time.monotonic()
+        assert time.monotonic() - begin_s < 3.0
+        assert not is_running(pid)
+        busy.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_model_whose_tokenizer_cannot_guide_refuses_grammars():
+    async def run():
+        async with opened_checker() as checker:
+            for vocabulary in (None, Vocabulary("/nowhere", 8, (0,))):
+                with pytest.raises(GrammarError):
+                    await checker.check(vocabulary, schema(True), "")
+
+    asyncio.run(run())
