@@ -83,6 +83,8 @@ class WorkerReady(msgspec.Struct, frozen=True):
     start_s: float  # from when it knew what to be until it listened
     version: str = FIRST_VERSION
     max_len: int = 0  # tokens of one request, as its context and its KV memory allow
+    # Whether a sequence has the same bits in any company: measured, for this model and format.
+    is_batch_invariant: bool = True
 
 
 class GatewaySpec(msgspec.Struct, frozen=True):
@@ -219,6 +221,7 @@ class WorkerService:
             start_s=clock.now_s() - begin_s,
             version=spec.version,
             max_len=min(runner.context_len, runner.num_blocks * runner.block_size),
+            is_batch_invariant=runner.is_batch_invariant,
         )
 
     def _kv_bytes(self) -> "int | SizeKV":

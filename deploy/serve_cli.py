@@ -204,6 +204,11 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
             f"up to {worker.max_len:,} tokens a request, "
             f"started in {worker.start_s:.1f} s"
         )
+        if not worker.is_batch_invariant:
+            console.print(
+                f"[yellow]![/yellow] {worker_id}: the last bits of an answer, and so at times its"
+                " tokens, depend on what is computed beside it"
+            )
     console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")
     body = (
         f'{{"model": "{ready.model_name}", "stream": true, "max_tokens": 64, "temperature": 0,'

@@ -83,6 +83,51 @@ KINDS = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
 }
 
+# Models whose own code does more than linear layers: experts and gates of their own, `Conv1D`.
+OWN_CODE = {
+    "qwen2_moe": COMMON
+    | {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "jetmoe": COMMON
+    | {
+        "model_type": "jetmoe",
+        "kv_channels": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "dbrx": {
+        "model_type": "dbrx",
+        "vocab_size": VOCAB_SIZE,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": CONTEXT_LEN,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 3,
+        "n_inner": 56,
+        "n_positions": CONTEXT_LEN,
+        "initializer_range": 0.3,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    },
+}
+
 # Not among the former: K and V, and the context, of Llama-3.2-1B; all else is tiny.
 LLAMA_1B_KV = {
     "model_type": "llama",

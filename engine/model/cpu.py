@@ -6,13 +6,14 @@
 3. Plain torch, where the kernels cannot be built.
 
 Which it was is logged. The first two give a sequence the same bits alone, in any batch and in any
-chunking, unless the model's own code computes with matrix products that are no linear layers.
+chunking, as far as `native.invariant` replaces what the model's own code computes with. That is
+measured when the model is opened (`company`).
 """
 
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from engine.batch import Row
 from engine.clock import Clock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
-from engine.model import probe
+from engine.layout import KVFormat
+from engine.model import company, probe
 from engine.model.attention import AttentionBatch, build_batch
 from engine.model.changes import Choice
 from engine.model.checkpoint import LoadedModel, try_again
@@ -32,6 +34,7 @@ from engine.model.kvcache import KVCache
 from engine.model.native import speculate
 from engine.model.native.attention import NativeAttention
 from engine.model.native.decoder import Decoder, NotFused, PreparedCall, build
+from engine.model.native.invariant import InvariantProducts
 from engine.model.native.library import INT8, INT8_AS_FLOAT, kernels
 from engine.model.native.linear import PackedLinear, Team, pack_linears
 from engine.model.native.sampling import sample as sample_natively
@@ -90,8 +93,10 @@ class CpuForward:
         self._threads = threads
         self._beside = beside
         self._team: Team | None = None
+        self._products: InvariantProducts | None = None
         self._decoder: Decoder | None = None
         self.weights_bytes = 0
+        self.is_batch_invariant = False  # as measured when it is opened
 
     @torch.inference_mode()
     def open(self, cache: KVCache) -> None:
@@ -105,9 +110,12 @@ class CpuForward:
                 self._loaded.model, self._team, self._weights, self._loaded.read_outside
             )
             self._decoder = self._fused(self._team, self._packed_logits())
+            if self._decoder is None:
+                self._products = InvariantProducts(self._loaded.model, self._team)
         else:
             parameters = self._loaded.model.parameters()
             self.weights_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        self.is_batch_invariant = self._keeps_bits()
         context.cache = cache
         if self._decoder is not None:
             self._decoder.open(cache)
@@ -120,7 +128,7 @@ class CpuForward:
             self._decoder = None
         if self._team is not None and self._beside is None:
             self._team.close()
-        self._team = None
+        self._team = self._products = None
 
     @property
     def is_fused(self) -> bool:
@@ -145,7 +153,7 @@ class CpuForward:
             return self._decoder.launch(prepared)
         *numbers, batch = prepared
         self._loaded.context.batch = batch
-        with one_torch_thread() if self._team is not None else nullcontext():
+        with self._own_code():
             return forward(self._loaded.model, *numbers)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
@@ -231,6 +239,31 @@ class CpuForward:
         tolerance = PACKED_TOLERANCE.get(self._weights, math.inf)
         with _activations_unrounded(self._loaded.model), one_torch_thread():
             return try_again(self._loaded, tolerance)
+
+    @contextmanager
+    def _own_code(self) -> Iterator[None]:
+        """Within, the model's own code computes as promised, where there are kernels."""
+        if self._products is None:
+            yield
+            return
+        with one_torch_thread(), self._products.active():
+            yield
+
+    def _keeps_bits(self) -> bool:
+        """Whether a sequence has the same bits in any company and chunking, as measured."""
+        loaded = self._loaded
+        where = loaded.context, loaded.layout.sections[0], KVFormat.FP32
+        num_rows = -(-company.num_blocks(probe.BLOCK_SIZE) // probe.BLOCKS_PER_ROW)
+        with probe.probe_cache(*where, num_rows=num_rows) as cache:
+            if self._decoder is not None:
+                self._decoder.open(cache)
+            found = company.keeps_bits(self.logits, probe.BLOCK_SIZE)
+        if not found:
+            log.warning(
+                "%s: the last bits of an answer depend on what is computed beside it",
+                loaded.model.config.model_type,
+            )
+        return found
 
     def _fused(self, team: Team, expected: torch.Tensor) -> Decoder | None:
         """The model as one call, if it is of that shape and gives the model's own logits."""

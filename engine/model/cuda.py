@@ -120,6 +120,8 @@ def resolve_weights(wanted: WeightFormat, device: torch.device) -> WeightFormat:
 class CudaForward:
     """Computes logits of rows with one model on a GPU. Used by one thread at a time."""
 
+    is_batch_invariant = False  # not promised, and so not measured
+
     def __init__(
         self,
         loaded: LoadedModel,

@@ -187,6 +187,11 @@ class TorchRunner:
             self.draft_forward is None or self.draft_forward.is_fused
         )
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a sequence has the same bits in any company, as measured when it was opened."""
+        return self._forward.is_batch_invariant
+
     def run(self, plan: BatchPlan) -> BatchResult:
         """Runs the passes of a plan; then K and V of all its tokens are in the buffer."""
         if not plan.rows:

@@ -13,9 +13,7 @@ from engine.config import WeightFormat
 from engine.model.native import library, linear
 from engine.model.native.experts import (
     PackedExperts,
-    PackedParameter,
     holds_experts,
-    in_one_share,
     router_layers,
 )
 from engine.model.native.linear import PackedLinear, pack_linears
@@ -118,14 +116,6 @@ def test_int8_experts_are_those_of_int8_layers_added_up_in_the_order_of_choice(t
         assert torch.equal(row, total[0])
 
 
-@pytest.fixture(params=[1, 2, 3])
-def torch_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
 def test_a_token_has_the_same_bits_in_any_company(team, form):
     packed = PackedExperts(experts_of(), team, form)
@@ -134,23 +124,6 @@ def test_a_token_has_the_same_bits_in_any_company(team, form):
     for start, count in ((0, 1), (1, 2), (7, 60), (89, 1)):
         part = slice(start, start + count)
         assert torch.equal(packed(*(x[part] for x in inputs)), whole[part])
-
-
-def remainder_value():
-    """A number that torch activates to other bits at the end of a tensor than before."""
-    for x in torch.randn(10_000):
-        if functional.silu(x.repeat(64))[0] != functional.silu(x):
-            return float(x)
-    raise AssertionError("torch computes remainders like the rest: `in_one_share` can go")
-
-
-@pytest.mark.usefixtures("torch_threads")
-def test_torch_shares_out_no_row_among_its_threads():
-    experts = experts_of(inner=296)
-    equal_rows = torch.full((1347, 2 * 296), remainder_value())
-    activated = in_one_share(experts._apply_gate, equal_rows)
-    assert torch.equal(activated, activated[:1].expand_as(activated))
-    assert torch.equal(activated[:1], experts._apply_gate(equal_rows[:1]))
 
 
 @pytest.mark.parametrize("flags", EXPERTS.values(), ids=EXPERTS)
@@ -207,7 +180,6 @@ def test_a_mixture_is_packed_as_a_whole(team):
     x = tokens(60)[0]
     expected = mixture(x)
     num_bytes = pack_linears(mixture, team, WeightFormat.FP32)
-    assert isinstance(mixture.gate.weight, PackedParameter)
     torch.testing.assert_close(mixture(x), expected, rtol=1e-5, atol=1e-5)
     parts = mixture.experts.num_bytes + mixture.shared.num_bytes + mixture.gate.weight.nbytes
     assert num_bytes == parts
@@ -237,30 +209,6 @@ def test_a_router_that_is_a_linear_layer_is_not_quantised_either(team):
     pack_linears(mixture, team, WeightFormat.INT8)
     assert mixture.gate.proj.matrix.form is WeightFormat.FP32
     assert mixture.shared.matrix.form is WeightFormat.INT8
-
-
-def test_a_packed_parameter_multiplies_the_same_in_any_batch(team):
-    plain = parameter(7, 50)
-    packed = PackedParameter.of(plain, team)
-    x = torch.randn(40, 50)
-    for weight in (packed, packed.float(), packed.type(torch.float32), packed.to(x.dtype)):
-        whole = functional.linear(x, weight)
-        torch.testing.assert_close(whole, functional.linear(x, plain), rtol=1e-5, atol=1e-5)
-        for start in range(0, 40, 7):
-            part = slice(start, start + 3)
-            assert torch.equal(functional.linear(x[part], weight=weight), whole[part])
-    bias = torch.randn(7)
-    assert torch.equal(functional.linear(x, packed, bias), functional.linear(x, packed) + bias)
-
-
-def test_a_packed_parameter_is_otherwise_a_parameter(team):
-    plain = parameter(7, 50)
-    packed = PackedParameter.of(plain, team)
-    x = torch.randn(3, 50)
-    assert (packed.dtype, packed.shape) == (plain.dtype, plain.shape)
-    for result, expected in ((x @ packed.T, x @ plain.T), (packed[2:4], plain[2:4])):
-        assert type(result) is torch.Tensor
-        assert torch.equal(result, expected)
 
 
 def test_tables_and_vectors_stay_as_they_are(team):

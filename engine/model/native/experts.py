@@ -11,22 +11,18 @@ Pairs of a token and one of its experts are computed expert by expert, and each 
 added up in the order in which its router names them: nothing depends on the other tokens.
 
 Routers decide, so they are never quantised. Most multiply by a bare parameter, with `F.linear`,
-amid code of their own: see `PackedParameter`.
+amid code of their own: see `native.invariant`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from engine.config import WeightFormat
-from engine.model.native.matrix import PackedMatrix, Team, multiply
+from engine.model.native.matrix import PackedMatrix, Team
 
-# torch computes a smaller tensor as one share, a larger one in a share for each thread. The last
-# few elements of a share go through other code, whose last bit may differ.
-ONE_SHARE = 32_768 - 1
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -84,8 +80,7 @@ class PackedExperts(nn.Module):
         return y
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
-        activate = self.experts._apply_gate if self._has_gate else self.experts.act_fn
-        return in_one_share(activate, x)
+        return self.experts._apply_gate(x) if self._has_gate else self.experts.act_fn(x)
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -109,41 +104,6 @@ def router_layers(model: nn.Module) -> Iterator[nn.Linear]:
             yield from (x for x in linears if x.out_features in sizes)
 
 
-class PackedParameter(nn.Parameter):
-    """A matrix that a model's own code multiplies by; `F.linear` with it is ours, in fp32.
-
-    Why a parameter that torch asks what to do: routers differ in all but that call. A forward of
-    our own would be one for each model, and a mode that watches every call would cost every call.
-    It is packed at first use, because only that tells a router's weight from, say, a table.
-    """
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, team: Team) -> "PackedParameter":
-        """`parameter`, fp32 [outputs, inputs], as such a matrix."""
-        packed = cls(parameter.data, requires_grad=False)
-        packed._team = team
-        packed._matrix = None
-        return packed
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is functional.linear:
-            return _linear(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def _linear(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if weight._matrix is None:
-        weight._matrix = PackedMatrix(weight._team.library, weight, WeightFormat.FP32)
-    y = multiply(input, weight._matrix, weight._team)
-    return y if bias is None else y + bias
-
-
 def _take(experts: nn.Module, name: str, team: Team, form: WeightFormat) -> list[PackedMatrix]:
     """The parameter of that name, and its bias, packed for each expert and taken away."""
     matrices = []
@@ -156,11 +116,3 @@ def _take(experts: nn.Module, name: str, team: Team, form: WeightFormat) -> list
             matrix.set_bias(bias)
         delattr(experts, f"{name}_bias")
     return matrices
-
-
-def in_one_share(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`function` of each row of `x`, whose bits are the same whatever rows are beside it."""
-    rows = max(1, ONE_SHARE // x.shape[1])
-    if len(x) <= rows:
-        return function(x)
-    return torch.cat([function(part) for part in x.split(rows)])

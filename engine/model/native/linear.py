@@ -1,10 +1,10 @@
 """Packing a model: modules over packed matrices in the place of those that multiply.
 
-    nn.Linear                      PackedLinear
+    nn.Linear, Conv1D              PackedLinear
     experts of a mixture           PackedExperts
-    other matrices, as of routers  PackedParameter
+    other matrices, as of routers  none: see `InvariantProducts`
 
-A linear layer whose weights other modules read stays one, over a `PackedParameter` in fp32.
+A linear layer whose weights other modules read stays as it is, too.
 
 The result for a token has the same bits in any batch.
 """
@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.config import WeightFormat
 from engine.model.native.experts import (
     PackedExperts,
-    PackedParameter,
     holds_experts,
     router_layers,
 )
@@ -27,13 +27,13 @@ from engine.model.stored import widen
 
 
 class PackedLinear(nn.Module):
-    """An `nn.Linear` over a packed matrix, for fp32 activations on a CPU."""
+    """An `nn.Linear` or a `Conv1D` over a packed matrix, for fp32 activations on a CPU."""
 
-    def __init__(self, linear: nn.Linear, team: Team, form: WeightFormat) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, team: Team, form: WeightFormat) -> None:
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.matrix = PackedMatrix(team.library, linear.weight, form)
+        weight = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
+        self.out_features, self.in_features = weight.shape
+        self.matrix = PackedMatrix(team.library, weight, form)
         if linear.bias is not None:
             self.matrix.set_bias(linear.bias)
         self._team = team
@@ -51,9 +51,9 @@ class PackedLinear(nn.Module):
 def pack_linears(
     model: nn.Module, team: Team, form: WeightFormat, read_outside: Collection[str] = ()
 ) -> int:
-    """Packs every matrix that `model` multiplies by, routers' in fp32; the bytes of all of them.
+    """Packs the linear layers and experts of `model`; the bytes of all matrices it multiplies by.
 
-    So are those of modules named in `read_outside`, whose weights other modules read.
+    Routers are packed in fp32. Modules named in `read_outside` stay: others read their weights.
 
     Weights are taken in the dtype that they are in, each freed before the next is packed, and what
     is left is fp32 afterwards. A module that a quantised checkpoint has changed (other weights,
@@ -69,7 +69,7 @@ def pack_linears(
         setattr(model.get_submodule(parent), last, packed)
         del packed
     widen(model)
-    return num_bytes + _pack_parameters(model, team, read_outside)
+    return num_bytes + sum(x.nbytes for x in _bare_matrices(model, read_outside))
 
 
 def _packable(model: nn.Module, form: WeightFormat) -> dict[str, WeightFormat]:
@@ -87,26 +87,16 @@ def _packed(module: nn.Module, team: Team, form: WeightFormat) -> PackedLinear |
     return kind(module, team, form)
 
 
-def _pack_parameters(model: nn.Module, team: Team, read_outside: Collection[str]) -> int:
-    num_bytes = 0
-    for module, name, parameter in list(_bare_matrices(model, read_outside)):
-        setattr(module, name, PackedParameter.of(parameter, team))
-        num_bytes += parameter.nbytes
-    return num_bytes
-
-
-def _bare_matrices(
-    model: nn.Module, read_outside: Collection[str]
-) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _bare_matrices(model: nn.Module, read_outside: Collection[str]) -> Iterator[nn.Parameter]:
     """Matrices of the model's own modules: not of tables, nor of layers changed by quantisation."""
     for path, module in model.named_modules():
         is_left_linear = type(module) is nn.Linear and path not in read_outside
         if not isinstance(module, nn.Embedding) and not is_left_linear:
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 2 and parameter.dtype is torch.float32:
-                    yield module, name, parameter
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim > 1 and parameter.dtype is torch.float32:
+                    yield parameter
 
 
 def _is_plain(module: nn.Module) -> bool:
-    is_linear = type(module) is nn.Linear and "forward" not in vars(module)
+    is_linear = type(module) in (nn.Linear, Conv1D) and "forward" not in vars(module)
     return is_linear and module.weight.is_floating_point()
