@@ -74,6 +74,7 @@ from engine.events import (
     PullFailed,
     StartPull,
 )
+from engine.guide import OpenedGuide
 from engine.intake import Intake
 from engine.messages import (
     PREEMPTED,
@@ -243,8 +244,8 @@ class DecodeScheduler:
         if self._lockstep is not None and not _is_arrival(event):
             self._lockstep.catch_up()
         match event:
-            case FromGateway(gateway_id, Decode() as message):
-                return self._enqueue(gateway_id, message)
+            case FromGateway(gateway_id, Decode() as message, guide):
+                return self._enqueue(gateway_id, message, guide)
             case FromGateway(gateway_id, HandOver() as message):
                 return self._hand_over(gateway_id, message)
             case FromGateway(_, FirstToken(seq_id, token)):
@@ -394,10 +395,12 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------ arrival
 
-    def _enqueue(self, gateway_id: GatewayId, message: Decode) -> list[Effect]:
+    def _enqueue(
+        self, gateway_id: GatewayId, message: Decode, guide: OpenedGuide | None
+    ) -> list[Effect]:
         if self._is_known(message.seq_id):
             return [Emit(gateway_id, GivenBack(message.seq_id, "the id is in use"))]
-        seq = self._intake.open(gateway_id, message)
+        seq = self._intake.open(gateway_id, message, guide)
         if isinstance(seq, GivenBack):
             return [Emit(gateway_id, seq)]
         if self._blocks_of(len(seq.token_ids) + 1) > self._pool.num_blocks:

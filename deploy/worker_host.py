@@ -1,6 +1,7 @@
 """One worker: the threads around a `WorkerCore`.
 
     asyncio thread   gRPC sessions of gateways and of who sets roles; who follows the block events
+    guides thread    compiles the grammars of sequences before the step thread hears of them
     step thread      owns core, pool and runner: takes events, runs plans, performs effects
     transfer thread  the endpoint: leases and pulls
 
@@ -10,13 +11,13 @@ that takes long it tells all who listen, and one that does not end ends the work
 """
 
 import asyncio
-import contextlib
 import logging
 import queue
 import secrets
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -24,6 +25,7 @@ import msgspec
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from deploy.block_publisher import BlockPublisher
+from deploy.guide_opening import GuideOpening
 from deploy.step_watch import StepWatch
 from engine import native_build
 from engine.batch import Runner
@@ -31,20 +33,16 @@ from engine.block_events import EventLog
 from engine.blocks import BlockPool
 from engine.clock import Clock
 from engine.config import WorkerConfig
-from engine.errors import GrammarError, ProtocolError
-from engine.events import Effect, Emit, EmitToAll, Event, FromGateway, GatewayLost
+from engine.errors import ProtocolError
+from engine.events import Effect, Emit, EmitToAll, Event, GatewayLost
 from engine.grammars import LlGuides
 from engine.intake import Intake
 from engine.layout import KVFormat
 from engine.messages import (
     PROTOCOL_VERSION,
-    Decode,
     GatewayId,
-    Generate,
-    Grammar,
     Hello,
     Incarnation,
-    Prefill,
     Refused,
     Role,
     RoleChanged,
@@ -124,6 +122,7 @@ class WorkerHost:
             identity.role, roles_of(identity.role, config), config.prefills_locally
         )
         self._refused: Counter[str] = Counter()  # sessions that could not begin, by reason
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._stopping = False
         self._long_step: StillStepping | None = None  # the present one, if it is to be told of
 
@@ -204,6 +203,7 @@ class WorkerHost:
         self._stopping = True
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, 30)
+        self._opener.shutdown(wait=False, cancel_futures=True)
         self._publisher.close()
         await asyncio.to_thread(self._endpoint.close)
         self._core.validate()
@@ -221,13 +221,21 @@ class WorkerHost:
         outbox.put_nowait(encode_frame([self._welcome()]))  # and whatever it is from now on
         self._gateways[gateway_id] = outbox
         sender = asyncio.create_task(_send_all(outbox, send))
-        reader = asyncio.create_task(self._read_all(gateway_id, frames))
+        opening = GuideOpening(
+            gateway_id,
+            self._model.guides,
+            executor=self._opener,
+            put=self._inbox.put,
+            on_crash=self._on_crash,
+        )
+        reader = asyncio.create_task(self._read_all(gateway_id, opening, frames))
         try:
             await asyncio.wait([sender, reader], return_when=asyncio.FIRST_COMPLETED)
         finally:
             sender.cancel()
             reader.cancel()
             await asyncio.gather(sender, reader, return_exceptions=True)
+            opening.close()
             self._inbox.put(GatewayLost(gateway_id))  # before the next session of this gateway
             del self._gateways[gateway_id]
             log.info("gateway %s is gone", gateway_id)
@@ -280,7 +288,9 @@ class WorkerHost:
         except Exception as error:  # StepStuck, or a bug: nobody else would notice a stuck step
             self._on_crash(error)
 
-    async def _read_all(self, gateway_id: GatewayId, frames: AsyncIterator[bytes]) -> None:
+    async def _read_all(
+        self, gateway_id: GatewayId, opening: GuideOpening, frames: AsyncIterator[bytes]
+    ) -> None:
         async for frame in frames:
             try:
                 messages = decode_to_worker(frame)
@@ -292,15 +302,7 @@ class WorkerHost:
                     continue  # a second one means nothing
                 if isinstance(message, SetRole) and message.role not in self._duties.possible:
                     log.warning("it cannot be a %s worker: %s", message.role, _WHY_NOT)
-                if isinstance(message, Prefill | Generate | Decode):
-                    await self._prepare_grammar(message.sampling.grammar)
-                self._inbox.put(FromGateway(gateway_id, message))
-
-    async def _prepare_grammar(self, grammar: Grammar | None) -> None:
-        """Compiles it here: no step shall wait for that. What is wrong with it is said there."""
-        if grammar is not None:
-            with contextlib.suppress(GrammarError):
-                await asyncio.to_thread(self._model.guides.prepare, grammar)
+                opening.take(message)
 
     # ------------------------------------------------------------ steps (step thread)
 

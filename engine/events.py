@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.blocks import BlockId
+from engine.guide import OpenedGuide
 from engine.messages import (
     Cancel,
     Decode,
@@ -32,10 +33,11 @@ from engine.sequence import Sequence
 
 
 class FromGateway(msgspec.Struct, frozen=True):  # as `Emit`
-    """A gateway's message."""
+    """A gateway's message. `guide` is that of its grammar if the shell opened it, or why not."""
 
     gateway_id: GatewayId
     message: Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel | HandOver | SetRole
+    guide: OpenedGuide | None = None
 
 
 @dataclass(frozen=True, slots=True)

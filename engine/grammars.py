@@ -8,8 +8,9 @@ worker, with or without drafts, and holds exactly the ids with which the answer 
    Gateways have that done by `engine.grammar_child` before a worker hears of the grammar.
 2. `LlGuides.open` makes a guide: a copy, which shares what the compiled grammar learns of itself.
 
-What a client may cost: the source, the work of compiling, that of one token and the memory of a
-grammar are bounded. A grammar that exceeds a bound while it is followed makes its guide `fault`.
+What a client may cost is bounded: the source, the work of compiling, that of one token, the memory
+of a grammar and of all that are kept. One that exceeds a bound while it is followed makes its guide
+`fault`.
 Grammars are compiled on a thread with a large stack, since their rules may lead deep.
 
 Sources: github.com/guidance-ai/llguidance, docs/syntax.md, docs/json_schema.md and parser/src.
@@ -22,6 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -39,7 +41,9 @@ MAX_LEXER_STATES = 16_000  # of about 2 kB each
 COMPILING_FUEL = 500_000  # expressions; the largest schemas in use take as many
 MASK_FUEL = 100_000  # expressions for one mask
 MASK_ITEMS = 10_000  # of the parser, for one mask: 0.1 s where rules are ambiguous
-MAX_CACHED = 64  # grammars
+MAX_CACHED_BYTES = 2**30  # of grammars that are kept, as estimated
+STATES_BYTES = MAX_LEXER_STATES * 2048  # which a grammar comes to when it is followed
+COMPILED_BYTES_PER_S = 150 * 2**20  # of compiling: the most that was measured
 MAX_TOKEN_S = 0.1  # of computing, for one token; large schemas take 0.04
 STACK_BYTES = 256 * 2**20  # address space, of which little is touched
 WORD_BITS = 32
@@ -78,7 +82,7 @@ class LlGuides:
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
-        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[_Compiled]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> None:
         """Compiles it, if nobody has, so that `open` need not. Raises GrammarError."""
@@ -100,15 +104,28 @@ class LlGuides:
             mine = future is None
             if future is None:
                 future = self._compiled[grammar] = Future()
-                if len(self._compiled) > MAX_CACHED:
-                    self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
         if mine:
             try:
-                future.set_result(_compile(self._loaded().tokenizer, to_lark(grammar)))
+                future.set_result(_compile(self._loaded().tokenizer, grammar))
             except BaseException as error:
                 future.set_exception(error)
-        return future.result()
+            self._evict()
+        return future.result().matcher
+
+    def _evict(self) -> None:
+        """Forgets the grammars that were not asked for longest, until the others are in bounds."""
+        with self._lock:
+            total_bytes = sum(map(_bytes_of, self._compiled.values()))
+            while total_bytes > MAX_CACHED_BYTES and len(self._compiled) > 1:
+                _, future = self._compiled.popitem(last=False)
+                total_bytes -= _bytes_of(future)
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the grammars that are kept may come to."""
+        with self._lock:
+            return sum(map(_bytes_of, self._compiled.values()))
 
     def load(self) -> None:
         """Reads the tokenizer now. Raises GrammarError for one that cannot guide."""
@@ -210,6 +227,21 @@ class LlGuide:
     def _fail(self, message: str) -> None:
         self.fault = _shortened(message)
         self._on_fault()
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A matcher before its first token, and the bytes that it may come to."""
+
+    matcher: LLMatcher
+    num_bytes: int
+
+
+def _bytes_of(future: "Future[_Compiled]") -> int:
+    """Of a grammar that was refused, or is being compiled, no more than of its states."""
+    if future.done() and future.exception() is None:
+        return future.result().num_bytes
+    return STATES_BYTES
 
 
 class _Vocabulary:
@@ -320,11 +352,12 @@ def _no_constant(name: str) -> NoReturn:
 _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
-def _compile(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    """A matcher before its first token, whose first mask can be computed. Raises GrammarError."""
+def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
+    """Compiles a grammar, up to its first mask. Raises GrammarError."""
 
-    def compiled() -> LLMatcher:
-        matcher = LLMatcher(tokenizer, lark, log_level=0, limits=_limits())
+    def compiled() -> _Compiled:
+        begin_s = time.thread_time()
+        matcher = LLMatcher(tokenizer, to_lark(grammar), log_level=0, limits=_limits())
         tried = matcher.deep_copy()
         tried.compute_bitmask()
         for candidate in (matcher, tried):
@@ -332,7 +365,8 @@ def _compile(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
                 raise _refusal(candidate.get_error())
         if warnings := matcher.get_grammar_warnings():  # something would not be followed
             raise _refusal(warnings[0])
-        return matcher
+        spent_s = time.thread_time() - begin_s
+        return _Compiled(matcher, STATES_BYTES + int(spent_s * COMPILED_BYTES_PER_S))
 
     return _deep(compiled)
 

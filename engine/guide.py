@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.errors import GrammarError
 from engine.messages import Grammar
 
 
@@ -38,6 +39,9 @@ class Guide(Protocol):
         Nothing is allowed then. The sequence is to be given back.
         """
         ...
+
+
+OpenedGuide = Guide | GrammarError  # what comes of opening one
 
 
 class Guides(Protocol):

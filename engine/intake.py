@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.blocks import BlockHash, hash_blocks
 from engine.errors import GrammarError
-from engine.guide import Guide, Guides
+from engine.guide import Guide, Guides, OpenedGuide
 from engine.messages import (
     Decode,
     GatewayId,
@@ -43,6 +43,13 @@ class PromptFacts(NamedTuple):
 ReadPrompt = Callable[[Prefill | Generate | Decode | OfferPrefix, int], PromptFacts]
 
 
+def _guide_of(opened: OpenedGuide) -> Guide:
+    """Raises the error if that is what came of opening the guide."""
+    if isinstance(opened, GrammarError):
+        raise opened
+    return opened
+
+
 def read_prompt(message: Prefill | Generate | Decode | OfferPrefix, block_size: int) -> PromptFacts:
     """The facts of a message's tokens."""
     token_ids = message.token_ids
@@ -63,15 +70,21 @@ class Intake:
     read: ReadPrompt = read_prompt
 
     def open(
-        self, gateway_id: GatewayId, message: Prefill | Generate | Decode
+        self,
+        gateway_id: GatewayId,
+        message: Prefill | Generate | Decode,
+        opened: OpenedGuide | None = None,
     ) -> Sequence | GivenBack:
-        """The sequence that a message asks for, or why there is none."""
+        """The sequence that a message asks for, or why there is none.
+
+        `opened` is its guide if the shell has opened it.
+        """
         facts = self.read(message, self.block_size)
         fault = self._fault(message, facts.largest_id)
         if fault is not None:
             return GivenBack(message.seq_id, fault, hopeless=True)
         try:
-            guide = self._open_guide(message)
+            guide = self._open_guide(message) if opened is None else _guide_of(opened)
         except GrammarError as error:
             return GivenBack(message.seq_id, f"grammar: {error}", hopeless=True)
         return Sequence(

@@ -32,7 +32,7 @@ MAX_DEPTH = 200  # the same, through references too
 MAX_EXACT_INT = 2**53  # beyond, not every integer is a double
 MAX_JSON_NESTING = 200  # of the document, values included
 MAX_PROPERTIES = 1000  # of one object: the compiler's work grows with their square
-MAX_COMMON_MULTIPLE = 2**15  # the compiler makes a state of each remainder
+MAX_COMMON_MULTIPLE = 10_000  # the compiler makes a state of each remainder
 
 Json = Any
 Schema = dict[str, Any]

@@ -50,6 +50,7 @@ from engine.events import (
     RevokeLease,
     StartPull,
 )
+from engine.guide import OpenedGuide
 from engine.intake import Intake
 from engine.messages import (
     ROLE_CHANGED,
@@ -154,8 +155,8 @@ class PrefillScheduler:
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Takes note of an event."""
         match event:
-            case FromGateway(gateway_id, Prefill() | Generate() as message):
-                return self._enqueue(gateway_id, message)
+            case FromGateway(gateway_id, Prefill() | Generate() as message, guide):
+                return self._enqueue(gateway_id, message, guide)
             case FromGateway(_, Cancel(seq_id)):
                 return self._cancel(seq_id)
             case GatewayLost(gateway_id):
@@ -227,10 +228,12 @@ class PrefillScheduler:
 
     # ------------------------------------------------------------ arrival
 
-    def _enqueue(self, gateway_id: GatewayId, message: Prefill | Generate) -> list[Effect]:
+    def _enqueue(
+        self, gateway_id: GatewayId, message: Prefill | Generate, guide: OpenedGuide | None
+    ) -> list[Effect]:
         if self._is_known(message.seq_id):
             return [Emit(gateway_id, GivenBack(message.seq_id, "the id is in use"))]
-        seq = self._intake.open(gateway_id, message)
+        seq = self._intake.open(gateway_id, message, guide)
         if isinstance(seq, GivenBack):
             return [Emit(gateway_id, seq)]
         if seq.num_blocks > self._pool.num_blocks:

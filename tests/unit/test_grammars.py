@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 import engine.model
 from engine.errors import GrammarError
-from engine.grammars import MAX_SOURCE_LEN, LlGuides, to_lark
+from engine.grammars import MAX_SOURCE_LEN, STATES_BYTES, LlGuides, to_lark
 from engine.json_schemas import regex_fault
 from engine.messages import Grammar, GrammarKind
 from tests.schemas import allowed_ids, faults, random_schema, terseness, write_answer
@@ -479,6 +479,16 @@ def test_threads_that_want_one_grammar_share_what_is_compiled():
     for thread in threads:
         thread.join()
     assert seen == [True] * 8
+
+
+def test_the_grammars_that_are_kept_are_bounded_in_bytes(monkeypatch):
+    monkeypatch.setattr("engine.grammars.MAX_CACHED_BYTES", 4 * STATES_BYTES)
+    makes = LlGuides(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+    first = makes.open(schema({"const": 0}), ())
+    for i in range(10):
+        makes.prepare(schema({"const": i}))
+        assert STATES_BYTES <= makes.cached_bytes <= 4 * STATES_BYTES
+    assert first.num_allowed(ids_of("0")) == 1
 
 
 def test_a_tokenizer_that_cannot_guide_refuses_every_grammar(tmp_path):

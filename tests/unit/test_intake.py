@@ -126,3 +126,10 @@ def test_a_grammar_that_cannot_be_followed_gives_the_sequence_back():
 @pytest.mark.parametrize(("token", "known"), [(-1, False), (0, True), (49, True), (50, False)])
 def test_a_token_is_known_if_it_is_in_the_vocabulary(token, known):
     assert INTAKE.knows(token) is known
+
+
+def test_a_guide_that_the_shell_opened_is_the_sequences():
+    message = prefill(grammar=Grammar(GrammarKind.REGEX, "x"))
+    assert INTAKE.open(GatewayId("g"), message, "guide").guide == "guide"
+    refused = INTAKE.open(GatewayId("g"), message, GrammarError("too large"))
+    assert (refused.reason, refused.hopeless) == ("grammar: too large", True)
