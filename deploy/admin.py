@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import importlib.metadata
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -58,12 +59,14 @@ from deploy.rollout import known
 from deploy.run_dir import AdminAccess, announce, run_directory
 from deploy.updates import order_of, pools_of
 from engine.clock import Clock
-from engine.config import AdminConfig
+from engine.config import AdminConfig, is_loopback
 from engine.control import SERVING_ROLES, Pools, Version
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import Listener
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**10
 MAX_STEPS = 200  # of the history, in one answer
@@ -100,6 +103,10 @@ class AdminService:
         try:
             await self._controller.open()
             host, port = sock.getsockname()[:2]
+            if not is_loopback(config.host):
+                log.warning(
+                    "the operator's API listens on %s without TLS: its key can be read", host
+                )
             url = f"http://{host}:{port}"
             access = AdminAccess(url, config.key, os.getpid(), self._controller.url)
             self._file = announce(run_directory(os.environ), access)

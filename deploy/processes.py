@@ -35,6 +35,7 @@ from kvtransfer.native.library import is_native
 from router.access.file import KeyFile
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import BACKLOG, Listener
+from router.edge.tls import TlsFiles
 from router.gateway import create_app
 from router.grammar_checker import GrammarChecker
 from router.jobs import GatewaySettings
@@ -293,6 +294,7 @@ class GatewayService:
         rng = random.Random(os.urandom(16))
         if spec.siblings is not None:
             self._siblings = Siblings(Path(spec.siblings), str(spec.process))
+        tls = _open_tls(config)
         book = Book(_limits_of(config))
         self._grammars = GrammarChecker(clock)
         app = create_app(
@@ -311,7 +313,7 @@ class GatewayService:
         missing = await self._routers.routers()[first.name].wait_until_ready(LINK_TIMEOUT_S)
         if missing is not None:
             log.warning("serving all the same: %s", missing)
-        self._listener = Listener(app, book)
+        self._listener = Listener(app, book, tls)
         self._control = ControlServer(
             self._routers,
             secret=secret,
@@ -324,7 +326,7 @@ class GatewayService:
         self._listener.open(sock)
         host, port = sock.getsockname()[:2]
         return GatewayReady(
-            url=f"http://{host}:{port}",
+            url=f"{'http' if tls is None else 'https'}://{host}:{port}",
             model_name=first.model_name,
             pid=os.getpid(),
             control=control,
@@ -350,6 +352,19 @@ class GatewayService:
     def _cut(self) -> None:
         """Ends answers that were waited for long enough, each with an error."""
         log.warning("%d requests are ended before they are complete", self._routers.cut())
+
+
+def _open_tls(config: GatewayConfig) -> TlsFiles | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    client_ca = config.tls_client_ca
+    tls = TlsFiles(
+        Path(config.tls_cert).expanduser(),
+        Path(config.tls_key).expanduser(),
+        None if client_ca is None else Path(client_ca).expanduser(),
+    )
+    tls.open()
+    return tls
 
 
 def _open_keys(path: str, clock: Clock) -> KeyFile:

@@ -53,6 +53,11 @@ def serve(  # noqa: PLR0913 - a command's options
     keys_file: Annotated[
         Path | None, typer.Option(help="API keys, of `baton keys` [default: open to everyone]")
     ] = None,
+    open_to_all: Annotated[  # noqa: FBT002
+        bool, typer.Option("--open-to-all", help="listen beyond this machine without keys")
+    ] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: serve HTTPS")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key")] = None,
     weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
     kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached K and V")] = None,
     decode_kv_dtype: Annotated[
@@ -97,6 +102,9 @@ def serve(  # noqa: PLR0913 - a command's options
         "gateway.port": port,
         "gateway.model_name": model_name
         or (None if model != str(BUNDLED_MODEL) else "baton-bundled"),
+        "gateway.tls_cert": None if tls_cert is None else str(tls_cert.expanduser().resolve()),
+        "gateway.tls_key": None if tls_key is None else str(tls_key.expanduser().resolve()),
+        "gateway.open_to_all": open_to_all or None,
         "gateway.keys_file": None if keys_file is None else str(keys_file.expanduser().resolve()),
         "gateway.record_dir": None if record is None else str(record.resolve()),
         "router.policy": policy,

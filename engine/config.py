@@ -5,6 +5,7 @@ Unknown keys and values of the wrong type are errors that name them. Environment
 Defaults run on a laptop. A part of the tree is passed to whom it concerns; nobody writes to it.
 """
 
+import ipaddress
 import tomllib
 from collections.abc import Mapping, MutableMapping
 from enum import StrEnum
@@ -75,6 +76,16 @@ class PlannerMode(StrEnum):
     OFF = "off"
     DRY_RUN = "dry-run"  # it is told and kept
     ON = "on"  # it is done as well
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: what it means may change
+        return False
 
 
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
@@ -179,6 +190,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections_per_address: int = 2048
     max_head_bytes: int = 32 * 2**10  # of a request: its line and header fields
     head_timeout_s: float = 10.0  # from the first byte of a request, or from when one is connected
+    open_to_all: bool = False  # needed to listen beyond this machine where nobody needs a key
+    tls_cert: str | None = None  # PEM; with `tls_key` HTTPS is served, and no HTTP
+    tls_key: str | None = None  # new files count without a restart
+    tls_client_ca: str | None = None  # clients need a certificate that one of these signed
     drain_timeout_s: float = 30.0  # when it stops, answers that have begun go on for so long
 
     def __post_init__(self) -> None:
@@ -196,6 +211,26 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             *("max_connections_per_address", "max_head_bytes", "head_timeout_s"),
         ):
             _require(getattr(self, name) > 0, f"gateway.{name} must be positive")
+        _require(
+            is_loopback(self.host) or self.keys_file is not None or self.open_to_all,
+            f"gateway.host = {self.host} can be reached from other machines, and no key is needed:"
+            " make one with `baton keys add NAME` and set gateway.keys_file (--keys-file), or say"
+            " gateway.open_to_all = true (--open-to-all) if everyone may use this server",
+        )
+        _require(
+            (self.tls_cert is None) == (self.tls_key is None),
+            "gateway.tls_cert and gateway.tls_key go together",
+        )
+        _require(
+            self.tls_client_ca is None or self.tls_cert is not None,
+            "gateway.tls_client_ca needs gateway.tls_cert",
+        )
+        for name in ("tls_cert", "tls_key", "tls_client_ca"):
+            value = getattr(self, name)
+            _require(
+                value is None or value.startswith(("/", "~")),
+                f"gateway.{name} must be an absolute path, or begin with ~",
+            )
         _require(self.drain_timeout_s >= 0, "gateway.drain_timeout_s must not be negative")
 
 

@@ -213,15 +213,19 @@ class Connection(HttpToolsProtocol):
         """The client is gone."""
         self.is_ready = False
         self._forget_body()
-        if self._is_counted:
-            self._is_counted = False
-            self._book.leave(self._address)
+        self.uncount()
         super().connection_lost(exc)
         self._leave_callers()
 
-    def counted_under(self, address: str) -> None:
-        """Whoever accepted it has had it admitted already."""
+    def count_under(self, address: str) -> None:
+        """It was admitted when it was accepted, before there was anything to read."""
         self._address, self._is_counted = address, True
+
+    def uncount(self) -> None:
+        """It is over, or comes to nothing."""
+        if self._is_counted:
+            self._is_counted = False
+            self._book.leave(self._address)
 
     def on_response_complete(self) -> None:
         """A request is answered. They are answered one after the other."""

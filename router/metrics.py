@@ -438,6 +438,12 @@ class _Edge(Collector):
         for reason, count in list(book.refusals.items()):
             refused.add_metric([reason], count)
         yield refused
+        reloads = CounterMetricFamily(
+            "baton_tls_events", "Reloads of certificates", labels=["event"]
+        )
+        for event, count in list(book.tls_events.items()):
+            reloads.add_metric([event], count)
+        yield reloads
 
 
 class _Queue(Collector):

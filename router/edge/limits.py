@@ -52,6 +52,7 @@ class Book:
         self.num_connections = 0
         self.bodies_bytes = 0  # of bodies that have come in part
         self.refusals: Counter[str] = Counter()  # by reason
+        self.tls_events: Counter[str] = Counter()  # reloads of certificates, by outcome
         self._of_address: Counter[str] = Counter()
 
     def admit(self, address: str) -> str | None:

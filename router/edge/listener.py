@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from router.connection import Connection
 from router.edge.limits import Book
+from router.edge.tls import TlsAcceptor, TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +31,14 @@ BACKLOG = 2048  # connections
 class Listener:
     """Serves an application from open to close. To be used on one event loop."""
 
-    def __init__(self, app: ASGIApp, book: Book) -> None:
-        """`book` is where it counts; its limits hold."""
+    def __init__(self, app: ASGIApp, book: Book, tls: TlsFiles | None = None) -> None:
+        """`book` is where it counts; its limits hold. `tls` must be open."""
         self._book = book
+        self._tls = tls
+        self._acceptor: TlsAcceptor | None = None
+        if tls is not None:
+            book.tls_events = tls.counters
+            self._acceptor = TlsAcceptor(self._new_connection, files=tls, book=book)
         config = uvicorn.Config(
             app,
             http=cast("type[asyncio.Protocol]", partial(Connection, book=book)),
@@ -51,7 +57,11 @@ class Listener:
     def open(self, sock: socket.socket) -> None:
         """Serves connections of a socket that listens."""
         self._loop = asyncio.get_running_loop()
-        self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        self._server.config.load()  # which connections need
+        sockets = [sock]
+        if self._acceptor is not None:
+            self._acceptor.open(sockets.pop())
+        self._serving = asyncio.create_task(self._server.serve(sockets=sockets))
         self._sweep()
 
     def hurry(self) -> None:
@@ -61,16 +71,27 @@ class Listener:
     async def close(self, drain_timeout_s: float, cut: Callable[[], Any]) -> None:
         """Takes no more, and waits so long for what is under way; `cut` ends what is left then."""
         self._server.should_exit = True
+        if self._acceptor is not None:
+            self._acceptor.close()
         await self._ended(drain_timeout_s)
         if not self._serving.done():
             cut()
             await asyncio.wait([self._serving], timeout=CUT_TIMEOUT_S)
+        if self._acceptor is not None:
+            self._acceptor.cut()
         for connection in self._connections:
             connection.cut()
         await asyncio.wait([self._serving], timeout=END_TIMEOUT_S)
         if self._timer is not None:
             self._timer.cancel()
         self._serving.cancel()
+
+    def _new_connection(self) -> Connection:
+        """As uvicorn makes one for a connection that it accepted."""
+        server = self._server
+        return Connection(
+            config=server.config, server_state=server.server_state, app_state={}, book=self._book
+        )
 
     async def _ended(self, timeout_s: float) -> None:
         """Returns when nothing is under way, in so many seconds, or when there is a hurry."""
@@ -85,6 +106,8 @@ class Listener:
         return cast("list[Connection]", list(self._server.server_state.connections))
 
     def _sweep(self) -> None:
+        if self._tls is not None:
+            self._tls.look()
         now_s = self._loop.time()
         for connection in self._connections:
             try:

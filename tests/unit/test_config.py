@@ -192,3 +192,30 @@ def test_the_policy_of_the_router_is_one_of_those_there_are():
         load(flags={"router.policy": "best"})
     with pytest.raises(ConfigError, match="slo_tpot_s must be positive"):
         load(flags={"router.slo_tpot_s": 0})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org", ""])
+def test_a_gateway_that_others_can_reach_needs_keys_or_to_say_that_it_needs_none(host):
+    with pytest.raises(ValueError, match=r"no key is needed: make one with `baton keys add NAME`"):
+        GatewayConfig(host=host)
+    GatewayConfig(host=host, keys_file="/k")
+    GatewayConfig(host=host, open_to_all=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_on_this_machine_no_keys_are_needed(host):
+    GatewayConfig(host=host)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tls_cert": "/c"},
+        {"tls_key": "/k"},
+        {"tls_client_ca": "/a"},
+        {"tls_cert": "c", "tls_key": "/k"},
+    ],
+)
+def test_tls_needs_both_files_by_whole_paths(fields):
+    with pytest.raises(ValueError, match=r"gateway\.tls_"):
+        GatewayConfig(**fields)

@@ -1,0 +1,198 @@
+"""TLS for a listener: certificate files that are followed as they change, and timely handshakes.
+
+New files count for the next handshake. A pair that cannot be used, as one half of which is written
+before the other, leaves the last good one. Connections are counted before their handshake.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+import stat
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import ConfigError
+from router.connection import Connection
+from router.edge.limits import Book
+
+log = logging.getLogger(__name__)
+
+ACCEPTED_AT_ONCE = 64  # then others have their turn
+SHUTDOWN_TIMEOUT_S = 5.0  # a client's goodbye is waited for so long
+_FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
+
+_Signature = tuple[tuple[int, int, int], ...]
+
+
+class TlsError(ConfigError):
+    """Certificate files that cannot be used."""
+
+
+class TlsFiles:
+    """A certificate with its key, and whose certificates clients need, if they need any."""
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
+        self._certificate = certificate
+        self._key = key
+        self._client_ca = client_ca
+        self._context: ssl.SSLContext | None = None
+        self._signature: _Signature | None = None
+        self.counters: Counter[str] = Counter()
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For the next handshake."""
+        assert self._context is not None, "it was not opened"
+        return self._context
+
+    def open(self) -> None:
+        """Reads the files. Raises TlsError."""
+        self._signature = self._look_at_files()
+        self._context = self._load()
+
+    def look(self) -> None:
+        """Reads the files again if they changed."""
+        try:
+            signature = self._look_at_files()
+            if signature == self._signature:
+                return
+            self._signature = signature
+            self._context = self._load()
+        except TlsError as error:
+            self.counters["reload failed"] += 1
+            log.error("the certificate stays as it was: %s", error)
+        else:
+            self.counters["reloaded"] += 1
+            log.warning("%s was read again", self._certificate)
+
+    def _look_at_files(self) -> _Signature:
+        return tuple(_signature(path) for path in self._paths)
+
+    @property
+    def _paths(self) -> list[Path]:
+        paths = [self._certificate, self._key]
+        return paths if self._client_ca is None else [*paths, self._client_ca]
+
+    def _load(self) -> ssl.SSLContext:
+        _check_private(self._key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            # Without a password: else the prompt for one would block the loop.
+            context.load_cert_chain(self._certificate, self._key, password=_no_password)
+            if self._client_ca is not None:
+                context.load_verify_locations(self._client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            names = " and ".join(str(path) for path in self._paths)
+            raise TlsError(f"{names} are no certificate with its key: {error}") from error
+        return context
+
+
+class TlsAcceptor:
+    """Accepts connections of a listening socket, and makes HTTP connections of them.
+
+    asyncio's own servers would begin handshakes without a count, and with one certificate for ever.
+    """
+
+    def __init__(
+        self, new_connection: Callable[[], Connection], *, files: TlsFiles, book: Book
+    ) -> None:
+        self._new_connection = new_connection
+        self._files = files
+        self._book = book
+        self._sock: socket.socket | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
+
+    def open(self, sock: socket.socket) -> None:
+        """Begins to accept; the socket is the acceptor's from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        sock.settimeout(0.0)
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accepts no more. Handshakes that are under way go on."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+
+    def cut(self) -> None:
+        """Ends handshakes that are under way."""
+        for handshake in self._handshakes:
+            handshake.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            if self._sock is None:
+                return
+            try:
+                client, peer = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor is left
+                log.error("no connection can be accepted for a second: %s", error)
+                self._loop.remove_reader(self._sock.fileno())
+                self._loop.call_later(1.0, self._resume)
+                return
+            self._take(client, str(peer[0]))
+
+    def _resume(self) -> None:
+        if self._sock is not None:
+            self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _take(self, client: socket.socket, address: str) -> None:
+        if (reason := self._book.admit(address)) is not None:
+            log.warning("a connection from %s was refused: %s", address, reason)
+            client.close()
+            return
+        client.settimeout(0.0)
+        task = self._loop.create_task(self._shake_hands(client, address))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, client: socket.socket, address: str) -> None:
+        connection = self._new_connection()
+        connection.count_under(address)
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection,
+                client,
+                ssl=self._files.context,
+                ssl_handshake_timeout=self._book.limits.head_timeout_s,
+                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+            )
+        except (Exception, asyncio.CancelledError) as error:  # whatever it was, this one ends
+            connection.uncount()
+            client.close()
+            self._book.refuse("no TLS handshake")
+            log.info("a connection from %s is ended: no TLS handshake: %s", address, error)
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise TlsError(f"{path}: {error.strerror}") from error
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _check_private(key: Path) -> None:
+    try:
+        mode = os.stat(key).st_mode
+    except OSError as error:
+        raise TlsError(f"{key}: {error.strerror}") from error
+    if mode & _FORBIDDEN_MODE:
+        raise TlsError(
+            f"{key}: others may read or change it (mode {stat.S_IMODE(mode):o});"
+            " `chmod 600` mends that"
+        )
