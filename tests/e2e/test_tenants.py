@@ -25,6 +25,7 @@ from router.tokenizer import load_text_model
 from router.versions import Served, Versions
 from tests.access_kit import record
 from tests.e2e.cluster import TOKEN, Workers, router, until, workers
+from tests.grammar_checks import CheckedAtOnce
 
 pytestmark = pytest.mark.torch
 
@@ -97,6 +98,7 @@ async def api(running: Workers, keys: KeyFile) -> AsyncIterator[Api]:
             settings=GatewaySettings(Secret(TOKEN)),
             clock=MonotonicClock(),
             rng=random.Random(1),
+            grammars=CheckedAtOnce(),
             keys=keys,
         )
         transport = httpx.ASGITransport(app=app)
