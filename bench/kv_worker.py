@@ -34,6 +34,7 @@ from engine.events import (
     StartPull,
 )
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, WorkerId
+from engine.trust import Secret
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import host_pool
 from kvtransfer.messages import Identity
@@ -65,7 +66,7 @@ class End:
             worker_id=WorkerId(name),
             incarnation=Incarnation(name),
             identity=Identity("bench", layout_of(block_bytes)),
-            token="bench",
+            secret=Secret("bench"),
             transport=transport,
             timing=TIMING,
         )

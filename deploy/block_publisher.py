@@ -24,14 +24,16 @@ from engine.block_events import (
 )
 from engine.blocks import CacheNews
 from engine.clock import Clock, unix_time_s
+from engine.curve import Channel, Doorkeeper, secure_server
 from engine.errors import ProtocolError
 from engine.messages import EventsAddress, Incarnation, WorkerId
+from engine.trust import Secret
 
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BATCHES = 10_000  # of one subscriber
 MAX_UNREAD_PIECES = 256  # of one answer
-MAX_ASK_BYTES = 256
+MAX_ASK_BYTES = 256  # and of a subscription
 MAX_ANSWERS = 64  # under way; others ask again
 PIECES_PER_TURN = 8  # of one answer, before the loop does other things
 ANSWER_TIMEOUT_S = 10.0
@@ -52,12 +54,13 @@ class _Answer:
 class BlockPublisher:
     """The sockets around an `EventLog`. Every method is called on the event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - wiring
         self,
         events: EventLog,
         *,
         worker_id: WorkerId,
         incarnation: Incarnation,
+        secret: Secret,
         clock: Clock,
         host: str = "127.0.0.1",
         max_unread_batches: int = MAX_UNREAD_BATCHES,
@@ -65,7 +68,9 @@ class BlockPublisher:
         self._log = events
         self._topic = topic_of(worker_id, incarnation)
         self._incarnation = incarnation.encode()
+        self._secret = secret
         self._clock = clock
+        self._doorkeeper = Doorkeeper(secret, Channel.BLOCK_EVENTS, clock)
         self._host = host
         self._max_unread_batches = max_unread_batches
         self._answers: deque[_Answer] = deque()
@@ -80,12 +85,16 @@ class BlockPublisher:
         """Binds both sockets."""
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._doorkeeper.open(self._context)
         self._published = self._context.socket(zmq.PUB)
         self._published.set(zmq.SNDHWM, self._max_unread_batches)
         self._asked = self._context.socket(zmq.ROUTER)
         self._asked.set(zmq.ROUTER_MANDATORY, 1)  # a peer without room is an error, not silence
         self._asked.set(zmq.SNDHWM, MAX_UNREAD_PIECES)
-        self._asked.set(zmq.MAXMSGSIZE, MAX_ASK_BYTES)
+        for socket in (self._published, self._asked):
+            secure_server(
+                socket, self._secret, Channel.BLOCK_EVENTS, max_message_bytes=MAX_ASK_BYTES
+            )
         ports = [
             socket.bind_to_random_port(f"tcp://{self._host}")
             for socket in (self._published, self._asked)
@@ -102,6 +111,11 @@ class BlockPublisher:
         self._loop.remove_reader(self._asked.FD)
         self._answers.clear()
         self._context.destroy(linger=0)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Connections refused so far. Safe from any thread."""
+        return dict(self._doorkeeper.counters)
 
     def publish(self, news: Sequence[CacheNews]) -> None:
         """Tells all subscribers that have room."""

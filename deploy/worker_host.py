@@ -138,7 +138,7 @@ class WorkerHost:
                     self._runner.layout,
                     kv_wire_dtype=self._config.kv_wire_dtype,
                 ),
-                token=self._identity.secret.key("transfers of KV").hex(),
+                secret=self._identity.secret,
                 transport=self._config.kv_transport,
                 host=self._identity.host,
             ),
@@ -156,6 +156,7 @@ class WorkerHost:
             ),
             worker_id=self._identity.worker_id,
             incarnation=self._incarnation,
+            secret=self._identity.secret,
             clock=self._clock,
             host=self._identity.host,
         )
@@ -384,7 +385,9 @@ class WorkerHost:
             self._loop.call_soon_threadsafe(self._publisher.publish, news)
 
     def _report(self) -> None:
-        counters = {**self._endpoint.counters(), **native_build.counters, **self._refused}
+        counters = Counter(self._endpoint.counters())
+        for more in (self._publisher.counters, native_build.counters, self._refused):
+            counters.update(more)
         load = self._core.load(self._endpoint.source.num_leases, counters)
         load = msgspec.structs.replace(load, num_event_batches=self._publisher.num_batches)
         frame = encode_frame([load])

@@ -21,6 +21,7 @@ import zmq
 
 from engine.clock import Clock
 from engine.config import Transport
+from engine.curve import Channel, Doorkeeper
 from engine.errors import ConfigError
 from engine.events import (
     AbortPull,
@@ -33,6 +34,7 @@ from engine.events import (
 )
 from engine.messages import Incarnation, WorkerId
 from engine.messages import TransferAddress as Address
+from engine.trust import Secret
 from kvtransfer.memory import Pool, keep_freed_memory
 from kvtransfer.messages import Identity, Offers, ToSource
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
@@ -54,7 +56,7 @@ class EndpointConfig:
     worker_id: WorkerId
     incarnation: Incarnation
     identity: Identity
-    token: str
+    secret: Secret
     transport: Transport = Transport.AUTO
     host: str = "127.0.0.1"
     timing: Timing = field(default_factory=Timing)
@@ -80,6 +82,7 @@ class TransferEndpoint:
         self._orders: queue.SimpleQueue[TransferOrder] = queue.SimpleQueue()
         self._stopping = False
         self._counters: Counter[str] = Counter()
+        self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
 
     def open(self) -> Address:
         """Binds the socket and starts the thread; returns where sinks can connect.
@@ -98,14 +101,12 @@ class TransferEndpoint:
             incarnation=config.incarnation,
             identity=config.identity,
             num_blocks=self._pool.num_blocks,
-            token=config.token,
             timing=config.timing,
             offers=offers,
         )
         self.sink = SinkMachine(
             incarnation=config.incarnation,
             identity=config.identity,
-            token=config.token,
             timing=config.timing,
         )
         self._source_end = SourceEnd(
@@ -128,8 +129,9 @@ class TransferEndpoint:
         )
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        address = self._source_end.open(self._context, config.host)
-        self._sink_end.open(self._context, self._poller)
+        self._doorkeeper.open(self._context)
+        address = self._source_end.open(self._context, config.secret, config.host)
+        self._sink_end.open(self._context, config.secret, self._poller)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._source_end.socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -144,7 +146,8 @@ class TransferEndpoint:
 
     def counters(self) -> dict[str, float]:
         """Transfer counters since the start, as `name` or `name:reason`. Safe from any thread."""
-        return {**self._counters, "reread_blocks": self.sink.num_rereads}
+        own = {**self._counters, **self._doorkeeper.counters}
+        return {**own, "reread_blocks": self.sink.num_rereads}
 
     def close(self) -> None:
         """Stops the thread and closes the sockets."""

@@ -17,7 +17,7 @@ from kvtransfer.records import Shard
 
 T = TypeVar("T")
 
-TRANSFER_VERSION = 2
+TRANSFER_VERSION = 3
 MAX_BLOCKS_PER_READ = 4096
 
 Reason = Annotated[str, msgspec.Meta(max_length=128)]  # it is logged, and passed on to a gateway
@@ -70,7 +70,6 @@ class Offers(msgspec.Struct, frozen=True):
 class AttachBody(msgspec.Struct, frozen=True):
     """Who the sink is, and whom it means to talk to."""
 
-    token: str
     sink: Incarnation
     source: Incarnation
     identity: Identity

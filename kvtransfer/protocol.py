@@ -25,6 +25,7 @@ What each makes of what reaches it (— cannot be, or changes nothing):
     revoke        —                  ended, Ended(revoked)              the same
     ttl_s over    —                  ended, Ended(expired)              the same
     nonsense      —                  ended, Ended(bad message)          the same
+    reads nothing —                  ended, Ended(unread answers)       the same
 
     sink          no such pull       held           pulling             releasing
     start         PullFailed         pulling        —                   —
@@ -67,7 +68,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hmac import compare_digest
 
 from engine.blocks import BlockId
 from engine.errors import ProtocolError
@@ -106,6 +106,7 @@ END_REASONS = {  # of a source that is believed: they name a counter at the sink
     "held by another",
     "bad read",
     "bad message",
+    "unread answers",
 }
 MAX_ATTACHED_PEERS = 4096
 MAX_DAMAGED = 3  # of one pull: more is no accident
@@ -203,14 +204,12 @@ class SourceMachine:
         incarnation: Incarnation,
         identity: Identity,
         num_blocks: int,
-        token: str,
         timing: Timing,
         offers: Offers,
     ) -> None:
         self._incarnation = incarnation
         self._identity = identity
         self._num_blocks = num_blocks
-        self._token = token
         self._offers = offers
         self._timing = timing
         self._leases: dict[LeaseId, _Lease] = {}
@@ -270,11 +269,11 @@ class SourceMachine:
             case Release():
                 return self._end(message.lease_id, RELEASED, message.pull_id)
 
-    def send_away(self, peer: Peer) -> list[SourceEffect]:
-        """Somebody sends what is no message: whatever it holds is over."""
+    def send_away(self, peer: Peer, reason: str = "bad message") -> list[SourceEffect]:
+        """All leases of a peer end that keeps to no protocol, or reads no answer."""
         self._peers.pop(peer, None)
         held = [i for i, lease in self._leases.items() if lease.holder == peer]
-        return [effect for lease_id in held for effect in self._end(lease_id, "bad message")]
+        return [effect for lease_id in held for effect in self._end(lease_id, reason)]
 
     def may_send(self, read: SendBlocks) -> bool:
         """Whether that peer still holds the lease, so that its blocks are what they were."""
@@ -304,8 +303,6 @@ class SourceMachine:
             body = decode_attach_body(message.body)
         except ProtocolError:
             return AttachRefused("body")
-        if not compare_digest(body.token.encode(), self._token.encode()):
-            return AttachRefused("token")
         if body.source != self._incarnation:
             return AttachRefused("incarnation")
         try:
@@ -413,12 +410,10 @@ class SinkMachine:
         *,
         incarnation: Incarnation,
         identity: Identity,
-        token: str,
         timing: Timing,
     ) -> None:
         self._incarnation = incarnation
         self._identity = identity
-        self._token = token
         self._timing = timing
         self._pulls: dict[SeqId, _Pull] = {}
         self._by_lease: dict[LeaseId, _Pull] = {}
@@ -447,9 +442,7 @@ class SinkMachine:
         self._pulls[seq_id] = self._by_lease[lease.lease_id] = pull
         if source is None:
             source = self._sources[address] = _Source(lease.source, heard_s=now_s)
-            body = AttachBody(
-                self._token, self._incarnation, lease.source.incarnation, self._identity
-            )
+            body = AttachBody(self._incarnation, lease.source.incarnation, self._identity)
             effects.append(_ask(source, attach(body), now_s))
         elif source.attached:
             effects.append(_ask(source, self._hold(pull), now_s))

@@ -13,9 +13,11 @@ import zmq
 
 from engine.clock import Clock
 from engine.config import Transport
+from engine.curve import Channel, secure_client
 from engine.errors import ProtocolError
 from engine.events import PullDone, PullFailed
 from engine.messages import SeqId
+from engine.trust import Secret
 from kvtransfer.memory import Blocks, ShmUnavailable, map_offer
 from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
@@ -37,7 +39,7 @@ from kvtransfer.readers import (
     ShmReader,
     ZmqReader,
 )
-from kvtransfer.source_end import MAX_MESSAGE_BYTES, set_heartbeat
+from kvtransfer.source_end import set_heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +93,15 @@ class SinkEnd:
         self._ending: dict[SeqId, tuple[Reader, PullFailed]] = {}  # something is still written
         self._closing: list[OneSidedReader] = []
 
-    def open(self, context: "zmq.Context[zmq.Socket[bytes]]", poller: zmq.Poller) -> None:
+    def open(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        secret: Secret,
+        poller: zmq.Poller,
+    ) -> None:
         """Connections are made with that context, and watched by that poller."""
         self._context = context
+        self._secret = secret
         self._poller = poller
 
     def close(self) -> None:
@@ -315,7 +323,8 @@ class SinkEnd:
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.ROUTING_ID, b"sink" + secrets.token_bytes(12))
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, max(self._block_bytes, FRAME_BYTES, MAX_MESSAGE_BYTES))
+        longest_bytes = max(self._block_bytes, FRAME_BYTES)
+        secure_client(socket, self._secret, Channel.KV, max_message_bytes=longest_bytes)
         set_heartbeat(socket, self._timing)
         try:
             socket.connect(address)

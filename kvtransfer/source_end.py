@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import zmq
 
+from engine.curve import Channel, secure_server
 from engine.errors import ProtocolError
 from engine.events import LeaseEnded
+from engine.trust import Secret
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, ToSource, decode_to_source, encode
 from kvtransfer.packing import pack
@@ -32,7 +34,8 @@ from kvtransfer.readers import FRAME_BYTES, num_records
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**20  # of a sink; it sends no payload
+MAX_MESSAGE_BYTES = 2**16  # of a sink; it sends no payload
+MAX_UNREAD_MESSAGES = 1024  # of one sink; one that reads more slowly is cut off
 MAX_MESSAGES_PER_TURN = 64  # before sources and deadlines have their turn
 MAX_FRAMES_PER_TURN = 16  # to each sink
 MAX_BUFFERS_PER_SINK = 3  # one being filled while ZeroMQ sends from the others: they stay in caches
@@ -97,14 +100,14 @@ class SourceEnd:
         self._staging = Staging()
         self._queued: dict[Peer, deque[SendBlocks]] = {}
 
-    def open(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str) -> str:
+    def open(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: Secret, host: str) -> str:
         """Binds the socket; returns where sinks connect."""
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
         self.socket.set(zmq.ROUTER_HANDOVER, 1)  # a sink that comes back is the same sink
         self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.SNDHWM, 0)  # bounded by the staging buffers
-        self.socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.set(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
+        secure_server(self.socket, secret, Channel.KV, max_message_bytes=MAX_MESSAGE_BYTES)
         set_heartbeat(self.socket, self._timing)
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         return f"tcp://{host}:{port}"
@@ -213,6 +216,10 @@ class SourceEnd:
             tracker = self.socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
             assert isinstance(tracker, zmq.MessageTracker)
             return tracker
+        except zmq.Again:
+            self._count("slow_sinks")
+            self.perform(self._machine.send_away(peer, "unread answers"))
+            return None
         except zmq.ZMQError as error:
             self._count("unsent_messages")  # the sink's deadline or the lease's deals with it
             log.warning("a message to a sink was not sent: %s", error)

@@ -20,8 +20,10 @@ from engine.block_events import (
     topic_of,
 )
 from engine.clock import Clock
+from engine.curve import Channel, secure_client
 from engine.errors import ProtocolError
 from engine.messages import EventsAddress, Welcome
+from engine.trust import Secret
 from router.block_news import (
     Answered,
     AnswerEnded,
@@ -53,12 +55,14 @@ class BlockFeed:
         info: Welcome,
         address: EventsAddress,
         *,
+        secret: Secret,
         clock: Clock,
         on_news: Callable[[Apply | Unheard], None],
         count: Callable[[str], None],
     ) -> None:
         self._info = info
         self._address = address
+        self._secret = secret
         self._clock = clock
         self._on_news = on_news
         self._count = count
@@ -100,7 +104,7 @@ class BlockFeed:
     def _connected(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
         socket.set(zmq.RCVHWM, MAX_UNREAD_BATCHES)
-        socket.set(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+        secure_client(socket, self._secret, Channel.BLOCK_EVENTS, max_message_bytes=MAX_BATCH_BYTES)
         socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         try:
             socket.connect(endpoint)

@@ -484,7 +484,14 @@ class Router:
         def count(what: str) -> None:
             self._news_counters["block events", what] += 1
 
-        feed = BlockFeed(info, info.events, clock=self._clock, on_news=on_news, count=count)
+        feed = BlockFeed(
+            info,
+            info.events,
+            secret=self._secret,
+            clock=self._clock,
+            on_news=on_news,
+            count=count,
+        )
         try:
             feed.open(self._zmq)
         except zmq.ZMQError as error:  # no descriptor is left, or the address is none

@@ -653,14 +653,12 @@ class FakeEndpoint:
             incarnation=incarnation,
             identity=identity,
             num_blocks=worker.shape.num_blocks,
-            token="secret",
             timing=TIMING,
             offers=Offers(),
         )
         self.sink = SinkMachine(
             incarnation=incarnation,
             identity=identity,
-            token="secret",
             timing=TIMING,
         )
         self.orders: deque[Effect] = deque()

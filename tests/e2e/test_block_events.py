@@ -25,6 +25,7 @@ from engine.block_events import (
 from engine.blocks import BlockHash, Evicted, Stored, hash_blocks
 from engine.clock import MonotonicClock
 from engine.config import WorkerConfig
+from engine.curve import Channel, Doorkeeper, client_keys, secure_server, server_keys
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PROTOCOL_VERSION,
@@ -35,6 +36,7 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
+from engine.trust import Secret
 from router import block_feed, block_news
 from router.block_feed import BlockFeed
 from router.block_news import Apply, Unheard, apply_events
@@ -43,6 +45,7 @@ from router.requests import Finished
 from tests.e2e.cluster import ask, request, router, until, workers
 from tests.e2e.test_router_service import FakeWorker, serving
 
+SECRET = Secret("internal token")
 WORKER = WorkerId("w")
 LIFE = Incarnation("0123456789abcdef")
 BLOCK_SIZE = 4
@@ -79,6 +82,7 @@ class Gateway:
         self.feed = BlockFeed(
             self.info,
             self.info.events,
+            secret=SECRET,
             clock=MonotonicClock(),
             on_news=self._take,
             count=lambda what: self.counted.update([what]),
@@ -103,7 +107,7 @@ def welcome(events: EventsAddress, incarnation: Incarnation = LIFE) -> Welcome:
 def publisher(**options: Any) -> BlockPublisher:
     log = EventLog(block_size=BLOCK_SIZE, with_token_ids=True)
     who = {"worker_id": WORKER, "incarnation": LIFE}
-    return BlockPublisher(log, clock=MonotonicClock(), **who, **options)
+    return BlockPublisher(log, secret=SECRET, clock=MonotonicClock(), **who, **options)
 
 
 @contextmanager
@@ -123,6 +127,14 @@ def opened_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
         yield context
     finally:
         context.destroy(linger=0)
+
+
+def trusted_client(socket: "zmq.Socket[bytes]") -> None:
+    """What another indexer is given: three keys, set before it connects."""
+    mine = client_keys(SECRET, Channel.BLOCK_EVENTS)
+    socket.set(zmq.CURVE_SERVERKEY, server_keys(SECRET, Channel.BLOCK_EVENTS).public)
+    socket.set(zmq.CURVE_PUBLICKEY, mine.public)
+    socket.set(zmq.CURVE_SECRETKEY, mine.secret)
 
 
 @asynccontextmanager
@@ -198,6 +210,7 @@ def test_a_subscriber_of_vllm_gets_batches_and_asks_for_those_it_missed():
             batches, asked = context.socket(zmq.SUB), context.socket(zmq.DEALER)
             for socket in (batches, asked):
                 socket.set(zmq.RCVTIMEO, 10_000)
+                trusted_client(socket)
             batches.set(zmq.SUBSCRIBE, b"kv@")
             batches.connect(address.published)
             asked.connect(address.asked)
@@ -282,6 +295,8 @@ def test_who_sends_what_cannot_be_read_is_unheard_and_then_asked_for_all():
     async def test() -> None:
         with publishing() as (source, address), opened_context() as context:
             liar = context.socket(zmq.PUB)
+            Doorkeeper(SECRET, Channel.BLOCK_EVENTS, MonotonicClock()).open(context)
+            secure_server(liar, SECRET, Channel.BLOCK_EVENTS, max_message_bytes=256)
             port = liar.bind_to_random_port("tcp://127.0.0.1")
             source.publish(chain(2))
             lies = msgspec.structs.replace(address, published=f"tcp://127.0.0.1:{port}")
@@ -307,6 +322,7 @@ def test_an_ask_that_means_nothing_is_answered_by_nothing_and_does_no_harm(frame
     async def test() -> None:
         with publishing() as (_, address), opened_context() as context:
             asked = context.socket(zmq.DEALER)
+            trusted_client(asked)
             asked.connect(address.asked)
             asked.send_multipart(frames)
             asked.send_multipart((b"", encode_number(0)))  # answered at once, so the other was not

@@ -41,6 +41,7 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
+from engine.trust import Secret
 from kvtransfer.memory import SharedPool
 from kvtransfer.messages import (
     AttachBody,
@@ -71,7 +72,7 @@ LAYOUT = KVLayout(block_size=2, kv_format=KVFormat.FP32, sections=(KVSection(1, 
 IDENTITY = Identity("model", LAYOUT)
 SOURCE, SINK = Incarnation("source-1"), Incarnation("sink-1")
 ADDRESS = TransferAddress(WorkerId("source"), SOURCE, "tcp://source")
-TOKEN = "secret"
+SECRET = Secret("secret")
 HONEST = TransferAddress(WorkerId("honest"), Incarnation("honest-1"), "tcp://honest")
 NUM_BLOCKS = 8
 LEASE, OTHER_LEASE, HONEST_LEASE = LeaseId("l"), LeaseId("m"), LeaseId("g")
@@ -175,14 +176,13 @@ def attack_source(world: World, script: Script) -> None:
         incarnation=SOURCE,
         identity=IDENTITY,
         num_blocks=NUM_BLOCKS,
-        token=TOKEN,
         timing=Timing(),
         offers=offers,
     )
     end = SourceEnd(
         machine, world.pool, timing=Timing(), on_ended=ended.append, count=lambda _: None
     )
-    end.open(FakeContext([(b"peer", *message) for message in script]), "host")  # type: ignore[arg-type]
+    end.open(FakeContext([(b"peer", *message) for message in script]), SECRET, "host")  # type: ignore[arg-type]
     machine.open(LEASE, 3, 0.0)
     machine.grow(LEASE, tuple(BlockId(b) for b in LEASED), 0.0)
 
@@ -218,7 +218,7 @@ def attack_sink(world: World, script: Script) -> None:
     honest_record = world.content[0].tobytes()
     context = FakeContext(script, _honest_script())
     ended: list[Any] = []
-    machine = SinkMachine(incarnation=SINK, identity=IDENTITY, token=TOKEN, timing=Timing())
+    machine = SinkMachine(incarnation=SINK, identity=IDENTITY, timing=Timing())
     end = SinkEnd(
         machine,
         world.pool,
@@ -230,7 +230,7 @@ def attack_sink(world: World, script: Script) -> None:
         on_end=ended.append,
         count=lambda *_: None,
     )
-    end.open(context, FakePoller())  # type: ignore[arg-type]
+    end.open(context, SECRET, FakePoller())  # type: ignore[arg-type]
     end.perform(machine.hold(SeqId("s"), LeaseRef(LEASE, ADDRESS, 3), 0.0))
     end.perform(machine.hold(SeqId("honest"), LeaseRef(HONEST_LEASE, HONEST, 1), 0.0))
     end.perform(machine.start(SeqId("honest"), ((0, BlockId(WANTED_OF_HONEST)),), 0.0))
@@ -316,7 +316,7 @@ def another(data: bytes, rng: random.Random, *, starts: Sequence[bytes]) -> byte
 
 def seeds(world: World) -> list[bytes]:
     """What honest peers say; and two lies that take more than one change."""
-    body = AttachBody(TOKEN, SINK, SOURCE, IDENTITY)
+    body = AttachBody(SINK, SOURCE, IDENTITY)
     sink = [
         attach(body),
         Hold(LEASE, 0, 0),

@@ -107,7 +107,6 @@ class Source:
             incarnation=self.incarnation,
             identity=IDENTITY,
             num_blocks=NUM_BLOCKS,
-            token="secret",
             offers=Offers(),
             timing=TIMING,
         )
@@ -205,7 +204,6 @@ class Sink:
         self.machine = SinkMachine(
             incarnation=f"life of {name}",
             identity=IDENTITY,
-            token="secret",
             timing=TIMING,
         )
         self.memory: dict[int, Content] = {}

@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+import zmq
 
 from engine.blocks import BlockId
 from engine.clock import MonotonicClock
 from engine.config import Transport
+from engine.curve import Channel, Doorkeeper, secure_client, secure_server
 from engine.events import (
     Event,
     GrowLease,
@@ -22,6 +24,7 @@ from engine.events import (
 )
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
+from engine.trust import Secret
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
 from kvtransfer.messages import Identity
@@ -33,6 +36,7 @@ LAYOUT = KVLayout(
 )  # 8 KiB a block
 TIMING = Timing(ttl_s=4.0, hold_every_s=0.1, silence_s=1.0)
 NUM_BLOCKS = 200
+SECRET = Secret("secret")
 DEADLINE_S = 30.0
 
 
@@ -120,6 +124,7 @@ def worker(
     kv_wire_dtype: KVFormat | None = None,
     as_pool: Callable[[PrivatePool | SharedPool], Pool] = lambda pool: pool,
     timing: Timing = TIMING,
+    secret: Secret = SECRET,
 ) -> Iterator[Worker]:
     """An open endpoint; closed, and its thread gone, afterwards."""
     pool = host_pool(NUM_BLOCKS, layout.block_bytes, transport)
@@ -130,7 +135,7 @@ def worker(
         worker_id=WorkerId(name),
         incarnation=Incarnation(f"{name}-1"),
         identity=Identity(fingerprint, layout, shard, kv_wire_dtype),
-        token="secret",
+        secret=secret,
         transport=transport,
         timing=timing,
     )
@@ -148,6 +153,17 @@ def worker(
         endpoint.close()
         pool.close()
     assert not crashes
+
+
+def trusted_sink(socket: "zmq.Socket[bytes]") -> None:
+    """Gives a test's own socket the keys of a sink."""
+    secure_client(socket, SECRET, Channel.KV, max_message_bytes=2**24)
+
+
+def trusted_source(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
+    """Gives a test's own socket the keys of a source."""
+    Doorkeeper(SECRET, Channel.KV, MonotonicClock()).open(context)
+    secure_server(socket, SECRET, Channel.KV, max_message_bytes=2**24)
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

@@ -16,7 +16,17 @@ from engine.events import AbortPull, PullDone, PullFailed, RevokeLease
 from engine.layout import KVFormat
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from kvtransfer import source_end
-from tests.transfer.endpoints import LAYOUT, NUM_BLOCKS, Timing, fill, is_done, until, worker
+from tests.transfer.endpoints import (
+    LAYOUT,
+    NUM_BLOCKS,
+    Timing,
+    fill,
+    is_done,
+    trusted_sink,
+    trusted_source,
+    until,
+    worker,
+)
 
 BACKENDS = [Transport.SHM, Transport.NIXL, Transport.ZMQ]
 
@@ -126,6 +136,7 @@ def test_the_sink_of_a_silent_source_gives_up_in_time(pair):
     _, sink = pair
     with zmq.Context() as context, context.socket(zmq.ROUTER) as nobody:
         nobody.linger = 0
+        trusted_source(context, nobody)
         port = nobody.bind_to_random_port("tcp://127.0.0.1")
         address = TransferAddress("dead", "dead-1", f"tcp://127.0.0.1:{port}")
         end = sink.pull("s", LeaseRef(LeaseId("l"), address, 1), [(0, 1)])
@@ -136,6 +147,7 @@ def test_garbage_on_the_source_socket_is_counted_and_survived(pair):
     source, sink = pair
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
+        trusted_sink(stranger)
         stranger.connect(source.address.address)
         for garbage in ([b""], [b"\xc1" * 9], [b"\x80", b"two frames"], [os.urandom(200)]):
             stranger.send_multipart(garbage)

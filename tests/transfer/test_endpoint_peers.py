@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import UnionType
 
 import msgspec
@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 import zmq
 
+from engine.clock import MonotonicClock
 from engine.config import Transport
 from engine.events import AbortPull, LeaseEnded, PullDone, PullFailed
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress
+from engine.trust import Secret
 from kvtransfer import sink_end, source_end
 from kvtransfer.memory import ShmUnavailable
 from kvtransfer.messages import (
     Attach,
+    AttachBody,
     Attached,
     AttachRefused,
     Data,
@@ -31,6 +34,7 @@ from kvtransfer.messages import (
     Release,
     ToSink,
     ToSource,
+    attach,
     decode_attach_body,
     decode_to_sink,
     decode_to_source,
@@ -45,6 +49,8 @@ from tests.transfer.endpoints import (
     Worker,
     fill,
     is_done,
+    trusted_sink,
+    trusted_source,
     until,
     worker,
 )
@@ -115,6 +121,7 @@ def raw_pair(timing: Timing = PATIENT) -> Iterator[tuple[RawSource, Worker]]:
         context.socket(zmq.ROUTER) as router,
     ):
         router.linger = 0
+        trusted_source(context, router)
         yield RawSource(router), sink
 
 
@@ -278,13 +285,14 @@ def test_an_address_that_is_none_fails_the_pull_and_nothing_else(address):
 @contextmanager
 def raw_sink(source: Worker) -> Iterator["zmq.Socket[bytes]"]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        trusted_sink(dealer)
         dealer.linger = 0
         dealer.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
         dealer.connect(source.address.address)
         yield dealer
 
 
-def test_a_stranger_is_told_to_attach_and_learns_nothing():
+def test_a_sink_that_did_not_attach_learns_nothing():
     with worker("source", Transport.ZMQ) as source, raw_sink(source) as stranger:
         source.lease("l", [1, 2])
         stranger.send(encode(Read(LeaseId("l"), [0])))
@@ -334,17 +342,43 @@ def test_a_flood_of_garbage_does_not_keep_others_waiting():
         until(lambda: source.endpoint.counters().get("bad_messages") == 900, "all are counted")
 
 
-@pytest.mark.parametrize(
-    ("incarnation", "token", "field"),
-    [("source-0", "secret", "incarnation"), ("source-1", "guess", "token")],
-)
-def test_a_sink_that_means_another_or_does_not_know_the_token_is_refused(incarnation, token, field):
+def test_a_sink_that_means_another_life_of_the_source_is_refused():
     with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
-        sink.endpoint.sink._token = token
         lease = source.lease("l", [1])
-        meant = msgspec.structs.replace(lease.source, incarnation=incarnation)
+        meant = msgspec.structs.replace(lease.source, incarnation="source-0")
         end = sink.pull("s", msgspec.structs.replace(lease, source=meant), [(0, 1)])
-        assert end == PullFailed(SeqId("s"), f"source refused: {field} differs")
+        assert end == PullFailed(SeqId("s"), "source refused: incarnation differs")
+
+
+@pytest.mark.parametrize("token", ["guess", "sécret"])
+def test_a_sink_with_another_secret_is_not_answered(token):
+    with (
+        worker("source", Transport.ZMQ) as source,
+        worker("sink", Transport.ZMQ, secret=Secret(token)) as sink,
+    ):
+        assert sink.pull("s", source.lease("l", [1]), [(0, 1)]) == PullFailed(
+            SeqId("s"), "source silent"
+        )
+        assert not source.is_held("l")
+
+
+def test_a_sink_that_reads_no_answers_is_cut_off_and_costs_little(monkeypatch):
+    monkeypatch.setattr(source_end, "MAX_UNREAD_MESSAGES", 8)
+    with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
+        with raw_sink(source) as greedy:
+            greedy.set(zmq.RCVHWM, 1)
+            source.lease("g", list(range(NUM_BLOCKS)))
+            identity = Identity("model", LAYOUT)
+            greedy.send(encode(attach(AttachBody("greedy", source.address.incarnation, identity))))
+            hold = encode(Hold(LeaseId("g"), 0, 0))
+            clock = MonotonicClock()
+            end_s = clock.now_s() + DEADLINE_S
+            while "slow_sinks" not in source.endpoint.counters():
+                assert clock.now_s() < end_s
+                with suppress(zmq.Again):
+                    greedy.send(hold, zmq.NOBLOCK)
+            assert source.end_of_lease() == LeaseEnded(LeaseId("g"), "unread answers")
+        assert isinstance(sink.pull("s", source.lease("l", [5]), [(0, 6)]), PullDone)
 
 
 # ---------------------------------------------------------------- shared memory
@@ -373,6 +407,7 @@ def test_a_source_on_another_host_is_not_mapped(monkeypatch):
 
 SOURCE_PROCESS = """
 import sys
+from engine.clock import MonotonicClock
 from engine.config import Transport
 from tests.transfer.endpoints import NUM_BLOCKS, fill, worker
 with worker("source", Transport.AUTO) as source:

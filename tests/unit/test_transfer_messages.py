@@ -32,7 +32,7 @@ from kvtransfer.messages import (
 
 LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64),))
 IDENTITY = Identity("model 1", LAYOUT)
-BODY = AttachBody("secret", "life of sink", "life of source", IDENTITY)
+BODY = AttachBody("life of sink", "life of source", IDENTITY)
 
 TO_SOURCE = [
     Hold("l", 3, 17),

@@ -54,7 +54,6 @@ def machine() -> SinkMachine:
     return SinkMachine(
         incarnation="life of sink",
         identity=IDENTITY,
-        token="secret",
         timing=TIMING,
     )
 
@@ -127,7 +126,7 @@ def test_the_first_hold_at_a_source_introduces_the_sink():
     assert effect.address == ADDRESS
     assert isinstance(effect.message, Attach)
     body = decode_attach_body(effect.message.body)
-    assert (body.token, body.sink, body.source) == ("secret", "life of sink", "life 1")
+    assert (body.sink, body.source) == ("life of sink", "life 1")
     assert body.identity == IDENTITY
 
 

@@ -29,7 +29,7 @@ LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64), KVSection(1, 1, 64)))
 IDENTITY = Identity("model 1", LAYOUT)
 TIMING = Timing(ttl_s=30.0, hold_every_s=1.0, silence_s=6.0)
 OFFERS = Offers(shm=ShmOffer("boot", 1, 2, 3, 4096))
-GOOD = AttachBody("secret", "life of sink", "life of source", IDENTITY)
+GOOD = AttachBody("life of sink", "life of source", IDENTITY)
 SINK, OTHER, STRANGER = b"sink", b"other", b"stranger"
 WIRE = agree(IDENTITY, IDENTITY)
 
@@ -39,7 +39,6 @@ def machine(*attached: bytes) -> SourceMachine:
         incarnation="life of source",
         identity=IDENTITY,
         num_blocks=10,
-        token="secret",
         offers=OFFERS,
         timing=TIMING,
     )
@@ -83,8 +82,6 @@ def relaid(**fields: object) -> AttachBody:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        (changed(token="guess"), "token"),
-        (changed(token="sécret"), "token"),
         (changed(source="its former life"), "incarnation"),
         (changed(identity=Identity("model 2", LAYOUT)), "fingerprint"),
         (relaid(block_size=32), "layout.block_size"),
@@ -110,7 +107,7 @@ def test_the_version_is_compared_before_the_body_is_decoded():
 
 
 def test_a_body_that_is_none_is_refused():
-    broken = Attach(TRANSFER_VERSION, msgspec.Raw(msgspec.msgpack.encode({"token": 7})))
+    broken = Attach(TRANSFER_VERSION, msgspec.Raw(msgspec.msgpack.encode({"sink": 7})))
     assert answer(machine(), broken) == SendToSink(SINK, AttachRefused("body"))
 
 
