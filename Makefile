@@ -49,7 +49,7 @@ test-long: install
 
 # What peers may send, and what properties hold for, searched for longer than the tests do.
 fuzz: install
-	$(BIN)/python -m pytest --hypothesis-profile search tests/props tests/unit
+	$(BIN)/python -m pytest --hypothesis-profile search tests/props tests/unit tests/fuzz/test_listeners.py
 	$(BIN)/python -m tests.fuzz.decoders -runs=200000
 
 .venv-core/.installed: pyproject.toml constraints.txt

@@ -1,0 +1,217 @@
+"""All listeners of a worker in a process of their own, and what strangers may say to them first."""
+
+import asyncio
+import multiprocessing
+import random
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from deploy.block_publisher import BlockPublisher
+from engine import rpc
+from engine.block_events import EventLog, encode_number
+from engine.blocks import Stored, hash_blocks
+from engine.challenge import CLAIM_BYTES
+from engine.clock import MonotonicClock
+from engine.config import Transport
+from engine.curve import Channel, secure_client
+from engine.rpc import Send, SessionClient, SessionServer
+from kvtransfer.messages import Hold, encode
+from tests.fuzz.mutation import with_damage
+from tests.transfer.endpoints import SECRET, worker
+
+LISTENERS = ("sessions", "kv", "published", "asked")
+DEADLINE_S = 20.0
+THROW_S = 1.0
+MAX_CHANGES = 3
+MANY = 2000  # times that a piece may be repeated
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """host:port of each, and the process."""
+
+    addresses: dict[str, str]
+    pid: int
+
+    def memory_mib(self) -> float:
+        """What the process has in memory."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        [line] = [line for line in lines if line.startswith("VmRSS")]
+        return int(line.split()[1]) / 1024
+
+
+async def _echo(frames: AsyncIterator[bytes], send: Send) -> None:
+    async for frame in frames:
+        await send(frame)
+
+
+def _serve(told: Any) -> None:
+    async def run() -> None:
+        server, clock = SessionServer(_echo, SECRET), MonotonicClock()
+        who = {"worker_id": "w", "incarnation": "i"}
+        publisher = BlockPublisher(EventLog(block_size=4), secret=SECRET, clock=clock, **who)
+        events = publisher.open()
+        news = [Stored(hash_blocks(range(4), 4)[0], None)]
+        with worker("w", Transport.ZMQ) as source:
+            endpoints = (source.address.address, events.published, events.asked)
+            addresses = [await server.open(), *(e.removeprefix("tcp://") for e in endpoints)]
+            told.put(dict(zip(LISTENERS, addresses, strict=True)))
+            never = asyncio.get_running_loop().create_future()
+            while True:
+                await asyncio.wait([never], timeout=0.02)
+                publisher.publish(news)
+
+    asyncio.run(run())
+
+
+@contextmanager
+def listening() -> Iterator[Listeners]:
+    """Ended by force afterwards; it must have lived until then."""
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    process = context.Process(target=_serve, args=(told,), daemon=True)
+    process.start()
+    try:
+        assert process.pid is not None
+        yield Listeners(told.get(timeout=DEADLINE_S), process.pid)
+        assert process.is_alive()
+    finally:
+        process.kill()
+        process.join()
+
+
+# ---------------------------------------------------------------- clients with the secret
+
+
+def is_served(listeners: Listeners, name: str) -> bool:
+    """Whether a client that holds the secret gets what the listener is there for."""
+    address = listeners.addresses[name]
+    if name == "sessions":
+        return asyncio.run(_has_session(address))
+    channel = Channel.KV if name == "kv" else Channel.BLOCK_EVENTS
+    with zmq.Context() as context, context.socket(_KINDS[name]) as client:
+        client.linger = 0
+        secure_client(client, SECRET, channel, max_message_bytes=2**20)
+        if name == "published":
+            client.set(zmq.SUBSCRIBE, b"")
+        client.connect(f"tcp://{address}")
+        if name != "published":
+            client.send_multipart(_ASKS[name])
+        return bool(client.poll(int(1000 * DEADLINE_S)))
+
+
+_KINDS = {"kv": zmq.DEALER, "published": zmq.SUB, "asked": zmq.DEALER}
+_ASKS = {"kv": [encode(Hold("l", 0, 0))], "asked": [b"", encode_number(0)]}
+
+
+async def _has_session(address: str) -> bool:
+    client = SessionClient(address, SECRET)
+    async with asyncio.timeout(DEADLINE_S):
+        await client.open()
+        await client.send(b"a")
+        answer = await client.receive()
+        await client.close()
+    return answer == b"a"
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def throw(listeners: Listeners, name: str, pieces: list[bytes]) -> None:
+    """Says all that in one connection, as far as the listener lets it, and hangs up."""
+    host, port = listeners.addresses[name].rsplit(":", 1)
+    with (
+        suppress(OSError),
+        socket.create_connection((host, int(port)), timeout=THROW_S) as connection,
+    ):
+        for piece in pieces:
+            connection.sendall(piece)
+
+
+def spoiled_opening(name: str, rng: random.Random) -> list[bytes]:
+    """What a client may say first, but for a few changes."""
+    pieces = list(rng.choice(_OPENINGS[name]))
+    for _ in range(rng.randint(0, MAX_CHANGES)):
+        place = rng.randrange(len(pieces))
+        match rng.choice(["damage", "lost", "many", "noise"]):
+            case "damage":
+                pieces[place] = with_damage(pieces[place], rng)
+            case "lost" if len(pieces) > 1:
+                del pieces[place]
+            case "many":
+                pieces[place] *= rng.choice((2, 100, MANY))
+            case _:
+                pieces.insert(place, rng.randbytes(rng.choice((1, 64, 4096))))
+    return pieces
+
+
+def _greeting(mechanism: bytes, minor: int = 0) -> bytes:
+    """ZMTP 3, its first 64 bytes."""
+    start = b"\xff" + bytes(8) + b"\x7f\x03" + bytes([minor])
+    return start + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def _command(name: bytes, body: bytes) -> bytes:
+    content = bytes([len(name)]) + name + body
+    if len(content) < 256:
+        return b"\x04" + bytes([len(content)]) + content
+    return b"\x06" + len(content).to_bytes(8, "big") + content
+
+
+_READY = _command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00")
+_HELLO = _command(b"HELLO", b"\x01\x00" + bytes(72) + b"k" * 32 + bytes(8) + b"b" * 80)
+_INITIATE = _command(b"INITIATE", b"c" * 96 + bytes(8) + b"b" * 200)
+_MESSAGE = b"\x00\x05hello"
+_LONG = b"\x02" + (2**40).to_bytes(8, "big") + bytes(4096)
+_ZMTP = [
+    [_greeting(b"CURVE"), _HELLO, _INITIATE, _MESSAGE],
+    [_greeting(b"CURVE", 1), _HELLO, _command(b"MESSAGE", bytes(40))],
+    [_greeting(b"NULL"), _READY, _MESSAGE, b"\x01\x05parts"],
+    [_greeting(b"PLAIN"), _command(b"HELLO", b"\x01a\x01b"), _MESSAGE],
+    [_greeting(b"NULL"), _LONG],
+    [b"\xff" + bytes(8) + b"\x7f\x01\x05", b"\x00\x00", _MESSAGE],  # ZMTP 2
+    [b"\x01\x00", b"\x06\x00hello"],  # ZMTP 1
+]
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """HTTP/2."""
+    head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
+    return head + payload
+
+
+def _headers(**more: bytes) -> bytes:
+    """Literal fields, none of them indexed."""
+    fields = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": f"/{rpc.SERVICE}/{rpc.METHOD}".encode(),
+        b":authority": b"localhost",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+        **{name.encode().replace(b"_", b"-"): value for name, value in more.items()},
+    }
+    return b"".join(
+        b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
+        for name, value in fields.items()
+    )
+
+
+_START = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _frame(4, 0, 0, b"")]
+_CLAIM = b"A" * min(120, CLAIM_BYTES)  # Base64 of zeros
+_DATA = _frame(0, 0, 1, b"\x00\x03\x00\x00\x00" + bytes(16379))  # of a message of 48 MiB
+_HTTP2 = [
+    [*_START, _frame(1, 4, 1, _headers(baton_claim_bin=_CLAIM)), _DATA],
+    [*_START, _frame(1, 4, 1, _headers()), _DATA, _DATA, _DATA],
+    [*_START, _frame(1, 0, 1, _headers()), _frame(9, 0, 1, b"\x00\x01x\x01y")],  # headers go on
+    [*_START, _frame(6, 0, 0, bytes(8)), _frame(4, 0, 0, b"\x00\x03\xff\xff\xff\xff")],
+    [*_START, _frame(1, 4, 1, _headers()), _frame(3, 0, 1, bytes(4)), _frame(8, 0, 0, b"\x7f" * 4)],
+    [b"GET / HTTP/1.1\r\n", b"Host: x\r\n" * 100, b"\r\n"],
+]
+_OPENINGS = {name: _HTTP2 if name == "sessions" else _ZMTP for name in LISTENERS}
