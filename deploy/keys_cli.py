@@ -40,7 +40,7 @@ def add_command(  # noqa: PLR0913 - a command's options
     tokens_per_min: Annotated[int | None, typer.Option("--tokens-per-min")] = None,
     max_streams: Annotated[int | None, typer.Option("--max-streams")] = None,
     debug: Annotated[  # noqa: FBT002
-        bool, typer.Option("--debug", help="may ask for decisions and timelines")
+        bool, typer.Option("--debug", help="may ask for decisions, timelines and /metrics")
     ] = False,
     file: File = DEFAULT_FILE,
 ) -> None:

@@ -1,7 +1,7 @@
 """Lets requests with a known key to the API, and says in the scope whose key it was.
 
-Pages for probes and scrapers need no key: `/health`, `/ready`, `/metrics` and `/version`. Every
-other path does, also one that does not exist.
+Probes need no key: `/health`, `/ready` and `/version`. Every other path does, also one that does
+not exist. `/metrics` tells of the load that all tenants make, so it needs a key that may debug.
 """
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,7 +11,8 @@ from router.access.keys import ANONYMOUS, Tenant
 from router.api_errors import ApiError
 from router.sse import send_invalid
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+DEBUG_PATHS = frozenset({"/metrics"})
 _TENANT = "baton.tenant"
 
 
@@ -23,15 +24,15 @@ class KeyGuard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers 401, or calls the application with the tenant in the scope."""
+        """Answers 401 or 403, or calls the application with the tenant in the scope."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         key = _bearer(scope)
         tenant = None if key is None else self._keys.find(key)
-        if tenant is None:
+        error = _fault(tenant, scope["path"])
+        if error is not None:
             self._keys.counters["refused"] += 1
-            error = ApiError("missing or wrong API key", code="invalid_api_key", status=401)
             await send_invalid(send, error)
             return
         await self._app({**scope, _TENANT: tenant}, receive, send)
@@ -41,6 +42,15 @@ def tenant_of(scope: Scope) -> Tenant:
     """Whose key opened; the anonymous tenant where no keys are configured."""
     tenant: Tenant = scope.get(_TENANT, ANONYMOUS)
     return tenant
+
+
+def _fault(tenant: Tenant | None, path: str) -> ApiError | None:
+    """Why a path stays closed, if it does."""
+    if tenant is None:
+        return ApiError("missing or wrong API key", code="invalid_api_key", status=401)
+    if path in DEBUG_PATHS and not tenant.may_debug:
+        return ApiError("this key may not debug", code="permission_denied", status=403)
+    return None
 
 
 def _bearer(scope: Scope) -> bytes | None:

@@ -36,7 +36,7 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     expires: Instant | None = None
     group: Name | None = None
     limits: KeyLimits = KeyLimits()
-    debug: bool = False  # may ask for decisions and timelines, which tell of the whole deployment
+    debug: bool = False  # may ask for decisions, timelines and metrics: these tell of all tenants
 
 
 class Tenant(msgspec.Struct, frozen=True):

@@ -408,15 +408,25 @@ def test_any_of_the_keys_opens(key_pair, header):
     assert post(app, COMPLETIONS, {"prompt": "yo"}, authorization=header).status == 200
 
 
-def test_health_and_metrics_need_no_key(key_pair):
+def test_probes_need_no_key(key_pair):
     app = make_app(FakeRouter(), keys=key_pair)
-    assert [get(app, path).status for path in ("/health", "/ready", "/metrics")] == [200] * 3
+    assert [get(app, path).status for path in ("/health", "/ready", "/version")] == [200] * 3
 
 
-def test_refused_keys_are_counted(key_pair):
-    app = make_app(FakeRouter(), keys=key_pair)
+@pytest.mark.parametrize(("may_debug", "status"), [(True, 200), (False, 403)])
+def test_what_all_tenants_do_is_told_to_keys_that_may_debug(tmp_path, may_debug, status):
+    keys = key_file(tmp_path / "keys.json", "key-1", debug=may_debug)
+    app = make_app(FakeRouter(), keys=keys)
+    assert get(app, "/metrics").status == 401
+    assert get(app, "/metrics", authorization="Bearer key-1").status == status
+    assert get(app, "/v1/models", authorization="Bearer key-1").status == 200
+
+
+def test_refused_keys_are_counted(tmp_path):
+    app = make_app(FakeRouter(), keys=key_file(tmp_path / "keys.json", "key-1", debug=True))
     assert get(app, "/v1/models").status == 401
-    assert b'baton_key_events_total{event="refused"} 1.0' in get(app, "/metrics").body
+    page = get(app, "/metrics", authorization="Bearer key-1").body
+    assert b'baton_key_events_total{event="refused"} 1.0' in page
 
 
 # ---------------------------------------------------------------- the router's refusals
