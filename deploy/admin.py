@@ -156,7 +156,7 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
                 return _error(401, "unauthorized", "this needs the admin key")
             try:
                 return await endpoint(request)

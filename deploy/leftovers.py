@@ -39,8 +39,10 @@ for i in 1 2 3 4; do [ -z "$(pids)" ] && break; sleep 0.5; done
 """
 _FORGET = r"""
 cd ~/.baton 2> /dev/null && [ -s redis.conf ] || exit 0
-export REDISCLI_AUTH="$(sed -n 's/^requirepass //p' redis.conf)"
-ask() { redis-cli -p "$(sed -n 's/^port //p' redis.conf)" "$@" 2>&1; }
+port=$(sed -n 's/^tls-port //p' redis.conf)
+ask() {
+  redis-cli -p "$port" --tls --cacert redis.crt --cert redis.crt --key redis.key "$@" 2>&1
+}
 pid=$(ask info server | tr -d '\r' | sed -n 's/^process_id://p')
 [ -z "$pid" ] || ask shutdown nosave > /dev/null
 for i in $(seq 20); do [ -d "/proc/${pid:-none}" ] || break; sleep 0.5; done

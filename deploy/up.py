@@ -25,6 +25,7 @@ from deploy.admin_schema import PoolsAnswer
 from deploy.leftovers import Left
 from deploy.model_source import default_cache
 from deploy.up_config import UpConfig, num_nodes_of, read_cluster
+from deploy.up_files import write_files
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
@@ -122,6 +123,7 @@ class RayUp:
     def up(self) -> None:
         """`ray up`, until its nodes are there: how many workers there can be depends on them."""
         num_nodes = num_nodes_of(read_cluster(self._file))
+        write_files(Path.home())
         _ray(["up", "--yes", "--disable-usage-stats", str(self._file)], RAY_UP_TIMEOUT_S)
         clock, pause = MonotonicClock(), threading.Event()
         end_s = clock.now_s() + NODES_TIMEOUT_S

@@ -128,8 +128,7 @@ def _furnish(folder: Path) -> None:
     (home / ".baton").mkdir(parents=True)
     (folder / "ray").mkdir()
     (home / ".baton/venv").symlink_to(Path(sys.prefix))
-    path = "export PATH=$HOME/.baton/venv/bin:$PATH"
-    (home / ".bashrc").write_text(f"{path} PYTHONPATH={ROOT} BATON_RUN_DIR=$HOME/.baton/run\n")
+    (home / ".bashrc").write_text(f"export PYTHONPATH={ROOT}\n")
     (home / ".bash_profile").write_text(". ~/.bashrc\n")
     user = pwd.getpwuid(0)
     passwd = Path("/etc/passwd").read_text()

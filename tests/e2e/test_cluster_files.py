@@ -1,6 +1,9 @@
 """The files in `deploy/cluster` are what Ray and Kubernetes accept, and say what Baton needs."""
 
+import importlib.metadata
 import json
+import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 
 import deploy.cluster
 from deploy.placement import Node, Placement, nodes_to_start_on
+from deploy.up_files import CONSTRAINTS
 from engine.config import PoolsConfig
 from engine.control import Pools
 
@@ -71,10 +75,63 @@ def test_the_gcs_keeps_what_it_knows_in_redis_and_nodes_wait_for_it(name):
     config = read(name)
     (head,) = (c for c in config["head_start_ray_commands"] if "ray start" in c)
     (worker,) = (c for c in config["worker_start_ray_commands"] if "ray start" in c)
-    assert "RAY_REDIS_ADDRESS=" in head
+    assert "RAY_REDIS_ADDRESS=rediss://127.0.0.1:6380" in head
     assert "RAY_external_storage_namespace=" in head
-    assert "--redis-password=" in head
     assert all("RAY_gcs_rpc_server_reconnect_timeout_s=600" in c for c in (head, worker))
+
+
+@pytest.mark.parametrize("name", [*RAY_UP, "kuberay"])
+def test_no_password_is_on_a_command_line(name):
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert "--redis-password" not in text
+    assert "--requirepass" not in text
+    assert "REDISCLI_AUTH" not in text
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_ray_asks_for_the_token_that_every_node_gets(name):
+    config = read(name)
+    path = "~/.baton/ray_auth_token"
+    assert config["file_mounts"][path] == path
+    starts = [command for command in commands(config) if "ray start" in command]
+    assert len(starts) == 2
+    for command in starts:
+        assert f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={path} " in command
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_nodes_install_exact_versions(name):
+    config = read(name)
+    path = "~/.baton/constraints.txt"
+    assert config["file_mounts"][path] == path
+    installs = [command for command in commands(config) if "pip install" in command]
+    assert installs
+    for command in installs:
+        words = shlex.split(command.partition("pip install")[2])
+        packages = [word for word in words if not word.startswith(("-", "~/"))]
+        assert packages
+        assert all("==" in package for package in packages), packages
+        assert words[words.index("--constraint") + 1] == path
+    version = importlib.metadata.version("baton-serve")
+    assert f"baton-serve[serve]=={version}" in shlex.split(" ".join(installs))
+
+
+def test_what_nodes_install_is_what_the_tests_ran_with():
+    import ray
+
+    pins = CONSTRAINTS.read_text().splitlines()
+    assert f"ray=={ray.__version__}" in pins
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins if not pin.startswith("#"))
+    spec = kubernetes()["RayCluster"]["spec"]
+    assert spec["rayVersion"] == ray.__version__
+    image = spec["headGroupSpec"]["template"]["spec"]["containers"][0]["image"]
+    assert f"ray=={ray.__version__}" in image
+    redis = kubernetes()["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]
+    assert re.fullmatch(r"redis:\d+\.\d+\.\d+", redis["image"])
+
+
+def test_ray_asks_for_a_token_on_kubernetes():
+    assert kubernetes()["RayCluster"]["spec"]["authOptions"] == {"mode": "token"}
 
 
 @pytest.mark.parametrize("name", RAY_UP)
@@ -83,9 +140,10 @@ def test_shells_on_the_head_find_ray_and_what_the_controller_says_of_itself(name
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     for _ in range(2):
         subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=10)
-    shown = ["bash", "-c", '. ~/.bashrc; echo "$BATON_RUN_DIR ${PATH%%:*}"']
+    shown = ["bash", "-c", ". ~/.bashrc; echo $BATON_RUN_DIR ${PATH%%:*} $RAY_AUTH_TOKEN_PATH"]
     done = subprocess.run(shown, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [f"{tmp_path}/.baton/run", f"{tmp_path}/.baton/venv/bin"]
+    found = [f"{tmp_path}/.baton/{name}" for name in ("run", "venv/bin", "ray_auth_token")]
+    assert done.stdout.split() == found
     assert len((tmp_path / ".bashrc").read_text().splitlines()) == 1
 
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,7 @@ def on_this_machine(cluster: dict[str, Any], machine: Island) -> dict[str, Any]:
         "auth": {"ssh_user": "root", "ssh_private_key": str(machine.key)},
         "min_workers": 0,
         "max_workers": 0,
-        "setup_commands": [],
+        "setup_commands": [c for c in cluster["setup_commands"] if "pip install" not in c],
         "head_setup_commands": [c for c in cluster["head_setup_commands"] if "apt-get" not in c],
         "head_start_ray_commands": [
             command.replace("--head", small) for command in cluster["head_start_ray_commands"]
@@ -103,6 +105,22 @@ def ask(machine: Island, key: str, max_tokens: int) -> list[str]:
     return [choice["text"] for choice in json.loads(done.stdout)["choices"]]
 
 
+RUN = (
+    sys.executable,
+    "-c",
+    "import ray; ray.init(address='auto', log_to_driver=False)\n"
+    "print(ray.get(ray.remote(num_cpus=0)(lambda: 'ran').remote(), timeout=30))",
+)
+
+
+def environment_of_a_driver(token: str) -> tuple[str, ...]:
+    return ("RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={token}", "RAY_NUM_REDIS_GET_RETRIES=1")
+
+
+def ray_token(machine: Island) -> str:
+    return (machine.home / ".baton/ray_auth_token").read_text()
+
+
 def send(machine: Island, number: signal.Signals, pid: int) -> None:
     machine.run("kill", f"-{number.value}", str(pid))
 
@@ -119,9 +137,35 @@ def test_up_brings_the_cluster_and_baton_and_says_where(machine, up, key):
 
 
 def test_nobody_else_may_read_the_keys_on_the_head(machine, key):
-    assert (machine.home / ".baton/baton.yaml").stat().st_mode & 0o077 == 0
-    assert (machine.home / ".baton/keys.json").stat().st_mode & 0o077 == 0
-    assert (machine.home / ".baton/redis.conf").stat().st_mode & 0o077 == 0
+    for name in ("baton.yaml", "keys.json", "redis.key", "ray_auth_token"):
+        assert (machine.home / ".baton" / name).stat().st_mode & 0o077 == 0
+    assert (machine.home / ".baton").stat().st_mode & 0o777 == 0o700
+
+
+def test_no_secret_is_on_a_command_line(machine, up):
+    read = r"cat /proc/[0-9]*/cmdline | tr '\0' ' '"  # ps would cut them
+    lines = machine.run("bash", "-c", read, check=False).stdout
+    assert "--redis_address=127.0.0.1" in lines
+    assert re.search(r"(redis.password|requirepass)[= ]\S", lines) is None
+    assert ray_token(machine) not in lines
+
+
+def test_redis_serves_only_who_shows_the_key(machine, up):
+    redis_cli = ("redis-cli", "-p", "6380", "--tls", "--insecure")
+    refused = machine.run(*redis_cli, "keys", "*", check=False)
+    assert refused.returncode != 0
+    assert not refused.stdout
+    folder = machine.home / ".baton"
+    proof = ("--cert", f"{folder}/redis.crt", "--key", f"{folder}/redis.key")
+    assert "baton" in machine.run(*redis_cli, *proof, "keys", "*").stdout.lower()
+
+
+def test_ray_runs_nothing_for_who_lacks_the_token(machine, up):
+    refused = machine.run("env", *environment_of_a_driver("0" * 64), *RUN, check=False)
+    assert refused.returncode != 0
+    assert "InvalidAuthToken" in refused.stderr or "UNAUTHENTICATED" in refused.stderr
+    token = ray_token(machine)
+    assert "ran" in machine.run("env", *environment_of_a_driver(token), *RUN).stdout
 
 
 def test_up_again_leaves_everything_as_it_is(machine, config, up):
@@ -151,7 +195,8 @@ def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everythi
         "print(ray.get(ray.remote(num_cpus=0)(lambda: 'ran').remote()))\n"
         "print(*(n['Alive'] for n in ray.nodes()), ray.get_actor('controller') is not None)"
     )
-    assert machine.python("-c", script).stdout.split() == ["ran", "True", "True"]
+    driver = ("env", *environment_of_a_driver(ray_token(machine)), sys.executable, "-c", script)
+    assert machine.run(*driver).stdout.split() == ["ran", "True", "True"]
     assert set(of(machine, "ray::_")) >= actors
     assert ask(machine, key, 40) == expected
 

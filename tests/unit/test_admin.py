@@ -5,6 +5,7 @@ import io
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -91,6 +92,32 @@ def test_nothing_is_told_or_done_without_the_key(method, path, key):
     assert answer.json() == {
         "error": {"type": "unauthorized", "message": "this needs the admin key"}
     }
+
+
+def test_a_key_of_other_bytes_than_ascii_is_refused_like_any_wrong_one(capfd):
+    app = admin_app(FakeController(Pools(2, 1)), key=KEY, clock=SetClock())
+    sent: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        async def receive() -> dict[str, Any]:
+            raise AssertionError("a body is not read before the key is known")
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/pools",
+            "raw_path": b"/v1/pools",
+            "query_string": b"",
+            "headers": [(b"authorization", b"Bearer \xff\xc3\x28\x00")],
+        }
+        await app(scope, receive, send)
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 401
+    assert capfd.readouterr().err == ""
 
 
 def test_the_pools_are_told_with_their_history():
