@@ -141,6 +141,7 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
         ("POST", "/v1/workers/{worker_id}/flip", pages.flip),
         ("POST", "/v1/workers/{worker_id}/drain", pages.drain),
         ("POST", "/v1/workers/{worker_id}/stop", pages.stop),
+        ("GET", "/v1/block-events", pages.block_events),
         ("GET", "/v1/planner", pages.planner),
         ("GET", "/v1/versions", pages.versions),
         ("POST", "/v1/versions", pages.add_version),
@@ -191,6 +192,9 @@ class _Pages:
         number, found = await self._controller.requests()
         found.sort(key=lambda each: -each[1].age_s)
         return _json(200, RequestsAnswer(number, [ListedRequest(*each) for each in found]))
+
+    async def block_events(self, _: Request) -> Response:
+        return _json(200, self._controller.block_events())
 
     async def set_pools(self, request: Request) -> Response:
         body = await _body(request, PoolsBody)

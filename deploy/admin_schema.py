@@ -9,7 +9,7 @@ from deploy.pool_events import GatewayState, WorkerState
 from deploy.rollout import MAX_WEIGHT
 from engine.config import PlannerMode, WorkerConfig
 from engine.control import Pools, RequestInfo
-from engine.messages import Role, WorkerId
+from engine.messages import EventsAddress, Role, WorkerId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 Weight = Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
@@ -212,6 +212,19 @@ class RequestsAnswer(msgspec.Struct, frozen=True):
     requests: list[ListedRequest]
 
 
+class BlockEventsAnswer(msgspec.Struct, frozen=True):
+    """What a subscriber to block events sets before it connects: keys of CURVE in Z85, and where
+    each worker publishes and answers (`engine.block_events`).
+
+    The keys are those of block events alone; they change when the deployment is started again.
+    """
+
+    curve_serverkey: str
+    curve_publickey: str
+    curve_secretkey: str
+    workers: dict[WorkerId, EventsAddress]
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     """What is wrong."""
 
@@ -248,6 +261,7 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("post", "/v1/weights", "Share requests among versions", WeightsBody, PoolsAnswer, []),
     ("post", "/v1/versions/{name}/finish", "Take over", FinishBody, PoolsAnswer, [_VERSION]),
     ("post", "/v1/versions/{name}/abort", "Give all back", None, PoolsAnswer, [_VERSION]),
+    ("get", "/v1/block-events", "How to follow block events", None, BlockEventsAnswer, []),
     ("get", "/v1/planner", "What the planner says and did", None, PlannerAnswer, []),
     ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
 ]

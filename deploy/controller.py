@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from deploy.admin_schema import BlockEventsAnswer
 from deploy.formats import config_of
 from deploy.launcher import Launcher
 from deploy.links import (
@@ -78,6 +79,7 @@ from engine.control import (
     RequestInfo,
     Version,
 )
+from engine.curve import Channel, client_keys, server_keys
 from engine.errors import ConfigError
 from engine.messages import GatewayId, WorkerId
 from engine.trust import Secret
@@ -457,6 +459,18 @@ class PoolController:
         if wanted != self._asked_for:
             await self._in_thread(self._launcher.ask_for, *wanted, self._plan.config.pools.num_gpus)
             self._asked_for = wanted
+
+    def block_events(self) -> BlockEventsAnswer:
+        """What an operator gives to a subscriber that is no gateway."""
+        secret = Secret(self._plan.token)
+        mine = client_keys(secret, Channel.BLOCK_EVENTS)
+        infos = {name: link.info for name, link in self.links.items()}
+        return BlockEventsAnswer(
+            curve_serverkey=server_keys(secret, Channel.BLOCK_EVENTS).public.decode(),
+            curve_publickey=mine.public.decode(),
+            curve_secretkey=mine.secret.decode(),
+            workers={n: i.events for n, i in infos.items() if i is not None and i.events},
+        )
 
     # ------------------------------------------------------------ specs
 

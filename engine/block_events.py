@@ -16,7 +16,7 @@ batch that comes next, and the first piece begins with AllBlocksCleared.
 A batch is MessagePack, [unix time, [event, ...]], an event a map that names its kind. Framing,
 names and the way to ask for batches are vLLM's, so that what subscribes to vLLM can subscribe here;
 the snapshot and the use of the empty frame are ours. Token ids are left out unless wanted: they are
-what users wrote, and whoever can connect can read them.
+what users wrote, and every subscriber can read them. Sockets are CURVE's (`engine.curve`).
 
 Not known here: sockets, and who listens.
 

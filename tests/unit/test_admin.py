@@ -5,6 +5,7 @@ import io
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from deploy.admin import admin_app
 from deploy.admin_client import AdminError, find_deployment
-from deploy.admin_schema import PlannerAnswer, PoolsAnswer, VersionsAnswer
+from deploy.admin_schema import BlockEventsAnswer, PlannerAnswer, PoolsAnswer, VersionsAnswer
 from deploy.controller import PoolController
 from deploy.operator_cli import check_role, parse_counts, planner_view, pools_view
 from deploy.planning import Planning
@@ -24,10 +25,12 @@ from deploy.run_dir import AdminAccess, announce, announced, run_directory
 from deploy.versions_cli import versions_table
 from engine.config import PlannerMode, WorkerConfig
 from engine.control import GatewayReport, Intent, Pools, Version
+from engine.curve import Channel, client_keys, server_keys
 from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError
 from engine.layout import KVFormat
-from engine.messages import Role
+from engine.messages import EventsAddress, Role, WorkerId
+from engine.trust import Secret
 from router.planner import Rules
 
 KEY = "secret"
@@ -56,6 +59,8 @@ class FakeController:
     def _handle(self, event) -> None:
         self.machine.handle(event, 3.0)
 
+    block_events = PoolController.block_events
+
     async def requests(self):
         return 0, []
 
@@ -83,6 +88,7 @@ def ask(method, path, body=None, key: str | None = KEY, controller=None) -> http
         ("POST", "/v1/pools"),
         ("GET", "/openapi.json"),
         ("GET", "/v1/requests"),
+        ("GET", "/v1/block-events"),
     ],
 )
 def test_nothing_is_told_or_done_without_the_key(method, path, key):
@@ -183,6 +189,7 @@ def test_the_description_names_every_page_and_resolves_every_reference():
         "/v1/workers/{worker_id}/drain",
         "/v1/workers/{worker_id}/stop",
         "/v1/planner",
+        "/v1/block-events",
         "/v1/versions",
         "/v1/weights",
         "/v1/versions/{name}/finish",
@@ -204,6 +211,25 @@ def test_pools_that_cannot_be_flipped_are_not_planned():
     with pytest.raises(OrderRefused, match="as fp32, decode workers as int8: none can be flipped"):
         controller.order(SetPlanner(PlannerMode.ON))
     controller.order(SetPlanner(PlannerMode.OFF))
+
+
+def test_a_subscriber_of_block_events_is_told_their_keys_and_addresses_and_no_others():
+    controller = FakeController(Pools(1, 1))
+    events = EventsAddress("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    controller._plan = SimpleNamespace(token="token")
+    controller.links = {
+        WorkerId("w"): SimpleNamespace(info=SimpleNamespace(events=events)),
+        WorkerId("unheard"): SimpleNamespace(info=None),
+    }
+    answer = msgspec.json.decode(
+        ask("GET", "/v1/block-events", controller=controller).content, type=BlockEventsAnswer
+    )
+    assert answer.workers == {"w": events}
+    server, mine = (
+        keys(Secret("token"), Channel.BLOCK_EVENTS) for keys in (server_keys, client_keys)
+    )
+    assert answer.curve_serverkey.encode() == server.public
+    assert (answer.curve_publickey.encode(), answer.curve_secretkey.encode()) == mine
 
 
 def test_what_the_planner_says_and_did_is_told():
