@@ -22,7 +22,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.processes import configure_logging
+from deploy.logs import configure_logging
 from deploy.restarts import Restarts
 from engine.clock import Clock, MonotonicClock
 from engine.errors import ConfigError
@@ -135,7 +135,7 @@ def _strings(path: Path) -> tuple[str, ...]:
 
 def main() -> None:
     """Finds the GCS, and keeps it here or in a process of its own."""
-    configure_logging("warning")
+    configure_logging("warning", MonotonicClock())
     try:
         gcs = find()
     except ConfigError as error:

@@ -17,16 +17,17 @@ from concurrent.futures import Future, wait
 
 import msgspec
 
+from deploy.logs import configure_logging
 from deploy.processes import (
     Fetched,
     Fetching,
     ServiceThread,
-    configure_logging,
     fetch,
     freeze_heap,
     has_to_fetch,
     service_of,
 )
+from engine.clock import MonotonicClock
 from engine.errors import BatonError
 
 LOOK_EVERY_S = 0.5  # whether a download is wanted yet
@@ -46,7 +47,7 @@ def main(kind: str) -> int:
     if not spec:  # whoever started it does not want it any more
         return 0
     service, log_level = service_of(kind, spec)
-    configure_logging(log_level)
+    configure_logging(log_level, MonotonicClock())
     thread = ServiceThread(service, kind)
     try:
         if has_to_fetch(kind, spec):

@@ -534,10 +534,3 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def configure_logging(level: str) -> None:
-    """One line a record, to standard error."""
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
-    )

@@ -17,9 +17,10 @@ from deploy.admin import AdminService
 from deploy.admin_client import AdminClient, AdminError
 from deploy.admin_schema import PoolsAnswer
 from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
+from deploy.logs import configure_logging
 from deploy.own_ray import NAMESPACE
 from deploy.placement import NOWHERE_SPECIAL, Placement
-from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread, configure_logging
+from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread
 from deploy.ray_launcher import (
     CONTROLLER,
     ON_HEAD,
@@ -43,7 +44,7 @@ class _ControllerActor:
 
     def __init__(self, plan_json: bytes) -> None:
         plan = _with_siblings(msgspec.json.decode(plan_json, type=Plan))
-        configure_logging(plan.log_level)
+        configure_logging(plan.log_level, MonotonicClock())
         pools = plan.config.pools
         clock = MonotonicClock()
         self._launcher = RayLauncher.of_cluster(Placement.of(pools))

@@ -16,6 +16,7 @@ import ray
 from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from deploy.logs import configure_logging
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.own_ray import NAMESPACE, OwnRay
 from deploy.placement import NOWHERE_SPECIAL, Placement
@@ -26,7 +27,6 @@ from deploy.processes import (
     ServiceThread,
     WorkerReady,
     WorkerSpec,
-    configure_logging,
     fetch,
     freeze_heap,
     has_to_fetch,
@@ -52,7 +52,7 @@ class _Actor:
 
     def __init__(self, kind: str, spec: bytes) -> None:
         service, log_level = service_of(kind, spec, host=ray.util.get_node_ip_address())
-        configure_logging(log_level)
+        configure_logging(log_level, MonotonicClock())
         self._kind = kind
         self._spec = spec
         self._ready = b""

@@ -15,8 +15,10 @@ from deploy import own_ray
 from deploy.cluster import Deployment
 from deploy.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.launcher import Launcher, ProcessLauncher
+from deploy.logs import configure_logging
 from deploy.processes import GatewayReady
 from deploy.stop_signals import StopAsked, StopSignals, exit_status
+from engine.clock import MonotonicClock
 from engine.config import (
     WITH_DRAFT,
     RouterPolicy,
@@ -128,6 +130,7 @@ def serve(  # noqa: PLR0913 - a command's options
     if model == str(BUNDLED_MODEL) and draft_model is None and speculate in WITH_DRAFT:
         flags["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, flags)
+    configure_logging(log_level, MonotonicClock())
     forget_environment(os.environ)
     deployment = Deployment(LAUNCHERS[launcher](), model=model, config=tree)
     deployment.log_level = log_level

@@ -6,15 +6,16 @@ from rich.console import Console
 
 from deploy.cluster import Deployment
 from deploy.defaults import BUNDLED_MODEL
+from deploy.logs import configure_logging
 from deploy.nursery import Nursery
-from deploy.processes import configure_logging
 from deploy.serve_cli import run
+from engine.clock import MonotonicClock
 from engine.config import Config, GatewayConfig, PoolsConfig
 from tests.e2e.null_workers import NullWorkers
 
 
 def main() -> None:
-    configure_logging("warning")
+    configure_logging("warning", MonotonicClock())
     drain_s, pace_s = map(float, sys.argv[1:])
     gateway = GatewayConfig(port=0, drain_timeout_s=drain_s)
     config = Config(gateway=gateway, pools=PoolsConfig(mixed=1))
