@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 import deploy.cluster
+from deploy.launcher import STOP_TIMEOUT_S
 from deploy.placement import Node, Placement, nodes_to_start_on
 from deploy.up_files import CONSTRAINTS
-from engine.config import PoolsConfig
+from engine.config import GatewayConfig, PoolsConfig
 from engine.control import Pools
 
 pytestmark = pytest.mark.ray  # which brings yaml along
@@ -208,3 +209,12 @@ def test_the_kuberay_manifests_redis_is_the_one_that_the_gcs_is_told():
     secret = options["redisPassword"]["valueFrom"]["secretKeyRef"]
     assert secret["name"] == documents["Secret"]["metadata"]["name"]
     assert secret["key"] in documents["Secret"]["stringData"]
+
+
+def test_systemd_waits_for_the_drain_and_signals_one_process_only():
+    lines = (FOLDER / "baton.service").read_text().splitlines()
+    unit = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    assert unit["KillMode"] == "mixed"
+    least_s = GatewayConfig().drain_timeout_s + 2 * STOP_TIMEOUT_S  # gateways, then workers
+    assert int(unit["TimeoutStopSec"]) > least_s
+    assert "--keys-file" in unit["ExecStart"]
