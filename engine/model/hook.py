@@ -15,11 +15,11 @@ transformers would have built: the mask is what decides when a model runs by its
 believes what the layer says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from engine.model import torch_attention
 from engine.model.attention import Attend, AttentionBatch, Scoring
@@ -28,6 +28,10 @@ from engine.model.kvcache import KVCache
 PAGED = "baton_paged"
 RECORDING = "baton_recording"
 MASK_SHAPE = (1, 1, 1, 1)
+UNKNOWN_CONTEXT_LEN = 4096
+
+# (batch, head, query, key), indices → is the key shown to the query
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 KNOWN = frozenset({"position_ids"})  # tensors that say nothing new to an attention
 
 
@@ -121,10 +125,42 @@ def recording_hook(
 
 
 def recording_mask(
-    *, device: torch.device, local_size: int | None = None, **_: object
+    *,
+    device: torch.device,
+    mask_function: MaskFunction,
+    config: PreTrainedConfig,
+    local_size: int | None = None,
+    **_: object,
 ) -> torch.Tensor:
-    """What stands for a mask under RECORDING: its window, or 0 if it has none."""
-    return torch.full(MASK_SHAPE, float(local_size or 0), device=device)
+    """What stands for a mask under RECORDING: its window, or 0 if it has none.
+
+    A mask that hides anything else than the future and what is beyond the window has another shape.
+    """
+    context_len = getattr(config, "max_position_embeddings", None) or UNKNOWN_CONTEXT_LEN
+    shows = _shown(mask_function, local_size, context_len, device)
+    shape = MASK_SHAPE if shows else (*MASK_SHAPE, 1)
+    return torch.full(shape, float(local_size or 0), device=device)
+
+
+def _shown(
+    mask_function: MaskFunction, window: int | None, context_len: int, device: torch.device
+) -> bool:
+    """Returns True if a query sees itself and, within its window, all before it.
+
+    Tried with queries and keys around every power of two in the context, and around the window.
+    """
+    powers = [1 << i for i in range(context_len.bit_length())]
+    near = [n + i for n in (*powers, window or 0, context_len - 1) for i in (-1, 0, 1)]
+    query = torch.tensor(sorted({n for n in near if 0 <= n < context_len}), device=device)
+    distance = torch.cat([query, -query])
+    query, distance = torch.meshgrid(query, distance, indexing="ij")
+    key = query - distance
+    inside = (key >= 0) & (key < context_len)
+    query, key, distance = query[inside], key[inside], distance[inside]
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    expected = (distance >= 0) & (distance < (window or context_len))
+    found = mask_function(zero, zero, query, key)
+    return bool((found == expected).all())
 
 
 def _window(module: torch.nn.Module, kwargs: dict[str, object]) -> int | None:

@@ -9,9 +9,11 @@ shows it:
                              those of a long context, though a row attends to itself alone
     state besides K and V    the cut of row 0
     the length of a batch    the cut, too: its first chunk runs alone, the second beside far rows
-    distances, as windows    not here: what a layer tells its attention is compared with its mask
+    distances, as windows    not here: what a layer tells its attention is compared with its mask,
+                             and the mask with what ours hides (`hook`)
 
 So a context of 131,072 tokens is tried with some sixty tokens, in as many passes as a short one.
+What begins between two rows and ends before the next is not noticed.
 """
 
 import re

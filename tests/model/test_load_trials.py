@@ -4,6 +4,8 @@ Each change is made to a loaded model's modules. Then the model is refused, or w
 the logits of the changed model by its own code, near and far.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +17,7 @@ from engine.batch import Row
 from engine.config import WeightFormat
 from engine.errors import CheckpointError
 from engine.layout import KVFormat
-from engine.model import checkpoint, probe
+from engine.model import checkpoint, hook, probe
 from engine.model.cpu import CpuForward
 from engine.model.kvcache import KVCache, allocate_buffer
 from tests.checkpoints import CONTEXT_LEN, tiny_checkpoint
@@ -215,6 +217,25 @@ class Config:
 
     def to_dict(self):
         return self._properties
+
+
+@pytest.mark.parametrize(
+    ("hides", "is_ours"),
+    [
+        (lambda q, k: k <= q, True),
+        (lambda q, k: (k <= q) & (k > q - 77), False),  # though no window is told
+        (lambda q, k: (k <= q) & (k // 300 == q // 300), False),  # in chunks
+        (lambda q, k: (k <= q) | (k < 3), False),  # a prefix that sees its future
+        (lambda q, k: (k <= q) & ((q - k < 500) | (k == 0)), False),  # but for the first
+    ],
+)
+def test_a_mask_that_hides_more_or_less_is_another(hides, is_ours):
+    mask = hook.recording_mask(
+        device=torch.device("cpu"),
+        mask_function=lambda _batch, _head, q, k: hides(q, k),
+        config=SimpleNamespace(max_position_embeddings=1000),
+    )
+    assert (mask.shape == hook.MASK_SHAPE) == is_ours
 
 
 def test_rows_span_every_length_that_is_named():
