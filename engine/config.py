@@ -150,6 +150,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int | None = None  # of the generator by which ties fall; None: each gateway its own
     max_queue: int = 1024  # requests waiting for a worker
     queue_timeout_s: float = 60.0
+    # A key that holds less than another waits no longer for room: the youngest sequences of the
+    # other are put back for it. None: it waits until they end.
+    turn_after_s: float | None = 1.0
     silence_s: float = 3.0  # a worker that says nothing at all for so long is taken for lost
     stuck_step_s: float = 5.0  # one whose step takes longer, and much longer than predicted, too
     # A prompt that takes so many times as long as predicted is computed elsewhere as well; who is
@@ -181,6 +184,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processes: int = 1  # that share the port, each with a core's worth of connections
     model_name: str | None = None  # None: the name of the model's directory
     keys_file: str | None = None  # of `baton keys`; None: open to everyone
+    # Of each key that has no limits of its own, in each process; without keys, of all clients
+    # together. None: no limit.
+    requests_per_s: float | None = None
+    tokens_per_min: int | None = None  # of prompts and answers
+    max_streams: int | None = None  # requests in flight
     min_priority: int = 0  # lower numbers are served earlier; clients may ask for none below this
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 16  # of one request: `n`, `best_of`

@@ -34,7 +34,8 @@ workers concerned, whatever the reason.
 
 The machine knows no socket, no clock and no text. Events and time go in, effects come out. Its
 parts share one `RouterState`: `admission` says who is let in, `queue` who is next, `policies` where
-it goes, `placing` has it done, `progress` takes in what workers tell, `ends` ends what is over.
+it goes, `placing` has it done, `turns` gives room of one key to another, `progress` takes in what
+workers tell, `ends` ends what is over.
 """
 
 import random
@@ -76,6 +77,7 @@ from router.policies.candidates import longest_predicted_s, predicted_ready_s
 from router.progress import Progress
 from router.requests import Cancelled, Failed, Forecast, Rejected, Request
 from router.state import RouterState
+from router.turns import Turns
 from router.view import ClusterView, WorkerView
 
 STUCK_FACTOR = 20.0  # nothing takes so many times what is predicted, not on the busiest machine
@@ -124,6 +126,7 @@ class RouterMachine:
             self.state, self._ends, self._placing, self._moving, self._hedging
         )
         self._admission = Admission(self.state)
+        self._turns = Turns(self.state, self._ends, self._placing, self._admission)
         self.demand = Demand(self.state)
 
     @property
@@ -189,6 +192,7 @@ class RouterMachine:
                 effects += self._moving.move_all(now_s)
             if state.queue:
                 effects += self._placing.place_all(now_s)
+                effects += self._turns.give(now_s)
             if state.copied:
                 effects += self._moving.hand_over_next()
         return effects
@@ -224,6 +228,7 @@ class RouterMachine:
         if (head := state.queue.head()) is not None:  # only the head is waited for
             due_s.append(state.flights[head].back_off_until_s)
             due_s.append(None if state.busy is None else state.busy.until_s)
+            due_s.append(state.turn_due_s)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
@@ -264,18 +269,19 @@ class RouterMachine:
         state.num_arrived += 1
         assert request.request_id not in state.flights
         self.demand.arrived(flight)
+        effects = self._turns.make_place(flight, now_s)
         refusal = self._admission.refusal(flight, now_s)
         if refusal is not None:
-            return [End(request.request_id, refusal, timeline(flight, now_s))]
+            return [*effects, End(request.request_id, refusal, timeline(flight, now_s))]
         state.flights[request.request_id] = flight
         leader = None if request.leader is None else state.flights.get(request.leader)
         if leader is not None and leader.leads:
             flight.leads = False
             state.held.hold(request.request_id, leader.request.request_id)
-            return []
+            return effects
         flight.shared = None if leader is None else leader.shared
         state.put(flight)
-        return []
+        return effects
 
     def _on_client_gone(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
         flight = self.state.flights.get(request_id)

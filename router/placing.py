@@ -61,6 +61,15 @@ class Placing:
                     effects.append(self._place(flight, choice, need, now_s))
         return effects
 
+    def place_one(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """Places a queued request out of turn, if there is room."""
+        need = self.need(flight, now_s)
+        choice = self._choose(flight, need, now_s)
+        if not isinstance(choice, Choice):
+            return []
+        self._state.take(flight)
+        return [self._place(flight, choice, need, now_s)]
+
     def need(self, flight: Flight, now_s: float) -> Need:
         """What the next attempt needs. Only a first one is kept close to the leader's.
 
@@ -88,12 +97,12 @@ class Placing:
             choice = state.fleet.choose(need, known.hashes(), now_s)
             if choice is not None:
                 return choice
-        found = self._find(need, now_s)
+        found = self.room_for(need, now_s)
         if not isinstance(found, Candidates):
             return found
         return self._ask_policy(need, known, found, now_s)
 
-    def _find(
+    def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
     ) -> Candidates | Busy | Impossible:
         """Workers that have room now, but for one."""
@@ -131,7 +140,7 @@ class Placing:
         first = flight.attempt
         assert first is not None
         need = replace(self.need(flight, now_s), may_pull=False)
-        others = self._find(need, now_s, other_than=first.prefill)
+        others = self.room_for(need, now_s, other_than=first.prefill)
         if not isinstance(others, Candidates):
             return None
         choice = self._ask_policy(need, KnownPrefixes(self._state, flight), others, now_s)

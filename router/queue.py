@@ -89,6 +89,30 @@ class FairQueue:
             level.tenants.move_to_end(name)
             level.has_begun = False
 
+    def firsts(self) -> Iterator[RequestId]:
+        """The next request of each tenant in the most urgent priority, and the head."""
+        if self._returned:
+            yield next(iter(self._returned))
+        if self._levels:
+            for tenant in self._levels[min(self._levels)].tenants.values():
+                yield next(iter(tenant.waiting))
+
+    def num_of(self, tenant: str) -> int:
+        """Requests of a tenant that have not come back."""
+        levels = self._levels.values()
+        return sum(
+            len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants
+        )
+
+    def longest(self) -> tuple[str, RequestId | None]:
+        """The tenant with most requests that have not come back, and the latest of these."""
+        names = {name for level in self._levels.values() for name in level.tenants}
+        if not names:
+            return "", None
+        longest = max(sorted(names), key=self.num_of)
+        last = max(number for number, level in self._levels.items() if longest in level.tenants)
+        return longest, next(reversed(self._levels[last].tenants[longest].waiting))
+
     def remove(self, request_id: RequestId) -> None:
         """It is placed, and its tenant has that less to have placed at this turn."""
         self._take(request_id, is_placed=True)

@@ -43,6 +43,7 @@ class Request:
     leader: RequestId | None = None
     priority: int = 0  # lower is served earlier, as in vLLM
     tenant: str = ""  # API key or user: the queue is shared fairly among these
+    has_key: bool = False  # `tenant` is known by its key; else it is the client's own word
     deadline_s: float | None = None  # for the first token, on the clock of `received_s`
     tpot_bound_s: float | None = None  # seconds per token; None: the router's
     salt: Salt = b""  # only requests of equal ones share cached prefixes

@@ -60,6 +60,7 @@ class RouterState:
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
         self.locally_s = 0.0  # of what was predicted as prompts came, given to decode workers
         self.busy: Busy | None = None  # what the head of the queue waits for
+        self.turn_due_s: float | None = None  # when a key that waits may be given others' room
         self.stranded: dict[RequestId, None] = {}  # to be moved and cannot be
         self.move_again_s: float | None = None  # when that is tried again
         self.to_copy: dict[RequestId, None] = {}  # to be moved, and waiting for their turn

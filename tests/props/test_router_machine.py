@@ -379,7 +379,16 @@ class World:
             name = RequestId(f"r{len(self.clients)}")
             salt = salt_of(leader or name)
             request = Request(
-                name, tuple(prompt), Sampling(), limits, self.now_s, None, leader, salt=salt
+                name,
+                tuple(prompt),
+                Sampling(),
+                limits,
+                self.now_s,
+                None,
+                leader,
+                salt=salt,
+                tenant="abc"[len(self.clients) % 3],
+                has_key=True,
             )
             self.clients[name] = Client(request)
             self._handle(Arrived(request))
