@@ -39,6 +39,7 @@ from router.edge.tls import TlsFiles
 from router.gateway import create_app
 from router.grammar_checker import GrammarChecker
 from router.jobs import GatewaySettings
+from router.limits import KeyLimits
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router
@@ -288,6 +289,7 @@ class GatewayService:
         settings = GatewaySettings(
             secret=Secret(spec.token),
             max_body_bytes=config.max_body_bytes,
+            key_limits=KeyLimits(config.requests_per_s, config.tokens_per_min, config.max_streams),
             max_choices=config.max_choices,
             min_priority=config.min_priority,
         )

@@ -22,6 +22,7 @@ import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -44,7 +45,9 @@ from router.answers import Choice, Piece
 from router.connection import Caller, caller_of, pipe_of
 from router.edge.limits import Book
 from router.grammar_checker import GrammarCheck, check_structure
+from router.inbox.lanes import Lanes
 from router.jobs import Call, ClientGone, GatewaySettings, Job, check_size, parse, read_body
+from router.limits import KeyAccounts, Stream
 from router.metrics import GatewayMetrics, RequestMeter
 from router.openai_schema import Body, ChatBody, CompletionBody
 from router.requests import Finished, Outcome, RouterPort, Update
@@ -97,7 +100,8 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
         metrics.watch_edge(edge)
     if siblings is not None:
         siblings.own = metrics.own
-    service = _Service(versions, settings, clock, rng, metrics, grammars)
+    accounts = KeyAccounts(settings.key_limits)
+    service = _Service(versions, settings, clock, rng, metrics, grammars, accounts, Lanes())
     pages = _Pages(versions, metrics, version, siblings)
     answers = {
         "/v1/chat/completions": _Answers(service, CHAT, ChatBody),
@@ -138,6 +142,8 @@ class _Service:
     rng: random.Random
     metrics: GatewayMetrics
     grammars: GrammarCheck
+    accounts: KeyAccounts
+    lanes: Lanes
 
 
 class _Front:
@@ -198,21 +204,34 @@ class _Answers:
                 await self._answer(body, scope, meter, send)
 
     async def _answer(self, data: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        service = self._service
+        service, tenant = self._service, tenant_of(scope)
         received_s = service.clock.now_s()
+        stream: Stream | None = None
         try:
-            job = await self._job(data, received_s, scope)
-            while not service.versions.takes(job.served):  # it has begun to leave meanwhile
+            try:
+                stream = service.accounts.begin(tenant.name, tenant.limits, received_s)
                 job = await self._job(data, received_s, scope)
-        except InvalidRequest as error:
-            meter.refuse()
-            await send_invalid(send, error)
-            return
-        with service.versions.serving(job.served):
-            await self._serve(job, received_s, scope, meter, send)
+                while not service.versions.takes(job.served):  # it has begun to leave meanwhile
+                    job = await self._job(data, received_s, scope)
+                stream.hold_tokens(job.most_tokens, received_s)
+            except InvalidRequest as error:
+                meter.refuse()
+                await send_invalid(send, error)
+                return
+            with service.versions.serving(job.served):
+                await self._serve(job, received_s, scope, meter, send, stream)
+        finally:
+            if stream is not None:
+                stream.end(service.clock.now_s())
 
     async def _serve(
-        self, job: Job, received_s: float, scope: Scope, meter: RequestMeter, send: Send
+        self,
+        job: Job,
+        received_s: float,
+        scope: Scope,
+        meter: RequestMeter,
+        send: Send,
+        stream: Stream,
     ) -> None:
         service = self._service
         meter.accept(received_s, len(job.first.token_ids), job.served.name)
@@ -227,9 +246,13 @@ class _Answers:
             )
             for index, request in enumerate(job.requests)
         ]
-        writer = self._writer(job, choices[0], scope, send)
+        writer = self._writer(job, choices[0], scope, send, stream)
         source = _Updates(job.served.port, service.clock)
-        await _answer_with(source, choices, writer, job.num_shown, meter)
+        try:
+            await _answer_with(source, choices, writer, job.num_shown, meter)
+        finally:
+            num_answered = sum(choice.num_tokens for choice in choices)
+            stream.num_used = len(job.first.token_ids) + num_answered
 
     async def _job(self, data: bytes, received_s: float, scope: Scope) -> Job:
         service = self._service
@@ -244,17 +267,19 @@ class _Answers:
             version=headers.get(VERSION_HEADER),
             affinity=headers.get(AFFINITY_HEADER),
         )
-        args = (call, self._body_type, service.versions, service.settings)
+        parsed = partial(parse, call, self._body_type, service.versions, service.settings)
         if len(data) < LONG_BODY_BYTES:
-            job = parse(*args)
+            job = parsed()
         else:
-            job = await asyncio.to_thread(parse, *args)
+            job = await service.lanes.run(call.tenant.name, len(data), parsed)
         if job.structure.grammar is not None:
             text, tenant = job.served.text, job.first.tenant
             await check_structure(service.grammars, job.structure, _vocabulary_of(text), tenant)
         return job
 
-    def _writer(self, job: Job, first: Choice, scope: Scope, send: Send) -> AnswerWriter:
+    def _writer(
+        self, job: Job, first: Choice, scope: Scope, send: Send, stream: Stream
+    ) -> AnswerWriter:
         heading = Heading(
             dialect=self._dialect,
             answer_id=job.first.request_id,
@@ -266,6 +291,7 @@ class _Answers:
             bytes_of=job.served.text.bytes_of,
             wish=_with_headers(job.wish, scope),
             decision=lambda: first.decision,
+            limit_headers=lambda: stream.headers(job.first.received_s),
         )
         if job.stream:
             return StreamedAnswer(heading, send, pipe_of(scope))

@@ -15,6 +15,7 @@ from router.access.keys import Tenant
 from router.answers import TextRules
 from router.api_errors import ApiError
 from router.inbox.json_fields import decode_fields
+from router.limits import UNLIMITED, KeyLimits
 from router.openai_schema import (
     Body,
     CompletionBody,
@@ -43,6 +44,7 @@ class GatewaySettings:
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     default_max_tokens: int | None = None  # None: the rest of the context
+    key_limits: KeyLimits = UNLIMITED  # of keys that have none of their own
     max_choices: int = 16  # of one answer, those included that `best_of` leaves out
     min_priority: int = 0  # clients may ask for no lower one, which would be served earlier
 
@@ -67,6 +69,12 @@ class Job(msgspec.Struct, frozen=True):
     def first(self) -> Request:
         """The one whose prompt all others share."""
         return self.requests[0]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of answers as long as they may be."""
+        prompt_len = len(self.first.token_ids)
+        return prompt_len + sum(each.limits.max_len - prompt_len for each in self.requests)
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -144,6 +152,7 @@ def parse(call: Call, body_type: type[Body], versions: Versions, settings: Gatew
         priority=priority_of(body, settings.min_priority),
         # The holder of a key would otherwise get a turn more for each `user` that it invents.
         tenant=call.tenant.name or body.user or "",
+        has_key=bool(call.tenant.name),
         deadline_s=_after(call.received_s, body.slo_ttft_ms),
         tpot_bound_s=_after(0.0, body.slo_tpot_ms),
     )

@@ -16,6 +16,7 @@ from starlette.types import Send
 
 from engine.errors import InvalidRequest
 from router.answers import CallDelta, Piece
+from router.limits import LimitExceeded
 from router.logprobs import (
     BytesOf,
     ChatLogprobs,
@@ -149,11 +150,12 @@ class Heading(msgspec.Struct, frozen=True):
     bytes_of: BytesOf
     wish: Wish
     decision: Callable[[], Decision | None]  # known with the first token
+    limit_headers: Callable[[], Mapping[str, str]] = dict  # what remains of the key's limits
 
     @property
     def headers(self) -> dict[str, str]:
         """What the head of every answer says. Its decision is JSON, which has no line breaks."""
-        headers = {"x-request-id": self.answer_id}
+        headers = {"x-request-id": self.answer_id, **self.limit_headers()}
         if self.wish.decision and (decision := self.decision()) is not None:
             headers[DECISION_HEADER] = _encode(decision).decode()
         return headers
@@ -501,15 +503,20 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+_KIND_OF_STATUS = {503: "server_error", 429: "rate_limit_error"}
+
+
 async def send_invalid(send: Send, error: InvalidRequest) -> None:
     """Answers a request that nobody computes: mostly the client's fault, with 503 ours."""
     code: str | None = getattr(error, "code", None)
-    kind = "server_error" if error.status == 503 else "invalid_request_error"
+    kind = _KIND_OF_STATUS.get(error.status, "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=code)
     # A body that was not read to its end leaves the connection unusable.
     headers = {"connection": "close"} if error.status in (408, 413) else {}
     if error.status == 503:
         headers["retry-after"] = "1"
+    if isinstance(error, LimitExceeded):
+        headers |= error.headers
     await send_json(send, error.status, body, headers)
 
 
