@@ -17,14 +17,14 @@ PADDING = {"padding": "x" * SHORT_BODY_BYTES}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
 
 
-def filled(head: bytes, item: bytes, tail: bytes) -> bytes:
-    """A body of a mebibyte, of as many items as it takes."""
-    number = (NUM_BYTES - len(head) - len(tail)) // (len(item) + 1)
+def filled(head: bytes, item: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
+    """A body of so many bytes, of as many items as it takes."""
+    number = (num_bytes - len(head) - len(tail)) // (len(item) + 1)
     return head + b",".join([item] * number) + tail
 
 
-def keyed(head: bytes, tail: bytes) -> bytes:
-    return head + b",".join(b'"%d":1' % i for i in range(NUM_BYTES // 11)) + tail
+def keyed(head: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
+    return head + b",".join(b'"%d":1' % i for i in range(num_bytes // 11)) + tail
 
 
 # What makes as many objects as a body can.
