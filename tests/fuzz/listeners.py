@@ -29,7 +29,7 @@ LISTENERS = ("sessions", "kv", "published", "asked")
 DEADLINE_S = 20.0
 THROW_S = 1.0
 MAX_CHANGES = 3
-MANY = 2000  # times that a piece may be repeated
+MAX_PIECE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Listeners:
 
     addresses: dict[str, str]
     pid: int
+    runner: asyncio.Runner  # of gRPC's clients, which outlive no event loop
 
     def memory_mib(self) -> float:
         """What the process has in memory."""
@@ -79,7 +80,8 @@ def listening() -> Iterator[Listeners]:
     process.start()
     try:
         assert process.pid is not None
-        yield Listeners(told.get(timeout=DEADLINE_S), process.pid)
+        with asyncio.Runner() as runner:
+            yield Listeners(told.get(timeout=DEADLINE_S), process.pid, runner)
         assert process.is_alive()
     finally:
         process.kill()
@@ -93,7 +95,7 @@ def is_served(listeners: Listeners, name: str) -> bool:
     """Whether a client that holds the secret gets what the listener is there for."""
     address = listeners.addresses[name]
     if name == "sessions":
-        return asyncio.run(_has_session(address))
+        return listeners.runner.run(_has_session(address))
     channel = Channel.KV if name == "kv" else Channel.BLOCK_EVENTS
     with zmq.Context() as context, context.socket(_KINDS[name]) as client:
         client.linger = 0
@@ -145,7 +147,8 @@ def spoiled_opening(name: str, rng: random.Random) -> list[bytes]:
             case "lost" if len(pieces) > 1:
                 del pieces[place]
             case "many":
-                pieces[place] *= rng.choice((2, 100, MANY))
+                most = max(1, MAX_PIECE_BYTES // max(1, len(pieces[place])))
+                pieces[place] *= min(most, rng.choice((2, 100, 2000)))
             case _:
                 pieces.insert(place, rng.randbytes(rng.choice((1, 64, 4096))))
     return pieces
