@@ -51,6 +51,7 @@ test-long: install
 fuzz: install
 	$(BIN)/python -m pytest --hypothesis-profile search tests/props tests/unit tests/fuzz/test_listeners.py
 	$(BIN)/python -m tests.fuzz.decoders -runs=200000
+	$(BIN)/python -m tests.fuzz.grammars --runs 20000
 
 .venv-core/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-core

@@ -139,7 +139,7 @@ class GrammarChecker:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._child = _Child()
+        self._child = GrammarChild()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._verdicts: OrderedDict[bytes, Answered] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}
@@ -234,14 +234,21 @@ def _digest(asked: Asked) -> bytes:
         raise GrammarError("the grammar is not valid Unicode") from error
 
 
-class _Child:
+class GrammarChild:
     """The process, started when it is asked; used by one thread at a time. It never raises."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def ask(self, asked: Asked) -> Answered:
+        """The verdict on one grammar; BUSY where the process ended or said nothing."""
         try:
             sock = self._opened()
             send_frame(sock, asked)
@@ -256,11 +263,12 @@ class _Child:
         return Answered(Verdict.BUSY, "the process that compiles grammars did not answer")
 
     def kill(self) -> None:
-        """From any thread: whoever waits for an answer gets the end of the socket."""
+        """Ends the process, from any thread. An `ask` that waits sees the socket end."""
         if (process := self._process) is not None:
             process.kill()
 
     def close(self) -> None:
+        """Ends the process and waits for its end."""
         self.kill()
         if self._socket is not None:
             self._socket.close()

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import random
-import resource
 import signal
 import subprocess
 import sys
@@ -22,12 +20,14 @@ from router import grammar_checker
 from router.api_errors import ApiError
 from router.grammar_checker import GrammarBusy, GrammarChecker, check_structure
 from router.structured import structure_of
-from tests.fuzz.hostile_grammars import hostile_grammar
+from tests.fuzz import grammars
+from tests.fuzz.grammars import fuzz, resident_bytes
 from tests.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE
 
 VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
 MAX_GAP_S = 0.25
 TIMEOUT_S = 40.0
+NUM_FUZZED = 200
 
 
 def schema(value):
@@ -57,15 +57,11 @@ async def verdict_of(checker, grammar, tenant=""):
 
 
 def pid_of(checker):
-    return checker._child._process.pid
+    return checker._child.pid
 
 
 def is_running(pid):
     return Path(f"/proc/{pid}").exists()
-
-
-def resident_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 async def longest_gap_s(stop):
@@ -88,12 +84,12 @@ HOSTILE = {
     ),
     "properties": schema({"type": "object", "properties": {f"p{i}": {} for i in range(3_000)}}),
     "nesting": Grammar(GrammarKind.JSON_SCHEMA, '{"const": ' + "[" * 985 + "]" * 985 + "}"),
-    "met remainders": schema({"anyOf": [{"multipleOf": 11171}, {"multipleOf": 3181}]}),
+    "met remainders": schema({"anyOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}),
     "special token first": lark(
         "start: <|endoftext|> a\na: %json "
-        + json.dumps({"anyOf": [{"multipleOf": 32_000 + i, "type": "integer"} for i in range(20)]})
+        + json.dumps({"anyOf": [{"multipleOf": 9_900 + i, "type": "integer"} for i in range(20)]})
     ),
-    "remainders": schema({"anyOf": [{"multipleOf": 32_000 + i} for i in range(20)]}),
+    "remainders": schema({"anyOf": [{"multipleOf": 9_900 + i} for i in range(20)]}),
 }
 
 
@@ -171,19 +167,17 @@ def test_whatever_a_fork_does_has_a_verdict():
     }
 
 
-NUM_FUZZED = 200
-
-
 def test_random_hostile_grammars_end_in_verdicts():
-    async def run():
-        async with opened_checker() as checker:
-            for seed in range(NUM_FUZZED):
-                await verdict_of(checker, hostile_grammar(random.Random(seed)))
-            assert checker.counters[Verdict.CRASHED] == checker.counters[Verdict.BUSY] == 0
-            assert checker.counters[Verdict.FOLLOWED] > NUM_FUZZED / 5
-            assert resident_bytes(pid_of(checker)) < 256 * 2**20
+    counts = fuzz(0, NUM_FUZZED)
+    assert counts.total() == NUM_FUZZED
+    assert counts[Verdict.FOLLOWED] > NUM_FUZZED / 5
+    assert counts[Verdict.SLOW] > 0
 
-    asyncio.run(run())
+
+def test_a_planted_bug_is_a_finding(monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_WALL_S", 0.0)
+    with pytest.raises(grammars.Finding, match="took"):
+        fuzz(0, 5)
 
 
 def test_a_field_is_named_and_of_tools_the_one_to_blame():

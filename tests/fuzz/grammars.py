@@ -1,0 +1,102 @@
+"""Hostile grammars through the child that compiles them: `python -m tests.fuzz.grammars`.
+
+Each has to end in a verdict on the grammar, in bounded time, and the child's memory has to stay
+flat. A finding ends the run with status 1 and the grammar's seed, which `--first` begins with. Of
+those that can be followed some are followed, too.
+"""
+
+import argparse
+import random
+import resource
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from engine.errors import GrammarError
+from engine.grammar_child import Asked, Verdict, Vocabulary
+from engine.grammars import MAX_SOURCE_LEN, MAX_TOKEN_S
+from engine.messages import Grammar
+from router.grammar_checker import GrammarChild
+from tests.fuzz.hostile_grammars import hostile_grammar
+from tests.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE, bundled_guides
+from tests.schemas import allowed_ids
+
+VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
+MAX_WALL_S = 8.0  # on a machine that is busy with other things, too
+MAX_GROWTH_BYTES = 64 * 2**20
+FOLLOWED_SHARE = 0.1
+NUM_TOKENS = 60
+
+
+class Finding(Exception):
+    """What should not be."""
+
+
+def fuzz(first: int, runs: int) -> Counter[str]:
+    """The verdicts, counted. Raises Finding."""
+    child, counts, floor_bytes = GrammarChild(), Counter[str](), 0
+    try:
+        for seed in range(first, first + runs):
+            rng = random.Random(seed)
+            grammar = hostile_grammar(rng)
+            if len(grammar.source) > MAX_SOURCE_LEN:
+                counts["too long"] += 1
+                continue
+            begin_s = time.monotonic()
+            verdict = child.ask(Asked(VOCABULARY, grammar)).verdict
+            counts[verdict] += 1
+            if verdict in (Verdict.CRASHED, Verdict.BUSY):
+                raise Finding(f"seed {seed}: {verdict}")
+            if time.monotonic() - begin_s > MAX_WALL_S:
+                raise Finding(f"seed {seed} took {time.monotonic() - begin_s:.1f} s")
+            if verdict is Verdict.FOLLOWED and rng.random() < FOLLOWED_SHARE:
+                follow(grammar, seed)
+            num_bytes = resident_bytes(child.pid)
+            floor_bytes = floor_bytes or num_bytes
+            if num_bytes - floor_bytes > MAX_GROWTH_BYTES:
+                raise Finding(f"seed {seed}: the child grew to {num_bytes} bytes")
+    finally:
+        child.close()
+    return counts
+
+
+def follow(grammar: Grammar, seed: int) -> None:
+    """Writes a random answer. Raises Finding where a token takes long."""
+    rng = np.random.default_rng(seed)
+    try:
+        guide = bundled_guides().open(grammar, ())
+    except GrammarError as error:
+        raise Finding(f"seed {seed}: the child could follow it, but {error}") from error
+    for _ in range(NUM_TOKENS):
+        begin_s = time.thread_time()
+        ids = [i for i in allowed_ids(guide.masks(())[0]).tolist() if i not in EOS]
+        if time.thread_time() - begin_s > 3 * MAX_TOKEN_S:
+            raise Finding(f"seed {seed}: a mask took {time.thread_time() - begin_s:.2f} s")
+        if not ids:
+            return
+        guide.consume(int(rng.choice(ids)))
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    """Prints the verdicts, or the finding."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--runs", type=int, default=2000)
+    options = parser.parse_args()
+    try:
+        counts = fuzz(options.first, options.runs)
+    except Finding as finding:
+        sys.exit(f"finding: {finding}")
+    print(", ".join(f"{name}: {count}" for name, count in counts.most_common()))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
