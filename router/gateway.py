@@ -273,8 +273,8 @@ class _Answers:
         else:
             job = await service.lanes.run(call.tenant.name, len(data), parsed)
         if job.structure.grammar is not None:
-            text, tenant = job.served.text, job.first.tenant
-            await check_structure(service.grammars, job.structure, _vocabulary_of(text), tenant)
+            vocabulary = _vocabulary_of(job.served.text)
+            await check_structure(service.grammars, job.structure, vocabulary, call.tenant.name)
         return job
 
     def _writer(

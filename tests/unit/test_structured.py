@@ -315,6 +315,12 @@ TEXTS = {
         None,
         [("get", '{"s": "}</tool_call>"}')],
     ),
+    r'<tool_call>{"name": "get", "arguments": {"s": ["\\\"}", "\\\\"]}}</tool_call>': (
+        None,
+        [("get", r'{"s": ["\\\"}", "\\\\"]}')],
+    ),
+    '<tool_call>{"name": "get", "arguments": 12.5}</tool_call>': (None, [("get", "12.5")]),
+    '<tool_call>{"name": "get", "arguments": "}"}</tool_call>': (None, [("get", '"}"')]),
     CALL[:-15]: (None, [("get_weather", '{"city": "Łódź"')]),
     CALL[:-5]: (None, [("get_weather", '{"city": "Łódź"}')]),
     CALL[:49]: (None, [("get_weather", "")]),
@@ -360,6 +366,18 @@ def test_text_is_told_as_it_comes_and_a_name_before_its_arguments():
     assert parser.feed(": 1}}") == []
     assert parser.feed("</tool_call>") == [CallArguments(0, '{"a": 1}')]
     assert parser.finish() == []
+
+
+def test_long_arguments_are_looked_at_once():
+    parser, length = ToolCallParser(random.Random(0)), 20_000
+    parser.feed('<tool_call>{"name": "get", "arguments": {"s": "')
+    finder, looked = parser._arguments, 0
+    for _ in range(length):
+        before = finder._at
+        assert parser.feed(">") == []
+        looked += finder._at - before
+    assert looked == length
+    assert parser.feed('"}}</tool_call>') == [CallArguments(0, f'{{"s": "{">" * length}"}}')]
 
 
 def test_a_grammar_is_what_crosses_the_wire():
