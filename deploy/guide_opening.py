@@ -91,6 +91,6 @@ def _opened(guides: Guides, message: Prefill | Generate | Decode) -> OpenedGuide
     grammar = message.sampling.grammar
     assert grammar is not None
     try:
-        return guides.open(grammar, message.token_ids[message.limits.prompt_len :])
+        return guides.open(grammar, message.token_ids[message.limits.prompt_len :], message.salt)
     except GrammarError as error:
         return error

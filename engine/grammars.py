@@ -65,6 +65,7 @@ _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invali
 _QUOTED_LINES = re.compile(r"\n +\d+ \| ")
 
 T = TypeVar("T")
+_Kept = tuple[bytes, Grammar]  # the salt of the tenants that share it, and what was compiled
 
 
 class LlGuides:
@@ -82,32 +83,33 @@ class LlGuides:
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
-        self._compiled: OrderedDict[Grammar, Future[_Compiled]] = OrderedDict()
+        self._compiled: OrderedDict[_Kept, Future[_Compiled]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> None:
         """Compiles it, if nobody has, so that `open` need not. Raises GrammarError."""
-        self._prototype(grammar)
+        self._prototype((b"", grammar))
 
-    def open(self, grammar: Grammar, answer: Sequence[int]) -> "LlGuide":
+    def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> "LlGuide":
         """A guide that has consumed `answer`. Raises GrammarError, also if the answer strays."""
-        matcher = self._prototype(grammar).deep_copy()
-        guide = LlGuide(matcher, self._loaded(), on_fault=lambda: self._forget(grammar))
+        kept = (salt, grammar)
+        matcher = self._prototype(kept).deep_copy()
+        guide = LlGuide(matcher, self._loaded(), on_fault=lambda: self._forget(kept))
         guide.replay(answer)
         if guide.fault is not None:
             raise GrammarError(guide.fault)
         return guide
 
-    def _prototype(self, grammar: Grammar) -> LLMatcher:
+    def _prototype(self, kept: _Kept) -> LLMatcher:
         """The compiled grammar. Who comes second waits for who came first."""
         with self._lock:
-            future = self._compiled.get(grammar)
+            future = self._compiled.get(kept)
             mine = future is None
             if future is None:
-                future = self._compiled[grammar] = Future()
-            self._compiled.move_to_end(grammar)
+                future = self._compiled[kept] = Future()
+            self._compiled.move_to_end(kept)
         if mine:
             try:
-                future.set_result(_compile(self._loaded().tokenizer, grammar))
+                future.set_result(_compile(self._loaded().tokenizer, kept[1]))
             except BaseException as error:
                 future.set_exception(error)
             self._evict()
@@ -138,10 +140,10 @@ class LlGuides:
                 self._vocabulary = _translated(lambda: _load(*facts))
             return self._vocabulary
 
-    def _forget(self, grammar: Grammar) -> None:
+    def _forget(self, kept: _Kept) -> None:
         """What a faulty guide shares with others may be spoilt."""
         with self._lock:
-            self._compiled.pop(grammar, None)
+            self._compiled.pop(kept, None)
 
 
 class LlGuide:

@@ -47,6 +47,9 @@ OpenedGuide = Guide | GrammarError  # what comes of opening one
 class Guides(Protocol):
     """Makes guides for one tokenizer."""
 
-    def open(self, grammar: Grammar, answer: Sequence[int]) -> Guide:
-        """A guide that has consumed `answer`. Raises GrammarError."""
+    def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> Guide:
+        """A guide that has consumed `answer`. Raises GrammarError.
+
+        Compiled grammars are kept for each salt by itself: time tells a tenant nothing of others.
+        """
         ...

@@ -113,7 +113,9 @@ class Intake:
             return None
         if self.guides is None:
             raise GrammarError("this worker follows none")
-        return self.guides.open(grammar, message.token_ids[message.limits.prompt_len :])
+        return self.guides.open(
+            grammar, message.token_ids[message.limits.prompt_len :], message.salt
+        )
 
     def _fault(self, message: Prefill | Generate | Decode, largest_id: int) -> str | None:
         limits, sampling, length = message.limits, message.sampling, len(message.token_ids)

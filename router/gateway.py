@@ -44,7 +44,7 @@ from router.access.guard import KeyGuard, tenant_of
 from router.answers import Choice, Piece
 from router.connection import Caller, caller_of, pipe_of
 from router.edge.limits import Book
-from router.grammar_checker import GrammarCheck, check_structure
+from router.grammar_checker import Asker, GrammarCheck, check_structure
 from router.inbox.lanes import Lanes
 from router.jobs import Call, ClientGone, GatewaySettings, Job, check_size, parse, read_body
 from router.limits import KeyAccounts, Stream
@@ -274,7 +274,8 @@ class _Answers:
             job = await service.lanes.run(call.tenant.name, len(data), parsed)
         if job.structure.grammar is not None:
             vocabulary = _vocabulary_of(job.served.text)
-            await check_structure(service.grammars, job.structure, vocabulary, call.tenant.name)
+            asker = Asker(call.tenant.name, job.first.salt)
+            await check_structure(service.grammars, job.structure, vocabulary, asker)
         return job
 
     def _writer(

@@ -2,7 +2,8 @@
 
 `engine.grammar_child` compiles, and this is its only client. The child starts with the first
 grammar. It compiles one grammar at a time; tenants that wait take turns. Its verdicts are kept by
-the digest of the grammar, so a grammar in use costs a look. A child that does not answer in time is
+the digest of the grammar and of the tenant's salt, so a grammar in use costs a look, and no tenant
+learns by time what another one used. A child that does not answer in time is
 killed, and the next grammar starts another one.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -57,31 +58,38 @@ class GrammarBusy(Exception):
     """There is no time to check a grammar now."""
 
 
+class Asker(NamedTuple):
+    """Who wants a grammar followed: whose turn it takes, and who shares its verdict."""
+
+    tenant: str
+    salt: bytes
+
+
 class GrammarCheck(Protocol):
     """Says whether grammars can be followed. `counters` has how many, by verdict."""
 
     counters: Counter[str]
 
-    async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, tenant: str) -> None:
+    async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
         """Raises GrammarError if it cannot be followed, GrammarBusy if that cannot be said now."""
         ...
 
 
 async def check_structure(
-    checker: GrammarCheck, structure: Structure, vocabulary: Vocabulary | None, tenant: str
+    checker: GrammarCheck, structure: Structure, vocabulary: Vocabulary | None, asker: Asker
 ) -> None:
     """Raises ApiError, naming the field, if the answer's grammar cannot be followed."""
     if structure.grammar is None:
         return
     try:
         try:
-            await checker.check(vocabulary, structure.grammar, tenant)
+            await checker.check(vocabulary, structure.grammar, asker)
         except GrammarError as error:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BLAME_TIMEOUT_S):
                     for param, part in structure.parts:
                         with _named(param):
-                            await checker.check(vocabulary, part, tenant)
+                            await checker.check(vocabulary, part, asker)
             raise _refusal(structure.param, error) from error
     except GrammarBusy as error:
         raise ApiError(
@@ -148,16 +156,16 @@ class GrammarChecker:
         self._next_log_s = 0.0
         self.counters: Counter[str] = Counter(dict.fromkeys(Verdict, 0))
 
-    async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, tenant: str) -> None:
+    async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
         """Raises GrammarError if workers cannot follow it, GrammarBusy if there is no time."""
         if vocabulary is None:
             raise GrammarError("this model's tokenizer cannot guide answers")
         if len(grammar.source) > MAX_SOURCE_LEN:
             raise GrammarError(f"the grammar has more than {MAX_SOURCE_LEN} characters")
-        key = _digest(Asked(vocabulary, grammar))
+        key = _digest(Asked(vocabulary, grammar), asker.salt)
         answered = self._verdicts.get(key)
         if answered is None:
-            answered = await self._asked(key, Asked(vocabulary, grammar), tenant)
+            answered = await self._asked(key, Asked(vocabulary, grammar), asker.tenant)
         else:
             self._verdicts.move_to_end(key)
         if answered.verdict is Verdict.BUSY:
@@ -226,10 +234,10 @@ class GrammarChecker:
             log.warning("a grammar was not accepted: %s", message)
 
 
-def _digest(asked: Asked) -> bytes:
+def _digest(asked: Asked, salt: bytes) -> bytes:
     """Raises GrammarError for text that is none."""
     try:
-        return blake2b(msgspec.msgpack.encode(asked), digest_size=16).digest()
+        return blake2b(msgspec.msgpack.encode((asked, salt)), digest_size=16).digest()
     except UnicodeEncodeError as error:
         raise GrammarError("the grammar is not valid Unicode") from error
 

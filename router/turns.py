@@ -76,7 +76,7 @@ class Turns:
         """Places requests that have waited long enough, in the room of others."""
         state, after_s = self._state, self._state.config.turn_after_s
         effects: list[RouterEffect] = []
-        if after_s is None or state.busy is None:
+        if after_s is None or state.busy is None or not self._is_asked_by_key():
             state.turn_due_s = None
             return effects
         if now_s < self._look_at_s:
@@ -147,6 +147,11 @@ class Turns:
             if flight.request.has_key:
                 held[flight.request.tenant] += _held_by(flight)
         return held
+
+    def _is_asked_by_key(self) -> bool:
+        """A key's request waits. All requests of a gateway have a key, or none has."""
+        first = next(iter(self._state.queue.firsts()), None)
+        return first is not None and self._state.flights[first].request.has_key
 
     def _is_contended(self) -> bool:
         """A key waits, and another holds room."""

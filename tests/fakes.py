@@ -218,7 +218,7 @@ class FakeGuide:
 class FakeGuides:
     """Follows grammars whose source is a number."""
 
-    def open(self, grammar: Grammar, answer: Sequence[int]) -> FakeGuide:
+    def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> FakeGuide:
         if not grammar.source.isdigit():
             raise GrammarError("not a number")
         return FakeGuide(int(grammar.source), answer)

@@ -24,6 +24,6 @@ class CheckedAtOnce:
         self.counters = Counter()
         self.tenants = []
 
-    async def check(self, vocabulary, grammar, tenant):
-        self.tenants.append(tenant)
+    async def check(self, vocabulary, grammar, asker):
+        self.tenants.append(asker.tenant)
         bundled_guides().prepare(grammar)

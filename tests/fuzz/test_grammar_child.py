@@ -18,14 +18,15 @@ from engine.grammar_child import MAX_CPU_S, Verdict, Vocabulary
 from engine.messages import Grammar, GrammarKind
 from router import grammar_checker
 from router.api_errors import ApiError
-from router.grammar_checker import GrammarBusy, GrammarChecker, check_structure
+from router.grammar_checker import Asker, GrammarBusy, GrammarChecker, check_structure
 from router.structured import structure_of
 from tests.fuzz import grammars
 from tests.fuzz.grammars import fuzz, resident_bytes
 from tests.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE
 
+ASKER = Asker("", b"")
 VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
-MAX_GAP_S = 0.25
+MAX_GAP_S = 1.0  # tests run three at a time; on a quiet machine 0.25 holds
 TIMEOUT_S = 40.0
 NUM_FUZZED = 200
 
@@ -50,7 +51,7 @@ async def opened_checker():
 
 async def verdict_of(checker, grammar, tenant=""):
     try:
-        await checker.check(VOCABULARY, grammar, tenant)
+        await checker.check(VOCABULARY, grammar, Asker(tenant, tenant.encode()))
     except (GrammarError, GrammarBusy) as error:
         return str(error)
     return None
@@ -193,7 +194,7 @@ def test_a_field_is_named_and_of_tools_the_one_to_blame():
                 ({"tools": tools}, "tools[1].function.parameters"),
             ):
                 with pytest.raises(ApiError) as caught:
-                    await check_structure(checker, structure_of(fields), VOCABULARY, "")
+                    await check_structure(checker, structure_of(fields), VOCABULARY, ASKER)
                 assert (caught.value.param, caught.value.status) == (param, 400)
 
     asyncio.run(run())
@@ -208,6 +209,16 @@ def test_a_verdict_is_kept_and_waiters_of_one_grammar_share_it():
             assert checker.counters[Verdict.FOLLOWED] == 1
 
     asyncio.run(run())
+
+
+def test_no_tenant_learns_by_time_what_another_one_used():
+    async def run():
+        async with opened_checker() as checker:
+            for tenant in ("a", "b", "a"):
+                assert await verdict_of(checker, schema({"const": "secret"}), tenant) is None
+            return checker.counters[Verdict.FOLLOWED]
+
+    assert asyncio.run(run()) == 2  # compiled once for each
 
 
 def test_tenants_take_turns():
@@ -239,7 +250,7 @@ def test_too_many_waiting_grammars_are_refused_as_busy(monkeypatch):
             monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
             structure = structure_of({"guided_regex": "abc"})
             with pytest.raises(ApiError) as caught:
-                await check_structure(checker, structure, VOCABULARY, "")
+                await check_structure(checker, structure, VOCABULARY, ASKER)
             assert caught.value.status == 503
 
     asyncio.run(run())
@@ -294,6 +305,6 @@ def test_a_model_whose_tokenizer_cannot_guide_refuses_grammars():
         async with opened_checker() as checker:
             for vocabulary in (None, Vocabulary("/nowhere", 8, (0,))):
                 with pytest.raises(GrammarError):
-                    await checker.check(vocabulary, schema(True), "")
+                    await checker.check(vocabulary, schema(True), ASKER)
 
     asyncio.run(run())

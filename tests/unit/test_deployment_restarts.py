@@ -365,6 +365,7 @@ class FakeActor:
         self.describe = SimpleNamespace(remote=lambda: self.described)
         self.stop = SimpleNamespace(remote=lambda: self.stopped)
         self.stopped: object = None
+        self.drain_timeout_s = SimpleNamespace(remote=lambda: 0.0)
 
 
 class FakeRay(ModuleType):
@@ -581,6 +582,8 @@ def test_what_a_controller_does_not_end_is_ended_after_it(fake_ray):
 
 def test_a_service_that_takes_too_long_to_open_is_a_typed_error():
     class Slow:
+        drain_timeout_s = 0.0
+
         async def open(self) -> None:
             await asyncio.get_running_loop().create_future()
 

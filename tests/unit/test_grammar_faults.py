@@ -16,7 +16,7 @@ class Guides:
     def __init__(self) -> None:
         self.opened: list[FakeGuide] = []
 
-    def open(self, grammar, answer):
+    def open(self, grammar, answer, salt=b""):
         self.opened.append(FakeGuide(int(grammar.source), answer))
         return self.opened[-1]
 

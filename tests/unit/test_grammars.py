@@ -491,6 +491,15 @@ def test_the_grammars_that_are_kept_are_bounded_in_bytes(monkeypatch):
     assert first.num_allowed(ids_of("0")) == 1
 
 
+def test_compiled_grammars_are_kept_for_each_salt_by_itself():
+    makes = guides(VOCAB_SIZE)
+    before = makes.cached_bytes
+    for salt, num_kept in ((b"a", 1), (b"b", 2), (b"a", 2)):
+        makes.open(schema({"const": "kept by salt"}), (), salt)
+        assert makes.cached_bytes - before >= num_kept * STATES_BYTES
+        assert makes.cached_bytes - before < (num_kept + 1) * STATES_BYTES
+
+
 def test_a_tokenizer_that_cannot_guide_refuses_every_grammar(tmp_path):
     for text in ("{}", json.dumps({**json.loads(TOKENIZER.read_text()), "decoder": None})):
         (tmp_path / "tokenizer.json").write_text(text)

@@ -42,7 +42,7 @@ class HeldGuides:
         self.go = threading.Event()
         self.opened = []
 
-    def open(self, grammar, answer):
+    def open(self, grammar, answer, salt=b""):
         if grammar == SLOW:
             assert self.go.wait(TIMEOUT_S)
         self.opened.append((grammar.source, list(answer)))

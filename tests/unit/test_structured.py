@@ -15,7 +15,7 @@ import engine.model
 from engine.errors import InvalidRequest
 from engine.grammars import LlGuides
 from engine.messages import Grammar, GrammarKind
-from router.grammar_checker import check_structure
+from router.grammar_checker import Asker, check_structure
 from router.structured import Structure, check_combination, structure_of
 from router.tool_calls import (
     CallArguments,
@@ -28,6 +28,7 @@ from tests.schemas import faults, terseness, write_answer
 
 TOKENIZER = Path(engine.model.__path__[0]) / "bundled" / "target" / "tokenizer.json"
 EOS = [0, 1]
+ASKER = Asker("", b"")
 WEATHER = {
     "type": "object",
     "properties": {
@@ -93,7 +94,7 @@ def accepts(structure, text):
 def structure(**fields):
     result = structure_of(fields)
     check_combination(result, fields)
-    asyncio.run(check_structure(CheckedAtOnce(), result, None, ""))
+    asyncio.run(check_structure(CheckedAtOnce(), result, None, ASKER))
     return result
 
 
