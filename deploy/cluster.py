@@ -105,6 +105,11 @@ class Deployment:
             return None
 
     @property
+    def needs_key(self) -> bool:
+        """Clients must have an API key."""
+        return self._config.gateway.keys_file is not None
+
+    @property
     def drain_timeout_s(self) -> float:
         """How long answers may go on when it is closed."""
         return self._config.gateway.drain_timeout_s

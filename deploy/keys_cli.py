@@ -1,6 +1,7 @@
 """`baton keys add`, `list` and `revoke`: the API keys in a file that gateways watch."""
 
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -79,18 +80,17 @@ def revoke_command(
 
 def table_of_keys(records: tuple[KeyRecord, ...], now: datetime) -> Table:
     """A row for each key."""
-    columns = ("name", "hash", "created", "expires", "group", "requests/s", "tokens/min", "streams")
-    table = Table(*columns, "debug", box=SIMPLE_HEAD)
+    table = Table("name", "hash", "created", "expires", "group", "limits", "debug", box=SIMPLE_HEAD)
+    for column in table.columns[1:4]:
+        column.no_wrap = True
     for record in records:
-        limits = record.limits
-        amounts = (limits.requests_per_s, limits.tokens_per_min, limits.max_streams)
         table.add_row(
             record.name,
             f"{record.hash[:SHOWN_HASH]}…",
             f"{record.created:%Y-%m-%d}",
             _expiry(record, now),
             record.group or "",
-            *("" if amount is None else f"{amount:g}" for amount in amounts),
+            ", ".join(_amounts(record.limits)),
             "yes" if record.debug else "",
         )
     return table
@@ -111,6 +111,15 @@ def _limits(
         return KeyLimits(requests_per_s, tokens_per_min, max_streams)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _amounts(limits: KeyLimits) -> Iterator[str]:
+    if limits.requests_per_s is not None:
+        yield f"{limits.requests_per_s:g} requests/s"
+    if limits.tokens_per_min is not None:
+        yield f"{limits.tokens_per_min:,} tokens/min"
+    if limits.max_streams is not None:
+        yield f"{limits.max_streams} streams"
 
 
 def _expiry(record: KeyRecord, now: datetime) -> str:

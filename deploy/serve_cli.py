@@ -226,7 +226,9 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
         ' "messages": [{"role": "user", "content": '
         '"Write a Python function `add`: Return the sum of a and b."}]}'
     )
-    command = f"curl -N {ready.url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if deployment.needs_key else ""
+    json = "-H 'Content-Type: application/json'"
+    command = f"curl -N {ready.url}/v1/chat/completions{key} {json} -d "
     console.print("Try it:", highlight=False)
     console.print(f"  {command}'{body}'\n", markup=False, highlight=False, soft_wrap=True)
     console.print(f"  baton chat --url {ready.url}\n\nCtrl-C stops everything.", highlight=False)

@@ -10,7 +10,7 @@ from deploy.processes import GatewayReady, WorkerReady
 from deploy.serve_cli import _say_ready
 
 
-def report(**says: object) -> str:
+def report(*, needs_key=False, **says) -> str:
     worker = WorkerReady(
         "127.0.0.1:1",
         pid=7,
@@ -21,7 +21,9 @@ def report(**says: object) -> str:
         max_len=81_920,
         **says,
     )
-    deployment = SimpleNamespace(controller=SimpleNamespace(workers={"decode-0": worker}))
+    deployment = SimpleNamespace(
+        needs_key=needs_key, controller=SimpleNamespace(workers={"decode-0": worker})
+    )
     console = Console(file=StringIO(), width=200)
     _say_ready(console, deployment, GatewayReady("http://127.0.0.1:8000", "tiny", 8))
     return console.file.getvalue()
@@ -35,3 +37,8 @@ def test_the_report_says_how_long_a_request_may_be():
 def test_the_report_says_where_bits_depend_on_the_batch(holds):
     found = report(is_batch_invariant=holds)
     assert ("depend on what is computed beside it" in found) is not holds
+
+
+@pytest.mark.parametrize("needs_key", [True, False])
+def test_the_command_to_try_has_a_key_where_one_is_needed(needs_key):
+    assert ("Bearer $BATON_API_KEY" in report(needs_key=needs_key)) is needs_key
