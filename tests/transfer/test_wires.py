@@ -138,7 +138,7 @@ def test_a_smaller_pool_assembles_its_blocks_from_every_rank(transport):
                     heads(source.pool.blocks, half, section)[:] = heads(whole, FP32, section)[
                         :, :, rank * num_heads : (rank + 1) * num_heads
                     ]
-                end = sink.pull(f"s{rank}", source.lease("l", THERE), PAIRS)
+                end = sink.pull(f"s{rank}", source.lease(f"l{rank}", THERE), PAIRS)
                 assert is_done(end, transport)
         assert np.array_equal(sink.pool.blocks[HERE], whole[THERE])
 
