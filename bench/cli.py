@@ -24,28 +24,28 @@ import typer
 import uvloop
 from rich.console import Console
 
-from bench.answers import Endpoint
 from bench.chaos.cli import chaos
-from bench.elastic_live_cli import elastic_live
-from bench.engine_cli import engine
-from bench.gateway_cli import gateway
+from bench.client.answers import Endpoint
+from bench.client.load import Slo, figures_of_runs, kinds_with_example, warnings
+from bench.common.machine import commit, hardware
+from bench.common.plots import plot_cdfs, require_matplotlib
+from bench.common.report import Report, results_of, write_json
+from bench.common.tables import print_failures, print_report, print_warnings
+from bench.comparison.cli import simulator
+from bench.elastic.cli import elastic
+from bench.elastic_live.cli import elastic_live
+from bench.engine.cli import engine
+from bench.gateway.cli import gateway
 from bench.hostile.cli import hostile
-from bench.interference_cli import interference
-from bench.kv_cli import kv
-from bench.load import Slo, figures_of_runs, kinds_with_example, warnings
-from bench.machine import commit, hardware
+from bench.interference.cli import interference
+from bench.kv.cli import kv
 from bench.moves.cli import moves
-from bench.plan import Ask, Load, Plan, Target, check, config_of, quick
-from bench.plots import plot_cdfs, require_matplotlib
-from bench.quality_cli import quality
-from bench.report import Report, results_of, write_json
-from bench.router_cli import router
-from bench.serve import Measured, measure
-from bench.simulator.comparison_cli import simulator
-from bench.simulator.elastic_cli import elastic
-from bench.simulator.validation_cli import validation
-from bench.speculate_cli import speculate
-from bench.tables import print_failures, print_report, print_warnings
+from bench.quality.cli import quality
+from bench.router.cli import router
+from bench.serve.plan import Ask, Load, Plan, Target, check, config_of, quick
+from bench.serve.run import Measured, measure
+from bench.speculate.cli import speculate
+from bench.validation.cli import validation
 from engine.errors import BatonError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)

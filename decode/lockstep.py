@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from engine.blocks import BlockPool
 from engine.messages import SeqId
-from engine.sequence import Sequence
+from engine.worker.blocks import BlockPool
+from engine.worker.sequence import Sequence
 
 NextTokens = Callable[[Sequence, int], Items[int]]
 

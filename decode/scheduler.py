@@ -56,26 +56,7 @@ from decode.acceptance import Proposer
 from decode.lockstep import Lockstep, NextTokens
 from decode.ngram import Match, NgramIndex
 from decode.speculation import MAX_UNSEEN_TOKENS, Candidate, Proposal, Speculator
-from engine.batch import Row, RowResult
-from engine.blocks import BlockId, BlockPool
-from engine.events import (
-    AbortPull,
-    Adopted,
-    Effect,
-    Emit,
-    Event,
-    FromGateway,
-    GatewayLost,
-    HoldLease,
-    LeaseEnded,
-    Leaving,
-    PassedOn,
-    PullDone,
-    PullFailed,
-    StartPull,
-)
-from engine.guide import OpenedGuide
-from engine.intake import Intake
+from engine.grammar.guide import OpenedGuide
 from engine.messages import (
     PREEMPTED,
     PULL_FAILED,
@@ -94,8 +75,27 @@ from engine.messages import (
     SeqId,
     Tokens,
 )
-from engine.sequence import Sequence
-from engine.worker import Scheduled, Workload
+from engine.worker.batch import Row, RowResult
+from engine.worker.blocks import BlockId, BlockPool
+from engine.worker.core import Scheduled, Workload
+from engine.worker.events import (
+    AbortPull,
+    Adopted,
+    Effect,
+    Emit,
+    Event,
+    FromGateway,
+    GatewayLost,
+    HoldLease,
+    LeaseEnded,
+    Leaving,
+    PassedOn,
+    PullDone,
+    PullFailed,
+    StartPull,
+)
+from engine.worker.intake import Intake
+from engine.worker.sequence import Sequence
 
 INDEXED_TOKENS = 256  # of long prompts together, in one step
 _ARRIVALS = (Decode, FirstToken, OfferPrefix)  # running sequences are none of their business

@@ -31,9 +31,9 @@ import msgspec
 
 from decode.acceptance import Acceptance, Proposer
 from decode.stepcost import StepCost
-from engine.batch import BatchPlan, BatchResult, Row
 from engine.config import Speculate
 from engine.messages import SeqId
+from engine.worker.batch import BatchPlan, BatchResult, Row
 
 _LASTING = 32  # steps that a choice is thought to last, for what has to be made up for first
 _LEAST_GAIN = 1.04  # of the rate, for drafting to be worth it

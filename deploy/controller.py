@@ -16,9 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from deploy.admin_schema import BlockEventsAnswer
-from deploy.formats import config_of
-from deploy.launcher import Launcher
+from deploy.admin.schema import BlockEventsAnswer
 from deploy.links import (
     ANSWER_TIMEOUT_S,
     HANDSHAKE_TIMEOUT_S,
@@ -27,10 +25,9 @@ from deploy.links import (
     WorkerLink,
     keep,
 )
+from deploy.local.launcher import Launcher
 from deploy.model_source import FETCH_TIMEOUT_S, name_of
-from deploy.placement import NoPlace
-from deploy.planning import Planning, rules_of
-from deploy.pool_events import (
+from deploy.pools.events import (
     Died,
     Found,
     GatewayFailed,
@@ -59,7 +56,10 @@ from deploy.pool_events import (
     Tick,
     WorkerState,
 )
-from deploy.pools import PoolLimits, PoolMachine
+from deploy.pools.formats import config_of
+from deploy.pools.machine import PoolLimits, PoolMachine
+from deploy.pools.placement import NoPlace
+from deploy.pools.planning import Planning, rules_of
 from deploy.processes import (
     READY_TIMEOUT_S,
     GatewayReady,
@@ -79,10 +79,10 @@ from engine.control import (
     RequestInfo,
     Version,
 )
-from engine.curve import Channel, client_keys, server_keys
 from engine.errors import ConfigError
 from engine.messages import GatewayId, WorkerId
-from engine.trust import Secret
+from engine.net.curve import Channel, client_keys, server_keys
+from engine.net.trust import Secret
 
 log = logging.getLogger(__name__)
 

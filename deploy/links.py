@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
-from deploy.pool_events import Connected, Disconnected, LoadSeen, PoolEvent, RoleSeen
+from deploy.pools.events import Connected, Disconnected, LoadSeen, PoolEvent, RoleSeen
 from engine.clock import Clock
 from engine.control import (
     CONTROL_VERSION,
@@ -40,8 +40,8 @@ from engine.messages import (
     decode_to_gateway,
     encode_frame,
 )
-from engine.rpc import SessionClient
-from engine.trust import Secret
+from engine.net.rpc import SessionClient
+from engine.net.trust import Secret
 
 log = logging.getLogger(__name__)
 

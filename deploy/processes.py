@@ -20,31 +20,31 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import msgspec
 import uvloop
 
-from deploy import memory
 from deploy.model_source import Parts, default_cache, is_remote, local_model
-from deploy.worker_host import ModelFacts, WorkerHost, WorkerIdentity
+from deploy.worker import memory
+from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import Clock, MonotonicClock
 from engine.config import GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import FIRST_VERSION, Members
 from engine.errors import ConfigError
-from engine.grammars import LlGuides
+from engine.grammar.guides import LlGuides
 from engine.messages import Role, WorkerId
-from engine.trust import Secret
+from engine.net.trust import Secret
 from kvtransfer.memory import PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
 from router.access.file import KeyFile
+from router.access.limits import KeyLimits
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import BACKLOG, Listener
 from router.edge.tls import TlsFiles
-from router.gateway import create_app
-from router.grammar_checker import GrammarChecker
-from router.jobs import GatewaySettings
-from router.limits import KeyLimits
+from router.gateway.app import create_app
+from router.gateway.grammar_checker import GrammarChecker
+from router.gateway.jobs import GatewaySettings
+from router.gateway.siblings import Siblings
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router
-from router.siblings import Siblings
-from router.tokenizer import load_text_model
+from router.text.tokenizer import load_text_model
 from router.version_routers import VersionRouters
 
 if TYPE_CHECKING:

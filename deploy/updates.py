@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from deploy.admin_schema import PoolCounts, UpdateBody
-from deploy.formats import check_formats, config_of
+from deploy.admin.schema import PoolCounts, UpdateBody
 from deploy.model_source import pinned
-from deploy.pool_events import AddVersion
-from deploy.rollout import least
+from deploy.pools.events import AddVersion
+from deploy.pools.formats import check_formats, config_of
+from deploy.pools.rollout import least
 from engine.config import WorkerConfig
 from engine.control import SERVING_ROLES, Intent, Pools, Version
 from engine.errors import ConfigError

@@ -1,7 +1,8 @@
 """What a gateway says of the load: what was asked of the workers lately, and what there is to do.
 
-It travels in reports to the controller of the pools, whose planner goes by the sum. `router.demand`
-makes it; what is made of it, `router.planner` says.
+It travels in reports to the controller of the pools, whose planner goes by the sum.
+`router.planning.demand`
+makes it; what is made of it, `router.planning.planner` says.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,8 @@
 A gateway opens one stream to each worker. Both directions carry *frames*, a frame being a list of
 messages, so that one decode step sends one frame whatever the number of its sequences. The first
 frame each way is the handshake, `Hello` and `Welcome`, whose version is compared before anything
-else is believed. By then each end has proved that it holds the secret (`engine.rpc`). (KV bytes and
+else is believed. By then each end has proved that it holds the secret (`engine.net.rpc`). (KV
+bytes and
 leases travel between workers: `kvtransfer.messages`.)
 
 A `SeqId` names one attempt of one request: when a request is placed again it gets a new one, so a
@@ -21,7 +22,7 @@ import msgspec
 
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
-from engine.trust import SALT_BYTES
+from engine.net.trust import SALT_BYTES
 
 PROTOCOL_VERSION = 9
 PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
@@ -40,7 +41,7 @@ Incarnation = NewType("Incarnation", str)  # random, new at every start of a pro
 # What hashing and the step loop rely on: a prompt is never empty, an id fits in 32 bits.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
-# The key of the tenant's block hashes: see `engine.trust.Secret.salt`.
+# The key of the tenant's block hashes: see `engine.net.trust.Secret.salt`.
 Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 
 
@@ -160,7 +161,7 @@ class TransferAddress(msgspec.Struct, frozen=True):
 
 
 class EventsAddress(msgspec.Struct, frozen=True):
-    """Where a worker tells which blocks it holds cached: see `engine.block_events`."""
+    """Where a worker tells which blocks it holds cached: see `engine.worker.block_events`."""
 
     published: str  # ZeroMQ endpoint that batches of events come from
     asked: str  # ZeroMQ endpoint that answers who missed some
@@ -336,7 +337,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
 class KvReady(msgspec.Struct, frozen=True, tag=True):
     """All KV of a handed-over sequence is in the decode worker.
 
-    `transfer_s` and `exposed_s` as in `engine.events.PullDone`.
+    `transfer_s` and `exposed_s` as in `engine.worker.events.PullDone`.
     """
 
     seq_id: SeqId
@@ -440,7 +441,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     running_seqs: int
     open_leases: int
     counters: dict[str, float] = {}
-    num_event_batches: int = 0  # published so far: see `engine.block_events`
+    num_event_batches: int = 0  # published so far: see `engine.worker.block_events`
     prompt_tokens: int = 0
     decode_seqs: int = 0
     decode_blocks: int = 0

@@ -21,9 +21,12 @@ import zmq
 
 from engine.clock import Clock
 from engine.config import Transport
-from engine.curve import Channel, Doorkeeper
 from engine.errors import ConfigError
-from engine.events import (
+from engine.messages import Incarnation, WorkerId
+from engine.messages import TransferAddress as Address
+from engine.net.curve import Channel, Doorkeeper
+from engine.net.trust import Secret
+from engine.worker.events import (
     AbortPull,
     Event,
     GrowLease,
@@ -32,9 +35,6 @@ from engine.events import (
     RevokeLease,
     StartPull,
 )
-from engine.messages import Incarnation, WorkerId
-from engine.messages import TransferAddress as Address
-from engine.trust import Secret
 from kvtransfer.memory import Pool, keep_freed_memory
 from kvtransfer.messages import Identity, Offers, ToSource
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma

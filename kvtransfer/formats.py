@@ -2,7 +2,8 @@
 
 Numbers are rounded as where a cache of the other format is written: by token and head, with the
 scale, if any, of just that token and head. So a pool of fp32 that sends int8 sends what a pool of
-int8 would hold: `engine.layout` tells the formats, `engine.model.kvcache` has the same for tensors.
+int8 would hold: `engine.layout` tells the formats, `engine.model.attention.kvcache` has the same
+for tensors.
 Numbers are finite; what becomes of others is not said, but it is nobody else's token that suffers.
 
 C++ does the work; numpy does where it cannot be built, and is kept to check it, bit for bit.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.blocks import BlockId
+from engine.worker.blocks import BlockId
 from kvtransfer.formats import convert
 from kvtransfer.memory import Blocks
 from kvtransfer.native.copying import checksum, copy_records, gather_records, scatter_records

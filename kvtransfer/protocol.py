@@ -59,7 +59,7 @@ stopped for a while blames nobody. `next_wake_s` says when to call `sweep`, also
 happens.
 
 Neither end knows sockets, memory or the block pool. The endpoint performs the effects: those of
-`engine.events` go up to the worker's core, the others to the wire.
+`engine.worker.events` go up to the worker's core, the others to the wire.
 
 Sources: leases with renewal, vLLM's NIXL connector; confirmation by the source is ours.
 """
@@ -69,10 +69,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.blocks import BlockId
 from engine.errors import ProtocolError
-from engine.events import LeaseEnded, PullDone, PullFailed
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress
+from engine.worker.blocks import BlockId
+from engine.worker.events import LeaseEnded, PullDone, PullFailed
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
     TRANSFER_VERSION,

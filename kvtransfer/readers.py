@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.blocks import BlockId
 from engine.config import Transport
 from engine.messages import LeaseId, SeqId
+from engine.worker.blocks import BlockId
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, Read
 from kvtransfer.native.copying import copy_records

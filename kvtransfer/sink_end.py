@@ -13,11 +13,11 @@ import zmq
 
 from engine.clock import Clock
 from engine.config import Transport
-from engine.curve import Channel, secure_client
 from engine.errors import ProtocolError
-from engine.events import PullDone, PullFailed
 from engine.messages import SeqId
-from engine.trust import Secret
+from engine.net.curve import Channel, secure_client
+from engine.net.trust import Secret
+from engine.worker.events import PullDone, PullFailed
 from kvtransfer.memory import Blocks, ShmUnavailable, map_offer
 from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import zmq
 
-from engine.curve import Channel, secure_server
 from engine.errors import ProtocolError
-from engine.events import LeaseEnded
-from engine.trust import Secret
+from engine.net.curve import Channel, secure_server
+from engine.net.trust import Secret
+from engine.worker.events import LeaseEnded
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, ToSource, decode_to_source, encode
 from kvtransfer.packing import pack

@@ -31,27 +31,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from engine.batch import Row, RowResult
-from engine.blocks import BlockId, BlockPool
-from engine.events import (
-    AbortPull,
-    Adopted,
-    Effect,
-    Emit,
-    Event,
-    FromGateway,
-    GatewayLost,
-    GrowLease,
-    HoldLease,
-    LeaseEnded,
-    OpenLease,
-    PullDone,
-    PullFailed,
-    RevokeLease,
-    StartPull,
-)
-from engine.guide import OpenedGuide
-from engine.intake import Intake
+from engine.grammar.guide import OpenedGuide
 from engine.messages import (
     ROLE_CHANGED,
     Cancel,
@@ -68,8 +48,28 @@ from engine.messages import (
     SeqId,
     TransferAddress,
 )
-from engine.sequence import Sequence
-from engine.worker import Scheduled, Workload
+from engine.worker.batch import Row, RowResult
+from engine.worker.blocks import BlockId, BlockPool
+from engine.worker.core import Scheduled, Workload
+from engine.worker.events import (
+    AbortPull,
+    Adopted,
+    Effect,
+    Emit,
+    Event,
+    FromGateway,
+    GatewayLost,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+)
+from engine.worker.intake import Intake
+from engine.worker.sequence import Sequence
 
 
 @dataclass(slots=True)

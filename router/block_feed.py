@@ -10,7 +10,12 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from engine.block_events import (
+from engine.clock import Clock
+from engine.errors import ProtocolError
+from engine.messages import EventsAddress, Welcome
+from engine.net.curve import Channel, secure_client
+from engine.net.trust import Secret
+from engine.worker.block_events import (
     MAX_BATCH_BYTES,
     SNAPSHOT,
     decode_answer,
@@ -19,12 +24,7 @@ from engine.block_events import (
     encode_number,
     topic_of,
 )
-from engine.clock import Clock
-from engine.curve import Channel, secure_client
-from engine.errors import ProtocolError
-from engine.messages import EventsAddress, Welcome
-from engine.trust import Secret
-from router.block_news import (
+from router.prefixes.news import (
     Answered,
     AnswerEnded,
     Apply,

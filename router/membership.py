@@ -31,10 +31,10 @@ from engine.control import (
 from engine.demand import Observation
 from engine.errors import ProtocolError
 from engine.messages import GatewayId
-from engine.rpc import Send, SessionServer
-from engine.trust import Secret
-from router.demand import Observer
-from router.flight import Flight
+from engine.net.rpc import Send, SessionServer
+from engine.net.trust import Secret
+from router.machine.flight import Flight
+from router.planning.demand import Observer
 from router.service import Router
 from router.version_routers import VersionRouters
 

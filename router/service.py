@@ -41,13 +41,12 @@ from engine.messages import (
     decode_to_gateway,
     encode_frame,
 )
-from engine.rpc import SessionClient
-from engine.trust import Secret
+from engine.net.rpc import SessionClient
+from engine.net.trust import Secret
 from router.block_feed import BlockFeed
-from router.block_news import Apply, Unheard
-from router.estimates import Estimates
-from router.events import BlocksChanged, BlocksUnheard, Stepped
-from router.machine import (
+from router.cluster.estimates import Estimates
+from router.machine.events import BlocksChanged, BlocksUnheard, Stepped
+from router.machine.machine import (
     Arrived,
     ClientGone,
     Deliver,
@@ -61,8 +60,7 @@ from router.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.recording_file import RecordingFile
-from router.requests import (
+from router.machine.requests import (
     Failed,
     Request,
     TakeAtOnce,
@@ -72,6 +70,8 @@ from router.requests import (
     take_no_tokens,
     take_nothing,
 )
+from router.prefixes.news import Apply, Unheard
+from router.recording.file import RecordingFile
 
 log = logging.getLogger(__name__)
 

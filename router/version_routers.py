@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.control import Intent, Member, Members, Version, VersionReport
-from router.requests import Failed
+from router.gateway.versions import SERVER_SHUTDOWN, Served, Versions
+from router.machine.requests import Failed
 from router.service import Router
-from router.tokenizer import TextModel
-from router.versions import SERVER_SHUTDOWN, Served, Versions
+from router.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 

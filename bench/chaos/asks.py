@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from bench.answers import Endpoint
-from bench.prompts import WORDS
+from bench.client.answers import Endpoint
+from bench.common.prompts import WORDS
 
 NUM_PREFIXES = 8
 PREFIX_LEN = (32, 128)  # tokens or words that prompts of one group share

@@ -10,9 +10,9 @@ from rich.text import Text
 from bench.chaos.plan import ChaosPlan, FaultKind, check, config_of, quick
 from bench.chaos.results import complaints, has_passed, results, story
 from bench.chaos.run import measure
-from bench.machine import commit, hardware
-from bench.report import Report, write_json
-from bench.tables import print_report
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, write_json
+from bench.common.tables import print_report
 from engine.errors import BatonError, ConfigError
 
 WITHOUT_ROOT = ",".join(kind for kind in FaultKind if kind is not FaultKind.PARTITION)

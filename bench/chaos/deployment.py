@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from bench.background import PROC
-from bench.serving import Served
+from bench.common.background import PROC
+from bench.common.serving import Served
 from engine.config import PlannerMode
 from engine.errors import BatonError
 from engine.messages import Role

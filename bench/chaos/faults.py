@@ -15,7 +15,7 @@ from bench.chaos import netns
 from bench.chaos.checker import Injected
 from bench.chaos.deployment import Deployment, OrderFailed, Seen
 from bench.chaos.plan import OF_GATEWAYS, STOPS, Fault, FaultKind, chosen, kinds_in_turn
-from bench.chaos.waiting import POLL_EVERY_S, holds_within, pause
+from bench.common.waiting import POLL_EVERY_S, holds_within, pause
 from engine.clock import Clock
 from engine.messages import Role
 

@@ -8,7 +8,7 @@ from bench.chaos.asks import Ask
 from bench.chaos.checker import disorder
 from bench.chaos.client import Client
 from bench.chaos.streams import Stream
-from bench.chaos.waiting import pause
+from bench.common.waiting import pause
 from engine.clock import Clock
 from engine.errors import BatonError
 

@@ -20,9 +20,10 @@ import msgspec
 
 from bench.chaos.deployment import STARTED_BY
 from bench.chaos.netns import Place, inside, place
-from deploy import cli, serve_cli
-from deploy.launcher import ProcessLauncher, ServiceProcess
-from deploy.nursery import Child, Nursery
+from deploy.commands import main as cli
+from deploy.commands import serve as serve_cli
+from deploy.local.launcher import ProcessLauncher, ServiceProcess
+from deploy.local.nursery import Child, Nursery
 from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 
 PR_SET_PDEATHSIG = 1

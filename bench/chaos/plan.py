@@ -23,8 +23,8 @@ from enum import StrEnum
 from random import Random
 from typing import TypeVar
 
-from bench.arrivals import arrival_times_s
-from bench.report import Scalar
+from bench.client.arrivals import arrival_times_s
+from bench.common.report import Scalar
 from engine.config import Transport
 from engine.errors import ConfigError
 

@@ -28,7 +28,7 @@ from bench.chaos.checker import End, affected, longest_stall
 from bench.chaos.plan import OF_GATEWAYS, FaultKind, is_full
 from bench.chaos.run import Run
 from bench.chaos.streams import Piece, Stream
-from bench.report import Figure, Result, results_of
+from bench.common.report import Figure, Result, results_of
 
 MUST_BE_ZERO = (
     "lost",

@@ -31,11 +31,11 @@ from bench.chaos.faults import Cuts, Director, Injector, Orders, Signals
 from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times_s, faults_of
 from bench.chaos.streams import Stream
-from bench.chaos.waiting import holds_within, pause
-from bench.plan import Target
-from bench.prompts import plain_token_ids
-from bench.serve import Client as Api
-from bench.serving import BATON, Options, serving
+from bench.common.prompts import plain_token_ids
+from bench.common.serving import BATON, Options, serving
+from bench.common.waiting import holds_within, pause
+from bench.serve.plan import Target
+from bench.serve.run import Client as Api
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Role
 

@@ -1,6 +1,7 @@
 """One streamed answer as it came: every piece of it, and how the stream ended.
 
-Pure: bytes with their times in, a `Stream` out. Unlike `bench.answers`, which measures, it keeps
+Pure: bytes with their times in, a `Stream` out. Unlike `bench.client.answers`, which measures, it
+keeps
 what was said, also what should not have been said; `bench.chaos.checker` judges.
 """
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.sse import SseParser
+from bench.client.sse import SseParser
 
 DONE = b"[DONE]"
 

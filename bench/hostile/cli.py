@@ -7,12 +7,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, write_json
+from bench.common.tables import print_report, print_warnings
 from bench.hostile.plan import HostilePlan, check, config_of, quick
 from bench.hostile.results import complaints, results, warnings
 from bench.hostile.run import measure
-from bench.machine import commit, hardware
-from bench.report import Report, write_json
-from bench.tables import print_report, print_warnings
 from engine.errors import BatonError
 
 

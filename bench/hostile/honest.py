@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from bench.chaos.waiting import pause
+from bench.common.waiting import pause
 from engine.clock import MonotonicClock
 
 TOLD_S = 0.02

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from bench.background import PROC
+from bench.common.background import PROC
 
 KIB = 1024
 

@@ -14,7 +14,7 @@ memory grows by later is what attackers can make it grow by.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from bench.report import Scalar
+from bench.common.report import Scalar
 from engine.errors import ConfigError
 
 OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--weights": "int8"}

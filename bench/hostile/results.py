@@ -16,10 +16,10 @@
 
 from collections.abc import Sequence
 
+from bench.common.report import Figure, Result, results_of
+from bench.common.stats import percentile
 from bench.hostile.plan import MAX_PAUSE_S, MAX_RSS_GROWTH
 from bench.hostile.run import Run
-from bench.report import Figure, Result, results_of
-from bench.stats import percentile
 
 MIB = 2**20
 

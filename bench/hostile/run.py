@@ -18,12 +18,12 @@ import uvloop
 from bench.chaos.checker import leaked
 from bench.chaos.deployment import Deployment, Mark
 from bench.chaos.run import MODEL, STEADY_S, WHOLE_WITHIN_S, books_of
-from bench.chaos.waiting import holds_within, pause
+from bench.common.serving import Served, serving
+from bench.common.waiting import holds_within, pause
 from bench.hostile.bodies import shots
 from bench.hostile.memory import private_bytes
 from bench.hostile.plan import CALM_S, KV_MIB, OPTIONS, WARM_UP_SHARE, HostilePlan
 from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
-from bench.serving import Served, serving
 from engine.clock import Clock, MonotonicClock
 
 HONEST = "bench.hostile.honest"

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from bench.chaos.waiting import pause
+from bench.common.waiting import pause
 from bench.hostile.bodies import COMPLETIONS, Shot
 from engine.clock import Clock
 

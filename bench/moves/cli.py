@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.interference_plan import Ask
-from bench.machine import commit, hardware
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, write_json
+from bench.common.shapes import SHAPES
+from bench.common.tables import print_report
+from bench.interference.plan import Ask
 from bench.moves.plan import MovesPlan, check, config_of, quick
 from bench.moves.results import results
 from bench.moves.run import measure
-from bench.report import Report, write_json
-from bench.shapes import SHAPES
-from bench.tables import print_report
 from engine.errors import BatonError
 
 

@@ -14,9 +14,9 @@ their own.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from bench.interference_plan import Ask
-from bench.report import Scalar
-from bench.shapes import shape_named
+from bench.common.report import Scalar
+from bench.common.shapes import shape_named
+from bench.interference.plan import Ask
 from engine.errors import ConfigError
 
 OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 2, "--threads": 1}

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bench.answers import Answer
+from bench.client.answers import Answer
+from bench.common.report import Figure, Result, results_of
+from bench.common.stats import percentile
 from bench.moves.plan import CALM_S
-from bench.report import Figure, Result, results_of
-from bench.stats import percentile
 
 NUM_GAPS = 3.0  # of the usual ones, that a move may take beside its pull
 PULL = "move_pull"  # in a timeline

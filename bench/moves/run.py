@@ -11,17 +11,17 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import uvloop
 
-from bench.answers import Answer, Failure
 from bench.chaos.deployment import Deployment, Mark
-from bench.chaos.waiting import holds_within, pause
-from bench.interference import RunBroken, link_checkpoint
-from bench.interference_plan import bodies
+from bench.client.answers import Answer, Failure
+from bench.common.prompts import plain_token_ids
+from bench.common.serving import serving
+from bench.common.waiting import holds_within, pause
+from bench.interference.plan import bodies
+from bench.interference.run import RunBroken, link_checkpoint
 from bench.moves.plan import CALM_S, OPTIONS, MovesPlan
 from bench.moves.results import Run
-from bench.plan import Target
-from bench.prompts import plain_token_ids
-from bench.serve import Client
-from bench.serving import serving
+from bench.serve.plan import Target
+from bench.serve.run import Client
 from engine.clock import Clock, MonotonicClock
 from engine.errors import BatonError
 from engine.messages import Role

@@ -10,15 +10,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.load import Slo
-from bench.machine import commit, hardware
+from bench.client.load import Slo
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, results_of, write_json
 from bench.planner.load import Load
 from bench.planner.model import LAYER_BYTES, MODELS, DenseModel, model_named
 from bench.planner.plan import Ask, plan_of
 from bench.planner.pricing import GPUS, Options, Platform, Speculation, check_profile
 from bench.planner.report import config_of, figures_of, print_plan
 from bench.planner.search import Depth
-from bench.report import Report, results_of, write_json
 from bench.simulator.hardware import PROFILES, hardware_named
 from engine.config import WeightFormat
 from engine.errors import BatonError, ConfigError

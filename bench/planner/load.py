@@ -23,7 +23,7 @@ in Allen, Probability, Statistics, and Queueing Theory, 2nd ed., 1990; Little, 1
 import math
 from dataclasses import dataclass
 
-from bench.load import Slo
+from bench.client.load import Slo
 from bench.planner.pricing import Worker
 from bench.simulator.cluster import Pools
 from engine.errors import ConfigError

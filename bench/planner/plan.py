@@ -8,7 +8,7 @@ all. How many workers there are is then found by simulation, unless that is not 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bench.load import Slo
+from bench.client.load import Slo
 from bench.planner.load import Estimate, Load, colocated, disaggregated, floor_of
 from bench.planner.model import DenseModel
 from bench.planner.pricing import (

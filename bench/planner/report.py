@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.common.report import Figure, Scalar
 from bench.planner.plan import Ask, CannotPlan, Plan, Sized
 from bench.planner.search import NEEDED, Simulated
-from bench.report import Figure, Scalar
 from bench.simulator.cluster import Pools
 
 ASSUMPTIONS = (

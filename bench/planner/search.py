@@ -20,16 +20,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from bench.load import Slo
+from bench.client.load import Slo
+from bench.common.stats import percentile
 from bench.planner.load import Estimate, Load
 from bench.planner.pricing import Worker
 from bench.planner.workload import workload
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Record, Run, Setup, simulate
 from bench.simulator.results import latencies_of, meets
 from bench.simulator.traces import Trace
-from bench.stats import percentile
 from engine.config import RouterConfig, RouterPolicy
-from router.machine import RouterMachine
+from router.machine.machine import RouterMachine
 
 NEEDED = 0.9  # of requests
 SPANS = 4  # times an answer's longest time

@@ -11,19 +11,19 @@ import msgspec
 import typer
 from rich.console import Console
 
-from bench.load import Slo
-from bench.machine import commit, hardware
-from bench.plots import plot_cdfs, require_matplotlib
-from bench.report import Report, Scalar, results_of, write_json
+from bench.client.load import Slo
+from bench.common.machine import commit, hardware
+from bench.common.plots import plot_cdfs, require_matplotlib
+from bench.common.report import Report, Scalar, results_of, write_json
+from bench.common.tables import print_report
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Setup, simulate
 from bench.simulator.goodput import distserve_goodput
 from bench.simulator.hardware import PROFILES, Hardware, hardware_named, write_hardware
 from bench.simulator.results import figures_of, series_ms
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
-from bench.tables import print_report
 from engine.config import RouterConfig, RouterPolicy
 from engine.errors import BatonError, ConfigError
-from router.machine import RouterMachine
+from router.machine.machine import RouterMachine
 
 SYNTHETIC = "synthetic"
 

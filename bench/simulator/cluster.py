@@ -22,15 +22,14 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
+from bench.elastic.planned import EVERY_S, Decision, Planned
 from bench.simulator.clock import Future, Rank
-from bench.simulator.crowd import NO_CHANCES, Chances, Crowd
 from bench.simulator.hardware import Hardware
-from bench.simulator.planned import EVERY_S, Decision, Planned
 from bench.simulator.prompts import Prompts
 from bench.simulator.traces import Trace, TraceRequest, with_ids
 from bench.simulator.transfers import Transfers
 from bench.simulator.workers import Frame, Said, SimWorker
-from engine.events import Event, FromGateway
+from bench.validation.crowd import NO_CHANCES, Chances, Crowd
 from engine.messages import (
     Decode,
     GatewayId,
@@ -47,7 +46,8 @@ from engine.messages import (
     Tokens,
     WorkerId,
 )
-from router.events import (
+from engine.worker.events import Event, FromGateway
+from router.machine.events import (
     Arrived,
     BlocksChanged,
     Deliver,
@@ -59,9 +59,9 @@ from router.events import (
     Tick,
     WorkerJoined,
 )
-from router.machine import RouterMachine
-from router.planner import Rules
-from router.requests import Outcome, Request, Timeline
+from router.machine.machine import RouterMachine
+from router.machine.requests import Outcome, Request, Timeline
+from router.planning.planner import Rules
 
 GATEWAY = GatewayId("gateway")
 _BEGINS = (Prefill, Generate, Decode)

@@ -12,8 +12,8 @@ adhering to the SLO attainment goal (say, 90%) for each GPU provisioned".
 
 from collections.abc import Callable
 
-from bench.load import Slo
-from bench.report import Figure
+from bench.client.load import Slo
+from bench.common.report import Figure
 from bench.simulator.cluster import Run
 from bench.simulator.results import latencies_of, meets
 from bench.simulator.traces import Trace

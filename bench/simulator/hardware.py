@@ -31,7 +31,7 @@ import msgspec
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.costs import PrefillCost, PullCost
+from router.cluster.costs import PrefillCost, PullCost
 
 GPU_BYTES = 141e9  # of an H200
 KV_SHARE = 0.9  # of what the weights leave
@@ -266,7 +266,8 @@ def by_roofline(
 ) -> Hardware:
     """A profile from peaks alone: prompts are bound by arithmetic, decoding by memory.
 
-    The formulas are those of `bench.roofline`. A step reads all weights at least, so A and D are
+    The formulas are those of `bench.common.roofline`. A step reads all weights at least, so A and
+    D are
     the same; what a decoding row adds is its arithmetic.
     """
     section = KVSection(shape.layers, shape.kv_heads, shape.head_dim)

@@ -16,10 +16,10 @@ from itertools import chain, repeat
 from typing import cast, overload
 
 from bench.simulator.traces import Trace, TraceRequest, prompt_tokens
-from engine.blocks import HASH_BYTES, BlockHash, hash_block
-from engine.intake import MAX_ID, PromptFacts, read_prompt
 from engine.messages import Decode, Generate, OfferPrefix, Prefill, RequestId, Sampling
-from router.prefixes import PrefixHashes
+from engine.worker.blocks import HASH_BYTES, BlockHash, hash_block
+from engine.worker.intake import MAX_ID, PromptFacts, read_prompt
+from router.prefixes.map import PrefixHashes
 
 _SEED_STRIDE, _SEEDS = 7919, 2**30  # keep the tokens of different seeds apart
 
@@ -108,7 +108,7 @@ class Prompts:
     def read(
         self, message: Prefill | Generate | Decode | OfferPrefix, block_size: int
     ) -> PromptFacts:
-        """An `engine.intake.ReadPrompt`."""
+        """An `engine.worker.intake.ReadPrompt`."""
         request_id, _, _ = message.seq_id.partition(".")
         known = self._hashes.get(request_id)
         if known is None:

@@ -2,7 +2,8 @@
 
 Latencies are of finished answers, seen at the gateway, in milliseconds; a request that was refused
 or failed meets no SLO. ITL percentiles are over all gaps of all answers. Goodput by the three usual
-definitions, as in `bench.load`, and per GPU; Mooncake's effective capacity also at the bounds of
+definitions, as in `bench.client.load`, and per GPU; Mooncake's effective capacity also at the
+bounds of
 its paper, TTFT 30 s and TBT 100, 200 and 300 ms. (DistServe's goodput, the highest rate at which
 `attainment` is 90 %, takes several simulations: see `goodput`.)
 
@@ -22,12 +23,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.load import TBT_SHARE, Slo
-from bench.report import Figure
+from bench.client.load import TBT_SHARE, Slo
+from bench.common.report import Figure
+from bench.common.stats import Summary, summarize
 from bench.simulator.cluster import Record, Run
 from bench.simulator.traces import infinite_cache_hits
-from bench.stats import Summary, summarize
-from router.requests import Finished
+from router.machine.requests import Finished
 
 MOONCAKE_TTFT_S = 30.0
 MOONCAKE_TBT_S = (0.1, 0.2, 0.3)
@@ -62,7 +63,7 @@ def latencies_of(record: Record) -> Latencies | None:
 
 
 def _mean_of_longest(values: Values, share: float) -> float:
-    """As `bench.stats.mean_of_longest`."""
+    """As `bench.common.stats.mean_of_longest`."""
     num_others = len(values) - math.ceil(share * len(values))
     return float(np.partition(values, num_others)[num_others:].mean())
 

@@ -8,7 +8,8 @@ Four formats are read:
     Baton      JSON lines; the first is {"format": "baton-trace", "version": 1, "block_tokens": n},
                each other one a request: `arrived_s`, `input_len`, `output_len`, and if wanted
                `block_ids` as Mooncake's with n tokens each, and `priority`
-    recording  JSON lines, as a gateway writes them that records (`router.recording`): the requests
+    recording  JSON lines, as a gateway writes them that records (`router.recording.lines`): the
+    requests
                that were answered, with as many tokens as they were answered with, and the others
                with as many as they asked for; ids stand for the workers' own blocks of tokens
 
@@ -33,10 +34,10 @@ from random import Random
 
 import msgspec
 
-from bench.simulator.recordings import Asked, told_by
-from engine.blocks import BlockHash, hash_block
+from bench.validation.recordings import Asked, told_by
 from engine.errors import ConfigError, ProtocolError
-from router.recording import is_recording, lines_of
+from engine.worker.blocks import BlockHash, hash_block
+from router.recording.lines import is_recording, lines_of
 
 MOONCAKE_BLOCK_TOKENS = 512
 FORMAT = "baton-trace"

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Protocol
 
 from bench.simulator.clock import Future, Rank
-from engine.events import Event, LeaseEnded, PullDone, PullFailed
 from engine.layout import KVLayout
 from engine.messages import LeaseId, LeaseRef, SeqId, WorkerId
-from router.costs import PullCost
+from engine.worker.events import Event, LeaseEnded, PullDone, PullFailed
+from router.cluster.costs import PullCost
 
 TRANSPORT = "simulated"
 

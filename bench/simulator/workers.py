@@ -25,28 +25,11 @@ from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 from bench.simulator.clock import Future, Rank
-from bench.simulator.crowd import Crowd
 from bench.simulator.hardware import Hardware, Pricing, StepPrice
 from bench.simulator.prompts import token_at
 from bench.simulator.transfers import Transfers
+from bench.validation.crowd import Crowd
 from decode.scheduler import DecodeScheduler
-from engine.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
-from engine.block_events import BlockEvent, BlockRemoved, stored
-from engine.blocks import BlockHash, BlockPool, CacheNews, Stored
-from engine.events import (
-    AbortPull,
-    Effect,
-    Emit,
-    EmitToAll,
-    Event,
-    FromGateway,
-    GrowLease,
-    HoldLease,
-    OpenLease,
-    RevokeLease,
-    StartPull,
-)
-from engine.intake import Intake, ReadPrompt, read_prompt
 from engine.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -66,9 +49,26 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
-from engine.offers import PrefixOffers
-from engine.sequence import Sequence as EngineSequence
-from engine.worker import Duties, WorkerCore
+from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
+from engine.worker.block_events import BlockEvent, BlockRemoved, stored
+from engine.worker.blocks import BlockHash, BlockPool, CacheNews, Stored
+from engine.worker.core import Duties, WorkerCore
+from engine.worker.events import (
+    AbortPull,
+    Effect,
+    Emit,
+    EmitToAll,
+    Event,
+    FromGateway,
+    GrowLease,
+    HoldLease,
+    OpenLease,
+    RevokeLease,
+    StartPull,
+)
+from engine.worker.intake import Intake, ReadPrompt, read_prompt
+from engine.worker.offers import PrefixOffers
+from engine.worker.sequence import Sequence as EngineSequence
 from prefill.scheduler import PrefillScheduler
 
 REPORT_EVERY_S = 1.0
@@ -139,7 +139,8 @@ class SimWorker:
         crowd: Crowd | None = None,
         prefills_locally: bool = False,
     ) -> None:
-        """`read` as in `engine.intake.Intake`. Without `leaps` each step is one of its own; without
+        """`read` as in `engine.worker.intake.Intake`. Without `leaps` each step is one of its
+        own; without
         `counts` the rows of each stretch are written down.
         """
         self.worker_id = worker_id

@@ -19,18 +19,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from engine.batch import Row
 from engine.clock import Clock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat
-from engine.model import company, probe
-from engine.model.attention import AttentionBatch, build_batch
-from engine.model.changes import Choice
-from engine.model.checkpoint import LoadedModel, try_again
-from engine.model.draft import Masks, Proposal, draft_step_by_step, has_guide
-from engine.model.hook import forward
-from engine.model.kvcache import KVCache
+from engine.model.attention.base import AttentionBatch, build_batch
+from engine.model.attention.hook import forward
+from engine.model.attention.kvcache import KVCache
+from engine.model.loading import company, probe
+from engine.model.loading.checkpoint import LoadedModel, try_again
 from engine.model.native import speculate
 from engine.model.native.attention import NativeAttention
 from engine.model.native.decoder import Decoder, NotFused, PreparedCall, build
@@ -38,9 +35,12 @@ from engine.model.native.invariant import InvariantProducts
 from engine.model.native.library import INT8, INT8_AS_FLOAT, kernels
 from engine.model.native.linear import PackedLinear, Team, pack_linears
 from engine.model.native.sampling import sample as sample_natively
-from engine.model.sampling import sample
+from engine.model.sampling.changes import Choice
+from engine.model.sampling.choosing import sample
+from engine.model.sampling.draft import Masks, Proposal, draft_step_by_step, has_guide
+from engine.model.sampling.verify import Verified, verify_by_parts
 from engine.model.threads import one_torch_thread
-from engine.model.verify import Verified, verify_by_parts
+from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class CpuForward:
             return forward(self._loaded.model, *numbers)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-        """Tokens [num_rows], as `engine.model.sampling.sample` chooses them."""
+        """Tokens [num_rows], as `engine.model.sampling.choosing.sample` chooses them."""
         if self._team is None:
             return sample(logits, choices)
         return sample_natively(logits, choices, team=self._team)

@@ -34,21 +34,23 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.batch import Row
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
-from engine.model import fp8, packing, torch_attention, triton_attention
-from engine.model.attention import Attend, AttentionBatch, Extent
-from engine.model.changes import Choice
-from engine.model.checkpoint import LoadedModel, try_again
-from engine.model.draft import Masks, Proposal, draft_step_by_step
-from engine.model.hook import PAGED, paged_hook
-from engine.model.kvcache import KVCache
+from engine.model import fp8, packing
+from engine.model.attention import cuda as triton_attention
+from engine.model.attention import plain as torch_attention
+from engine.model.attention.base import Attend, AttentionBatch, Extent
+from engine.model.attention.hook import PAGED, paged_hook
+from engine.model.attention.kvcache import KVCache
+from engine.model.loading.checkpoint import LoadedModel, try_again
 from engine.model.packing import Inputs, Packing, Shape
-from engine.model.sampling import sample
-from engine.model.verify import Verified, verify_by_parts
+from engine.model.sampling.changes import Choice
+from engine.model.sampling.choosing import sample
+from engine.model.sampling.draft import Masks, Proposal, draft_step_by_step
+from engine.model.sampling.verify import Verified, verify_by_parts
 from engine.native_build import compiler_cache
+from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +219,8 @@ class CudaForward:
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-        """Tokens [num_rows], as `engine.model.sampling.sample` chooses them, on the GPU."""
+        """Tokens [num_rows], as `engine.model.sampling.choosing.sample` chooses them, on the
+        GPU."""
         return sample(logits, choices)
 
     def draft(self, proposals: Sequence[Proposal], masks: Masks) -> None:

@@ -8,7 +8,7 @@
 
 `plan` says where each of them lies, which depends on nothing but these sizes: the bytes of a
 captured step lie where they lay when it was captured. `arrays` are they on the host, `fill` writes
-them. What `engine.model.attention` says of a batch holds for them.
+them. What `engine.model.attention.base` says of a batch holds for them.
 
 A captured step has more rows than there are sequences. The rows that fill it up have `context_len`
 0 and slots PAD_SLOT: nothing is stored for them, and what they result in is not looked at.
@@ -22,9 +22,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from engine.batch import Row
-from engine.blocks import BlockId
 from engine.messages import SeqId
+from engine.worker.batch import Row
+from engine.worker.blocks import BlockId
 
 PAD_SLOT = -1  # in a slot mapping: a token that is not stored
 ALIGNMENT_BYTES = 64  # of each array: kernels load 16 bytes at once, copies a cache line

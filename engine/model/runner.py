@@ -20,20 +20,21 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from engine.batch import BatchPlan, BatchResult, Row, StepTimes
-from engine.blocks import BlockId
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
 from engine.messages import Sampling, SeqId
-from engine.model import cpu, cuda, verify
-from engine.model.checkpoint import LoadedModel, load, load_draft
+from engine.model import cpu, cuda
+from engine.model.attention.kvcache import KVCache, allocate_buffer, wrap_buffer
 from engine.model.cpu import CpuForward
 from engine.model.cuda import CudaForward
-from engine.model.draft import Masks, Proposal
-from engine.model.kvcache import KVCache, allocate_buffer, wrap_buffer
-from engine.model.verify import Verified
+from engine.model.loading.checkpoint import LoadedModel, load, load_draft
+from engine.model.sampling import verify
+from engine.model.sampling.draft import Masks, Proposal
+from engine.model.sampling.verify import Verified
+from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes
+from engine.worker.blocks import BlockId
 
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2

@@ -8,8 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.access.file import KeyFile
 from router.access.keys import ANONYMOUS, Tenant
-from router.api_errors import ApiError
-from router.sse import send_invalid
+from router.gateway.sse import send_invalid
+from router.inbox.api_errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 DEBUG_PATHS = frozenset({"/metrics"})

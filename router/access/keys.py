@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from engine.errors import ConfigError
-from router.limits import KeyLimits
+from router.access.limits import KeyLimits
 
 KEY_PREFIX = "baton-"  # tells what a leaked string is, to people and to secret scanners
 KEY_BYTES = 32

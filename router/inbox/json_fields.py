@@ -12,9 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from router.api_errors import invalid_value
-from router.inbox.json_values import check_containers, decode_value, no_object, not_json
-from router.openai_schema import (
+from router.gateway.openai_schema import (
     Body,
     ChatMessage,
     ContentPart,
@@ -23,6 +21,8 @@ from router.openai_schema import (
     known_fields,
     unsupported,
 )
+from router.inbox.api_errors import invalid_value
+from router.inbox.json_values import check_containers, decode_value, no_object, not_json
 
 SHORT_BODY_BYTES = 65_536
 MAX_PROMPT_IDS = 2**20

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from router.api_errors import ApiError, invalid_value
+from router.inbox.api_errors import ApiError, invalid_value
 
 MAX_VALUE_BYTES = 2**20
 MAX_CONTAINERS = 65_536  # arrays and objects; those that a text spells count too

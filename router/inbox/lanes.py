@@ -13,7 +13,7 @@ from functools import partial
 from threading import Lock
 from typing import TypeVar
 
-from router.api_errors import ApiError
+from router.inbox.api_errors import ApiError
 
 WIDE_BODY_BYTES = 65_536
 NARROW_BYTES = 4 * 2**20

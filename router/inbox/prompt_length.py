@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, models
 
-from router.token_bytes import LETTERS
+from router.text.token_bytes import LETTERS
 
 NFC_JOINS = 4  # NFC joins so many characters into one, and no more
 

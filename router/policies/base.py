@@ -12,7 +12,7 @@ from math import inf
 from typing import ClassVar, Protocol
 
 from engine.messages import Role, WorkerId
-from router.view import ClusterView, WorkerView
+from router.cluster.view import ClusterView, WorkerView
 
 Worker = tuple[WorkerId, WorkerView]
 

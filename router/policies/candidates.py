@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.messages import Role, WorkerId
+from router.cluster.view import ClusterView, WorkerView
 from router.policies.base import Busy, Candidates, Costs, Impossible, Need, Worker
-from router.view import ClusterView, WorkerView
 
 LEAST_WAIT_S = 1e-3  # predictions are no finer, and sums of times no truer
 

@@ -8,10 +8,10 @@ promised. Its pace is kept up as well as can be: it is not held back for a bound
 import random
 
 from engine.messages import WorkerId
+from router.cluster.view import ClusterView
 from router.policies.base import Costs, Need, Worker
 from router.policies.candidates import has_room, least, promised_share
 from router.policies.slo import tpot_s
-from router.view import ClusterView
 
 
 def next_decoder(

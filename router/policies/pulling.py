@@ -4,9 +4,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from engine.messages import WorkerId
+from router.cluster.view import WorkerView
 from router.policies.base import Asked, Worker
 from router.policies.candidates import predicted_ready_s
-from router.view import WorkerView
 
 
 @dataclass(frozen=True, slots=True)

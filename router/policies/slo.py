@@ -21,7 +21,7 @@ most of the prompt of all.
 
 Nothing is predicted before something was measured: until then it is `least-loaded`.
 
-`router.fleet` decides the same in C++, and is asked first.
+`router.native.fleet` decides the same in C++, and is asked first.
 
 Sources: Algorithm 1 of Mooncake, Qin et al., FAST 2025; both bounds at once, DistServe, Zhong et
 al., OSDI 2024.
@@ -33,12 +33,12 @@ from math import inf
 from typing import ClassVar
 
 from engine.messages import WorkerId
+from router.cluster.view import WorkerView
 from router.policies.base import Asked, Busy, Choice, Costs, Need, Placement, Worker
 from router.policies.candidates import has_memory, predicted_ready_s
 from router.policies.least_loaded import shortest_backlog
 from router.policies.pulling import Bid, Holders, bid
 from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
-from router.view import WorkerView
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Real deployments of the bundled model under load, with faults: nothing is lost, changed, leaked.
 
-What the checker finds at all is `tests/unit/test_chaos_checker.py`'s business.
+What the checker finds at all is `tests/unit/bench/chaos/test_checker.py`'s business.
 """
 
 import pytest

@@ -22,11 +22,11 @@ from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.netns import Unavailable
 from bench.chaos.placed import PlacedProcesses
 from bench.chaos.plan import ChaosPlan, due_times_s
-from bench.chaos.waiting import pause
-from bench.prompts import plain_token_ids
-from deploy.admin_client import AdminClient
-from deploy.cluster import Deployment
-from deploy.defaults import BUNDLED_MODEL
+from bench.common.prompts import plain_token_ids
+from bench.common.waiting import pause
+from deploy.admin.client import AdminClient
+from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.local.deployment import Deployment
 from engine.clock import MonotonicClock
 from engine.config import (
     AdminConfig,
@@ -37,8 +37,8 @@ from engine.config import (
     WeightFormat,
     WorkerConfig,
 )
-from tests.e2e.netns import Link, RelayedLink, network
-from tests.e2e.served import poll_until
+from tests.kits.services.netns import Link, RelayedLink, network
+from tests.kits.services.served import poll_until
 
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(400)]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from deploy import own_ray
-from tests.e2e.cluster import NURSERY
-from tests.e2e.served import HANDS_OVER, Served, serve
+from deploy.ray import own_ray
+from tests.kits.services.cluster import NURSERY
+from tests.kits.services.served import HANDS_OVER, Served, serve
 
 own_ray.prepare(os.environ)  # before a test imports Ray
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import GrammarError
-from engine.grammar_child import Asked, Verdict, Vocabulary
-from engine.grammars import MAX_SOURCE_LEN, MAX_TOKEN_S
+from engine.grammar.child import Asked, Verdict, Vocabulary
+from engine.grammar.guides import MAX_SOURCE_LEN, MAX_TOKEN_S
 from engine.messages import Grammar
-from router.grammar_checker import GrammarChild
+from router.gateway.grammar_checker import GrammarChild
 from tests.fuzz.hostile_grammars import hostile_grammar
-from tests.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE, bundled_guides
-from tests.schemas import allowed_ids
+from tests.kits.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE, bundled_guides
+from tests.kits.schemas import allowed_ids
 
 VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
 MAX_WALL_S = 8.0  # on a machine that is busy with other things, too

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.messages import Grammar, GrammarKind
 from tests.fuzz.mutation import TEXTS
-from tests.schemas import random_schema
+from tests.kits.schemas import random_schema
 
 MAX_COUNT = 4_000
 UNITS = ("\n", " ", "\t", "a[\n", "[", "(", "{", '"\\', "/\\/", "//", "%json", "|", "a: b\n", "\\")

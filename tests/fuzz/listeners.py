@@ -12,18 +12,18 @@ from typing import Any
 
 import zmq
 
-from deploy.block_publisher import BlockPublisher
-from engine import rpc
-from engine.block_events import EventLog, encode_number
-from engine.blocks import Stored, hash_blocks
-from engine.challenge import CLAIM_BYTES
+from deploy.worker.block_publisher import BlockPublisher
 from engine.clock import MonotonicClock
 from engine.config import Transport
-from engine.curve import Channel, secure_client
-from engine.rpc import Send, SessionClient, SessionServer
+from engine.net import rpc
+from engine.net.challenge import CLAIM_BYTES
+from engine.net.curve import Channel, secure_client
+from engine.net.rpc import Send, SessionClient, SessionServer
+from engine.worker.block_events import EventLog, encode_number
+from engine.worker.blocks import Stored, hash_blocks
 from kvtransfer.messages import Hold, encode
 from tests.fuzz.mutation import with_damage
-from tests.transfer.endpoints import SECRET, worker
+from tests.kits.endpoints import SECRET, worker
 
 LISTENERS = ("sessions", "kv", "published", "asked")
 DEADLINE_S = 20.0

@@ -18,10 +18,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from engine.blocks import BlockId
 from engine.config import Transport
 from engine.errors import ProtocolError
-from engine.events import PullDone
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     Cancel,
@@ -41,7 +39,9 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
-from engine.trust import Secret
+from engine.net.trust import Secret
+from engine.worker.blocks import BlockId
+from engine.worker.events import PullDone
 from kvtransfer.memory import SharedPool
 from kvtransfer.messages import (
     AttachBody,

@@ -14,15 +14,20 @@ import pytest
 
 from engine.clock import MonotonicClock
 from engine.errors import GrammarError
-from engine.grammar_child import MAX_WALL_S, Verdict, Vocabulary
+from engine.grammar.child import MAX_WALL_S, Verdict, Vocabulary
 from engine.messages import Grammar, GrammarKind
-from router import grammar_checker
-from router.api_errors import ApiError
-from router.grammar_checker import Asker, GrammarBusy, GrammarChecker, check_structure
-from router.structured import structure_of
+from router.gateway import grammar_checker
+from router.gateway.grammar_checker import (
+    Asker,
+    GrammarBusy,
+    GrammarChecker,
+    check_structure,
+)
+from router.inbox.api_errors import ApiError
+from router.text.structured import structure_of
 from tests.fuzz import grammars
 from tests.fuzz.grammars import fuzz, resident_bytes
-from tests.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE
+from tests.kits.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE
 
 ASKER = Asker("", b"")
 VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
@@ -131,7 +136,7 @@ def test_a_refusal_says_which_limit():
 
 FORKS = """
 import os, signal, sys
-from engine.grammar_child import judged
+from engine.grammar.child import judged
 
 class Guides:
     def __init__(self, act):

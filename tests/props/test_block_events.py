@@ -14,12 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine import block_events
-from engine.block_events import BlockStored, EventLog, Numbered, decode_batch
-from engine.blocks import BlockHash, BlockId, BlockPool
 from engine.messages import WorkerId
-from router import block_news
-from router.block_news import (
+from engine.worker import block_events
+from engine.worker.block_events import BlockStored, EventLog, Numbered, decode_batch
+from engine.worker.blocks import BlockHash, BlockId, BlockPool
+from router.prefixes import news as block_news
+from router.prefixes.map import PrefixMap
+from router.prefixes.news import (
     Answered,
     AnswerEnded,
     Apply,
@@ -34,7 +35,6 @@ from router.block_news import (
     Unheard,
     apply_events,
 )
-from router.prefixes import PrefixMap
 
 WORKER = WorkerId("w")
 NUM_BLOCKS = 4

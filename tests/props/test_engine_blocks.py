@@ -7,8 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.blocks import BlockCounts, BlockHash, BlockPool, hash_block, hash_blocks
 from engine.errors import OutOfBlocks
+from engine.worker.blocks import (
+    BlockCounts,
+    BlockHash,
+    BlockPool,
+    hash_block,
+    hash_blocks,
+)
 
 NUM_BLOCKS = 6
 HASHES = [BlockHash(bytes([i])) for i in range(4)]  # few, so that blocks collide

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.blocks import hash_blocks
 from engine.messages import WorkerId
-from router.index import PrefixIndex
+from engine.worker.blocks import hash_blocks
+from router.native.index import PrefixIndex
 
 CHAINS = [hash_blocks([first, *range(24)], 1) for first in range(4)]
 NAMES = [WorkerId(f"w{i}") for i in range(80)]  # more than a word of bits

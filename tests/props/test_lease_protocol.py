@@ -24,9 +24,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from engine.events import LeaseEnded, PullDone, PullFailed
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import LeaseRef, TransferAddress
+from engine.worker.events import LeaseEnded, PullDone, PullFailed
 from kvtransfer.messages import Data, Identity, Offers, Read, ToSink, ToSource
 from kvtransfer.protocol import (
     CloseSource,

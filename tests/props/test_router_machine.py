@@ -55,10 +55,11 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
-from engine.trust import SALT_BYTES
-from router.costs import PrefillCost, PullCost
-from router.estimates import Estimates
-from router.machine import (
+from engine.net.trust import SALT_BYTES
+from router.cluster.costs import PrefillCost, PullCost
+from router.cluster.estimates import Estimates
+from router.cluster.view import WorkerView
+from router.machine.machine import (
     Arrived,
     ClientGone,
     Deliver,
@@ -71,11 +72,10 @@ from router.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.moving import DRAINED
-from router.prefixes import PrefixMap
-from router.recording import Recorder, replay
-from router.requests import Cancelled, Finished, Outcome, Rejected, Request
-from router.view import WorkerView
+from router.machine.moving import DRAINED
+from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
+from router.prefixes.map import PrefixMap
+from router.recording.lines import Recorder, replay
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 NUM_BLOCKS, MAX_RUNNING = 8, 3

@@ -9,9 +9,9 @@ from bench.simulator.traces import Trace, TraceRequest
 from engine.config import RouterConfig, RouterPolicy
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.costs import PrefillCost, PullCost
-from router.machine import RouterMachine
-from router.requests import Finished
+from router.cluster.costs import PrefillCost, PullCost
+from router.machine.machine import RouterMachine
+from router.machine.requests import Finished
 
 BLOCK_SIZE = 4
 

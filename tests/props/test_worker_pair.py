@@ -16,12 +16,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from decode.scheduler import DecodeScheduler
-from engine.blocks import BlockPool
 from engine.config import Speculate
 from engine.messages import Grammar, GrammarKind, Limits, Role, Sampling, WorkerId
-from engine.sequence import Sequence as EngineSequence
+from engine.worker.blocks import BlockPool
+from engine.worker.sequence import Sequence as EngineSequence
 from prefill.scheduler import PrefillScheduler
-from tests.fakes import PARTS, VOCAB_SIZE, WILFUL, Ask, FakeCluster, FakeGateway, WorkerShape
+from tests.kits.fakes import (
+    PARTS,
+    VOCAB_SIZE,
+    WILFUL,
+    Ask,
+    FakeCluster,
+    FakeGateway,
+    WorkerShape,
+)
 
 NUM_GATEWAYS = 2
 ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)

@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from engine.config import Transport
-from engine.events import AbortPull, PullDone, PullFailed, RevokeLease
 from engine.layout import KVFormat
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
+from engine.worker.events import AbortPull, PullDone, PullFailed, RevokeLease
 from kvtransfer import source_end
-from tests.transfer.endpoints import (
+from tests.kits.endpoints import (
     LAYOUT,
     NUM_BLOCKS,
     Timing,
@@ -216,7 +216,7 @@ SOURCE_PROCESS = """
 import sys
 from engine.messages import LeaseId
 from engine.config import Transport
-from tests.transfer.endpoints import fill, worker
+from tests.kits.endpoints import fill, worker
 with worker("source", Transport(sys.argv[1])) as source:
     fill(source.pool, seed=1)
     source.lease("l", list(range(50)), ready=20)

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from bench import kv_handoff
-from bench.driven import DrivenFailed
-from bench.kv import measure
-from bench.kv_movers import Mover, WrongBytes, mover_of
-from bench.kv_plan import KIB, HandoffPlan, KvPlan, cases_of, pulls_of
-from bench.kv_results import PHASES, TRANSFER, Measured, results, warnings
-from bench.machine import hardware
-from bench.report import Report, to_json
-from bench.serving import ServerFailed, serving
+from bench.common.driven import DrivenFailed
+from bench.common.machine import hardware
+from bench.common.report import Report, to_json
+from bench.common.serving import ServerFailed, serving
+from bench.kv import handoff as kv_handoff
+from bench.kv.movers import Mover, WrongBytes, mover_of
+from bench.kv.plan import KIB, HandoffPlan, KvPlan, cases_of, pulls_of
+from bench.kv.results import PHASES, TRANSFER, Measured, results, warnings
+from bench.kv.run import measure
 
 pytestmark = pytest.mark.long
 

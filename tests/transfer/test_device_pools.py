@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from engine.config import Transport
-from engine.events import PullFailed
 from engine.messages import SeqId
+from engine.worker.events import PullFailed
 from kvtransfer.memory import DevicePool, Region, SharedPool
 from kvtransfer.nixl_backend import PACKAGES
-from tests.transfer.endpoints import fill, is_done, worker
+from tests.kits.endpoints import fill, is_done, worker
 
 if not any(importlib.util.find_spec(package) for package in PACKAGES):
     pytest.skip(f"none of {', '.join(PACKAGES)} is installed", allow_module_level=True)

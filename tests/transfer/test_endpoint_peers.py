@@ -14,9 +14,9 @@ import zmq
 
 from engine.clock import MonotonicClock
 from engine.config import Transport
-from engine.events import AbortPull, LeaseEnded, PullDone, PullFailed
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress
-from engine.trust import Secret
+from engine.net.trust import Secret
+from engine.worker.events import AbortPull, LeaseEnded, PullDone, PullFailed
 from kvtransfer import sink_end, source_end
 from kvtransfer.memory import ShmUnavailable
 from kvtransfer.messages import (
@@ -42,7 +42,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.native.copying import checksum
 from kvtransfer.protocol import MAX_DAMAGED, Timing
-from tests.transfer.endpoints import (
+from tests.kits.endpoints import (
     DEADLINE_S,
     LAYOUT,
     NUM_BLOCKS,
@@ -409,7 +409,7 @@ SOURCE_PROCESS = """
 import sys
 from engine.clock import MonotonicClock
 from engine.config import Transport
-from tests.transfer.endpoints import NUM_BLOCKS, fill, worker
+from tests.kits.endpoints import NUM_BLOCKS, fill, worker
 with worker("source", Transport.AUTO) as source:
     fill(source.pool, seed=1)
     source.lease("l", list(reversed(range(NUM_BLOCKS))))

@@ -20,11 +20,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.blocks import BlockId
 from engine.config import Transport
-from engine.events import LeaseEnded, PullDone, PullFailed, RevokeLease
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
+from engine.worker.blocks import BlockId
+from engine.worker.events import LeaseEnded, PullDone, PullFailed, RevokeLease
 from kvtransfer.memory import SharedPool, ShmUnavailable, boot_id, map_offer
 from kvtransfer.messages import (
     AttachBody,
@@ -51,7 +51,7 @@ from kvtransfer.protocol import MAX_DAMAGED, SendToSink, SinkMachine, SourceMach
 from kvtransfer.records import Shard
 from kvtransfer.wire import Disagreement, agree
 from tests.fuzz.mutation import DECODE_ERRORS, Message, Script, changed_once
-from tests.transfer.endpoints import (
+from tests.kits.endpoints import (
     DEADLINE_S,
     LAYOUT,
     NUM_BLOCKS,

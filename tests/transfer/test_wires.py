@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from engine.config import Transport
-from engine.events import PullFailed
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import SeqId
+from engine.worker.events import PullFailed
 from kvtransfer.formats import convert
 from kvtransfer.records import Shard
-from tests.transfer.endpoints import NUM_BLOCKS, is_done, worker
+from tests.kits.endpoints import NUM_BLOCKS, is_done, worker
 
 FP32 = KVLayout(16, KVFormat.FP32, (KVSection(2, 4, 16), KVSection(1, 4, 8)))
 HERE, THERE = [5, 0, 9, 3], [7, 8, 1, 100]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from engine.model.bundled.on_policy import Written
-from engine.model.sampling import gumbel_noise
+from engine.model.sampling.choosing import gumbel_noise
 
 WINDOW = 1024
 TEMPERATURES = (0.0, 0.7, 1.0)

@@ -20,16 +20,16 @@ from pathlib import Path
 
 import torch
 
-from engine.batch import BatchPlan, Row
-from engine.blocks import BlockId
 from engine.clock import Clock
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling, SeqId
-from engine.model.checkpoint import load
+from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.model.cpu import CpuForward, resolve_weights
-from engine.model.kvcache import KVCache, allocate_buffer
+from engine.model.loading.checkpoint import load
 from engine.model.runner import TorchRunner
+from engine.worker.batch import BatchPlan, Row
+from engine.worker.blocks import BlockId
 
 TOP = 64
 BLOCK_SIZE = 16

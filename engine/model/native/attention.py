@@ -4,15 +4,16 @@ import ctypes
 
 import torch
 
-from engine.model.attention import AttentionBatch, Scoring
-from engine.model.kvcache import KVCache
+from engine.model.attention.base import AttentionBatch, Scoring
+from engine.model.attention.kvcache import KVCache
 from engine.model.native import library as native
 from engine.model.native.decoder import batch_struct, cache_struct
 from engine.model.native.linear import Team
 
 
 class NativeAttention:
-    """Stores K and V and attends, as `engine.model.attention` says; callable as an `Attend`."""
+    """Stores K and V and attends, as `engine.model.attention.base` says; callable as an
+    `Attend`."""
 
     def __init__(self, team: Team) -> None:
         self._team = team

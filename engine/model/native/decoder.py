@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.batch import Row
 from engine.layout import KVLayout
-from engine.model.attention import AttentionBatch, Scoring
-from engine.model.hook import ForwardContext
-from engine.model.kvcache import KVCache
+from engine.model.attention.base import AttentionBatch, Scoring
+from engine.model.attention.hook import ForwardContext
+from engine.model.attention.kvcache import KVCache
 from engine.model.native import library as native
 from engine.model.native.linear import PackedLinear, PackedMatrix, Team, exact_in_bf16
+from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
 

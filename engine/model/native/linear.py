@@ -16,6 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.config import WeightFormat
+from engine.model.loading.stored import widen
 from engine.model.native.experts import (
     PackedExperts,
     holds_experts,
@@ -23,7 +24,6 @@ from engine.model.native.experts import (
 )
 from engine.model.native.matrix import PackedMatrix, Team, multiply
 from engine.model.native.matrix import exact_in_bf16 as exact_in_bf16
-from engine.model.stored import widen
 
 
 class PackedLinear(nn.Module):

@@ -1,4 +1,4 @@
-"""Choosing tokens in C++: `engine.model.sampling.sample` on a CPU, the same tokens."""
+"""Choosing tokens in C++: `engine.model.sampling.choosing.sample` on a CPU, the same tokens."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from engine.messages import TokenId
-from engine.model.changes import Choice, limited
 from engine.model.native.library import Changes
 from engine.model.native.matrix import Team
+from engine.model.sampling.changes import Choice, limited
 
 MASK_64 = 2**64 - 1
 CACHED_BIASES = 256

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from engine.batch import Row
 from engine.clock import Clock
-from engine.model.changes import Choice
 from engine.model.native import library as native
 from engine.model.native.decoder import Decoder, address_of
 from engine.model.native.sampling import draws_of
+from engine.model.sampling.changes import Choice
+from engine.worker.batch import Row
 
 
 class Drafting(NamedTuple):

@@ -1,6 +1,6 @@
 // Records of one KV format made into those of another, token by token.
 //
-// Formats and record are told in engine/layout.py; rounding is that of engine/model/kvcache.py, bit
+// Formats and record are told in engine/layout.py; rounding is that of engine/model/attention/kvcache.py, bit
 // for bit, and formats.py has the same in numpy. Loops are written for the compiler to vectorise:
 // largest and smallest numbers are found as integers, whose order it may change.
 #pragma once

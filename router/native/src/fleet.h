@@ -78,7 +78,7 @@ struct Worker {
   Load load;
 };
 
-// Python packs and unpacks these: router/fleet.py.
+// Python packs and unpacks these: router/native/fleet.py.
 static_assert(sizeof(Request) == 56 && sizeof(Decision) == 48 && sizeof(News) == 48);
 
 class Random {

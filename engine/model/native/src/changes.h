@@ -1,4 +1,4 @@
-// What a choice changes about its logits, operation by operation as engine/model/changes.py says.
+// What a choice changes about its logits, operation by operation as engine/model/sampling/changes.py says.
 //
 // Costs two passes over the logits, which are copied, and one over the context. Counts of tokens are
 // kept from row to row, all zero between them: they are put back where any is not.

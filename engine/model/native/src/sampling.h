@@ -1,4 +1,4 @@
-// Chooses tokens as engine/model/sampling.py defines it: the very same ones, a row by one thread.
+// Chooses tokens as engine/model/sampling/choosing.py defines it: the very same ones, a row by one thread.
 //
 //     token = argmax(mask(score) + g),   score = (logit - best) / temperature,   g = -log(-log(u))
 //

@@ -1,0 +1,1 @@
+"""A client of an OpenAI-compatible server: requests, streams, arrivals and their figures."""

@@ -1,0 +1,224 @@
+"""One request on the wire of an OpenAI-compatible server: the body out, the streamed answer in.
+
+Pure: the shell gives bytes with the time at which they came, and gets an `Answer` or a `Failure`.
+
+All times are seconds of one monotonic clock, on the client's side, from the moment the request was
+handed to the HTTP client (a new connection, if one is needed, is inside):
+
+| TTFT | first content chunk - sent                                              |
+| ITL  | each gap between consecutive content chunks                             |
+| TPOT | (last - first content chunk) / (n_out - 1); not defined for n_out = 1   |
+| E2E  | last content chunk - sent = TTFT + (n_out - 1) · TPOT                   |
+
+n_out is `completion_tokens` of the server's usage; without usage a content chunk counts as a token.
+A content chunk carries text (or reasoning); role, finish and usage chunks carry none. Where a chunk
+holds several tokens (speculation, a server that batches its frames) or none yet (half a character),
+gaps are between chunks, not tokens: `tokens per chunk` in the report says how far they differ.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+import msgspec
+
+from bench.client.sse import SseEvent, SseParser
+from bench.common.prompts import Prompt
+
+DONE = b"[DONE]"
+
+
+class Endpoint(StrEnum):
+    """Which of the two OpenAI endpoints is asked."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+    @property
+    def path(self) -> str:
+        """Path of the endpoint under the server's URL."""
+        return "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer."""
+
+    sent_s: float
+    chunk_times_s: tuple[float, ...]  # when each content chunk came; never empty
+    num_output_tokens: int
+    num_prompt_tokens: int | None  # None: the server sent no usage
+    num_cached_tokens: int | None
+    timeline_s: Mapping[str, float]  # Baton's stages and KV times; empty from other servers
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first content chunk."""
+        return self.chunk_times_s[0] - self.sent_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Time to the last content chunk."""
+        return self.chunk_times_s[-1] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token after the first; None where one token was all."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between consecutive content chunks."""
+        return [later - earlier for earlier, later in pairwise(self.chunk_times_s)]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request without a complete answer.
+
+    Kinds: `http_<status>`, `timeout`, `connection`, `truncated` (the stream ended early),
+    `stream_error` (an error, or no valid chunk, inside it), `empty` (complete, without content).
+    """
+
+    kind: str
+    detail: str
+
+
+def request_body(
+    endpoint: Endpoint, prompt: Prompt, *, model: str, output_len: int, temperature: float
+) -> bytes:
+    """The JSON of one streamed request for exactly `output_len` tokens."""
+    messages = [{"role": "user", "content": prompt}]
+    asked = {"messages": messages} if endpoint is Endpoint.CHAT else {"prompt": prompt}
+    return msgspec.json.encode(
+        {
+            "model": model,
+            **asked,
+            "max_tokens": output_len,
+            "ignore_eos": True,
+            "temperature": temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_content(self) -> bool:
+        delta = self.delta or _Delta()
+        return bool(self.text or delta.content or delta.reasoning_content or delta.reasoning)
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: object = None
+    baton_timeline: dict[str, object] | None = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)
+
+
+class AnswerReader:
+    """Reads one streamed answer: `feed` for every piece of the body, then `finish`, once."""
+
+    def __init__(self, sent_s: float) -> None:
+        self._sent_s = sent_s
+        self._parser = SseParser()
+        self._chunk_times_s: list[float] = []
+        self._usage = _Usage()
+        self._timeline_s: dict[str, float] = {}
+        self._complete = False
+        self._failure: Failure | None = None
+
+    def feed(self, piece: bytes, now_s: float) -> None:
+        """Takes the bytes that came at `now_s`."""
+        for event in self._parser.feed(piece):
+            self._take(event, now_s)
+
+    def finish(self) -> Answer | Failure:
+        """What the stream, which has now ended, amounts to."""
+        # Of an event that was cut short only the end mark can be trusted to be whole.
+        if any(event.data == DONE for event in self._parser.finish()):
+            self._complete = True
+        if self._failure is not None:
+            return self._failure
+        if not self._complete:
+            return Failure("truncated", f"ended after {len(self._chunk_times_s)} content chunks")
+        if not self._chunk_times_s:
+            return Failure("empty", "the answer has no content")
+        return self._answer()
+
+    def _take(self, event: SseEvent, now_s: float) -> None:
+        if event.data == DONE:
+            self._complete = True
+            return
+        try:
+            chunk = _chunks.decode(event.data)
+        except msgspec.MsgspecError as error:
+            self._fail(f"{error}: {_shown(event.data)}")
+            return
+        if chunk.error is not None or event.kind == b"error":
+            self._fail(_shown(event.data))
+            return
+        self._take_chunk(chunk, now_s)
+
+    def _take_chunk(self, chunk: _Chunk, now_s: float) -> None:
+        choices = chunk.choices or ()
+        if any(choice.has_content for choice in choices):
+            self._chunk_times_s.append(now_s)
+        if any(choice.finish_reason for choice in choices):
+            self._complete = True  # some servers never send [DONE]
+        self._usage = chunk.usage or self._usage
+        self._timeline_s.update(_stages(chunk.baton_timeline or {}))
+
+    def _fail(self, detail: str) -> None:
+        self._failure = self._failure or Failure("stream_error", detail)
+
+    def _answer(self) -> Answer:
+        details = self._usage.prompt_tokens_details or _PromptDetails()
+        return Answer(
+            sent_s=self._sent_s,
+            chunk_times_s=tuple(self._chunk_times_s),
+            num_output_tokens=self._usage.completion_tokens or len(self._chunk_times_s),
+            num_prompt_tokens=self._usage.prompt_tokens,
+            num_cached_tokens=details.cached_tokens,
+            timeline_s=self._timeline_s,
+        )
+
+
+def _stages(timeline: Mapping[str, object]) -> dict[str, float]:
+    """The durations, those of the KV transfer beside the stages among them; null ones left out."""
+    return {
+        name.removesuffix("_s"): value
+        for name, value in timeline.items()
+        if isinstance(value, float)
+    }
+
+
+def _shown(data: bytes) -> str:
+    return data[:200].decode(errors="replace")

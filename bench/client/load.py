@@ -1,0 +1,248 @@
+"""What one run of load against a server came to: figures, goodput, and what to warn of. Pure.
+
+Figures are in milliseconds, as reports are. Latencies are of complete answers only; failures are
+counted by kind, and a request that failed meets no SLO. Throughput counts the tokens of complete
+answers over the time from the first request's due time to the end of the last request.
+
+Goodput, three definitions, side by side because published figures use all three:
+
+- `goodput/attainment`: share of requests with TTFT and TPOT inside their bounds. DistServe, Zhong
+  et al., OSDI 2024, looks for the highest rate at which it is 90 %.
+- `goodput/effective_capacity`: share of requests with TTFT inside its bound and TBT, the mean of
+  the longest 10 % of gaps, inside the bound on TPOT. Mooncake, Qin et al., FAST 2025.
+- `goodput/requests`: requests/s with TTFT and TPOT inside their bounds; vLLM's and AIPerf's
+  `--goodput`.
+
+A bound that is not given is met; so is a bound on TPOT by an answer of one token.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from bench.client.answers import Answer, Failure
+from bench.common.report import Figure
+from bench.common.stats import mean_of_longest, summarize
+
+TBT_SHARE = 0.1
+LATE_MS = 10.0  # a client later than this at p99 is not the load that was asked for
+LENGTH_TOLERANCE = 0.1
+CACHED_SHARE = 0.1
+MEASURES = {  # in the timeline beside the stages, with which they overlap
+    "kv_transfer": "kv/transfer",
+    "kv_exposed": "kv/exposed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request: how late it was sent, how long it waited for a slot, and what came back."""
+
+    send_lag_s: float  # the client's own lateness, before any wait for a slot
+    slot_wait_s: float | None  # waiting under the concurrency limit; None without one
+    result: Answer | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All requests of one repetition."""
+
+    duration_s: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The complete answers."""
+        results = (outcome.result for outcome in self.outcomes)
+        return [result for result in results if isinstance(result, Answer)]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What the other requests came to."""
+        results = (outcome.result for outcome in self.outcomes)
+        return [result for result in results if isinstance(result, Failure)]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Bounds on one request's latencies; None bounds nothing."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+def figures_of_runs(runs: Sequence[Run], slo: Slo | None) -> list[dict[str, Figure]]:
+    """The figures of every run. A kind of error seen in one run is a zero in the others."""
+    kinds = sorted({failure.kind for run in runs for failure in run.failures})
+    return [
+        {
+            **_latency(run),
+            **_throughput(run),
+            **(_goodput(run, slo) if slo else {}),
+            **_tokens(run.answers),
+            **_requests(run, kinds),
+            **_timeline(run.answers),
+        }
+        for run in runs
+    ]
+
+
+def meets(answer: Answer, slo: Slo) -> bool:
+    """Whether TTFT and TPOT are inside their bounds."""
+    return _inside(answer.ttft_s, slo.ttft_s) and _inside(answer.tpot_s, slo.tpot_s)
+
+
+def meets_by_longest_gaps(answer: Answer, slo: Slo) -> bool:
+    """Whether TTFT and Mooncake's TBT are inside their bounds."""
+    tbt_s = mean_of_longest(answer.gaps_s, TBT_SHARE) if answer.gaps_s else None
+    return _inside(answer.ttft_s, slo.ttft_s) and _inside(tbt_s, slo.tpot_s)
+
+
+def warnings(runs: Sequence[Run], *, input_len: int, output_len: int) -> list[str]:
+    """One line for each thing that makes the figures mean less than they seem to."""
+    answers = [answer for run in runs for answer in run.answers]
+    return [
+        *_late_client(runs),
+        *_waits_for_slots(runs),
+        *_other_length(
+            "prompt tokens", input_len, [answer.num_prompt_tokens for answer in answers]
+        ),
+        *_other_length(
+            "output tokens", output_len, [answer.num_output_tokens for answer in answers]
+        ),
+        *_no_usage(answers),
+        *_cached_prompts(answers),
+    ]
+
+
+def kinds_with_example(failures: Iterable[Failure]) -> Mapping[str, tuple[int, str]]:
+    """For each kind of failure: how many, and the detail of the first."""
+    table: dict[str, tuple[int, str]] = {}
+    for failure in failures:
+        count, first = table.get(failure.kind, (0, failure.detail))
+        table[failure.kind] = (count + 1, first)
+    return table
+
+
+def _latency(run: Run) -> dict[str, Figure]:
+    answers, outcomes = run.answers, run.outcomes
+    samples_s = {
+        "ttft": [answer.ttft_s for answer in answers],
+        "itl": [gap_s for answer in answers for gap_s in answer.gaps_s],
+        "tpot": [answer.tpot_s for answer in answers if answer.tpot_s is not None],
+        "e2e": [answer.e2e_s for answer in answers],
+        "send_lag": [outcome.send_lag_s for outcome in outcomes],
+        "slot_wait": [
+            wait_s for outcome in outcomes if (wait_s := outcome.slot_wait_s) is not None
+        ],
+    }
+    return {
+        f"{name}/{statistic}": Figure(value_s * 1e3, "ms")
+        for name, values_s in samples_s.items()
+        if (summary := summarize(values_s))
+        for statistic, value_s in asdict(summary).items()
+    }
+
+
+def _throughput(run: Run) -> dict[str, Figure]:
+    answers = run.answers
+    num_output = sum(answer.num_output_tokens for answer in answers)
+    num_prompt = sum(answer.num_prompt_tokens or 0 for answer in answers)
+    return {
+        "throughput/requests": Figure(len(answers) / run.duration_s, "req/s"),
+        "throughput/output_tokens": Figure(num_output / run.duration_s, "tok/s"),
+        "throughput/total_tokens": Figure((num_prompt + num_output) / run.duration_s, "tok/s"),
+        "duration": Figure(run.duration_s, "s"),
+    }
+
+
+def _goodput(run: Run, slo: Slo) -> dict[str, Figure]:
+    num_sent = len(run.outcomes)
+    num_met = sum(meets(answer, slo) for answer in run.answers)
+    num_effective = sum(meets_by_longest_gaps(answer, slo) for answer in run.answers)
+    return {
+        "goodput/attainment": Figure(num_met / num_sent, "share"),
+        "goodput/effective_capacity": Figure(num_effective / num_sent, "share"),
+        "goodput/requests": Figure(num_met / run.duration_s, "req/s"),
+    }
+
+
+def _tokens(answers: Sequence[Answer]) -> dict[str, Figure]:
+    if not answers:
+        return {}
+    num_output = sum(answer.num_output_tokens for answer in answers)
+    num_chunks = sum(len(answer.chunk_times_s) for answer in answers)
+    prompts = [n for answer in answers if (n := answer.num_prompt_tokens) is not None]
+    figures = {
+        "tokens/output_per_request": Figure(num_output / len(answers), "tok"),
+        "tokens/per_chunk": Figure(num_output / num_chunks, "tok"),
+    }
+    if prompts:
+        figures["tokens/prompt_per_request"] = Figure(sum(prompts) / len(prompts), "tok")
+    return figures
+
+
+def _requests(run: Run, kinds: Iterable[str]) -> dict[str, Figure]:
+    by_kind = Counter(failure.kind for failure in run.failures)
+    return {
+        "requests/sent": Figure(len(run.outcomes), "req"),
+        "requests/completed": Figure(len(run.answers), "req"),
+        "requests/failed": Figure(len(run.failures), "req"),
+        **{f"errors/{kind}": Figure(by_kind[kind], "req") for kind in kinds},
+    }
+
+
+def _timeline(answers: Sequence[Answer]) -> dict[str, Figure]:
+    samples_s: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value_s in answer.timeline_s.items():
+            samples_s.setdefault(MEASURES.get(name, f"timeline/{name}"), []).append(value_s)
+    return {
+        name: Figure(sum(values_s) / len(values_s) * 1e3, "ms")
+        for name, values_s in samples_s.items()
+    }
+
+
+def _inside(value_s: float | None, bound_s: float | None) -> bool:
+    return value_s is None or bound_s is None or value_s <= bound_s
+
+
+def _late_client(runs: Sequence[Run]) -> list[str]:
+    lag = summarize([outcome.send_lag_s for run in runs for outcome in run.outcomes])
+    if lag is None or lag.p99 * 1e3 <= LATE_MS:
+        return []
+    return [f"the client itself was late: send lag p99 {lag.p99 * 1e3:.1f} ms"]
+
+
+def _waits_for_slots(runs: Sequence[Run]) -> list[str]:
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    waits = summarize([wait for outcome in outcomes if (wait := outcome.slot_wait_s) is not None])
+    if waits is None or waits.p99 * 1e3 <= LATE_MS:
+        return []
+    return [
+        f"requests waited for a slot, p99 {waits.p99 * 1e3:.1f} ms: not in TTFT, E2E or goodput,"
+        " which count from the moment of sending"
+    ]
+
+
+def _other_length(what: str, asked: int, counted: Sequence[int | None]) -> list[str]:
+    known = [n for n in counted if n is not None]
+    if not known or abs(sum(known) / len(known) - asked) <= LENGTH_TOLERANCE * asked:
+        return []
+    return [f"{asked} {what} were asked for, {sum(known) / len(known):.1f} were counted"]
+
+
+def _no_usage(answers: Sequence[Answer]) -> list[str]:
+    num_without = sum(answer.num_prompt_tokens is None for answer in answers)
+    if num_without == 0:
+        return []
+    return [f"{num_without} answers came without usage: each content chunk counts as one token"]
+
+
+def _cached_prompts(answers: Sequence[Answer]) -> list[str]:
+    num_cached = sum(answer.num_cached_tokens or 0 for answer in answers)
+    num_prompt = sum(answer.num_prompt_tokens or 0 for answer in answers)
+    if num_prompt == 0 or num_cached <= CACHED_SHARE * num_prompt:
+        return []
+    share = num_cached / num_prompt
+    return [f"the server had {share:.0%} of prompt tokens cached: another --seed asks anew"]

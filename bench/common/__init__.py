@@ -1,0 +1,1 @@
+"""What all benchmarks share: reports, tables, plots, statistics, processes."""

@@ -1,0 +1,128 @@
+"""What a machine allows a dense decoder: flops and bytes of a step, and the least time they take.
+
+With L layers, h query heads of d_h, M weights in the layers' matrices, H in the output matrix,
+b sequences and KV of kv bytes a token:
+
+    prefill of n tokens    2·M·n + 2·H flops in matrices, 4·L·h·d_h·n(n+1)/2 in attention
+    a decode step          2·(M + H)·b,                   4·L·h·d_h·(sum of the contexts)
+    bytes of a step        (bytes of the matrices as held) + kv·(sum of the contexts)
+
+The least time is the greater of flops over peak and bytes over read bandwidth. Matrices run at the
+peak of int8 where the weights are int8, attention and all else at that of fp32. Norms, activations,
+the embedding and writing are left out, so the limit can be approached and not reached.
+
+Source: the roofline, Williams, Waterman & Patterson, CACM 52(4), 2009.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import CheckpointError
+from engine.model.loading.files import read_header, read_json, weight_files
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A dense decoder, as far as its speed depends on it."""
+
+    num_layers: int
+    attention_size: int  # query heads times head_dim
+    layer_weights: int  # M
+    head_weights: int  # H
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a step reads, as the engine holds it."""
+
+    weights_bytes: float  # all matrices but the embedding
+    kv_token_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this machine was measured to do, with the threads that the engines were given."""
+
+    read_bytes_per_s: float
+    fp32_flops_per_s: float
+    int8_flops_per_s: float  # a multiplication and an addition of integers are two
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What some steps have to do at least."""
+
+    matrix_flops: float
+    attention_flops: float
+    read_bytes: float
+
+    @property
+    def flops(self) -> float:
+        """In matrices and in attention."""
+        return self.matrix_flops + self.attention_flops
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.matrix_flops + other.matrix_flops,
+            self.attention_flops + other.attention_flops,
+            self.read_bytes + other.read_bytes,
+        )
+
+
+def model_size(checkpoint: Path) -> ModelSize | None:
+    """The model's size, from its files; None for one with experts, of which a step uses some.
+
+    Raises CheckpointError.
+    """
+    config = read_json(checkpoint, "config.json")
+    if not isinstance(config, dict) or "num_hidden_layers" not in config:
+        raise CheckpointError(f"{checkpoint / 'config.json'}: num_hidden_layers is missing")
+    if any(config.get(key) for key in EXPERT_KEYS):
+        return None
+    matrices = {
+        name: math.prod(tensor["shape"])
+        for file in weight_files(checkpoint)
+        for name, tensor in read_header(file).items()
+        if len(tensor["shape"]) == 2
+    }
+    embedding = sum(size for name, size in matrices.items() if "embed" in name)
+    head = sum(size for name, size in matrices.items() if name.startswith("lm_head"))
+    heads = config["num_attention_heads"]
+    return ModelSize(
+        num_layers=config["num_hidden_layers"],
+        attention_size=heads * (config.get("head_dim") or config["hidden_size"] // heads),
+        layer_weights=sum(matrices.values()) - embedding - head,
+        head_weights=head or embedding,  # tied
+    )
+
+
+def prefill_work(model: ModelSize, memory: Memory, lens: Sequence[int]) -> Work:
+    """One prompt of each length, in one step: weights are read once."""
+    tokens = sum(lens)
+    pairs = sum(n * (n + 1) / 2 for n in lens)
+    return Work(
+        matrix_flops=2 * (model.layer_weights * tokens + model.head_weights * len(lens)),
+        attention_flops=4 * model.num_layers * model.attention_size * pairs,
+        read_bytes=memory.weights_bytes + memory.kv_token_bytes * tokens,
+    )
+
+
+def decode_work(model: ModelSize, memory: Memory, contexts: Sequence[int]) -> Work:
+    """One step of sequences whose contexts, the new token included, have these lengths."""
+    total = sum(contexts)
+    return Work(
+        matrix_flops=2 * (model.layer_weights + model.head_weights) * len(contexts),
+        attention_flops=4 * model.num_layers * model.attention_size * total,
+        read_bytes=memory.weights_bytes + memory.kv_token_bytes * total,
+    )
+
+
+def least_time_s(work: Work, ceilings: Ceilings, weights: str) -> float:
+    """The time below which this machine cannot do the work."""
+    peak = ceilings.int8_flops_per_s if weights == "int8" else ceilings.fp32_flops_per_s
+    compute_s = work.matrix_flops / peak + work.attention_flops / ceilings.fp32_flops_per_s
+    return max(compute_s, work.read_bytes / ceilings.read_bytes_per_s)

@@ -1,0 +1,1 @@
+"""`baton bench simulator`: this simulator and Dynamo's on the same trace."""

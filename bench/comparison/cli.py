@@ -1,0 +1,133 @@
+"""`baton bench simulator`: its options, and what is printed and written.
+
+baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/its/python
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, Result, write_json
+from bench.common.tables import print_head
+from bench.comparison.peer import NAME, Dynamo
+from bench.comparison.run import GOALS, Plan, is_met, measure
+from bench.simulator.hardware import hardware_named
+from bench.simulator.traces import read_trace
+from engine.errors import BatonError, ConfigError
+
+
+def simulator(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    trace: Annotated[Path, typer.Option(help="A trace in Mooncake's format.")],
+    hardware_: Annotated[
+        str, typer.Option("--hardware", help="A profile.")
+    ] = "h200-qwen3-32b-tp2-linear",
+    splits: Annotated[
+        str, typer.Option(metavar="P+D,…", help="Splits to try; TTFT is of the first.")
+    ] = "6+2,5+3,4+4",
+    pool_tokens: Annotated[
+        float, typer.Option(min=1.0, help="Tokens of KV that all workers hold together.")
+    ] = 50e6,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Only so many, from the first on.")
+    ] = None,
+    goodput_requests: Annotated[
+        int, typer.Option(min=0, help="So many, to find the goodput; 0: it is left out.")
+    ] = 2000,
+    seed: Annotated[int, typer.Option(help="Of ties.")] = 0,
+    peer: Annotated[
+        str | None, typer.Option(help="dynamo=PYTHON: the peer, and the Python that has it.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Simulate a trace at Dynamo's costing, and in Dynamo's simulator beside it."""
+    log = Console(stderr=True)
+    try:
+        pairs = _splits(splits)
+        profile = hardware_named(hardware_)
+        num_blocks = -(-int(pool_tokens) // (sum(pairs[0]) * profile.layout.block_size))
+        profile = msgspec.structs.replace(profile, num_blocks=num_blocks)
+        played = read_trace(trace)
+        played = played if requests is None else played.first(requests)
+        plan = Plan(played, profile, pairs, goodput_requests, seed=seed)
+        with ExitStack() as open_peers:
+            full = short = None
+            if peer is not None:
+                python = _python(peer)
+                full = open_peers.enter_context(Dynamo(python, played, profile))
+                first = played.first(goodput_requests or 1)
+                short = open_peers.enter_context(Dynamo(python, first, profile))
+            results = measure(plan, full, short, lambda line: log.print(line, style="dim"))
+        report = Report(
+            bench="simulator",
+            commit=commit(),
+            hardware=hardware(),
+            seed=seed,
+            config={
+                "trace": played.name,
+                "requests": len(played.requests),
+                "goodput_requests": goodput_requests,
+                "profile": profile.name,
+                "kv_blocks": num_blocks,
+                "splits": splits,
+                "ttft_bound_s": plan.ttft_s,
+                "tpot_bound_s": plan.tpot_s,
+            },
+            results=tuple(results),
+        )
+        if json:
+            write_json(report, json)
+        title = f"simulated: {len(played.requests)} requests of {played.name}, {profile.name}"
+        print_comparison(Console(), report, title=title)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def print_comparison(console: Console, report: Report, *, title: str) -> None:
+    """Every figure beside its goal and the peer's."""
+    columns = ("value", "unit", "goal", "met", NAME, f"× {NAME}")
+    table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for result in report.results:
+        table.add_row(
+            result.name, f"{result.value:.4g}", result.unit, *_goal(result), *_peer(result)
+        )
+    print_head(console, report, title=title)
+    console.print(table)
+
+
+def _goal(result: Result) -> tuple[str, str]:
+    met = is_met(result)
+    return ("", "") if met is None else (f"{GOALS[result.name]:g}", "yes" if met else "no")
+
+
+def _peer(result: Result) -> tuple[str, str]:
+    theirs = result.peers.get(NAME)
+    return ("", "") if theirs is None else (f"{theirs.value:.4g}", f"{theirs.ratio:.2f}")
+
+
+def _splits(text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        parts = [part.split("+") for part in text.split(",") if part]
+        pairs = tuple((int(prefill), int(decode)) for prefill, decode in parts)
+    except ValueError as error:
+        raise ConfigError(f"--splits: {text!r} is not PREFILL+DECODE,…") from error
+    if not pairs or min(min(pair) for pair in pairs) < 1:
+        raise ConfigError("--splits: at least one, with workers of both roles")
+    return pairs
+
+
+def _python(option: str) -> Path:
+    name, separator, python = option.partition("=")
+    if not separator or name != NAME:
+        raise ConfigError(f"--peer {option!r} is not {NAME}=PYTHON")
+    return Path(python)

@@ -1,0 +1,174 @@
+"""What `baton bench simulator` measures: a trace in this simulator, and in the peer's beside it.
+
+    sim/round_robin    mean TTFT, each worker in turn: near the peer's, or the two do not compare
+    sim/ttft_x1, _x2   mean TTFT of `slo` at the trace's own pace and at twice that
+    sim/hit_ratio      prompt tokens found cached, as a share of what an endless cache would hold
+    sim/goodput_ratio  the most that the trace may be sped up with nine of ten requests within the
+                       bound on TTFT and nine of ten within that on TPOT, at the best split of as
+                       many workers; ours over the peer's. On the first requests of the trace. Our
+                       router knows the bounds and refuses early; a refusal is a miss of both
+    sim/wall_s         wall time of ours, `sim/ttft_x1`
+
+All are of the same costs and pools; beside it, the peer's figure with its own KV router.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from bench.common.report import Peer, Result
+from bench.common.stats import summarize
+from bench.comparison.peer import NAME, Dynamo, Played, Shape
+from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Run, Setup, simulate
+from bench.simulator.goodput import greatest_speed
+from bench.simulator.hardware import Hardware
+from bench.simulator.results import latencies_of
+from bench.simulator.traces import Trace, infinite_cache_hits
+from engine.config import RouterConfig, RouterPolicy
+from router.machine.machine import RouterMachine
+
+GOALS = {
+    "sim/ttft_x1": 0.575,
+    "sim/ttft_x2": 0.630,
+    "sim/hit_ratio": 0.95,
+    "sim/goodput_ratio": 1.4,
+    "sim/wall_s": 15.0,
+}
+LEAST_IS_BEST = ("sim/ttft_x1", "sim/ttft_x2", "sim/wall_s")
+MAX_SPEED_UP = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is compared. `splits` are prefill and decode workers, the first the one for TTFT."""
+
+    trace: Trace
+    hardware: Hardware
+    splits: Sequence[tuple[int, int]]
+    num_for_goodput: int
+    ttft_s: float = 5.0
+    tpot_s: float = 0.025
+    seed: int = 0
+
+
+Play = Callable[[Shape], Played]
+Say = Callable[[str], None]
+
+
+def measure(plan: Plan, peer: Dynamo | None, short_peer: Dynamo | None, say: Say) -> list[Result]:
+    """All figures. `short_peer` has the first requests alone; without peers, ours only."""
+    prefill, decode = plan.splits[0]
+    results = []
+    once, twice = Shape(prefill, decode), Shape(prefill, decode, 2.0)
+    for name, shape, policy, router in (
+        ("sim/round_robin", once, RouterPolicy.ROUND_ROBIN, "round_robin"),
+        ("sim/ttft_x1", once, RouterPolicy.SLO, "kv_router"),
+        ("sim/ttft_x2", twice, RouterPolicy.SLO, "kv_router"),
+    ):
+        ours = play(plan, plan.trace, shape, policy)
+        theirs = None if peer is None else peer.play(shape, router)
+        say(f"{name}: {ours} {theirs}")
+        results.append(
+            _result(name, ours.ttft_mean_s, "s", None if theirs is None else theirs.ttft_mean_s)
+        )
+        if name == "sim/ttft_x1":
+            most = infinite_cache_hits(plan.trace)
+            their_hits = None if theirs is None or not most else theirs.hits / most
+            results.append(
+                _result("sim/hit_ratio", ours.hits / most if most else 0.0, "", their_hits)
+            )
+            results.append(
+                _result("sim/wall_s", ours.wall_s, "s", None if theirs is None else theirs.wall_s)
+            )
+    return results + _goodput(plan, short_peer, say)
+
+
+def _goodput(plan: Plan, peer: Dynamo | None, say: Say) -> list[Result]:
+    if not plan.num_for_goodput:
+        return []
+    trace = plan.trace.first(plan.num_for_goodput)
+
+    def play_ours(shape: Shape) -> Played:
+        return play(plan, trace, shape, RouterPolicy.SLO, keeps_bounds=True)
+
+    ours = _best(plan, play_ours, "ours", say)
+    if peer is None:
+        return [_result("sim/goodput", ours, "×", None)]
+    theirs = _best(plan, lambda shape: peer.play(shape, "kv_router"), NAME, say)
+    ratio = ours / theirs if theirs else float("inf")
+    return [
+        _result("sim/goodput", ours, "×", theirs),
+        _result("sim/goodput_ratio", ratio, "", None),
+    ]
+
+
+def _best(plan: Plan, play_one: Play, who: str, say: Say) -> float:
+    """The greatest speed over all splits."""
+    best = 0.0
+    for prefill, decode in plan.splits:
+
+        def keeps(speed_up: float, prefill: int = prefill, decode: int = decode) -> bool:
+            played = play_one(Shape(prefill, decode, speed_up))
+            return played.keeps(ttft_s=plan.ttft_s, tpot_s=plan.tpot_s)
+
+        speed = greatest_speed(keeps, least=1.0, most=MAX_SPEED_UP)
+        say(f"goodput of {who}, {prefill} + {decode}: {speed:.2f} times the trace's pace")
+        best = max(best, speed)
+    return best
+
+
+def play(
+    plan: Plan,
+    trace: Trace,
+    shape: Shape,
+    policy: RouterPolicy,
+    *,
+    keeps_bounds: bool = False,
+) -> Played:
+    """The trace in this simulator. If it is to keep the bounds, the router is told of them: who
+    would have to wait too long is refused.
+    """
+    config = RouterConfig(
+        policy=policy,
+        seed=plan.seed,
+        max_queue=len(trace.requests),
+        queue_timeout_s=1e6,
+        slo_ttft_s=plan.ttft_s if keeps_bounds else None,
+        slo_tpot_s=plan.tpot_s if keeps_bounds else None,
+    )
+    pools = Pools(shape.prefill, shape.decode)
+    setup = Setup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
+    began_s = time.perf_counter()
+    run = simulate(trace.sped_up(shape.speed_up), setup, RouterMachine(config))
+    return _played(run, time.perf_counter() - began_s)
+
+
+def _played(run: Run, wall_s: float) -> Played:
+    """Who was refused waits for ever: that is a miss, and means do not compare."""
+    latencies = [latencies_of(record) for record in run.records]
+    ttft = summarize([inf if one is None else one.ttft_s for one in latencies])
+    paces_s = [inf if one is None else one.tpot_s for one in latencies]
+    tpot = summarize([pace_s for pace_s in paces_s if pace_s is not None])
+    assert ttft is not None
+    cached = sum(r.timeline.num_cached_tokens for r in run.records if r.timeline is not None)
+    return Played(
+        ttft.mean,
+        ttft.p90,
+        0.0 if tpot is None else tpot.p90,
+        cached / sum(r.asked.input_len for r in run.records),
+        wall_s,
+    )
+
+
+def _result(name: str, value: float, unit: str, peer: float | None) -> Result:
+    peers = {} if peer is None else {NAME: Peer(peer, value / peer if peer else 0.0)}
+    return Result(name=name, value=value, unit=unit, runs=(value,), peers=peers)
+
+
+def is_met(result: Result) -> bool | None:
+    """Whether a goal is reached; None where there is none."""
+    goal = GOALS.get(result.name)
+    if goal is None:
+        return None
+    return result.value <= goal if result.name in LEAST_IS_BEST else result.value >= goal

@@ -1,0 +1,103 @@
+"""`baton bench elastic`: its options, and what is printed and written.
+
+baton bench elastic --json elastic.json
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.client.load import Slo
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, write_json
+from bench.common.tables import print_head
+from bench.elastic.run import GOALS, Plan, Turns, is_met, measure
+from bench.simulator.hardware import hardware_named
+from engine.errors import BatonError, ConfigError
+
+
+def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    hardware_: Annotated[str, typer.Option("--hardware", help="A profile.")] = "h200-qwen3-32b-tp2",
+    workers: Annotated[int, typer.Option(min=2, help="Simulated workers.")] = 32,
+    phases: Annotated[int, typer.Option(min=1, help="Reading and writing by turns.")] = 4,
+    phase_s: Annotated[float, typer.Option(min=1.0, help="Of each phase, seconds.")] = 120.0,
+    step: Annotated[int, typer.Option(min=1, help="Fixed splits tried: 2, 2 + step, …")] = 2,
+    slo_ttft_ms: Annotated[float, typer.Option(min=1.0, help="Bound on TTFT.")] = 5000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(min=1.0, help="Bound on TPOT.")] = 25.0,
+    repeat: Annotated[int, typer.Option(min=1, help="Loads, each of its own seed.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the first load.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Once, 6 workers, short phases: under 50 s.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Simulate a load that turns, on every fixed split of the workers and on planned pools."""
+    log = Console(stderr=True)
+    try:
+        if quick:
+            workers, phases, phase_s, step, repeat = min(workers, 6), 2, min(phase_s, 45.0), 1, 1
+        plan = Plan(
+            hardware_named(hardware_),
+            Turns(phases, phase_s),
+            workers,
+            splits=_splits(workers, step),
+            seeds=range(seed, seed + repeat),
+            slo=Slo(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
+        )
+        report = Report(
+            bench="elastic",
+            commit=commit(),
+            hardware=hardware(),
+            seed=seed,
+            config={
+                "profile": plan.hardware.name,
+                "workers": workers,
+                "phases": phases,
+                "phase_s": phase_s,
+                "splits": ",".join(map(str, plan.splits)),
+                "loads": repeat,
+                "ttft_bound_s": plan.slo.ttft_s,
+                "tpot_bound_s": plan.slo.tpot_s,
+            },
+            results=measure(plan, lambda line: log.print(line, style="dim")),
+        )
+        if json:
+            write_json(report, json)
+        print_elastic(Console(), report)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def print_elastic(console: Console, report: Report) -> None:
+    """Every figure, over all loads, beside its goal."""
+    columns = ("value", "least", "most", "unit", "goal", "met")
+    table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for result in report.results:
+        values = (result.value, min(result.runs), max(result.runs))
+        met = is_met(result)
+        goal = ("", "") if met is None else (f"{GOALS[result.name]:g}", "yes" if met else "no")
+        table.add_row(result.name, *(f"{value:.4g}" for value in values), result.unit, *goal)
+    config = report.config
+    title = (
+        f"simulated: a load that turns every {config['phase_s']:g} s, {config['workers']} × "
+        f"{config['profile']}"
+    )
+    print_head(console, report, title=title)
+    console.print(table)
+
+
+def _splits(num_workers: int, step: int) -> tuple[int, ...]:
+    """From two workers that prefill to all but two that do, in small clusters one."""
+    least = 2 if num_workers > 8 else 1
+    splits = tuple(range(least, num_workers - least + 1, step))
+    if not splits:
+        raise ConfigError(f"--workers {num_workers}: too few to be split")
+    return splits

@@ -1,0 +1,70 @@
+"""The planner's shell in the simulator: it is ticked, and its flips are sent. Nothing is decided.
+
+Which worker is told to flip, and into what, says `router.planning.planner`, as it does where
+workers are
+real. A worker counts in the pool that it was told to be in, and as changing until the machine has
+heard of its new role. The pools have stood for a cool-down when the planner is first ticked: what
+is played is a load upon a deployment that runs, not the start of one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.messages import Role, SetRole, WorkerId
+from router.machine.machine import RouterMachine
+from router.planning.demand import members
+from router.planning.planner import Plan, Planner, Pools, Rules, flips
+
+EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the planner said, when, and of which pools."""
+
+    at_s: float
+    pools: Pools
+    plan: Plan
+
+    @property
+    def num_flips(self) -> int:
+        """Workers that it told to change."""
+        return abs(self.plan.prefill - self.pools.prefill)
+
+
+class Planned:
+    """Asks the planner about the machine's workers."""
+
+    def __init__(self, rules: Rules, machine: RouterMachine) -> None:
+        self._rules = rules
+        self._planner: Planner | None = None  # until the first tick
+        self._machine = machine
+        self._told: dict[WorkerId, Role] = {}
+        self.decisions: list[Decision] = []
+
+    def tick(self, now_s: float) -> Iterator[tuple[WorkerId, SetRole]]:
+        """What workers are told now."""
+        pools = self._pools()
+        self._planner = self._planner or self._at_rest(pools, now_s)
+        plan = self._planner.decide(self._machine.demand.observe(now_s), pools, now_s)
+        self.decisions.append(Decision(now_s, pools, plan))
+        for worker_id, role in flips(plan, members(self._machine.view, self._told)):
+            self._told[worker_id] = role
+            yield worker_id, SetRole(role)
+
+    def _at_rest(self, pools: Pools, now_s: float) -> Planner:
+        planner = Planner(self._rules)
+        planner.decide(None, pools, now_s - self._rules.cool_down_s)
+        return planner
+
+    def _pools(self) -> Pools:
+        workers = self._machine.view.workers
+        infos = [worker.info for worker in workers.values()]
+        roles = [self._told.get(info.worker_id, info.role) for info in infos]
+        return Pools(
+            roles.count(Role.PREFILL),
+            roles.count(Role.DECODE),
+            num_changing=sum(r is not i.role for r, i in zip(roles, infos, strict=True)),
+            kv_tokens=min(i.num_blocks * i.layout.block_size for i in infos),
+            max_running=min(i.max_running for i in infos),
+        )

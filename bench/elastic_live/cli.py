@@ -1,0 +1,63 @@
+"""`baton bench elastic-live`: its options, and what is printed and written."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bench.client.load import kinds_with_example
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, write_json
+from bench.common.shapes import SHAPES
+from bench.common.tables import print_failures, print_head, print_spread
+from bench.elastic_live.plan import LivePlan, config_of, quick, results
+from bench.elastic_live.run import measure
+from engine.errors import BatonError
+
+
+def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    shape: Annotated[str, typer.Option(help=f"Random weights: {', '.join(SHAPES)}.")] = "88m",
+    workers: Annotated[int, typer.Option(min=2, help="Of one thread each.")] = 3,
+    phases: Annotated[int, typer.Option(min=2, help="Reading and writing by turns.")] = 4,
+    phase_s: Annotated[float, typer.Option(min=2.0, help="Of each phase, seconds.")] = 20.0,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each; results are medians.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of arrivals, prompts and orders.")] = 0,
+    quick_: Annotated[
+        bool, typer.Option("--quick", help="Once, one turn, against the even split.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Play a load that turns on a real deployment: fixed splits, and the planner on, by turns."""
+    log = Console(stderr=True)
+    try:
+        plan = LivePlan(
+            shape,
+            workers,
+            splits=range(1, workers),
+            num_phases=phases,
+            phase_s=phase_s,
+            num_repeats=repeat,
+            seed=seed,
+        )
+        plan = quick(plan) if quick_ else plan
+        pace, runs = measure(plan, lambda line: log.print(line, style="dim"))
+        report = Report(
+            bench="elastic-live",
+            commit=commit(),
+            hardware=hardware(),
+            seed=seed,
+            config=config_of(plan, pace),
+            results=results(plan, pace, runs),
+        )
+        if json:
+            write_json(report, json)
+        console = Console()
+        title = f"a load that turns every {plan.phase_s:g} s, {workers} workers of {shape}"
+        print_head(console, report, title=title)
+        print_spread(console, report.results)
+        print_failures(console, kinds_with_example(f for run in runs for f in run.failures))
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,238 @@
+"""What one `bench elastic-live` is asked to do, and what its runs came to. Pure.
+
+One real deployment of a few workers of one thread, whose pools are set anew before each run: to a
+fixed split, or to even pools and the planner on. In each run the same load comes, which turns:
+
+    reading   long prompts that share nothing, short answers: prefill workers are scarce
+    writing   short prompts, long answers: decode workers are
+
+Rates and bounds are set by what this machine was measured to do right before, in a closed loop that
+leaves no worker of the scarce kind idle: each mix comes at `LOAD` of what all workers but one
+answer, and a request may take `SLACK` times what it took then. Settings take turns in an order of
+their own in each repetition, so that the hour of the machine is the same for all.
+
+The router is given no bounds and refuses nobody: who waits too long has missed them, and pools
+alone make the difference. So the planner knows neither bound that it is scored by: what waits it
+holds against `router.planning.planner.NO_BOUND_TTFT_S`, what decodes against places and memory.
+
+What two cores can show: workers share them, and two that compute fill them, so that a third of the
+same kind adds nothing. Hence three workers: whichever split is fixed, in one of the mixes a single
+worker does what two could. How much more two do than one is measured too: where that is little,
+pools make little difference.
+
+    scaling/…      what all workers but one answer of a mix, over what one does
+    goodput/…      requests/s that met both bounds: best fixed split, planner, each split
+    ratio          with the planner over the best fixed split of the same repetition
+    attainment/…   the same as shares of all requests
+    flips          changes of role in a planned run
+    refused, lost  answered 429, which is a miss; ended in any other way than an answer
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from random import Random
+
+from bench.client.answers import Answer, Failure
+from bench.client.arrivals import arrival_times_s
+from bench.client.load import Outcome, Slo, meets
+from bench.common.report import Figure, Result, Scalar, results_of
+
+MAX_RUNNING = 4  # places of a decode worker
+AHEAD = 2  # prompts that each prefill worker has of a closed loop
+LOAD = 0.85
+SLACK = 4.0
+COOL_DOWN_S = 3.0
+REFUSED = "http_429"
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Requests of one kind, in tokens."""
+
+    name: str
+    input_len: int
+    output_len: int
+
+
+READING = Mix("reading", 768, 8)
+WRITING = Mix("writing", 64, 96)
+MIXES = (READING, WRITING)
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlan:
+    """All that is to be measured. `shape` names a checkpoint of random weights; `splits` are how
+    many workers prefill, of all.
+    """
+
+    shape: str
+    num_workers: int
+    splits: Sequence[int]
+    num_phases: int
+    phase_s: float
+    num_repeats: int = 1
+    seed: int = 0
+
+    @property
+    def settings(self) -> list[int | None]:
+        """A split each; None is the planner's."""
+        return [*self.splits, None]
+
+    @property
+    def duration_s(self) -> float:
+        """Of one run's load."""
+        return self.num_phases * self.phase_s
+
+
+def quick(plan: LivePlan) -> LivePlan:
+    """Once, with one turn, against one split: about two minutes."""
+    return replace(
+        plan,
+        splits=(plan.num_workers // 2,),
+        num_phases=2,
+        phase_s=min(plan.phase_s, 8.0),
+        num_repeats=1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Requests/s that were answered in a closed loop, of each mix: by one worker of the scarce
+    kind, and by `num_workers`, all but one.
+    """
+
+    num_workers: int
+    one: Mapping[Mix, float]
+    most: Mapping[Mix, float]
+
+    @property
+    def slo(self) -> Slo:
+        """The bounds that requests should meet."""
+        prompt_s = self.num_workers / self.most[READING]
+        token_s = self.num_workers * MAX_RUNNING / (self.most[WRITING] * WRITING.output_len)
+        return Slo(SLACK * prompt_s, SLACK * token_s)
+
+    def rate_per_s(self, mix: Mix) -> float:
+        """Requests/s of the load."""
+        return LOAD * self.most[mix]
+
+
+def num_at_once(mix: Mix, num_workers: int) -> int:
+    """Requests of a closed loop that leaves none of so many scarce workers idle."""
+    return num_workers * (AHEAD if mix is READING else MAX_RUNNING)
+
+
+def answered_per_s(answers: Iterable[Answer], begin_s: float, end_s: float) -> float:
+    """Requests/s in that window: of each answer the share whose chunks came in it."""
+    num = sum(
+        sum(begin_s <= at_s < end_s for at_s in answer.chunk_times_s) / len(answer.chunk_times_s)
+        for answer in answers
+    )
+    return num / (end_s - begin_s)
+
+
+def name_of(plan: LivePlan, setting: int | None) -> str:
+    """Of a setting, in results."""
+    return "planner" if setting is None else f"fixed_{setting}+{plan.num_workers - setting}"
+
+
+def order_of(plan: LivePlan, repeat: int) -> list[int | None]:
+    """All settings, in that repetition's own order."""
+    order = plan.settings
+    Random(f"{plan.seed}/order/{repeat}").shuffle(order)
+    return order
+
+
+def load_of(plan: LivePlan, pace: Pace, repeat: int) -> Iterator[tuple[float, Mix]]:
+    """When each request of a run is due, and what it is: the same in all settings."""
+    rng = Random(f"{plan.seed}/load/{repeat}")
+    for phase, mix in enumerate(islice(cycle(MIXES), plan.num_phases)):
+        rate_per_s = pace.rate_per_s(mix)
+        num_requests = round(rate_per_s * plan.phase_s)
+        for at_s in arrival_times_s(rate_per_s, num_requests, burstiness=1.0, rng=rng):
+            if at_s < plan.phase_s:
+                yield phase * plan.phase_s + at_s, mix
+
+
+# ---------------------------------------------------------------- what it came to
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """One setting, once."""
+
+    setting: int | None
+    repeat: int
+    outcomes: tuple[Outcome, ...]
+    num_flips: int
+
+    def num_good(self, slo: Slo) -> int:
+        """Requests that met both bounds."""
+        results = (outcome.result for outcome in self.outcomes)
+        return sum(not isinstance(one, Failure) and meets(one, slo) for one in results)
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Of all requests, refused ones included."""
+        results = (outcome.result for outcome in self.outcomes)
+        return [result for result in results if isinstance(result, Failure)]
+
+
+def results(plan: LivePlan, pace: Pace, runs: Sequence[LiveRun]) -> tuple[Result, ...]:
+    """All figures, over the repetitions."""
+    repeats = sorted({run.repeat for run in runs})
+    return results_of(
+        [_figures(plan, pace, [r for r in runs if r.repeat == one]) for one in repeats]
+    )
+
+
+def _figures(plan: LivePlan, pace: Pace, runs: Sequence[LiveRun]) -> dict[str, Figure]:
+    slo = pace.slo
+    by_name = {name_of(plan, setting): _of(runs, setting) for setting in plan.settings}
+    planned = by_name["planner"]
+    best = max(
+        (run for run in by_name.values() if run is not planned),
+        key=lambda run: run.num_good(slo),
+    )
+    named = {"best_fixed": best, **by_name}
+    good = {name: run.num_good(slo) for name, run in named.items()}
+    failures = [failure for run in runs for failure in run.failures]
+    num_refused = sum(failure.kind == REFUSED for failure in failures)
+    return {
+        "ratio": Figure(good["planner"] / max(good["best_fixed"], 1), ""),
+        **{f"goodput/{name}": Figure(n / plan.duration_s, "1/s") for name, n in good.items()},
+        **{
+            f"attainment/{name}": Figure(good[name] / len(run.outcomes), "share")
+            for name, run in named.items()
+        },
+        **{f"scaling/{mix.name}": Figure(pace.most[mix] / pace.one[mix], "") for mix in MIXES},
+        "flips": Figure(planned.num_flips, ""),
+        "refused": Figure(num_refused, ""),
+        "lost": Figure(len(failures) - num_refused, ""),
+    }
+
+
+def _of(runs: Sequence[LiveRun], setting: int | None) -> LiveRun:
+    return next(run for run in runs if run.setting == setting)
+
+
+def config_of(plan: LivePlan, pace: Pace) -> Mapping[str, Scalar]:
+    """The plan as a report records it: flat."""
+    return {
+        "shape": plan.shape,
+        "workers": plan.num_workers,
+        "splits": ",".join(map(str, plan.splits)),
+        "phases": plan.num_phases,
+        "phase_s": plan.phase_s,
+        "load": LOAD,
+        "slack": SLACK,
+        "repeats": plan.num_repeats,
+        "ttft_bound_s": pace.slo.ttft_s,
+        "tpot_bound_s": pace.slo.tpot_s,
+        "router_bounds": "unset",
+        "max_running": MAX_RUNNING,
+        "cool_down_s": COOL_DOWN_S,
+        "reading_per_s": pace.rate_per_s(READING),
+        "writing_per_s": pace.rate_per_s(WRITING),
+    }

@@ -1,0 +1,196 @@
+"""The shell of `bench elastic-live`: a real deployment, its pools set anew before each run."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import uvloop
+
+from bench.chaos.deployment import Deployment, Mark
+from bench.client.answers import Answer, Endpoint, Failure, request_body
+from bench.common.prompts import plain_token_ids
+from bench.common.serving import serving
+from bench.common.waiting import holds_within
+from bench.elastic_live.plan import (
+    COOL_DOWN_S,
+    MAX_RUNNING,
+    MIXES,
+    READING,
+    LivePlan,
+    LiveRun,
+    Mix,
+    Pace,
+    answered_per_s,
+    load_of,
+    name_of,
+    num_at_once,
+    order_of,
+)
+from bench.interference.run import link_checkpoint
+from bench.serve.plan import Target
+from bench.serve.run import KEEP_ALIVE_S, Client, run_open_loop
+from engine.clock import MonotonicClock
+from engine.config import PlannerMode
+from engine.errors import BatonError
+
+REQUEST_TIMEOUT_S = 60.0
+SETTLED_WITHIN_S = 30.0
+RAMP_S, WINDOW_S = 3.0, 8.0  # of a closed loop, before it counts and while it does
+
+Say = Callable[[str], None]
+
+
+class PaceUnknown(BatonError):
+    """The deployment did not do what it was asked before the load came."""
+
+
+def measure(plan: LivePlan, say: Say = lambda line: None) -> tuple[Pace, list[LiveRun]]:
+    """Carries out the plan. Raises ServerFailed, ServerUnreachable, PaceUnknown, OrderFailed."""
+    even = plan.num_workers // 2
+    options = {
+        "--prefill": even,
+        "--decode": plan.num_workers - even,
+        "--max-workers": plan.num_workers,
+        "--threads": 1,
+    }
+    with TemporaryDirectory(prefix="baton-") as path, TemporaryDirectory(prefix="baton-") as runs:
+        checkpoint, mark = Path(path), Mark(secrets.token_hex(8), Path(runs))
+        say(f"weights of {plan.shape}")
+        link_checkpoint(plan.shape, checkpoint, seed=plan.seed)
+        environment = {
+            **mark.environment,
+            "BATON_WORKER__MAX_RUNNING": str(MAX_RUNNING),
+            "BATON_PLANNER__COOL_DOWN_S": str(COOL_DOWN_S),
+        }
+        say(f"starting {plan.num_workers} workers")
+        with serving(checkpoint, options, environment) as served:
+            vocab = plain_token_ids(checkpoint)
+            found: tuple[Pace, list[LiveRun]] = uvloop.run(
+                _measure(plan, vocab, lambda s: Deployment(served, s, mark), say)
+            )
+    return found
+
+
+async def _measure(
+    plan: LivePlan,
+    vocab: Sequence[int],
+    deployment_of: Callable[[aiohttp.ClientSession], Deployment],
+    say: Say,
+) -> tuple[Pace, list[LiveRun]]:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+        headers={"Content-Type": "application/json"},
+    ) as session:
+        deployment = deployment_of(session)
+        deployment.open()
+        client = Client(session, Target(deployment.url), MonotonicClock())
+        bench = _Bench(plan, vocab, deployment, client, await client.first_model())
+        pace = await bench.pace()
+        for mix in MIXES:
+            say(f"{mix.name}: {pace.one[mix]:.2f}/s by one, {pace.most[mix]:.2f}/s by all but one")
+        runs = []
+        for repeat in range(plan.num_repeats):
+            for setting in order_of(plan, repeat):
+                run = await bench.run(setting, pace, repeat)
+                runs.append(run)
+                good, num = run.num_good(pace.slo), len(run.outcomes)
+                name = name_of(plan, setting)
+                say(f"repetition {repeat + 1}, {name}: {good} of {num}, {run.num_flips} flips")
+        return pace, runs
+
+
+class _Bench:
+    """One deployment, asked and ordered."""
+
+    def __init__(
+        self,
+        plan: LivePlan,
+        vocab: Sequence[int],
+        deployment: Deployment,
+        client: Client,
+        model: str,
+    ) -> None:
+        self._plan = plan
+        self._deployment = deployment
+        self._client = client
+        self._model = model
+        self._vocab = vocab
+        self._clock = MonotonicClock()
+
+    async def pace(self) -> Pace:
+        """Of each mix, with one worker of the kind that it needs, and with all but one."""
+        total = self._plan.num_workers
+        one: dict[Mix, float] = {}
+        most: dict[Mix, float] = {}
+        for mix in MIXES:
+            for answered, num in ((one, 1), (most, total - 1)):
+                await self._set(num if mix is READING else total - num)
+                answered[mix] = await self._answered_per_s(mix, num)
+        return Pace(total - 1, one, most)
+
+    async def _answered_per_s(self, mix: Mix, num_workers: int) -> float:
+        """Requests/s of a closed loop."""
+        rng = Random(f"{self._plan.seed}/pace/{mix.name}/{num_workers}")
+        begin_s = self._clock.now_s() + RAMP_S
+        end_s = begin_s + WINDOW_S
+        answers: list[Answer] = []
+
+        async def ask() -> None:
+            while self._clock.now_s() < end_s:
+                answers.append(await self._answer(mix, rng))
+
+        await asyncio.gather(*(ask() for _ in range(num_at_once(mix, num_workers))))
+        found_per_s = answered_per_s(answers, begin_s, end_s)
+        if not found_per_s:
+            raise PaceUnknown(f"no request of {mix.name} was answered in {WINDOW_S:g} s")
+        return found_per_s
+
+    async def run(self, setting: int | None, pace: Pace, repeat: int) -> LiveRun:
+        """The whole load, with these pools."""
+        plan = self._plan
+        await self._set(plan.num_workers // 2 if setting is None else setting)
+        num_flips = await self._num_flips()
+        if setting is None:
+            await self._deployment.set_planner(PlannerMode.ON)
+        load = list(load_of(plan, pace, repeat))
+        rng = Random(f"{plan.seed}/prompts/{repeat}/{setting}")
+        bodies = [self._body(mix, rng) for _, mix in load]
+        found = await run_open_loop(
+            self._client.send, bodies, [due_s for due_s, _ in load], clock=self._clock
+        )
+        await self._deployment.set_planner(PlannerMode.OFF)
+        return LiveRun(setting, repeat, found.outcomes, await self._num_flips() - num_flips)
+
+    async def _set(self, num_prefill: int) -> None:
+        """Raises OrderFailed, PaceUnknown where that does not come to be."""
+        await self._deployment.set_pools(num_prefill, self._plan.num_workers - num_prefill)
+
+        async def is_settled() -> bool:
+            return (await self._deployment.look()).settled
+
+        if not await holds_within(is_settled, SETTLED_WITHIN_S, self._clock):
+            raise PaceUnknown(f"the pools were not settled in {SETTLED_WITHIN_S:g} s")
+
+    async def _num_flips(self) -> int:
+        return (await self._deployment.look()).counters.get("flips", 0)
+
+    async def _answer(self, mix: Mix, rng: Random) -> Answer:
+        result = await self._client.send(self._body(mix, rng))
+        if isinstance(result, Failure):
+            raise PaceUnknown(f"a request of {mix.name} was not answered: {result.detail}")
+        return result
+
+    def _body(self, mix: Mix, rng: Random) -> bytes:
+        prompt: Sequence[int] = rng.choices(self._vocab, k=mix.input_len)
+        return request_body(
+            Endpoint.COMPLETIONS,
+            [*prompt],
+            model=self._model,
+            output_len=mix.output_len,
+            temperature=0.0,
+        )

@@ -1,0 +1,197 @@
+"""What one `bench engine` is asked to do. Pure: what follows from the options and the model's size.
+
+Jobs, each done by every engine that it is meant for, on the same prompts:
+
+    prefill           8 prompts of 512 tokens, to the first token of each          ours and peers
+    decode_b32        32 sequences behind prompts of 8 tokens, 32 steps            ours and peers
+    decode_b1         one such sequence                                            ours and peers
+    prefill_len<n>    about 4096 tokens in prompts of n                            ours
+    decode_b<b>_ctx<n>    b sequences behind contexts of n tokens, 32 steps        ours
+
+Peers that hold weights in fp32 are compared with our fp32; with other weights all are: then each
+engine may use the format that suits it best.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from bench.common.prompts import PromptShape, token_prompts
+from bench.common.report import Scalar
+from engine.config import WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+NUM_STEPS = 32
+QUICK_GRID_STEPS = 8
+DECODE_PROMPT_LEN = 8
+PREFILL_TOKENS = 4096
+NAMED_PREFILL_LEN = 512
+
+# What each kind of peer is run as: the name in reports, and the variant that its driver knows.
+PEERS = {
+    "transformers": {"transformers": "f32"},
+    "vllm": {"vllm": "f32"},
+    "llamacpp": {"llamacpp_f32": "f32", "llamacpp_q8_0": "q8_0"},
+}
+KV_OF_WEIGHTS = {WeightFormat.INT8: KVFormat.INT8, WeightFormat.BF16: KVFormat.BF16}
+MEASURED_WEIGHTS = (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Sequences behind contexts of one length, computed (prefill) or decoded for some steps."""
+
+    name: str
+    num_sequences: int
+    context_len: int
+    num_steps: int  # 0: the prefill is what is measured
+    for_peers: bool
+    prefills_all: bool = True  # else one context is computed and copied
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens by which the job's speed is counted."""
+        return self.num_sequences * (self.num_steps or self.context_len)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV there is at the end."""
+        return self.num_sequences * (self.context_len + self.num_steps + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One peer engine: its name in reports, its driver, and the Python that runs it."""
+
+    name: str
+    driver: str
+    variant: str
+    python: Path
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One benchmark of the engine. Without a checkpoint, one of `shape` is made."""
+
+    shape: str
+    checkpoint: Path | None
+    weights: tuple[WeightFormat, ...]
+    kv_format: KVFormat | None  # None: as suits the weights
+    num_threads: int
+    prefill_lens: tuple[int, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    num_repeats: int
+    peers: tuple[Peer, ...] = ()
+    seed: int = 0
+    is_quick: bool = False
+
+
+def check(plan: EnginePlan) -> EnginePlan:
+    """The plan itself, or a ConfigError that names what cannot be done."""
+    unknown = [weights for weights in plan.weights if weights not in MEASURED_WEIGHTS]
+    if unknown or not plan.weights:
+        known = ", ".join(MEASURED_WEIGHTS)
+        raise ConfigError(f"--weights must be out of {known}: {', '.join(unknown) or 'none given'}")
+    for option in ("prefill_lens", "batches", "contexts"):
+        if any(value < 1 for value in getattr(plan, option)):
+            raise ConfigError(f"--{option.replace('_', '-')} must be positive")
+    names = [peer.name for peer in plan.peers]
+    if len(set(names)) < len(names):
+        raise ConfigError("--peer names one engine twice")
+    for peer in plan.peers:
+        if not peer.python.is_file():
+            raise ConfigError(f"--peer {peer.driver}: there is no {peer.python}")
+    return plan
+
+
+def quick(plan: EnginePlan) -> EnginePlan:
+    """A smaller plan, done in under 50 s on two cores where no peers are asked for."""
+    return replace(
+        plan,
+        num_repeats=1,
+        prefill_lens=(),
+        contexts=tuple(sorted(plan.contexts)[:1]),
+        is_quick=True,
+    )
+
+
+def peers_of(option: str) -> list[Peer]:
+    """The engines that `NAME=PYTHON` stands for. Raises ConfigError."""
+    name, separator, python = option.partition("=")
+    if not separator or name not in PEERS:
+        raise ConfigError(f"--peer {option!r} is not NAME=PYTHON with a NAME of {', '.join(PEERS)}")
+    return [
+        Peer(peer_name, name, variant, Path(python)) for peer_name, variant in PEERS[name].items()
+    ]
+
+
+def jobs_of(plan: EnginePlan) -> list[Job]:
+    """All jobs, those for peers first."""
+    grid_steps = QUICK_GRID_STEPS if plan.is_quick else NUM_STEPS
+    named = [
+        Job("prefill", PREFILL_TOKENS // NAMED_PREFILL_LEN, NAMED_PREFILL_LEN, 0, for_peers=True),
+        Job("decode_b32", 32, DECODE_PROMPT_LEN, NUM_STEPS, for_peers=True),
+        Job("decode_b1", 1, DECODE_PROMPT_LEN, NUM_STEPS, for_peers=True),
+    ]
+    prefills = [
+        Job(f"prefill_len{n}", max(1, PREFILL_TOKENS // n), n, 0, for_peers=False)
+        for n in plan.prefill_lens
+        if n != NAMED_PREFILL_LEN
+    ]
+    grid = [
+        Job(f"decode_b{b}_ctx{n}", b, n, grid_steps, for_peers=False, prefills_all=False)
+        for b in plan.batches
+        for n in plan.contexts
+    ]
+    return [*named, *prefills, *grid]
+
+
+def warm_up_jobs(plan: EnginePlan) -> list[Job]:
+    """What every engine does before it is measured: the jobs for peers. Peers need them all, as
+    some compile or allocate for each size; ours alone, if it is to be quick, makes do with less."""
+    if plan.peers or not plan.is_quick:
+        return [job for job in jobs_of(plan) if job.for_peers]
+    return [Job("warm_up", 4, 64, 4, for_peers=True)]
+
+
+def kv_format_of(plan: EnginePlan, weights: WeightFormat) -> KVFormat:
+    """The KV format that is measured with these weights."""
+    return plan.kv_format or KV_OF_WEIGHTS.get(weights, KVFormat.FP32)
+
+
+def is_comparable(weights: str, variant: str) -> bool:
+    """Whether a peer's figure stands beside ours with these weights."""
+    return weights != WeightFormat.FP32 or variant == "f32"
+
+
+def prompts_of(job: Job, vocab_size: int, *, seed: int, repeat: int) -> list[list[int]]:
+    """The job's prompts: other ones in every repetition, the same for every engine."""
+    rng = Random(f"{seed}/{job.name}/{repeat}")
+    num_prompts = job.num_sequences if job.prefills_all else 1
+    shape = PromptShape(num_prompts=num_prompts, input_len=job.context_len)
+    return [[*prompt] for prompt in token_prompts(range(vocab_size), shape, rng)]
+
+
+def limits_of(jobs: Sequence[Job]) -> dict[str, int]:
+    """The most that any of these jobs asks for, as the drivers' options name it."""
+    return {
+        "--max-sequences": max(job.num_sequences for job in jobs),
+        "--max-len": max(job.context_len + job.num_steps + 1 for job in jobs),
+        "--max-tokens": max(job.kv_tokens for job in jobs),
+    }
+
+
+def config_of(plan: EnginePlan) -> dict[str, Scalar]:
+    """The plan as a report records it: flat."""
+    return {
+        "shape": None if plan.checkpoint else plan.shape,
+        "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,
+        "weights": ",".join(plan.weights),
+        **{f"kv_of_{weights}": str(kv_format_of(plan, weights)) for weights in plan.weights},
+        "num_threads": plan.num_threads,
+        "num_repeats": plan.num_repeats,
+        "quick": plan.is_quick,
+    }

@@ -1,0 +1,253 @@
+"""What the measured times of `bench engine` amount to. Pure.
+
+| result                            | unit     |                                                |
+|-----------------------------------|----------|------------------------------------------------|
+| <job>/<weights>                   | tokens/s | limit: the roofline of this run's ceilings     |
+| <job>_compute/<weights>           | GFLOP/s  | limit: what matrices and attention allow       |
+| <job>_bandwidth/<weights>         | GB/s     | weights and KV a step; limit: read bandwidth   |
+| decode_b32_overhead/<weights>     | %        | of the steps' time, outside the forward pass   |
+| memory_weights/, memory_resident/ | MiB      | matrices as held; the process after all jobs   |
+| kv_token/<weights>                | B        | KV of one token, with scales and padding       |
+| load/, warm_up/<weights>          | s        |                                                |
+| ceiling/read, fp32, int8          |          | what the limits come from                      |
+| background/cpu                    | %        | of all cores, what others used meanwhile       |
+| same_tokens/<engine>              | %        | of the prefill's tokens: as our fp32 chose      |
+
+A peer's `value` is the median of its own runs, `ratio` ours over theirs.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+
+from bench.common.report import Figure, Peer, Result, results_of
+from bench.common.roofline import (
+    Ceilings,
+    Memory,
+    ModelSize,
+    Work,
+    decode_work,
+    least_time_s,
+    prefill_work,
+)
+from bench.engine.plan import EnginePlan, Job, is_comparable, jobs_of
+
+OVERHEAD_JOB = "decode_b32"
+REFERENCE = "fp32"
+TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
+
+Key = tuple[str, str]  # engine, job
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One job, done once by one engine."""
+
+    seconds: float
+    first_tokens: tuple[int, ...] = ()
+    outside_forward_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """All jobs, done once by every engine."""
+
+    samples: Mapping[Key, Sample]
+    ceilings: Ceilings
+    background: float | None  # share of the CPU that others used meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """What our engine says of itself, with some weights."""
+
+    memory: Memory
+    resident_bytes: float
+    load_s: float
+    warm_up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A peer that was asked for and could not be measured."""
+
+    name: str
+    reason: str
+    last_lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that was measured."""
+
+    size: ModelSize | None  # None: no limits can be told for this model
+    ours: Mapping[str, Ours]  # by weights
+    repetitions: tuple[Repetition, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the peers
+    failed: tuple[Failed, ...] = ()
+
+
+def results(plan: EnginePlan, measured: Measured) -> tuple[Result, ...]:
+    """Every result, in the order of the table above."""
+    ceilings = _median_ceilings([repetition.ceilings for repetition in measured.repetitions])
+    found: list[Result] = []
+    for weights, ours in measured.ours.items():
+        for job in jobs_of(plan):
+            found += _job_results(plan, measured, job, weights, ceilings)
+        found += _facts(weights, ours)
+    found += results_of([_machine_figures(repetition) for repetition in measured.repetitions])
+    return (*found, *_same_tokens(measured))
+
+
+def warnings(measured: Measured) -> list[str]:
+    """What a reader should know before believing the results."""
+    lines = [f"{failed.name} was not measured: {failed.reason}" for failed in measured.failed]
+    busiest = max(repetition.background or 0.0 for repetition in measured.repetitions)
+    if busiest > TOO_BUSY:
+        lines.append(
+            f"other processes used up to {busiest:.0%} of the CPU: figures are too low,"
+            " ratios less so"
+        )
+    return lines
+
+
+def work_of(job: Job, size: ModelSize, memory: Memory) -> Work:
+    """What a job has to do at least. A prefill counts as one step: its weights are read once."""
+    if not job.num_steps:
+        return prefill_work(size, memory, [job.context_len] * job.num_sequences)
+    return reduce(add, _steps(job, size, memory))
+
+
+def limit_s(job: Job, size: ModelSize, ours: Memory, ceilings: Ceilings, weights: str) -> float:
+    """The least time that a job can take: the sum over its steps, each bound in its own way."""
+    if not job.num_steps:
+        return least_time_s(work_of(job, size, ours), ceilings, weights)
+    return sum(least_time_s(step, ceilings, weights) for step in _steps(job, size, ours))
+
+
+def _steps(job: Job, size: ModelSize, memory: Memory) -> Iterator[Work]:
+    for step in range(1, job.num_steps + 1):
+        yield decode_work(size, memory, [job.context_len + step] * job.num_sequences)
+
+
+def _job_results(
+    plan: EnginePlan, measured: Measured, job: Job, weights: str, ceilings: Ceilings
+) -> Iterator[Result]:
+    samples = _samples(measured, (weights, job.name))
+    runs = [Figure(job.num_tokens / sample.seconds, "tokens/s") for sample in samples]
+    [speed] = results_of([{f"{job.name}/{weights}": run} for run in runs])
+    speed = replace(speed, peers=_peers(plan, measured, job, weights, speed.value))
+    size, memory = measured.size, measured.ours[weights].memory
+    if size is None:
+        yield speed
+    else:
+        yield _limited(speed, job.num_tokens / limit_s(job, size, memory, ceilings, weights))
+        yield from _rates(job, work_of(job, size, memory), samples, weights, ceilings)
+    if job.name == OVERHEAD_JOB:
+        yield from _overhead(f"{job.name}_overhead/{weights}", samples)
+
+
+def _rates(
+    job: Job, work: Work, samples: Sequence[Sample], weights: str, ceilings: Ceilings
+) -> Iterator[Result]:
+    """Flops/s and, where decoding is bound by them, bytes/s."""
+    in_registers = replace(work, read_bytes=0.0)
+    peak = work.flops / least_time_s(in_registers, ceilings, weights)
+    yield _rate(f"{job.name}_compute/{weights}", Figure(work.flops, "GFLOP/s"), samples, peak)
+    if job.num_steps:
+        amount = Figure(work.read_bytes, "GB/s")
+        yield _rate(f"{job.name}_bandwidth/{weights}", amount, samples, ceilings.read_bytes_per_s)
+
+
+def _rate(name: str, amount: Figure, samples: Sequence[Sample], limit: float) -> Result:
+    """`amount` a second, in thousands of millions, beside its limit."""
+    runs = [Figure(amount.value / sample.seconds / 1e9, amount.unit) for sample in samples]
+    [result] = results_of([{name: run} for run in runs])
+    return _limited(result, limit / 1e9)
+
+
+def _overhead(name: str, samples: Sequence[Sample]) -> tuple[Result, ...]:
+    return results_of(
+        [
+            {name: Figure(100 * sample.outside_forward_s / sample.seconds, "%")}
+            for sample in samples
+            if sample.outside_forward_s is not None
+        ]
+    )
+
+
+def _peers(
+    plan: EnginePlan, measured: Measured, job: Job, weights: str, value: float
+) -> dict[str, Peer]:
+    found = {}
+    for peer in plan.peers:
+        samples = _samples(measured, (peer.name, job.name))
+        if samples and is_comparable(weights, peer.variant):
+            theirs = job.num_tokens / statistics.median(sample.seconds for sample in samples)
+            found[peer.name] = Peer(value=theirs, ratio=value / theirs)
+    return found
+
+
+def _facts(weights: str, ours: Ours) -> tuple[Result, ...]:
+    facts = {
+        f"memory_weights/{weights}": Figure(ours.memory.weights_bytes / 2**20, "MiB"),
+        f"memory_resident/{weights}": Figure(ours.resident_bytes / 2**20, "MiB"),
+        f"kv_token/{weights}": Figure(ours.memory.kv_token_bytes, "B"),
+        f"load/{weights}": Figure(ours.load_s, "s"),
+        f"warm_up/{weights}": Figure(ours.warm_up_s, "s"),
+    }
+    return results_of([facts])
+
+
+def _machine_figures(repetition: Repetition) -> dict[str, Figure]:
+    ceilings = repetition.ceilings
+    figures = {
+        "ceiling/read": Figure(ceilings.read_bytes_per_s / 1e9, "GB/s"),
+        "ceiling/fp32": Figure(ceilings.fp32_flops_per_s / 1e9, "GFLOP/s"),
+        "ceiling/int8": Figure(ceilings.int8_flops_per_s / 1e9, "GOP/s"),
+    }
+    if repetition.background is not None:
+        figures["background/cpu"] = Figure(100 * repetition.background, "%")
+    return figures
+
+
+def _same_tokens(measured: Measured) -> tuple[Result, ...]:
+    """How often each engine's first tokens are those of our fp32: do they compute the same?"""
+    runs = []
+    for repetition in measured.repetitions:
+        chosen = {
+            engine: sample.first_tokens
+            for (engine, job), sample in repetition.samples.items()
+            if job == "prefill"
+        }
+        expected = chosen.pop(REFERENCE, ())
+        runs.append(
+            {
+                f"same_tokens/{engine}": Figure(100 * _share_equal(tokens, expected), "%")
+                for engine, tokens in chosen.items()
+                if expected
+            }
+        )
+    return results_of(runs)
+
+
+def _share_equal(found: Sequence[int], expected: Sequence[int]) -> float:
+    return sum(a == b for a, b in zip(found, expected, strict=True)) / len(expected)
+
+
+def _samples(measured: Measured, key: Key) -> list[Sample]:
+    return [r.samples[key] for r in measured.repetitions if key in r.samples]
+
+
+def _limited(result: Result, limit: float) -> Result:
+    return replace(result, limit=limit, of_limit=result.value / limit)
+
+
+def _median_ceilings(runs: Sequence[Ceilings]) -> Ceilings:
+    return Ceilings(
+        read_bytes_per_s=statistics.median(run.read_bytes_per_s for run in runs),
+        fp32_flops_per_s=statistics.median(run.fp32_flops_per_s for run in runs),
+        int8_flops_per_s=statistics.median(run.int8_flops_per_s for run in runs),
+    )

@@ -1,0 +1,238 @@
+"""Measures our engine and its peers: processes are started, asked in turn, and ended.
+
+Every engine, ours with each kind of weights included, is a process of its own with the same number
+of threads. Only one works at a time: all are loaded and have run the jobs once before the first
+figure is taken, then each job goes round all engines before the next one begins, in an order that
+turns round with each repetition. So what else happens on the machine meets all of them alike.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from bench.common import background
+from bench.common.driven import Answer, Driven, DrivenFailed
+from bench.common.roofline import Ceilings, Memory, model_size
+from bench.common.shapes import cached_checkpoint
+from bench.engine.plan import (
+    EnginePlan,
+    Job,
+    Peer,
+    jobs_of,
+    kv_format_of,
+    limits_of,
+    prompts_of,
+    warm_up_jobs,
+)
+from bench.engine.results import Failed, Key, Measured, Ours, Repetition, Sample
+from engine.config import WeightFormat
+from engine.errors import CheckpointError, ConfigError
+from engine.model.loading.files import read_json
+
+LOAD_TIMEOUT_S = 600.0  # vLLM compiles for a minute or more
+JOB_TIMEOUT_S = 300.0
+IDLE_CHECK_S = 0.3
+SETTLE_S = 0.3  # Intel's OpenMP spins for 0.2 s
+WARM_UP = -1  # no repetition has this number, so none has its prompts
+DRIVER = Path(__file__).parents[1] / "peers" / "driver.py"
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Contest:
+    """The engines that still run, by name; those that failed are left out from then on."""
+
+    ours: dict[str, Driven]
+    peers: dict[str, Driven]
+    ceilings: Driven
+    failed: list[Failed] = field(default_factory=list)
+
+    def engines(self, job: Job, repeat: int) -> list[Driven]:
+        """Those that a job is meant for, in the order of that repetition."""
+        engines = [*self.ours.values(), *(self.peers.values() if job.for_peers else ())]
+        return engines[::-1] if repeat % 2 else engines
+
+    def sessions(self) -> list[int]:
+        """Of all processes that still run."""
+        engines = (self.ceilings, *self.ours.values(), *self.peers.values())
+        return [engine.session for engine in engines if engine.session]
+
+    def drop(self, peer: Driven, error: DrivenFailed) -> None:
+        """Goes on without a peer. Raises the error where it is one of ours."""
+        if self.peers.pop(peer.name, None) is None:
+            raise error
+        peer.close()
+        self.failed.append(Failed(error.name, error.reason, error.last_lines))
+
+
+def measure(plan: EnginePlan, say: Say = lambda line: None) -> Measured:
+    """Carries out the plan. Raises DrivenFailed where our own engine fails, and ConfigError."""
+    checkpoint = plan.checkpoint or cached_checkpoint(plan.shape, plan.seed)
+    size = model_size(checkpoint)
+    vocab_size = _vocab_size(checkpoint, plan)
+    with ExitStack() as stack:
+        contest = Contest(
+            ours={w: stack.enter_context(_ours(plan, w, checkpoint)) for w in plan.weights},
+            peers={p.name: stack.enter_context(_peer(plan, p, checkpoint)) for p in plan.peers},
+            ceilings=stack.enter_context(_ceilings(plan)),
+        )
+        facts = _load_all(contest, say)
+        for job in warm_up_jobs(plan):
+            say(f"warming up: {job.name}")
+            _round(contest, job, vocab_size, seed=plan.seed, repeat=WARM_UP)
+        repetitions = []
+        for repeat in range(plan.num_repeats):
+            say(f"repetition {repeat + 1} of {plan.num_repeats}")
+            repetitions.append(_repetition(contest, plan, vocab_size, repeat))
+        return Measured(
+            size=size,
+            ours={name: _described(engine, facts[name]) for name, engine in contest.ours.items()},
+            repetitions=tuple(repetitions),
+            versions={p.name: facts[p.name]["version"] for p in plan.peers if p.name in facts},
+            failed=tuple(contest.failed),
+        )
+
+
+def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
+    """Loads ours one by one, since that is timed, then the peers at once; what each tells."""
+    facts = {}
+    for engine in (contest.ceilings, *contest.ours.values()):
+        say(f"loading: {engine.name}")
+        engine.start()
+        facts[engine.name] = engine.ready(LOAD_TIMEOUT_S)
+    peers = list(contest.peers.values())
+    for peer in peers:
+        peer.start()
+    for peer in peers:
+        say(f"loading: {peer.name}")
+        try:
+            facts[peer.name] = peer.ready(LOAD_TIMEOUT_S)
+        except DrivenFailed as error:
+            contest.drop(peer, error)
+    return facts
+
+
+def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int) -> Repetition:
+    idle_share = _idle_share()
+    before = background.read(contest.sessions())
+    ceilings = contest.ceilings.ask("measure", timeout_s=JOB_TIMEOUT_S)
+    samples: dict[Key, Sample] = {}
+    for job in jobs_of(plan):
+        samples |= _round(contest, job, vocab_size, seed=plan.seed, repeat=repeat)
+    others = background.share_of_others(before, background.read(contest.sessions()))
+    return Repetition(
+        samples=samples,
+        ceilings=msgspec.convert(ceilings, Ceilings),
+        background=None if others is None else max(others, idle_share),
+    )
+
+
+def _round(
+    contest: Contest, job: Job, vocab_size: int, *, seed: int, repeat: int
+) -> dict[Key, Sample]:
+    """One job, done by every engine that it is meant for, one after the other."""
+    prompts = prompts_of(job, vocab_size, seed=seed, repeat=repeat)
+    samples = {}
+    for engine in contest.engines(job, repeat):
+        _settle()
+        try:
+            samples[engine.name, job.name] = _sample(engine, job, prompts)
+        except DrivenFailed as error:
+            contest.drop(engine, error)
+    return samples
+
+
+def _sample(engine: Driven, job: Job, prompts: Sequence[Sequence[int]]) -> Sample:
+    if not job.prefills_all:
+        answer = engine.ask(
+            "decode_at",
+            timeout_s=JOB_TIMEOUT_S,
+            prompt=prompts[0],
+            num_sequences=job.num_sequences,
+            num_steps=job.num_steps,
+        )
+        return Sample(answer["decode_s"], (), answer["outside_forward_s"])
+    answer = engine.ask(
+        "generate", timeout_s=JOB_TIMEOUT_S, prompts=prompts, num_steps=job.num_steps
+    )
+    return Sample(
+        seconds=answer["decode_s"] if job.num_steps else answer["prefill_s"],
+        first_tokens=tuple(tokens[0] for tokens in answer["answers"]),
+        outside_forward_s=answer.get("outside_forward_s"),
+    )
+
+
+def _ours(plan: EnginePlan, weights: WeightFormat, checkpoint: Path) -> Driven:
+    command = [sys.executable, "-m", "bench.engine.ours", weights, kv_format_of(plan, weights)]
+    options = _options(plan, checkpoint, jobs_of(plan), variant=weights)
+    return Driven(weights, [*command, *options], _environment(plan))
+
+
+def _peer(plan: EnginePlan, peer: Peer, checkpoint: Path) -> Driven:
+    jobs = [job for job in jobs_of(plan) if job.for_peers]
+    options = _options(plan, checkpoint, jobs, variant=peer.variant)
+    environment = _environment(plan)
+    for name in ("PYTHONPATH", "PYTHONHOME"):  # they are about our Python
+        environment.pop(name, None)
+    openmp = peer.python.parent.parent / "lib" / "libiomp5.so"
+    if peer.driver == "vllm" and openmp.exists():  # as its documentation recommends
+        environment["LD_PRELOAD"] = str(openmp)
+    return Driven(peer.name, [str(peer.python), str(DRIVER), peer.driver, *options], environment)
+
+
+def _ceilings(plan: EnginePlan) -> Driven:
+    command = [sys.executable, "-m", "bench.engine.ceilings", str(plan.num_threads)]
+    return Driven("ceilings", command, _environment(plan))
+
+
+def _options(plan: EnginePlan, checkpoint: Path, jobs: Sequence[Job], *, variant: str) -> list[str]:
+    """The options that all drivers have."""
+    fixed = {"--checkpoint": checkpoint, "--variant": variant, "--threads": plan.num_threads}
+    limits = limits_of([*jobs, *warm_up_jobs(plan)])
+    return [str(text) for pair in (fixed | limits).items() for text in pair]
+
+
+def _environment(plan: EnginePlan) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(plan.num_threads)}
+
+
+def _described(engine: Driven, facts: Answer) -> Ours:
+    memory = engine.ask("memory", timeout_s=JOB_TIMEOUT_S)
+    return Ours(
+        memory=Memory(facts["weights_bytes"], facts["kv_token_bytes"]),
+        resident_bytes=memory["resident_bytes"],
+        load_s=facts["load_s"],
+        warm_up_s=facts["warm_up_s"],
+    )
+
+
+def _vocab_size(checkpoint: Path, plan: EnginePlan) -> int:
+    """The vocabulary's size. Raises ConfigError where the model cannot do what is planned."""
+    config = read_json(checkpoint, "config.json")
+    assert isinstance(config, dict)  # `model_size` has read it
+    longest = limits_of(jobs_of(plan))["--max-len"]
+    if longest > config.get("max_position_embeddings", longest):
+        raise ConfigError(f"contexts of {longest} tokens are longer than the model's")
+    if not isinstance(config.get("vocab_size"), int):
+        raise CheckpointError(f"{checkpoint / 'config.json'}: vocab_size is missing")
+    return int(config["vocab_size"])
+
+
+def _settle() -> None:
+    """Waits until the last engine's threads, which spin for a while when they are done, sleep."""
+    threading.Event().wait(SETTLE_S)
+
+
+def _idle_share() -> float:
+    """Share of the CPU that is busy while all engines wait; theirs, if they do not sleep."""
+    _settle()
+    before = background.read(())
+    threading.Event().wait(IDLE_CHECK_S)
+    return background.share_of_others(before, background.read(())) or 0.0

@@ -1,0 +1,1 @@
+"""`baton bench gateway`: what a gateway adds to each request and token."""

@@ -1,0 +1,97 @@
+"""`baton bench gateway`: its options, and what is printed and written."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.common.driven import DrivenFailed
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, write_json
+from bench.common.tables import print_head, print_warnings
+from bench.gateway.plan import GatewayPlan, config_of, plan_of, quick
+from bench.gateway.results import Measured, results, warnings
+from bench.gateway.run import measure
+from engine.errors import BatonError
+
+
+def gateway(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words of every prompt.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="Of an answer, at 64 streams.")] = 256,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 5,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PYTHON",
+            help="Also measure fastapi, or vllm_router, run by that Python; repeatable.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of orders and answers.")] = 0,
+    quick_: Annotated[bool, typer.Option("--quick", help="Once, and little of it.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+) -> None:
+    """Measure what the gateway adds to a first token and costs for each, beside other servers."""
+    log = Console(stderr=True)
+    try:
+        plan = plan_of(
+            prompt_words=prompt_words,
+            num_tokens=tokens,
+            num_repeats=repeat,
+            peers=peer or (),
+            seed=seed,
+        )
+        plan = quick(plan) if quick_ else plan
+        measured = measure(plan, lambda line: log.print(line, style="dim"))
+        report = _report(plan, measured)
+        if json:
+            write_json(report, json)
+        _print(Console(), report)
+        print_warnings(Console(), warnings(plan, measured))
+    except DrivenFailed as error:
+        typer.echo(f"error: {error}\n" + "\n".join(error.last_lines), err=True)
+        raise typer.Exit(1) from error
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _report(plan: GatewayPlan, measured: Measured) -> Report:
+    versions = {f"version_{name}": version for name, version in measured.versions.items()}
+    return Report(
+        bench="gateway",
+        commit=commit(),
+        hardware=hardware(),
+        seed=plan.seed,
+        config=config_of(plan) | versions,
+        results=results(plan, measured),
+    )
+
+
+def _print(console: Console, report: Report) -> None:
+    peers = list(dict.fromkeys(peer for result in report.results for peer in result.peers))
+    table = Table("result", "unit", "ours", "limit", *peers, box=box.SIMPLE_HEAD)
+    for column in table.columns[2:]:
+        column.justify, column.no_wrap = "right", True
+    table.columns[0].no_wrap = True
+    for result in report.results:
+        spread = f"{_number(min(result.runs))} … {_number(max(result.runs))}"
+        limit = "" if result.limit is None else _number(result.limit)
+        share = "" if result.of_limit is None else f"\n{result.of_limit:.0%} of it"
+        cells = [result.peers.get(peer) for peer in peers]
+        table.add_row(
+            result.name,
+            result.unit,
+            f"{_number(result.value)}\n{spread}",
+            limit + share,
+            *("" if p is None else f"{_number(p.value)}\n× {p.ratio:.2f}" for p in cells),
+        )
+    print_head(console, report, title="gateway, in front of a worker that computes nothing")
+    console.print(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,151 @@
+"""Sends streams to a server and takes the times: `python -m bench.gateway.client`.
+
+A process of its own, and no more than what has to be known of an answer is looked at: one that
+parsed what it reads would be the bottleneck, and what it measures would be itself. An answer is
+HTTP/1.1 in chunks; its events begin with `data: {`, but for `[DONE]`.
+
+Driven as `bench.common.driven` says. The only command is `stream`.
+"""
+
+import asyncio
+import os
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter, process_time
+from typing import Any, cast
+
+import msgspec
+import uvloop
+
+EVENT = b"data: {"
+LAST_CHUNK = b"0\r\n\r\n"
+TIMEOUT_S = 120.0
+
+
+class Stream(msgspec.Struct, frozen=True, tag_field="do", tag="stream"):
+    """`num_requests` of them over `num_connections`, each of which sends one after the other.
+
+    Every body has a `seed` of its own, which is how answers are told apart.
+    """
+
+    port: int
+    body: dict[str, Any]
+    num_connections: int
+    num_requests: int
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What came of all requests of one command."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)  # between two pieces of an answer
+    total_s: list[float] = field(default_factory=list)
+    num_events: int = 0
+
+
+class _Connection(asyncio.Protocol):
+    """Sends a request as often as there is one left."""
+
+    def __init__(self, left: deque[bytes], seen: _Seen) -> None:
+        self._left = left
+        self._seen = seen
+        self._rest = b""  # what may be the beginning of an event
+        self._sent_s = 0.0
+        self._last_s: float | None = None  # when the last piece came; None: none has
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
+        self._send()
+
+    def data_received(self, data: bytes) -> None:
+        now_s = perf_counter()
+        if self._last_s is not None:
+            self._seen.gaps_s.append(now_s - self._last_s)
+            self._last_s = now_s
+        elif EVENT in data:
+            self._seen.ttft_s.append(now_s - self._sent_s)
+            self._last_s = now_s
+        text = self._rest + data
+        num_events = text.count(EVENT)
+        self._seen.num_events += num_events
+        self._rest = text[-len(EVENT) + 1 :] if len(text) >= len(EVENT) else text
+        if text.endswith(LAST_CHUNK):
+            self._take_end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(exc or ConnectionError("the server closed the connection"))
+
+    def _send(self) -> None:
+        if not self._left:
+            self.done.set_result(None)
+            self._transport.close()
+            return
+        request = self._left.popleft()
+        self._rest, self._last_s = b"", None
+        self._sent_s = perf_counter()
+        self._transport.write(request)
+
+    def _take_end(self) -> None:
+        if self._last_s is None:
+            self.done.set_exception(ConnectionError("an answer without an event"))
+            self._transport.close()
+            return
+        self._seen.total_s.append(perf_counter() - self._sent_s)
+        self._send()
+
+
+async def stream(command: Stream) -> dict[str, Any]:
+    """Carries the command out."""
+    left = deque(_request(command.body, command.seed + i) for i in range(command.num_requests))
+    seen = _Seen()
+    loop = asyncio.get_running_loop()
+    begin_s, begin_cpu_s = perf_counter(), process_time()
+    async with asyncio.timeout(TIMEOUT_S):
+        connections = await asyncio.gather(
+            *(
+                loop.create_connection(lambda: _Connection(left, seen), "127.0.0.1", command.port)
+                for _ in range(command.num_connections)
+            )
+        )
+        await asyncio.gather(*(connection.done for _, connection in connections))
+    return {
+        "ttft_s": seen.ttft_s,
+        "gaps_s": seen.gaps_s,
+        "total_s": seen.total_s,
+        "num_events": seen.num_events,
+        "wall_s": perf_counter() - begin_s,
+        "cpu_s": process_time() - begin_cpu_s,
+    }
+
+
+def _request(body: dict[str, Any], seed: int) -> bytes:
+    data = msgspec.json.encode(body | {"seed": seed})
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    return head % len(data) + data
+
+
+async def _main() -> None:
+    _say({"ready": {"pid": os.getpid()}})
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        try:
+            answer = await stream(msgspec.json.decode(line, type=Stream))
+        except (OSError, TimeoutError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        _say(answer)
+
+
+def _say(answer: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    uvloop.run(_main())

@@ -1,0 +1,82 @@
+"""Measures what a gateway costs: starts all servers, loads them in turn, ends them.
+
+The client is one process of its own for all of them; while it asks one server, the others sleep.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from bench.common import background
+from bench.common.driven import Driven
+from bench.gateway.plan import GatewayPlan, StreamLoad, body_of, order_of
+from bench.gateway.results import Measured, Run
+from bench.gateway.servers import Server, open_all
+
+START_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 150.0
+
+Say = Callable[[str], None]
+
+
+def measure(plan: GatewayPlan, say: Say = lambda line: None) -> Measured:
+    """Carries the plan out. Raises DrivenFailed or ServiceFailed where something does not start."""
+    with ExitStack() as stack:
+        say("starting the servers")
+        servers = open_all(plan, stack)
+        client = Driven("client", [sys.executable, "-m", "bench.gateway.client"])
+        client.start()
+        stack.callback(client.close)
+        client.ready(START_TIMEOUT_S)
+        for server in servers.values():
+            _warm_up(plan, server, client)
+        runs: list[Run] = []
+        busy: list[float] = []
+        sessions = [session for server in servers.values() for session in server.sessions]
+        sessions += [client.session or 0, os.getsid(0)]
+        for repeat in range(plan.num_repeats):
+            say(f"repetition {repeat + 1} of {plan.num_repeats}")
+            before = background.read(sessions)
+            for name in order_of(plan, repeat):
+                for load in (plan.serial, *plan.loads):
+                    runs.append(_run(plan, servers[name], client, load=load, repeat=repeat))
+            others = background.share_of_others(before, background.read(sessions))
+            if others is not None:
+                busy.append(others)
+        versions = {name: s.version for name, s in servers.items() if s.version}
+        return Measured(tuple(runs), tuple(busy), versions)
+
+
+def _warm_up(plan: GatewayPlan, server: Server, client: Driven) -> None:
+    first = replace(plan.serial, num_rounds=20)
+    _run(plan, server, client, load=first, repeat=0)
+    for load in plan.loads:
+        _run(plan, server, client, load=replace(load, num_rounds=1, num_tokens=4), repeat=0)
+
+
+def _run(
+    plan: GatewayPlan, server: Server, client: Driven, *, load: StreamLoad, repeat: int
+) -> Run:
+    before_s = server.cpu_s()
+    seen = client.ask(
+        "stream",
+        timeout_s=ANSWER_TIMEOUT_S,
+        port=server.port,
+        body=body_of(plan, load),
+        num_connections=load.num_streams,
+        num_requests=load.num_requests,
+        seed=(plan.seed * plan.num_repeats + repeat) * load.num_requests,
+    )
+    return Run(
+        server=server.name,
+        load=load,
+        repeat=repeat,
+        cpu_s=server.cpu_s() - before_s,
+        client_cpu_s=seen["cpu_s"],
+        wall_s=seen["wall_s"],
+        num_events=seen["num_events"],
+        ttft_s=tuple(seen["ttft_s"]),
+        gaps_s=tuple(seen["gaps_s"]),
+    )

@@ -1,0 +1,112 @@
+"""The servers of `bench gateway` as processes: what starts them, where they listen, their cost."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from bench.common import background
+from bench.common.driven import Driven
+from bench.common.services import launched
+from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
+from bench.gateway.worker import BLOCK_SIZE, Options
+from engine.config import GatewayConfig, RouterConfig
+from engine.control import Intent, Member, Members, Version
+from engine.messages import WorkerId
+from router.text.tokenizer import load_text_model
+
+START_TIMEOUT_S = 60.0
+MANY = 2**30
+TOKEN = "null"
+CONTEXT_LEN = 4096
+TEXT = "def add(a, b):\n    return the sum of a and b, and of all others that are given\n"
+TOKENIZER = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
+PEERS = Path(__file__).parents[1] / "peers"
+BARE_SERVER = (sys.executable, str(PEERS / "uvloop_server.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that listens. All its processes are of one session; `behind` are those it depends on."""
+
+    name: str
+    port: int
+    session: int
+    version: str = ""
+    behind: tuple[int, ...] = ()
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        """All that work when it does."""
+        return (self.session, *self.behind)
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU that its processes have used, in steps of a clock tick."""
+        return background.session_seconds(self.session)
+
+
+def open_all(plan: GatewayPlan, stack: ExitStack) -> dict[str, Server]:
+    """Starts all servers, which end with the stack. Raises DrivenFailed, ServiceFailed."""
+    servers = {
+        OURS: _open_ours(stack),
+        BARE: _open(BARE, [*BARE_SERVER, "tasks"], stack),
+        WRITES: _open(WRITES, [*BARE_SERVER, "ticks"], stack),
+    }
+    behind: tuple[int, ...]
+    for peer in plan.peers:
+        if peer.name == "fastapi":
+            arguments, behind = [str(PEERS / "fastapi_server.py")], ()
+        else:
+            backend = _open("backend", [*BARE_SERVER, "ticks"], stack)
+            arguments, behind = (
+                [str(PEERS / "vllm_router.py"), str(backend.port)],
+                (backend.session,),
+            )
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        command = [str(peer.python), *arguments]
+        server = _open(peer.name, command, stack, environment)
+        servers[peer.name] = replace(server, behind=behind)
+    return servers
+
+
+def _open(
+    name: str,
+    command: Sequence[str],
+    stack: ExitStack,
+    environment: Mapping[str, str] | None = None,
+) -> Server:
+    process = Driven(name, command, environment)
+    process.start()
+    stack.callback(process.close)
+    facts = process.ready(START_TIMEOUT_S)
+    session = process.session
+    assert session is not None
+    return Server(name, int(facts["port"]), session, str(facts.get("version", "")))
+
+
+def _open_ours(stack: ExitStack) -> Server:
+    token_ids = tuple(load_text_model(TOKENIZER).encode_text(TEXT, CONTEXT_LEN))
+    options = msgspec.json.encode(Options(TOKEN, STEP_S, token_ids)).decode()
+    worker = Driven("worker", [sys.executable, "-m", "bench.gateway.worker", options])
+    worker.start()
+    stack.callback(worker.close)
+    address = worker.ready(START_TIMEOUT_S)["address"]
+    member = Member(WorkerId("null"), address, context_len=CONTEXT_LEN)
+    served = Version(model=str(TOKENIZER), model_name=MODEL)
+    spec = {  # a `deploy.processes.GatewaySpec`
+        "members": Members(1, (member,), Intent((served,))),
+        "gateway": GatewayConfig(port=0),
+        "router": RouterConfig(
+            max_queue=MANY, prefill_backlog_tokens=MANY * BLOCK_SIZE, prefill_backlog_s=MANY
+        ),
+        "token": TOKEN,
+    }
+    service = launched("gateway", stack)
+    answer = service.tell(spec)
+    port = int(answer["url"].rpartition(":")[2])
+    assert worker.session is not None
+    return Server(OURS, port, service.process.pid, behind=(worker.session,))

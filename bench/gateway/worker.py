@@ -1,0 +1,218 @@
+"""A worker that computes nothing: `python -m bench.gateway.worker`, for `bench gateway`.
+
+It speaks a worker's protocol over a worker's socket, so a gateway in front of it is the real one,
+and all that a client waits for beside the pace is the gateway's own. What it says:
+
+    Generate            its first token at once, as a prefill of no time
+    every `pace_s`      one token of every sequence, in one frame for each gateway: a decode step
+    Cancel, last token  the sequence is forgotten
+    now and then        its load, with how long a step takes
+
+Of its first prompts it tells in two frames when they begin and when they are done, so that the
+gateway learns what they cost: from then on it decides as it does in front of workers that it has
+known for a while.
+
+Of a request's sampling, `seed` names the place in a list of token ids where its answer begins, so
+that texts differ, and `top_k` says in how many steps there is one with a token of it. Driven as
+`bench.common.driven` says; the process ends with its standard input.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import uvloop
+
+from engine.clock import MonotonicClock
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    FinishReason,
+    Generate,
+    Hello,
+    Incarnation,
+    LoadReport,
+    PrefillDone,
+    PrefillStarted,
+    Role,
+    SeqId,
+    StepReport,
+    ToGateway,
+    Tokens,
+    ToWorker,
+    Welcome,
+    WorkerId,
+    decode_to_worker,
+    encode_frame,
+)
+from engine.net.rpc import Outbox, Send, SessionServer
+from engine.net.trust import Secret
+
+NUM_BLOCKS = 2**20  # nothing is ever held up for want of memory
+MAX_RUNNING = 2**16
+BLOCK_SIZE = 16
+NUM_SHOWN = 16  # prompts
+REPORT_EVERY = 100  # steps
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What it is started with: one JSON object as its only argument."""
+
+    token: str
+    pace_s: float
+    token_ids: tuple[int, ...]
+    worker_id: str = "null"
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """An answer on its way: `num_left` tokens of it are left, from `place` in the list on."""
+
+    place: int
+    num_left: int
+    every: int  # steps
+    phase: int
+
+
+@dataclass(slots=True)
+class _Session:
+    """One gateway's sequences, and frames on their way to it."""
+
+    outbox: Outbox
+    running: dict[SeqId, _Sequence] = field(default_factory=dict)
+
+    def say(self, news: list[ToGateway]) -> None:
+        if news:
+            self.outbox.post(encode_frame(news))
+
+
+class NullWorker:
+    """Serves any number of gateways."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._clock = MonotonicClock()
+        self._sessions: list[_Session] = []
+        self._server = SessionServer(self._serve, Secret(options.token))
+        self._stop = asyncio.Event()
+        self._num_steps = 0
+        self._num_prompts = 0
+
+    async def open(self) -> str:
+        """Listens, and begins to step; the address."""
+        self._stepping = asyncio.create_task(self._step_for_ever())
+        return await self._server.open()
+
+    async def close(self) -> None:
+        """Ends all sessions."""
+        self._stop.set()
+        await self._stepping
+        await self._server.close()
+
+    async def _serve(self, frames: AsyncIterator[bytes], send: Send) -> None:
+        [hello] = decode_to_worker(await anext(frames))
+        assert isinstance(hello, Hello)
+        await send(encode_frame([_welcome(self._options.worker_id)]))
+        session = _Session(Outbox(send))
+        self._sessions.append(session)
+        try:
+            async for frame in frames:
+                messages = decode_to_worker(frame)
+                session.say([n for message in messages for n in self._take(session, message)])
+        finally:
+            session.outbox.close()
+            self._sessions.remove(session)
+
+    def _take(self, session: _Session, message: ToWorker) -> list[ToGateway]:
+        match message:
+            case Generate():
+                return self._begin(session, message)
+            case Cancel(seq_id):
+                session.running.pop(seq_id, None)
+        return []
+
+    def _begin(self, session: _Session, message: Generate) -> list[ToGateway]:
+        num_tokens = message.limits.max_len - len(message.token_ids)
+        sampling = message.sampling
+        every = max(1, sampling.top_k)
+        sequence = _Sequence(sampling.seed, num_tokens, every, phase=sampling.seed % every)
+        token, finish = self._next(sequence)
+        if finish is None:
+            session.running[message.seq_id] = sequence
+        started = PrefillStarted(message.seq_id, 0, None)
+        self._num_prompts += 1
+        if self._num_prompts <= NUM_SHOWN:
+            session.say([started])
+            return [PrefillDone(message.seq_id, token, finish)]
+        return [started, PrefillDone(message.seq_id, token, finish)]
+
+    def _next(self, sequence: _Sequence) -> tuple[int, FinishReason | None]:
+        token_ids = self._options.token_ids
+        sequence.place += 1
+        sequence.num_left -= 1
+        token = token_ids[sequence.place % len(token_ids)]
+        return token, None if sequence.num_left else FinishReason.LENGTH
+
+    async def _step_for_ever(self) -> None:
+        due_s = self._clock.now_s()
+        while not self._stop.is_set():
+            now_s = self._clock.now_s()
+            due_s = max(due_s + self._options.pace_s, now_s)  # a late step delays those after it
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), due_s - now_s)
+            self._num_steps += 1
+            for session in self._sessions:
+                self._step(session)
+
+    def _step(self, session: _Session) -> None:
+        news: list[ToGateway] = []
+        for seq_id, sequence in list(session.running.items()):
+            if (self._num_steps + sequence.phase) % sequence.every:
+                continue
+            token, finish = self._next(sequence)
+            news.append(Tokens(seq_id, [token], finish))
+            if finish is not None:
+                del session.running[seq_id]
+        if news and self._num_steps % REPORT_EVERY == 0:
+            news.append(self._load(len(news)))
+        session.say(news)
+
+    def _load(self, num_rows: int) -> LoadReport:
+        """Of what it holds, only what nobody would be kept waiting for."""
+        step = StepReport(self._options.pace_s, num_rows=num_rows, num_context_tokens=num_rows)
+        return LoadReport(NUM_BLOCKS, 0, 0, 0, 0, 0, 0, 0, steps=[step])
+
+
+def _welcome(worker_id: str) -> Welcome:
+    return Welcome(
+        version=PROTOCOL_VERSION,
+        worker_id=WorkerId(worker_id),
+        incarnation=Incarnation("null"),
+        role=Role.MIXED,
+        fingerprint="null",
+        layout=KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, head_dim=2),)),
+        num_blocks=NUM_BLOCKS,
+        max_running=MAX_RUNNING,
+    )
+
+
+async def _main(options: Options) -> None:
+    worker = NullWorker(options)
+    address = await worker.open()
+    _say({"ready": {"address": address, "pid": os.getpid()}})
+    await asyncio.to_thread(sys.stdin.read)
+    await worker.close()
+
+
+def _say(answer: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    uvloop.run(_main(msgspec.json.decode(sys.argv[1], type=Options)))

@@ -1,0 +1,1 @@
+"""`python -m bench.gpu`: checks and times the engine's GPU paths."""

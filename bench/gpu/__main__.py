@@ -1,0 +1,79 @@
+"""Checks and times the GPU paths of the engine on a Llama with random weights, in one command:
+
+    python -m bench.gpu [--quick] [--json FILE]
+
+Needs torch, transformers, msgspec and, on a GPU, triton; no checkpoint and no network. Under nine
+minutes on a Hopper GPU with the shape of an 8 B Llama; what does not fit its memory or the time is
+listed as skipped. With `--device cpu --shape tiny` it only tries itself out. What is checked and
+timed, and in which order: `bench.gpu.run`.
+
+Exit status: 0; 1 if anything failed (a goal that is missed is printed, and fails nothing); 2 if it
+cannot run here, with one line that says why.
+"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+NEEDED = ("torch", "transformers", "numpy", "msgspec")
+NEEDED_ON_A_GPU = ("triton",)
+BUDGET_S = 500.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs everything: the exit status."""
+    options = _options(arguments)
+    reason = _why_not(options.device)
+    if reason is not None:
+        sys.stderr.write(f"bench.gpu: {reason}\n")
+        return 2
+    from bench.gpu.run import run  # not before it is known to be possible
+
+    return run(
+        shape_name=options.shape,
+        device=options.device,
+        is_quick=options.quick,
+        budget_s=options.budget_s,
+        json=options.json,
+    )
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description="Checks and times the engine's GPU paths."
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer checks and jobs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    parser.add_argument("--shape", choices=("8b", "tiny"), default="8b", help="of the model")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything")
+    return parser.parse_args(arguments)
+
+
+def _why_not(device: str) -> str | None:
+    """Why this cannot run here, or None."""
+    absent = _absent(NEEDED)
+    if absent is not None or device == "cpu":
+        return absent
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA device here; --device cpu --shape tiny tries out the bench itself"
+    return _absent(NEEDED_ON_A_GPU)
+
+
+def _absent(needed: Sequence[str]) -> str | None:
+    """Which of these packages are not installed, as a reason; None if all are."""
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    if not absent:
+        return None
+    return (
+        f"{' and '.join(absent)} not installed; where there is no network, unpack the wheel"
+        " into a folder and name the folder in PYTHONPATH"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Models with random weights, made where they are used without a file, and whether they compute.
+
+check_model   CudaForward, captured steps and all, against the hook over torch's attention:
+              complaints, one line each
+"""
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.gpu.shapes import SHAPES, GpuShape, scattered_tables
+from engine.config import WeightFormat
+from engine.layout import KVFormat, KVLayout
+from engine.messages import SeqId
+from engine.model.attention import plain as torch_attention
+from engine.model.attention.base import build_batch
+from engine.model.attention.hook import PAGED, ForwardContext, attach, forward
+from engine.model.attention.kvcache import KVCache, allocate_buffer
+from engine.model.cuda import CudaForward
+from engine.model.loading.checkpoint import LoadedModel
+from engine.worker.batch import Row
+from engine.worker.blocks import BlockId
+
+SEED = 0
+BLOCK_SIZE = 16
+MODEL_TOLERANCE = {  # of the spread of the logits
+    WeightFormat.FP32: 1e-3,
+    WeightFormat.BF16: 0.1,
+    WeightFormat.FP8: 0.3,
+}
+
+
+def random_llama(
+    shape: GpuShape, kv_format: KVFormat, device: str, *, dtype: torch.dtype
+) -> LoadedModel:
+    """A Llama of that shape, as `engine.model.loading.checkpoint` would load it."""
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.ffn_size,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=max(shape.context_len, 1024),
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = model.to(device).eval().requires_grad_(requires_grad=False)
+    context = ForwardContext()
+    attach(model, context)
+    model.set_attn_implementation(PAGED)
+    return LoadedModel(
+        model=model,
+        context=context,
+        layout=KVLayout(BLOCK_SIZE, kv_format, (shape.section(),)),
+        device=torch.device(device),
+        context_len=config.max_position_embeddings,
+        vocab_size=shape.vocab_size,
+        eos_token_ids=(),
+        fingerprint="random",
+        quant_method=None,
+    )
+
+
+def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list[str]:
+    """A small model's logits over prompts in chunks and decode steps of changing size."""
+    shape = SHAPES["tiny"]
+    dtype = torch.float32 if weights is WeightFormat.FP32 else torch.bfloat16
+    loaded = random_llama(shape, kv_format, device, dtype=dtype)
+    tables = scattered_tables([200] * 5, BLOCK_SIZE, seed=1)
+    num_blocks = sum(map(len, tables))
+    cache = KVCache(loaded.layout, allocate_buffer(loaded.layout, num_blocks, device))
+    ours = CudaForward(loaded, weights, captured_rows=(1, 2, 4))
+    ours.open(cache)
+    attend = loaded.context.attend
+    twin = KVCache(loaded.layout, allocate_buffer(loaded.layout, num_blocks, device))
+    found = [f"{what} is not used" for what in ours.fallbacks]
+    if device != "cpu" and not ours.is_fused:
+        found.append("no decode step was captured")
+    for rows in _steps(tables, shape.vocab_size):
+        keep = _last_tokens(rows)
+        logits = ours.logits(rows, keep).float()
+        loaded.context.attend, loaded.context.cache = torch_attention.attend, twin
+        expected = _logits_of_the_hook(loaded, twin, rows, keep)
+        loaded.context.attend, loaded.context.cache = attend, cache
+        error = float((logits - expected).abs().max() / expected.std())
+        if not error <= MODEL_TOLERANCE[weights]:
+            found.append(f"{len(rows)} rows, {sum(len(r.token_ids) for r in rows)} tokens: {error}")
+    ours.close()
+    torch._dynamo.reset()  # else what was compiled for this model is tried first for the next
+    return [f"model, weights {weights}, KV {kv_format}: {line}" for line in found]
+
+
+def _steps(tables: Sequence[Sequence[BlockId]], vocab_size: int) -> Iterator[list[Row]]:
+    """Prompts in chunks, decode steps of one to five rows, and steps of both."""
+    rng = Random(0)
+    lens = [0] * len(tables)
+    for chunks in (
+        {0: 40, 1: 7},
+        {0: 1, 1: 20, 2: 70},
+        *({0: 1, 1: 1, 2: 1},) * 3,
+        {2: 1},
+        {0: 1, 3: 90, 4: 3},
+        *({0: 1, 1: 1, 3: 1, 4: 1}, dict.fromkeys(range(5), 1)) * 2,
+    ):
+        rows = []
+        for i, count in chunks.items():
+            ids = [rng.randrange(vocab_size) for _ in range(count)]
+            rows.append(Row(SeqId(f"s{i}"), ids, lens[i], tables[i], None))
+            lens[i] += count
+        yield rows
+
+
+def _last_tokens(rows: Sequence[Row]) -> list[int]:
+    ends = []
+    end = 0
+    for row in rows:
+        end += len(row.token_ids)
+        ends.append(end - 1)
+    return ends
+
+
+def _logits_of_the_hook(
+    loaded: LoadedModel, cache: KVCache, rows: Sequence[Row], keep: Sequence[int]
+) -> torch.Tensor:
+    loaded.context.batch = build_batch(rows, cache)
+    ids = [token for row in rows for token in row.token_ids]
+    positions = [position for row in rows for position in range(row.start, row.end)]
+    with torch.inference_mode():
+        return forward(loaded.model, ids, positions, keep).float()

@@ -1,0 +1,191 @@
+"""What `bench.gpu` does, section by section.
+
+ceilings    bandwidth and matrix rates of this GPU: the limits of all else, in the same run
+kernels     every kernel against torch, in processes of their own: compilers run side by side,
+            and a kernel that breaks its process breaks no other
+models      small models, captured steps and all, against torch's attention
+attention   one layer of decode steps, for each KV format
+8b          a model's prefill and decode, for weights × KV formats
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+
+from bench.common.machine import commit, hardware
+from bench.common.report import Report, Scalar, write_json
+from bench.gpu.kernels import (
+    AttentionCase,
+    arguments_of,
+    attention_cases,
+    check_attention,
+    check_matmul,
+)
+from bench.gpu.models import check_model, random_llama
+from bench.gpu.session import Session
+from bench.gpu.shapes import SHAPES, GpuShape
+from bench.gpu.speeds import Ceilings, ModelSpeeds, measure_attention, measure_ceilings
+from engine.clock import MonotonicClock
+from engine.config import WeightFormat
+from engine.layout import KVFormat
+from engine.model import fp8
+
+MAX_PROCESSES = 12
+KERNELS_S = 240.0  # for checks of kernels, at most
+MODEL_NEEDS_S = 45.0  # to open the model once more and measure something on it
+CHECKED_MODELS = (
+    (WeightFormat.FP32, KVFormat.FP32),
+    (WeightFormat.BF16, KVFormat.BF16),
+    (WeightFormat.BF16, KVFormat.INT8),
+    (WeightFormat.FP8, KVFormat.FP8_E4M3),
+)
+MEASURED_WEIGHTS = (WeightFormat.BF16, WeightFormat.FP8)
+MEASURED_KV = (KVFormat.BF16, KVFormat.FP8_E4M3, KVFormat.INT8)
+ATTENTION_KV = (KVFormat.BF16, KVFormat.FP8_E4M3, KVFormat.INT8, KVFormat.INT4)
+
+
+def run(*, shape_name: str, device: str, is_quick: bool, budget_s: float, json: Path | None) -> int:
+    """Everything, as far as time allows: the exit status."""
+    session = Session(MonotonicClock(), budget_s, sys.stdout)
+    with torch.inference_mode():
+        GpuBench(session, SHAPES[shape_name], device, is_quick=is_quick).run(shape_name)
+    session.conclude(judges_goals=device != "cpu")
+    if json is not None:
+        config: dict[str, Scalar] = {
+            "shape": shape_name,
+            "device": device,
+            "quick": is_quick,
+            "budget_s": budget_s,
+        }
+        write_json(_report(session, config), json)
+    return 1 if session.failures else 0
+
+
+class GpuBench:
+    """One run on one device."""
+
+    def __init__(self, session: Session, shape: GpuShape, device: str, *, is_quick: bool) -> None:
+        self._session = session
+        self._shape = shape
+        self._device = device
+        self._is_quick = is_quick
+        self._has_fp8 = device == "cpu" or fp8.can_multiply(torch.device(device))
+        self._ceilings: Ceilings | None = None
+
+    def run(self, shape_name: str) -> None:
+        """All sections."""
+        session = self._session
+        session.section("ceilings", self._measure_ceilings)
+        session.section("kernels", self._check_kernels)
+        for weights, kv_format in CHECKED_MODELS:
+            if weights is not WeightFormat.FP8 or self._has_fp8:
+                session.section(
+                    f"model with weights {weights}, KV {kv_format}",
+                    partial(self._check_model, weights, kv_format),
+                    needs_s=20,
+                )
+        if self._ceilings is None:
+            session.skip("speeds", "there are no ceilings to set them beside")
+            return
+        session.section("attention", self._measure_attention)
+        session.section(shape_name, self._measure_model, needs_s=MODEL_NEEDS_S)
+
+    def _measure_ceilings(self) -> None:
+        self._ceilings = measure_ceilings(self._session, self._shape, self._device)
+
+    def _check_kernels(self) -> None:
+        if self._has_fp8:
+            self._complain(check_matmul(self._device))
+        cases = attention_cases(is_quick=self._is_quick)
+        if self._device == "cpu":
+            for case in cases:
+                self._complain(check_attention(case, self._device))
+            return
+        end_s = self._session.clock.now_s() + min(KERNELS_S, self._session.left_s)
+        with ThreadPoolExecutor(min(MAX_PROCESSES, os.cpu_count() or 1)) as pool:
+            checks = [pool.submit(self._check_apart, case, end_s) for case in cases]
+        for case, check in zip(cases, checks, strict=True):
+            found = check.result()
+            if found is None:
+                self._session.skip(case.name, "no time")
+            else:
+                self._complain(found)
+
+    def _check_apart(self, case: AttentionCase, end_s: float) -> list[str] | None:
+        """What a process of its own complains of; None if it is not done at `end_s`."""
+        left_s = end_s - self._session.clock.now_s()
+        if left_s <= 0:
+            return None
+        command = [sys.executable, "-m", "bench.gpu.kernels", *arguments_of(case, self._device)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=left_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            return [f"{case.name}: ended with {done.returncode}: {last}"]
+        return done.stdout.splitlines()
+
+    def _check_model(self, weights: WeightFormat, kv_format: KVFormat) -> None:
+        self._complain(check_model(weights, kv_format, self._device))
+
+    def _measure_attention(self) -> None:
+        assert self._ceilings is not None
+        for kv_format in ATTENTION_KV:
+            if self._session.has_time(f"attention/{kv_format}", 10):
+                measure_attention(
+                    self._session, self._shape, self._ceilings, kv_format, self._device
+                )
+
+    def _measure_model(self) -> None:
+        """One model for everything: from its bf16 weights come, last, its fp8 weights."""
+        assert self._ceilings is not None
+        loaded = random_llama(self._shape, KVFormat.BF16, self._device, dtype=torch.bfloat16)
+        for weights in MEASURED_WEIGHTS:
+            if weights is WeightFormat.FP8 and not self._has_fp8:
+                self._session.skip("weights fp8", "this GPU has no fp8")
+                continue
+            for kv_format in MEASURED_KV[:1] if self._is_quick else MEASURED_KV:
+                speeds = ModelSpeeds(
+                    self._session,
+                    self._shape,
+                    self._ceilings,
+                    loaded,
+                    weights=weights,
+                    kv_format=kv_format,
+                )
+                self._session.section(
+                    f"weights {weights}, KV {kv_format}",
+                    partial(speeds.run, has_prefill=kv_format is MEASURED_KV[0]),
+                    needs_s=MODEL_NEEDS_S,
+                )
+
+    def _complain(self, lines: list[str]) -> None:
+        for line in lines:
+            self._session.fail(line)
+
+
+def _report(session: Session, config: Mapping[str, Scalar]) -> Report:
+    return Report(
+        bench="gpu",
+        commit=commit(),
+        hardware=hardware(),
+        seed=0,
+        config={
+            **config,
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "failures": "; ".join(session.failures),
+            "skipped": "; ".join(session.skipped),
+        },
+        results=tuple(session.results),
+    )

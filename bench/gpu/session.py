@@ -1,0 +1,132 @@
+"""How a run of `bench.gpu` goes on when parts of it fail or take too long, and what it adds up to.
+
+Sections are run one by one; an exception in one is printed, counted, and the rest goes on. Before a
+measurement it is asked whether there is time for it; what is left out is listed. Does not know what
+is measured.
+"""
+
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from bench.common.report import Result
+from engine.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A share of its limit that a result is to reach."""
+
+    result: Result
+    share: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it does."""
+        return (self.result.of_limit or 0.0) >= self.share
+
+
+@dataclass(slots=True)
+class Session:
+    """One run."""
+
+    clock: Clock
+    budget_s: float
+    out: TextIO
+    results: list[Result] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    begin_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.begin_s = self.clock.now_s()
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the budget."""
+        return self.budget_s - (self.clock.now_s() - self.begin_s)
+
+    def say(self, line: str) -> None:
+        """Prints a line at once."""
+        self.out.write(line + "\n")
+        self.out.flush()
+
+    def section(self, name: str, work: Callable[[], None], *, needs_s: float = 0.0) -> None:
+        """Does `work` if there is time for it, come what may."""
+        if not self.has_time(name, needs_s):
+            return
+        begin_s = self.clock.now_s()
+        self.say(f"== {name}")
+        try:
+            work()
+        except Exception as error:  # whatever it is, the other sections can still be told
+            self.fail(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+            self.say(traceback.format_exc())
+        self.say(f"   {self.clock.now_s() - begin_s:.1f} s")
+
+    def has_time(self, what: str, needs_s: float) -> bool:
+        """Whether `what` may take `needs_s` seconds; if not, it is listed as skipped."""
+        if self.left_s > needs_s:
+            return True
+        self.skip(what, "no time")
+        return False
+
+    def skip(self, what: str, why: str) -> None:
+        """Lists what is not done."""
+        self.skipped.append(f"{what}: {why}")
+        self.say(f"   skipped {what}: {why}")
+
+    def fail(self, line: str) -> None:
+        """Counts a failure."""
+        self.failures.append(line)
+        self.say(f"   FAILED {line}")
+
+    def add(
+        self,
+        name: str,
+        runs: Sequence[float],
+        unit: str,
+        *,
+        limit: float | None = None,
+        goal: float | None = None,
+    ) -> None:
+        """Notes a result, the median of its runs, beside what the machine allows."""
+        value = statistics.median(runs)
+        of_limit = None if limit is None else value / limit
+        result = Result(name, value, unit, tuple(runs), limit, of_limit)
+        self.results.append(result)
+        if goal is not None and limit is not None:
+            self.goals.append(Goal(result, goal))
+        self.say("   " + line_of(result))
+
+    def conclude(self, *, judges_goals: bool) -> None:
+        """Prints all results, goals, what was skipped and what failed."""
+        self.say("== results")
+        for result in self.results:
+            self.say("   " + line_of(result))
+        if judges_goals:
+            self.say("== goals")
+            for goal in self.goals:
+                verdict = "met" if goal.is_met else "MISSED"
+                self.say(f"   {verdict:6} {line_of(goal.result)}, goal {goal.share:.0%}")
+        for title, lines in (("skipped", self.skipped), ("failed", self.failures)):
+            if lines:
+                self.say(f"== {title}")
+                for line in lines:
+                    self.say(f"   {line}")
+        self.say(f"{len(self.failures)} failures, {self.clock.now_s() - self.begin_s:.0f} s")
+
+
+def line_of(result: Result) -> str:
+    """A result as a line of a table."""
+    line = f"{result.name:44} {_number(result.value)} {result.unit:9}"
+    if result.limit is None or result.of_limit is None:
+        return line.rstrip()
+    return f"{line} of {_number(result.limit)} {result.of_limit:7.1%}"
+
+
+def _number(value: float) -> str:
+    return f"{value:12,.1f}" if value >= 10 else f"{value:12.4f}"

@@ -1,0 +1,1 @@
+"""`baton bench interference`: how much prompts hold up running streams."""

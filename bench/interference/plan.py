@@ -1,0 +1,137 @@
+"""What one `bench interference` is asked to do: how much prompts hold up streams. Pure.
+
+A few streams decode. In two of three settings a client sends long prompts meanwhile, each when the
+one before it is answered, no two of which begin alike, so that nothing is found in a cache:
+
+    idle            1 prefill + 1 decode worker, streams only
+    disaggregated   the same two workers, streams and prompts
+    colocated       2 mixed workers with chunked prefill as it is by default, streams and prompts
+
+Why that is fair: both deployments have two workers of one compute thread each behind the same
+gateway, and are asked the same. Prompts that are sent one by one come as fast as a single worker
+computes them, which is all that the prefill worker of the one deployment can do; in the other they
+find two workers, each free every other time. What either makes of them is told beside every p99.
+
+Both deployments are up all the time, one of them without work. Each repetition runs all settings
+once, in an order of its own. In all runs a stream gets the same number of tokens, so percentiles
+are of equally many gaps, behind equally long contexts.
+
+Loading prompts ask for one token by default: nothing is handed over. With more, their KV is pulled
+by the worker that decodes the streams, and their tokens join its steps.
+"""
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from itertools import islice, product
+from random import Random
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bench.client.answers import Endpoint, request_body
+from bench.common.report import Scalar
+from bench.common.shapes import SPECIAL_TOKENS, shape_named
+from engine.errors import ConfigError
+
+QUICK_STREAM_LEN = 128
+
+
+class Setting(StrEnum):
+    """What streams have beside them."""
+
+    IDLE = "idle"
+    DISAGGREGATED = "disaggregated"
+    COLOCATED = "colocated"
+
+
+POOLS: Mapping[Setting, Mapping[str, Scalar]] = {  # options of `baton serve`
+    Setting.DISAGGREGATED: {"--prefill": 1, "--decode": 1},
+    Setting.COLOCATED: {"--mixed": 2},
+}
+DEPLOYMENT = {**{setting: setting for setting in POOLS}, Setting.IDLE: Setting.DISAGGREGATED}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """So many requests at once, of so many tokens each."""
+
+    at_once: int
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class InterferencePlan:
+    """All that is to be measured. `shape` names a checkpoint of random weights."""
+
+    shape: str
+    streams: Ask
+    load: Ask
+    num_repeats: int = 5
+    seed: int = 0
+
+
+def check(plan: InterferencePlan) -> InterferencePlan:
+    """The plan itself. Raises ConfigError where a request does not fit the model."""
+    context_len = shape_named(plan.shape).max_positions
+    for ask in (plan.streams, plan.load):
+        if ask.input_len + ask.output_len > context_len:
+            raise ConfigError(
+                f"{ask.input_len} tokens in and {ask.output_len} out are more than {plan.shape}"
+                f" has room for: {context_len}"
+            )
+    return plan
+
+
+def quick(plan: InterferencePlan) -> InterferencePlan:
+    """Once, with short streams: under 50 s."""
+    streams = replace(plan.streams, output_len=min(plan.streams.output_len, QUICK_STREAM_LEN))
+    return replace(plan, streams=streams, num_repeats=1)
+
+
+def order_of(plan: InterferencePlan, repeat: int) -> list[Setting]:
+    """All settings, in that repetition's own order."""
+    order = list(Setting)
+    Random(f"{plan.seed}/order/{repeat}").shuffle(order)
+    return order
+
+
+def bodies(ask: Ask, vocab: Sequence[int], *, model: str, rng: Random) -> Iterator[bytes]:
+    """Requests without end, each with a prompt of its own."""
+    while True:
+        yield request_body(
+            Endpoint.COMPLETIONS,
+            rng.choices(vocab, k=ask.input_len),
+            model=model,
+            output_len=ask.output_len,
+            temperature=0.0,
+        )
+
+
+def ascii_tokenizer(vocab_size: int) -> Tokenizer:
+    """One with a whole text for each of its ids, but for those of special tokens.
+
+    Of a half of a character nothing is shown before the next token: the client would see one gap
+    for two steps. Ids without a text of their own are nearly 1 % of those of `bench.common.shapes`.
+    """
+    letters = string.digits + string.ascii_letters + string.punctuation
+    pairs = [*islice(product(letters, letters), vocab_size - len(SPECIAL_TOKENS) - len(letters))]
+    texts = [*SPECIAL_TOKENS, *letters, *map("".join, pairs)]
+    vocab = {text: token_id for token_id, text in enumerate(texts)}
+    assert len(vocab) == vocab_size
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def config_of(plan: InterferencePlan) -> dict[str, Scalar]:
+    """The plan as a report records it: flat."""
+    return {
+        "shape": plan.shape,
+        **{f"streams_{name}": value for name, value in asdict(plan.streams).items()},
+        **{f"load_{name}": value for name, value in asdict(plan.load).items()},
+        "num_repeats": plan.num_repeats,
+    }

@@ -1,0 +1,193 @@
+"""The shell of `bench interference`: real deployments, streams through their gateways, a load.
+
+Times are taken at the client, which shares the cores with what it measures, as do the gateways; the
+CPU that both take is reported. Each worker has one compute thread.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from time import process_time
+
+import aiohttp
+import uvloop
+
+from bench.client.answers import Answer, Failure
+from bench.client.load import kinds_with_example
+from bench.common import background
+from bench.common.prompts import plain_token_ids
+from bench.common.serving import Served, serving
+from bench.common.shapes import cached_checkpoint, shape_named
+from bench.interference.plan import (
+    DEPLOYMENT,
+    POOLS,
+    InterferencePlan,
+    Setting,
+    ascii_tokenizer,
+    bodies,
+    order_of,
+)
+from bench.interference.results import Run
+from bench.serve.plan import Target
+from bench.serve.run import KEEP_ALIVE_S, Client
+from engine.clock import MonotonicClock
+from engine.errors import BatonError
+
+REQUEST_TIMEOUT_S = 120.0
+FAILED_PAUSE_S = 1.0
+TOKENIZER = "tokenizer.json"
+WARM_UP_TOKENS = 16  # of each stream: its length makes no difference to what has to be warm
+
+Say = Callable[[str], None]
+Send = Callable[[bytes], Awaitable[Answer | Failure]]
+
+
+class RunBroken(BatonError):
+    """A run of which nothing can be told, with what went wrong in it."""
+
+    def __init__(self, what: str, failures: Sequence[Failure]) -> None:
+        kinds = kinds_with_example(failures)
+        told = "; ".join(f"{count} {kind} ({first})" for kind, (count, first) in kinds.items())
+        super().__init__(f"{what} failed: {told}" if told else what)
+        self.failures = tuple(failures)
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A deployment, and how it is asked."""
+
+    served: Served
+    send: Send
+    model: str
+
+    def gateway_cpu_s(self) -> float:
+        return sum(map(background.session_seconds, self.served.services("gateway")))
+
+    def sessions(self) -> list[int]:
+        services = [self.served.services(kind) for kind in ("gateway", "worker")]
+        return [self.served.pid, *(session for own in services for session in own)]
+
+
+def measure(plan: InterferencePlan, say: Say = lambda line: None) -> list[Run]:
+    """Carries out the plan. Raises ServerFailed, RunBroken, ServerUnreachable."""
+    with ExitStack() as stack:
+        checkpoint = Path(stack.enter_context(TemporaryDirectory(prefix="baton-")))
+        link_checkpoint(plan.shape, checkpoint, seed=plan.seed)
+        vocab = plain_token_ids(checkpoint)
+        served = {}
+        for deployment, pools in POOLS.items():
+            say(f"starting: {deployment}")
+            options = {**pools, "--threads": 1}
+            served[deployment] = stack.enter_context(serving(checkpoint, options))
+        runs: list[Run] = uvloop.run(_measure(plan, served, vocab, say))
+    return runs
+
+
+def link_checkpoint(shape: str, path: Path, *, seed: int) -> None:
+    """Makes `path` a checkpoint with the weights of that shape and an `ascii_tokenizer`."""
+    for file in cached_checkpoint(shape, seed).iterdir():
+        if file.name != TOKENIZER:
+            (path / file.name).symlink_to(file)
+    ascii_tokenizer(shape_named(shape).vocab_size).save(str(path / TOKENIZER))
+
+
+async def _measure(
+    plan: InterferencePlan, served: Mapping[Setting, Served], vocab: Sequence[int], say: Say
+) -> list[Run]:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+        headers={"Content-Type": "application/json"},
+    ) as session:
+        servers = {}
+        for deployment, one in served.items():
+            client = Client(session, Target(one.url), MonotonicClock())
+            servers[deployment] = _Server(one, client.send, await client.first_model())
+            say(f"warming up: {deployment}")
+            brief = replace(plan, streams=replace(plan.streams, output_len=WARM_UP_TOKENS))
+            await _run(brief, deployment, servers, vocab, name="warm-up")
+        runs = []
+        for repeat in range(plan.num_repeats):
+            for setting in order_of(plan, repeat):
+                say(f"repetition {repeat + 1} of {plan.num_repeats}: {setting}")
+                run = await _run(plan, setting, servers, vocab, name=str(repeat))
+                begun_s, ended_s = run.window_s
+                if begun_s >= ended_s:
+                    raise RunBroken(f"{setting}: the streams did not run at the same time", ())
+                runs.append(run)
+        return runs
+
+
+async def _run(
+    plan: InterferencePlan,
+    setting: Setting,
+    servers: Mapping[Setting, _Server],
+    vocab: Sequence[int],
+    *,
+    name: str,
+) -> Run:
+    """One setting, once; `name` tells its prompts from those of other runs."""
+    server, clock = servers[DEPLOYMENT[setting]], MonotonicClock()
+    rng = Random(f"{plan.seed}/{setting}/{name}")
+    streams, load = (
+        bodies(ask, vocab, model=server.model, rng=rng) for ask in (plan.streams, plan.load)
+    )
+    num_loaders = 0 if setting is Setting.IDLE else plan.load.at_once
+    sessions = [os.getsid(0), *(s for one in servers.values() for s in one.sessions())]
+    before, cpu_s = background.read(sessions), (server.gateway_cpu_s(), process_time())
+    begin_s = clock.now_s()
+    answers, others = await run_beside(
+        server.send, [*islice(streams, plan.streams.at_once)], load, num_loaders=num_loaders
+    )
+    end_s = clock.now_s()
+    prompts = tuple(result for result in others if isinstance(result, Answer))
+    failures = tuple(result for result in others if isinstance(result, Failure))
+    if num_loaders and not prompts:
+        raise RunBroken("all prompts", failures)
+    return Run(
+        setting=setting,
+        streams=answers,
+        prompts=prompts,
+        wall_s=end_s - begin_s,
+        gateway_cpu_s=server.gateway_cpu_s() - cpu_s[0],
+        client_cpu_s=process_time() - cpu_s[1],
+        others_share=background.share_of_others(before, background.read(sessions)),
+        failures=failures,
+    )
+
+
+async def run_beside(
+    send: Send, streams: Sequence[bytes], load: Iterator[bytes], *, num_loaders: int
+) -> tuple[tuple[Answer, ...], list[Answer | Failure]]:
+    """Answers of all streams, and of the load: each loader sends, waits for the answer, sends again
+    until all streams have ended. Raises RunBroken where a stream fails.
+    """
+    others: list[Answer | Failure] = []
+    ended = asyncio.Event()
+
+    async def loader() -> None:
+        while not ended.is_set():
+            others.append(result := await send(next(load)))
+            if isinstance(result, Failure):  # else who is refused would ask without a pause
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), FAILED_PAUSE_S)
+
+    async def stream(body: bytes) -> Answer | Failure:
+        return await send(body)
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(stream(body)) for body in streams]
+        for _ in range(num_loaders):
+            group.create_task(loader())
+        results = await asyncio.gather(*running)
+        ended.set()
+    failures = [result for result in results if isinstance(result, Failure)]
+    if failures:
+        raise RunBroken(f"{len(failures)} of {len(results)} streams", failures)
+    return tuple(result for result in results if isinstance(result, Answer)), others

@@ -1,0 +1,1 @@
+"""`baton bench kv`: how fast KV blocks move, beside the machine's limits and peers."""

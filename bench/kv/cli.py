@@ -1,0 +1,148 @@
+"""`baton bench kv`: its options, and what is printed, written and plotted."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bench.common.driven import DrivenFailed
+from bench.common.machine import commit, hardware
+from bench.common.plots import require_matplotlib
+from bench.common.report import Report, write_json
+from bench.common.shapes import SHAPES
+from bench.common.tables import print_warnings
+from bench.kv import handoff as kv_handoff
+from bench.kv.plan import (
+    BACKENDS,
+    BLOCK_SIZES,
+    HANDOFF_TRANSPORTS,
+    KIB,
+    HandoffPlan,
+    KvPlan,
+    check,
+    config_of,
+    peer_of,
+    quick,
+)
+from bench.kv.plots import plot_kv
+from bench.kv.results import Handoffs, Measured, Missing, results, warnings
+from bench.kv.run import Say, measure
+from bench.kv.tables import print_kv
+from engine.errors import BatonError, ConfigError
+
+DEFAULT_BACKENDS = ",".join(BACKENDS)
+DEFAULT_BLOCK_SIZES = ",".join(str(size // KIB) for size in BLOCK_SIZES)
+
+
+def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    backends: Annotated[str, typer.Option(help="Which of these to measure.")] = DEFAULT_BACKENDS,
+    block_sizes: Annotated[str, typer.Option(help="KiB of a block.")] = DEFAULT_BLOCK_SIZES,
+    handoff: Annotated[bool, typer.Option(help="Ask `baton serve` what a handoff costs.")] = True,
+    shape: Annotated[
+        str, typer.Option(help=f"Random weights for the handoff: {', '.join(SHAPES)}.")
+    ] = "88m",
+    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 7,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PYTHON",
+            help="Also measure mooncake, or bare nixl, run by that Python; repeatable.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of blocks, orders, weights and prompts.")] = 0,
+    quick_: Annotated[
+        bool, typer.Option("--quick", help="Two block sizes, one transport: under 50 s.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write bandwidths and phases here (PNG).")] = (
+        None
+    ),
+) -> None:
+    """Measure how fast KV moves, beside what the machine allows and peers, and what it delays."""
+    console = Console()
+    log = Console(stderr=True)
+
+    def say(line: str) -> None:
+        log.print(line, style="dim")
+
+    try:
+        plan = KvPlan(
+            block_sizes=_sizes(block_sizes),
+            backends=tuple(dict.fromkeys(name for name in backends.split(",") if name)),
+            num_repeats=repeat,
+            handoff=HandoffPlan(shape, HANDOFF_TRANSPORTS, num_requests=4, num_repeats=3)
+            if handoff
+            else None,
+            peers=tuple(peer_of(option) for option in peer or ()),
+            seed=seed,
+        )
+        plan = check(quick(plan) if quick_ else plan)
+        if plot:
+            require_matplotlib()
+        handoffs, not_handed = _handoffs(plan, say)
+        measured = measure(plan, say)
+        report = _report(plan, measured, handoffs, not_handed)
+        if json:
+            write_json(report, json)
+        if plot:
+            plot_kv(report, plot, title=_title(plan))
+        print_kv(console, report, title=_title(plan))
+        print_warnings(console, [*warnings(measured, handoffs), *map(_told, not_handed)])
+    except DrivenFailed as error:
+        typer.echo(f"error: {error}\n" + "\n".join(error.last_lines), err=True)
+        raise typer.Exit(1) from error
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(dict.fromkeys(int(kib) * KIB for kib in text.split(",") if kib))
+    except ValueError as error:
+        raise ConfigError(f"--block-sizes: {text!r} is not a list of numbers") from error
+
+
+def _handoffs(plan: KvPlan, say: Say) -> tuple[list[Handoffs], list[Missing]]:
+    """Handoffs over every transport, and those that could not be measured."""
+    if plan.handoff is None:
+        return [], []
+    if find_spec("torch") is None:
+        reason = "a worker needs torch (pip install 'baton-serve[worker]')"
+        return [], [Missing("handoff", reason)]
+    handoffs, missing = [], []
+    for transport in plan.handoff.transports:
+        say(f"handing requests over by {transport}")
+        try:
+            handoffs.append(kv_handoff.measure(plan.handoff, transport, seed=plan.seed))
+        except BatonError as error:
+            missing.append(Missing(f"handoff over {transport}", str(error)))
+    return handoffs, missing
+
+
+def _report(
+    plan: KvPlan, measured: Measured, handoffs: list[Handoffs], not_handed: list[Missing]
+) -> Report:
+    missing = (*measured.missing, *not_handed)
+    failed = {f"failed_{one.name}".replace(" ", "_"): one.reason for one in missing}
+    versions = {f"version_{name}": version for name, version in measured.versions.items()}
+    return Report(
+        bench="kv",
+        commit=commit(),
+        hardware=hardware(),
+        seed=plan.seed,
+        config=config_of(plan) | versions | failed,
+        results=results(plan, measured, handoffs),
+    )
+
+
+def _told(missing: Missing) -> str:
+    return f"{missing.name} was not measured: {missing.reason}"
+
+
+def _title(plan: KvPlan) -> str:
+    runs = "once" if plan.num_repeats == 1 else f"{plan.num_repeats} times"
+    return f"KV transfer, {plan.total_bytes // 2**20} MiB in scattered blocks, each case {runs}"

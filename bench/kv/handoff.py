@@ -1,0 +1,52 @@
+"""What a handoff costs a request, asked of `baton serve` as a user runs it.
+
+One prefill worker and one decode worker, each with one thread, and prompts that arrive one at a
+time, so that what is seen is the path itself and no queue. Prompts have the same length, and no two
+begin alike: every block of each is computed and moved. The figures are the gateway's timelines.
+"""
+
+import uvloop
+
+from bench.common.serving import Options, serving
+from bench.common.shapes import cached_checkpoint
+from bench.kv.plan import HandoffPlan
+from bench.kv.results import Handoffs
+from bench.serve.plan import Ask, Load, Plan, Target
+from bench.serve.run import measure as measure_server
+
+REQUEST_TIMEOUT_S = 60.0
+OUTPUT_LEN = 4  # the second token ends the handoff
+KV_MIB = 512
+
+
+def measure(plan: HandoffPlan, transport: str, *, seed: int) -> Handoffs:
+    """Timelines of all requests over one transport. Raises BatonError where there are none."""
+    checkpoint = cached_checkpoint(plan.shape, seed)
+    options: Options = {
+        "--prefill": 1,
+        "--decode": 1,
+        "--threads": 1,
+        "--kv-mib": KV_MIB,
+        "--kv-transport": transport,
+    }
+    with serving(checkpoint, options) as server:
+        asked = Plan(
+            target=Target(server.url, timeout_s=REQUEST_TIMEOUT_S),
+            load=Load(
+                rate_per_s=float("inf"),
+                num_requests=plan.num_requests,
+                concurrency_limit=1,
+                num_warmup=1,
+                num_repeats=plan.num_repeats,
+            ),
+            ask=Ask(plan.prompt_len, OUTPUT_LEN, tokenizer_dir=checkpoint),
+            seed=seed,
+        )
+        runs = uvloop.run(measure_server(asked)).runs
+    return Handoffs(
+        transport=transport,
+        repetitions=tuple(
+            tuple(answer.timeline_s for answer in run.answers) for run in runs if run.answers
+        ),
+        num_failed=sum(len(run.failures) for run in runs),
+    )

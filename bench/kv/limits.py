@@ -1,0 +1,249 @@
+"""What the machine allows for moving scattered blocks: memcpy and raw TCP, driven by
+`bench.kv.run`.
+
+    python -m bench.kv.limits memcpy | tcp
+
+memcpy: one process, one thread, one memcpy a block between two anonymous mappings in huge pages
+(where the system allows them): in a loop in C, and in one in Python over ctypes.
+
+tcp: two processes on loopback. The sink asks with eight bytes, the source answers with the blocks
+and nothing else, as few `sendmsg` calls with scattered blocks as the way's size of a call allows;
+the sink receives into its scattered blocks, likewise. The time runs from the sink's question.
+"""
+
+import ctypes
+import queue
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.kv.plan import KIB, MIB
+from bench.peers.driver import drive, stdout_for_answers
+from bench.peers.kv_memory import Memory, digest, fill
+from engine.clock import MonotonicClock
+
+SOURCE_SEED = 2
+COMPILERS = ("cc", "gcc", "clang")
+COPY_LOOP = """
+#include <stddef.h>
+#include <string.h>
+void copy_blocks(const size_t *sinks, const size_t *sources, size_t num_blocks, size_t num_bytes) {
+  for (size_t i = 0; i < num_blocks; ++i)
+    memcpy((void *)sinks[i], (const void *)sources[i], num_bytes);
+}
+"""
+CALL_BYTES = {"256KiB": 256 * KIB, "1MiB": MIB, "4MiB": 4 * MIB}
+MAX_BUFFERS = 512  # of one call; Linux takes 1,024
+
+_clock = MonotonicClock()
+
+Addresses = npt.NDArray[np.uint64]
+Views = list[memoryview]
+Copy = Callable[[Addresses, Addresses, int], None]  # to, from, bytes of each block
+
+
+class Memcpy:
+    """Both ends in one process."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Copy] = {"ctypes": _copy_by_ctypes}
+        in_c = compiled_copy()
+        if in_c is not None:
+            self._copies = {"c": in_c, **self._copies}
+        self._memory: dict[str, Memory] = {}
+        self.facts: dict[str, object] = {"version": "", "ways": list(self._copies)}
+
+    def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
+        """A mapping full of random bytes."""
+        self._memory["source"] = Memory(pool_bytes)
+        fill(self._memory["source"].array, SOURCE_SEED)
+        return {"source": None}
+
+    def open_sink(self, pool_bytes: int, block_sizes: list[int], source: None) -> dict[str, object]:
+        """A mapping with all its pages touched."""
+        self._memory["sink"] = Memory(pool_bytes)
+        return {}
+
+    def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
+        """Nothing to do."""
+        return {"offers": [None] * len(pulls)}
+
+    def pull(
+        self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
+    ) -> dict[str, object]:
+        """Copies; addresses are computed before the clock starts."""
+        copy = self._copies[way]
+        seconds = []
+        for source_blocks, blocks in pulls:
+            sources = self._addresses("source", block_bytes, source_blocks)
+            sinks = self._addresses("sink", block_bytes, blocks)
+            begin_s = _clock.now_s()
+            copy(sinks, sources, block_bytes)
+            seconds.append(_clock.now_s() - begin_s)
+        return {"seconds": seconds}
+
+    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Of these blocks of one end, in this order."""
+        return {"digest": digest(self._memory[end].blocks(block_bytes), blocks)}
+
+    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Zeros these blocks of the sink."""
+        self._memory["sink"].blocks(block_bytes)[blocks] = 0
+        return {}
+
+    def _addresses(self, end: str, block_bytes: int, blocks: Sequence[int]) -> Addresses:
+        offsets = np.array(blocks, np.uint64) * np.uint64(block_bytes)
+        addresses: Addresses = offsets + np.uint64(self._memory[end].address)
+        return addresses
+
+
+def compiled_copy() -> Copy | None:
+    """The loop in C; None where there is no compiler that works."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return None
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        path = Path(folder) / "copy.so"
+        command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+        if subprocess.run(command, input=COPY_LOOP, text=True, check=False).returncode:
+            return None
+        function = ctypes.CDLL(str(path)).copy_blocks  # stays mapped when the file is gone
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    function.restype = None
+
+    def copy(sinks: Addresses, sources: Addresses, num_bytes: int) -> None:
+        function(sinks.ctypes.data, sources.ctypes.data, len(sinks), num_bytes)
+
+    return copy
+
+
+def _copy_by_ctypes(sinks: Addresses, sources: Addresses, num_bytes: int) -> None:
+    memmove = ctypes.memmove
+    for sink, source in zip(sinks.tolist(), sources.tolist(), strict=True):
+        memmove(sink, source, num_bytes)
+
+
+class RawTcp:
+    """One end: a source serves what was offered last, a sink asks for it."""
+
+    def __init__(self) -> None:
+        self._offered: queue.SimpleQueue[list[Views]] = queue.SimpleQueue()
+        self._connection: socket.socket | None = None
+        self._memory: Memory | None = None
+        self.facts: dict[str, object] = {"version": "", "ways": list(CALL_BYTES)}
+
+    def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
+        """Listens, and serves whoever connects."""
+        self._memory = Memory(pool_bytes)
+        fill(self._memory.array, SOURCE_SEED)
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
+        return {"source": listener.getsockname()[1]}
+
+    def open_sink(self, pool_bytes: int, block_sizes: list[int], source: int) -> dict[str, object]:
+        """Connects to the source."""
+        self._memory = Memory(pool_bytes)
+        self._connection = socket.create_connection(("127.0.0.1", source))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return {}
+
+    def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
+        """Prepares the answers to the sink's next questions."""
+        for blocks in pulls:
+            self._offered.put(self._calls(block_bytes, blocks, way))
+        return {"offers": [None] * len(pulls)}
+
+    def pull(
+        self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
+    ) -> dict[str, object]:
+        """Asks and receives, one pull after the other."""
+        connection = self._connection
+        assert connection is not None
+        seconds = []
+        for _, blocks in pulls:
+            calls = self._calls(block_bytes, blocks, way)
+            begin_s = _clock.now_s()
+            connection.sendall(struct.pack("<Q", len(blocks)))
+            for views in calls:
+                _receive(connection, views)
+            seconds.append(_clock.now_s() - begin_s)
+        return {"seconds": seconds}
+
+    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Of these blocks here, in this order."""
+        assert self._memory is not None
+        return {"digest": digest(self._memory.blocks(block_bytes), blocks)}
+
+    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Zeros these blocks of the sink."""
+        assert self._memory is not None
+        self._memory.blocks(block_bytes)[blocks] = 0
+        return {}
+
+    def _calls(self, block_bytes: int, blocks: Sequence[int], way: str) -> list[Views]:
+        assert self._memory is not None
+        rows = self._memory.blocks(block_bytes)
+        return [*calls_of([memoryview(rows[block]) for block in blocks], CALL_BYTES[way])]
+
+    def _serve(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(ConnectionError), connection:
+            while connection.recv(8, socket.MSG_WAITALL):
+                for views in self._offered.get():
+                    _send(connection, views)
+
+
+def calls_of(views: Views, num_bytes: int) -> Iterator[Views]:
+    """Buffers for one system call each, of at most so many bytes; larger ones are cut."""
+    size = min(num_bytes, len(views[0]))
+    pieces = [view[i : i + size] for view in views for i in range(0, len(view), size)]
+    per_call = min(MAX_BUFFERS, num_bytes // size)
+    for first in range(0, len(pieces), per_call):
+        yield pieces[first : first + per_call]
+
+
+def _send(connection: socket.socket, views: Views) -> None:
+    while views:
+        views = unfinished(views, connection.sendmsg(views))
+
+
+def _receive(connection: socket.socket, views: Views) -> None:
+    while views:
+        num_bytes = connection.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+        if not num_bytes:
+            raise ConnectionError("the source closed the connection")
+        views = unfinished(views, num_bytes)
+
+
+def unfinished(views: Views, num_bytes: int) -> Views:
+    """What is left of these buffers after the first `num_bytes` of them."""
+    for i, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[i + 1 :]]
+        num_bytes -= len(view)
+    return []
+
+
+MOVERS: dict[str, Callable[[], Any]] = {"memcpy": Memcpy, "tcp": RawTcp}
+
+
+def main() -> None:
+    """Answers commands until they end."""
+    out = stdout_for_answers()
+    drive(MOVERS[sys.argv[1]], sys.stdin, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The movers of `bench kv` as pairs of processes: what starts them, and how a pull is asked for.
+
+All processes answer the same commands (see `bench.kv.worker.Worker`, whose methods they are):
+
+    open_source(pool_bytes, block_sizes)        source     what its sink has to know
+    open_sink(pool_bytes, block_sizes, source)  sink
+    offer(block_bytes, pulls, way)              source     before the clock starts
+    pull(block_bytes, pulls, offers, way)       sink       seconds of each pull
+    wipe(block_bytes, blocks)                   sink
+    digest(end, block_bytes, blocks)            both       of these blocks' bytes, in this order
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench.common.driven import Answer, Driven, DrivenFailed
+from bench.kv.plan import Case, KvPlan, Pull
+from engine.errors import BatonError
+
+START_TIMEOUT_S = 60.0
+PULL_TIMEOUT_S = 120.0
+NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13")
+PEERS = Path(__file__).parents[1] / "peers"
+
+
+class NotMovable(BatonError):
+    """A mover that this machine does not have; the message says why."""
+
+
+class WrongBytes(BatonError):
+    """A mover that said that blocks were moved, and they were not."""
+
+    def __init__(self, mover: str, way: str, case: Case) -> None:
+        told = f" ({way})" if way else ""
+        super().__init__(f"{mover}{told} moved wrong bytes at {case.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """A source and a sink, which may be one process."""
+
+    name: str
+    source: Driven
+    sink: Driven
+
+    @property
+    def processes(self) -> tuple[Driven, ...]:
+        """Each of its processes, once."""
+        return (self.source,) if self.source is self.sink else (self.source, self.sink)
+
+    def start(self) -> None:
+        """Starts the processes, without waiting for them."""
+        for process in self.processes:
+            process.start()
+
+    def open(self, plan: KvPlan) -> Answer:
+        """Waits for them, has them make their pools, connects them; what they say of themselves."""
+        facts, *_ = [process.ready(START_TIMEOUT_S) for process in self.processes]
+        pools = {"pool_bytes": plan.pool_bytes, "block_sizes": plan.block_sizes}
+        source = self.source.ask("open_source", timeout_s=START_TIMEOUT_S, **pools)["source"]
+        self.sink.ask("open_sink", timeout_s=START_TIMEOUT_S, source=source, **pools)
+        return facts
+
+    def move(self, way: str, case: Case, pulls: Sequence[Pull]) -> list[float]:
+        """Carries out the pulls one after the other: seconds of each."""
+        offered = self.source.ask(
+            "offer",
+            timeout_s=PULL_TIMEOUT_S,
+            block_bytes=case.block_bytes,
+            pulls=[pull.source_blocks for pull in pulls],
+            way=way,
+        )
+        pulled = self.sink.ask(
+            "pull",
+            timeout_s=PULL_TIMEOUT_S,
+            block_bytes=case.block_bytes,
+            pulls=[(pull.source_blocks, pull.blocks) for pull in pulls],
+            offers=offered["offers"],
+            way=way,
+        )
+        return [float(seconds) for seconds in pulled["seconds"]]
+
+    def verify(self, way: str, case: Case, pull: Pull) -> None:
+        """Moves once, into blocks wiped before, and compares. Raises WrongBytes."""
+        size = case.block_bytes
+        self.sink.ask("wipe", timeout_s=PULL_TIMEOUT_S, block_bytes=size, blocks=pull.blocks)
+        self.move(way, case, [pull])
+        ends = (self.source, "source", pull.source_blocks), (self.sink, "sink", pull.blocks)
+        there, here = (
+            process.ask(
+                "digest", timeout_s=PULL_TIMEOUT_S, end=end, block_bytes=size, blocks=blocks
+            )["digest"]
+            for process, end, blocks in ends
+        )
+        if there != here:
+            raise WrongBytes(self.name, way, case)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self.processes:
+            process.close()
+
+
+def mover_of(name: str, plan: KvPlan) -> Mover:
+    """The mover of that name, not started. Raises NotMovable."""
+    command = _command(name, {peer.name: peer.python for peer in plan.peers})
+    if name == "memcpy":
+        both = Driven(name, command)
+        return Mover(name, both, both)
+    environment = _environment(is_ours=command[0] == sys.executable)
+    return Mover(
+        name,
+        Driven(f"{name} source", command, environment),
+        Driven(f"{name} sink", command, environment),
+    )
+
+
+def _command(name: str, peers: dict[str, Path]) -> list[str]:
+    if name in ("memcpy", "tcp"):
+        return [sys.executable, "-m", "bench.kv.limits", name]
+    if name == "mooncake":
+        return [str(peers[name]), str(PEERS / "mooncake_peer.py")]
+    if name == "bare_nixl":
+        return [str(_nixl_python(peers)), str(PEERS / "nixl_peer.py")]
+    return [sys.executable, "-m", "bench.kv.worker", name]
+
+
+def _nixl_python(peers: dict[str, Path]) -> Path:
+    if "nixl" in peers:
+        return peers["nixl"]
+    if not any(find_spec(package) for package in NIXL_PACKAGES):
+        raise NotMovable("NIXL is not installed (pip install 'baton-serve[nixl]')")
+    return Path(sys.executable)
+
+
+def _environment(*, is_ours: bool) -> dict[str, str]:
+    environment = dict(os.environ)
+    if not is_ours:  # these are about our Python
+        environment.pop("PYTHONPATH", None)
+        environment.pop("PYTHONHOME", None)
+    return environment
+
+
+def ways_of(mover: Mover, facts: Answer) -> Iterator[tuple[str, str]]:
+    """(mover, way) for each way that it knows."""
+    if not facts.get("ways"):
+        raise DrivenFailed(mover.name, "it knows no way to move blocks", ())
+    for way in facts["ways"]:
+        yield mover.name, way

@@ -1,0 +1,232 @@
+"""What one `bench kv` is asked to do. Pure: cases, orders and block lists follow from the options.
+
+Movers bring the same scattered blocks from one place to another:
+
+    shm, zmq, nixl     Baton's backends: two processes, each with a TransferEndpoint         ours
+    memcpy             one memcpy a block between two mappings of one process      limit of shm
+    tcp                two processes, scattered sendmsg and recvmsg_into           limit of zmq
+    bare_nixl          two processes, prepared descriptors, READ, no Baton         limit of nixl
+    mooncake           two processes, Mooncake's transfer engine over tcp          peer of ours
+
+A mover may know several *ways* (memcpy in C or through ctypes; tcp in calls of several sizes);
+of the ways of a limit the fastest counts.
+
+A case is a block size and a number of blocks: 1, 16, 256, and as many as make 64 MiB. Numbers that
+would make more are left out. Blocks are drawn anew for every pull, out of pools that hold half as
+much again, on both sides; every mover is given the same ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from bench.common.report import Scalar
+from bench.common.shapes import shape_named
+from engine.errors import ConfigError
+from engine.layout import KVFormat, KVLayout, KVSection
+
+KIB = 2**10
+MIB = 2**20
+BLOCK_SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB)
+QUICK_BLOCK_SIZES = (64 * KIB, 1 * MIB)
+COUNTS = (1, 16, 256)
+TOTAL_BYTES = 64 * MIB
+NUM_PULLS = {1: 16, 16: 8}  # of one case in one repetition: short ones vary most
+BACKENDS = ("shm", "zmq", "nixl")
+HANDOFF_TRANSPORTS = ("zmq", "shm")
+LIMIT_OF = {"shm": "memcpy", "zmq": "tcp", "nixl": "bare_nixl"}
+PEERS = ("mooncake", "nixl")
+PROMPT_LEN = 2048
+LAYER_BYTES = 8 * KIB  # K and V of two heads of 64 elements in bf16, 16 tokens
+
+Blocks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Block i of `source_blocks` goes to block i of `blocks` at the sink."""
+
+    source_blocks: Blocks
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """So many blocks of one size, moved together."""
+
+    block_bytes: int
+    num_blocks: int
+    is_whole: bool  # as many blocks as make the plan's total
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one pull."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def name(self) -> str:
+        """As in results, behind the mover's name: 64KiB, 64KiB/256, or 64KiB/latency for one."""
+        size = size_name(self.block_bytes)
+        if self.is_whole:
+            return size
+        return f"{size}/latency" if self.num_blocks == 1 else f"{size}/{self.num_blocks}"
+
+    @property
+    def is_latency(self) -> bool:
+        """Whether the time of one block is what is asked for, not bytes a second."""
+        return self.num_blocks == 1 and not self.is_whole
+
+
+@dataclass(frozen=True, slots=True)
+class KvPeer:
+    """A library that is measured in a Python of its own."""
+
+    name: str
+    python: Path
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffPlan:
+    """What is asked of `baton serve`: prompts of which no two begin alike, one at a time."""
+
+    shape: str
+    transports: tuple[str, ...]
+    num_requests: int  # in one repetition
+    num_repeats: int
+    prompt_len: int = PROMPT_LEN
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """One benchmark of KV transfer."""
+
+    block_sizes: tuple[int, ...]
+    backends: tuple[str, ...]
+    num_repeats: int
+    handoff: HandoffPlan | None
+    peers: tuple[KvPeer, ...] = ()
+    total_bytes: int = TOTAL_BYTES
+    seed: int = 0
+    is_quick: bool = False
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of each pool: half as much again as one pull moves, so that its blocks lie scattered."""
+        return self.total_bytes * 3 // 2
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """The movers that the backends are held against."""
+        return tuple(LIMIT_OF[backend] for backend in self.backends)
+
+
+def check(plan: KvPlan) -> KvPlan:
+    """The plan itself, or a ConfigError that names what cannot be done."""
+    unknown = [backend for backend in plan.backends if backend not in BACKENDS]
+    if unknown or not plan.backends:
+        known = ", ".join(BACKENDS)
+        told = ", ".join(unknown) or "none given"
+        raise ConfigError(f"--backends must be out of {known}: {told}")
+    if not plan.block_sizes:
+        raise ConfigError("--block-sizes: none given")
+    for size in plan.block_sizes:
+        if size < 1 or size % LAYER_BYTES or plan.total_bytes % size:
+            raise ConfigError(
+                f"--block-sizes must be multiples of {LAYER_BYTES // KIB} KiB that divide"
+                f" {plan.total_bytes // MIB} MiB: {size / KIB:g} KiB is none"
+            )
+    if plan.handoff is not None:
+        shape_named(plan.handoff.shape)
+    names = [peer.name for peer in plan.peers]
+    if len(set(names)) < len(names):
+        raise ConfigError("--peer names one library twice")
+    for peer in plan.peers:
+        if not peer.python.is_file():
+            raise ConfigError(f"--peer {peer.name}: there is no {peer.python}")
+    return plan
+
+
+def quick(plan: KvPlan) -> KvPlan:
+    """A smaller plan, done in under 50 s on two cores."""
+    handoff = plan.handoff
+    return replace(
+        plan,
+        block_sizes=QUICK_BLOCK_SIZES,
+        num_repeats=min(plan.num_repeats, 3),
+        handoff=handoff
+        and replace(handoff, transports=handoff.transports[:1], num_requests=2, num_repeats=1),
+        is_quick=True,
+    )
+
+
+def peer_of(option: str) -> KvPeer:
+    """The library that `NAME=PYTHON` stands for. Raises ConfigError."""
+    name, separator, python = option.partition("=")
+    if not separator or name not in PEERS:
+        raise ConfigError(f"--peer {option!r} is not NAME=PYTHON with a NAME of {', '.join(PEERS)}")
+    return KvPeer(name, Path(python))
+
+
+def cases_of(plan: KvPlan) -> list[Case]:
+    """All cases, those of one block size together, the largest of it last."""
+    cases = []
+    for size in plan.block_sizes:
+        whole = plan.total_bytes // size
+        cases += [Case(size, n, is_whole=False) for n in COUNTS if n < whole]
+        cases.append(Case(size, whole, is_whole=True))
+    return cases
+
+
+def pulls_of(plan: KvPlan, case: Case, repeat: int) -> list[Pull]:
+    """What is moved in one repetition: the same for every mover, other blocks in every pull."""
+    rng = Random(f"{plan.seed}/{case.name}/{repeat}")
+    pool = range(plan.pool_bytes // case.block_bytes)
+    return [
+        Pull(tuple(rng.sample(pool, case.num_blocks)), tuple(rng.sample(pool, case.num_blocks)))
+        for _ in range(NUM_PULLS.get(case.num_blocks, 1))
+    ]
+
+
+def order_of(
+    plan: KvPlan, ways: Sequence[tuple[str, str]], repeat: int
+) -> list[tuple[str, str, Case]]:
+    """Every way of every mover with every case, once, in that repetition's own order."""
+    order = [(mover, way, case) for mover, way in ways for case in cases_of(plan)]
+    Random(f"{plan.seed}/order/{repeat}").shuffle(order)
+    return order
+
+
+def layout_of(block_bytes: int) -> KVLayout:
+    """A layout whose blocks have that many bytes."""
+    section = KVSection(num_layers=block_bytes // LAYER_BYTES, num_kv_heads=2, head_dim=64)
+    layout = KVLayout(block_size=16, kv_format=KVFormat.BF16, sections=(section,))
+    assert layout.block_bytes == block_bytes
+    return layout
+
+
+def size_name(num_bytes: int) -> str:
+    """64KiB, 1MiB."""
+    return f"{num_bytes // MIB}MiB" if num_bytes % MIB == 0 else f"{num_bytes // KIB}KiB"
+
+
+def config_of(plan: KvPlan) -> dict[str, Scalar]:
+    """The plan as a report records it: flat."""
+    return {
+        "backends": ",".join(plan.backends),
+        "block_sizes": ",".join(map(size_name, plan.block_sizes)),
+        "total_bytes": plan.total_bytes,
+        "pool_bytes": plan.pool_bytes,
+        "num_repeats": plan.num_repeats,
+        "quick": plan.is_quick,
+        **(_config_of_handoff(plan.handoff) if plan.handoff else {}),
+    }
+
+
+def _config_of_handoff(plan: HandoffPlan) -> dict[str, Scalar]:
+    return {
+        "handoff_shape": plan.shape,
+        "handoff_prompt_len": plan.prompt_len,
+        "handoff_requests": plan.num_requests,
+        "handoff_repeats": plan.num_repeats,
+    }

@@ -1,0 +1,114 @@
+"""The plot of `bench kv`: bandwidth over block size, and what follows a handoff, phase by phase."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.common.report import Report
+from bench.kv.plan import KIB, LIMIT_OF, MIB, TOTAL_BYTES
+from bench.kv.results import AFTER_HANDOFF, PHASES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Line = Mapping[int, float]  # GiB/s by bytes of a block
+
+COLOURS = {"shm": "tab:blue", "zmq": "tab:orange", "nixl": "tab:green"}
+PEER_COLOURS = ("tab:red", "tab:purple", "tab:brown")
+
+
+def plot_kv(report: Report, path: Path, *, title: str) -> None:
+    """Writes the figure as PNG."""
+    figure = kv_figure(report, title=title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def kv_figure(report: Report, *, title: str) -> "Figure":
+    """Two panels; the second stays away where no handoff was measured."""
+    from matplotlib.figure import Figure
+
+    phases = phases_of(report)
+    figure = Figure(figsize=(11 if phases else 6.5, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2 if phases else 1, squeeze=False)[0]
+    _draw_lines(panels[0], report)
+    if phases:
+        _draw_phases(panels[1], phases)
+    figure.suptitle(f"{title}\n{report.hardware.cpu}, commit {report.commit}", fontsize="small")
+    return figure
+
+
+def lines_of(report: Report) -> tuple[dict[str, Line], dict[str, Line]]:
+    """Whole transfers of Baton and of what limits it, and those of peers; by mover."""
+    movers: dict[str, dict[int, float]] = {}
+    peers: dict[str, dict[int, float]] = {}
+    for result in report.results:
+        mover, _, size = result.name.partition("/")
+        if result.unit != "GiB/s" or "/" in size:
+            continue
+        movers.setdefault(mover, {})[bytes_of(size)] = result.value
+        for name, peer in result.peers.items():
+            peers.setdefault(name, {})[bytes_of(size)] = peer.value
+    return {**movers}, {**peers}
+
+
+def phases_of(report: Report) -> dict[str, dict[str, float]]:
+    """Milliseconds of each phase from the first token to the second, by transport."""
+    found: dict[str, dict[str, float]] = {}
+    for result in report.results:
+        thing, *rest = result.name.split("/")
+        if thing == AFTER_HANDOFF:
+            phase, transport = rest
+            found.setdefault(transport, {})[phase] = result.value
+    return found
+
+
+def bytes_of(size: str) -> int:
+    """The inverse of `size_name`."""
+    return int(size[:-3]) * (MIB if size.endswith("MiB") else KIB)
+
+
+def _draw_lines(panel: Any, report: Report) -> None:
+    movers, peers = lines_of(report)
+    sizes = sorted({size for line in (*movers.values(), *peers.values()) for size in line})
+    places = {size: place for place, size in enumerate(sizes)}
+    colours = {**COLOURS, **{limit: COLOURS[mover] for mover, limit in LIMIT_OF.items()}}
+
+    def draw(name: str, line: Line, colour: str, style: str) -> None:
+        ordered = sorted(line)
+        values = [line[size] for size in ordered]
+        at = [places[size] for size in ordered]
+        fill = "full" if name in COLOURS else "none"  # tells points apart where lines have but one
+        panel.plot(
+            at, values, style, color=colour, label=name, marker="o", markersize=4, fillstyle=fill
+        )
+
+    for name, line in movers.items():
+        draw(name, line, colours[name], "-" if name in COLOURS else "--")
+    for (name, line), colour in zip(peers.items(), PEER_COLOURS, strict=False):
+        draw(name, line, colour, ":")
+    panel.set_xticks(range(len(sizes)), [_label(size) for size in sizes])
+    panel.set(xlabel="bytes of a block", ylabel="GiB/s", ylim=(0, None))
+    what = f"{TOTAL_BYTES // MIB} MiB in scattered blocks; dashed: limits, dotted: peers"
+    panel.set_title(what, fontsize="small")
+    panel.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
+    panel.grid(alpha=0.3)
+
+
+def _draw_phases(panel: Any, phases: Mapping[str, Mapping[str, float]]) -> None:
+    transports = list(phases)
+    bottoms = [0.0] * len(transports)
+    for phase in PHASES:
+        heights = [phases[transport].get(phase, 0.0) for transport in transports]
+        panel.bar(transports, heights, bottom=bottoms, width=0.5, label=phase.replace("_", " "))
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    panel.set(ylabel="ms, first token to second", xlim=(-0.6, len(transports) - 0.4))
+    panel.margins(y=0.2)  # room for the legend
+    panel.set_title("after the handoff", fontsize="small")
+    panel.legend(fontsize="small", loc="upper center", ncols=len(PHASES))
+    panel.set_axisbelow(True)
+    panel.grid(axis="y", alpha=0.3)
+
+
+def _label(size: int) -> str:
+    return f"{size // MIB} MiB" if size % MIB == 0 else f"{size // KIB} KiB"

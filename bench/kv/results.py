@@ -1,0 +1,178 @@
+"""What the measured times of `bench kv` amount to. Pure.
+
+| result                                       | unit  |                                        |
+|----------------------------------------------|-------|----------------------------------------|
+| <mover>/<size>                               | GiB/s | as many blocks as make 64 MiB          |
+| <mover>/<size>/<number>                      | GiB/s | fewer blocks                           |
+| <mover>/<size>/latency                       | µs    | one block                              |
+| hidden_share/<transport>                     | share | of the time in which blocks moved, how |
+|                                              |       | much passed while prefill still ran    |
+| kv_transfer/<transport>, kv_exposed/…        | ms    | that time, and the rest of it          |
+| first_token_after_handoff/<phase>/<transport>| ms    | from the first token to the second     |
+| background/cpu                               | %     | of all cores, what others used         |
+
+A backend's `limit` is the limit's median in the fastest of its ways; those limits stand as results
+of their own as well. A peer's `ratio` is ours over theirs: of latencies, less than one is better.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import fsum
+
+from bench.common.report import Figure, Peer, Result, results_of
+from bench.kv.plan import LIMIT_OF, Case, KvPlan, cases_of
+
+GIB = 2**30
+TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
+PHASES = ("kv_wait", "decode_queue", "first_step")  # from the first token to the second
+TRANSFER = ("kv_transfer", "kv_exposed")
+AFTER_HANDOFF = "first_token_after_handoff"
+COMPILED = "c"  # the way of memcpy that Python does not slow down
+
+Timeline = Mapping[str, float]  # seconds by stage
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What one time belongs to."""
+
+    mover: str
+    way: str
+    case: Case
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something that was to be measured and could not be."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All times of all repetitions."""
+
+    seconds: Mapping[Key, tuple[float, ...]]  # one median for each repetition
+    background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
+    versions: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[Missing, ...] = ()
+
+    @property
+    def movers(self) -> list[str]:
+        """Those that were measured."""
+        return list(dict.fromkeys(key.mover for key in self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Handoffs:
+    """Timelines of requests that were prefilled in one worker and decoded in another."""
+
+    transport: str
+    repetitions: tuple[tuple[Timeline, ...], ...]
+    num_failed: int = 0
+
+
+def results(
+    plan: KvPlan, measured: Measured, handoffs: Sequence[Handoffs] = ()
+) -> tuple[Result, ...]:
+    """Every result, in the order of the table above."""
+    peers = [peer.name for peer in plan.peers if peer.name in measured.movers]
+    found = [
+        _result(measured, mover, case, peers=peers if mover in plan.backends else ())
+        for mover in (*plan.backends, *plan.limits)
+        if mover in measured.movers
+        for case in cases_of(plan)
+    ]
+    shares = [{"background/cpu": Figure(100 * share, "%")} for share in measured.background]
+    return (*found, *_handoff_results(handoffs), *results_of(shares))
+
+
+def warnings(measured: Measured, handoffs: Sequence[Handoffs] = ()) -> list[str]:
+    """What a reader should know before believing the results."""
+    lines = [f"{missing.name} was not measured: {missing.reason}" for missing in measured.missing]
+    if "memcpy" in measured.movers and all(key.way != COMPILED for key in measured.seconds):
+        lines.append("no C compiler works here: memcpy is called from Python, which is slower")
+    busiest = max(measured.background, default=0.0)
+    if busiest > TOO_BUSY:
+        lines.append(
+            f"other processes used up to {busiest:.0%} of the CPU: figures are too low,"
+            " ratios less so"
+        )
+    for handoff in handoffs:
+        if handoff.num_failed:
+            lines.append(f"{handoff.num_failed} requests over {handoff.transport} failed")
+        absent = [name for name in (*TRANSFER, *PHASES) if not _all_have(handoff, name)]
+        if absent:
+            told = ", ".join(f"{name}_s" for name in absent)
+            lines.append(f"over {handoff.transport} not every timeline has {told}: left out")
+    return lines
+
+
+def _result(measured: Measured, mover: str, case: Case, *, peers: Sequence[str]) -> Result:
+    [result] = results_of(
+        [{f"{mover}/{case.name}": _figure(case, s)} for s in _best(measured, mover, case)]
+    )
+    theirs = {peer: _median(measured, peer, case) for peer in peers}
+    result = replace(
+        result, peers={name: Peer(value, result.value / value) for name, value in theirs.items()}
+    )
+    limit = LIMIT_OF.get(mover)
+    if case.is_latency or limit not in measured.movers:
+        return result
+    allowed = _median(measured, limit, case)
+    return replace(result, limit=allowed, of_limit=result.value / allowed)
+
+
+def _median(measured: Measured, mover: str, case: Case) -> float:
+    return statistics.median(_figure(case, s).value for s in _best(measured, mover, case))
+
+
+def _best(measured: Measured, mover: str, case: Case) -> tuple[float, ...]:
+    """Times of a mover's fastest way."""
+    ways = [
+        runs for key, runs in measured.seconds.items() if (key.mover, key.case) == (mover, case)
+    ]
+    return min(ways, key=statistics.median)
+
+
+def _figure(case: Case, seconds: float) -> Figure:
+    if case.is_latency:
+        return Figure(seconds * 1e6, "µs")
+    return Figure(case.num_bytes / seconds / GIB, "GiB/s")
+
+
+def _handoff_results(handoffs: Sequence[Handoffs]) -> Iterator[Result]:
+    shares = [_hidden(handoff) for handoff in handoffs if _all_have(handoff, *TRANSFER)]
+    for share in shares:
+        yield from results_of(share)
+    for prefix, names in (("", TRANSFER), (f"{AFTER_HANDOFF}/", PHASES)):
+        for handoff in handoffs:
+            for name in names:
+                if _all_have(handoff, name):
+                    yield from results_of(_means(handoff, name, f"{prefix}{name}"))
+
+
+def _hidden(handoff: Handoffs) -> list[dict[str, Figure]]:
+    figures = []
+    for timelines in handoff.repetitions:
+        transfer_s, exposed_s = (
+            fsum(timeline[name] for timeline in timelines) for name in TRANSFER
+        )
+        if transfer_s > 0:
+            share = Figure(1 - exposed_s / transfer_s, "share")
+            figures.append({f"hidden_share/{handoff.transport}": share})
+    return figures
+
+
+def _means(handoff: Handoffs, name: str, result: str) -> list[dict[str, Figure]]:
+    return [
+        {f"{result}/{handoff.transport}": Figure(1e3 * statistics.mean(t[name] for t in run), "ms")}
+        for run in handoff.repetitions
+    ]
+
+
+def _all_have(handoff: Handoffs, *names: str) -> bool:
+    timelines = [timeline for run in handoff.repetitions for timeline in run]
+    return bool(timelines) and all(name in t for t in timelines for name in names)

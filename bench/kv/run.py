@@ -1,0 +1,146 @@
+"""Measures how fast KV blocks move: starts all movers, has them move in turn, ends them.
+
+All movers are open, and have moved every case once, verified byte by byte, before the first figure
+is taken. Then every repetition measures every way of every mover with every case once, in an order
+of its own, so that what else happens on the machine meets all alike. While one moves, all others
+wait in system calls.
+
+Open movers hold one pool of 96 MiB at each end, Baton's one for each block size: 3 GiB in all.
+"""
+
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from bench.common import background
+from bench.common.driven import DrivenFailed
+from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of, ways_of
+from bench.kv.plan import KvPlan, cases_of, order_of, pulls_of
+from bench.kv.results import Key, Measured, Missing
+
+REQUIRED = ("shm", "zmq", "memcpy", "tcp")  # these work wherever Baton does
+WARM_UP = -1  # no repetition has this number, so none has its blocks
+IDLE_CHECK_S = 0.3
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Field:
+    """The movers that still run, by name; those that failed are left out from then on."""
+
+    movers: dict[str, Mover]
+    ways: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+
+    def drop(self, name: str, error: Exception) -> None:
+        """Goes on without a mover. Raises the error where no figure makes sense without it."""
+        if name in REQUIRED:
+            raise error
+        mover = self.movers.pop(name, None)
+        if mover is not None:
+            mover.close()
+        self.ways = [(other, way) for other, way in self.ways if other != name]
+        self.missing.append(Missing(name, _reason(error)))
+
+    def sessions(self) -> list[int]:
+        """Of all processes that still run."""
+        processes = [process for mover in self.movers.values() for process in mover.processes]
+        return [process.session for process in processes if process.session]
+
+
+def measure(plan: KvPlan, say: Say = lambda line: None) -> Measured:
+    """Carries out the plan, but for its handoffs.
+
+    Raises DrivenFailed and WrongBytes where shared memory, ZeroMQ or what they are held against
+    fails; other movers are told as missing then.
+    """
+    with ExitStack() as stack:
+        movers = Field({})
+        versions = _open_all(movers, plan, stack, say)
+        say("moving everything once, and comparing the bytes")
+        _verify_all(movers, plan)
+        seconds: dict[Key, list[float]] = {}
+        busy: list[float] = []
+        for repeat in range(plan.num_repeats):
+            say(f"repetition {repeat + 1} of {plan.num_repeats}")
+            idle_share = _idle_share()
+            before = background.read(movers.sessions())
+            for key, median_s in _repetition(movers, plan, repeat):
+                seconds.setdefault(key, []).append(median_s)
+            others = background.share_of_others(before, background.read(movers.sessions()))
+            if others is not None:
+                busy.append(max(others, idle_share))
+        return Measured(
+            seconds={
+                key: tuple(runs) for key, runs in seconds.items() if key.mover in movers.movers
+            },
+            background=tuple(busy),
+            versions=versions,
+            missing=tuple(movers.missing),
+        )
+
+
+def _open_all(movers: Field, plan: KvPlan, stack: ExitStack, say: Say) -> dict[str, str]:
+    """Starts all at once, opens one after the other; versions of those that tell one."""
+    peers = [peer.name for peer in plan.peers if peer.name != "nixl"]  # that one is a limit
+    for name in (*plan.backends, *plan.limits, *peers):
+        try:
+            mover = mover_of(name, plan)
+        except NotMovable as error:
+            movers.drop(name, error)
+            continue
+        movers.movers[name] = mover
+        stack.callback(mover.close)
+        mover.start()
+    versions = {}
+    for name, mover in list(movers.movers.items()):
+        say(f"opening {name}")
+        try:
+            facts = mover.open(plan)
+            movers.ways += ways_of(mover, facts)
+        except DrivenFailed as error:
+            movers.drop(name, error)
+            continue
+        if facts.get("version"):
+            versions[name] = str(facts["version"])
+    return versions
+
+
+def _verify_all(movers: Field, plan: KvPlan) -> None:
+    for name, way in list(movers.ways):
+        for case in cases_of(plan):
+            if name not in movers.movers:
+                break
+            try:
+                movers.movers[name].verify(way, case, pulls_of(plan, case, WARM_UP)[0])
+            except (DrivenFailed, WrongBytes) as error:
+                movers.drop(name, error)
+
+
+def _repetition(movers: Field, plan: KvPlan, repeat: int) -> Iterator[tuple[Key, float]]:
+    """Median seconds of each case's pulls."""
+    pulls = {case: pulls_of(plan, case, repeat) for case in cases_of(plan)}
+    for name, way, case in order_of(plan, movers.ways, repeat):
+        mover = movers.movers.get(name)
+        if mover is None:
+            continue
+        try:
+            seconds = mover.move(way, case, pulls[case])
+        except DrivenFailed as error:
+            movers.drop(name, error)
+            continue
+        yield Key(name, way, case), statistics.median(seconds)
+
+
+def _idle_share() -> float:
+    """Share of the CPU that is busy while all movers wait; theirs, if they do not sleep."""
+    before = background.read(())
+    threading.Event().wait(IDLE_CHECK_S)
+    return background.share_of_others(before, background.read(())) or 0.0
+
+
+def _reason(error: Exception) -> str:
+    return error.reason if isinstance(error, DrivenFailed) else str(error)

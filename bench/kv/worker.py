@@ -1,0 +1,206 @@
+"""One end of Baton's own transfers in a process of its own, driven by `bench.kv.run`.
+
+    python -m bench.kv.worker TRANSPORT
+
+A source or a sink is a `TransferEndpoint` over a `SharedPool`, one for each block size, since the
+size of a block is part of what both ends agree on. A pull's time is that from the order to start it
+until the endpoint reports `PullDone`, confirmation by the source included; before that the source
+is attached and the lease is held, as it is for a request that waits for its prefill.
+"""
+
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from typing import Any, NoReturn
+
+import msgspec
+
+from bench.kv.plan import layout_of
+from bench.peers.driver import drive, stdout_for_answers
+from bench.peers.kv_memory import digest, fill
+from engine.clock import MonotonicClock
+from engine.config import Transport
+from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, WorkerId
+from engine.net.trust import Secret
+from engine.worker.blocks import BlockId
+from engine.worker.events import (
+    Event,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    StartPull,
+)
+from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.memory import host_pool
+from kvtransfer.messages import Identity
+from kvtransfer.protocol import Timing
+
+SOURCE_SEED = 1
+PULL_TIMEOUT_S = 30.0
+HOLD_S = 0.02  # until leases count as held: a round trip on one host, many times over
+TIMING = Timing(ttl_s=600.0)  # other movers have their turns while a lease or source waits
+
+_clock = MonotonicClock()
+
+
+class TransferError(Exception):
+    """A pull that did not end well; the message says why."""
+
+
+class End:
+    """An open endpoint over a pool of blocks of one size."""
+
+    def __init__(
+        self, name: str, transport: Transport, *, pool_bytes: int, block_bytes: int
+    ) -> None:
+        self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
+        self._num_named = 0
+        self.pool = host_pool(pool_bytes // block_bytes, block_bytes, transport)
+        self.pool.open()
+        config = EndpointConfig(
+            worker_id=WorkerId(name),
+            incarnation=Incarnation(name),
+            identity=Identity("bench", layout_of(block_bytes)),
+            secret=Secret("bench"),
+            transport=transport,
+            timing=TIMING,
+        )
+        self._endpoint = TransferEndpoint(
+            config,
+            pool=self.pool,
+            clock=_clock,
+            on_event=self._stamp,
+            on_crash=self._stamp,
+        )
+        self.address = self._endpoint.open()
+
+    def lease(self, blocks: Sequence[int]) -> LeaseRef:
+        """A lease on these blocks, all of them ready."""
+        lease_id = LeaseId(self._new_name())
+        self._endpoint.perform(OpenLease(lease_id, len(blocks)))
+        self._endpoint.perform(GrowLease(lease_id, tuple(map(BlockId, blocks))))
+        return LeaseRef(lease_id, self.address, len(blocks))
+
+    def hold(self, lease: LeaseRef) -> SeqId:
+        """Asks to keep a lease of a source; under this name it is pulled."""
+        seq_id = SeqId(self._new_name())
+        self._endpoint.perform(HoldLease(seq_id, lease))
+        return seq_id
+
+    def pull(self, seq_id: SeqId, blocks: Sequence[int]) -> float:
+        """Brings a held lease's blocks here; in how many seconds. Raises TransferError."""
+        wanted = tuple(enumerate(map(BlockId, blocks)))
+        begin_s = _clock.now_s()
+        self._endpoint.perform(StartPull(seq_id, wanted))
+        return self._end_of_pull(seq_id) - begin_s
+
+    def close(self) -> None:
+        """Stops the endpoint and gives the memory back."""
+        self._endpoint.close()
+        self.pool.close()
+
+    def _stamp(self, event: Event | BaseException) -> None:
+        self._events.put((_clock.now_s(), event))
+
+    def _new_name(self) -> str:
+        self._num_named += 1
+        return f"{self.address.worker_id}-{self._num_named}"
+
+    def _end_of_pull(self, seq_id: SeqId) -> float:
+        while True:
+            try:
+                at_s, event = self._events.get(timeout=PULL_TIMEOUT_S)
+            except queue.Empty:
+                raise TransferError(f"no end of a pull in {PULL_TIMEOUT_S:g} s") from None
+            match event:
+                case PullDone() if event.seq_id == seq_id:
+                    return at_s
+                case LeaseEnded() | PullDone():
+                    continue
+                case _:
+                    _raise(event)
+
+
+class Worker:
+    """Sources or sinks of one transport, by block size; its methods are its commands."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._ends: dict[int, End] = {}
+        self.facts: dict[str, object] = {"version": "", "ways": [""]}
+
+    def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
+        """Opens sources full of random bytes; where sinks find them."""
+        self._open("source", pool_bytes, block_sizes)
+        for end in self._ends.values():
+            fill(end.pool.blocks, SOURCE_SEED)
+        return {"source": [msgspec.to_builtins(end.address) for end in self._ends.values()]}
+
+    def open_sink(
+        self, pool_bytes: int, block_sizes: list[int], source: object
+    ) -> dict[str, object]:
+        """Opens sinks, all pages of their pools touched. Sources are told with each offer."""
+        self._open("sink", pool_bytes, block_sizes)
+        for end in self._ends.values():
+            end.pool.blocks[:] = 0
+        return {}
+
+    def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
+        """Leases out the blocks of each pull."""
+        end = self._ends[block_bytes]
+        return {"offers": [msgspec.to_builtins(end.lease(blocks)) for blocks in pulls]}
+
+    def pull(
+        self, block_bytes: int, pulls: list[list[list[int]]], offers: list[Any], way: str
+    ) -> dict[str, object]:
+        """Holds all leases, then carries out the pulls one by one."""
+        end = self._ends[block_bytes]
+        held = [end.hold(msgspec.convert(offer, LeaseRef)) for offer in offers]
+        threading.Event().wait(HOLD_S)
+        return {
+            "seconds": [
+                end.pull(seq_id, blocks) for seq_id, (_, blocks) in zip(held, pulls, strict=True)
+            ]
+        }
+
+    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Of these blocks here, in this order."""
+        return {"digest": digest(self._ends[block_bytes].pool.blocks, blocks)}
+
+    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Zeros these blocks."""
+        self._ends[block_bytes].pool.blocks[blocks] = 0
+        return {}
+
+    def close(self) -> None:
+        """Closes all ends."""
+        for end in self._ends.values():
+            end.close()
+
+    def _open(self, role: str, pool_bytes: int, block_sizes: list[int]) -> None:
+        for size in block_sizes:
+            name = f"{role}-{self._transport}-{size}"
+            self._ends[size] = End(name, self._transport, pool_bytes=pool_bytes, block_bytes=size)
+
+
+def _raise(event: Event | BaseException) -> NoReturn:
+    if isinstance(event, BaseException):
+        raise TransferError("the endpoint crashed") from event
+    reason = event.reason if isinstance(event, PullFailed) else f"unexpected {event}"
+    raise TransferError(f"a pull failed: {reason}")
+
+
+def main() -> None:
+    """Answers commands until they end."""
+    out = stdout_for_answers()
+    with ExitStack() as stack:
+        drive(lambda: stack.enter_context(closing(Worker(Transport(sys.argv[1])))), sys.stdin, out)
+
+
+if __name__ == "__main__":
+    main()

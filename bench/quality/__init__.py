@@ -1,0 +1,1 @@
+"""`baton bench quality`: what KV and weight formats cost in quality."""

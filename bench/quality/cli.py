@@ -1,0 +1,100 @@
+"""`baton bench quality`: its options, and what is printed, written and plotted."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import engine.model.bundled
+from bench.common.machine import commit, hardware
+from bench.common.plots import plot_bars, require_matplotlib
+from bench.common.report import Report, write_json
+from bench.common.tables import print_pivot
+from engine.errors import BatonError, ConfigError
+
+BUNDLED = Path(engine.model.bundled.__file__).parent / "target"
+QUICK_WINDOWS = 8
+PLOTTED = ("capacity", "attention_error", "perplexity_change", "top1_agreement")
+
+
+def quality(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    checkpoint: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="The model.", show_default="bundled")
+    ] = BUNDLED,
+    num_windows: Annotated[int, typer.Option("--windows", min=1, help="Pieces of text.")] = 64,
+    window_len: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
+    threads: Annotated[int | None, typer.Option(min=1, show_default="all cores")] = None,
+    seed: Annotated[int, typer.Option(help="Seed that chooses the text.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"At most {QUICK_WINDOWS} windows: under 50 s.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write bars of all figures here (PNG).")] = None,
+) -> None:
+    """Measure what KV formats and weight formats cost in quality, and how much KV fits."""
+    log = Console(stderr=True)
+    threads = threads or hardware().num_cores
+    num_windows = min(num_windows, QUICK_WINDOWS) if quick else num_windows
+    try:
+        if plot:
+            require_matplotlib()
+        parts = _parts()
+        windows = parts.held_out_windows(
+            checkpoint / "tokenizer.json", num_windows=num_windows, window_len=window_len, seed=seed
+        )
+        report = Report(
+            bench="quality",
+            commit=commit(),
+            hardware=hardware(),
+            seed=seed,
+            config={
+                "checkpoint": "bundled" if checkpoint == BUNDLED else str(checkpoint),
+                "num_windows": len(windows),
+                "window_len": window_len,
+                "num_threads": threads,
+            },
+            results=parts.measure(
+                checkpoint, windows, threads=threads, say=lambda line: log.print(line, style="dim")
+            ),
+        )
+        if json:
+            write_json(report, json)
+        if plot:
+            _plot(report, plot)
+        print_pivot(Console(), report, title=_title(report))
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _parts() -> ModuleType:
+    """`bench.quality.run`, which needs torch; a machine that only drives load may lack it."""
+    try:
+        return importlib.import_module("bench.quality.run")
+    except ImportError as error:
+        message = f"{error.name} is not installed: pip install 'baton-serve[worker]'"
+        raise ConfigError(message) from error
+
+
+def _title(report: Report) -> str:
+    config = report.config
+    return (
+        f"{config['checkpoint']} model on held-out text:"
+        f" {config['num_windows']} windows of {config['window_len']} tokens"
+    )
+
+
+def _plot(report: Report, path: Path) -> None:
+    panels: dict[str, dict[str, float]] = {}
+    for result in report.results:
+        thing, _, setting = result.name.partition("/")
+        if thing in PLOTTED:
+            bars = panels.setdefault(f"{thing.replace('_', ' ')}, {result.unit}", {})
+            bars[setting.replace("_", " ")] = result.value
+    plot_bars(
+        panels, path, title=f"{_title(report)}\n{report.hardware.cpu}, commit {report.commit}"
+    )

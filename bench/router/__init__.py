@@ -1,0 +1,1 @@
+"""`baton bench router`: how long a placement takes among thousands of workers."""

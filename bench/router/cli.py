@@ -1,0 +1,133 @@
+"""`baton bench router`: its options, and what is printed, written and plotted."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.common.machine import commit, hardware
+from bench.common.plots import plot_bars, require_matplotlib
+from bench.common.report import Report, Result, write_json
+from bench.common.tables import print_head, print_warnings
+from bench.router.plan import (
+    FULL_CASES,
+    GOALS,
+    QUICK_CASES,
+    Case,
+    RouterPlan,
+    check,
+    config_of,
+)
+from bench.router.results import PEER, is_met, results, warnings
+from bench.router.run import measure, measure_ingest
+from engine.errors import BatonError, ConfigError
+from engine.native_build import BuildError
+
+
+def router(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    cases: Annotated[
+        str | None,
+        typer.Option(metavar="WORKERS:BLOCKS,…", help="What to measure.", show_default="10 … 10⁴"),
+    ] = None,
+    decisions: Annotated[int, typer.Option(min=100, help="Decisions of one run.")] = 20_000,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 7,
+    seed: Annotated[int, typer.Option(help="Seed of blocks, owners, prompts and ties.")] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Three cases, shorter runs: under 50 s.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write decisions/s here (PNG).")] = None,
+) -> None:
+    """Measure how many placements a router decides in a second, and how long each takes."""
+    log = Console(stderr=True)
+    try:
+        plan = check(
+            RouterPlan(
+                cases=_cases(cases) if cases else QUICK_CASES if quick else FULL_CASES,
+                num_repeats=min(repeat, 5) if quick else repeat,
+                num_decisions=min(decisions, 5_000) if quick else decisions,
+                seed=seed,
+            )
+        )
+        if plot:
+            require_matplotlib()
+        measured = measure(plan, lambda line: log.print(line, style="dim"))
+        report = Report(
+            bench="router",
+            commit=commit(),
+            hardware=hardware(),
+            seed=plan.seed,
+            config=config_of(plan),
+            results=results(measured, measure_ingest(plan)),
+        )
+        if json:
+            write_json(report, json)
+        if plot:
+            plot_bars(panels(report), plot, title=_title(plan))
+        print_router(Console(), report, title=_title(plan))
+        print_warnings(Console(), warnings(measured))
+    except (BatonError, BuildError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def print_router(console: Console, report: Report, *, title: str) -> None:
+    """Where and how it was measured, then every result beside its goal and the Python peer."""
+    columns = ("value", "least", "most", "unit", "goal", "met", "peer", "× peer")
+    table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for result in report.results:
+        spread = (result.value, min(result.runs), max(result.runs))
+        table.add_row(
+            result.name, *map(_number, spread), result.unit, *_goal(result), *_peer(result)
+        )
+    print_head(console, report, title=title)
+    console.print(table)
+
+
+def panels(report: Report) -> dict[str, dict[str, float]]:
+    """Bars of the plot: ours and the peer's decisions/s and p99."""
+    found: dict[str, dict[str, float]] = {}
+    for thing in ("decisions", "latency_p99"):
+        chosen = [result for result in report.results if result.name.startswith(f"{thing}/")]
+        unit = chosen[0].unit
+        found[f"{thing}, {unit}"] = {r.name.partition("/")[2]: r.value for r in chosen}
+        found[f"{thing} of {PEER}, {unit}"] = {
+            r.name.partition("/")[2]: r.peers[PEER].value for r in chosen if r.peers
+        }
+    return found
+
+
+def _cases(text: str) -> tuple[Case, ...]:
+    try:
+        pairs = [part.split(":") for part in text.split(",") if part]
+        return tuple(Case(int(workers), int(blocks)) for workers, blocks in pairs)
+    except ValueError as error:
+        raise ConfigError(f"--cases: {text!r} is not WORKERS:BLOCKS,…") from error
+
+
+def _goal(result: Result) -> tuple[str, str]:
+    met = is_met(result)
+    return ("", "") if met is None else (_number(GOALS[result.name]), "yes" if met else "no")
+
+
+def _peer(result: Result) -> tuple[str, str]:
+    peer = result.peers.get(PEER)
+    return ("", "") if peer is None else (_number(peer.value), f"{peer.ratio:.2f}")
+
+
+def _number(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:.2f}M"
+    return f"{value / 1e3:.0f}k" if value >= 1e4 else f"{value:.3g}"
+
+
+def _title(plan: RouterPlan) -> str:
+    return f"Placements on one core: {plan.num_repeats} × {plan.num_decisions} decisions a case"

@@ -1,0 +1,160 @@
+"""The peer of `bench router`: what a good router in plain Python would do with the same load.
+
+Blocks are a dict from hash to an integer with a bit for each worker, so one AND a block finds who
+holds a prefix; heaps find the worker that is ready first and the decode worker with the shortest
+step, and entries that are out of date are dropped when they come up. It looks at those that hold
+the longest prefix and at the worker that is ready first, not at those that hold less: a little less
+than `router.native.fleet` does.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.router.plan import BLOCK_SIZE, LAYOUT
+from engine.worker.blocks import BlockHash
+from router.cluster.costs import WorkerCosts
+from router.cluster.estimates import PULL_OVERHEAD_S
+
+Entry = tuple[float, int]
+
+
+@dataclass(slots=True)
+class _Reservation:
+    prefill: int
+    decode: int
+    work_s: float
+    num_tokens: int
+    num_blocks: int
+
+
+class BitmaskRouter:
+    """Workers are numbers: those of `prefills` prefill, the others of `num_workers` decode."""
+
+    def __init__(self, prefills: Sequence[bool], num_blocks: int, costs: WorkerCosts) -> None:
+        """`costs` are known in full."""
+        self.owners: dict[BlockHash, int] = {}
+        assert costs.prefill is not None
+        assert costs.decode is not None
+        assert costs.pull is not None
+        self._prefill, self._decode = costs.prefill, costs.decode
+        self._pull_s = PULL_OVERHEAD_S + costs.pull.fixed_s
+        self._pull_block_s = costs.pull.block_s + LAYOUT.block_bytes / costs.pull.bytes_per_s
+        self._busy_until_s = [0.0] * len(prefills)
+        self._tokens = [0] * len(prefills)
+        self._running = [0] * len(prefills)
+        self._room = [num_blocks] * len(prefills)
+        self._ready: list[Entry] = [(0.0, i) for i, is_prefill in enumerate(prefills) if is_prefill]
+        self._steps: list[Entry] = [
+            (self._decode.fixed_s, i) for i, is_prefill in enumerate(prefills) if not is_prefill
+        ]
+        self._reserved: dict[int, _Reservation] = {}
+
+    def stored(self, worker: int, hashes: Sequence[BlockHash]) -> None:
+        """A worker holds these blocks."""
+        bit = 1 << worker
+        owners = self.owners
+        for block_hash in hashes:
+            owners[block_hash] = owners.get(block_hash, 0) | bit
+
+    def stored_by_all(self, workers: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """The same of several workers: their blocks share one integer, which saves memory."""
+        mask = 0
+        for worker in workers:
+            mask |= 1 << worker
+        self.owners.update(dict.fromkeys(hashes, mask))
+
+    def decide(
+        self,
+        request_id: int,
+        hashes: Sequence[BlockHash],
+        *,
+        num_tokens: int,
+        end_tokens: int,
+        now_s: float,
+    ) -> tuple[int, int] | None:
+        """Prefill and decode worker, reserved; None where no decode worker has room."""
+        num_blocks = -(-end_tokens // BLOCK_SIZE)
+        decode = self._least_step(num_blocks)
+        if decode is None:
+            return None
+        depth, mask = self._longest(hashes)
+        prefill, work_s = self._cheapest(num_tokens, depth * BLOCK_SIZE, depth, mask, now_s)
+        self._busy_until_s[prefill] = max(self._busy_until_s[prefill], now_s) + work_s
+        heapq.heappush(self._ready, (self._busy_until_s[prefill], prefill))
+        self._join(decode, 1, end_tokens, num_blocks)
+        self._reserved[request_id] = _Reservation(prefill, decode, work_s, end_tokens, num_blocks)
+        return prefill, decode
+
+    def release(self, request_id: int) -> None:
+        """A request is over."""
+        reserved = self._reserved.pop(request_id)
+        self._join(reserved.decode, -1, -reserved.num_tokens, -reserved.num_blocks)
+
+    def _longest(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """Blocks of the longest prefix that anybody holds, and who does, as bits."""
+        owners = self.owners
+        mask, depth = -1, 0
+        for block_hash in hashes:
+            found = owners.get(block_hash)
+            if found is None or not mask & found:
+                break
+            mask &= found
+            depth += 1
+        return depth, mask if depth else 0
+
+    def _cheapest(
+        self, num_tokens: int, best_tokens: int, depth: int, mask: int, now_s: float
+    ) -> tuple[int, float]:
+        busy_until_s = self._busy_until_s
+        alone_s = self._prefill_s(num_tokens, 0)
+        cached_s = self._prefill_s(num_tokens, best_tokens)
+        pulled_s = self._pull_s + depth * self._pull_block_s + cached_s if depth else alone_s
+        prefill, work_s = self._first_ready(), min(alone_s, pulled_s)
+        least = max(busy_until_s[prefill] - now_s, 0.0) + work_s
+        while mask:
+            bit = mask & -mask
+            worker = bit.bit_length() - 1
+            mask ^= bit
+            total = max(busy_until_s[worker] - now_s, 0.0) + cached_s
+            if total <= least:
+                least, prefill, work_s = total, worker, cached_s
+        return prefill, work_s
+
+    def _prefill_s(self, num_tokens: int, cached: int) -> float:
+        cost = self._prefill
+        squares = num_tokens * num_tokens - cached * cached
+        linear_s = cost.token_s * (num_tokens - cached)
+        return cost.fixed_s + linear_s + cost.square_s * squares
+
+    def _first_ready(self) -> int:
+        ready, busy_until_s = self._ready, self._busy_until_s
+        while busy_until_s[ready[0][1]] != ready[0][0]:
+            heapq.heappop(ready)
+        return ready[0][1]
+
+    def _least_step(self, num_blocks: int) -> int | None:
+        steps, full, found = self._steps, [], None
+        while steps:
+            step_s, worker = steps[0]
+            if step_s != self._step_s(worker):
+                heapq.heappop(steps)
+            elif self._room[worker] < num_blocks:
+                full.append(heapq.heappop(steps))
+            else:
+                found = worker
+                break
+        for entry in full:
+            heapq.heappush(steps, entry)
+        return found
+
+    def _step_s(self, worker: int) -> float:
+        cost = self._decode
+        rows_s = cost.row_s * self._running[worker]
+        return cost.fixed_s + rows_s + cost.context_s * self._tokens[worker]
+
+    def _join(self, worker: int, num_running: int, num_tokens: int, num_blocks: int) -> None:
+        self._running[worker] += num_running
+        self._tokens[worker] += num_tokens
+        self._room[worker] -= num_blocks
+        heapq.heappush(self._steps, (self._step_s(worker), worker))

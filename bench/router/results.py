@@ -1,0 +1,92 @@
+"""What the measured decisions of `bench router` amount to. Pure.
+
+| result                       | unit    |                                                    |
+|------------------------------|---------|----------------------------------------------------|
+| decisions/<case>             | 1/s     | on one core                                        |
+| latency_p50/<case>, p99, p999| µs      | of one decision                                    |
+| requests/<case>              | 1/s     | decided, claimed in the view, given back, told     |
+| ingest                       | 1/s     | blocks told as stored, in chains of 24             |
+| bytes_per_block              | bytes   | of memory, at three workers a block                |
+| background/cpu               | %       | of all cores, what others used                     |
+
+A case is a number of workers, at a million blocks, or workers/blocks. A peer's `ratio` is ours over
+theirs: of latencies, less than one is better.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import fsum
+from typing import TypeVar
+
+from bench.common.report import Figure, Peer, Result, results_of
+from bench.common.stats import percentile
+from bench.router.plan import GOALS, LESS_IS_BETTER, MAIN_BLOCKS
+from bench.router.run import Measured, Run
+
+PEER = "dict_bitmask"
+TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
+_PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9}
+
+_Statistic = Callable[[Run], Figure]
+_T = TypeVar("_T")
+
+
+def results(
+    cases: Sequence[Measured], ingest: tuple[Sequence[float], Sequence[float]]
+) -> tuple[Result, ...]:
+    """Every result, in the order of the table above."""
+    found = [
+        _beside(f"{name}/{measured.case.name}", measured.ours, measured.peer, statistic)
+        for name, statistic in _statistics().items()
+        for measured in cases
+    ]
+    found += [_beside(f"requests/{one.case.name}", one.requests, (), _rate) for one in cases]
+    found.append(_beside("ingest", ingest[0], ingest[1], lambda rate: Figure(rate, "1/s")))
+    main = [measured for measured in cases if measured.case.num_blocks == MAIN_BLOCKS] or cases
+    sizes = [{"bytes_per_block": Figure(one.bytes_per_block, "bytes")} for one in main]
+    shares = [
+        {"background/cpu": Figure(100 * share, "%")} for one in cases for share in one.background
+    ]
+    return (*found, *results_of(sizes), *results_of(shares))
+
+
+def warnings(cases: Sequence[Measured]) -> list[str]:
+    """What a reader should know before believing the results."""
+    busiest = max((share for one in cases for share in one.background), default=0.0)
+    if busiest <= TOO_BUSY:
+        return []
+    return [
+        f"other processes used up to {busiest:.0%} of the CPU: figures are too low, ratios less so"
+    ]
+
+
+def is_met(result: Result) -> bool | None:
+    """Whether a result reaches its goal; None where there is none."""
+    goal = GOALS.get(result.name)
+    if goal is None:
+        return None
+    return result.value <= goal if result.name.startswith(LESS_IS_BETTER) else result.value >= goal
+
+
+def _statistics() -> Mapping[str, _Statistic]:
+    latencies = {f"latency_{name}": _latency(q) for name, q in _PERCENTILES.items()}
+    return {"decisions": _rate, **latencies}
+
+
+def _rate(run: Run) -> Figure:
+    return Figure(len(run) / fsum(run), "1/s")
+
+
+def _latency(q: float) -> _Statistic:
+    return lambda run: Figure(1e6 * percentile(run, q), "µs")
+
+
+def _beside(
+    name: str, ours: Sequence[_T], theirs: Sequence[_T], figure: Callable[[_T], Figure]
+) -> Result:
+    [result] = results_of([{name: figure(run)} for run in ours])
+    if not theirs:
+        return result
+    value = statistics.median(figure(run).value for run in theirs)
+    return replace(result, peers={PEER: Peer(value, result.value / value)})

@@ -1,0 +1,296 @@
+"""Runs what `bench router` measures: decisions of a `Fleet` beside those of its peer, in turns.
+
+A decision is timed as a whole: match, costs of all workers, choice, reservation, and the call from
+Python. Hashes are made right before it, as they are when a prompt has just been hashed. What the
+router does beside it, for the same request, is to claim that in its view, to give it back when
+prompt and answer are over, and to tell the fleet of each: `requests` has all of that in it.
+Python's garbage collector stays on, but does not look through what was set up before.
+"""
+
+import gc
+import heapq
+import math
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from bench.common import background
+from bench.router.peer import BitmaskRouter
+from bench.router.plan import (
+    ANSWER_TOKENS,
+    BLOCK_SIZE,
+    BUSY,
+    CHAIN_BLOCKS,
+    COSTS,
+    IN_FLIGHT_PER_WORKER,
+    INGEST_BLOCKS,
+    INGEST_WORKERS,
+    LAYOUT,
+    MAX_PEER_BLOCKS,
+    MAX_RUNNING,
+    NUM_REPLICAS,
+    POOL_BLOCKS,
+    PROMPT_BLOCKS,
+    Case,
+    RouterPlan,
+)
+from engine.messages import PROTOCOL_VERSION, Incarnation, Role, SeqId, Welcome, WorkerId
+from engine.worker.blocks import HASH_BYTES, BlockHash
+from router.cluster.estimates import Estimates
+from router.cluster.view import ClusterView
+from router.native.fleet import Fleet
+from router.native.index import PrefixIndex
+from router.policies.base import Choice, Need
+
+Say = Callable[[str], None]
+Run = tuple[float, ...]  # seconds of each decision
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of one case."""
+
+    case: Case
+    ours: list[Run] = field(default_factory=list)
+    requests: list[Run] = field(default_factory=list)
+    peer: list[Run] = field(default_factory=list)
+    ingest: float = 0.0  # block events/s
+    bytes_per_block: float = 0.0
+    background: list[float] = field(default_factory=list)  # share of the CPU that others used
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request, as bytes from which its hashes are cut when it comes."""
+
+    packed: bytes
+    num_tokens: int
+
+    def hashes(self) -> list[BlockHash]:
+        """Fresh objects, as if just computed."""
+        return _cut(self.packed)
+
+
+class World:
+    """The workers of a case, the chains and who holds them."""
+
+    def __init__(self, case: Case, rng: random.Random) -> None:
+        self.prefills = [i % 4 != 0 for i in range(case.num_workers)]
+        self.names = [WorkerId(f"worker-{i}") for i in range(case.num_workers)]
+        prefillers = [i for i, is_prefill in enumerate(self.prefills) if is_prefill]
+        num_chains = case.num_blocks // CHAIN_BLOCKS
+        self._rng = rng
+        self._chains = rng.randbytes(num_chains * CHAIN_BLOCKS * HASH_BYTES)
+        self.holders = [rng.sample(prefillers, NUM_REPLICAS) for _ in range(num_chains)]
+
+    @property
+    def rate_per_s(self) -> float:
+        """Arrivals that keep prefill workers as busy as planned, if half of a prompt is cached."""
+        assert COSTS.prefill is not None
+        num_tokens = (PROMPT_BLOCKS + 1) * BLOCK_SIZE
+        work_s = COSTS.prefill.fixed_s + COSTS.prefill.token_s * num_tokens / 2
+        return BUSY * sum(self.prefills) / work_s
+
+    def chain(self, number: int) -> list[BlockHash]:
+        """The hashes of a chain."""
+        size = CHAIN_BLOCKS * HASH_BYTES
+        return _cut(self._chains[number * size : (number + 1) * size])
+
+    def prompts(self, count: int) -> list[Prompt]:
+        """Prompts as planned, all different."""
+        return [self._prompt() for _ in range(count)]
+
+    def _prompt(self) -> Prompt:
+        rng = self._rng
+        start = rng.randrange(len(self.holders)) * CHAIN_BLOCKS * HASH_BYTES
+        num_cached = rng.randint(0, PROMPT_BLOCKS)
+        cached = self._chains[start : start + num_cached * HASH_BYTES]
+        packed = cached + rng.randbytes((PROMPT_BLOCKS - num_cached) * HASH_BYTES)
+        return Prompt(packed, PROMPT_BLOCKS * BLOCK_SIZE + rng.randint(1, BLOCK_SIZE - 1))
+
+
+class Ours:
+    """A fleet that takes a load. What it decides is claimed in the view, as the router does it;
+    prompts take as long as predicted, and an answer is over when so many other requests have come.
+    """
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.view, self.index = ClusterView(), PrefixIndex(seed=seed)
+        self.fleet = Fleet(self.view, self.index, Estimates(COSTS), backlog_s=math.inf, seed=seed)
+        self._world = world
+        for name, is_prefill in zip(world.names, world.prefills, strict=True):
+            role = Role.PREFILL if is_prefill else Role.DECODE
+            self.index.add(name, POOL_BLOCKS)
+            self.fleet.add(self.view.add(_info(name, role)))
+        self._computing: list[tuple[float, SeqId, WorkerId]] = []  # a heap by time of end
+        self._in_flight: deque[tuple[SeqId, WorkerId]] = deque()
+        self._num_asked = 0
+        self._now_s = 0.0
+
+    def ingest(self) -> float:
+        """Stores all chains; block events/s."""
+        index, world = self.index, self._world
+        busy_s, num_events = 0.0, 0
+        for number, holders in enumerate(world.holders):
+            for worker in holders:
+                name, hashes = world.names[worker], world.chain(number)
+                begin_s = perf_counter()
+                index.stored(name, hashes)
+                busy_s += perf_counter() - begin_s
+                num_events += len(hashes)
+        return num_events / busy_s
+
+    def run(self, prompts: Sequence[Prompt]) -> tuple[Run, Run]:
+        """Seconds of each decision, and of each request with all that is claimed, given back and
+        told for it.
+        """
+        fleet, decisions, requests = self.fleet, [], []
+        step_s = 1 / self._world.rate_per_s
+        max_in_flight = IN_FLIGHT_PER_WORKER * len(self._world.names)
+        for prompt in prompts:
+            self._now_s += step_s
+            hashes, now_s = prompt.hashes(), self._now_s
+            need = Need(prompt.num_tokens, prompt.num_tokens + ANSWER_TOKENS)
+            begin_s = perf_counter()
+            decision = fleet.decide(need, hashes, now_s)
+            decisions.append(perf_counter() - begin_s)
+            choice = fleet.choice(decision, now_s)
+            assert isinstance(choice, Choice)
+            self._claim(choice, need)
+            self._release(max_in_flight)
+            fleet.tell()
+            requests.append(perf_counter() - begin_s)
+        return tuple(decisions), tuple(requests)
+
+    def _claim(self, choice: Choice, need: Need) -> None:
+        self._num_asked += 1
+        seq_id, now_s = SeqId(str(self._num_asked)), self._now_s
+        prefill, decode = choice.placement.prefill, choice.placement.decode
+        assert choice.ttft_s is not None
+        worker = self.view.workers[prefill]
+        work_s = choice.ttft_s - worker.ready_s(now_s)
+        worker.reserve_prefill(seq_id, need.num_tokens, seconds=work_s, now_s=now_s)
+        heapq.heappush(self._computing, (now_s + choice.ttft_s, seq_id, prefill))
+        num_blocks = LAYOUT.num_blocks_for(need.end_len)
+        self.view.workers[decode].reserve_decode(seq_id, num_blocks, context_tokens=need.num_tokens)
+        self._in_flight.append((seq_id, decode))
+
+    def _release(self, max_in_flight: int) -> None:
+        workers = self.view.workers
+        while self._computing and self._computing[0][0] <= self._now_s:
+            end_s, seq_id, prefill = heapq.heappop(self._computing)
+            workers[prefill].release_prefill(seq_id, end_s)
+        if len(self._in_flight) > max_in_flight:
+            seq_id, decode = self._in_flight.popleft()
+            workers[decode].release_decode(seq_id)
+
+
+def _info(name: WorkerId, role: Role) -> Welcome:
+    return Welcome(
+        PROTOCOL_VERSION,
+        name,
+        Incarnation("only"),
+        role,
+        "model",
+        LAYOUT,
+        POOL_BLOCKS,
+        MAX_RUNNING,
+        prefills_locally=role is Role.DECODE,
+    )
+
+
+class Theirs:
+    """The peer under the same load."""
+
+    def __init__(self, world: World) -> None:
+        self._router = BitmaskRouter(world.prefills, POOL_BLOCKS, COSTS)
+        self._world = world
+        for number, holders in enumerate(world.holders):
+            self._router.stored_by_all(holders, world.chain(number))
+        self._in_flight: deque[int] = deque()
+        self._num_asked = 0
+        self._now_s = 0.0
+
+    def run(self, prompts: Sequence[Prompt]) -> Run:
+        """Seconds of each decision."""
+        router, seconds = self._router, []
+        step_s = 1 / self._world.rate_per_s
+        max_in_flight = IN_FLIGHT_PER_WORKER * len(self._world.names)
+        for prompt in prompts:
+            self._num_asked += 1
+            self._now_s += step_s
+            request_id, now_s = self._num_asked, self._now_s
+            hashes, num_tokens = prompt.hashes(), prompt.num_tokens
+            end_tokens = num_tokens + ANSWER_TOKENS
+            begin_s = perf_counter()
+            decision = router.decide(
+                request_id, hashes, num_tokens=num_tokens, end_tokens=end_tokens, now_s=now_s
+            )
+            seconds.append(perf_counter() - begin_s)
+            assert decision is not None
+            self._in_flight.append(request_id)
+            if len(self._in_flight) > max_in_flight:
+                router.release(self._in_flight.popleft())
+        return tuple(seconds)
+
+
+def measure(plan: RouterPlan, say: Say = lambda line: None) -> list[Measured]:
+    """Every case. Raises BuildError where C++ cannot be built."""
+    return [_measure(plan, case, say) for case in plan.cases]
+
+
+def _measure(plan: RouterPlan, case: Case, say: Say) -> Measured:
+    say(f"{case.num_workers} workers, {case.num_blocks:,} blocks")
+    world = World(case, random.Random(plan.seed))
+    ours = Ours(world, plan.seed)
+    measured = Measured(case, ingest=ours.ingest())
+    measured.bytes_per_block = ours.index.num_bytes / ours.index.num_blocks
+    theirs = Theirs(world) if case.num_blocks <= MAX_PEER_BLOCKS else None
+    sessions = [os.getsid(0)]
+    gc.collect()
+    gc.freeze()
+    try:
+        for _ in range(plan.num_repeats):
+            before = background.read(sessions)
+            decisions, requests = ours.run(world.prompts(plan.num_decisions))
+            measured.ours.append(decisions)
+            measured.requests.append(requests)
+            if theirs is not None:
+                measured.peer.append(theirs.run(world.prompts(plan.num_decisions)))
+            share = background.share_of_others(before, background.read(sessions))
+            measured.background.append(share or 0.0)
+    finally:
+        gc.unfreeze()
+    ours.fleet.validate()
+    return measured
+
+
+def measure_ingest(plan: RouterPlan) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Block events/s of the index and of the peer, taken in by each anew, in turns."""
+    case = Case(INGEST_WORKERS, INGEST_BLOCKS)
+    world = World(case, random.Random(plan.seed))
+    ours, theirs = [], []
+    for _ in range(plan.num_repeats):
+        ours.append(Ours(world, plan.seed).ingest())
+        theirs.append(_ingest_theirs(world))
+    return tuple(ours), tuple(theirs)
+
+
+def _ingest_theirs(world: World) -> float:
+    router = BitmaskRouter(world.prefills, POOL_BLOCKS, COSTS)
+    busy_s, num_events = 0.0, 0
+    for number, holders in enumerate(world.holders):
+        for worker in holders:
+            hashes = world.chain(number)
+            begin_s = perf_counter()
+            router.stored(worker, hashes)
+            busy_s += perf_counter() - begin_s
+            num_events += len(hashes)
+    return num_events / busy_s
+
+
+def _cut(packed: bytes) -> list[BlockHash]:
+    return [BlockHash(packed[i : i + HASH_BYTES]) for i in range(0, len(packed), HASH_BYTES)]

@@ -1,0 +1,1 @@
+"""`baton bench serve`: load on a running server."""

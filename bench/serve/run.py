@@ -1,0 +1,199 @@
+"""The shell of `bench serve`: sends a plan's requests to a server and reads what comes back.
+
+An open loop. Due times are fixed before the first request is sent, and no request waits for another
+(but for a slot under a concurrency limit); a client that is late sends at once and records by how
+much. A closed loop, in which a slow server slows its own load, flatters it: Gil Tene's "coordinated
+omission".
+
+Bodies are encoded before the clock starts. A piece of an answer is stamped when the event loop
+hands it over, before it is parsed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from bench.client.answers import Answer, AnswerReader, Failure, request_body
+from bench.client.load import Outcome, Run, kinds_with_example
+from bench.common.prompts import Prompt, plain_token_ids
+from bench.serve.plan import Plan, Target, base_url, due_times_s, prompts
+from engine.clock import Clock, MonotonicClock
+from engine.errors import BatonError
+
+KEEP_ALIVE_S = 2.0  # below the servers' own (uvicorn: 5), so that the client closes first
+
+Send = Callable[[bytes], Awaitable[Answer | Failure]]
+
+
+class ServerUnreachable(BatonError):
+    """The server does not answer, or not as an OpenAI-compatible one."""
+
+    def __init__(self, url: str, detail: str) -> None:
+        super().__init__(f"no OpenAI-compatible server at {url}: {detail}")
+
+
+class NothingCompleted(BatonError):
+    """Not one request of several was answered."""
+
+    def __init__(self, what: str, failures: Sequence[Failure]) -> None:
+        kinds = kinds_with_example(failures)
+        told = "; ".join(f"{count} {kind} ({first})" for kind, (count, first) in kinds.items())
+        super().__init__(f"all {len(failures)} {what} failed: {told}")
+        self.failures = tuple(failures)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured, of which model."""
+
+    model: str
+    runs: tuple[Run, ...]
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
+
+
+class Client:
+    """One server, over HTTP connections that are kept and reused."""
+
+    def __init__(self, session: aiohttp.ClientSession, target: Target, clock: Clock) -> None:
+        self._session = session
+        self._url = base_url(target.url)
+        self._path = target.endpoint.path
+        self._clock = clock
+
+    async def first_model(self) -> str:
+        """The first model that the server lists."""
+        try:
+            async with self._session.get(f"{self._url}/v1/models") as response:
+                response.raise_for_status()
+                models = msgspec.json.decode(await response.read(), type=_ModelList)
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            raise ServerUnreachable(self._url, _said(error)) from error
+        if not models.data:
+            raise ServerUnreachable(self._url, "it lists no model")
+        return models.data[0].id
+
+    async def send(self, body: bytes) -> Answer | Failure:
+        """Sends one request and reads its answer to the end."""
+        reader = AnswerReader(sent_s=self._clock.now_s())
+        begun = False
+        try:
+            async with self._session.post(f"{self._url}{self._path}", data=body) as response:
+                begun = True
+                if response.status != 200:
+                    said = (await response.text(errors="replace"))[:200]
+                    return Failure(f"http_{response.status}", " ".join(said.split()))
+                async for piece in response.content.iter_any():
+                    reader.feed(piece, self._clock.now_s())
+        except TimeoutError:
+            return Failure("timeout", "began, did not end" if begun else "no response")
+        except aiohttp.ClientError as error:
+            return Failure("truncated" if begun else "connection", _said(error))
+        return reader.finish()
+
+
+async def measure(plan: Plan, clock: Clock | None = None) -> Measured:
+    """Warms the server up and runs every repetition of the plan.
+
+    Raises ServerUnreachable, and NothingCompleted where no request of the warm-up or of all
+    repetitions was answered. Fewer failures than that are part of what was measured.
+    """
+    clock = clock or MonotonicClock()
+    vocab = plain_token_ids(plan.ask.tokenizer_dir) if plan.ask.tokenizer_dir else None
+    warmup, repeats = prompts(plan, vocab)
+    due_s = due_times_s(plan)
+    async with _client(plan.target, clock) as client:
+        model = plan.target.model or await client.first_model()
+        await _warm_up(client.send, _bodies(plan, model, warmup))
+        limit = plan.load.concurrency_limit
+        runs = [
+            await run_open_loop(
+                client.send, _bodies(plan, model, own), due_s, clock=clock, concurrency_limit=limit
+            )
+            for own in repeats
+        ]
+    if not any(run.answers for run in runs):
+        raise NothingCompleted("requests", [failure for run in runs for failure in run.failures])
+    return Measured(model=model, runs=tuple(runs))
+
+
+async def run_open_loop(
+    send: Send,
+    bodies: Sequence[bytes],
+    due_s: Sequence[float],
+    *,
+    clock: Clock,
+    concurrency_limit: int | None = None,
+) -> Run:
+    """Sends each body when it is due, counted from now, and waits for all of them to end."""
+    slots: AbstractAsyncContextManager[object] = (
+        nullcontext() if concurrency_limit is None else asyncio.Semaphore(concurrency_limit)
+    )
+
+    async def one(body: bytes, due_at_s: float) -> Outcome:
+        ready_s = clock.now_s()
+        async with slots:
+            slot_wait_s = None if concurrency_limit is None else clock.now_s() - ready_s
+            result = await send(body)
+        return Outcome(
+            send_lag_s=max(0.0, ready_s - due_at_s), slot_wait_s=slot_wait_s, result=result
+        )
+
+    start_s = clock.now_s()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for body, after_s in zip(bodies, due_s, strict=True):
+            due_at_s = start_s + after_s
+            delay_s = max(0.0, due_at_s - clock.now_s())
+            await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)
+            tasks.append(group.create_task(one(body, due_at_s)))
+    duration_s = clock.now_s() - start_s
+    return Run(duration_s=duration_s, outcomes=tuple(task.result() for task in tasks))
+
+
+@asynccontextmanager
+async def _client(target: Target, clock: Clock) -> AsyncIterator[Client]:
+    headers = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=target.timeout_s),
+        headers=headers,
+    ) as session:
+        yield Client(session, target, clock)
+
+
+async def _warm_up(send: Send, bodies: Sequence[bytes]) -> None:
+    results = await asyncio.gather(*(send(body) for body in bodies))
+    failures = [result for result in results if isinstance(result, Failure)]
+    if failures and len(failures) == len(results):
+        raise NothingCompleted("warm-up requests", failures)
+
+
+def _bodies(plan: Plan, model: str, prompts: Sequence[Prompt]) -> list[bytes]:
+    ask = plan.ask
+    return [
+        request_body(
+            plan.target.endpoint,
+            prompt,
+            model=model,
+            output_len=ask.output_len,
+            temperature=ask.temperature,
+        )
+        for prompt in prompts
+    ]
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

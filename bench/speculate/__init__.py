@@ -1,0 +1,1 @@
+"""`baton bench speculate`: what speculation gains, by drafter and batch size."""

@@ -1,0 +1,218 @@
+"""What one `bench speculate` is asked to do. Pure: what follows from the options.
+
+Setups, each a target with a draft, in a process of its own:
+
+    bundled        the bundled models
+    <shape>        a target of that shape that drafts for itself (see `bench.common.shapes`)
+    <shape>_bad    the same target, and a draft that knows nothing of it
+
+Workloads, each done with every mode of speculation, without it first or last in turn:
+
+    text, text_sampled       Python code and questions that ask for some         bundled
+    random, random_sampled   random tokens                                       shapes
+    repeat                   a prompt, its answer with some tokens replaced,     all but bad
+                             and the prompt again: most of the answer follows
+
+greedy, or at temperature 0.7. Answers to random tokens hardly repeat, and sampled ones not at all:
+that is what n-grams find least in. A *cell* is a workload, a batch size and a mode.
+
+Speed is that of decoding while the whole batch runs: from the step after the last sequence had its
+first token until one has as many as are wanted. The worker lives on from cell to cell.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from bench.common.report import Scalar
+from bench.common.shapes import shape_named
+from bench.engine.plan import KV_OF_WEIGHTS
+from engine.config import Speculate, WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+BUNDLED = "bundled"
+NUM_PROMPTS = 32
+PROMPT_LEN = 64
+TEMPERATURE = 0.7
+EDIT_EVERY = 16  # tokens of an earlier answer, on average, one is replaced
+MAX_DRAFT_TOKENS = 8
+BATCHES = (1, 8, 32)
+ROUNDS_OF_ONE = 4  # a single sequence says little
+CALIBRATED_LENS = (0, 1, 2, 4, 8)  # drafts whose passes are timed by themselves
+QUICK_TOKENS = 16
+QUICK_IDENTITY = 40
+QUICK_PROMPTS = 8
+
+# The least that is promised; results of these names have it as their limit.
+GOALS = {
+    "speedup/draft_b1": 1.6,
+    "speedup/draft_b8": 1.2,
+    "speedup/ngram_repeat_b1": 2.0,
+    "speedup/worst": 0.97,
+    "identical_share": 1.0,
+}
+
+
+class Kind(StrEnum):
+    """What a prompt is made of."""
+
+    TEXT = "text"
+    RANDOM = "random"
+    REPEAT = "repeat"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts of one kind, answered at one temperature."""
+
+    kind: Kind
+    temperature: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """In names of results."""
+        return f"{self.kind}_sampled" if self.temperature else str(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Two models and what they are asked."""
+
+    name: str
+    shape: str | None  # None: the bundled models
+    agrees: bool  # whether the draft was made for this target
+    workloads: tuple[Workload, ...]
+
+    @property
+    def modes(self) -> tuple[Speculate, ...]:
+        """Those that differ: n-grams do not care who drafts."""
+        if self.agrees:
+            return tuple(Speculate)
+        return (Speculate.OFF, Speculate.DRAFT, Speculate.AUTO)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload at one batch size, in all modes of its setup."""
+
+    setup: Setup
+    workload: Workload
+    batch: int
+
+    @property
+    def thing(self) -> str:
+        """Setup and workload, as in names of results."""
+        return f"{self.setup.name}_{self.workload.name}"
+
+    def name(self, mode: str) -> str:
+        """The rest of a result's name."""
+        return f"{self.thing}/{mode}_b{self.batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatePlan:
+    """One benchmark of speculation."""
+
+    shape: str
+    setups: tuple[str, ...]
+    weights: WeightFormat
+    num_threads: int
+    batches: tuple[int, ...]
+    num_tokens: int  # of each answer that is timed
+    num_identity: int  # requests that are answered in all modes, to be compared
+    num_repeats: int
+    seed: int = 0
+    is_quick: bool = False
+
+    @property
+    def num_prompts(self) -> int:
+        """Of a workload; a batch of more repeats them."""
+        return QUICK_PROMPTS if self.is_quick else NUM_PROMPTS
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """What suits the weights."""
+        return KV_OF_WEIGHTS.get(self.weights, KVFormat.FP32)
+
+
+SETUPS = ("bundled", "shape", "bad")
+
+
+def check(plan: SpeculatePlan) -> SpeculatePlan:
+    """The plan itself, or a ConfigError that names what cannot be done."""
+    shape_named(plan.shape)
+    unknown = [setup for setup in plan.setups if setup not in SETUPS]
+    if unknown or not plan.setups:
+        told = ", ".join(unknown) or "none given"
+        raise ConfigError(f"--setups must be out of {', '.join(SETUPS)}: {told}")
+    if not plan.batches or min(plan.batches) < 1:
+        raise ConfigError("--batches must be positive")
+    if plan.weights not in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8):
+        raise ConfigError(f"--weights must be fp32, bf16 or int8, not {plan.weights}")
+    return plan
+
+
+def quick(plan: SpeculatePlan) -> SpeculatePlan:
+    """A smaller plan, done in under 50 s on two cores: greedy, and with good drafts only."""
+    setups = tuple(setup for setup in plan.setups if setup != "bad")
+    return replace(
+        plan,
+        setups=setups or plan.setups,
+        num_repeats=1,
+        num_tokens=min(plan.num_tokens, QUICK_TOKENS),
+        num_identity=min(plan.num_identity, QUICK_IDENTITY),
+        is_quick=True,
+    )
+
+
+def setups_of(plan: SpeculatePlan) -> list[Setup]:
+    """Setups with their workloads."""
+    both = (0.0,) if plan.is_quick else (0.0, TEMPERATURE)
+    repeat = Workload(Kind.REPEAT)
+    text = tuple(Workload(Kind.TEXT, temperature) for temperature in both)
+    random = tuple(Workload(Kind.RANDOM, temperature) for temperature in both)
+    known = {
+        "bundled": Setup(BUNDLED, None, agrees=True, workloads=(*text, repeat)),
+        "shape": Setup(plan.shape, plan.shape, agrees=True, workloads=(*random, repeat)),
+        "bad": Setup(f"{plan.shape}_bad", plan.shape, agrees=False, workloads=random[:1]),
+    }
+    return [known[name] for name in SETUPS if name in plan.setups]
+
+
+def cells_of(plan: SpeculatePlan, setup: Setup) -> list[Cell]:
+    """In the order in which they are measured."""
+    return [Cell(setup, workload, batch) for workload in setup.workloads for batch in plan.batches]
+
+
+def rounds_of(plan: SpeculatePlan, cell: Cell) -> int:
+    """Batches, one after the other, that make one run of a cell."""
+    return ROUNDS_OF_ONE // (2 if plan.is_quick else 1) if cell.batch == 1 else 1
+
+
+def prompts_for(cell: Cell, count: int, *, repeat: int, round_: int) -> list[int]:
+    """Which of `count` prompts this batch has: other ones in each round and repetition."""
+    first = (repeat * ROUNDS_OF_ONE + round_) * cell.batch
+    return [(first + i) % count for i in range(cell.batch)]
+
+
+def order_of(modes: Sequence[Speculate], repeat: int) -> list[Speculate]:
+    """Modes in the order of one repetition, so that drift meets all of them alike."""
+    return [*modes[::-1]] if repeat % 2 else [*modes]
+
+
+def config_of(plan: SpeculatePlan) -> dict[str, Scalar]:
+    """The plan as a report records it: flat."""
+    return {
+        "shape": plan.shape,
+        "setups": ",".join(plan.setups),
+        "weights": str(plan.weights),
+        "kv": str(plan.kv_format),
+        "num_threads": plan.num_threads,
+        "batches": ",".join(map(str, plan.batches)),
+        "num_tokens": plan.num_tokens,
+        "num_identity": plan.num_identity,
+        "num_repeats": plan.num_repeats,
+        "max_draft_tokens": MAX_DRAFT_TOKENS,
+        "quick": plan.is_quick,
+    }

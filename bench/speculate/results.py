@@ -1,0 +1,313 @@
+"""What the measured times of `bench speculate` amount to. Pure.
+
+| result                                | unit     |                                               |
+|---------------------------------------|----------|-----------------------------------------------|
+| speedup/draft_b1, draft_b8            | ×        | the lowest over both models, greedy, sampled  |
+| speedup/ngram_repeat_b1               | ×        | the lowest over both models                   |
+| speedup/worst                         | ×        | the lowest of all cells                       |
+| identical_share, identical_share/fp32 | share    | of requests: the same tokens in all modes     |
+| identical_share/cells                 | share    | of the answers that were timed                |
+| speedup/<cell>                        | ×        | tokens/s over those without speculation       |
+| predicted/<cell>                      | ×        | what acceptance and single passes come to     |
+| decode/<cell>                         | tokens/s | of the batch                                  |
+| tokens_per_pass/<cell>                | tokens   | of one sequence in one step                   |
+| expected_per_pass/<cell>              | tokens   | of the same drafts, by the mean acceptance    |
+| drafted/<cell>                        | tokens   | verified, of one sequence in one step         |
+| mean_acceptance/<cell>                | share    | of tokens verified behind accepted ones only  |
+| acceptance/<drafter>_p<i>             | share    | of tokens drafted in place i, all batches     |
+| expected_acceptance/<drafter>_p<i>    | share    | the mean acceptance to the power of i         |
+| outside/<cell>                        | %        | of the time, outside the runner               |
+| background/cpu                        | %        | of all cores, what others used meanwhile      |
+
+A <cell> is <setup>_<workload>/<mode>_b<batch>, a <drafter> <setup>_<workload>_<mode>. The limits of
+what is promised (`GOALS`) are the promises.
+
+The model behind what is expected: each drafted token that is verified behind accepted ones is
+accepted with the same chance α, whatever its place. Then a draft of d tokens comes to
+1 + α + … + α^d tokens, and place i is accepted with α^i. What is predicted of the speed takes α
+from the run, and its time from passes that were timed apart from it: those of the target with so
+many drafted tokens a row, those of the draft. So it leaves out what scheduling costs.
+
+Source: Leviathan et al., Fast inference from transformers via speculative decoding, ICML 2023.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import msgspec
+
+from bench.common.report import Figure, Result, results_of
+from bench.speculate.plan import (
+    CALIBRATED_LENS,
+    GOALS,
+    Cell,
+    Kind,
+    SpeculatePlan,
+    cells_of,
+    setups_of,
+)
+from engine.config import Speculate
+
+TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Decoding a batch for a while, as `bench.speculate.worker` tells it."""
+
+    seconds: float
+    outside_s: float  # of the runner
+    num_tokens: int
+    steps: list[tuple[float, int, int, int]]  # seconds, rows, tokens verified beyond, draft passes
+    drafts: list[tuple[int, int, int]]  # drafted, accepted, and in how many rows
+    answers: list[list[int]]
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the batch."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences, counted once for each step."""
+        return sum(rows for _, rows, _, _ in self.steps)
+
+
+class Passes(msgspec.Struct, frozen=True):
+    """Seconds of passes by themselves, for drafts of `CALIBRATED_LENS` tokens."""
+
+    plain_s: float
+    verify_s: list[float]
+    draft_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a run belongs to."""
+
+    thing: str  # setup and workload
+    batch: int
+    mode: Speculate
+
+
+@dataclass(slots=True)
+class Measured:
+    """All that was measured."""
+
+    runs: dict[Key, list[Run]] = field(default_factory=dict)  # one for each repetition
+    passes: dict[tuple[str, int], Passes] = field(default_factory=dict)  # by setup and batch
+    identical: dict[str, float] = field(default_factory=dict)  # by weights
+    background: list[float] = field(default_factory=list)
+    num_compared: int = 0  # answers that were timed
+    num_same: int = 0
+
+
+def joined(runs: Sequence[Run]) -> Run:
+    """Batches one after the other, as one run."""
+    return Run(
+        seconds=sum(run.seconds for run in runs),
+        outside_s=sum(run.outside_s for run in runs),
+        num_tokens=sum(run.num_tokens for run in runs),
+        steps=[step for run in runs for step in run.steps],
+        drafts=[draft for run in runs for draft in run.drafts],
+        answers=[answer for run in runs for answer in run.answers],
+    )
+
+
+def is_same(answer: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two answers are alike as far as both go."""
+    length = min(len(answer), len(other))
+    return [*answer[:length]] == [*other[:length]]
+
+
+def mean_acceptance(drafts: Sequence[tuple[int, int, int]]) -> float | None:
+    """α: of the tokens verified behind accepted ones only, the share that was accepted."""
+    tried = sum(min(accepted + 1, drafted) * rows for drafted, accepted, rows in drafts)
+    kept = sum(accepted * rows for _, accepted, rows in drafts)
+    return kept / tried if tried else None
+
+
+def acceptance_by_place(drafts: Sequence[tuple[int, int, int]]) -> list[tuple[float, int]]:
+    """For each place, the share that was accepted and the number of tokens drafted there."""
+    kept: Counter[int] = Counter()
+    total: Counter[int] = Counter()
+    for drafted, accepted, rows in drafts:
+        for place in range(1, drafted + 1):
+            total[place] += rows
+            kept[place] += rows if place <= accepted else 0
+    return [(kept[place] / total[place], total[place]) for place in sorted(total)]
+
+
+def expected_tokens(acceptance: float, drafted: float) -> float:
+    """What a row with a draft of so many tokens comes to."""
+    if acceptance == 1:
+        return drafted + 1
+    return float((1 - acceptance ** (drafted + 1)) / (1 - acceptance))
+
+
+def expected_total(drafts: Sequence[tuple[int, int, int]], acceptance: float) -> float:
+    """Tokens that all rows together are expected to come to."""
+    return sum(rows * expected_tokens(acceptance, drafted) for drafted, _, rows in drafts)
+
+
+def predicted_s(run: Run, passes: Passes) -> float:
+    """How long the passes of a run take by themselves."""
+    return sum(
+        _target_s(passes, verified / rows) + _between(passes.draft_s, num_passes)
+        for _, rows, verified, num_passes in run.steps
+    )
+
+
+def predicted_speedup(run: Run, passes: Passes) -> float:
+    """Expected tokens over predicted seconds, beside a plain pass that makes one token a row."""
+    acceptance = mean_acceptance(run.drafts) or 0.0
+    tokens = expected_total(run.drafts, acceptance)
+    plain_s = run.num_rows / len(run.steps) / passes.plain_s  # tokens per second
+    return tokens / predicted_s(run, passes) / plain_s
+
+
+def results(plan: SpeculatePlan, measured: Measured) -> tuple[Result, ...]:
+    """Every result, in the order of the table above."""
+    cells = [cell for setup in setups_of(plan) for cell in cells_of(plan, setup)]
+    by_cell = [
+        result
+        for cell in cells
+        for mode in cell.setup.modes
+        for result in results_of(_figures(cell, mode, measured))
+    ]
+    by_cell.sort(key=lambda result: _ORDER.index(result.name.partition("/")[0]))
+    places = [result for cell in cells[:: len(plan.batches)] for result in _places(cell, measured)]
+    others = [{"background/cpu": Figure(100 * share, "%")} for share in measured.background]
+    named = [*_named(cells, by_cell), *_identical(measured)]
+    return (*map(_with_goal, named), *by_cell, *places, *results_of(others))
+
+
+def warnings(measured: Measured) -> list[str]:
+    """What a reader should know before believing the results."""
+    lines = []
+    busiest = max(measured.background, default=0.0)
+    if busiest > TOO_BUSY:
+        lines.append(f"other processes used up to {busiest:.0%} of the CPU: speed-ups vary more")
+    if measured.num_same < measured.num_compared:
+        differ = measured.num_compared - measured.num_same
+        lines.append(f"{differ} of {measured.num_compared} timed answers differ between modes")
+    return lines
+
+
+_ORDER = (
+    "speedup",
+    "predicted",
+    "decode",
+    "tokens_per_pass",
+    "expected_per_pass",
+    "drafted",
+    "mean_acceptance",
+    "outside",
+)
+
+
+def _figures(cell: Cell, mode: Speculate, measured: Measured) -> list[dict[str, Figure]]:
+    """Of each repetition."""
+    key = Key(cell.thing, cell.batch, mode)
+    plain = measured.runs[replace(key, mode=Speculate.OFF)]
+    passes = measured.passes[cell.setup.name, cell.batch]
+    name = cell.name(mode)
+    found = []
+    for run, base in zip(measured.runs[key], plain, strict=True):
+        figures = {
+            f"decode/{name}": Figure(run.speed, "tokens/s"),
+            f"outside/{name}": Figure(100 * run.outside_s / run.seconds, "%"),
+        }
+        if mode is not Speculate.OFF:
+            figures |= _drafting(name, run, passes)
+            figures[f"speedup/{name}"] = Figure(run.speed / base.speed, "×")
+        found.append(figures)
+    return found
+
+
+def _drafting(name: str, run: Run, passes: Passes) -> dict[str, Figure]:
+    acceptance = mean_acceptance(run.drafts)
+    expected = expected_total(run.drafts, acceptance or 0.0)
+    drafted = sum(drafted * rows for drafted, _, rows in run.drafts)
+    figures = {
+        f"predicted/{name}": Figure(predicted_speedup(run, passes), "×"),
+        f"tokens_per_pass/{name}": Figure(run.num_tokens / run.num_rows, "tokens"),
+        f"expected_per_pass/{name}": Figure(expected / run.num_rows, "tokens"),
+        f"drafted/{name}": Figure(drafted / run.num_rows, "tokens"),
+    }
+    if acceptance is not None:
+        figures[f"mean_acceptance/{name}"] = Figure(acceptance, "share")
+    return figures
+
+
+def _places(cell: Cell, measured: Measured) -> Iterator[Result]:
+    """Acceptance by place, over all batches."""
+    for mode in cell.setup.modes:
+        runs = [
+            run
+            for key, found in measured.runs.items()
+            if (key.thing, key.mode) == (cell.thing, mode)
+            for run in found
+        ]
+        drafts = [draft for run in runs for draft in run.drafts]
+        acceptance = mean_acceptance(drafts)
+        if acceptance is None:
+            continue
+        for place, (share, _) in enumerate(acceptance_by_place(drafts), start=1):
+            name = f"{cell.thing}_{mode}_p{place}"
+            yield from results_of(
+                [
+                    {
+                        f"acceptance/{name}": Figure(share, "share"),
+                        f"expected_acceptance/{name}": Figure(acceptance**place, "share"),
+                    }
+                ]
+            )
+
+
+def _named(cells: Sequence[Cell], by_cell: Sequence[Result]) -> Iterator[Result]:
+    """The lowest of the cells that each name stands for."""
+    speedups = {r.name.partition("/")[2]: r for r in by_cell if r.name.startswith("speedup/")}
+    agreeing = [cell for cell in cells if cell.setup.agrees]
+    fresh = [cell for cell in agreeing if cell.workload.kind is not Kind.REPEAT]
+    repeating = [cell for cell in agreeing if cell.workload.kind is Kind.REPEAT]
+    groups = {
+        "speedup/draft_b1": [c.name(Speculate.DRAFT) for c in fresh if c.batch == 1],
+        "speedup/draft_b8": [c.name(Speculate.DRAFT) for c in fresh if c.batch == 8],
+        "speedup/ngram_repeat_b1": [c.name(Speculate.NGRAM) for c in repeating if c.batch == 1],
+        "speedup/worst": list(speedups),
+    }
+    for name, members in groups.items():
+        if members:
+            lowest = min((speedups[member] for member in members), key=lambda r: r.value)
+            yield replace(lowest, name=name)
+
+
+def _identical(measured: Measured) -> tuple[Result, ...]:
+    figures = {
+        "identical_share" if weights == "int8" else f"identical_share/{weights}": share
+        for weights, share in measured.identical.items()
+    }
+    if measured.num_compared:
+        figures["identical_share/cells"] = measured.num_same / measured.num_compared
+    return results_of([{name: Figure(share, "share") for name, share in figures.items()}])
+
+
+def _with_goal(result: Result) -> Result:
+    goal = GOALS.get(result.name)
+    return result if goal is None else replace(result, limit=goal, of_limit=result.value / goal)
+
+
+def _target_s(passes: Passes, drafted: float) -> float:
+    """A pass of the target with so many drafted tokens a row."""
+    return _between(passes.verify_s, drafted)
+
+
+def _between(times_s: Sequence[float], length: float) -> float:
+    """The time for drafts of `length` tokens, from those of the lengths that were timed."""
+    points = [*zip(CALIBRATED_LENS, times_s, strict=True)]
+    for (low, low_s), (high, high_s) in pairwise(points):
+        if length <= high:
+            return low_s + (high_s - low_s) * (length - low) / (high - low)
+    return points[-1][1]

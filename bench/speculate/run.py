@@ -1,0 +1,251 @@
+"""Measures speculation: a process for each setup, in it the modes in turn.
+
+A speed-up is told from what one process did in one repetition, with every mode on the same prompts
+one right after the other, in an order that turns round with each repetition. So what else happens
+on the machine meets all modes alike. Before the first figure every cell has been run once.
+
+Answers are compared too: each request is answered in all modes, with int8 weights, where the
+promise is that not one token differs, and with fp32.
+"""
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+import engine.model.bundled
+from bench.common import background
+from bench.common.driven import Driven
+from bench.common.shapes import cached_pair
+from bench.speculate.plan import (
+    BUNDLED,
+    CALIBRATED_LENS,
+    MAX_DRAFT_TOKENS,
+    NUM_PROMPTS,
+    PROMPT_LEN,
+    Cell,
+    Kind,
+    Setup,
+    SpeculatePlan,
+    Workload,
+    cells_of,
+    order_of,
+    prompts_for,
+    rounds_of,
+    setups_of,
+)
+from bench.speculate.prompts import (
+    MOST_REPEATED,
+    identity_asks,
+    random_prompts,
+    repeating_asks,
+    text_prompts,
+)
+from bench.speculate.results import Key, Measured, Passes, Run, is_same, joined
+from bench.speculate.worker import Ask, Options
+from engine.config import Speculate, WeightFormat
+from engine.layout import KVFormat
+from engine.messages import Sampling
+
+LOAD_TIMEOUT_S = 300.0
+JOB_TIMEOUT_S = 300.0
+WARM_UP = -1  # no repetition has this number
+LONGEST_PROMPT = 512
+BUNDLED_MODELS = Path(engine.model.bundled.__file__).parent
+IDENTITY_WEIGHTS = {WeightFormat.INT8: KVFormat.INT8, WeightFormat.FP32: KVFormat.FP32}
+
+Say = Callable[[str], None]
+Asks = Mapping[Workload, Sequence[Ask]]
+
+
+def measure(plan: SpeculatePlan, say: Say = lambda line: None) -> Measured:
+    """Carries out the plan. Raises DrivenFailed and ConfigError."""
+    measured = Measured()
+    for setup in setups_of(plan):
+        _measure_setup(plan, setup, measured, say)
+    for weights, kv_format in _identity_weights(plan).items():
+        if plan.num_identity and weights not in measured.identical:
+            say(f"loading: {BUNDLED}, {weights}")
+            with _worker(plan, *_bundled(), weights, kv_format) as (worker, facts):
+                _compare(plan, worker, facts, weights, measured, say)
+    return measured
+
+
+def _measure_setup(plan: SpeculatePlan, setup: Setup, measured: Measured, say: Say) -> None:
+    say(f"loading: {setup.name}")
+    target, draft = _checkpoints(plan, setup)
+    with _worker(plan, target, draft, plan.weights, plan.kv_format) as (worker, facts):
+        for batch in plan.batches:
+            answer = worker.ask(
+                "passes",
+                timeout_s=JOB_TIMEOUT_S,
+                batch=batch,
+                context_len=PROMPT_LEN + plan.num_tokens // 2,
+                lens=CALIBRATED_LENS,
+            )
+            measured.passes[setup.name, batch] = msgspec.convert(answer, Passes)
+        asks = _asks_of(plan, setup, worker, facts)
+        for workload in setup.workloads:
+            worker.ask("prime", timeout_s=JOB_TIMEOUT_S, asks=msgspec.to_builtins(asks[workload]))
+        if setup.shape is None and plan.num_identity:
+            _compare(plan, worker, facts, plan.weights, measured, say)
+        for repeat in range(WARM_UP, plan.num_repeats):
+            turn = "warming up" if repeat == WARM_UP else f"repetition {repeat + 1}"
+            say(f"{setup.name}: {turn} of {plan.num_repeats}")
+            before = background.read([worker.session or 0])
+            for cell in cells_of(plan, setup):
+                _measure_cell(plan, cell, worker, asks[cell.workload], repeat, measured)
+            others = background.share_of_others(before, background.read([worker.session or 0]))
+            if repeat != WARM_UP and others is not None:
+                measured.background.append(others)
+
+
+def _measure_cell(
+    plan: SpeculatePlan,
+    cell: Cell,
+    worker: Driven,
+    asks: Sequence[Ask],
+    repeat: int,
+    measured: Measured,
+) -> None:
+    """One cell in every mode."""
+    found: dict[Speculate, list[Run]] = {mode: [] for mode in cell.setup.modes}
+    for round_ in range(rounds_of(plan, cell) if repeat != WARM_UP else 1):
+        indices = prompts_for(cell, len(asks), repeat=repeat, round_=round_)
+        chosen = msgspec.to_builtins([asks[i] for i in indices])
+        for mode in order_of(cell.setup.modes, repeat):
+            answer = worker.ask("decode", timeout_s=JOB_TIMEOUT_S, mode=mode, asks=chosen)
+            found[mode].append(msgspec.convert(answer, Run))
+    if repeat == WARM_UP:
+        return
+    plain = joined(found[Speculate.OFF])
+    for mode, runs in found.items():
+        run = joined(runs)
+        measured.runs.setdefault(Key(cell.thing, cell.batch, mode), []).append(run)
+        measured.num_compared += len(run.answers)
+        measured.num_same += sum(map(is_same, run.answers, plain.answers))
+
+
+def _asks_of(
+    plan: SpeculatePlan, setup: Setup, worker: Driven, facts: Mapping[str, object]
+) -> Asks:
+    """What each workload asks for."""
+    if setup.shape is None:
+        prompts = _texts(plan)
+    else:
+        prompts = random_prompts(_number(facts["vocab_size"]), plan.num_prompts, plan.seed)
+    asks: dict[Workload, Sequence[Ask]] = {}
+    for workload in setup.workloads:
+        if workload.kind is Kind.REPEAT:
+            asks[workload] = _repeating(plan, worker, prompts, facts)
+        else:
+            asks[workload] = [
+                Ask(prompt, plan.num_tokens, Sampling(workload.temperature, seed=plan.seed + i))
+                for i, prompt in enumerate(prompts)
+            ]
+    return asks
+
+
+def _texts(plan: SpeculatePlan) -> list[list[int]]:
+    return text_prompts(BUNDLED_MODELS / "target" / "tokenizer.json", plan.num_prompts, plan.seed)
+
+
+def _identity_weights(plan: SpeculatePlan) -> Mapping[WeightFormat, KVFormat]:
+    """Those with which answers are compared: if it is to be quick, those of the promise."""
+    if plan.is_quick:
+        return {WeightFormat.INT8: IDENTITY_WEIGHTS[WeightFormat.INT8]}
+    return IDENTITY_WEIGHTS
+
+
+def _repeating(
+    plan: SpeculatePlan, worker: Driven, prompts: Sequence[list[int]], facts: Mapping[str, object]
+) -> list[Ask]:
+    greedy = Sampling(temperature=0.0)
+    first = [Ask(prompt, MOST_REPEATED, greedy) for prompt in prompts]
+    return repeating_asks(
+        prompts,
+        _answers(worker, Speculate.OFF, first),
+        end_token_ids=msgspec.convert(facts["eos_token_ids"], list[int]),
+        num_tokens=plan.num_tokens,
+        seed=plan.seed,
+    )
+
+
+def _compare(
+    plan: SpeculatePlan,
+    worker: Driven,
+    facts: Mapping[str, object],
+    weights: WeightFormat,
+    measured: Measured,
+    say: Say,
+) -> None:
+    """Share of requests to the bundled models that are answered alike in all modes."""
+    say(f"comparing answers: {weights}")
+    ends = msgspec.convert(facts["eos_token_ids"], list[int])
+    asks = identity_asks(_texts(plan), plan.num_identity, end_token_ids=ends, seed=plan.seed)
+    plain, *others = (_answers(worker, mode, asks) for mode in Speculate)
+    same = [all(answer == a for a in rest) for answer, *rest in zip(plain, *others, strict=True)]
+    measured.identical[weights] = statistics.mean(same)
+
+
+def _answers(worker: Driven, mode: Speculate, asks: Sequence[Ask]) -> list[list[int]]:
+    told = worker.ask(
+        "generate", timeout_s=JOB_TIMEOUT_S, mode=mode, asks=msgspec.to_builtins(asks)
+    )
+    return msgspec.convert(told["answers"], list[list[int]])
+
+
+def _checkpoints(plan: SpeculatePlan, setup: Setup) -> tuple[Path, Path]:
+    """Target and draft."""
+    if setup.shape is None:
+        return _bundled()
+    pair = cached_pair(setup.shape, plan.seed)
+    return pair.target, pair.draft if setup.agrees else pair.stranger
+
+
+def _bundled() -> tuple[Path, Path]:
+    return BUNDLED_MODELS / "target", BUNDLED_MODELS / "draft"
+
+
+@contextmanager
+def _worker(
+    plan: SpeculatePlan, target: Path, draft: Path, weights: WeightFormat, kv_format: KVFormat
+) -> Iterator[tuple[Driven, Mapping[str, object]]]:
+    """A process with these models, and what it says of itself."""
+    options = Options(
+        target=str(target),
+        draft=str(draft),
+        weights=weights,
+        kv_format=kv_format,
+        num_threads=plan.num_threads,
+        kv_tokens=_kv_tokens(plan),
+        max_draft_tokens=MAX_DRAFT_TOKENS,
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "bench.speculate.worker",
+        msgspec.json.encode(options).decode(),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(plan.num_threads)}
+    with Driven(str(target), command, environment) as worker:
+        worker.start()
+        if target.parent == BUNDLED_MODELS:
+            _texts(plan)  # while it loads: reading the corpus takes seconds too
+        yield worker, worker.ready(LOAD_TIMEOUT_S)
+
+
+def _kv_tokens(plan: SpeculatePlan) -> int:
+    """Room for all prompts, which stay cached, and for the sequences of the largest batch."""
+    cached = 3 * NUM_PROMPTS * (2 * PROMPT_LEN + MOST_REPEATED)
+    running = max(*plan.batches, 64) * LONGEST_PROMPT
+    return cached + running
+
+
+def _number(value: object) -> int:
+    assert isinstance(value, int)
+    return value

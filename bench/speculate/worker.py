@@ -1,0 +1,384 @@
+"""Workers without sockets in a process of their own, driven by `bench.speculate.run`.
+
+    python -m bench.speculate.worker '{"target": …}'          (the fields of `Options`, as JSON)
+
+For each mode of speculation there is the core of a mixed worker, the schedulers and speculator of a
+real one, that lives from the first command to the last: what it learns of costs and acceptance it
+keeps, as a worker does. They share two runners: one of the target alone, as a worker without a
+draft model has it, and one of both models. Only one core works at a time, so those of one runner
+share its blocks too.
+
+What is timed is the whole step: the choice of rows and drafts, the passes, what follows from them.
+"""
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.peers.driver import drive, stdout_for_answers
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculator
+from engine.clock import MonotonicClock
+from engine.config import Speculate, WeightFormat, WorkerConfig
+from engine.grammar.guide import Guides
+from engine.grammar.guides import LlGuides
+from engine.layout import KVFormat
+from engine.messages import (
+    Cancel,
+    GatewayId,
+    Generate,
+    GivenBack,
+    Incarnation,
+    Limits,
+    PrefillDone,
+    Sampling,
+    SeqId,
+    ToGateway,
+    Tokens,
+    TransferAddress,
+    WorkerId,
+)
+from engine.worker.batch import BatchPlan, BatchResult, Row, Runner
+from engine.worker.blocks import BlockId, BlockPool
+from engine.worker.core import WorkerCore
+from engine.worker.events import Effect, Emit, FromGateway
+from engine.worker.intake import Intake
+from prefill.scheduler import PrefillScheduler
+
+DEFAULTS = WorkerConfig()
+GATEWAY = GatewayId("bench")
+NOWHERE = TransferAddress(WorkerId("bench"), Incarnation("bench"), "")
+GREEDY = Sampling(temperature=0.0)
+PASSES_S = 0.3  # passes of a batch size are timed for so long, one after the other
+FEWEST_TIMES = 3
+
+_clock = MonotonicClock()
+
+
+class Options(msgspec.Struct, frozen=True):
+    """Models and sizes."""
+
+    target: str
+    draft: str
+    weights: WeightFormat
+    kv_format: KVFormat
+    num_threads: int
+    kv_tokens: int  # of each runner
+    max_draft_tokens: int
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """One request."""
+
+    prompt: list[int]
+    num_tokens: int
+    sampling: Sampling = GREEDY
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+    @property
+    def limits(self) -> Limits:
+        """Where its answer ends."""
+        begin = len(self.prompt)
+        return Limits(
+            max_len=begin + self.num_tokens,
+            min_len=begin + self.min_tokens,
+            stop_token_ids=self.stop_token_ids,
+            prompt_len=begin,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a core."""
+
+    begin_s: float
+    end_s: float
+    run_s: float  # in the runner
+    plan: BatchPlan
+    result: BatchResult
+    messages: list[ToGateway]
+
+
+@dataclass(slots=True)
+class Answers:
+    """What has come of some requests."""
+
+    wanted: list[SeqId]
+    token_ids: dict[SeqId, list[int]] = field(default_factory=dict)
+    finished: set[SeqId] = field(default_factory=set)
+    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)  # (drafted, accepted): rows
+
+    def take(self, messages: Sequence[ToGateway]) -> None:
+        """Notes what a step said."""
+        for message in messages:
+            match message:
+                case PrefillDone(seq_id, token, finish):
+                    self.token_ids[seq_id] = [token]
+                case Tokens(seq_id, token_ids, finish):
+                    self.token_ids[seq_id] += token_ids
+                    self.drafts[message.num_drafted, message.num_accepted] += 1
+                case _:
+                    continue
+            if finish is not None:
+                self.finished.add(seq_id)
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether each has its first token."""
+        return len(self.token_ids) == len(self.wanted)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all together."""
+        return sum(map(len, self.token_ids.values()))
+
+    def in_order(self) -> list[list[int]]:
+        """Each one's tokens."""
+        return [self.token_ids[seq_id] for seq_id in self.wanted]
+
+
+class Service:
+    """The core of a mixed worker, fed and stepped by hand."""
+
+    def __init__(self, runner: Any, pool: BlockPool, *, speculator: Speculator, guides: Guides):
+        self._runner = runner
+        intake = Intake(runner.layout.block_size, guides, runner.vocab_size, runner.context_len)
+        decode = DecodeScheduler(
+            pool, intake=intake, max_running=DEFAULTS.max_running, speculator=speculator
+        )
+        prefill = PrefillScheduler(
+            pool, intake=intake, chunk_tokens=DEFAULTS.chunk_tokens, address=NOWHERE
+        )
+        self.core = WorkerCore(
+            [decode, prefill], pool, DEFAULTS.max_batch_tokens, observe=speculator.observe
+        )
+        self._names = (SeqId(str(number)) for number in count())
+
+    def submit(self, asks: Sequence[Ask]) -> list[SeqId]:
+        """Sends requests; their names."""
+        seq_ids = []
+        for ask in asks:
+            seq_id = next(self._names)
+            message = Generate(seq_id, ask.prompt, ask.sampling, ask.limits)
+            _no_refusal(self.core.handle(FromGateway(GATEWAY, message), _clock.now_s()))
+            seq_ids.append(seq_id)
+        return seq_ids
+
+    def cancel(self, seq_ids: Sequence[SeqId]) -> None:
+        """Ends requests."""
+        for seq_id in seq_ids:
+            self.core.handle(FromGateway(GATEWAY, Cancel(seq_id)), _clock.now_s())
+
+    def step(self) -> Step:
+        """Runs one step."""
+        begin_s = _clock.now_s()
+        plan, effects = self.core.plan(begin_s)
+        messages = _no_refusal(effects)
+        assert plan is not None, "nothing to compute"
+        planned_s = _clock.now_s()
+        result = self._runner.run(plan)
+        ran_s = _clock.now_s()
+        messages += _no_refusal(self.core.finish(result, ran_s))
+        return Step(begin_s, _clock.now_s(), ran_s - planned_s, plan, result, messages)
+
+
+def _no_refusal(effects: Sequence[Effect]) -> list[ToGateway]:
+    """Messages to the gateway; a benchmark that ran out of memory measures something else."""
+    messages = [effect.message for effect in effects if isinstance(effect, Emit)]
+    for message in messages:
+        if isinstance(message, GivenBack):
+            raise RuntimeError(f"a sequence was given back: {message}")
+    return messages
+
+
+class Bench:
+    """Cores of all modes; its other methods are its commands."""
+
+    def __init__(self, options: Options) -> None:
+        import torch
+
+        torch.set_num_threads(options.num_threads)
+        self._options = options
+        self._alone = _opened(options, draft=None)
+        self._paired = _opened(options, draft=Path(options.draft))
+        self._pools = {id(r): BlockPool(r.num_blocks) for r in (self._alone, self._paired)}
+        guides = LlGuides(
+            Path(options.target) / "tokenizer.json",
+            vocab_size=self._alone.vocab_size,
+            eos_token_ids=self._alone.eos_token_ids,
+        )
+        self._services = {mode: self._service(mode, guides) for mode in Speculate}
+        self.facts: dict[str, object] = {
+            "version": torch.__version__,
+            "eos_token_ids": self._alone.eos_token_ids,
+            "vocab_size": self._alone.vocab_size,
+        }
+
+    def generate(self, mode: str, asks: list[Any]) -> dict[str, object]:
+        """Answers all to their ends, as many at a time as a worker runs."""
+        return {"answers": self._generate(self._services[Speculate(mode)], _asks(asks))}
+
+    def prime(self, asks: list[Any]) -> dict[str, object]:
+        """Computes prompts in both runners, so that they are found in their caches."""
+        once = [msgspec.structs.replace(ask, num_tokens=1) for ask in _asks(asks)]
+        for mode in (Speculate.OFF, Speculate.DRAFT):
+            self._generate(self._services[mode], once)
+        return {}
+
+    def decode(self, mode: str, asks: list[Any]) -> dict[str, object]:
+        """Times decoding from the step after the last request had its first token until one has
+        all its tokens; drafts may go beyond."""
+        service, wanted = self._services[Speculate(mode)], _asks(asks)
+        answers = Answers(service.submit(_with_room(wanted, self._options.max_draft_tokens)))
+        while not answers.all_begun:
+            answers.take(service.step().messages)
+        answers.drafts.clear()
+        num_before = answers.num_tokens
+        steps: list[Step] = []
+        while not _one_is_complete(answers, wanted):
+            steps.append(service.step())
+            answers.take(steps[-1].messages)
+        service.cancel(answers.wanted)
+        service.core.validate()
+        if not steps:
+            raise RuntimeError("an answer was complete before the last one had begun")
+        return {
+            "seconds": steps[-1].end_s - steps[0].begin_s,
+            "outside_s": sum(step.end_s - step.begin_s - step.run_s for step in steps),
+            "num_tokens": answers.num_tokens - num_before,
+            "steps": [_described(step) for step in steps],
+            "drafts": [[*key, rows] for key, rows in sorted(answers.drafts.items())],
+            "answers": answers.in_order(),
+        }
+
+    def passes(self, batch: int, context_len: int, lens: list[int]) -> dict[str, object]:
+        """Seconds of the passes of `batch` sequences by themselves: plain ones, those that verify
+        and those that propose so many tokens. Before all else: later blocks have owners."""
+        assert all(pool.counts().free == pool.num_blocks for pool in self._pools.values())
+        num_blocks = self._alone.layout.num_blocks_for(context_len + max(lens) + 1)
+        row = partial(_row, context_len=context_len, num_blocks=num_blocks)
+        plans = [BatchPlan([row(i, num_to_draft=num) for i in range(batch)]) for num in lens]
+        without = BatchPlan([row(i) for i in range(batch)])
+        plain: list[float] = []
+        verify: list[list[float]] = [[] for _ in lens]
+        draft: list[list[float]] = [[] for _ in lens]
+        end_s = _clock.now_s() + PASSES_S
+        while _clock.now_s() < end_s or len(plain) < FEWEST_TIMES:
+            self._alone.run(without)  # not timed: the other runner's weights fill the caches
+            plain.append(_timed_s(self._alone, without)[0])
+            self._paired.run(without)
+            for plan, verify_s, draft_s in zip(plans, verify, draft, strict=True):
+                whole_s, drafting_s = _timed_s(self._paired, plan)
+                verify_s.append(whole_s - drafting_s)
+                draft_s.append(drafting_s)
+        return {
+            "plain_s": statistics.median(plain),
+            "verify_s": [*map(statistics.median, verify)],
+            "draft_s": [*map(statistics.median, draft)],
+        }
+
+    def _service(self, mode: Speculate, guides: Guides) -> Service:
+        """As a worker of that mode is deployed."""
+        has_draft_model = mode in (Speculate.DRAFT, Speculate.AUTO)
+        runner = self._paired if has_draft_model else self._alone
+        speculator = Speculator(
+            mode,
+            max_draft_tokens=self._options.max_draft_tokens,
+            has_draft_model=has_draft_model,
+        )
+        return Service(runner, self._pools[id(runner)], speculator=speculator, guides=guides)
+
+    def _generate(self, service: Service, asks: Sequence[Ask]) -> list[list[int]]:
+        answers = Answers([])
+        waiting = list(asks)[::-1]
+        while waiting or len(answers.finished) < len(asks):
+            room = DEFAULTS.max_running - len(answers.wanted) + len(answers.finished)
+            for _ in range(min(room, len(waiting))):
+                answers.wanted += service.submit([waiting.pop()])
+            answers.take(service.step().messages)
+        service.core.validate()
+        return answers.in_order()
+
+
+def _opened(options: Options, draft: Path | None) -> Any:
+    from engine.model.runner import TorchRunner
+
+    runner = TorchRunner(
+        Path(options.target),
+        draft=draft,
+        block_size=DEFAULTS.block_size,
+        kv_format=options.kv_format,
+        num_blocks=-(-options.kv_tokens // DEFAULTS.block_size),
+        weights=options.weights,
+    )
+    runner.open()
+    runner.warm_up()
+    return runner
+
+
+def _asks(asks: list[Any]) -> list[Ask]:
+    return msgspec.convert(asks, list[Ask])
+
+
+def _with_room(asks: Sequence[Ask], num_tokens: int) -> list[Ask]:
+    """Requests that want more: near the end of an answer drafts would be shorter."""
+    return [msgspec.structs.replace(ask, num_tokens=ask.num_tokens + num_tokens) for ask in asks]
+
+
+def _one_is_complete(answers: Answers, asks: Sequence[Ask]) -> bool:
+    return any(
+        len(answers.token_ids[seq_id]) >= ask.num_tokens
+        for seq_id, ask in zip(answers.wanted, asks, strict=True)
+    )
+
+
+def _described(step: Step) -> list[float]:
+    """Seconds, rows, tokens verified beyond those of the rows, passes of the draft model."""
+    return [
+        step.end_s - step.begin_s,
+        len(step.plan.rows),
+        sum(result.num_drafted for result in step.result.rows),
+        max(row.num_to_draft for row in step.plan.rows),
+    ]
+
+
+def _row(index: int, *, context_len: int, num_blocks: int, num_to_draft: int = 0) -> Row:
+    """A decode row over blocks of its own, whose contents do not matter."""
+    blocks = range(index * num_blocks, (index + 1) * num_blocks)
+    return Row(
+        seq_id=SeqId(str(index)),
+        token_ids=[index],
+        start=context_len,
+        block_table=[BlockId(block) for block in blocks],
+        sampling=GREEDY,
+        num_to_draft=num_to_draft,
+        draft_token_ids=[index] if num_to_draft else (),
+    )
+
+
+def _timed_s(runner: Runner, plan: BatchPlan) -> tuple[float, float]:
+    """The whole step, and what of it the draft model took."""
+    begin_s = _clock.now_s()
+    times = runner.run(plan).times
+    assert times is not None
+    return _clock.now_s() - begin_s, times.draft_s
+
+
+def main() -> None:
+    """Answers commands until they end."""
+    out = stdout_for_answers()
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    drive(lambda: Bench(options), sys.stdin, out)
+
+
+if __name__ == "__main__":
+    main()

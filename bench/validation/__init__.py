@@ -1,0 +1,1 @@
+"""`baton bench validation`: the simulator's predictions beside a real deployment."""

@@ -1,0 +1,162 @@
+"""`baton bench validation`: its options, and what is printed, drawn and written.
+
+baton bench validation --json validation.json --plot validation.png
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.common.machine import commit, hardware
+from bench.common.plots import plot_cdfs, require_matplotlib
+from bench.common.report import Report, Result, Scalar, write_json
+from bench.common.tables import print_head
+from bench.simulator.hardware import write_hardware
+from bench.validation.run import (
+    QUICK_REQUESTS,
+    Compared,
+    Plan,
+    goal_of,
+    measure,
+    results_of,
+    splits_of,
+)
+from engine.errors import BatonError
+
+DEFAULTS = Plan()
+
+
+def validation(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    splits: Annotated[
+        str, typer.Option(metavar="P+D,…", help="Deployments: prefill and decode workers.")
+    ] = "1+1,2+2",
+    rate: Annotated[
+        float, typer.Option(min=0.1, help="Requests/s to one prefill worker.")
+    ] = DEFAULTS.rate_per_s,
+    requests: Annotated[
+        int, typer.Option(min=10, help="Requests of the trace.")
+    ] = DEFAULTS.num_requests,
+    calibrating: Annotated[
+        int, typer.Option(min=10, help="Requests that each calibration takes.")
+    ] = DEFAULTS.num_calibrating,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Calibrations and measurements, in turns.")
+    ] = DEFAULTS.num_repeats,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Less than a minute: one short run of each split.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and ties.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Keep recordings and profiles here.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write TTFT and TPOT CDFs here (PNG).")] = None,
+) -> None:
+    """Play one trace on real deployments and in the simulator, and say how far they differ."""
+    log = Console(stderr=True)
+    try:
+        if plot:
+            require_matplotlib()
+        if quick:
+            requests, calibrating, repeat = QUICK_REQUESTS, QUICK_REQUESTS, 1
+        plan = Plan(splits_of(splits), rate, requests, calibrating, repeat, seed)
+        with tempfile.TemporaryDirectory(prefix="baton-") as scratch:
+            folder = record or Path(scratch)
+            compared = measure(plan, folder, lambda line: log.print(line, style="dim"))
+        if record:
+            for one in compared:
+                write_hardware(one.fitted.hardware, record / f"{one.name}.hardware.json")
+        report = _report(plan, compared)
+        if json:
+            write_json(report, json)
+        title = f"{plan.num_requests} requests, {plan.num_repeats} times, and simulated"
+        if plot:
+            plot_cdfs(_series_ms(compared), plot, title=title)
+        print_validation(Console(), report, title=title)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def print_validation(console: Console, report: Report, *, title: str) -> None:
+    """Each figure measured and simulated, how far off that is, and what was promised.
+
+    Spread is how far single measured runs of the same trace are from each other.
+    """
+    columns = ("measured", "from … to", "spread", "simulated", "off by", "promised")
+    table = Table("ms", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    by_name = {result.name: result for result in report.results}
+    for name, off in by_name.items():
+        if f"{name}/measured" in by_name:
+            table.add_row(
+                name.removeprefix("validation/"), *_row(off, by_name[f"{name}/measured"], by_name)
+            )
+    print_head(console, report, title=title)
+    console.print(table)
+
+
+def _row(off: Result, measured: Result, by_name: dict[str, Result]) -> tuple[str, ...]:
+    simulated, spread = by_name[f"{off.name}/simulated"], by_name.get(f"{off.name}/spread")
+    goal = goal_of(off.name)
+    return (
+        f"{measured.value:.2f}",
+        f"{min(measured.runs):.2f} … {max(measured.runs):.2f}",
+        f"{spread.value:.1%}" if spread else "",
+        f"{simulated.value:.2f}",
+        f"{simulated.value / measured.value - 1:+.1%}",
+        "" if goal is None else f"{goal:.0%}, {'kept' if off.value <= goal else 'missed'}",
+    )
+
+
+def _report(plan: Plan, compared: Sequence[Compared]) -> Report:
+    return Report(
+        bench="validation",
+        commit=commit(),
+        hardware=hardware(),
+        seed=plan.seed,
+        config=_config(plan, compared),
+        results=tuple(result for one in compared for result in results_of(one)),
+    )
+
+
+def _config(plan: Plan, compared: Sequence[Compared]) -> dict[str, Scalar]:
+    config: dict[str, Scalar] = {
+        "requests": plan.num_requests,
+        "calibrating": plan.num_calibrating,
+        "repeats": plan.num_repeats,
+        "rate_per_s": plan.rate_per_s,
+    }
+    for one in compared:
+        fitted = one.fitted
+        parts = {
+            "latency_s": fitted.latency_s,
+            "gateway_load": fitted.hardware.gateway_load,
+        }
+        for part in ("prefill", "decode", "pull"):
+            cost = getattr(fitted.hardware, part)
+            parts |= {f"{part}.{name}": getattr(cost, name) for name in cost.__slots__}
+        config |= {f"{one.name}/{name}": value for name, value in parts.items()}
+    return config
+
+
+def _series_ms(compared: Sequence[Compared]) -> dict[str, list[float]]:
+    series: dict[str, list[float]] = {}
+    for one in compared:
+        for name in ("ttft", "tpot"):
+            measured = [value * 1000 for samples in one.measured for value in samples[name]]
+            title = f"{one.name} {name.upper()}"
+            series[f"{title} measured"] = measured
+            guessed = [value * 1000 for samples in one.simulated for value in samples[name]]
+            series[f"{title} simulated"] = guessed
+    return series

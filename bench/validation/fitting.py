@@ -1,0 +1,399 @@
+"""A profile fitted to a recorded deployment: what its workers take, as its gateway saw it.
+
+Everything is timed at the gateway, so what lies around a forward pass is part of a step's price:
+planning, encoding, threads that wait for each other.
+
+    prompts    from the word that the first chunk begins to the first token, of those that had their
+               worker to themselves; A is paid for each chunk
+    decoding   from one step's tokens to the next one's, where the next followed at once. Messages
+               bunch, so steps are taken a few together
+    messages   the way of a prompt to a worker that had nothing to do, and back; and from the first
+               token to the word that decoding begins. Some take longer than others, and the more
+               so the more workers are busy: as they did in the recording, so they do by chance
+    pulls      from the first token to the word that KV is in the decode worker, as far as that was
+               not hidden behind the message with the first token
+
+Workers that share cores slow each other down, and the gateway slows them. That is not fitted, it
+follows from the number of cores (see `crowd`): what was observed is counted in seconds of a core,
+by who else computed meanwhile. The gateway's part is the time of a core that it took in all, spread
+over the time in which workers decoded.
+
+Neither takes as long as its price each time: how uneven prompts and single steps are is kept too.
+
+All fits weigh relative errors, and are then scaled such that all that was observed takes as long in
+sum as it did: means are to be right, also where a few are much slower than most. Of several
+recordings that is the median's scale, as a machine may have had something else to do in one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.simulator.hardware import Hardware
+from bench.validation.crowd import NO_CHANCES, Chances, pace
+from bench.validation.recordings import Attempt, DecodeStep, Told
+from engine.demand import DecodeCost
+from engine.errors import ConfigError
+from engine.messages import WorkerId
+from router.cluster.costs import PrefillCost, PullCost
+
+STEPS_TOGETHER = 16
+LEAST_SAMPLES = 8
+FAR_OFF = 0.15  # as a share: what is further off counts less
+NUM_REFITS = 6
+ALWAYS_OFF = 0.5  # of the median, beside as much of each
+INSTANTLY = 1e18  # bytes/s
+LONG_S = 1e4  # before and after all that was recorded: nobody computed
+
+Interval = tuple[float, float]
+Matrix = NDArray[np.float64]
+Vector = NDArray[np.float64]
+
+
+class NotEnough(ConfigError):
+    """A recording that says too little to fit a profile to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """So many seconds of a core did this take."""
+
+    features: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A profile, and what is no part of one: what messages take, and some of them beside that."""
+
+    hardware: Hardware
+    latency_s: float
+    chances: Chances = NO_CHANCES
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What workers were started with that their gateway is not told."""
+
+    max_batch_tokens: int
+    chunk_tokens: int
+
+
+def fit(
+    recordings: Sequence[Told], limits: WorkerLimits, *, name: str, cores: int | None = None
+) -> Fitted:
+    """The profile of workers that are alike, from recordings of them. Raises NotEnough.
+
+    `cores` is how many all workers share with the gateway; None: each has its own.
+    """
+    infos = [info for told in recordings for info in told.workers.values()]
+    if not infos:
+        raise NotEnough("no worker joined")
+    gateway_load = 0.0 if cores is None else _gateway_load(recordings)
+    watched = [(told, _busy(told, cores, gateway_load)) for told in recordings]
+    prompts = [_prompts(told, busy, limits.chunk_tokens) for told, busy in watched]
+    prefill = _fit(prompts, "prompts")
+    decode = _fit([_decoding(told, busy) for told, busy in watched], "decode steps")
+    latency_s = _latency_s(recordings)
+    hardware = Hardware(
+        name=name,
+        source="fitted to a recording",
+        layout=infos[0].layout,
+        num_blocks=min(info.num_blocks for info in infos),
+        prefill=PrefillCost(*prefill),
+        decode=DecodeCost(*decode),
+        pull=_pull(recordings),
+        max_batch_tokens=limits.max_batch_tokens,
+        chunk_tokens=limits.chunk_tokens,
+        max_running=min(info.max_running for info in infos),
+        gpus=1,
+        usd_per_gpu_hour=0.0,
+        cores=cores,
+        gateway_load=gateway_load,
+    )
+    prompt, first_token = _delays(watched, latency_s)
+    chances = Chances(
+        prompt,
+        first_token,
+        prefill=_unevenness([sample for group in prompts for sample in group], prefill),
+        decode=_unevenness(
+            [sample for told, busy in watched for sample in _decoding(told, busy, together=1)],
+            decode,
+        ),
+    )
+    return Fitted(hardware, latency_s, chances)
+
+
+# ---------------------------------------------------------------- what was observed
+
+
+def _prompts(told: Told, busy: "_Busy", chunk_tokens: int) -> list[Sample]:
+    samples = []
+    for attempt in _alone(told):
+        assert attempt.started_s is not None
+        assert attempt.done_s is not None
+        new = attempt.num_tokens - attempt.num_cached_tokens
+        squares = attempt.num_tokens**2 - attempt.num_cached_tokens**2
+        seconds = busy.work_s(attempt.prefill_worker, (attempt.started_s, attempt.done_s))
+        samples.append(Sample((-(-new // chunk_tokens), new, squares), seconds))
+    return samples
+
+
+def _alone(told: Told) -> list[Attempt]:
+    """Those handed over that had their worker to themselves from the moment they were sent."""
+    by_worker: dict[WorkerId, list[Attempt]] = {}
+    for attempt in told.attempts.values():
+        if attempt.hands_over and attempt.started_s is not None and attempt.done_s is not None:
+            by_worker.setdefault(attempt.prefill_worker, []).append(attempt)
+    found = []
+    for attempts in by_worker.values():
+        attempts.sort(key=lambda attempt: attempt.sent_s)
+        free_s = 0.0
+        for index, attempt in enumerate(attempts):
+            assert attempt.done_s is not None
+            following = attempts[index + 1] if index + 1 < len(attempts) else None
+            if attempt.sent_s >= free_s and (
+                following is None or following.sent_s >= attempt.done_s
+            ):
+                found.append(attempt)
+            free_s = max(free_s, attempt.done_s)
+    return found
+
+
+def _decoding(told: Told, busy: "_Busy", together: int = STEPS_TOGETHER) -> list[Sample]:
+    samples = []
+    for worker_id in told.steps:
+        for run in _only_decoding(told, worker_id):
+            following = iter(pairwise(run))
+            while batch := list(islice(following, together)):
+                counted = [step for _, step in batch]
+                features = (
+                    len(counted),
+                    sum(len(step.rows) for step in counted),
+                    sum(step.num_context for step in counted),
+                )
+                interval = batch[0][0].at_s, batch[-1][1].at_s
+                samples.append(Sample(features, busy.work_s(worker_id, interval)))
+    return samples
+
+
+def _only_decoding(told: Told, worker_id: WorkerId) -> Iterator[list[DecodeStep]]:
+    """Runs of steps of a worker, cut where it computed a prompt as well."""
+    prompts = [
+        (attempt.started_s, attempt.done_s)
+        for attempt in told.attempts.values()
+        if attempt.prefill_worker == worker_id
+        and attempt.started_s is not None
+        and attempt.done_s is not None
+    ]
+    for run in _runs(told.steps[worker_id]):
+        kept = run[:1]
+        for before, step in pairwise(run):
+            if any(begin_s < step.at_s and before.at_s < end_s for begin_s, end_s in prompts):
+                yield kept
+                kept = []
+            kept.append(step)
+        yield kept
+
+
+def _runs(steps: Sequence[DecodeStep]) -> list[list[DecodeStep]]:
+    """Steps of which each was followed by the next at once."""
+    runs: list[list[DecodeStep]] = []
+    goes_on = False
+    for step in steps:
+        if goes_on:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+        goes_on = bool(step.rows.keys() - step.finished)
+    return runs
+
+
+class _Busy:
+    """When workers computed, and how fast each of them could beside the others."""
+
+    def __init__(
+        self,
+        intervals: Mapping[WorkerId, Sequence[Interval]],
+        demands: Mapping[WorkerId, float],
+        cores: int | None,
+    ) -> None:
+        """`demands` are the cores that a worker takes while it computes, with what it causes."""
+        ends = sorted({end_s for own in intervals.values() for pair in own for end_s in pair})
+        first_s, last_s = (ends[0], ends[-1]) if ends else (0.0, 0.0)
+        self._at_s = np.array([first_s - LONG_S, *ends, last_s + LONG_S])
+        computes = {worker_id: self._covered(own) for worker_id, own in intervals.items()}
+        self._num_busy = sum(computes.values(), np.zeros(len(self._at_s) - 1))
+        wanted = sum((computes[i] * demands[i] for i in computes), np.zeros(len(self._num_busy)))
+        self._work_s: dict[WorkerId, Vector] = {}
+        for worker_id, own in computes.items():
+            with_it = wanted + (1 - own) * demands[worker_id]
+            paces = np.array([pace(cores, float(demand)) for demand in with_it])
+            done_s = np.cumsum(np.diff(self._at_s) * paces)
+            self._work_s[worker_id] = np.concatenate(([0.0], done_s))
+
+    def _covered(self, intervals: Sequence[Interval]) -> Vector:
+        """One for each stretch between two of all moments in which these intervals lie, or zero."""
+        covered: Vector = np.zeros(len(self._at_s) - 1)
+        for interval in intervals:
+            begin, end = np.searchsorted(self._at_s, interval)
+            covered[begin:end] = 1.0
+        return covered
+
+    def number(self, at_s: float) -> int:
+        """How many did at a moment."""
+        return int(self._num_busy[np.searchsorted(self._at_s, at_s, side="right") - 1])
+
+    def work_s(self, worker_id: WorkerId, interval: Interval) -> float:
+        """Seconds of a core that a worker has had if it computed all the time."""
+        begin_s, end_s = np.interp(interval, self._at_s, self._work_s[worker_id])
+        return float(end_s - begin_s)
+
+
+def _busy(told: Told, cores: int | None, gateway_load: float) -> _Busy:
+    intervals: dict[WorkerId, list[Interval]] = {
+        worker_id: [(run[0].at_s, run[-1].at_s) for run in _runs(steps)]
+        for worker_id, steps in told.steps.items()
+    }
+    demands = dict.fromkeys(intervals, 1 + gateway_load)
+    for attempt in told.attempts.values():
+        if attempt.started_s is not None and attempt.done_s is not None:
+            own = intervals.setdefault(attempt.prefill_worker, [])
+            own.append((attempt.started_s, attempt.done_s))
+            demands.setdefault(attempt.prefill_worker, 1.0)
+    return _Busy(intervals, demands, cores)
+
+
+def _gateway_load(recordings: Sequence[Told]) -> float:
+    """Cores that the gateway took for each worker that decoded."""
+    decoded_s = sum(
+        run[-1].at_s - run[0].at_s
+        for told in recordings
+        for steps in told.steps.values()
+        for run in _runs(steps)
+    )
+    return sum(told.gateway_cpu_s for told in recordings) / decoded_s if decoded_s else 0.0
+
+
+# ---------------------------------------------------------------- what follows from it
+
+
+def _fit(groups: Sequence[Sequence[Sample]], what: str) -> tuple[float, ...]:
+    """Weights of the features."""
+    samples = [sample for group in groups for sample in group]
+    if len(samples) < LEAST_SAMPLES:
+        raise NotEnough(f"{len(samples)} {what} that can be told apart, of {LEAST_SAMPLES}")
+    features = np.array([sample.features for sample in samples], dtype=float)
+    seconds = np.array([sample.seconds for sample in samples])
+    deviations = np.hypot(ALWAYS_OFF * np.median(seconds), seconds)
+    weights = _robust(features, seconds, deviations)
+    ends = np.cumsum([len(group) for group in groups if group])[:-1]
+    scales = [
+        actual.sum() / guess.sum()
+        for actual, guess in zip(
+            np.split(seconds, ends), np.split(features @ weights, ends), strict=True
+        )
+    ]
+    return tuple((weights * np.median(scales)).tolist())
+
+
+def _robust(features: Matrix, seconds: Vector, deviations: Vector) -> Vector:
+    """Weights without what is far off having much to say: such steps were interrupted."""
+    trust = np.ones(len(seconds))
+    for _ in range(NUM_REFITS):
+        weights = _nonnegative(features, seconds, trust / deviations)
+        off = np.abs(features @ weights - seconds) / deviations
+        trust = np.sqrt(np.minimum(1.0, FAR_OFF / np.maximum(off, 1e-9)))
+    return weights
+
+
+def _nonnegative(features: Matrix, seconds: Vector, weight: Vector) -> Vector:
+    """Weighted least squares; what would come to be negative is left out."""
+    scale = np.maximum(features.mean(axis=0), 1e-12)
+    columns = features / scale * weight[:, None]
+    kept = list(range(features.shape[1]))
+    while True:
+        solution = np.linalg.lstsq(columns[:, kept], seconds * weight, rcond=None)[0]
+        if (solution >= 0).all() or len(kept) == 1:
+            break
+        kept.pop(int(solution.argmin()))
+    weights: Vector = np.zeros(features.shape[1])
+    weights[kept] = np.maximum(solution, 0.0)
+    unscaled: Vector = weights / scale
+    return unscaled
+
+
+def _pull(recordings: Sequence[Told]) -> PullCost:
+    """What hardly any took less than. Where one took longer, the first token was late as well."""
+    seconds = [
+        attempt.ready_s - attempt.done_s
+        for told in recordings
+        for attempt in told.attempts.values()
+        if attempt.ready_s is not None and attempt.done_s is not None
+    ]
+    fixed_s = _least(seconds) if seconds else 0.0
+    return PullCost(max(fixed_s, 0.0), 0.0, INSTANTLY)
+
+
+def _latency_s(recordings: Sequence[Told]) -> float:
+    """Half of what hardly any prompt took less than, to an idle worker and back."""
+    ways = [
+        attempt.started_s - attempt.sent_s
+        for told in recordings
+        for attempt in _alone(told)
+        if attempt.started_s is not None
+    ]
+    if len(ways) < LEAST_SAMPLES:
+        raise NotEnough(f"{len(ways)} prompts that found their worker idle, of {LEAST_SAMPLES}")
+    return _least(ways) / 2
+
+
+def _least(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 10]
+
+
+def _delays(
+    watched: Sequence[tuple[Told, _Busy]], latency_s: float
+) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
+    """What prompts and first tokens took beyond twice the latency, by how many were busy.
+
+    Only both ways together are seen; what is beyond is thought to be the way to the worker, which
+    has to be woken up. With a first token KV has to have come, too.
+    """
+    prompts: list[tuple[int, float]] = []
+    firsts: list[tuple[int, float]] = []
+    for told, busy in watched:
+        for attempt in _alone(told):
+            assert attempt.started_s is not None
+            prompts.append((busy.number(attempt.sent_s), attempt.started_s - attempt.sent_s))
+        for attempt in told.attempts.values():
+            if (
+                attempt.hands_over
+                and attempt.decode_started_s is not None
+                and attempt.done_s is not None
+            ):
+                seconds = attempt.decode_started_s - attempt.done_s
+                # the next prompt may have begun by then
+                firsts.append((busy.number(attempt.done_s + latency_s), seconds))
+    return _table(prompts, 2 * latency_s), _table(firsts, 2 * latency_s)
+
+
+def _unevenness(samples: Sequence[Sample], cost: Sequence[float]) -> tuple[float, ...]:
+    """How many times as long as its price each took, in the same order; 1 on average."""
+    ratios = [sample.seconds / float(np.dot(cost, sample.features)) for sample in samples]
+    mean = sum(ratios) / len(ratios)
+    return tuple(ratio / mean for ratio in ratios)
+
+
+def _table(observed: Sequence[tuple[int, float]], usual_s: float) -> tuple[tuple[float, ...], ...]:
+    """Rows by number; those with too few of their own have those of the number before as well."""
+    rows: list[tuple[float, ...]] = []
+    for number in range(max((number for number, _ in observed), default=-1) + 1):
+        row = tuple(max(seconds - usual_s, 0.0) for n, seconds in observed if n == number)
+        if len(row) < LEAST_SAMPLES and rows:
+            row += rows[-1]
+        rows.append(row or (0.0,))
+    return tuple(rows)

@@ -1,0 +1,164 @@
+"""A real deployment that plays a trace: worker processes, and a router in this process.
+
+No HTTP and no text: requests go to the router as it gets them from the gateway, and all that the
+router is told and does is recorded. So what is measured is what is simulated, and clients cost
+little of what the workers compute with. Prompts are tokens: those of a block are a function of its
+id in the trace, so prompts share what they share in the trace.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+from time import process_time
+
+from bench.common.services import Service, launched
+from bench.simulator.cluster import Pools
+from bench.simulator.traces import Trace, TraceRequest
+from bench.validation.recordings import Told, told_by
+from engine.clock import MonotonicClock
+from engine.config import RouterConfig, WorkerConfig
+from engine.errors import BatonError
+from engine.messages import Limits, RequestId, Role, Sampling
+from engine.net.trust import Secret
+from router.machine.requests import Finished, Outcome, Request
+from router.recording.lines import lines_of
+from router.service import Router
+
+READY_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 600.0  # after the last request came: all are answered by then
+JOIN_POLL_S = 0.02
+MIN_TOKEN, MAX_TOKEN = 5, 4096  # of the bundled model's; those before are special
+
+
+class DeploymentFailed(BatonError):
+    """Workers that did not join, or a request that was not answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Running workers."""
+
+    addresses: Sequence[str]
+    token: str
+
+
+@contextmanager
+def deployment(pools: Pools, config: WorkerConfig, model: Path) -> Iterator[Live]:
+    """Starts workers of one thread each; on leaving they are gone. Raises ServiceFailed."""
+    token = secrets.token_hex(16)
+    numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
+    specs = [
+        {  # a `deploy.processes.WorkerSpec`
+            "worker_id": f"{role}-{i}",
+            "role": role,
+            "model": str(model),
+            "config": config,
+            "token": token,
+            "threads": 1,
+        }
+        for role, number in numbers.items()
+        for i in range(number)
+    ]
+    with ExitStack() as stack:
+        services = [launched("worker", stack) for _ in specs]
+        with ThreadPoolExecutor(len(specs)) as threads:
+            answers = list(threads.map(Service.tell, services, specs))
+        addresses = [answer["address"] for answer in answers]
+        yield Live(addresses, token)
+
+
+def play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> Told:
+    """Has the trace come upon a deployment that is idle; what its recording tells.
+
+    Raises DeploymentFailed unless all requests are answered in full.
+    """
+    return asyncio.run(_play(live, trace, config, record_dir))
+
+
+async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> Told:
+    clock = MonotonicClock()
+    router = Router(
+        list(live.addresses),
+        config=config,
+        secret=Secret(live.token),
+        clock=clock,
+        record_dir=record_dir,
+    )
+    requests = [
+        _request(f"{index}", asked, trace.block_tokens)
+        for index, asked in enumerate(trace.requests)
+    ]
+    await router.open()
+    try:
+        await _all_joined(router, len(live.addresses), clock)
+        began_s = process_time()
+        outcomes = await _ask_all(router, requests, trace, clock)
+        cpu_s = process_time() - began_s
+    finally:
+        await router.close()
+    failed = [outcome for outcome in outcomes if not isinstance(outcome, Finished)]
+    if failed:
+        raise DeploymentFailed(f"{len(failed)} requests were not answered: {failed[0]}")
+    told = told_by(lines_of(record_dir / f"{router.gateway_id}.jsonl"))
+    told.gateway_cpu_s = cpu_s
+    return told
+
+
+async def _ask_all(
+    router: Router, requests: Sequence[Request], trace: Trace, clock: MonotonicClock
+) -> list[Outcome | None]:
+    """Sends each request when it is due; on leaving, none is under way."""
+    start_s = clock.now_s()
+    limit_s = trace.duration_s + ANSWER_TIMEOUT_S
+    try:
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
+            asking = [
+                group.create_task(_ask_at(router, request, start_s + asked.arrived_s))
+                for request, asked in zip(requests, trace.requests, strict=True)
+            ]
+    except TimeoutError as error:
+        raise DeploymentFailed(f"not all requests were answered in {limit_s:g} s") from error
+    return [task.result() for task in asking]
+
+
+async def _all_joined(router: Router, num_workers: int, clock: MonotonicClock) -> None:
+    end_s = clock.now_s() + READY_TIMEOUT_S
+    while len(router.workers()) < num_workers:
+        if clock.now_s() > end_s:
+            raise DeploymentFailed(f"only {len(router.workers())} of {num_workers} workers joined")
+        await asyncio.sleep(JOIN_POLL_S)  # noqa: TID251 (a poll, with a deadline)
+
+
+async def _ask_at(router: Router, request: Request, due_s: float) -> Outcome | None:
+    """Sends a request when it is due and follows it to its end."""
+    clock = MonotonicClock()
+    delay_s = max(due_s - clock.now_s(), 0.0)
+    await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)
+    outcome = None
+    async for update in router.submit(replace(request, received_s=clock.now_s())):
+        outcome = update.outcome
+    return outcome
+
+
+def _request(name: str, asked: TraceRequest, block_tokens: int) -> Request:
+    token_ids = tuple(islice(_tokens(asked.block_ids, block_tokens), asked.input_len))
+    return Request(
+        request_id=RequestId(name),
+        token_ids=token_ids,
+        sampling=Sampling(temperature=0.0),
+        limits=Limits(max_len=asked.input_len + asked.output_len, prompt_len=asked.input_len),
+        received_s=0.0,
+    )
+
+
+def _tokens(block_ids: Sequence[int], block_tokens: int) -> Iterator[int]:
+    for block_id in block_ids:
+        rng = Random(block_id)
+        for _ in range(block_tokens):
+            yield rng.randrange(MIN_TOKEN, MAX_TOKEN)

@@ -1,0 +1,1 @@
+"""The operator's HTTP API: its server, its schema and its client."""

@@ -1,0 +1,399 @@
+"""The operator's HTTP API, served by the controller's own process, to who has the admin key."""
+
+import asyncio
+import hmac
+import importlib.metadata
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from deploy.admin.schema import (
+    DecisionInfo,
+    ErrorAnswer,
+    ErrorBody,
+    FinishBody,
+    FlipBody,
+    GatewayInfo,
+    ListedRequest,
+    PlannerAnswer,
+    PlannerBody,
+    PlannerInfo,
+    PoolsAnswer,
+    PoolsBody,
+    RequestsAnswer,
+    StepInfo,
+    UpdateBody,
+    VersionInfo,
+    VersionsAnswer,
+    WeightsBody,
+    WorkerInfo,
+    WorkersAnswer,
+    openapi,
+)
+from deploy.controller import PoolController
+from deploy.local.run_dir import AdminAccess, announce, run_directory
+from deploy.pools.events import (
+    Abort,
+    Drain,
+    Finish,
+    Flip,
+    Order,
+    OrderRefused,
+    SetPlanner,
+    SetPools,
+    SetWeights,
+    Stop,
+    Worker,
+)
+from deploy.pools.planning import Decision
+from deploy.pools.rollout import known
+from deploy.updates import order_of, pools_of
+from engine.clock import Clock
+from engine.config import AdminConfig, is_loopback
+from engine.control import SERVING_ROLES, Pools, Version
+from engine.errors import ConfigError
+from engine.messages import WorkerId
+from router.edge.limits import Book, EdgeLimits
+from router.edge.listener import Listener
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**10
+MAX_STEPS = 200  # of the history, in one answer
+CLOSE_TIMEOUT_S = 5.0
+LIMITS = EdgeLimits(
+    max_connections=256, max_connections_per_address=256, max_bodies_bytes=16 * 2**20
+)
+
+T = TypeVar("T")
+
+
+class AdminService:
+    """A controller and the API to it, from open to close."""
+
+    drain_timeout_s = 0.0
+
+    def __init__(self, controller: PoolController, *, config: AdminConfig, clock: Clock) -> None:
+        self._controller = controller
+        self._config = config
+        self._clock = clock
+        self._listener: Listener | None = None
+        self._file: Path | None = None
+
+    async def open(self) -> str:
+        """Opens the controller, then listens; the URL. Raises ConfigError."""
+        config = self._config
+        assert config.key is not None
+        try:
+            sock = socket.create_server((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror}"
+            ) from error
+        try:
+            await self._controller.open()
+            host, port = sock.getsockname()[:2]
+            if not is_loopback(config.host):
+                log.warning(
+                    "the operator's API listens on %s without TLS: its key can be read", host
+                )
+            url = f"http://{host}:{port}"
+            access = AdminAccess(url, config.key, os.getpid(), self._controller.url)
+            self._file = announce(run_directory(os.environ), access)
+        except BaseException:
+            sock.close()
+            raise
+        app = admin_app(self._controller, key=config.key, clock=self._clock)
+        self._listener = Listener(app, Book(LIMITS))
+        self._listener.open(sock)
+        return url
+
+    def hurry(self) -> None:
+        """It waits for no more than moments as it is."""
+
+    async def close(self) -> None:
+        """Answers no more; the controller is closed too."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        if self._listener is not None:
+            await self._listener.close(CLOSE_TIMEOUT_S, lambda: None)
+        await self._controller.close()
+
+
+def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlette:
+    """The application, to be run by any ASGI server on the controller's loop."""
+    pages = _Pages(controller, clock)
+    routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+        ("GET", "/v1/pools", pages.pools),
+        ("POST", "/v1/pools", pages.set_pools),
+        ("GET", "/v1/workers", pages.workers),
+        ("GET", "/v1/requests", pages.requests),
+        ("POST", "/v1/workers/{worker_id}/flip", pages.flip),
+        ("POST", "/v1/workers/{worker_id}/drain", pages.drain),
+        ("POST", "/v1/workers/{worker_id}/stop", pages.stop),
+        ("GET", "/v1/block-events", pages.block_events),
+        ("GET", "/v1/planner", pages.planner),
+        ("GET", "/v1/versions", pages.versions),
+        ("POST", "/v1/versions", pages.add_version),
+        ("POST", "/v1/weights", pages.set_weights),
+        ("POST", "/v1/versions/{name}/finish", pages.finish),
+        ("POST", "/v1/versions/{name}/abort", pages.abort),
+        ("POST", "/v1/planner", pages.set_planner),
+        ("GET", "/openapi.json", pages.openapi),
+    ]
+
+    def guarded(
+        endpoint: Callable[[Request], Awaitable[Response]],
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            given = request.headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
+                return _error(401, "unauthorized", "this needs the admin key")
+            try:
+                return await endpoint(request)
+            except OrderRefused as refusal:
+                return _error(refusal.status, "refused", str(refusal))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                return _error(400, "invalid_request", str(error))
+
+        return answer
+
+    return Starlette(
+        routes=[Route(path, guarded(page), methods=[method]) for method, path, page in routes],
+        exception_handlers={HTTPException: _http_error},
+    )
+
+
+class _Pages:
+    """The endpoints. Each order is answered with the pools as they are just then."""
+
+    def __init__(self, controller: PoolController, clock: Clock) -> None:
+        self._controller = controller
+        self._clock = clock
+
+    async def pools(self, request: Request) -> Response:
+        since = request.query_params.get("since", "0")
+        return self._answer(200, since=msgspec.convert(since, int, strict=False))
+
+    async def workers(self, _: Request) -> Response:
+        return _json(200, WorkersAnswer(self._workers()))
+
+    async def requests(self, _: Request) -> Response:
+        number, found = await self._controller.requests()
+        found.sort(key=lambda each: -each[1].age_s)
+        return _json(200, RequestsAnswer(number, [ListedRequest(*each) for each in found]))
+
+    async def block_events(self, _: Request) -> Response:
+        return _json(200, self._controller.block_events())
+
+    async def set_pools(self, request: Request) -> Response:
+        body = await _body(request, PoolsBody)
+        given = msgspec.structs.asdict(body)
+        name = given.pop("version")
+        intent = self._controller.machine.intent
+        version = intent.current if name is None else known(intent, name)
+        changes = {role: n for role, n in given.items() if n is not None}
+        pools = msgspec.structs.replace(version.pools, **changes)
+        return self._order(SetPools(pools, version=name))
+
+    async def versions(self, _: Request) -> Response:
+        rollout = self._controller.machine.intent.rollout
+        return _json(200, VersionsAnswer(self._versions(), None if rollout is None else rollout.to))
+
+    async def add_version(self, request: Request) -> Response:
+        body = await _body(request, UpdateBody)
+        try:
+            order = await asyncio.to_thread(order_of, body, self._controller.machine.intent)
+        except ConfigError as error:
+            raise OrderRefused(str(error), status=400) from error
+        return self._order(order)
+
+    async def set_weights(self, request: Request) -> Response:
+        return self._order(SetWeights((await _body(request, WeightsBody)).weights))
+
+    async def finish(self, request: Request) -> Response:
+        body = await _body(request, FinishBody)
+        pools = None if body.pools is None else pools_of(body.pools, Pools())
+        return self._order(Finish(request.path_params["name"], pools))
+
+    async def abort(self, request: Request) -> Response:
+        return self._order(Abort(request.path_params["name"]))
+
+    async def flip(self, request: Request) -> Response:
+        return self._order(Flip(_worker_id(request), (await _body(request, FlipBody)).role))
+
+    async def drain(self, request: Request) -> Response:
+        return self._order(Drain(_worker_id(request)))
+
+    async def stop(self, request: Request) -> Response:
+        return self._order(Stop(_worker_id(request)))
+
+    async def planner(self, _: Request) -> Response:
+        controller, now_s = self._controller, self._clock.now_s()
+        found = [_decision(one, now_s) for one in controller.planning.decisions]
+        return _json(200, PlannerAnswer(self._planner(), controller.machine.intent.pools, found))
+
+    async def set_planner(self, request: Request) -> Response:
+        return self._order(SetPlanner((await _body(request, PlannerBody)).mode))
+
+    async def openapi(self, _: Request) -> Response:
+        return _json(200, openapi(importlib.metadata.version("baton-serve")))
+
+    def _order(self, order: Order) -> Response:
+        """The steps are those that the order made, and later ones."""
+        history = self._controller.machine.history
+        before = history[-1].number if history else 0
+        self._controller.order(order)
+        return self._answer(202, since=before)
+
+    def _answer(self, status: int, *, since: int) -> Response:
+        controller, now_s = self._controller, self._clock.now_s()
+        machine = controller.machine
+        steps = [step for step in machine.history if step.number > since][-MAX_STEPS:]
+        return _json(
+            status,
+            PoolsAnswer(
+                wanted=machine.intent.pools,
+                versions=self._versions(),
+                taking_over=None if machine.intent.rollout is None else machine.intent.rollout.to,
+                settled=machine.is_settled,
+                version=machine.members.version,
+                max_workers=machine.limits.max_workers,
+                workers=self._workers(),
+                gateways=self._gateways(),
+                planner=self._planner(),
+                counters=controller.counters,
+                steps=[StepInfo(s.number, now_s - s.at_s, s.subject, s.what, s.why) for s in steps],
+            ),
+        )
+
+    def _planner(self) -> PlannerInfo:
+        controller = self._controller
+        return PlannerInfo(controller.machine.intent.planner, controller.planning.reasons)
+
+    def _versions(self) -> list[VersionInfo]:
+        machine = self._controller.machine
+        return [self._version(version) for version in machine.intent.versions]
+
+    def _version(self, version: Version) -> VersionInfo:
+        machine = self._controller.machine
+        serving = machine.serving(version.name)
+        said = machine.reports_of(version.name)
+        return VersionInfo(
+            name=version.name,
+            model=version.model,
+            model_name=version.model_name,
+            fingerprint=next((each.fingerprint for each in said if each.fingerprint), ""),
+            wanted=version.pools,
+            serving=Pools(*(serving[role] for role in SERVING_ROLES)),
+            weight=version.weight,
+            num_requests=sum(each.num_requests for each in said),
+            is_current=version is machine.intent.current,
+            is_leaving=version.is_leaving,
+            missing=next((each.missing for each in said if each.missing is not None), None),
+        )
+
+    def _workers(self) -> list[WorkerInfo]:
+        workers = self._controller.machine.workers
+        return [self._worker(workers[name]) for name in sorted(workers)]
+
+    def _worker(self, worker: Worker) -> WorkerInfo:
+        load, restarts = worker.load, self._controller.machine.restarts
+        ready = self._controller.workers.get(worker.worker_id)
+        runs = worker.address is not None and ready is not None
+        return WorkerInfo(
+            worker_id=worker.worker_id,
+            version=worker.version,
+            role=worker.role,
+            target=worker.target,
+            state=worker.state,
+            state_s=self._clock.now_s() - worker.since_s,
+            is_connected=worker.is_connected,
+            is_leaving=worker.leaves,
+            failures=restarts.num_failed(worker.worker_id),
+            is_crash_looping=restarts.is_looping(worker.worker_id),
+            pid=ready.pid if runs and ready is not None else None,
+            address=worker.address,
+            waiting_seqs=0 if load is None else load.waiting_seqs,
+            running_seqs=0 if load is None else load.running_seqs,
+            leaving_seqs=worker.num_leaving_seqs,
+            open_leases=0 if load is None else load.open_leases,
+            num_blocks=ready.num_blocks if runs and ready is not None else 0,
+            free_blocks=0 if load is None else load.free_blocks + load.cached_blocks,
+        )
+
+    def _gateways(self) -> list[GatewayInfo]:
+        found = []
+        for name, state in self._controller.machine.gateways.items():
+            ready = self._controller.gateways.get(name)
+            link = self._controller.gateway_links.get(name)
+            report = None if link is None else link.report
+            found.append(
+                GatewayInfo(
+                    name=name,
+                    url="" if ready is None else ready.url,
+                    pid=None if ready is None else ready.pid,
+                    state=state,
+                    is_connected=report is not None,
+                    missing="it says nothing" if report is None else report.missing,
+                    members_version=0 if report is None else report.members_version,
+                    num_requests=0 if report is None else report.num_requests,
+                    num_waiting=0 if report is None else report.num_waiting,
+                )
+            )
+        return found
+
+
+def _decision(decision: Decision, now_s: float) -> DecisionInfo:
+    return DecisionInfo(
+        number=decision.number,
+        age_s=now_s - decision.at_s,
+        mode=decision.mode,
+        before=decision.before,
+        after=decision.after,
+        num_workers=decision.num_workers,
+        outcome=decision.outcome,
+        why_refused=decision.why_refused,
+        summary=str(decision),
+        reasons=decision.reasons,
+    )
+
+
+def _worker_id(request: Request) -> WorkerId:
+    return WorkerId(request.path_params["worker_id"])
+
+
+async def _body(request: Request, kind: type[T]) -> T:
+    """Raises MsgspecError, HTTPException."""
+    pieces = bytearray()
+    async for piece in request.stream():
+        pieces += piece
+        if len(pieces) > MAX_BODY_BYTES:
+            raise HTTPException(413, "the body is too large")
+    return msgspec.json.decode(bytes(pieces), type=kind)
+
+
+def _json(status: int, answer: object) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+
+
+def _error(status: int, kind: str, message: str) -> Response:
+    answer = _json(status, ErrorAnswer(ErrorBody(kind, message)))
+    if status == 401:
+        answer.headers["WWW-Authenticate"] = "Bearer"
+    return answer
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, "http", error.detail)

@@ -1,0 +1,331 @@
+"""What the operator's API takes and answers, and its OpenAPI description."""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from deploy.pools.events import GatewayState, WorkerState
+from deploy.pools.planning import Outcome
+from deploy.pools.rollout import MAX_WEIGHT
+from engine.config import PlannerMode, WorkerConfig
+from engine.control import Pools, RequestInfo
+from engine.messages import EventsAddress, Role, WorkerId
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+Weight = Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
+
+
+class PoolCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Workers by role."""
+
+    prefill: Count | None = None
+    decode: Count | None = None
+    mixed: Count | None = None
+
+
+class PoolsBody(PoolCounts, frozen=True):
+    """Wanted workers by role; what is left out stays. Of the current version, or of that one."""
+
+    version: str | None = None
+
+
+class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version: what is left out is as in the current one, a name is found.
+
+    `worker` has settings of `[worker]`, by name; those that it has not are as in the current one.
+    With a weight it is served beside the others, with these pools. Without one it takes over from
+    all others, and these are the pools that it has in the end.
+    """
+
+    name: str | None = None
+    model: str | None = None
+    model_name: str | None = None  # in the API
+    worker: dict[str, Any] | None = None
+    pools: PoolCounts | None = None
+    weight: Weight | None = None
+
+
+class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shares of the requests, by version; who is not named keeps its weight."""
+
+    weights: dict[str, Weight]
+
+
+class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pools that it is to have; default: no fewer workers than the current version has."""
+
+    pools: PoolCounts | None = None
+
+
+class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The role to take."""
+
+    role: Role
+
+
+class PlannerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What becomes of the planner's proposals."""
+
+    mode: PlannerMode
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """One worker. `role` is what it says, `target` what it is to be."""
+
+    worker_id: WorkerId
+    version: str
+    role: Role | None
+    target: Role | None
+    state: WorkerState
+    state_s: float  # so long
+    is_connected: bool
+    is_leaving: bool
+    failures: int  # ends and failed starts in a row
+    is_crash_looping: bool
+    pid: int | None
+    address: str | None
+    waiting_seqs: int
+    running_seqs: int
+    leaving_seqs: int  # of these: they decode although its role is not for that, until they moved
+    open_leases: int
+    num_blocks: int
+    free_blocks: int  # cached ones included
+
+
+class GatewayInfo(msgspec.Struct, frozen=True):
+    """One gateway process. `missing` is what keeps it from serving."""
+
+    name: str
+    url: str
+    pid: int | None
+    state: GatewayState
+    is_connected: bool
+    missing: str | None
+    members_version: int
+    num_requests: int
+    num_waiting: int
+
+
+class StepInfo(msgspec.Struct, frozen=True):
+    """One line of the history."""
+
+    number: int
+    age_s: float
+    subject: str
+    what: str
+    why: str
+
+
+class PlannerInfo(msgspec.Struct, frozen=True):
+    """What the planner may do, and its latest words: what is needed now, and why nothing changes
+    or what does. None of these while it is off.
+    """
+
+    mode: PlannerMode
+    reasons: tuple[str, ...]
+
+
+class DecisionInfo(msgspec.Struct, frozen=True):
+    """A proposal of the planner that would change something, and what came of it.
+
+    `num_workers` are all that there should be; more than `after` has where there is no room yet.
+    """
+
+    number: int
+    age_s: float
+    mode: PlannerMode
+    before: Pools
+    after: Pools
+    num_workers: int
+    outcome: Outcome
+    why_refused: str
+    summary: str  # all of that, as one line
+    reasons: tuple[str, ...]
+
+
+class PlannerAnswer(msgspec.Struct, frozen=True):
+    """The planner, and its decisions, the latest last."""
+
+    planner: PlannerInfo
+    wanted: Pools
+    decisions: list[DecisionInfo]
+
+
+class VersionInfo(msgspec.Struct, frozen=True):
+    """One version of the model. `missing` is what keeps a gateway from serving it."""
+
+    name: str
+    model: str
+    model_name: str
+    fingerprint: str
+    wanted: Pools
+    serving: Pools
+    weight: int
+    num_requests: int
+    is_current: bool
+    is_leaving: bool
+    missing: str | None
+
+
+class VersionsAnswer(msgspec.Struct, frozen=True):
+    """All versions, the current one first. `taking_over`: from all others, if one is."""
+
+    versions: list[VersionInfo]
+    taking_over: str | None
+
+
+class PoolsAnswer(msgspec.Struct, frozen=True):
+    """The pools. `settled`: all is as wanted and nothing is under way. `wanted`: of the current
+    version.
+    """
+
+    wanted: Pools
+    versions: list[VersionInfo]
+    taking_over: str | None
+    settled: bool
+    version: int
+    max_workers: int
+    workers: list[WorkerInfo]
+    gateways: list[GatewayInfo]
+    planner: PlannerInfo
+    counters: dict[str, int]
+    steps: list[StepInfo]  # of the history, the latest ones
+
+
+class WorkersAnswer(msgspec.Struct, frozen=True):
+    """All workers."""
+
+    workers: list[WorkerInfo]
+
+
+class ListedRequest(msgspec.Struct, frozen=True):
+    """A request, and the gateway process that serves it."""
+
+    gateway: str
+    request: RequestInfo
+
+
+class RequestsAnswer(msgspec.Struct, frozen=True):
+    """Requests that are being served, oldest first; not all may be listed."""
+
+    num_requests: int
+    requests: list[ListedRequest]
+
+
+class BlockEventsAnswer(msgspec.Struct, frozen=True):
+    """What a subscriber to block events sets before it connects: keys of CURVE in Z85, and where
+    each worker publishes and answers (`engine.worker.block_events`).
+
+    The keys are those of block events alone; they change when the deployment is started again.
+    """
+
+    curve_serverkey: str
+    curve_publickey: str
+    curve_secretkey: str
+    workers: dict[WorkerId, EventsAddress]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """Instead of an answer."""
+
+    error: ErrorBody
+
+
+_REF = "#/components/schemas/{name}"
+_WORKER = {"name": "worker_id", "in": "path", "required": True, "schema": {"type": "string"}}
+_VERSION = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_SINCE = {
+    "name": "since",
+    "in": "query",
+    "description": "only steps of the history with higher numbers",
+    "schema": {"type": "integer", "minimum": 0},
+}
+# (method, path, summary, body, answer, parameters)
+_OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
+    ("get", "/v1/pools", "The pools, and what happened to them", None, PoolsAnswer, [_SINCE]),
+    ("post", "/v1/pools", "Set how many workers there are", PoolsBody, PoolsAnswer, []),
+    ("get", "/v1/workers", "All workers", None, WorkersAnswer, []),
+    ("get", "/v1/requests", "Requests that are being served", None, RequestsAnswer, []),
+    ("post", "/v1/workers/{worker_id}/flip", "Change a role", FlipBody, PoolsAnswer, [_WORKER]),
+    ("post", "/v1/workers/{worker_id}/drain", "Take work away", None, PoolsAnswer, [_WORKER]),
+    ("post", "/v1/workers/{worker_id}/stop", "Drain and stop", None, PoolsAnswer, [_WORKER]),
+    ("get", "/v1/versions", "Versions of the model", None, VersionsAnswer, []),
+    ("post", "/v1/versions", "Start a version beside the others", UpdateBody, PoolsAnswer, []),
+    ("post", "/v1/weights", "Share requests among versions", WeightsBody, PoolsAnswer, []),
+    ("post", "/v1/versions/{name}/finish", "Take over", FinishBody, PoolsAnswer, [_VERSION]),
+    ("post", "/v1/versions/{name}/abort", "Give all back", None, PoolsAnswer, [_VERSION]),
+    ("get", "/v1/block-events", "How to follow block events", None, BlockEventsAnswer, []),
+    ("get", "/v1/planner", "What the planner says and did", None, PlannerAnswer, []),
+    ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
+]
+_ERRORS = {
+    "400": "not a valid request",
+    "401": "no key, or a wrong one",
+    "404": "no such worker or version",
+    "409": "an order that cannot be carried out, with the reason",
+}
+
+
+def openapi(version: str) -> dict[str, Any]:
+    """The description, OpenAPI 3.1."""
+    types = [each for *_, body, answer, _ in _OPERATIONS for each in (body, answer) if each]
+    _, components = msgspec.json.schema_components([*types, ErrorAnswer], ref_template=_REF)
+    components |= _with_settings(components.pop("UpdateBody"))
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, summary, body, answer, parameters in _OPERATIONS:
+        paths.setdefault(path, {})[method] = _operation(
+            method, summary, body=body, answer=answer, parameters=parameters
+        )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton: operator's API", "version": version},
+        "security": [{"key": []}],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
+    """What `worker` may hold, by name; what is left out is as it is, so there are no defaults."""
+    _, parts = msgspec.json.schema_components([WorkerConfig], ref_template=_REF)
+    properties = parts.pop("WorkerConfig")["properties"]
+    for setting in properties.values():
+        setting.pop("default", None)
+    given = {"type": "object", "properties": properties, "additionalProperties": False}
+    update["properties"]["worker"] = {"anyOf": [given, {"type": "null"}], "default": None}
+    return {"UpdateBody": update, **parts}
+
+
+def _operation(
+    method: str, summary: str, *, body: Any, answer: Any, parameters: list[Any]
+) -> dict[str, Any]:
+    done = ("202", "ordered") if method == "post" else ("200", "as it is now")
+    found: dict[str, Any] = {
+        "summary": summary,
+        "responses": {
+            done[0]: {"description": done[1], "content": _content(answer)},
+            **{
+                status: {"description": what, "content": _content(ErrorAnswer)}
+                for status, what in _ERRORS.items()
+            },
+        },
+    }
+    if parameters:
+        found["parameters"] = parameters
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": _content(body)}
+    return found
+
+
+def _content(answer: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=answer.__name__)}}}

@@ -1,0 +1,1 @@
+"""The `baton` command: one file for each group of subcommands."""

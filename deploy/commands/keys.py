@@ -1,0 +1,130 @@
+"""`baton keys add`, `list` and `revoke`: the API keys in a file that gateways watch."""
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from engine.errors import ConfigError
+from router.access.file import change_keys, read_keys
+from router.access.keys import KeyRecord, hash_of, new_key, with_key, without_key
+from router.access.limits import KeyLimits
+
+DEFAULT_FILE = Path("~/.baton/keys.json")
+SHOWN_HASH = 8  # characters: tells keys apart, and is no use for anything else
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+File = Annotated[
+    Path, typer.Option("--file", envvar="BATON_GATEWAY__KEYS_FILE", help="as gateway.keys_file")
+]
+
+keys_app = typer.Typer(
+    help="API keys: changes count within a second, without a restart.", no_args_is_help=True
+)
+
+
+@keys_app.command("add")
+def add_command(  # noqa: PLR0913 - a command's options
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    group: Annotated[
+        str | None, typer.Option(help="shares cached prefixes with other keys of it")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(help="30d, 12h, 2w [default: never]")] = None,
+    requests_per_s: Annotated[float | None, typer.Option("--requests-per-s")] = None,
+    tokens_per_min: Annotated[int | None, typer.Option("--tokens-per-min")] = None,
+    max_streams: Annotated[int | None, typer.Option("--max-streams")] = None,
+    debug: Annotated[  # noqa: FBT002
+        bool, typer.Option("--debug", help="may ask for decisions, timelines and /metrics")
+    ] = False,
+    file: File = DEFAULT_FILE,
+) -> None:
+    """Makes a key and prints it: it cannot be shown again."""
+    key, now = new_key(), datetime.now(UTC).replace(microsecond=0)
+    fields = {
+        "name": name,
+        "hash": hash_of(key.encode()),
+        "created": now,
+        "expires": None if expires is None else now + parse_duration(expires),
+        "group": group,
+        "limits": _limits(requests_per_s, tokens_per_min, max_streams),
+        "debug": debug,
+    }
+    try:
+        record = msgspec.convert(fields, KeyRecord, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a key like this cannot be: {error}") from error
+    change_keys(file.expanduser(), lambda records: with_key(records, record))
+    typer.echo(key)
+
+
+@keys_app.command("list")
+def list_command(file: File = DEFAULT_FILE) -> None:
+    """Shows all keys, but not what would open."""
+    Console().print(table_of_keys(read_keys(file.expanduser()), datetime.now(UTC)))
+
+
+@keys_app.command("revoke")
+def revoke_command(
+    name: Annotated[str, typer.Argument(metavar="NAME")], file: File = DEFAULT_FILE
+) -> None:
+    """Removes a key: requests with it are refused from now on."""
+    change_keys(file.expanduser(), lambda records: without_key(records, name))
+
+
+def table_of_keys(records: tuple[KeyRecord, ...], now: datetime) -> Table:
+    """A row for each key."""
+    table = Table("name", "hash", "created", "expires", "group", "limits", "debug", box=SIMPLE_HEAD)
+    for column in table.columns[1:4]:
+        column.no_wrap = True
+    for record in records:
+        table.add_row(
+            record.name,
+            f"{record.hash[:SHOWN_HASH]}…",
+            f"{record.created:%Y-%m-%d}",
+            _expiry(record, now),
+            record.group or "",
+            ", ".join(_amounts(record.limits)),
+            "yes" if record.debug else "",
+        )
+    return table
+
+
+def parse_duration(text: str) -> timedelta:
+    """`30d` and the like. Raises ConfigError."""
+    match = re.fullmatch(r"([1-9][0-9]{0,5})([smhdw])", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is no duration: say 30d, 12h or 2w")
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+def _limits(
+    requests_per_s: float | None, tokens_per_min: int | None, max_streams: int | None
+) -> KeyLimits:
+    try:
+        return KeyLimits(requests_per_s, tokens_per_min, max_streams)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _amounts(limits: KeyLimits) -> Iterator[str]:
+    if limits.requests_per_s is not None:
+        yield f"{limits.requests_per_s:g} requests/s"
+    if limits.tokens_per_min is not None:
+        yield f"{limits.tokens_per_min:,} tokens/min"
+    if limits.max_streams is not None:
+        yield f"{limits.max_streams} streams"
+
+
+def _expiry(record: KeyRecord, now: datetime) -> str:
+    if record.expires is None:
+        return "never"
+    if record.expires <= now:
+        return f"[red]{record.expires:%Y-%m-%d %H:%M}[/red]"
+    return f"{record.expires:%Y-%m-%d %H:%M}"

@@ -1,0 +1,234 @@
+"""`baton serve`: a deployment on this machine, or on the Ray that is here, until a signal."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
+from deploy.commands.stop_signals import StopAsked, StopSignals, exit_status
+from deploy.local.deployment import Deployment
+from deploy.local.launcher import Launcher, ProcessLauncher
+from deploy.logs import configure_logging
+from deploy.processes import GatewayReady
+from deploy.ray import own_ray
+from engine.clock import MonotonicClock
+from engine.config import (
+    WITH_DRAFT,
+    RouterPolicy,
+    Speculate,
+    Transport,
+    WeightFormat,
+    forget_environment,
+    load_config,
+)
+from engine.layout import KVFormat
+
+LOOK_EVERY_S = 0.1  # whether it has stopped
+
+
+class LauncherKind(StrEnum):
+    """Where services run."""
+
+    RAY = "ray"
+    PROCESS = "process"
+
+
+def serve(  # noqa: PLR0913 - a command's options
+    model: Annotated[
+        str, typer.Argument(help="directory, hf://org/name[@revision], s3://… or gs://…")
+    ] = str(BUNDLED_MODEL),
+    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
+    port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
+    prefill: Annotated[int | None, typer.Option(help="prefill workers [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(help="decode workers [default: 1]")] = None,
+    mixed: Annotated[int | None, typer.Option(help="workers that do both [default: 0]")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="how many there may ever be")] = None,
+    launcher: Annotated[LauncherKind, typer.Option(help="how to run them")] = LauncherKind.RAY,
+    model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="API keys, of `baton keys` [default: open to everyone]")
+    ] = None,
+    open_to_all: Annotated[  # noqa: FBT002
+        bool, typer.Option("--open-to-all", help="listen beyond this machine without keys")
+    ] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: serve HTTPS")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key")] = None,
+    weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
+    kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached K and V")] = None,
+    decode_kv_dtype: Annotated[
+        KVFormat | None, typer.Option(help="format in decode workers [default: --kv-dtype]")
+    ] = None,
+    kv_wire_dtype: Annotated[
+        KVFormat | None, typer.Option(help="format between workers [default: as it is held]")
+    ] = None,
+    kv_mib: Annotated[
+        int | None,
+        typer.Option(help="KV memory of each worker, MiB [default: as memory allows]"),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="tokens of one request at most [default: the model's context]"),
+    ] = None,
+    kv_transport: Annotated[Transport | None, typer.Option(help="how KV moves")] = None,
+    block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
+    threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
+    speculate: Annotated[
+        Speculate | None, typer.Option(help="who proposes tokens that the model verifies")
+    ] = None,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="directory of the model that drafts")
+    ] = None,
+    policy: Annotated[
+        RouterPolicy | None, typer.Option(help="how the router chooses workers")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="directory to record in: prompts, answers and all decisions"
+        ),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
+    admin_port: Annotated[int | None, typer.Option(help="of the operator's API")] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
+) -> None:
+    """Serves a model until Ctrl-C; without MODEL, the bundled one."""
+    flags: dict[str, Any] = {
+        "gateway.host": host,
+        "gateway.port": port,
+        "gateway.model_name": model_name
+        or (None if model != str(BUNDLED_MODEL) else "baton-bundled"),
+        "gateway.tls_cert": None if tls_cert is None else str(tls_cert.expanduser().resolve()),
+        "gateway.tls_key": None if tls_key is None else str(tls_key.expanduser().resolve()),
+        "gateway.open_to_all": open_to_all or None,
+        "gateway.keys_file": None if keys_file is None else str(keys_file.expanduser().resolve()),
+        "gateway.record_dir": None if record is None else str(record.resolve()),
+        "router.policy": policy,
+        "pools.prefill": prefill,
+        "pools.decode": decode,
+        "pools.mixed": mixed,
+        "pools.max_workers": max_workers,
+        "admin.port": admin_port,
+        "worker.weights": weights,
+        "worker.kv_dtype": kv_dtype,
+        "worker.decode_kv_dtype": decode_kv_dtype,
+        "worker.kv_wire_dtype": kv_wire_dtype,
+        "worker.kv_mib": kv_mib,
+        "worker.max_model_len": max_model_len,
+        "worker.kv_transport": kv_transport,
+        "worker.block_size": block_size,
+        "worker.threads": threads,
+        "worker.speculate": speculate,
+        "worker.draft_model": None if draft_model is None else str(draft_model.resolve()),
+    }
+    if model == str(BUNDLED_MODEL) and draft_model is None and speculate in WITH_DRAFT:
+        flags["worker.draft_model"] = str(BUNDLED_DRAFT)
+    tree = load_config(config, os.environ, flags)
+    configure_logging(log_level, MonotonicClock())
+    forget_environment(os.environ)
+    deployment = Deployment(LAUNCHERS[launcher](), model=model, config=tree)
+    deployment.log_level = log_level
+    raise typer.Exit(run(deployment, Console(stderr=True)))
+
+
+def _ray_launcher() -> Launcher:
+    own_ray.prepare(os.environ)
+    from deploy.ray.launcher import RayLauncher
+
+    return RayLauncher()
+
+
+LAUNCHERS: dict[LauncherKind, Callable[[], Launcher]] = {
+    LauncherKind.PROCESS: ProcessLauncher,
+    LauncherKind.RAY: _ray_launcher,
+}
+
+
+def run(deployment: Deployment, console: Console) -> int:
+    """Opens the deployment, tells its news until a signal, and closes it; the exit status.
+
+    It is 0, or 128 and the signal's number if one came before it served, or another one while it
+    waited for answers.
+    """
+    signals = StopSignals()
+    signals.install()
+    try:
+        with console.status("starting") as status:
+            deployment.on_news = status.update
+            ready = deployment.open()
+        signals.keep()
+    except StopAsked as asked:
+        with console.status("stopping"):
+            deployment.close()
+        console.print("stopped before it served")
+        return exit_status(asked.number)
+    is_serving = True
+
+    def tell(line: str) -> None:
+        if is_serving:
+            console.print(escape(line), highlight=False)
+
+    deployment.on_news = tell
+    try:
+        _say_ready(console, deployment, ready)
+        signals.wait()
+    finally:
+        is_serving = False
+        number = _stop(deployment, signals, console)
+    return 0 if number is None else exit_status(number)
+
+
+def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int | None:
+    """Closes the deployment; the signal that hurried it, if one did."""
+    num_answers = deployment.num_answers()
+    if num_answers != 0:
+        how_many = "answers are" if num_answers is None else f"{num_answers} answers"
+        console.print(
+            f"draining: {how_many} running, up to {deployment.drain_timeout_s:g} s; "
+            "Ctrl-C again to stop now",
+            highlight=False,
+        )
+    hurried: int | None = None
+    with ThreadPoolExecutor(1, "stop") as thread, console.status("stopping"):
+        closing = thread.submit(deployment.close)
+        while not closing.done():
+            number = signals.wait(LOOK_EVERY_S)
+            if number is not None and hurried is None:
+                hurried = number
+                deployment.hurry()
+        closing.result()
+    console.print("stopped")
+    return hurried
+
+
+def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) -> None:
+    for worker_id, worker in deployment.controller.workers.items():
+        mib = worker.num_blocks * worker.block_bytes / 2**20
+        console.print(
+            f"[green]✓[/green] {worker_id}: {worker.num_blocks} KV blocks, {mib:.0f} MiB, "
+            f"up to {worker.max_len:,} tokens a request, "
+            f"started in {worker.start_s:.1f} s"
+        )
+        if not worker.is_batch_invariant:
+            console.print(
+                f"[yellow]![/yellow] {worker_id}: the last bits of an answer, and so at times its"
+                " tokens, depend on what is computed beside it"
+            )
+    console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")
+    body = (
+        f'{{"model": "{ready.model_name}", "stream": true, "max_tokens": 64, "temperature": 0,'
+        ' "messages": [{"role": "user", "content": '
+        '"Write a Python function `add`: Return the sum of a and b."}]}'
+    )
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if deployment.needs_key else ""
+    json = "-H 'Content-Type: application/json'"
+    command = f"curl -N {ready.url}/v1/chat/completions{key} {json} -d "
+    console.print("Try it:", highlight=False)
+    console.print(f"  {command}'{body}'\n", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"  baton chat --url {ready.url}\n\nCtrl-C stops everything.", highlight=False)

@@ -1,0 +1,72 @@
+"""`baton up`, `baton status` and `baton down`: Baton on a cluster of Ray."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from deploy.commands.operator import pools_view, table_of
+from deploy.ray.config import load_up_config
+from deploy.ray.up import Status, bring_up, cluster_of, take_down
+
+File = Annotated[Path, typer.Option("-c", "--config", help="baton.yaml: cluster, model, pools")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """To the `baton` command."""
+    app.command(name="up")(up_command)
+    app.command(name="status")(status_command)
+    app.command(name="down")(down_command)
+
+
+def up_command(config: File = Path("baton.yaml")) -> None:
+    """Brings a cluster up, and Baton on it; what is there already stays as it is."""
+    console = Console(stderr=True)
+    cluster = cluster_of(load_up_config(config))
+    with console.status("starting") as progress:
+        status = bring_up(cluster, config, progress.update)
+    _say(console, status)
+
+
+def status_command(config: File = Path("baton.yaml")) -> None:
+    """Shows the nodes, and what runs on them."""
+    console = Console(stderr=True)
+    cluster = cluster_of(load_up_config(config))
+    with console.status("asking"):
+        status = cluster.ask("status")
+    _say(console, status)
+
+
+def down_command(config: File = Path("baton.yaml")) -> None:
+    """Takes Baton down, and the cluster if `ray up` made it; exit status 1 if anything is left."""
+    console = Console(stderr=True)
+    cluster = cluster_of(load_up_config(config))
+    with console.status("stopping"):
+        left = take_down(cluster, lambda line: console.print(escape(line), highlight=False))
+    if not left:
+        console.print("[green]✓[/green] nothing is left")
+        return
+    console.print("[red]left running:[/red]")
+    for each in left:
+        console.print(f"  {escape(str(each))}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def _say(console: Console, status: Status) -> None:
+    numbers = ("CPU", "GPU", "prefill_node", "decode_node")
+    table = table_of("nodes", ("node", "state"), numbers)
+    for node in status.nodes:
+        amounts = [node.resources.get(name, 0.0) for name in ("CPU", "GPU")]
+        amounts += [node.resources.get(name, 0.0) for name in ("prefill_node", "decode_node")]
+        state = "alive" if node.is_alive else "[red]dead[/red]"
+        table.add_row(node.address, state, *(f"{amount:g}" for amount in amounts))
+    console.print(table)
+    if status.pools is None:
+        console.print("[red]✗[/red] no controller runs")
+        return
+    console.print(pools_view(status.pools))
+    for gateway in status.pools.gateways:
+        if gateway.state == "serving":
+            console.print(f"[green]✓[/green] serving at {gateway.url}", soft_wrap=True)

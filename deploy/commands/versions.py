@@ -1,0 +1,231 @@
+"""Commands for versions of the model: `baton update`, `baton versions` and what is under it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from deploy.admin.client import AdminClient, AdminError, connect
+from deploy.admin.schema import PoolCounts, PoolsAnswer, UpdateBody, VersionInfo
+from deploy.commands.operator import (
+    AdminKey,
+    AdminUrl,
+    Wait,
+    connect_below,
+    follow,
+    show,
+    table_of,
+)
+from deploy.ray.config import load_up_config, read_yaml
+from engine.config import Config, load_config, read_toml
+from engine.control import SERVING_ROLES
+from engine.errors import ConfigError
+
+Prefill = Annotated[int | None, typer.Option(help="prefill workers")]
+Decode = Annotated[int | None, typer.Option(help="decode workers")]
+Mixed = Annotated[int | None, typer.Option(help="workers that do both")]
+Name = Annotated[str, typer.Argument(metavar="VERSION")]
+
+versions_app = typer.Typer(help="Versions of the model that are served side by side.")
+
+
+def update_command(  # noqa: PLR0913 - a command's options
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", "-c", help="TOML file or baton.yaml: its `worker`, pools and model name"
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="directory, hf://, s3:// or gs://")] = None,
+    name: Annotated[str | None, typer.Option(help="of the version [default: the next v1, v2]")] = (
+        None
+    ),
+    model_name: Annotated[str | None, typer.Option(help="in the API [default: as now]")] = None,
+    weight: Annotated[
+        int | None,
+        typer.Option(help="serve beside the others, with this weight; without it, take over"),
+    ] = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    mixed: Mixed = None,
+    wait: Wait = True,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Serves another model, or the same one by another configuration, without a pause.
+
+    Workers of the new version are started beside those that run, and what is new goes to them, as
+    far as they are there. One that does not start changes nothing.
+    """
+    body = UpdateBody() if config is None else read_update(config)
+    counts = _counts(prefill, decode, mixed) or body.pools
+    body = msgspec.structs.replace(
+        body,
+        name=name,
+        model=_absolute(model or body.model),
+        model_name=model_name or body.model_name,
+        pools=counts,
+        weight=weight,
+    )
+    with connect(admin_url, admin_key) as client:
+        answer = client.update(body)
+        _follow(client, answer, answer.versions[-1].name, wait=wait)
+
+
+@versions_app.callback(invoke_without_command=True)
+def versions_command(
+    context: typer.Context,
+    watch: Annotated[bool, typer.Option("--watch", help="until Ctrl-C")] = False,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Shows the versions."""
+    if context.invoked_subcommand is not None:
+        context.obj = (admin_url, admin_key)
+        return
+    with connect(admin_url, admin_key) as client:
+        show(lambda: versions_table(client.pools()), watch=watch)
+
+
+@versions_app.command("weight")
+def weight_command(
+    context: typer.Context,
+    weights: Annotated[list[str], typer.Argument(metavar="VERSION=WEIGHT...")],
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Shares new requests by weight: `baton versions weight v1=90 v2=10`."""
+    wanted = parse_weights(weights)
+    with connect_below(context, admin_url, admin_key) as client:
+        follow(client, client.set_weights(wanted), wait=False)
+
+
+@versions_app.command("finish")
+def finish_command(  # noqa: PLR0913 - a command's options
+    context: typer.Context,
+    version: Name,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    mixed: Mixed = None,
+    wait: Wait = True,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Lets a version take over from all others, worker by worker."""
+    with connect_below(context, admin_url, admin_key) as client:
+        answer = client.finish(version, _counts(prefill, decode, mixed))
+        _follow(client, answer, version, wait=wait)
+
+
+@versions_app.command("abort")
+def abort_command(
+    context: typer.Context,
+    version: Name,
+    wait: Wait = True,  # noqa: FBT002
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Gives all new requests back to the current version; this one goes with its last request."""
+    with connect_below(context, admin_url, admin_key) as client:
+        follow(client, client.abort(version), wait=wait)
+
+
+def read_update(path: Path) -> UpdateBody:
+    """What a configuration file says of a version: workers, how many, the model and its name.
+
+    What it leaves out of these is not said. The rest of the file is the deployment's, and is not
+    looked at. Raises ConfigError.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        up, tree = load_up_config(path), read_yaml(path)
+        model = up.model if "model" in tree else None
+        return msgspec.structs.replace(_body_of(up.config, tree), model=model)
+    return _body_of(load_config(path, {}, {}), read_toml(path))
+
+
+def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
+    """`tree` is what the configuration was read from."""
+    pools = config.pools
+    said = pools.mixed or not (pools.prefill is None and pools.decode is None)
+    counts = PoolCounts(pools.prefill, pools.decode, pools.mixed) if said else None
+    settings = msgspec.to_builtins(config.worker)
+    worker = {key: settings[key] for key in tree.get("worker", {})}
+    return UpdateBody(worker=worker or None, pools=counts, model_name=config.gateway.model_name)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.add_typer(versions_app, name="versions")
+    app.command("update")(update_command)
+
+
+def parse_weights(weights: list[str]) -> dict[str, int]:
+    """Weights by version from "v1=90". Raises ConfigError."""
+    wanted: dict[str, int] = {}
+    for given in weights:
+        name, _, number = given.rpartition("=")
+        if not name or not number.isdecimal() or name in wanted:
+            raise ConfigError(f"{given!r} is not VERSION=WEIGHT, with each version once")
+        wanted[name] = int(number)
+    return wanted
+
+
+def versions_table(answer: PoolsAnswer) -> Table:
+    """Each version, what it has and what it is to have."""
+    title = "versions"
+    if answer.taking_over is not None:
+        title += f": {answer.taking_over} takes over"
+    texts = ("version", "state", "fingerprint", "model", "workers")
+    numbers, wraps = ("weight", "requests"), ("state", "model", "workers")
+    table = table_of(title, texts, numbers, wraps=wraps)
+    for each in answer.versions:
+        workers = ", ".join(
+            f"{each.serving.of(role)}/{each.wanted.of(role)} {role}"
+            for role in SERVING_ROLES
+            if each.serving.of(role) or each.wanted.of(role)
+        )
+        table.add_row(
+            f"[bold]{escape(each.name)}[/bold]" if each.is_current else escape(each.name),
+            _state(each),
+            each.fingerprint,
+            escape(f"{each.model_name} ({each.model})"),
+            workers,
+            str(each.weight),
+            str(each.num_requests),
+        )
+    return table
+
+
+def _state(version: VersionInfo) -> str:
+    if version.is_leaving:
+        return "leaving"
+    if version.missing is not None:
+        return f"[red]{escape(version.missing)}[/red]"
+    return "serving" if version.serving.total else "starting"
+
+
+def _follow(client: AdminClient, answer: PoolsAnswer, name: str, *, wait: bool) -> None:
+    """Raises AdminError where the version is not there in the end."""
+
+    def check(seen: PoolsAnswer) -> None:
+        if all(version.name != name for version in seen.versions):
+            raise AdminError(f"{name} was given up; the version before serves everything")
+
+    follow(client, answer, wait=wait, check=check)
+
+
+def _counts(prefill: int | None, decode: int | None, mixed: int | None) -> PoolCounts | None:
+    if prefill is None and decode is None and mixed is None:
+        return None
+    return PoolCounts(prefill, decode, mixed)
+
+
+def _absolute(model: str | None) -> str | None:
+    """A directory here has the same name for whoever reads it elsewhere on this machine."""
+    if model is not None and Path(model).is_dir():
+        return str(Path(model).resolve())
+    return model

@@ -1,0 +1,1 @@
+"""A deployment of plain processes on this machine."""

@@ -1,0 +1,119 @@
+"""A worker or a gateway as a plain process: `python -m deploy.local.process_main worker|gateway`,
+or a
+child of `deploy.local.nursery_main`.
+
+The spec comes as one line of JSON on standard input, so that no secret shows in a process list;
+the answer goes as one to standard output, and before it `Fetching` and `Fetched` where a model has
+to be fetched. Standard input stays open as a life line: when it ends the parent is gone or wants
+this process to stop, and the process stops, also while it waits for a download. A gateway finishes
+answers first. SIGTERM does the same; a SIGTERM to a process that stops ends answers at once.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+from concurrent.futures import Future, wait
+
+import msgspec
+
+from deploy.logs import configure_logging
+from deploy.processes import (
+    Fetched,
+    Fetching,
+    ServiceThread,
+    fetch,
+    freeze_heap,
+    has_to_fetch,
+    service_of,
+)
+from engine.clock import MonotonicClock
+from engine.errors import BatonError
+
+LOOK_EVERY_S = 0.5  # whether a download is wanted yet
+
+
+class StartFailed(msgspec.Struct, frozen=True):
+    """Instead of an answer: why the service did not start."""
+
+    error: str
+
+
+def main(kind: str) -> int:
+    """Runs until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to finish
+    spec = sys.stdin.buffer.readline()
+    if not spec:  # whoever started it does not want it any more
+        return 0
+    service, log_level = service_of(kind, spec)
+    configure_logging(log_level, MonotonicClock())
+    thread = ServiceThread(service, kind)
+    try:
+        if has_to_fetch(kind, spec):
+            _answer(Fetching())
+            _fetch_while_wanted(kind, spec)
+            _answer(Fetched())
+        ready = thread.open()
+    except BatonError as error:
+        _answer(StartFailed(str(error)))
+        return 1
+    freeze_heap()
+    stopping = _Stopping(thread)
+    signal.signal(signal.SIGTERM, stopping.on_signal)
+    try:
+        _answer(ready)
+        while sys.stdin.buffer.read(4096):
+            pass
+    except _Stop:
+        pass
+    stopping.has_begun = True
+    thread.close()
+    return 0
+
+
+class _Stop(BaseException):
+    """A signal asked for the end."""
+
+
+class _Stopping:
+    """What SIGTERM does to a service that runs: the first ends it, the next ones hurry that."""
+
+    def __init__(self, thread: ServiceThread[object]) -> None:
+        self.has_begun = False
+        self._thread = thread
+
+    def on_signal(self, *_: object) -> None:
+        if self.has_begun:
+            self._thread.hurry()
+        else:
+            self.has_begun = True
+            raise _Stop
+
+
+def _fetch_while_wanted(kind: str, spec: bytes) -> None:
+    """Ends the process if its standard input ends before. Raises ConfigError."""
+    fetched: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            fetch(kind, spec)
+            fetched.set_result(None)
+        except BaseException as error:
+            fetched.set_exception(error)
+
+    threading.Thread(target=run, name="fetch", daemon=True).start()
+    while not wait([fetched], LOOK_EVERY_S).done:
+        if select.select([sys.stdin], [], [], 0)[0]:
+            os._exit(0)  # what is whole of the download is kept
+    fetched.result()
+
+
+def _answer(message: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

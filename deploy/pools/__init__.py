@@ -1,0 +1,1 @@
+"""Which workers and gateways are started, flipped, drained and stopped. Pure."""

@@ -1,0 +1,256 @@
+"""The planner on live pools: what it is told, what becomes of its proposals, and a record of them.
+
+`router.planning.planner` says how many workers each pool should have, from what all gateways saw.
+A proposal
+that changes something becomes an order to the machine of the pools, like an operator's, and is
+carried out like one: which worker is flipped, started or retired is `deploy.pools.reconcile`'s
+choice.
+An operator's own orders are taken while the planner is on; it goes on from there, and takes nothing
+back before its cool-down is over. The cool-down begins anew where a controller was started again or
+the planner was switched on: what was ordered shortly before is not known then.
+
+Where more workers are wanted than there is room for, the launcher is to be asked for room
+(`room_for`), unless `pools.max_workers` leaves none. What there is room for is looked at again each
+time, so what comes is used. What was asked for is taken back when nothing is to be planned any
+more, also if an earlier controller has asked.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import reduce
+from operator import add
+
+import msgspec
+
+from deploy.pools.events import OrderRefused, SetPools, Worker, WorkerState
+from deploy.pools.formats import formats_of
+from deploy.pools.machine import PoolMachine
+from engine.config import Config, PlannerMode
+from engine.control import GatewayReport, Pools
+from engine.messages import Role, Welcome, WorkerId
+from router.planning import planner
+from router.planning.planner import Plan, Planner, Rules
+
+MAX_DECISIONS = 200
+SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
+_PRESENT = (WorkerState.SERVING, WorkerState.FLIPPING)
+
+
+class Outcome(StrEnum):
+    """What became of a proposal."""
+
+    DONE = "done"  # ordered: what follows is among the steps of the pools
+    ONLY_TOLD = "only told"  # in a dry run
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A proposal that would change something. `num_workers` is how many there should be in all; if
+    that is more than `after` has, there is no room for them yet.
+    """
+
+    number: int
+    at_s: float
+    mode: PlannerMode
+    before: Pools
+    after: Pools
+    num_workers: int
+    outcome: Outcome
+    why_refused: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        changes = [
+            f"{role} {self.before.of(role)} → {self.after.of(role)}"
+            for role in SPLIT_ROLES
+            if self.before.of(role) != self.after.of(role)
+        ]
+        if self.num_workers != self.after.total:
+            changes.append(f"room for {self.num_workers} workers")
+        refusal = f" ({self.why_refused})" if self.why_refused else ""
+        return f"{', '.join(changes)}: {self.outcome}{refusal}"
+
+    @property
+    def changes_something(self) -> bool:
+        """Whether it is more than that all is well."""
+        return self.after != self.before or self.num_workers != self.after.total
+
+    @property
+    def what(self) -> tuple[object, ...]:
+        """All but when, and with which numbers as reasons."""
+        pools = self.before, self.after, self.num_workers
+        return self.mode, *pools, self.outcome, self.why_refused
+
+
+def rules_of(config: Config) -> Rules:
+    """What the planner of a deployment keeps to."""
+    bounds, router = config.planner, config.router
+    most = bounds.max_workers
+    if most is not None and config.pools.max_workers is not None:
+        most = min(most, config.pools.max_workers)  # room beyond that is not to be asked for
+    return Rules(
+        ttft_s=router.slo_ttft_s,
+        tpot_s=router.slo_tpot_s,
+        min_prefill=bounds.min_prefill,
+        max_prefill=bounds.max_prefill,
+        min_decode=bounds.min_decode,
+        max_decode=bounds.max_decode,
+        min_total=bounds.min_workers,
+        max_total=most,
+        cool_down_s=bounds.cool_down_s,
+        grow_after_s=bounds.grow_after_s,
+        shrink_after_s=bounds.shrink_after_s,
+    )
+
+
+class Planning:
+    """Asks the planner, while it is on or in a dry run; knows what it said and what came of it."""
+
+    def __init__(
+        self,
+        machine: PoolMachine,
+        rules: Rules,
+        *,
+        order: Callable[[SetPools], None],
+        max_workers: int | None = None,
+        took_over: bool = False,
+    ) -> None:
+        """`order` raises OrderRefused. `max_workers` of all kinds are what room is asked for at
+        most; `took_over` says that there was a controller before, which may have asked.
+        """
+        self._machine = machine
+        self._rules = rules
+        self._order = order
+        self._max_workers = max_workers
+        self._may_have_asked = took_over and rules.max_total is not None
+        self._planner: Planner | None = None  # only while somebody wants to know
+        self._num_decisions = 0
+        self.reasons: tuple[str, ...] = ()  # of its latest words, also where nothing changes
+        self.room_for: int | None = None  # workers of all kinds; None: nothing is to be said
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+
+    def check(self, mode: PlannerMode) -> None:
+        """Raises OrderRefused where pools cannot be planned."""
+        formats = formats_of(self._machine.intent.current.worker)
+        held, wanted = formats[Role.PREFILL], formats[Role.DECODE]
+        if mode is not PlannerMode.OFF and held != wanted:
+            raise OrderRefused(
+                f"prefill workers hold KV as {held}, decode workers as {wanted}: "
+                "none can be flipped, so there is nothing to plan"
+            )
+
+    def tick(
+        self,
+        reports: Sequence[GatewayReport | None],
+        workers: Mapping[WorkerId, Welcome],
+        now_s: float,
+    ) -> Decision | None:
+        """A decision, if it is a new one. To be called about once a second.
+
+        `reports`: of each gateway that should say something, None where one is silent. `workers`:
+        as they introduced themselves.
+        """
+        mode, wanted = self._machine.intent.planner, self._machine.intent.pools
+        can_plan = bool(wanted.prefill or wanted.decode)
+        if self._may_have_asked and not (mode is PlannerMode.ON and can_plan):
+            self.room_for = 0
+        if mode is PlannerMode.OFF:
+            self._planner, self.reasons = None, ()
+            return None
+        if not can_plan:
+            self._planner = None
+            self.reasons = ("nothing: mixed workers are not split, and there are no others",)
+            return None
+        versions = self._machine.intent.versions
+        if len(versions) > 1:
+            self._planner = None  # what was idle or short before the update says nothing after it
+            names = ", ".join(version.name for version in versions)
+            self.reasons = (f"nothing: several versions have workers ({names})",)
+            return None
+        seen = [report.seen for report in reports if report is not None and report.seen is not None]
+        pools = pools_of(self._machine, workers, num_gateways=len(reports))
+        self._planner = self._planner or Planner(self._rules)
+        plan = self._planner.decide(reduce(add, seen) if seen else None, pools, now_s)
+        self.reasons = plan.reasons
+        return None if plan.is_held else self._decided(plan, pools, now_s)
+
+    def _decided(self, plan: Plan, pools: planner.Pools, now_s: float) -> Decision | None:
+        mode, before = self._machine.intent.planner, self._machine.intent.pools
+        after = msgspec.structs.replace(  # who is missing is wanted all the same
+            before,
+            prefill=before.prefill + plan.prefill - pools.prefill,
+            decode=before.decode + plan.decode - pools.decode,
+        )
+        num_workers = before.total + plan.nodes - pools.total
+        num_drained = len(self._machine.intent.drained)
+        if self._max_workers is not None:
+            num_workers = max(min(num_workers, self._max_workers - num_drained), after.total)
+        outcome, why = Outcome.ONLY_TOLD, ""
+        if mode is PlannerMode.ON:
+            if self._rules.max_total is not None:
+                self.room_for, self._may_have_asked = num_workers + num_drained, True
+            outcome, why = self._ordered(before, after)
+        decision = Decision(
+            self._num_decisions + 1,
+            now_s,
+            mode=mode,
+            before=before,
+            after=after,
+            num_workers=num_workers,
+            outcome=outcome,
+            why_refused=why,
+            reasons=plan.reasons,
+        )
+        return self._kept(decision) if decision.changes_something else None
+
+    def _ordered(self, before: Pools, after: Pools) -> tuple[Outcome, str]:
+        if after != before:
+            try:
+                self._order(SetPools(after, why="planned"))
+            except OrderRefused as refusal:
+                return Outcome.REFUSED, str(refusal)
+        return Outcome.DONE, ""
+
+    def _kept(self, decision: Decision) -> Decision | None:
+        """It, unless it was the last one too: what is refused, or only told, is wanted again. What
+        was ordered is always news.
+        """
+        is_order = decision.outcome is Outcome.DONE and decision.after != decision.before
+        if not is_order and self.decisions and decision.what == self.decisions[-1].what:
+            return None
+        self._num_decisions += 1
+        self.decisions.append(decision)
+        return decision
+
+
+def pools_of(
+    machine: PoolMachine, workers: Mapping[WorkerId, Welcome], *, num_gateways: int
+) -> planner.Pools:
+    """The pools as the planner sees them. Who was ordered and is not there yet is changing."""
+    wanted, known = machine.intent.pools, machine.workers.values()
+    there = Counter(worker.target for worker in known)
+    absent = Counter(worker.target for worker in known if worker.state not in _PRESENT)
+    missing = sum(max(wanted.of(role) - there[role], 0) for role in SPLIT_ROLES)
+    infos = [info for name, info in workers.items() if name in machine.workers]
+    return planner.Pools(
+        prefill=there[Role.PREFILL],
+        decode=there[Role.DECODE],
+        num_changing=missing + sum(map(_is_changing, known)),
+        kv_tokens=min((i.num_blocks * i.layout.block_size for i in infos), default=0),
+        max_running=min((i.max_running for i in infos), default=0),
+        num_gateways=num_gateways,
+        absent_prefill=absent[Role.PREFILL],
+        absent_decode=absent[Role.DECODE],
+        room=machine.limits.max_workers - wanted.mixed - len(machine.intent.drained),
+    )
+
+
+def _is_changing(worker: Worker) -> bool:
+    """Whether it was told to come, to go, or to take another role, and has not done so yet."""
+    if worker.target in SPLIT_ROLES:
+        serves = worker.state is WorkerState.SERVING and worker.is_connected
+        return not serves or worker.role is not worker.target
+    return worker.leaves or worker.target is None

@@ -1,0 +1,221 @@
+"""The next thing to do so that pools come to be what is wanted. Pure.
+
+In this order, and each only where the ones before find nothing to do:
+
+1. drop a worker that is too much and was yet to be started;
+2. flip a worker of a pool that has too many into one that has too few, the least loaded one;
+3. start a worker, unless one that is too much elsewhere can be flipped a little later: it is just
+   being started, say;
+4. drain a worker that is too much, after which it is stopped.
+
+No step takes the last worker of a version that prefills, or the last one that decodes: where a
+pool is to be emptied it waits until others serve. A worker that waits for its next start counts as
+one of its pool, so that no other is started in its place each time it fails.
+
+Versions have nothing in common but the room. All workers of one that is over go, whatever they do.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from deploy.pools.events import Worker, WorkerState
+from deploy.pools.formats import formats_of
+from engine.control import SERVING_ROLES, Version
+from engine.layout import KVFormat
+from engine.messages import Role, WorkerId
+from router.planning.planner import order_of_leaving
+
+_COMING = (WorkerState.STARTING, WorkerState.JOINING, WorkerState.SERVING, WorkerState.FLIPPING)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Start it no more."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class FlipTo:
+    """Give it this role."""
+
+    worker_id: WorkerId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Start a worker of this version and role."""
+
+    version: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Drain it, then stop it."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Stop it while it starts."""
+
+    worker_id: WorkerId
+
+
+Move = Drop | FlipTo | Begin | Retire | Abandon
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What limits the choice. A worker's KV format stays; a role wants its own."""
+
+    formats: Mapping[Role, KVFormat]
+    has_room: bool  # for one more worker
+
+    def can_become(self, worker: Worker, role: Role) -> bool:
+        """Whether a worker could take that role in place, sooner or later."""
+        kv_format = worker.kv_format
+        if kv_format is None and worker.target is not None:
+            kv_format = self.formats.get(worker.target)
+        return role not in worker.refuses and kv_format == self.formats[role]
+
+
+def next_move(
+    workers: Mapping[WorkerId, Worker], versions: Sequence[Version], max_workers: int
+) -> Move | None:
+    """None where nothing is to be done now."""
+    if any(worker.target is None for worker in workers.values()):
+        return None  # who it is will be known soon: nothing is to be started in its place
+    there = {version.name for version in versions if not version.is_over}
+    for worker in workers.values():
+        if worker.version not in there and (move := _clear(worker)) is not None:
+            return move
+    has_room = len(workers) < max_workers
+    for version in versions:
+        if not version.is_over:
+            own = {name: w for name, w in workers.items() if w.version == version.name}
+            move = _Fleet(own, version, Rules(formats_of(version.worker), has_room)).next_move()
+            if move is not None:
+                return move
+    return None
+
+
+def _clear(worker: Worker) -> Move | None:
+    """What becomes next of one that nobody needs; None while it goes."""
+    match worker.state:
+        case WorkerState.WAITING:
+            return Drop(worker.worker_id)
+        case WorkerState.STARTING:
+            return Abandon(worker.worker_id)
+        case WorkerState.SERVING | WorkerState.FLIPPING if worker.is_connected:
+            return Retire(worker.worker_id)
+        case WorkerState.DRAINING | WorkerState.DRAINED if not worker.leaves:
+            return Retire(worker.worker_id)
+    return None  # one that joins is retired when it has; who is lost for long is stopped
+
+
+class _Fleet:
+    """Which pools of a version have too many workers and which too few."""
+
+    def __init__(self, workers: Mapping[WorkerId, Worker], version: Version, rules: Rules) -> None:
+        self._workers = workers
+        self._version = version.name
+        self._rules = rules
+        pools = version.pools
+        self._pool = {
+            role: [w for w in workers.values() if w.target is role] for role in SERVING_ROLES
+        }
+        self._missing = {
+            role: max(pools.of(role) - len(pool), 0) for role, pool in self._pool.items()
+        }
+        self._excess = {
+            role: max(len(pool) - pools.of(role), 0) for role, pool in self._pool.items()
+        }
+
+    def next_move(self) -> Move | None:
+        return self._drop() or self._flip() or self._begin() or self._retire()
+
+    def _drop(self) -> Drop | None:
+        waiting = [w for w in self._surplus() if w.state is WorkerState.WAITING]
+        return Drop(max(waiting, key=lambda w: w.worker_id).worker_id) if waiting else None
+
+    def _flip(self) -> FlipTo | None:
+        for role in self._lacking():
+            found = self._least_loaded(
+                worker
+                for worker in self._surplus()
+                if self._rules.can_become(worker, role)
+                and not takes_last(worker, role, self._workers.values())
+            )
+            if found is not None:
+                return FlipTo(found.worker_id, role)
+        return None
+
+    def _begin(self) -> Begin | None:
+        num_missing = sum(self._missing.values())
+        if not self._rules.has_room or num_missing <= self._num_to_be_flipped(self._lacking()):
+            return None
+        # First the roles that a flip is least likely to fill.
+        role = min(self._lacking(), key=lambda role: self._num_to_be_flipped([role]))
+        return Begin(self._version, role)
+
+    def _retire(self) -> Retire | None:
+        kept = min(sum(self._missing.values()), self._num_to_be_flipped(self._lacking()))
+        if sum(self._excess.values()) <= kept:
+            return None
+        found = self._least_loaded(
+            worker
+            for worker in self._surplus()
+            if not takes_last(worker, Role.DRAINED, self._workers.values())
+        )
+        return None if found is None else Retire(found.worker_id)
+
+    def _lacking(self) -> list[Role]:
+        return [role for role, count in self._missing.items() if count]
+
+    def _surplus(self) -> list[Worker]:
+        """All workers of pools that have too many."""
+        return [w for role, count in self._excess.items() if count for w in self._pool[role]]
+
+    def _num_to_be_flipped(self, roles: Iterable[Role]) -> int:
+        """Workers too much that can take one of these roles, now or when they have come."""
+        wanted = list(roles)
+        total = 0
+        for role, excess in self._excess.items():
+            able = [
+                worker
+                for worker in self._pool[role]
+                if worker.state in _COMING
+                and any(self._rules.can_become(worker, other) for other in wanted)
+            ]
+            total += min(excess, len(able))
+        return total
+
+    def _least_loaded(self, workers: Iterable[Worker]) -> Worker | None:
+        ready = [w for w in workers if w.state is WorkerState.SERVING and w.is_connected]
+        return min(ready, key=lambda w: order_of_leaving(w.worker_id, w.work_tokens), default=None)
+
+
+def takes_last(worker: Worker, role: Role, workers: Iterable[Worker]) -> bool:
+    """Whether nobody of its version would prefill, or decode, any more if it took that role."""
+    return last_that(worker, role, workers) is not None
+
+
+def last_that(worker: Worker, role: Role, workers: Iterable[Worker]) -> str | None:
+    """What nobody of its version would do any more if it took that role."""
+    others = [
+        other
+        for other in workers
+        if other.worker_id != worker.worker_id and other.version == worker.version
+    ]
+    checks: list[tuple[str, Callable[[Worker], bool], bool]] = [
+        ("prefills", Worker.prefills, role.prefills),
+        ("decodes", Worker.decodes, role.decodes),
+    ]
+    for what, does, will in checks:
+        if does(worker) and not will and not any(does(other) for other in others):
+            return what
+    return None

@@ -1,0 +1,1 @@
+"""A deployment on a Ray cluster: its launcher, its controller, `baton up`."""

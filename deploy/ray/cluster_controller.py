@@ -1,0 +1,62 @@
+"""Starts a deployment on a cluster of Ray as `baton.yaml` describes it.
+
+Every node that is there fetches the model first, all at once; a node that comes later fetches it
+when its first worker starts.
+"""
+
+import os
+from collections.abc import Sequence
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deploy.commands.defaults import pools_of
+from deploy.local.deployment import plan_of
+from deploy.model_source import FETCH_TIMEOUT_S, default_cache, local_model
+from deploy.pools.placement import Node, nodes_to_start_on
+from deploy.ray.config import UpConfig
+from deploy.ray.controller import start_controller
+from deploy.ray.places import nodes
+from engine.errors import ConfigError
+
+
+def start_deployment(config: UpConfig) -> None:
+    """In the cluster that this process has joined; waits until it serves. Raises ConfigError."""
+    pools = config.config.pools
+    usable = nodes_to_start_on(nodes(), pools, pools_of(pools))
+    cores = sum(int(node.has.get("CPU", 0.0)) for node in usable)
+    memory_bytes = sum(int(node.has.get("memory", 0.0)) for node in usable)
+    plan = plan_of(
+        config.model, config.config, cores=max(1, cores), memory_bytes=memory_bytes or None
+    )
+    _fetch_everywhere(plan.model, usable)
+    start_controller(plan)
+
+
+def _fetch_everywhere(model: str, usable: Sequence[Node]) -> None:
+    """On all of the nodes at once."""
+    fetches = {
+        node.address: ray.remote(num_cpus=0)(_fetch)
+        .options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+            max_retries=0,
+        )
+        .remote(model)
+        for node in usable
+    }
+    for address, fetch in fetches.items():
+        try:
+            error = ray.get(fetch, timeout=FETCH_TIMEOUT_S)
+        except (ray.exceptions.RayError, TimeoutError) as failure:
+            error = str(failure).splitlines()[0]
+        if error:
+            raise ConfigError(f"{address}: {error}")
+
+
+def _fetch(model: str) -> str:
+    """On a node: what is wrong, or nothing."""
+    try:
+        local_model(model, cache=default_cache(os.environ))
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,100 @@
+"""`baton.yaml`: what a cluster serves, and which file of Ray describes the cluster.
+
+    cluster: onprem.yaml       a file for `ray up`, found beside this one; or
+    address: auto              a cluster of Ray that runs already, as Ray names it
+    model: hf://org/name       as `model_source` reads it; default: the bundled one
+    pools: {prefill: 2, decode: 2, prefill_resource: prefill_node, decode_resource: decode_node}
+    gateway: {host: 0.0.0.0}   and all else of Baton's configuration, as in its TOML file
+
+`cluster/baton.yaml` is one to begin with. The environment does not change what it says.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deploy.commands.defaults import BUNDLED_MODEL, pools_of
+from engine.config import Config
+from engine.errors import ConfigError
+
+FOLDER = Path(__file__).parents[1] / "cluster"
+
+
+class UpConfig(msgspec.Struct, frozen=True):
+    """The file's contents; of `cluster` and `address` there is exactly one."""
+
+    cluster: Path | None
+    address: str | None
+    model: str
+    config: Config
+
+
+class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cluster: str | None = None
+    address: str | None = None
+    model: str = str(BUNDLED_MODEL)
+
+
+def load_up_config(path: Path) -> UpConfig:
+    """Raises ConfigError."""
+    tree = read_yaml(path)
+    own = {key: tree.pop(key) for key in _Own.__struct_fields__ if key in tree}
+    try:
+        given = msgspec.convert(own, _Own)
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if (given.cluster is None) == (given.address is None):
+        raise ConfigError(f"{path}: give one of `cluster` and `address`")
+    pools_of(config.pools)  # raises if they could serve nothing
+    cluster = None if given.cluster is None else (path.parent / given.cluster).expanduser()
+    return UpConfig(cluster, given.address, given.model, config)
+
+
+def read_cluster(path: Path) -> dict[str, Any]:
+    """A file for `ray up`. Raises ConfigError if it cannot be one, or is not filled in."""
+    tree = read_yaml(path)
+    for key in ("cluster_name", "provider", "auth"):
+        if key not in tree:
+            raise ConfigError(f"{path}: has no {key}, so it is no file for `ray up`")
+    if blank := next(_blanks(tree), None):
+        raise ConfigError(f"{path}: {blank} is not filled in")
+    return tree
+
+
+def num_nodes_of(cluster: Mapping[str, Any]) -> int:
+    """Nodes that a file for `ray up` asks for from the first moment on, the head included."""
+    if cluster["provider"]["type"] == "local":
+        return 1 + int(cluster.get("min_workers", len(cluster["provider"].get("worker_ips", []))))
+    types = cluster.get("available_node_types", {})
+    return 1 + sum(int(each.get("min_workers", 0)) for each in types.values())
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A mapping. Raises ConfigError."""
+    try:
+        import yaml  # comes with Ray
+    except ImportError as error:
+        raise ConfigError("clusters need `pip install 'baton-serve[serve]'`") from error
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must hold names and values")
+    return tree
+
+
+def _blanks(value: Any) -> Any:
+    """What is still between angle brackets, as the files of this project have it."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _blanks(each)
+    elif isinstance(value, str) and value.startswith("<") and value.endswith(">"):
+        yield value

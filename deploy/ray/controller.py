@@ -1,0 +1,210 @@
+"""The controller as a detached actor of a Ray cluster, which Ray starts again when it dies.
+
+Workers and gateways are detached actors too, so nothing else ends with it: the next one finds them
+by name and goes on.
+"""
+
+import logging
+import os
+import shutil
+import threading
+from typing import Any
+
+import msgspec
+import ray
+
+from deploy.admin.api import AdminService
+from deploy.admin.client import AdminClient, AdminError
+from deploy.admin.schema import PoolsAnswer
+from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
+from deploy.local.run_dir import run_directory
+from deploy.logs import configure_logging
+from deploy.pools.placement import NOWHERE_SPECIAL, Placement
+from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread
+from deploy.ray.launcher import CONTROLLER, ON_HEAD, RayLauncher
+from deploy.ray.own_ray import NAMESPACE
+from engine.clock import MonotonicClock
+from engine.errors import BatonError, ConfigError
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 120.0  # beside what gateways need to drain
+ASK_TIMEOUT_S = 10.0
+RETRY_EVERY_S = 0.5
+READY_WITHIN_S = 10.0  # then it is asked again
+REOPEN_AFTER_S = 1.0
+
+
+class _ControllerActor:
+    """Opens the controller when it is made: that is all that Ray repeats."""
+
+    def __init__(self, plan_json: bytes) -> None:
+        plan = _with_siblings(msgspec.json.decode(plan_json, type=Plan))
+        configure_logging(plan.log_level, MonotonicClock())
+        pools = plan.config.pools
+        clock = MonotonicClock()
+        self._launcher = RayLauncher.of_cluster(Placement.of(pools))
+        controller = PoolController(
+            plan, launcher=self._launcher, clock=clock, report=lambda line: log.warning("%s", line)
+        )
+        self._plan = plan
+        service = AdminService(controller, config=plan.config.admin, clock=clock)
+        self._thread: ServiceThread[str] = ServiceThread(
+            service, "controller", open_timeout_s=OPEN_TIMEOUT_S
+        )
+        self._is_first = not ray.get_runtime_context().was_current_actor_reconstructed
+        self._is_open = threading.Event()
+        self._url = self._error = ""
+        threading.Thread(target=self._open, name="open", daemon=True).start()
+
+    def _open(self) -> None:
+        try:
+            self._url = self._thread.open()
+        except BaseException as error:
+            if not self._is_first or not _is_final(error):
+                log.critical("the controller did not open: %r", error, exc_info=error)
+                threading.Event().wait(REOPEN_AFTER_S)
+                os._exit(70)  # Ray starts another one
+            self._error = str(error)
+        self._is_open.set()
+
+    def ready(self) -> tuple[str, int, str]:
+        """The admin API's URL, and the process; or what is wrong. Neither while it still opens."""
+        self._is_open.wait(READY_WITHIN_S)
+        return self._url, os.getpid(), self._error
+
+    def pools(self) -> tuple[bytes, str]:
+        """What the admin API answers, which only this node may reach; or what is wrong."""
+        url, _, error = self.ready()
+        if error:
+            return b"", error
+        if not url:
+            return b"", "the controller is still starting"
+        try:
+            with AdminClient(url, self._plan.config.admin.key or "") as client:
+                return msgspec.json.encode(_reachable(client.pools())), ""
+        except AdminError as failure:
+            return b"", str(failure)
+
+    def drain_timeout_s(self) -> float:
+        """How long gateways may finish answers when they stop."""
+        return self._plan.config.gateway.drain_timeout_s
+
+    def stop(self) -> None:
+        """Ends the controller, then all that it, or one before it, started."""
+        self._thread.close()
+        self._launcher.running()
+        self._launcher.stop_all()
+        if self._plan.siblings is not None:
+            shutil.rmtree(self._plan.siblings, ignore_errors=True)
+
+
+def start_controller(plan: Plan) -> tuple[str, int]:
+    """Starts a deployment in the Ray that this process is connected to; returns when it serves.
+
+    The URL of the admin API, and the process that answers there, for now. The plan must hold the
+    admin key: a controller that was started again has no other. Raises ConfigError.
+    """
+    assert plan.config.admin.key is not None
+    actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=4)(_ControllerActor)
+    try:
+        actor = actor_class.options(
+            name=CONTROLLER, namespace=NAMESPACE, lifetime="detached", **ON_HEAD
+        )
+        handle = actor.remote(msgspec.json.encode(plan))
+    except ValueError as error:
+        raise ConfigError("a deployment runs in this cluster already") from error
+    try:
+        return find_controller()
+    except BaseException:
+        _end(handle)
+        raise
+
+
+def find_controller() -> tuple[str, int]:
+    """Where the controller answers now, waiting while it is started again. Raises ConfigError."""
+    pause = threading.Event()
+    clock = MonotonicClock()
+    reached_s = clock.now_s()  # when it was last
+    end_s = reached_s + OPEN_TIMEOUT_S
+    while True:
+        try:
+            actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+            url, pid, error = ray.get(actor.ready.remote(), timeout=READY_TIMEOUT_S)
+        except (ValueError, ray.exceptions.RayError) as failure:
+            is_back_soon = isinstance(failure, ray.exceptions.ActorUnavailableError)
+            if not is_back_soon or clock.now_s() - reached_s >= READY_TIMEOUT_S:
+                raise ConfigError(f"the controller cannot be reached: {failure}") from failure
+            pause.wait(RETRY_EVERY_S)
+            continue
+        reached_s = clock.now_s()
+        if error:
+            raise ConfigError(error)
+        if url:
+            return str(url), int(pid)
+        if reached_s >= end_s:
+            raise ConfigError(f"the controller has not opened in {OPEN_TIMEOUT_S:g} s")
+
+
+def controller_pools() -> PoolsAnswer | None:
+    """The pools, as the admin API tells them; None where no controller runs. Raises ConfigError."""
+    try:
+        actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    try:
+        answer, error = ray.get(actor.pools.remote(), timeout=READY_TIMEOUT_S)
+    except ray.exceptions.RayError as failure:
+        raise ConfigError(f"the controller cannot be reached: {failure}") from failure
+    if error:
+        raise ConfigError(error)
+    return msgspec.json.decode(answer, type=PoolsAnswer)
+
+
+def stop_deployment() -> None:
+    """Ends everything that the controller runs, then the controller.
+
+    Where it is gone and others are not, these. Raises ConfigError where there is nothing to end.
+    """
+    try:
+        actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except ValueError as error:
+        if RayLauncher.of_cluster(NOWHERE_SPECIAL).sweep() == 0:
+            raise ConfigError("no deployment runs in this cluster") from error
+        return
+    _end(actor)
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether there is no use in trying again; who waits for the first start is told."""
+    return isinstance(error, BatonError) and not isinstance(error, LateStart)
+
+
+def _end(actor: Any) -> None:
+    try:
+        drain_s = ray.get(actor.drain_timeout_s.remote(), timeout=ASK_TIMEOUT_S)
+        ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S + drain_s)
+    except ray.exceptions.RayError as error:
+        log.warning("the controller did not stop by itself: %s", error)
+    ray.kill(actor)
+    RayLauncher.of_cluster(NOWHERE_SPECIAL).sweep()  # what it was too slow to end
+
+
+def _with_siblings(plan: Plan) -> Plan:
+    """With a directory on this node for the gateways, the same one at every start."""
+    if plan.config.gateway.processes == 1:
+        return plan
+    session = ray.get_runtime_context().get_session_name()
+    directory = run_directory(os.environ) / f"siblings-{session}"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return msgspec.structs.replace(plan, siblings=str(directory))
+
+
+def _reachable(answer: PoolsAnswer) -> PoolsAnswer:
+    """With the address of this node where gateways listen on all addresses: they run here, too."""
+    here = f"//{ray.util.get_node_ip_address()}:"
+    gateways = [
+        msgspec.structs.replace(gateway, url=gateway.url.replace("//0.0.0.0:", here))
+        for gateway in answer.gateways
+    ]
+    return msgspec.structs.replace(answer, gateways=gateways)

@@ -1,0 +1,41 @@
+"""Two files of the operator that every node of a cluster gets, by the cluster file's `file_mounts`.
+
+    ~/.baton/ray_auth_token    what each call to one of Ray's processes must carry
+    ~/.baton/constraints.txt   the exact versions that nodes install
+
+Both have the same path everywhere, for the head hands them on to nodes that come later.
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.ownership import make_folder, require_trusted
+
+CONSTRAINTS = Path(__file__).parents[1] / "cluster" / "constraints.txt"  # those of the tests
+
+
+def write_files(home: Path) -> None:
+    """Writes them into `home`/.baton: a new token if there is none. Raises ConfigError."""
+    folder = home.resolve() / ".baton"
+    token = folder / "ray_auth_token"
+    try:
+        make_folder(folder, top=folder.parent, mode=0o700)
+        _write(folder / "constraints.txt", CONSTRAINTS.read_text())
+        if not token.exists():
+            _write(token, secrets.token_hex(32))
+        require_trusted(token, top=folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: {error.strerror}") from error
+    if token.stat().st_mode & 0o077:
+        raise ConfigError(f"{token} can be read by others: chmod 600 mends that")
+
+
+def _write(path: Path, text: str) -> None:
+    """At once or not at all, for this user alone."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(partial, flags, 0o600), "w") as file:
+        file.write(text)
+    partial.replace(path)

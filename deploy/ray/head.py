@@ -1,0 +1,88 @@
+"""What `baton up`, `status` and `down` do where Ray runs: `python -m deploy.ray.head VERB [FILE]`.
+
+    start FILE   starts the controller that FILE describes, or finds it; waits until it serves
+    look         nodes, whether or not a controller answers
+    status       nodes, and what the controller says of the pools
+    stop         ends the controller and all that it started; Ray stays
+
+Over ssh it runs on the cluster's head, else where the operator is. Its last line is `ANSWER` and
+JSON, so that what login shells and Ray print before does no harm. One namespace of Ray is Baton's.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import ray
+
+from deploy.ray.cluster_controller import start_deployment
+from deploy.ray.config import load_up_config
+from deploy.ray.controller import controller_pools, stop_deployment
+from deploy.ray.own_ray import NAMESPACE
+from deploy.ray.up import ANSWER, Answer, Node, Status
+from engine.errors import BatonError, ConfigError
+
+
+def connect(address: str) -> None:
+    """Joins a cluster that runs. Raises ConfigError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray.init(
+            address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False
+        )
+    except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ConfigError(f"no cluster of Ray answers at {address}: {why}") from error
+
+
+def look() -> Status:
+    """At the cluster that this process has joined; nobody else is asked."""
+    nodes = tuple(
+        Node(
+            node["NodeManagerAddress"],
+            node["Alive"],
+            {k: v for k, v in node["Resources"].items() if not k.startswith(("node:", "object_"))},
+        )
+        for node in ray.nodes()
+    )
+    session = ray.get_runtime_context().get_session_name()
+    return Status(session, nodes, None)
+
+
+def act(verb: str, address: str, file: Path | None) -> Status:
+    """Does what is asked. Raises ConfigError."""
+    connect(address)
+    match verb, file:
+        case "start", Path():
+            config = load_up_config(file)
+            if controller_pools() is None:
+                start_deployment(config)
+        case "stop", _:
+            stop_deployment()
+        case "look", _:
+            return look()
+        case "status", _:
+            pass
+        case _:
+            raise ConfigError(f"{verb}: start FILE, look, status or stop")
+    return msgspec.structs.replace(look(), pools=controller_pools())
+
+
+def main() -> int:
+    """Runs one verb; 1 if it could not be done."""
+    verb, *rest = sys.argv[1:]
+    address = os.environ.get("BATON_RAY_ADDRESS") or "auto"
+    try:
+        answer = Answer(status=act(verb, address, Path(rest[0]).expanduser() if rest else None))
+    except BatonError as error:
+        answer = Answer(error=str(error))
+    sys.stdout.write(f"\n{ANSWER}{msgspec.json.encode(answer).decode()}\n")
+    sys.stdout.flush()
+    return 0 if answer.error is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Publishes a worker's block events, and answers those who missed some.
+
+Lives on the worker's event loop, beside the sessions of gateways. Nobody is waited for: what a slow
+subscriber has no room for is lost to it, which it will see. An answer goes out a few pieces at a
+time, between which the loop does other things; one that nobody reads is dropped.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from engine.clock import Clock, unix_time_s
+from engine.errors import ProtocolError
+from engine.messages import EventsAddress, Incarnation, WorkerId
+from engine.net.curve import Channel, Doorkeeper, secure_server
+from engine.net.trust import Secret
+from engine.worker.block_events import (
+    END_NUMBER,
+    SNAPSHOT,
+    EventLog,
+    Numbered,
+    decode_number,
+    encode_number,
+    topic_of,
+)
+from engine.worker.blocks import CacheNews
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD_BATCHES = 10_000  # of one subscriber
+MAX_UNREAD_PIECES = 256  # of one answer
+MAX_ASK_BYTES = 256  # and of a subscription
+MAX_ANSWERS = 64  # under way; others ask again
+PIECES_PER_TURN = 8  # of one answer, before the loop does other things
+ANSWER_TIMEOUT_S = 10.0
+FULL_WAIT_S = 0.02  # before one who has no room is tried again
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Frames for one peer, and the one that found it without room."""
+
+    peer: bytes
+    ask: bytes  # the frame that comes back
+    pieces: Iterator[Numbered]
+    due_s: float
+    unsent: Sequence[bytes] | None = None
+
+
+class BlockPublisher:
+    """The sockets around an `EventLog`. Every method is called on the event loop."""
+
+    def __init__(  # noqa: PLR0913 - wiring
+        self,
+        events: EventLog,
+        *,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        secret: Secret,
+        clock: Clock,
+        host: str = "127.0.0.1",
+        max_unread_batches: int = MAX_UNREAD_BATCHES,
+    ) -> None:
+        self._log = events
+        self._topic = topic_of(worker_id, incarnation)
+        self._incarnation = incarnation.encode()
+        self._secret = secret
+        self._clock = clock
+        self._doorkeeper = Doorkeeper(secret, Channel.BLOCK_EVENTS, clock)
+        self._host = host
+        self._max_unread_batches = max_unread_batches
+        self._answers: deque[_Answer] = deque()
+        self._is_closed = False
+
+    @property
+    def num_batches(self) -> int:
+        """Published so far. Safe from any thread."""
+        return self._log.num_batches
+
+    def open(self) -> EventsAddress:
+        """Binds both sockets."""
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._doorkeeper.open(self._context)
+        self._published = self._context.socket(zmq.PUB)
+        self._published.set(zmq.SNDHWM, self._max_unread_batches)
+        self._asked = self._context.socket(zmq.ROUTER)
+        self._asked.set(zmq.ROUTER_MANDATORY, 1)  # a peer without room is an error, not silence
+        self._asked.set(zmq.SNDHWM, MAX_UNREAD_PIECES)
+        for socket in (self._published, self._asked):
+            secure_server(
+                socket, self._secret, Channel.BLOCK_EVENTS, max_message_bytes=MAX_ASK_BYTES
+            )
+        ports = [
+            socket.bind_to_random_port(f"tcp://{self._host}")
+            for socket in (self._published, self._asked)
+        ]
+        self._loop.add_reader(self._asked.FD, self._take_asks)
+        self._loop.call_soon(self._take_asks)  # binding may have used up the descriptor's news
+        address = EventsAddress(*(f"tcp://{self._host}:{port}" for port in ports))
+        log.info("block events: %s under %s", address, self._topic.decode())
+        return address
+
+    def close(self) -> None:
+        """Closes the sockets; what was not sent is dropped."""
+        self._is_closed = True
+        self._loop.remove_reader(self._asked.FD)
+        self._answers.clear()
+        self._context.destroy(linger=0)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Connections refused so far. Safe from any thread."""
+        return dict(self._doorkeeper.counters)
+
+    def publish(self, news: Sequence[CacheNews]) -> None:
+        """Tells all subscribers that have room."""
+        if self._is_closed:
+            return
+        for number, batch in self._log.append(news, unix_time_s()):
+            self._published.send_multipart((self._topic, encode_number(number), batch))
+
+    # ------------------------------------------------------------ answers
+
+    def _take_asks(self) -> None:
+        """Reads all asks: the socket's descriptor does not tell twice of the same."""
+        if self._is_closed:
+            return
+        is_idle = not self._answers
+        while True:
+            try:
+                frames = self._asked.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                self._take_ask(frames)
+            except ProtocolError as error:
+                log.warning("asked for block events: %s", error)
+        if is_idle and self._answers:
+            self._send_answers()
+
+    def _take_ask(self, frames: Sequence[bytes]) -> None:
+        if len(frames) != 3:
+            raise ProtocolError(f"an ask of {len(frames)} frames")
+        peer, ask, wanted = frames
+        if ask and not ask.startswith(self._incarnation):
+            raise ProtocolError("another life of this worker was meant")
+        if len(self._answers) >= MAX_ANSWERS:
+            raise ProtocolError("too many answers are under way")
+        if wanted == SNAPSHOT:
+            pieces = self._log.snapshot(unix_time_s())
+        else:
+            pieces = iter(self._log.since(decode_number(wanted)))
+        self._answers.append(_Answer(peer, ask, pieces, self._clock.now_s() + ANSWER_TIMEOUT_S))
+
+    def _send_answers(self) -> None:
+        """A turn of the oldest answer; then the next one's, soon."""
+        if self._is_closed or not self._answers:
+            return
+        answer = self._answers.popleft()
+        wait_s = 0.0
+        try:
+            if not self._send_some(answer):
+                self._answers.append(answer)
+        except zmq.Again:
+            wait_s = FULL_WAIT_S
+            if self._clock.now_s() < answer.due_s:
+                self._answers.append(answer)
+            else:
+                log.warning("who asked for block events does not read the answer")
+        except zmq.ZMQError as error:
+            log.info("who asked for block events is gone: %s", error)
+        self._loop.call_soon(self._take_asks)  # sending may have used up the descriptor's news
+        if self._answers:
+            self._loop.call_later(wait_s, self._send_answers)
+
+    def _send_some(self, answer: _Answer) -> bool:
+        """True at the end. Raises zmq.Again where the peer has no room."""
+        for _ in range(PIECES_PER_TURN):
+            if answer.unsent is None:
+                number, batch = next(answer.pieces, (END_NUMBER, b""))
+                answer.unsent = (answer.peer, answer.ask, encode_number(number), batch)
+            self._asked.send_multipart(answer.unsent, zmq.NOBLOCK)
+            is_end = answer.unsent[3] == b""
+            answer.unsent = None
+            if is_end:
+                return True
+        return False

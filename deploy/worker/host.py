@@ -1,0 +1,443 @@
+"""One worker: the threads around a `WorkerCore`.
+
+    asyncio thread   gRPC sessions of gateways and of who sets roles; who follows the block events
+    guides thread    compiles the grammars of sequences before the step thread hears of them
+    step thread      owns core, pool and runner: takes events, runs plans, performs effects
+    transfer thread  the endpoint: leases and pulls
+
+Everything reaches the step thread through one inbox. A thread that dies takes the worker with it,
+so that others see it gone instead of silent. The asyncio thread watches the step thread: of a step
+that takes long it tells all who listen, and one that does not end ends the worker.
+"""
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculator
+from deploy.worker.block_publisher import BlockPublisher
+from deploy.worker.guide_opening import GuideOpening
+from deploy.worker.step_watch import StepWatch
+from engine import native_build
+from engine.clock import Clock
+from engine.config import WorkerConfig
+from engine.errors import ProtocolError
+from engine.grammar.guides import LlGuides
+from engine.layout import KVFormat
+from engine.messages import (
+    PROTOCOL_VERSION,
+    GatewayId,
+    Hello,
+    Incarnation,
+    Refused,
+    Role,
+    RoleChanged,
+    SetRole,
+    StillStepping,
+    ToGateway,
+    TransferAddress,
+    Welcome,
+    WorkerId,
+    decode_to_worker,
+    encode_frame,
+)
+from engine.net.rpc import Send, SessionServer
+from engine.net.trust import Secret
+from engine.worker.batch import Runner
+from engine.worker.block_events import EventLog
+from engine.worker.blocks import BlockPool
+from engine.worker.core import Duties, WorkerCore
+from engine.worker.events import Effect, Emit, EmitToAll, Event, GatewayLost
+from engine.worker.intake import Intake
+from engine.worker.offers import PrefixOffers
+from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.memory import Pool
+from kvtransfer.messages import Identity
+from prefill.scheduler import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 1.0
+_WHY_NOT = "KV of those is in another format"
+HANDSHAKE_TIMEOUT_S = 10.0
+MAX_UNSENT_FRAMES = 4096  # of one gateway; one that reads more slowly is cut off
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who a worker is to others."""
+
+    worker_id: WorkerId
+    role: Role
+    fingerprint: str
+    secret: Secret
+    host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What schedulers know of the model."""
+
+    vocab_size: int
+    context_len: int
+    has_draft_model: bool
+    guides: LlGuides
+
+
+class WorkerHost:
+    """A worker from open to close. `on_crash` ends the process."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a worker
+        self,
+        identity: WorkerIdentity,
+        *,
+        config: WorkerConfig,
+        runner: Runner,
+        model: ModelFacts,
+        memory: Pool,
+        clock: Clock,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._identity = identity
+        self._config = config
+        self._runner = runner
+        self._model = model
+        self._memory = memory
+        self._clock = clock
+        self._on_crash = on_crash
+        self._incarnation = Incarnation(secrets.token_hex(8))
+        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        # Of each session, until it is over and the step thread hears of that; None: it is cut off.
+        self._gateways: dict[GatewayId, asyncio.Queue[bytes | None] | None] = {}
+        self._duties = Duties(
+            identity.role, roles_of(identity.role, config), config.prefills_locally
+        )
+        self._refused: Counter[str] = Counter()  # sessions that could not begin, by reason
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
+        self._stopping = False
+        self._long_step: StillStepping | None = None  # the present one, if it is to be told of
+
+    async def open(self) -> str:
+        """Starts the threads; returns the address of the gRPC server."""
+        self._loop = asyncio.get_running_loop()
+        self._endpoint = TransferEndpoint(
+            EndpointConfig(
+                worker_id=self._identity.worker_id,
+                incarnation=self._incarnation,
+                identity=Identity(
+                    self._identity.fingerprint,
+                    self._runner.layout,
+                    kv_wire_dtype=self._config.kv_wire_dtype,
+                ),
+                secret=self._identity.secret,
+                transport=self._config.kv_transport,
+                host=self._identity.host,
+            ),
+            pool=self._memory,
+            clock=self._clock,
+            on_event=self._inbox.put,
+            on_crash=self._on_crash,
+        )
+        address = self._endpoint.open()
+        self._core = self._open_core(address)
+        self._publisher = BlockPublisher(
+            EventLog(
+                block_size=self._runner.layout.block_size,
+                with_token_ids=self._config.publish_token_ids,
+            ),
+            worker_id=self._identity.worker_id,
+            incarnation=self._incarnation,
+            secret=self._identity.secret,
+            clock=self._clock,
+            host=self._identity.host,
+        )
+        self._events = self._publisher.open()
+        who = self._identity
+        self._server = SessionServer(
+            self._session, who.secret, who.host, on_refused=self._count_refused
+        )
+        self._watch = StepWatch(self._config.step_timeout_s, self._clock.now_s())
+        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+        self._thread.start()
+        self._watching = asyncio.create_task(self._watch_steps())
+        return await self._server.open()
+
+    def _open_core(self, address: TransferAddress) -> WorkerCore:
+        config, model = self._config, self._model
+        pool = self._pool = BlockPool(self._runner.num_blocks, keeps_news=True)
+        speculator = Speculator(
+            config.speculate,
+            max_draft_tokens=config.max_draft_tokens,
+            has_draft_model=model.has_draft_model,
+        )
+        intake = Intake(
+            self._runner.layout.block_size, model.guides, model.vocab_size, model.context_len
+        )
+        decode = DecodeScheduler(
+            pool, intake=intake, max_running=config.max_running, speculator=speculator
+        )
+        prefill = PrefillScheduler(
+            pool, intake=intake, chunk_tokens=config.chunk_tokens, address=address
+        )
+        offers = PrefixOffers(pool, block_size=intake.block_size, address=address)
+        return WorkerCore(
+            [decode, prefill, offers],
+            pool,
+            config.max_batch_tokens,
+            duties=self._duties,
+            observe=speculator.observe,
+        )
+
+    async def close(self) -> None:
+        """Ends sessions and threads."""
+        self._watching.cancel()
+        await self._server.close()
+        self._stopping = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, 30)
+        self._opener.shutdown(wait=False, cancel_futures=True)
+        self._publisher.close()
+        await asyncio.to_thread(self._endpoint.close)
+        self._core.validate()
+
+    # ------------------------------------------------------------ gateways (asyncio thread)
+
+    def _count_refused(self, reason: str) -> None:
+        self._refused[f"refused_sessions:{reason}"] += 1
+
+    async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
+        gateway_id = await self._shake_hands(frames, send)
+        if gateway_id is None:
+            return
+        outbox: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNSENT_FRAMES)
+        outbox.put_nowait(encode_frame([self._welcome()]))  # and whatever it is from now on
+        self._gateways[gateway_id] = outbox
+        sender = asyncio.create_task(_send_all(outbox, send))
+        opening = GuideOpening(
+            gateway_id,
+            self._model.guides,
+            executor=self._opener,
+            put=self._inbox.put,
+            on_crash=self._on_crash,
+        )
+        reader = asyncio.create_task(self._read_all(gateway_id, opening, frames))
+        try:
+            await asyncio.wait([sender, reader], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sender.cancel()
+            reader.cancel()
+            await asyncio.gather(sender, reader, return_exceptions=True)
+            opening.close()
+            self._inbox.put(GatewayLost(gateway_id))  # before the next session of this gateway
+            del self._gateways[gateway_id]
+            log.info("gateway %s is gone", gateway_id)
+
+    async def _shake_hands(self, frames: AsyncIterator[bytes], send: Send) -> GatewayId | None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                messages = decode_to_worker(await anext(frames))
+        except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
+            log.warning("refused a gateway: %s", error)
+            return None
+        match messages:
+            case [Hello(version=version)] if version != PROTOCOL_VERSION:
+                reason = f"protocol version differs: ours {PROTOCOL_VERSION}, yours {version}"
+            case [Hello(gateway_id=gateway_id)] if gateway_id in self._gateways:
+                reason = "a session of this gateway is open"
+            case [Hello(gateway_id=gateway_id)]:
+                return gateway_id
+            case _:
+                reason = "the first frame must be one Hello"
+        log.warning("refused a gateway: %s", reason)
+        await send(encode_frame([Refused(reason)]))
+        return None
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            worker_id=self._identity.worker_id,
+            incarnation=self._incarnation,
+            role=self._duties.role,
+            fingerprint=served_as(self._identity.fingerprint, self._config.kv_wire_dtype),
+            layout=self._runner.layout,
+            num_blocks=self._runner.num_blocks,
+            max_running=self._config.max_running,
+            kv_wire_dtype=self._config.kv_wire_dtype,
+            events=self._events,
+            prefills_locally=self._duties.is_local,
+            step=self._long_step,
+        )
+
+    async def _watch_steps(self) -> None:
+        """Tells of steps that take long; one that does not end ends the worker."""
+        never = self._loop.create_future()
+        try:
+            while True:
+                await asyncio.wait([never], timeout=REPORT_EVERY_S)
+                self._long_step = self._watch.look(self._clock.now_s())
+                if self._long_step is not None:
+                    self._post_all(encode_frame([self._long_step]))
+        except Exception as error:  # StepStuck, or a bug: nobody else would notice a stuck step
+            self._on_crash(error)
+
+    async def _read_all(
+        self, gateway_id: GatewayId, opening: GuideOpening, frames: AsyncIterator[bytes]
+    ) -> None:
+        async for frame in frames:
+            try:
+                messages = decode_to_worker(frame)
+            except ProtocolError as error:
+                log.warning("cut off gateway %s: %s", gateway_id, error)
+                return
+            for message in messages:
+                if isinstance(message, Hello):
+                    continue  # a second one means nothing
+                if isinstance(message, SetRole) and message.role not in self._duties.possible:
+                    log.warning("it cannot be a %s worker: %s", message.role, _WHY_NOT)
+                opening.take(message)
+
+    # ------------------------------------------------------------ steps (step thread)
+
+    def _run(self) -> None:
+        try:
+            next_report_s = 0.0
+            busy = False
+            while not self._stopping:
+                self._watch.turn()
+                self._take_events(None if busy else self._idle_s())
+                now_s = self._clock.now_s()
+                if now_s >= next_report_s:
+                    next_report_s = now_s + REPORT_EVERY_S
+                    self._report()
+                busy = self._step()
+                self._publish()
+        except BaseException as error:
+            self._on_crash(error)
+            raise
+
+    def _idle_s(self) -> float:
+        """How long an event is waited for when no step was run."""
+        held_until_s = self._core.held_until_s
+        if held_until_s is None:
+            return REPORT_EVERY_S
+        return max(held_until_s - self._clock.now_s(), 0.0)
+
+    def _take_events(self, wait_s: float | None) -> None:
+        """Handles all events that are there; waits for one if there is nothing to compute."""
+        effects: list[Effect] = []
+        try:
+            event = self._inbox.get(block=wait_s is not None, timeout=wait_s)
+        except queue.Empty:
+            if wait_s is not None and self._core.held_until_s is None:
+                self._core.validate()  # idle: time to look for leaks
+            return
+        try:
+            while True:
+                if event is not None:
+                    effects += self._core.handle(event, self._clock.now_s())
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        self._perform(effects)
+
+    def _step(self) -> bool:
+        """Runs one plan; False if there was nothing to run."""
+        plan, effects = self._core.plan(self._clock.now_s())
+        self._perform(effects)
+        if plan is None:
+            return False
+        self._watch.begin(plan)
+        result = self._runner.run(plan)
+        self._perform(self._core.finish(result, self._clock.now_s()))
+        return True
+
+    def _perform(self, effects: list[Effect]) -> None:
+        frames: dict[GatewayId, list[ToGateway]] = {}
+        for effect in effects:
+            if isinstance(effect, Emit):
+                frames.setdefault(effect.gateway_id, []).append(effect.message)
+            elif isinstance(effect, EmitToAll):
+                self._send(frames)  # what was said before comes before
+                frames = {}
+                self._loop.call_soon_threadsafe(self._change_role, effect.message)
+            else:
+                self._endpoint.perform(effect)
+        self._send(frames)
+
+    def _send(self, frames: Mapping[GatewayId, list[ToGateway]]) -> None:
+        for gateway_id, messages in frames.items():
+            frame = encode_frame(messages)
+            self._loop.call_soon_threadsafe(self._post, gateway_id, frame)
+
+    def _publish(self) -> None:
+        """Tells what became cached, and what is no longer, in the step and before it."""
+        news = self._pool.take_news()
+        if news:
+            self._loop.call_soon_threadsafe(self._publisher.publish, news)
+
+    def _report(self) -> None:
+        counters = Counter(self._endpoint.counters())
+        for more in (self._publisher.counters, native_build.counters, self._refused):
+            counters.update(more)
+        load = self._core.load(self._endpoint.source.num_leases, counters)
+        load = msgspec.structs.replace(load, num_event_batches=self._publisher.num_batches)
+        frame = encode_frame([load])
+        self._loop.call_soon_threadsafe(self._post_all, frame)
+
+    def _change_role(self, message: RoleChanged) -> None:
+        """Gateways that are here are told; those that come later are welcomed so."""
+        if message.role is not self._duties.role:
+            log.info("it is a %s worker now", message.role)
+        self._duties = replace(self._duties, role=message.role)
+        self._post_all(encode_frame([message]))
+
+    def _post_all(self, frame: bytes) -> None:
+        for gateway_id in list(self._gateways):
+            self._post(gateway_id, frame)
+
+    def _post(self, gateway_id: GatewayId, frame: bytes) -> None:
+        outbox = self._gateways.get(gateway_id)
+        if outbox is None:
+            return  # it left, or is cut off; its sequences are being cancelled
+        try:
+            outbox.put_nowait(frame)
+        except asyncio.QueueFull:
+            log.warning("gateway %s reads too slowly and is cut off", gateway_id)
+            self._gateways[gateway_id] = None
+            while not outbox.empty():
+                outbox.get_nowait()
+            outbox.put_nowait(None)
+
+
+def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
+    """The roles that a worker started so may be given.
+
+    Where decode workers hold KV in a format of their own, one cannot become another: its pool is
+    made.
+    """
+    if config.decode_kv_dtype is None:
+        return frozenset(Role)
+    return frozenset(
+        other
+        for other in Role
+        if other is Role.DRAINED or (other is Role.DECODE) == (role is Role.DECODE)
+    )
+
+
+def served_as(fingerprint: str, kv_wire_dtype: KVFormat | None) -> str:
+    """What a gateway is told: answers change also with what KV is converted to for the way."""
+    return fingerprint if kv_wire_dtype is None else f"{fingerprint}-wire_{kv_wire_dtype}"
+
+
+async def _send_all(outbox: "asyncio.Queue[bytes | None]", send: Send) -> None:
+    while (frame := await outbox.get()) is not None:
+        await send(frame)

@@ -1,0 +1,1 @@
+"""Which tokens a grammar or JSON Schema allows next."""

@@ -1,0 +1,248 @@
+"""Compiles grammars where that can do no harm: `python -m engine.grammar.child <descriptor>`.
+
+A gateway starts this process for the first grammar that a client sends. It loads the tokenizer of
+a model once. For each grammar it forks, and the fork compiles the grammar exactly as workers do, in
+bounded time and memory. What the fork does wrong ends the fork: this process tells why, and a
+grammar that would take a worker long, or down, never reaches one.
+
+The process has one thread when it forks. It ends when the gateway closes its end of the socket; a
+fork ends by itself after `MAX_CPU_S` of computing.
+
+Frames have a length of four bytes, big-endian, before them. Each is one struct in msgpack.
+"""
+
+import contextlib
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections import OrderedDict
+from enum import StrEnum
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from engine.clock import MonotonicClock
+from engine.errors import GrammarError
+from engine.grammar.guides import STACK_BYTES, LlGuides
+from engine.messages import Grammar
+
+MAX_CPU_S = 1.0  # of compiling; a schema of 64 kB that people wrote takes 0.1
+MAX_BYTES = 128 * 2**20  # of memory that compiling adds
+MAX_WALL_S = 10.0  # a machine that does not give a second of computing in it is too busy
+MAX_FRAME_BYTES = 2**21
+MAX_TOKENIZERS = 2  # loaded at once: the versions of a rollout
+MAX_REPLY_BYTES = 2**14  # what a pipe takes without waiting
+NICENESS = 10  # serving comes first
+MAX_DESCRIPTORS = 1024  # it never has as many
+HEAD_BYTES = 4
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """A tokenizer, as `LlGuides` wants to know it."""
+
+    tokenizer_file: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One grammar, and the tokenizer to compile it for."""
+
+    vocabulary: Vocabulary
+    grammar: Grammar
+
+
+class Verdict(StrEnum):
+    """What compiling a grammar came to."""
+
+    FOLLOWED = "followed"
+    REFUSED = "refused"  # the compiler's or the schema rules' own error
+    SLOW = "slow"
+    LARGE = "large"
+    CRASHED = "crashed"
+    BUSY = "busy"  # nothing is known of the grammar: the machine had no time
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """What became of a grammar. `message` is for the client; empty where it can be followed."""
+
+    verdict: Verdict
+    message: str = ""
+
+
+_MESSAGES = {
+    Verdict.SLOW: f"compiling it takes more than {MAX_CPU_S:g} s",
+    Verdict.LARGE: f"compiling it takes more than {MAX_BYTES // 2**20} MiB of memory",
+    Verdict.CRASHED: "compiling it ends the compiler",
+    Verdict.BUSY: "the server has no time to compile it now",
+}
+_SIGNALS = {
+    signal.SIGPROF: Verdict.SLOW,
+    signal.SIGKILL: Verdict.BUSY,  # by `_watched`, or by a kernel that is out of memory
+    signal.SIGABRT: Verdict.LARGE,  # Rust ends so where memory is refused
+}
+
+
+def judged(guides: LlGuides, grammar: Grammar) -> Answered:
+    """What compiling the grammar in a fork of this process comes to."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _compile_and_exit(guides, grammar, writer)
+    os.close(writer)
+    try:
+        data = _watched(pid, reader)
+    finally:
+        os.close(reader)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFEXITED(status) and data:
+        return msgspec.msgpack.decode(data, type=Answered)
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    verdict = Verdict.CRASHED if ended_by is None else _verdict_of(ended_by)
+    return Answered(verdict, _MESSAGES[verdict])
+
+
+def _verdict_of(signal_number: int) -> Verdict:
+    with contextlib.suppress(ValueError):
+        return _SIGNALS.get(signal.Signals(signal_number), Verdict.CRASHED)
+    return Verdict.CRASHED
+
+
+def _watched(pid: int, reader: int) -> bytes:
+    """What the fork says, up to its end; it is killed where that takes too long."""
+    data = b""
+    clock = MonotonicClock()
+    end_s = clock.now_s() + MAX_WALL_S
+    while len(data) < MAX_REPLY_BYTES:
+        left_s = max(end_s - clock.now_s(), 0.0)
+        if not select.select([reader], [], [], left_s)[0]:
+            os.kill(pid, signal.SIGKILL)
+            return b""
+        more = os.read(reader, MAX_REPLY_BYTES)
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _compile_and_exit(guides: LlGuides, grammar: Grammar, writer: int) -> NoReturn:
+    """The life of a fork."""
+    status = 1
+    try:
+        os.closerange(3, writer)  # the gateway's end would not be seen as closed
+        os.closerange(writer + 1, MAX_DESCRIPTORS)
+        _limit()
+        os.write(writer, msgspec.msgpack.encode(_compiled(guides, grammar)))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _compiled(guides: LlGuides, grammar: Grammar) -> Answered:
+    try:
+        guides.prepare(grammar)
+    except GrammarError as error:
+        return Answered(Verdict.REFUSED, str(error))
+    except MemoryError:
+        return Answered(Verdict.LARGE, _MESSAGES[Verdict.LARGE])
+    return Answered(Verdict.FOLLOWED)
+
+
+def _limit() -> None:
+    """Bounds the time and memory of this process from now on; what it says goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    most = _data_bytes() + STACK_BYTES + MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+
+
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmData")
+
+
+# ---------------------------------------------------------------- the process
+
+
+def send_frame(sock: socket.socket, message: Asked | Answered) -> None:
+    """Sends one struct. Raises OSError."""
+    data = msgspec.msgpack.encode(message)
+    sock.sendall(len(data).to_bytes(HEAD_BYTES, "big") + data)
+
+
+def receive_frame(sock: socket.socket) -> bytes:
+    """The next frame; empty at the end. Raises OSError."""
+    head = _received(sock, HEAD_BYTES)
+    length = int.from_bytes(head, "big")
+    if length > MAX_FRAME_BYTES:
+        raise OSError(f"a frame has {length} bytes")
+    return _received(sock, length)
+
+
+def _received(sock: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        more = sock.recv(num_bytes - len(data))
+        if not more:
+            return b""
+        data += more
+    return data
+
+
+class _Tokenizers:
+    """Those loaded, the latest last."""
+
+    def __init__(self) -> None:
+        self._loaded: OrderedDict[Vocabulary, LlGuides] = OrderedDict()
+
+    def guides(self, vocabulary: Vocabulary) -> LlGuides:
+        """Raises GrammarError for a tokenizer that cannot guide."""
+        guides = self._loaded.get(vocabulary)
+        if guides is None:
+            guides = LlGuides(
+                Path(vocabulary.tokenizer_file),
+                vocab_size=vocabulary.vocab_size,
+                eos_token_ids=vocabulary.eos_token_ids,
+            )
+            guides.load()
+            self._loaded[vocabulary] = guides
+            if len(self._loaded) > MAX_TOKENIZERS:
+                self._loaded.popitem(last=False)
+            gc.collect()
+            gc.freeze()  # so that forks do not copy what a collection touches
+        self._loaded.move_to_end(vocabulary)
+        return guides
+
+
+def _serve(sock: socket.socket) -> None:
+    tokenizers = _Tokenizers()
+    while data := receive_frame(sock):
+        asked = msgspec.msgpack.decode(data, type=Asked)
+        try:
+            answered = judged(tokenizers.guides(asked.vocabulary), asked.grammar)
+        except GrammarError as error:
+            answered = Answered(Verdict.REFUSED, str(error))
+        send_frame(sock, answered)
+
+
+def main() -> None:
+    """Serves the gateway at the other end of the descriptor until that end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the gateway drains first
+    os.nice(NICENESS)
+    with socket.socket(fileno=int(sys.argv[1])) as sock, contextlib.suppress(ConnectionError):
+        _serve(sock)
+
+
+if __name__ == "__main__":
+    main()

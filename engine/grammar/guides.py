@@ -1,0 +1,441 @@
+"""Guides by llguidance: which tokens may come next under a schema, an expression or a grammar.
+
+Every grammar becomes one in llguidance's Lark dialect. A mask depends on the bytes of the answer
+so far and on nothing else, since no tokenization is forced (`no_forcing`): it is the same on any
+worker, with or without drafts, and holds exactly the ids with which the answer can go on.
+
+1. `LlGuides.prepare` compiles it for a tokenizer, on any thread, and keeps it for a while.
+   Gateways have that done by `engine.grammar.child` before a worker hears of the grammar.
+2. `LlGuides.open` makes a guide: a copy, which shares what the compiled grammar learns of itself.
+
+What a client may cost is bounded: the source, the work of compiling, that of one token, the memory
+of a grammar and of all that are kept. One that exceeds a bound while it is followed makes its guide
+`fault`.
+Grammars are compiled on a thread with a large stack, since their rules may lead deep.
+
+Sources: github.com/guidance-ai/llguidance, docs/syntax.md, docs/json_schema.md and parser/src.
+"""
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from tokenizers import Tokenizer
+
+from engine.errors import GrammarError
+from engine.grammar.json_schemas import followed, regex_fault
+from engine.messages import Grammar, GrammarKind
+
+MAX_SOURCE_LEN = 128 * 2**10  # characters
+MAX_MESSAGE_LEN = 300  # characters of what the compiler says
+MAX_LEXER_STATES = 16_000  # of about 2 kB each
+COMPILING_FUEL = 500_000  # expressions; the largest schemas in use take as many
+MASK_FUEL = 100_000  # expressions for one mask
+MASK_ITEMS = 5_000  # of the parser, for one mask: 0.05 s where rules are ambiguous
+MAX_CACHED_BYTES = 2**30  # of grammars that are kept, as estimated
+STATES_BYTES = MAX_LEXER_STATES * 2048  # which a grammar comes to when it is followed
+COMPILED_BYTES_PER_S = 150 * 2**20  # of compiling: the most that was measured
+MAX_TOKEN_S = 0.1  # of computing, for one token; large schemas take 0.04
+STACK_BYTES = 256 * 2**20  # address space, of which little is touched
+WORD_BITS = 32
+
+# No bytes but those of the grammar's own choosing; JSON as models write it, compact or indented.
+_HEADER = '%llguidance {"no_forcing": true}\n'
+_JSON_OPTIONS = {
+    "whitespace_pattern": r"( |\n {0,40}|\n\t{0,10})",  # blanks without end are no progress
+    "json_allowed_escapes": 'nrbtf\\"',  # one spelling for each string: a key is not escaped
+}
+_JSON = "%json"
+# Each alternative takes what it begins, to its end or the end of the line: one pass over a source.
+_LARK_TOKEN = re.compile(
+    r"""//[^\n]*+|"(?:\\.|[^"\\\n])*+"?+|/(?:\\.|[^/\\\n])*+/?+|[\w-]++|\s++|.""", re.DOTALL
+)
+_REFUSED_OPTIONS = {"max_tokens", "stop", "stop_capture", "temperature"}
+_BLANK = re.compile(r"\s*+")
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invalid regex))")
+_QUOTED_LINES = re.compile(r"\n +\d+ \| ")
+
+T = TypeVar("T")
+_Kept = tuple[bytes, Grammar]  # the salt of the tenants that share it, and what was compiled
+
+
+class LlGuides:
+    """Makes guides for one tokenizer; implements `engine.grammar.guide.Guides`. Safe from any
+    thread.
+
+    `vocab_size` is the model's: ids that no token has are never allowed. The tokenizer is read when
+    the first grammar comes.
+    """
+
+    def __init__(
+        self, tokenizer_file: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer_file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled: OrderedDict[_Kept, Future[_Compiled]] = OrderedDict()
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compiles it, if nobody has, so that `open` need not. Raises GrammarError."""
+        self._prototype((b"", grammar))
+
+    def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> "LlGuide":
+        """A guide that has consumed `answer`. Raises GrammarError, also if the answer strays."""
+        kept = (salt, grammar)
+        matcher = self._prototype(kept).deep_copy()
+        guide = LlGuide(matcher, self._loaded(), on_fault=lambda: self._forget(kept))
+        guide.replay(answer)
+        if guide.fault is not None:
+            raise GrammarError(guide.fault)
+        return guide
+
+    def _prototype(self, kept: _Kept) -> LLMatcher:
+        """The compiled grammar. Who comes second waits for who came first."""
+        with self._lock:
+            future = self._compiled.get(kept)
+            mine = future is None
+            if future is None:
+                future = self._compiled[kept] = Future()
+            self._compiled.move_to_end(kept)
+        if mine:
+            try:
+                future.set_result(_compile(self._loaded().tokenizer, kept[1]))
+            except BaseException as error:
+                future.set_exception(error)
+            self._evict()
+        return future.result().matcher
+
+    def _evict(self) -> None:
+        """Forgets the grammars that were not asked for longest, until the others are in bounds."""
+        with self._lock:
+            total_bytes = sum(map(_bytes_of, self._compiled.values()))
+            while total_bytes > MAX_CACHED_BYTES and len(self._compiled) > 1:
+                _, future = self._compiled.popitem(last=False)
+                total_bytes -= _bytes_of(future)
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the grammars that are kept may come to."""
+        with self._lock:
+            return sum(map(_bytes_of, self._compiled.values()))
+
+    def load(self) -> None:
+        """Reads the tokenizer now. Raises GrammarError for one that cannot guide."""
+        self._loaded()
+
+    def _loaded(self) -> "_Vocabulary":
+        with self._lock:
+            if self._vocabulary is None:
+                facts = (self._tokenizer_file, self._vocab_size, self._eos_token_ids)
+                self._vocabulary = _translated(lambda: _load(*facts))
+            return self._vocabulary
+
+    def _forget(self, kept: _Kept) -> None:
+        """What a faulty guide shares with others may be spoilt."""
+        with self._lock:
+            self._compiled.pop(kept, None)
+
+
+class LlGuide:
+    """Where one answer stands; implements `engine.grammar.guide.Guide`.
+
+    After a token that ends the answer only such tokens can come, which llguidance does not count.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: "_Vocabulary", *, on_fault: Callable[[], None]
+    ) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._on_fault = on_fault
+        self.fault: str | None = None
+
+    def consume(self, token_id: int) -> None:
+        """Takes note of the next token; one that was not allowed is a fault."""
+        begin_s = time.thread_time()
+        if not self._is_over:
+            self._matcher.consume_token(token_id)
+        elif token_id not in self._vocabulary.eos_token_ids:
+            self._fail(f"token {token_id} follows a complete answer")
+        self._check(begin_s, 1)
+
+    def replay(self, answer: Sequence[int]) -> None:
+        """Takes note of many tokens."""
+        begin_s = time.thread_time()
+        eos = self._vocabulary.eos_token_ids
+        ends = _length_until(answer, lambda token_id: token_id in eos)
+        self._matcher.consume_tokens(list(answer[:ends]))
+        self._check(begin_s, ends)
+        for token_id in answer[ends:]:
+            self.consume(token_id)
+
+    def num_allowed(self, ahead: Sequence[int]) -> int:
+        """How many of these proposed tokens, from the first on, may follow one another."""
+        begin_s = time.thread_time()
+        vocabulary = self._vocabulary
+        known = ahead[: _length_until(ahead, lambda token_id: token_id >= vocabulary.num_ids)]
+        count, over = 0, self._is_over
+        if not over and known:
+            count = self._matcher.try_consume_tokens(list(known))
+            over = self._matcher.is_stopped()
+            self._matcher.rollback(count)
+        if self._check(begin_s, len(ahead)) is not None:
+            return 0
+        if not over:
+            return count
+        return count + _length_until(known[count:], lambda t: t not in vocabulary.eos_token_ids)
+
+    def masks(self, ahead: Sequence[int]) -> np.ndarray:
+        """uint32 [len(ahead) + 1, words] as `engine.grammar.guide.Guide` says; nothing after a
+        fault."""
+        begin_s = time.thread_time()
+        vocabulary = self._vocabulary
+        rows = np.zeros((len(ahead) + 1, vocabulary.words_computed), dtype=np.uint32)
+        if self._is_over:
+            rows[:] = vocabulary.eos_words
+        elif ahead:
+            self._matcher.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]
+                rows.ctypes.data, rows.strides[0], list(ahead)
+            )
+            # What follows a token that ends the answer is left out.
+            rows[~rows.any(axis=1)] = vocabulary.eos_words
+        else:
+            self._matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows.strides[0])
+        if self._check(begin_s, len(rows)) is not None:
+            rows[:] = 0
+        return vocabulary.trimmed(rows)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.fault is not None or self._matcher.is_stopped()
+
+    def _check(self, begin_s: float, num_tokens: int) -> str | None:
+        """The guide's fault, if there is one, after work on so many tokens."""
+        if self.fault is None and self._matcher.is_error():
+            self._fail(self._matcher.get_error())
+        elif self.fault is None and time.thread_time() - begin_s > MAX_TOKEN_S * (num_tokens + 1):
+            self._fail("following the grammar takes too long")
+        return self.fault
+
+    def _fail(self, message: str) -> None:
+        self.fault = _shortened(message)
+        self._on_fault()
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A matcher before its first token, and the bytes that it may come to."""
+
+    matcher: LLMatcher
+    num_bytes: int
+
+
+def _bytes_of(future: "Future[_Compiled]") -> int:
+    """Of a grammar that was refused, or is being compiled, no more than of its states."""
+    if future.done() and future.exception() is None:
+        return future.result().num_bytes
+    return STATES_BYTES
+
+
+class _Vocabulary:
+    """A tokenizer, with the widths of its masks."""
+
+    def __init__(
+        self, tokenizer: LLTokenizer, num_tokens: int, vocab_size: int, eos: Sequence[int]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos)
+        self.num_ids = min(num_tokens, vocab_size)  # ids that a token and a logit have
+        self.words_computed = -(-tokenizer.vocab_size // WORD_BITS)
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self.eos_words = _words_of(self.eos_token_ids, self.words_computed)
+        self._known_words = _words_of(range(self.num_ids), self._num_words)
+
+    def trimmed(self, rows: np.ndarray) -> np.ndarray:
+        """Masks as wide as the model's logits, without ids that stand for nothing."""
+        trimmed = rows[:, : self._num_words]
+        trimmed &= self._known_words
+        return trimmed
+
+
+def _load(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> _Vocabulary:
+    """Raises GrammarError for a tokenizer whose tokens do not stand for bytes of their own."""
+    text = tokenizer_file.read_text(encoding="utf-8")
+    ids = Tokenizer.from_str(text).get_vocab(with_added_tokens=True).values()
+    num_tokens = max(ids, default=-1) + 1
+    eos = [token_id for token_id in eos_token_ids if token_id < min(num_tokens, vocab_size)]
+    if not eos:
+        raise GrammarError("the model has no token that ends an answer")
+    width = max(vocab_size, num_tokens)
+    tokenizer = LLTokenizer(text, n_vocab=width, eos_token=eos)
+    return _Vocabulary(tokenizer, num_tokens, vocab_size, eos)
+
+
+def to_lark(grammar: Grammar) -> str:
+    """Any grammar in the dialect that is compiled. Raises GrammarError."""
+    source = grammar.source
+    if len(source) > MAX_SOURCE_LEN:
+        raise GrammarError(f"the grammar has more than {MAX_SOURCE_LEN} characters")
+    if "\0" in source:
+        raise GrammarError("the grammar holds a null character")
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return _HEADER + "start: " + _json_directive(_decoded(source))
+        case GrammarKind.REGEX:
+            if (fault := regex_fault(source)) is not None:
+                raise GrammarError(fault)
+            return f"{_HEADER}start: /{regex_to_lark(source, use_ascii='')}/\n"
+        case GrammarKind.LARK:
+            return _from_lark(source)
+
+
+def _from_lark(source: str) -> str:
+    """The options come last, so that line numbers in errors are the client's."""
+    if source.lstrip().startswith("{"):
+        raise GrammarError("a grammar must be written in Lark")
+    for option in _rule_options(source):
+        if option in _REFUSED_OPTIONS:
+            raise GrammarError(f"the option {option} is not supported")
+    parts, begin = list[str](), 0
+    while (found := source.find(_JSON, begin)) >= 0:
+        at = _BLANK.match(source, found + len(_JSON)).end()  # type: ignore[union-attr]
+        try:
+            schema, end = _decoder.raw_decode(source, at)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"{_JSON}: {error}") from error
+        parts += [source[begin:found], _json_directive(schema)]
+        begin = end
+    return "".join([*parts, source[begin:], "\n", _HEADER])
+
+
+def _rule_options(source: str) -> Iterator[str]:
+    """The words between brackets that a colon follows, where rules have their options."""
+    words, depth, ended = list[str](), 0, False
+    for found in _LARK_TOKEN.finditer(source):
+        token = found[0]
+        if token == "[":
+            words, depth = [] if depth == 0 else words, depth + 1
+        elif token == "]":
+            depth = max(depth - 1, 0)
+        elif token == ":" and ended:
+            yield from words
+        elif depth > 0:
+            words.append(token)
+        if not token.isspace() and not token.startswith("//"):
+            ended = token == "]" and depth == 0
+
+
+def _json_directive(schema: object) -> str:
+    options = {"x-guidance": _JSON_OPTIONS}
+    return f"{_JSON} " + json.dumps({**followed(schema), **options}, ensure_ascii=False)
+
+
+def _decoded(source: str) -> object:
+    try:
+        return json.loads(source, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the schema is not valid JSON: {error}") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    """Refuses what Python takes for JSON, and JSON does not have."""
+    raise ValueError(f"{name} is no number")
+
+
+_decoder = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
+    """Compiles a grammar, up to its first mask. Raises GrammarError."""
+
+    def compiled() -> _Compiled:
+        begin_s = time.thread_time()
+        matcher = LLMatcher(tokenizer, to_lark(grammar), log_level=0, limits=_limits())
+        tried = matcher.deep_copy()
+        tried.compute_bitmask()
+        for candidate in (matcher, tried):
+            if candidate.is_error():
+                raise _refusal(candidate.get_error())
+        if warnings := matcher.get_grammar_warnings():  # something would not be followed
+            raise _refusal(warnings[0])
+        spent_s = time.thread_time() - begin_s
+        return _Compiled(matcher, STATES_BYTES + int(spent_s * COMPILED_BYTES_PER_S))
+
+    return _deep(compiled)
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=COMPILING_FUEL,
+        step_lexer_fuel=MASK_FUEL,
+        step_max_items=MASK_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+
+
+_stack_size_lock = threading.Lock()
+
+
+def _deep(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, on a thread with a large stack."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(_translated(work))
+        except BaseException as error:
+            future.set_exception(error)
+
+    with _stack_size_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar")
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return future.result()
+
+
+def _translated(work: Callable[[], T]) -> T:
+    """A panic of the library is no Exception in Python, and no reason to end a process."""
+    try:
+        return work()
+    except (GrammarError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise _refusal(str(error)) from error
+
+
+def _refusal(message: str) -> GrammarError:
+    return GrammarError(_shortened(message))
+
+
+def _shortened(message: str) -> str:
+    """What llguidance says, less the places in text that the client did not write."""
+    message = _PLACE.sub("", message.replace("<non-verbose/>", "").strip())
+    message = _QUOTED_LINES.split(message, maxsplit=1)[0].strip()
+    return message if len(message) <= MAX_MESSAGE_LEN else message[:MAX_MESSAGE_LEN] + "…"
+
+
+def _length_until(token_ids: Sequence[int], ends: Callable[[int], bool]) -> int:
+    return next((i for i, token_id in enumerate(token_ids) if ends(token_id)), len(token_ids))
+
+
+def _words_of(token_ids: Sequence[int] | frozenset[int] | range, num_words: int) -> np.ndarray:
+    """uint32 [num_words] with the bits of these ids set."""
+    bits = np.zeros(num_words * WORD_BITS, dtype=bool)
+    bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)

@@ -1,0 +1,386 @@
+"""Attention over paged KV on CUDA: which Triton kernels run on a batch, and how they are launched.
+
+    attend      an `Attend`: stores K and V, then attends, for any KV format
+
+Rows are sorted by how many tile rows their queries need (queries × the query heads of a KV head):
+one launch each for up to 16 (decode), up to 64 (verification, ends of prompts) and more (prefill
+chunks). The first two always split contexts, the last where it has too few units to fill the GPU.
+`triton_kernels.py` says what units, items and splits are.
+
+**CUDA graphs.** A launch depends on the host's view of the batch only through `extents`: the query
+lengths and, for prefill, how much context there is. Context lengths, block tables and slots are
+read on the device. So a captured decode step serves any contexts, if its `extents` say one query a
+row and its `block_tables` are as wide as the longest context needs. Rows that only fill a batch up
+have `context_len` 0 and slots `packing.PAD_SLOT`: nothing is stored for them and their result is
+zero.
+
+**Prefill in torch.** A long row with nothing before it attends to itself alone. Where the record
+is bf16 and so are K and V, what the record holds is bit for bit what was just projected; reading
+the projections is then reading the record, and torch's flash attention does it faster. In every
+other format it would see more bits than later tokens will, and the answer would depend on where
+chunks end.
+
+Splits depend on how full the batch is, and with them the order of sums: results of a row in two
+batches differ by rounding. Needs triton when called, not when imported; runs on CPU tensors where
+triton interprets (TRITON_INTERPRET=1). Not for tensors of a device that is not the current one.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.layout import KVFormat
+from engine.model.attention.base import AttentionBatch, Extent, Scoring
+from engine.model.attention.kvcache import KVCache
+
+ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of the tiles of queries; 16 is the least a dot takes
+ROWS_OF_WIDE_LAUNCHES = (16, 64)  # where a tile of 128 would need more registers than there are
+PROGRAMS_PER_SM = 4  # that splits aim at; more even the load out, fewer leave less to merge
+FLASH_MIN_LEN = 256  # queries; below this a row is not worth a launch of its own
+NO_LEN = 2**31 - 1  # longer than any row
+MERGE_CHUNK = 32  # splits whose sums are loaded at a time
+STORE_TOKENS = 16  # a program, in batches of more than FEW_TOKENS
+FEW_TOKENS = 256
+INTERPRETED_SMS = 4  # a GPU small enough that splits of all kinds come about in tests
+
+
+class Launch(NamedTuple):
+    """One run of the attention kernel over all rows of `min_len` to `max_len` queries."""
+
+    min_len: int
+    max_len: int
+    unit_len: int  # queries of a unit
+    rows_m: int  # rows of its tile
+    num_units: int
+    longest: int  # queries of a row
+    num_spare: int  # splits beyond one a unit; 0: contexts are not split
+
+
+class Plan(NamedTuple):
+    """What is launched for a batch."""
+
+    launches: tuple[Launch, ...]
+    fresh: tuple[Extent, ...]  # rows for torch's own attention
+
+
+class Tiling(NamedTuple):
+    """How the attention kernel is cut."""
+
+    tile: int  # tokens of K and V at a time
+    num_warps: int
+    num_stages: int
+
+
+def available() -> bool:
+    """Whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def attend(  # noqa: PLR0913 - the seam of all implementations
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Stores K and V and attends, as `engine.model.attention.base` says: an `Attend`."""
+    query, key, value = map(_with_whole_heads, (query, key, value))
+    store(key, value, cache, layer, batch.slot_mapping)
+    fresh_len = _fresh_len(query, key, value, cache, scoring)
+    plan = _plan_of(batch, query, cache, fresh_len)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for extent in plan.fresh:
+        _attend_to_itself(query, key, value, out, extent, scoring)
+    for launch in plan.launches:
+        _attend(query, out, cache, layer, batch, scoring, launch, fresh_len)
+    return out
+
+
+def store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Quantises K and V [num_tokens, num_kv_heads, head_dim] into their slots [num_tokens]."""
+    keys, values, key_scales, value_scales = _record(cache, layer)
+    num_tokens, num_kv_heads, head_dim = key.shape
+    tokens = 1 if num_tokens <= FEW_TOKENS else STORE_TOKENS
+    loaded = head_dim // 2 if cache.kv_format is KVFormat.INT4 else head_dim
+    grid = (-(-num_tokens // tokens), num_kv_heads)
+    _kernels().store_kernel[grid](
+        key,
+        value,
+        slot_mapping,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        num_tokens,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *keys.stride()[:2],
+        *key_scales.stride()[:2],
+        FORMAT=cache.kv_format.value,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=cache.layout.block_size,
+        WIDTH=_power_of_two(loaded),
+        TOKENS=tokens,
+        num_warps=1 if tokens == 1 else 4,
+    )
+
+
+def plan_launches(
+    extents: Sequence[Extent],
+    *,
+    group: int,
+    num_kv_heads: int,
+    num_sms: int,
+    fresh_len: int,
+    all_rows_m: Sequence[int],
+) -> Plan:
+    """Sorts rows into launches; those of `fresh_len` queries and nothing before go to `fresh`.
+
+    `group` is the number of query heads of a KV head, `all_rows_m` the tile rows of the launches.
+    """
+    fresh = tuple(e for e in extents if e.query_len == e.context_len >= fresh_len)
+    others = [e.query_len for e in extents if not e.query_len == e.context_len >= fresh_len]
+    launches = []
+    min_len = 1
+    for rows_m in all_rows_m:
+        is_last = rows_m == all_rows_m[-1]
+        unit_len = max(rows_m // group, 1 if is_last else 0)
+        max_len = NO_LEN if is_last else unit_len
+        lens = [n for n in others if min_len <= n <= max_len]
+        if lens:
+            num_units = sum(-(-n // unit_len) for n in lens)
+            is_full = is_last and num_units * num_kv_heads >= 2 * num_sms
+            wanted = -(-PROGRAMS_PER_SM * num_sms // num_kv_heads)
+            launches.append(
+                Launch(
+                    min_len=min_len,
+                    max_len=max_len,
+                    unit_len=unit_len,
+                    rows_m=max(rows_m, _power_of_two(group)),
+                    num_units=num_units,
+                    longest=max(lens),
+                    num_spare=0 if is_full else max(wanted, num_units),
+                )
+            )
+        min_len = max(min_len, max_len + 1)
+    return Plan(tuple(launches), fresh)
+
+
+def tiling(kv_format: KVFormat, width: int, rows_m: int) -> Tiling:
+    """How the kernel is cut for `rows_m` rows of queries over heads of `width` elements.
+
+    Few rows wait for memory: tiles of 16 KiB of K and of V, three of each in flight, two programs
+    on a multiprocessor. Many rows wait for arithmetic: tiles that the tensor cores like.
+    """
+    if rows_m <= 16:
+        tile = 16384 * 8 // (width * kv_format.element_bits)
+        return Tiling(tile=min(max(tile, 16), 128), num_warps=4, num_stages=3)
+    elements = 4096 if kv_format is KVFormat.FP32 else 8192  # of a tile: registers are the limit
+    return Tiling(
+        tile=min(max(elements // width, 16), 128 if rows_m <= 64 else 64),
+        num_warps=4 if rows_m <= 64 else 8,
+        num_stages=2 if kv_format is KVFormat.FP32 else 3,
+    )
+
+
+def _attend(  # noqa: PLR0913
+    query: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scoring: Scoring,
+    launch: Launch,
+    fresh_len: int,
+) -> None:
+    """Runs one launch, and the merge of its splits."""
+    keys, values, key_scales, value_scales = _record(cache, layer)
+    if cache.kv_format.has_scales:  # the kernel takes bytes and scales as words
+        words = (x.view(torch.int32) for x in (keys, values, key_scales, value_scales))
+        keys, values, key_scales, value_scales = words
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = cache.section.num_kv_heads
+    num_rows = len(batch.extents)
+    is_split = launch.num_spare > 0
+    num_items = launch.num_units + launch.num_spare
+    shape = (num_items, num_kv_heads, launch.rows_m) if is_split else (1,)
+    peaks = torch.empty(shape, dtype=torch.float32, device=query.device)
+    norms = torch.empty_like(peaks)
+    partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
+    width = max(_power_of_two(head_dim), 16)
+    cut = tiling(cache.kv_format, width, launch.rows_m)
+    lengths = (batch.cu_seqlens_q, batch.context_lens)
+    window = scoring.window or 0
+    which = {
+        "HEAD_DIM": head_dim,
+        "GROUP": num_heads // num_kv_heads,
+        "MIN_LEN": launch.min_len,
+        "MAX_LEN": launch.max_len,
+        "UNIT_LEN": launch.unit_len,
+        "ROWS_M": launch.rows_m,
+        "WIDTH": width,
+        "TILE": cut.tile,
+        "ROWS": max(_power_of_two(num_rows), 16),
+    }
+    kernels = _kernels()
+    kernels.attention_kernel[num_items, num_kv_heads](
+        query,
+        out,
+        partial,
+        peaks,
+        norms,
+        *lengths,
+        batch.block_tables,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        num_rows,
+        launch.num_spare,
+        fresh_len,
+        window,
+        scoring.scaling,
+        scoring.softcap or 1.0,
+        *query.stride()[:2],
+        batch.block_tables.stride(0),
+        *keys.stride()[:2],
+        *key_scales.stride()[:2],
+        FORMAT=cache.kv_format.value,
+        DOT=_dot_type(query.dtype, cache.kv_format),
+        BLOCK_SIZE=cache.layout.block_size,
+        SPLIT=is_split,
+        HAS_WINDOW=scoring.window is not None,
+        HAS_SOFTCAP=scoring.softcap is not None,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        **which,
+    )
+    if is_split:
+        kernels.merge_kernel[num_rows * launch.longest, num_heads](
+            out,
+            partial,
+            peaks,
+            norms,
+            *lengths,
+            num_rows,
+            launch.num_spare,
+            fresh_len,
+            window,
+            launch.longest,
+            CHUNK=MERGE_CHUNK,
+            num_warps=4,
+            **which,
+        )
+
+
+def _attend_to_itself(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    extent: Extent,
+    scoring: Scoring,
+) -> None:
+    """A row with nothing before it, by torch's own attention."""
+    row = slice(extent.query_start, extent.query_start + extent.query_len)
+    heads = (x[row].transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, tokens, dim]
+    result = scaled_dot_product_attention(
+        *heads, is_causal=True, scale=scoring.scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    out[row] = result[0].transpose(0, 1)
+
+
+def _fresh_len(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KVCache,
+    scoring: Scoring,
+) -> int:
+    """From how many queries on a row with nothing before it is left to torch's attention."""
+    reads_the_record = cache.kv_format is KVFormat.BF16 and (
+        {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
+    )
+    is_plain = scoring.softcap is None and scoring.window is None and query.shape[2] % 8 == 0
+    return FLASH_MIN_LEN if reads_the_record and is_plain else NO_LEN
+
+
+def _plan_of(batch: AttentionBatch, query: torch.Tensor, cache: KVCache, fresh_len: int) -> Plan:
+    """The batch's plan, made once for all layers of a kind."""
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = cache.section.num_kv_heads
+    which = ("triton", num_heads // num_kv_heads, num_kv_heads, fresh_len)
+    if which not in batch.plans:
+        is_wide = head_dim > 128 or cache.kv_format is KVFormat.FP32
+        batch.plans[which] = plan_launches(
+            batch.extents,
+            group=num_heads // num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            num_sms=_num_sms(cache.device),
+            fresh_len=fresh_len,
+            all_rows_m=ROWS_OF_WIDE_LAUNCHES if is_wide else ROWS_OF_LAUNCHES,
+        )
+    return batch.plans[which]
+
+
+def _record(cache: KVCache, layer: int) -> tuple[torch.Tensor, ...]:
+    """Elements and scales of a layer; where a format has no scales, its elements, unread."""
+    keys, values = cache.keys[layer], cache.values[layer]
+    if cache.key_scales is None:
+        return keys, values, keys, values
+    return keys, values, cache.key_scales[layer], cache.value_scales[layer]
+
+
+def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _dot_type(dtype: torch.dtype, kv_format: KVFormat) -> object:
+    """The type that dots multiply: the queries', but fp32 where K and V are.
+
+    The interpreter multiplies bf16 as if it were integers, so there it is fp32 too.
+    """
+    language = _kernels().tl
+    if kv_format.has_scales and dtype is not torch.float32 and not _is_interpreted():
+        return language.float16
+    if kv_format is KVFormat.FP32 or dtype is torch.float32 or _is_interpreted():
+        return language.float32
+    return language.bfloat16 if dtype is torch.bfloat16 else language.float16
+
+
+@cache
+def _kernels() -> ModuleType:
+    from engine.model.attention import kernels as triton_kernels
+
+    return triton_kernels
+
+
+@cache
+def _is_interpreted() -> bool:
+    kernels = _kernels()
+    return not isinstance(kernels.attention_kernel, kernels.triton.JITFunction)
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length()

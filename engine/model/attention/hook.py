@@ -1,0 +1,172 @@
+"""How attention layers of a transformers model reach the paged KV cache.
+
+transformers lets a model's attention be replaced by a registered function, which gets the attention
+module and the projected query, key and value. What else it needs, the cache and the batch, is in a
+`ForwardContext` that `attach` puts on every module of the model, once, as the attribute `baton`.
+
+Why so, and not as a keyword of `model(...)`: whether keywords reach the attention is up to each
+model's code, while every model passes the module. One model has one context, so two models (a
+target and its draft) in one process do not meet; one model runs one batch at a time.
+
+Two functions are registered. PAGED is the attention that serves: no mask function is registered
+under its name, so transformers builds no mask; rows, causality and windows are ours to keep apart.
+RECORDING only writes down what each layer asks for, among this the window in the mask that
+transformers would have built: the mask is what decides when a model runs by itself, while PAGED
+believes what the layer says.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+
+from engine.model.attention import plain as torch_attention
+from engine.model.attention.base import Attend, AttentionBatch, Scoring
+from engine.model.attention.kvcache import KVCache
+
+PAGED = "baton_paged"
+RECORDING = "baton_recording"
+MASK_SHAPE = (1, 1, 1, 1)
+UNKNOWN_CONTEXT_LEN = 4096
+
+# (batch, head, query, key), indices → is the key shown to the query
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+KNOWN = frozenset({"position_ids"})  # tensors that say nothing new to an attention
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one layer asked of its attention. K and V shapes are (num_kv_heads, head_dim)."""
+
+    layer: int
+    key_shape: tuple[int, int]
+    value_shape: tuple[int, int]
+    window: int | None
+    mask_window: int | None  # that of the mask; `window` where the layer gives no mask
+    has_own_mask: bool  # the model makes a mask in its own way
+    terms: frozenset[str]  # tensors besides these, which PAGED would not use
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """The batch that a model computes now."""
+
+    cache: KVCache | None = None
+    batch: AttentionBatch | None = None
+    attend: Attend = torch_attention.attend
+    calls: list[Call] = field(default_factory=list)  # made under RECORDING
+
+
+def attach(model: torch.nn.Module, context: ForwardContext) -> None:
+    """From now on the model's attention uses `context`."""
+    for module in model.modules():
+        module.baton = context
+
+
+def forward(
+    model: torch.nn.Module, token_ids: Sequence[int], positions: Sequence[int], keep: Sequence[int]
+) -> torch.Tensor:
+    """Logits [len(keep), vocab] of the tokens whose indices are in `keep`, with paged attention."""
+    device = model.device
+    ids, where = torch.tensor([token_ids, positions], device=device)[:, None]  # [1, num_tokens]
+    kept = torch.tensor(keep, dtype=torch.long, device=device)
+    logits = model(input_ids=ids, position_ids=where, use_cache=False, logits_to_keep=kept).logits
+    if logits.shape[1] != len(keep):  # a model that does not know logits_to_keep
+        logits = logits[:, kept]
+    return logits[0]
+
+
+def paged_hook(  # noqa: PLR0913 - as transformers calls it
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Writes K and V to the cache and attends over it: [1, num_tokens, num_heads, head_dim]."""
+    context: ForwardContext = module.baton
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # tokens come first
+    if scaling is None:
+        scaling = query.shape[2] ** -0.5
+    scoring = Scoring(scaling, _window(module, kwargs), softcap)
+    where = context.cache, module.layer_idx, context.batch
+    return context.attend(query, key, value, *where, scoring)[None], None
+
+
+def recording_hook(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Notes the call; the result, of the shape of that of `paged_hook`, is zero."""
+    window = mask_window = _window(module, kwargs)
+    has_own_mask = attention_mask is not None and attention_mask.shape != MASK_SHAPE
+    if attention_mask is not None and not has_own_mask:
+        mask_window = int(attention_mask.item()) or None
+    module.baton.calls.append(
+        Call(
+            layer=module.layer_idx,
+            key_shape=(key.shape[1], key.shape[3]),
+            value_shape=(value.shape[1], value.shape[3]),
+            window=window,
+            mask_window=mask_window,
+            has_own_mask=has_own_mask,
+            terms=frozenset(k for k, v in kwargs.items() if isinstance(v, torch.Tensor)) - KNOWN,
+        )
+    )
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def recording_mask(
+    *,
+    device: torch.device,
+    mask_function: MaskFunction,
+    config: PreTrainedConfig,
+    local_size: int | None = None,
+    **_: object,
+) -> torch.Tensor:
+    """What stands for a mask under RECORDING: its window, or 0 if it has none.
+
+    A mask that hides anything else than the future and what is beyond the window has another shape.
+    """
+    context_len = getattr(config, "max_position_embeddings", None) or UNKNOWN_CONTEXT_LEN
+    shows = _shown(mask_function, local_size, context_len, device)
+    shape = MASK_SHAPE if shows else (*MASK_SHAPE, 1)
+    return torch.full(shape, float(local_size or 0), device=device)
+
+
+def _shown(
+    mask_function: MaskFunction, window: int | None, context_len: int, device: torch.device
+) -> bool:
+    """Returns True if a query sees itself and, within its window, all before it.
+
+    Tried with queries and keys around every power of two in the context, and around the window.
+    """
+    powers = [1 << i for i in range(context_len.bit_length())]
+    near = [n + i for n in (*powers, window or 0, context_len - 1) for i in (-1, 0, 1)]
+    query = torch.tensor(sorted({n for n in near if 0 <= n < context_len}), device=device)
+    distance = torch.cat([query, -query])
+    query, distance = torch.meshgrid(query, distance, indexing="ij")
+    key = query - distance
+    inside = (key >= 0) & (key < context_len)
+    query, key, distance = query[inside], key[inside], distance[inside]
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    expected = (distance >= 0) & (distance < (window or context_len))
+    found = mask_function(zero, zero, query, key)
+    return bool((found == expected).all())
+
+
+def _window(module: torch.nn.Module, kwargs: dict[str, object]) -> int | None:
+    return kwargs.get("sliding_window", getattr(module, "sliding_window", None)) or None
+
+
+AttentionInterface.register(PAGED, paged_hook)
+AttentionInterface.register(RECORDING, recording_hook)
+AttentionMaskInterface.register(RECORDING, recording_mask)

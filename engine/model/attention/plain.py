@@ -1,0 +1,225 @@
+"""Attention over paged KV in plain torch, for any device and any KV format.
+
+The way where no kernel of ours can be used, and the simple twin of those kernels. It gathers whole
+blocks by block table, dequantises them into contiguous K and V, and calls torch's own attention.
+
+A span is what is computed together: one row of several queries, or all rows of one query whose KV
+needs the same number of bits to count, padded to the longest of them. The tokens that a row of a
+span does not see, since they lie outside its window, its context or its memory altogether, are
+zeroed after the gather and then hidden by the mask.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.model.attention.base import AttentionBatch, Extent, Scoring
+from engine.model.attention.kvcache import KVCache, dequantise
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """KV that queries read together: n rows of one query each, or one row (n = 1) of several.
+
+    Of the gathered tokens [n, num_blocks * block_size] those in `tokens` are used.
+
+    `mask` is added to the scores: [n, 1, 1, num_tokens] where rows have one query each, else
+    [query_len, num_tokens]. None: every token is seen or, where `is_causal`, those up to the
+    query's own (then KV and queries have the same length).
+    """
+
+    queries: slice | torch.Tensor  # where the rows' queries lie in the flat batch
+    query_len: int
+    block_ids: torch.Tensor  # [n, num_blocks]
+    tokens: slice
+    unseen: tuple[torch.Tensor, torch.Tensor] | None  # (row, token) of what no query may touch
+    mask: torch.Tensor | None
+    is_causal: bool = False
+
+
+def attend(  # noqa: PLR0913 - the seam of all implementations
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Stores K and V and attends, as `engine.model.attention.base` says: an `Attend`."""
+    cache.write(layer, batch.slot_mapping, key, value)
+    return paged_attention(query, cache, layer, batch, scoring)
+
+
+def paged_attention(
+    query: torch.Tensor, cache: KVCache, layer: int, batch: AttentionBatch, scoring: Scoring
+) -> torch.Tensor:
+    """Attention of `query` [num_tokens, num_heads, head_dim] over the blocks of each row."""
+    plan = (scoring, query.dtype)
+    spans = batch.plans.get(plan)
+    if spans is None:
+        spans = batch.plans[plan] = _plan_spans(batch, cache, scoring, query.dtype)
+    out = torch.empty_like(query)
+    for span in spans:
+        key = _gather(cache, cache.keys, cache.key_scales, layer, span).to(query.dtype)
+        value = _gather(cache, cache.values, cache.value_scales, layer, span).to(query.dtype)
+        attention = _attend_one if span.query_len == 1 else _attend_many
+        out[span.queries] = attention(query[span.queries], key, value, span, scoring)
+    return out
+
+
+def _gather(
+    cache: KVCache,
+    elements: list[torch.Tensor],
+    scales: list[torch.Tensor] | None,
+    layer: int,
+    span: Span,
+) -> torch.Tensor:
+    """K or V of a span's rows, [n, num_kv_heads, num_tokens, head_dim], zero where unseen."""
+    blocks = span.block_ids.flatten()
+    stored_scales = None if scales is None else scales[layer].index_select(0, blocks)
+    stored = elements[layer].index_select(0, blocks)
+    if cache.kv_format.has_scales:
+        stored = dequantise(stored, stored_scales, cache.kv_format)
+    stored = stored.unflatten(0, span.block_ids.shape)  # [n, blocks, heads, block_size, head_dim]
+    found = stored.transpose(1, 2).flatten(2, 3)[:, :, span.tokens]
+    if span.unseen is not None:
+        row, token = span.unseen
+        found[row, :, token] = 0
+    return found
+
+
+def _attend_one(
+    query: torch.Tensor,  # [n, num_heads, head_dim]
+    key: torch.Tensor,  # [n, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,
+    span: Span,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Rows of one query each: the heads that share a KV head stand where queries would."""
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [n, num_kv_heads, group, head_dim]
+    return _attend(grouped, key, value, span, scoring).reshape(query.shape)
+
+
+def _attend_many(
+    query: torch.Tensor,  # [query_len, num_heads, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,
+    span: Span,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """One row of several queries: KV heads stand where the batch would, so that the heads which
+    share one read the same memory."""
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [query_len, kv heads, group, head_dim]
+    grouped = grouped.permute(1, 2, 0, 3)  # [kv heads, group, query_len, head_dim]
+    shared = (*grouped.shape[:2], *key.shape[2:])
+    key, value = key[0][:, None].expand(shared), value[0][:, None].expand(shared)
+    result = _attend(grouped, key, value, span, scoring)
+    return result.permute(2, 0, 1, 3).reshape(query.shape)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span, scoring: Scoring
+) -> torch.Tensor:
+    """Attention of [a, b, queries, head_dim] over [a, b, num_tokens, head_dim]."""
+    scaling, _, softcap = scoring
+    if softcap is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=span.mask, is_causal=span.is_causal, scale=scaling
+        )
+    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap))
+    if span.mask is not None:
+        scores += span.mask
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def _plan_spans(
+    batch: AttentionBatch, cache: KVCache, scoring: Scoring, dtype: torch.dtype
+) -> list[Span]:
+    """All rows, in spans. `dtype` is that of the scores."""
+    spans = []
+    groups = defaultdict(list)
+    for row, extent in enumerate(batch.extents):
+        if extent.query_len > 1:
+            spans.append(_span_of_many(batch, cache, row, scoring, dtype))
+        else:
+            groups[_kv_len(extent, scoring.window).bit_length()].append(row)
+    for rows in groups.values():
+        spans.append(_span_of_one(batch, cache, rows, scoring.window, dtype))
+    return spans
+
+
+def _kv_len(extent: Extent, window: int | None) -> int:
+    """Tokens that a row's last query sees."""
+    return min(extent.context_len, window or extent.context_len)
+
+
+def _span_of_one(
+    batch: AttentionBatch, cache: KVCache, rows: list[int], window: int | None, dtype: torch.dtype
+) -> Span:
+    """The span of rows that have one query each."""
+    size = cache.layout.block_size
+    extents = [batch.extents[row] for row in rows]
+    queries = [extent.query_start for extent in extents]
+    side_by_side = queries[-1] - queries[0] == len(rows) - 1
+    starts = [extent.context_len - _kv_len(extent, window) for extent in extents]
+    ends = _column([extent.context_len for extent in extents], cache.device)
+    first_block = _column([start // size for start in starts], cache.device)  # [n, 1]
+    num_blocks = max(
+        -(-extent.context_len // size) - start // size
+        for extent, start in zip(extents, starts, strict=True)
+    )
+    # A table may end before the padding of its row: any block does there.
+    nth = first_block + torch.arange(num_blocks, device=cache.device)
+    nth = nth.clamp(max=batch.block_tables.shape[1] - 1)
+    position = first_block * size + torch.arange(num_blocks * size, device=cache.device)
+    hidden = (position < _column(starts, cache.device)) | (position >= ends)
+    return Span(
+        queries=slice(queries[0], queries[-1] + 1)
+        if side_by_side
+        else torch.tensor(queries, device=cache.device),
+        query_len=1,
+        block_ids=batch.block_tables[rows].gather(1, nth),
+        tokens=slice(None),
+        unseen=hidden.nonzero(as_tuple=True),
+        mask=_hide(hidden, dtype)[:, None, None],
+    )
+
+
+def _span_of_many(
+    batch: AttentionBatch, cache: KVCache, row: int, scoring: Scoring, dtype: torch.dtype
+) -> Span:
+    """The span of a row that has several queries."""
+    size = cache.layout.block_size
+    extent = batch.extents[row]
+    end = extent.context_len
+    window = scoring.window or end
+    first_query = end - extent.query_len
+    start = max(0, first_query - window + 1)
+    first_block = start // size
+    is_causal = first_query == 0 and window >= end and scoring.softcap is None
+    mask = None
+    if not is_causal:
+        positions = torch.arange(start, end, device=cache.device)  # [num_tokens]
+        distance = positions[first_query - start :, None] - positions  # [query_len, num_tokens]
+        mask = _hide((distance < 0) | (distance >= window), dtype)
+    return Span(
+        queries=slice(extent.query_start, extent.query_start + extent.query_len),
+        query_len=extent.query_len,
+        block_ids=batch.block_tables[row : row + 1, first_block : -(-end // size)],
+        tokens=slice(start - first_block * size, end - first_block * size),
+        unseen=None,
+        mask=mask,
+        is_causal=is_causal,
+    )
+
+
+def _column(values: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, device=device)[:, None]
+
+
+def _hide(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask that, added to scores, hides what is `hidden`."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)

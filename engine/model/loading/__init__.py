@@ -1,0 +1,1 @@
+"""Checkpoints: reading, checking and refusing them."""

@@ -1,0 +1,414 @@
+"""Loading a model so that its attention runs over paged KV, and refusing one whose cannot.
+
+transformers knows hundreds of decoders. Baton does not keep a list of those that it can serve; it
+tries the model when it is opened:
+
+1. One token, with an attention that only records. Every layer must call it once, all with the same
+   KV heads and head size: from these calls, not from names in the config, comes the `KVSection`.
+   The window that a layer tells its attention must be that of its mask.
+2. The rows of `probe`, near and far, with the model's own attention, and the same in two passes
+   over paged KV, in fp32 or bf16 whatever format is served. The logits must agree. They do not if
+   anything besides K and V passes from token to token (states of a recurrence or a convolution), if
+   the attention has terms that ours does not (biases, sinks, no causality), if positions are not
+   taken from `position_ids`, or if anything depends on the other rows of a batch.
+
+Whoever changes the model afterwards (packs its weights, say) repeats the second.
+
+What a few tokens cannot show is checked by name: attention in fixed chunks, and rotary embeddings
+that change as a sequence grows ("longrope"). The latter are constant up to a length, which is then
+the context length served; a warning says so. KV that was computed before the change would have to
+be computed anew after it, which transformers does not do either.
+
+Of a model that also sees, the part that reads text is served; the rest is dropped when loaded.
+
+For a CPU, which computes in fp32, weights stay in the dtype of their file until they are packed
+(`stored`): loading takes the memory of the file, not of the model in fp32.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from engine.errors import CheckpointError
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.model.attention.hook import PAGED, RECORDING, Call, ForwardContext, attach
+from engine.model.loading import probe
+from engine.model.loading.files import check_files, fingerprint, read_json, weight_files
+from engine.model.loading.probe import Probe
+from engine.model.loading.purpose import check_left_over, check_purpose, sees
+from engine.model.loading.quantised import quant_method, require_packages
+from engine.model.loading.stored import as_stored, widen_in_use, widen_own
+from engine.model.loading.watch import Watched, names_like, watching
+
+log = logging.getLogger(__name__)
+
+PROBE_TOLERANCE = {  # of the spread of the logits
+    torch.float32: 1e-3,
+    torch.float16: 0.02,
+    torch.bfloat16: 0.1,
+}
+QUANTISED_TOLERANCE = 0.25  # rounded activations turn small differences into larger ones
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+CHANGING_ROPE = "longrope"  # "dynamic" changes beyond max_position_embeddings, which is not served
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose attention reads the cache and batch in `context`."""
+
+    model: PreTrainedModel
+    context: ForwardContext
+    layout: KVLayout
+    device: torch.device
+    context_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    quant_method: str | None  # how the checkpoint's weights are quantised
+    probe: Probe | None = None  # repeated after the model is changed; None: made, not loaded
+    read_outside: frozenset[str] = frozenset()  # modules whose weights other modules read
+
+
+def load(
+    path: Path,
+    *,
+    kv_format: KVFormat,
+    block_size: int,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> LoadedModel:
+    """Loads the checkpoint in `path`, to be computed with in `dtype`.
+
+    Without one, that is bf16 on a GPU; on a CPU it is fp32, though weights are kept as they are
+    stored and made fp32 only while they are in use, until `pack_linears` or `stored.widen`.
+
+    Raises CheckpointError, in one line that names the file or the property.
+    """
+    check_files(path)
+    as_is = dtype is None and device == "cpu"
+    if dtype is None:
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    config = _load_config(path)
+    check_purpose(path, config)
+    _check_config(config)
+    method = _quant_method(path, config)
+    if as_is and method is None:
+        with as_stored():
+            model = _load_weights(path, config, dtype, device)
+        widen_in_use(model)
+        computed_in = dtype
+    else:
+        model = _load_weights(path, config, dtype, device)
+        computed_in = model.dtype
+    context = ForwardContext()
+    attach(model, context)
+    context_len, limit = _context_len(model.config.get_text_config(decoder=True))
+    if limit:
+        log.warning("%s: %s", path, limit)
+    try:
+        tolerance = max(PROBE_TOLERANCE[computed_in], QUANTISED_TOLERANCE if method else 0)
+        with watching(model, widen_own) as seen:
+            section, tried = _probe(model, context, computed_in, tolerance, context_len)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a model's code raises: it cannot be served
+        raise CheckpointError(f"{_model_type(config)} fails: {_first_line(error)}") from error
+    read_outside = names_like(model, seen.read)
+    for name in read_outside:
+        widen_own(model.get_submodule(name))
+    if config.get_text_config(decoder=True) is not config:
+        _drop_what_never_ran(model, seen)
+    return LoadedModel(
+        model=model,
+        context=context,
+        layout=_layout(section, kv_format, block_size),
+        device=torch.device(device),
+        context_len=context_len,
+        vocab_size=tried.expected.shape[-1],
+        eos_token_ids=_eos_token_ids(model),
+        fingerprint=fingerprint(path, dtype=str(dtype)),
+        quant_method=method,
+        probe=tried,
+        read_outside=read_outside,
+    )
+
+
+def load_draft(
+    path: Path, *, target: LoadedModel, target_path: Path, dtype: torch.dtype | None
+) -> LoadedModel:
+    """Loads the model that is to propose tokens to `target`: on its device, for its KV format.
+
+    Raises CheckpointError, also where the two mean different tokens by the same ids: speculation
+    would be right, but in vain.
+    """
+    try:
+        draft = load(
+            path,
+            kv_format=target.layout.kv_format,
+            block_size=target.layout.block_size,
+            device=str(target.device),
+            dtype=dtype,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"draft: {error}") from error
+    if draft.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"draft: {path}: logits of {draft.vocab_size} tokens, those of {target_path} are of "
+            f"{target.vocab_size}"
+        )
+    if _vocabulary(path) != _vocabulary(target_path):
+        raise CheckpointError(f"draft: {path / 'tokenizer.json'}: not the tokens of {target_path}")
+    return draft
+
+
+def _vocabulary(path: Path) -> object:
+    """Ids and texts of a tokenizer's tokens; without those added later, as fine-tunes do."""
+    tokenizer = read_json(path, "tokenizer.json")
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    return model.get("vocab") if isinstance(model, dict) else None
+
+
+def _layout(section: KVSection, kv_format: KVFormat, block_size: int) -> KVLayout:
+    try:
+        return KVLayout(block_size=block_size, kv_format=kv_format, sections=(section,))
+    except ValueError as error:
+        raise CheckpointError(f"config.json: head_dim is {section.head_dim}: {error}") from None
+
+
+def _load_config(path: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # a config class may raise anything
+        raise CheckpointError(f"{path / 'config.json'}: {_first_line(error)}") from error
+
+
+def _check_config(config: PreTrainedConfig) -> None:
+    """Raises CheckpointError for what can be told from the config alone."""
+    text = config.get_text_config(decoder=True)
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
+    if unknown:
+        raise CheckpointError(
+            f"config.json: layer_types has {unknown[0]!r}, which has no paged form"
+        )
+    if getattr(text, "attention_chunk_size", None):
+        raise CheckpointError("config.json: attention_chunk_size is not supported")
+
+
+def _quant_method(path: Path, config: PreTrainedConfig) -> str | None:
+    """How the weights are quantised, if transformers has what it needs to load them."""
+    method = "gguf" if _gguf_names(path) else quant_method(config)
+    if method is not None:
+        require_packages(method)
+    return method
+
+
+def _gguf_names(path: Path) -> list[str]:
+    return [file.name for file in weight_files(path) if file.suffix == ".gguf"]
+
+
+def _load_weights(
+    path: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
+) -> PreTrainedModel:
+    gguf = _gguf_names(path)
+    kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    try:
+        model, info = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported in `info`
+            **({"gguf_file": gguf[0]} if gguf else {}),
+        )
+        model = model.to(device)
+    except Exception as error:  # whatever a model's code or a quantiser raises: it cannot be served
+        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+    if info["missing_keys"]:
+        raise CheckpointError(f"{path}: weights lack {min(info['missing_keys'])}")
+    if info["mismatched_keys"]:
+        name, found, wanted = min(info["mismatched_keys"])
+        raise CheckpointError(
+            f"{path}: {name} has shape {list(found)}, config.json says {list(wanted)}"
+        )
+    if not gguf:
+        check_left_over(path, info["unexpected_keys"], config.get_text_config(decoder=True))
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+@torch.inference_mode()
+def _probe(
+    model: PreTrainedModel,
+    context: ForwardContext,
+    dtype: torch.dtype,
+    tolerance: float,
+    context_len: int,
+) -> tuple[KVSection, Probe]:
+    """Tries the model, as told above, and leaves it with paged attention: KV shape, the trial."""
+    where = probe.origins(model.config.get_text_config(decoder=True), context_len)
+    expected = probe.own_logits(model, where)
+    model.set_attn_implementation(RECORDING)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=token, position_ids=token, use_cache=False)
+    model.set_attn_implementation(PAGED)
+    calls, context.calls = context.calls, []
+    section = _section(model, calls)
+    _check_windows(calls, _cached_windows(model), context_len)
+    kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
+    tried = Probe(where, expected, tolerance, kv_format)
+    off = tried.error(_paged_logits(model, context, section, tried))
+    if not off <= tolerance:
+        who = _model_type(model.config)
+        raise CheckpointError(f"{who}: over paged KV its logits are not its own: {_why(calls)}")
+    return section, tried
+
+
+def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
+    """Logits of the trial by a model whose modules were changed.
+
+    Raises CheckpointError if it fails now, or if they are off by more than `tolerance`. That may be
+    infinite for rounded weights, which are other weights: then only numbers are asked for.
+    """
+    model, who = loaded.model, _model_type(loaded.model.config)
+    if loaded.read_outside:
+        names = ", ".join(sorted(loaded.read_outside))
+        log.info("%s: not rounded, because other modules read the weights: %s", who, names)
+    section, tried = loaded.layout.sections[0], loaded.probe
+    try:
+        found = _paged_logits(model, loaded.context, section, tried)
+    except Exception as error:  # whatever a model's code raises: it cannot be served
+        raise CheckpointError(f"{who} fails over packed weights: {_first_line(error)}") from error
+    off = tried.error(found)
+    if not off <= max(tolerance, tried.tolerance):
+        raise CheckpointError(f"{who}: over packed weights its logits are off by {off:.2g}")
+    return found
+
+
+def _paged_logits(
+    model: PreTrainedModel, context: ForwardContext, section: KVSection, tried: Probe
+) -> torch.Tensor:
+    """Logits of the trial's rows by the model's own code over paged KV, as the model is now."""
+    rows = len(tried.origins)
+    device = str(model.device)
+    with probe.probe_cache(context, section, tried.kv_format, num_rows=rows, device=device):
+        return probe.paged_logits(probe.by_model(model, context), tried.origins)
+
+
+def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
+    """Takes away parts, as towers for images, that text does not pass through."""
+    for parent in (model, model.base_model):
+        for name, child in list(parent.named_children()):
+            if seen.ran.isdisjoint(child.modules()):
+                log.info("%s: %s is not used for text", model.config.model_type, name)
+                setattr(parent, name, None)
+
+
+def _why(calls: list[Call]) -> str:
+    """What may make a model's attention differ from ours."""
+    terms = sorted(set().union(*(call.terms for call in calls)))
+    if terms:
+        return f"its attention has terms that ours has not: {', '.join(terms)}"
+    return "its attention or its positions are not like ours, or it keeps a state besides K and V"
+
+
+def _section(model: PreTrainedModel, calls: list[Call]) -> KVSection:
+    """The KV shape, from what each layer asked of its attention."""
+    who = _model_type(model.config)
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if not calls:
+        raise CheckpointError(
+            f"{who}: its attention cannot be replaced by one over paged KV: its code in "
+            "transformers does not use the attention interface"
+        )
+    if sorted(call.layer for call in calls) != list(range(num_layers)):
+        raise CheckpointError(
+            f"{who}: {len(calls)} calls to attention, though num_hidden_layers is {num_layers}"
+        )
+    if any(call.has_own_mask for call in calls):
+        raise CheckpointError(f"{who}: its attention makes a mask of its own")
+    shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
+    if len(shapes) > 1:
+        raise CheckpointError(f"{who}: K or V differ in (heads, head_dim): {sorted(shapes)}")
+    num_kv_heads, head_dim = shapes.pop()
+    return KVSection(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+
+def _cached_windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """How many tokens transformers' own cache shows each layer; None: all."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return {i: getattr(layer, "sliding_window", None) for i, layer in enumerate(layers)}
+
+
+def _check_windows(calls: list[Call], cached: dict[int, int | None], context_len: int) -> None:
+    """Raises CheckpointError where, within the context, a layer is not told what it sees.
+
+    Its mask and the model's own cache say what it sees. The probe's few tokens do not reach the end
+    of a window.
+    """
+    for call in calls:
+        windows = call.window, call.mask_window, cached.get(call.layer)
+        said, masked, kept = (min(n or context_len, context_len) for n in windows)
+        if said != masked:
+            raise CheckpointError(
+                f"config.json: the mask of layer {call.layer} shows {masked} tokens, but its "
+                f"attention is told {said}"
+            )
+        if said != kept:
+            raise CheckpointError(
+                f"config.json: the cache of layer {call.layer} keeps {kept} tokens, but its "
+                f"attention is told {said}"
+            )
+
+
+def _model_type(config: PreTrainedConfig) -> str:
+    return f"config.json: model_type {config.model_type!r}"
+
+
+def _context_len(text: PreTrainedConfig) -> tuple[int, str | None]:
+    """The longest context in which a token's position is embedded one way; why it is a shorter one
+    than the config says."""
+    length = getattr(text, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise CheckpointError("config.json: max_position_embeddings is missing")
+    rope = getattr(text, "rope_parameters", None) or {}
+    per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    constant = [
+        parameters.get("original_max_position_embeddings") or length
+        for parameters in per_layer_type or [rope]
+        if parameters.get("rope_type") == CHANGING_ROPE
+    ]
+    served = min([length, *constant])
+    if served == length:
+        return length, None
+    return served, (
+        f"its context is limited to {served} of {length} tokens: rotary embeddings of type "
+        f"{CHANGING_ROPE} change there, which would leave K and V of earlier tokens wrong"
+    )
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

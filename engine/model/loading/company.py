@@ -1,0 +1,70 @@
+"""Measures at load whether a sequence gets the same bits alone, in company and in any chunking.
+
+The kernels and what `native.invariant` replaces keep that promise by construction. A model's own
+code may compute with other functions of torch, about which only a trial tells.
+
+The trial is one short sequence, computed several times: whole and alone, in chunks, behind and
+before other rows. The others are many enough that its elements change their places between vector
+loops and remainders, and its rows theirs within a matrix product.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from engine.messages import SeqId
+from engine.worker.batch import Row
+from engine.worker.blocks import BlockId
+
+TOKENS = (5, 3, 8, 2, 9, 4, 7, 6, 1, 8, 3)
+OTHERS = tuple(TOKENS[:n] for n in (1, 4, 7, 10, 3, 6, 9, 2))  # other rows
+# Chunks of the sequence, how many of the others come before each, and how many there are.
+TRIALS = (((1, 4, 6), 0, 0), ((11,), 5, len(OTHERS)), ((6, 5), 2, 3))
+
+# (rows, indices of tokens to keep) → logits [len(keep), vocab]
+Compute = Callable[[Sequence[Row], Sequence[int]], torch.Tensor]
+
+
+def num_blocks(block_size: int) -> int:
+    """Blocks of KV memory that the trial takes."""
+    return sum(-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
+
+
+def keeps_bits(compute: Compute, block_size: int) -> bool:
+    """Says whether all trials give the bits of the sequence alone."""
+    mine, *theirs = _tables(block_size)
+    others = [
+        Row(SeqId(f"other-{i}"), tokens, 0, table, None)
+        for i, (tokens, table) in enumerate(zip(OTHERS, theirs, strict=True))
+    ]
+    alone = _logits(compute, mine, (len(TOKENS),), [], [])
+    return all(
+        torch.equal(alone, _logits(compute, mine, chunks, others[:first], others[first:end]))
+        for chunks, first, end in TRIALS
+    )
+
+
+def _logits(
+    compute: Compute,
+    table: list[BlockId],
+    chunks: Sequence[int],
+    before: list[Row],
+    after: list[Row],
+) -> torch.Tensor:
+    """Logits of all tokens of the sequence."""
+    first = sum(len(row.token_ids) for row in before)
+    found = []
+    for start, end in pairwise(accumulate(chunks, initial=0)):
+        row = Row(SeqId("tried"), TOKENS[start:end], start, table, None)
+        found.append(compute([*before, row, *after], range(first, first + end - start)))
+    return torch.cat(found)
+
+
+def _tables(block_size: int) -> list[list[BlockId]]:
+    """Blocks of the sequence, then of the others."""
+    sizes = (-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
+    return [
+        [BlockId(i) for i in range(first, end)]
+        for first, end in pairwise(accumulate(sizes, initial=0))
+    ]

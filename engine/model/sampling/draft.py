@@ -1,0 +1,166 @@
+"""What a draft model proposes: tokens that may follow a row.
+
+A token is proposed just as the target will choose it, with the noise of its position, penalties,
+bans and grammar: where the models' distributions are much the same, so are mostly the tokens.
+
+1. One pass over all rows that the draft model sees, for K and V; of those that propose, for the
+   logits of their last token too. Some have tokens to catch up on, from steps that left them out.
+2. Each row that proposes chooses its next token.
+3. One pass over that token of each row that proposes more, and so on with 2. K and V of the last
+   token proposed are never computed here.
+
+K and V that either model has for tokens that are not kept do no harm. They lie beyond the end of
+the sequence, where nothing reads; whatever comes to stand there is computed, and so stored, before
+anything reads it; and blocks are known by their content only up to tokens that were kept.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.model.sampling.changes import Choice
+from engine.worker.batch import Row
+
+MASK_THREADS = 2
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A row, and the tokens that are proposed to follow it so far."""
+
+    row: Row
+    token_ids: list[int] = field(default_factory=list)
+    masks: list[np.ndarray] = field(default_factory=list)  # for each of them, and behind the last
+
+    def choice(self, nth: int) -> Choice:
+        """How the token is chosen that follows the first `nth` of those proposed."""
+        row = self.row
+        return Choice(
+            row.sampling,
+            row.end + nth,
+            row.banned,
+            row.history,
+            self.token_ids[:nth],
+            row.prompt_len,
+            self.masks[nth] if row.guide is not None else None,
+        )
+
+    def verified(self) -> Row:
+        """The row as the target computes it."""
+        if not self.token_ids:
+            return self.row
+        tokens = [*self.row.token_ids, *self.token_ids]
+        return _bare(self.row, tokens, self.row.start)
+
+    def seen(self) -> Row:
+        """The row as the draft model computes it first; it may begin before the target's."""
+        tokens = self.row.draft_token_ids
+        if len(tokens) == len(self.row.token_ids):
+            return self.row
+        return _bare(self.row, tokens, self.row.end - len(tokens))
+
+
+class Masks:
+    """Makes masks of grammars on threads of its own, while passes are computed."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def begin(self, proposals: Sequence[Proposal]) -> Callable[[], None]:
+        """Begins to complete the masks of all that have a guide; what is returned waits for them.
+
+        Meanwhile nobody may touch the proposals, or their guides.
+        """
+        if not has_guide(proposals):
+            return _nothing_to_wait_for
+        guided = [p for p in proposals if p.row.guide is not None and p.row.sampling is not None]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(MASK_THREADS, "masks")
+        shares = (guided[i::MASK_THREADS] for i in range(MASK_THREADS))
+        jobs = [self._pool.submit(_complete_masks, share) for share in shares]
+
+        def wait() -> None:
+            for job in jobs:
+                job.result()
+
+        return wait
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+class Forward(Protocol):
+    """The draft model's passes: `CpuForward` or `CudaForward`."""
+
+    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> object:
+        """The inputs of `launch`."""
+        ...
+
+    def launch(self, prepared: object) -> torch.Tensor:
+        """Logits of the tokens to keep."""
+        ...
+
+    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+        """One token for each row of logits."""
+        ...
+
+
+def draft_step_by_step(forward: Forward, proposals: Sequence[Proposal], masks: Masks) -> None:
+    """Computes the rows that the draft model sees, the ones that propose first, and proposes."""
+    rows = [proposal.seen() for proposal in proposals]
+    proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
+    keep = last_tokens(rows[: len(proposing)])
+    while True:
+        prepared = forward.prepare(rows, keep)
+        wait = masks.begin(proposing)
+        logits = forward.launch(prepared)
+        wait()
+        if not proposing:
+            return
+        choices = [proposal.choice(len(proposal.token_ids)) for proposal in proposing]
+        for proposal, token in zip(
+            proposing, forward.sample(logits, choices).tolist(), strict=True
+        ):
+            proposal.token_ids.append(token)
+        proposing = [p for p in proposing if len(p.token_ids) < p.row.num_to_draft]
+        if not proposing:
+            return
+        rows = [_bare(p.row, p.token_ids[-1:], p.row.end + len(p.token_ids) - 1) for p in proposing]
+        keep = range(len(rows))
+
+
+def has_guide(proposals: Sequence[Proposal]) -> bool:
+    """Whether any of them has to follow a grammar."""
+    return any(proposal.row.guide is not None for proposal in proposals)
+
+
+def last_tokens(rows: Sequence[Row]) -> list[int]:
+    """Index in the flat batch of the last token of each row."""
+    last = []
+    end = 0
+    for row in rows:
+        end += len(row.token_ids)
+        last.append(end - 1)
+    return last
+
+
+def _bare(row: Row, token_ids: Sequence[int], start: int) -> Row:
+    """Other tokens of the same sequence, to be computed only."""
+    return Row(row.seq_id, token_ids, start, row.block_table, None)
+
+
+def _complete_masks(proposals: Sequence[Proposal]) -> None:
+    for proposal in proposals:
+        made = proposal.row.guide.masks(proposal.token_ids)
+        proposal.masks.extend(made[len(proposal.masks) :])
+
+
+def _nothing_to_wait_for() -> None:
+    pass

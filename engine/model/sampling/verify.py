@@ -1,0 +1,163 @@
+"""Verification: of what is proposed to follow a row, what the target would have chosen itself.
+
+The target computes a row's own tokens and the proposed ones in one pass, and chooses at the last of
+its own and at each proposed one, as it would have had all before been chosen by itself. Up to the
+first place where it chooses another token that is so; what it chooses there is the token that comes
+next, and nothing behind it counts. Nothing is drawn that would not have been drawn without
+proposals, and no noise is used twice, so speculation cannot change an answer. Common noise makes
+proposals likely to be kept (Daliri et al., "Coupling without communication and drafter-invariant
+speculative decoding", 2024).
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from engine.clock import Clock
+from engine.messages import Logprobs
+from engine.model.sampling.changes import Choice
+from engine.model.sampling.choosing import logprobs_of
+from engine.model.sampling.draft import Forward, Masks, Proposal
+from engine.model.threads import one_torch_thread
+from engine.worker.batch import RowResult
+
+
+class Verified(NamedTuple):
+    """What the target chose, and how long it took to get ready for its pass and to run it."""
+
+    chosen: list[int]  # row by row: in the place of each proposed token, and behind the last
+    logits: torch.Tensor  # [wanted, vocab]
+    forward_s: float
+    prepare_s: float
+    draft_s: float = 0.0  # of a draft model's passes, where they were part of it
+
+
+def verify_by_parts(
+    forward: Forward, proposals: Sequence[Proposal], masks: Masks, clock: Clock
+) -> Verified:
+    """One pass, while masks are made, and one choice after another of what it gives."""
+    begin_s = clock.now_s()
+    prepared = forward.prepare([p.verified() for p in proposals], wanted(proposals))
+    prepared_s = clock.now_s()
+    wait = masks.begin(proposals)
+    logits = forward.launch(prepared)
+    launched_s = clock.now_s()
+    wait()
+    asked = choices(proposals)
+    chosen = forward.sample(logits[: len(asked)], asked).tolist() if asked else []
+    return Verified(chosen, logits, launched_s - prepared_s, prepared_s - begin_s)
+
+
+def wanted(proposals: Sequence[Proposal]) -> list[int]:
+    """Tokens, as indices in the flat batch of `verified` rows, whose logits are needed.
+
+    First those after which a token is chosen, then those whose successors are scored.
+    """
+    chosen: list[int] = []
+    scored: list[int] = []
+    end = 0
+    for proposal in proposals:
+        row = proposal.row
+        begin, last = end, end + len(row.token_ids) - 1
+        end = last + 1 + len(proposal.token_ids)
+        if row.sampling is not None:
+            chosen += range(last, end)
+        if row.scored:
+            scored += range(begin, begin + len(row.scored))
+    return chosen + scored
+
+
+def choices(proposals: Sequence[Proposal]) -> list[Choice]:
+    """How the tokens are chosen: one choice for each of the first that are `wanted`."""
+    return [
+        proposal.choice(nth)
+        for proposal in proposals
+        if proposal.row.sampling is not None
+        for nth in range(len(proposal.token_ids) + 1)
+    ]
+
+
+def results(
+    proposals: Sequence[Proposal],
+    chosen: Sequence[int],
+    logits: torch.Tensor,  # [wanted, vocab]
+) -> list[RowResult]:
+    """What each row comes to, from the tokens `chosen` for its choices."""
+    kept = _kept(proposals, chosen)
+    if not any(map(_asks_for_logprobs, proposals)):
+        pairs = zip(proposals, kept, strict=True)
+        return [RowResult(tokens, len(proposal.token_ids)) for proposal, tokens in pairs]
+    logprobs = _logprobs(proposals, kept, logits)
+    scored = _scored(proposals, logits[len(chosen) :])
+    return [
+        RowResult(tokens, len(proposal.token_ids), logprobs.get(i, ()), scored.get(i, ()))
+        for i, (proposal, tokens) in enumerate(zip(proposals, kept, strict=True))
+    ]
+
+
+def _kept(proposals: Sequence[Proposal], chosen: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens of each row: chosen as far as all before them were proposed."""
+    kept: list[tuple[int, ...]] = []
+    begin = 0
+    for proposal in proposals:
+        if proposal.row.sampling is None:
+            kept.append(())
+            continue
+        end = begin + 1
+        for token in proposal.token_ids:
+            if chosen[end - 1] != token:
+                break
+            end += 1
+        kept.append(tuple(chosen[begin:end]))
+        begin += len(proposal.token_ids) + 1
+    return kept
+
+
+def _asks_for_logprobs(proposal: Proposal) -> bool:
+    row = proposal.row
+    return bool(row.scored) or (row.sampling is not None and row.sampling.logprobs is not None)
+
+
+def _logprobs(
+    proposals: Sequence[Proposal], kept: Sequence[tuple[int, ...]], logits: torch.Tensor
+) -> dict[int, tuple[Logprobs, ...]]:
+    """Of the rows that ask for them, by index."""
+    asking: list[int] = []
+    index: list[int] = []
+    begin = 0
+    for i, (proposal, tokens) in enumerate(zip(proposals, kept, strict=True)):
+        if not tokens:
+            continue
+        if proposal.row.sampling.logprobs is not None:
+            asking.append(i)
+            index += range(begin, begin + len(tokens))
+        begin += len(proposal.token_ids) + 1
+    if not asking:
+        return {}
+    nums = [proposals[i].row.sampling.logprobs for i in asking]
+    return _shared_out(logits[index], asking, [kept[i] for i in asking], nums)
+
+
+def _scored(proposals: Sequence[Proposal], logits: torch.Tensor) -> dict[int, tuple[Logprobs, ...]]:
+    """Of the rows that have tokens to be scored, by index; `logits` are those of all of these."""
+    asking = [i for i, proposal in enumerate(proposals) if proposal.row.scored]
+    if not asking:
+        return {}
+    rows = [proposals[i].row for i in asking]
+    return _shared_out(logits, asking, [row.scored for row in rows], [row.num_top for row in rows])
+
+
+def _shared_out(
+    logits: torch.Tensor,
+    asking: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    num_tops: Sequence[int],
+) -> dict[int, tuple[Logprobs, ...]]:
+    """`logprobs_of` all tokens of some rows in one go: `num_tops` is one number a row."""
+    tops = [num for num, ids in zip(num_tops, token_ids, strict=True) for _ in ids]
+    tokens = [token for ids in token_ids for token in ids]
+    with one_torch_thread() if logits.is_cpu else nullcontext():
+        found = iter(logprobs_of(logits, tokens, tops))
+    return {i: tuple(next(found) for _ in ids) for i, ids in zip(asking, token_ids, strict=True)}

@@ -1,0 +1,1 @@
+"""Sessions between processes: gRPC streams, CURVE on ZeroMQ, proofs of the secret."""

@@ -1,0 +1,117 @@
+"""How the two ends of a gRPC session prove to each other that they hold the deployment's secret.
+
+    client                                            server
+      ── Challenge, no message ──────────────────────>
+      <───────────────────────────────── challenge ──   now + 5 s, noise, and a MAC over both
+      ── Session, claim ─────────────────────────────>  challenge, client's noise, client's proof
+      <───────────────────────────── server's proof ──  after the claim is checked
+
+All of it travels in gRPC's metadata, so the server reads no message of a client it does not trust,
+and the client sends none to a server it does not trust. A challenge costs the server no memory: its
+MAC, under a key of this process, tells that it is one of ours. A challenge is good for one session.
+Proofs cover the address that the client dialled, so an impostor elsewhere cannot pass them on.
+
+What this does not give: sessions are neither encrypted nor signed, frame by frame. An attacker on
+the path between two machines can read them, and take one over after it has begun.
+
+Pure: the clock and the noise are arguments.
+"""
+
+from collections import OrderedDict
+from hashlib import blake2b
+from hmac import compare_digest
+
+from engine.errors import Untrusted
+from engine.net.trust import KEY_BYTES, Secret
+
+CHALLENGE_TTL_S = 5.0
+NOISE_BYTES = 16
+MAX_SPENT = 4096  # challenges that were answered within their time
+_TIME_BYTES = 8
+_MAC_BYTES = 16
+CHALLENGE_BYTES = _TIME_BYTES + NOISE_BYTES + _MAC_BYTES
+CLAIM_BYTES = CHALLENGE_BYTES + NOISE_BYTES + KEY_BYTES
+
+
+class Challenger:
+    """A server's side: challenges given out, and claims that answer them."""
+
+    def __init__(self, secret: Secret, address: str, *, process_key: bytes) -> None:
+        """`process_key` is random, of this process alone; `address` is what clients dial."""
+        self._secret = secret
+        self._address = address
+        self._process_key = process_key
+        self._spent: OrderedDict[bytes, float] = OrderedDict()  # to when; oldest first
+
+    def challenge(self, now_s: float, noise: bytes) -> bytes:
+        """A challenge that can be answered for CHALLENGE_TTL_S."""
+        due_ms = int(1000 * (now_s + CHALLENGE_TTL_S))
+        said = due_ms.to_bytes(_TIME_BYTES, "big") + noise
+        return said + self._mac(said)
+
+    def redeem(self, claim: bytes, now_s: float) -> bytes:
+        """The server's proof, if the claim is right. Raises Untrusted."""
+        if len(claim) != CLAIM_BYTES:
+            raise Untrusted("no claim" if not claim else "malformed claim")
+        challenge, rest = claim[:CHALLENGE_BYTES], claim[CHALLENGE_BYTES:]
+        noise, proof = rest[:NOISE_BYTES], rest[NOISE_BYTES:]
+        said, mac = challenge[:-_MAC_BYTES], challenge[-_MAC_BYTES:]
+        if not compare_digest(mac, self._mac(said)):
+            raise Untrusted("challenge of another process")
+        if now_s > int.from_bytes(said[:_TIME_BYTES], "big") / 1000:
+            raise Untrusted("late claim")
+        if not compare_digest(proof, _client_proof(self._secret, self._address, challenge, noise)):
+            raise Untrusted("wrong secret or address")
+        self._spend(challenge, now_s)
+        return _server_proof(self._secret, self._address, challenge, noise)
+
+    def _spend(self, challenge: bytes, now_s: float) -> None:
+        while self._spent and next(iter(self._spent.values())) < now_s - CHALLENGE_TTL_S:
+            self._spent.popitem(last=False)
+        if challenge in self._spent:
+            raise Untrusted("repeated claim")
+        if len(self._spent) >= MAX_SPENT:
+            raise Untrusted("too many sessions begin")
+        self._spent[challenge] = now_s
+
+    def _mac(self, said: bytes) -> bytes:
+        return blake2b(said, key=self._process_key, digest_size=_MAC_BYTES).digest()
+
+
+class Claimant:
+    """A client's side of one session."""
+
+    def __init__(self, secret: Secret, address: str, *, noise: bytes) -> None:
+        """`address` is the one that is dialled."""
+        self._secret = secret
+        self._address = address
+        self._noise = noise
+        self._challenge = b""
+
+    def claim(self, challenge: bytes) -> bytes:
+        """The answer to a challenge. Raises Untrusted."""
+        if len(challenge) != CHALLENGE_BYTES:
+            raise Untrusted("malformed challenge")
+        self._challenge = challenge
+        proof = _client_proof(self._secret, self._address, challenge, self._noise)
+        return challenge + self._noise + proof
+
+    def check(self, proof: bytes) -> None:
+        """Raises Untrusted unless the server has proved that it holds the secret."""
+        expected = _server_proof(self._secret, self._address, self._challenge, self._noise)
+        if not compare_digest(proof, expected):
+            raise Untrusted("the server does not hold the secret")
+
+
+def _client_proof(secret: Secret, address: str, challenge: bytes, noise: bytes) -> bytes:
+    return _proof(secret.key("proof of a session's client"), address, challenge, noise)
+
+
+def _server_proof(secret: Secret, address: str, challenge: bytes, noise: bytes) -> bytes:
+    return _proof(secret.key("proof of a session's server"), address, challenge, noise)
+
+
+def _proof(key: bytes, address: str, challenge: bytes, noise: bytes) -> bytes:
+    """Challenge and noise have fixed lengths, so no two inputs read the same."""
+    said = challenge + noise + address.encode()
+    return blake2b(said, key=key, digest_size=KEY_BYTES).digest()

@@ -1,0 +1,1 @@
+"""The pure core of a worker: sequences, blocks, batches, events and effects."""

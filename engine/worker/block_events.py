@@ -1,0 +1,230 @@
+"""What a worker tells of the blocks that it holds cached, so that others know without asking.
+
+A step's changes are one *batch*, and batches are numbered from 0. A batch is published once. Who
+missed some, which the numbers tell, asks for them while they are among the recent ones, and for a
+*snapshot* of all that is cached otherwise. On the wire, as ZeroMQ frames:
+
+    published          topic, number (8 bytes, big-endian), batch
+    asked for batches  "", number of the first
+    asked for all      "", "snapshot of all"
+    answered           "", number, batch      as often as needed, then "", 2**64 - 1, ""
+
+The empty frame of an ask comes back in its answer; who puts a worker's incarnation there is
+answered in that life of the worker or not at all. Every piece of a snapshot bears the number of the
+batch that comes next, and the first piece begins with AllBlocksCleared.
+
+A batch is MessagePack, [unix time, [event, ...]], an event a map that names its kind. Framing,
+names and the way to ask for batches are vLLM's, so that what subscribes to vLLM can subscribe here;
+the snapshot and the use of the empty frame are ours. Token ids are left out unless wanted: they are
+what users wrote, and every subscriber can read them. Sockets are CURVE's (`engine.net.curve`).
+
+Not known here: sockets, and who listens.
+
+Sources: vLLM 0.32, vllm/distributed/kv_events.py (`EventBatch`, `KVCacheEvent`,
+`ZmqEventPublisher`); events are maps since vllm#42892.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Annotated
+
+import msgspec
+
+from engine.errors import ProtocolError
+from engine.messages import Incarnation, WorkerId
+from engine.worker.blocks import HASH_BYTES, BlockHash, CacheNews, Evicted, Stored
+
+NUMBER_BYTES = 8
+END_NUMBER = 2 ** (8 * NUMBER_BYTES) - 1  # vLLM's -1
+SNAPSHOT = b"snapshot of all"
+MAX_BATCHES = 10_000  # kept to be asked for; vLLM's `buffer_steps`
+MAX_KEPT_BYTES = 16 * 2**20  # of these
+MAX_BLOCKS_PER_BATCH = 4096
+MAX_BATCH_BYTES = 4 * 2**20  # with token ids, of blocks of 128 tokens
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Blocks became cached, each the successor of the one before, the first of `parent`.
+
+    `token_ids` are those of all the blocks, or none. What follows them, vLLM has and we have not.
+    """
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int  # tokens
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Blocks are cached no longer."""
+
+    block_hashes: list[Hash]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is cached."""
+
+
+BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """The changes of one step, in order."""
+
+    ts: float  # unix time, seconds
+    events: list[BlockEvent]
+    data_parallel_rank: int | None = 0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(EventBatch)
+
+Numbered = tuple[int, bytes]  # a batch, encoded, and its number
+
+
+def topic_of(worker_id: WorkerId, incarnation: Incarnation) -> bytes:
+    """What a worker's batches are published under."""
+    return f"kv@{worker_id}@{incarnation}".encode()
+
+
+def encode_number(number: int) -> bytes:
+    """The frame of a batch's number."""
+    return number.to_bytes(NUMBER_BYTES, "big")
+
+
+def decode_number(frame: bytes) -> int:
+    """A batch's number. Raises ProtocolError."""
+    if len(frame) != NUMBER_BYTES:
+        raise ProtocolError(f"a number of {len(frame)} bytes")
+    return int.from_bytes(frame, "big")
+
+
+def decode_batch(frame: bytes) -> list[BlockEvent]:
+    """A batch's events. Raises ProtocolError."""
+    try:
+        return _decoder.decode(frame).events
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"bad batch of block events: {error}") from error
+
+
+def decode_answer(frames: Sequence[bytes]) -> tuple[int, list[BlockEvent]] | None:
+    """A piece of an answer, without its first frame; None at its end. Raises ProtocolError."""
+    if len(frames) != 2:
+        raise ProtocolError(f"an answer of {len(frames)} frames")
+    number = decode_number(frames[0])
+    return None if number == END_NUMBER else (number, decode_batch(frames[1]))
+
+
+def stored(
+    block_hashes: Sequence[BlockHash],
+    parent: BlockHash | None,
+    *,
+    block_size: int,
+    token_ids: Sequence[int] = (),
+) -> BlockStored:
+    """An event with all that we do not have left empty."""
+    return BlockStored(
+        block_hashes=list(block_hashes),
+        parent_block_hash=parent,
+        token_ids=list(token_ids),
+        block_size=block_size,
+        lora_id=None,
+        medium=None,
+        lora_name=None,
+    )
+
+
+class EventLog:
+    """All that a worker has told, as far as anybody may ask for it: recent batches, and the sum."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        with_token_ids: bool = False,
+        max_batches: int = MAX_BATCHES,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        self._block_size = block_size
+        self._with_token_ids = with_token_ids
+        self._max_batches = max_batches
+        self._max_kept_bytes = max_kept_bytes
+        self._recent: deque[bytes] = deque()  # the last of them is `num_batches` - 1
+        self._recent_bytes = 0
+        self._cached: dict[BlockHash, BlockHash | None] = {}  # to its parent; oldest first
+        self.num_batches = 0
+
+    def append(self, news: Sequence[CacheNews], unix_s: float) -> list[Numbered]:
+        """The batches that tell this: one, unless it is very much; none for no news."""
+        numbered = []
+        for start in range(0, len(news), MAX_BLOCKS_PER_BATCH):
+            part = news[start : start + MAX_BLOCKS_PER_BATCH]
+            payload = _encode(EventBatch(unix_s, self._events_of(part)))
+            self._keep(payload)
+            numbered.append((self.num_batches, payload))
+            self.num_batches += 1
+        for item in news:
+            if isinstance(item, Stored):
+                self._cached[item.block_hash] = item.parent
+            else:
+                self._cached.pop(item.block_hash, None)
+        return numbered
+
+    def since(self, first: int) -> list[Numbered]:
+        """Batches from number `first` on, as far as they are kept."""
+        oldest = self.num_batches - len(self._recent)
+        start = min(max(first, oldest), self.num_batches)
+        return list(enumerate(islice(self._recent, start - oldest, None), start))
+
+    def snapshot(self, unix_s: float) -> Iterator[Numbered]:
+        """All that is cached now, in pieces; each is made when it is asked for."""
+        number, cached = self.num_batches, list(self._cached.items())
+        return self._pieces(number, cached, unix_s)
+
+    def _pieces(
+        self, number: int, cached: list[tuple[BlockHash, BlockHash | None]], unix_s: float
+    ) -> Iterator[Numbered]:
+        events: list[BlockEvent] = [AllBlocksCleared()]
+        for start in range(0, max(len(cached), 1), MAX_BLOCKS_PER_BATCH):
+            part = cached[start : start + MAX_BLOCKS_PER_BATCH]
+            events += self._events_of([Stored(*pair) for pair in part])
+            yield number, _encode(EventBatch(unix_s, events))
+            events = []
+
+    def _keep(self, payload: bytes) -> None:
+        self._recent.append(payload)
+        self._recent_bytes += len(payload)
+        while len(self._recent) > self._max_batches or self._recent_bytes > self._max_kept_bytes:
+            self._recent_bytes -= len(self._recent.popleft())
+
+    def _events_of(self, news: Sequence[CacheNews]) -> list[BlockEvent]:
+        """Runs of evicted blocks, and of stored ones that follow one another, as one event each."""
+        events: list[BlockEvent] = []
+        last: BlockEvent | None = None
+        for item in news:
+            if isinstance(item, Evicted):
+                if isinstance(last, BlockRemoved):
+                    last.block_hashes.append(item.block_hash)
+                    continue
+                last = BlockRemoved([item.block_hash], medium=None)
+            else:
+                token_ids = item.token_ids if self._with_token_ids else ()
+                if isinstance(last, BlockStored) and last.block_hashes[-1] == item.parent:
+                    last.block_hashes.append(item.block_hash)
+                    last.token_ids.extend(token_ids)
+                    continue
+                last = stored(
+                    [item.block_hash],
+                    item.parent,
+                    block_size=self._block_size,
+                    token_ids=token_ids,
+                )
+            events.append(last)
+        return events

@@ -1,0 +1,149 @@
+"""What a worker checks before a gateway's message becomes a sequence.
+
+Gateways check what clients send, and refuse it with a status. Here it is asked only whether a step
+could be carried out at all: one request that the runner cannot compute would end the worker, and
+every other request with it. What fails is given back with the reason.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from math import isfinite
+from typing import NamedTuple
+
+from engine.errors import GrammarError
+from engine.grammar.guide import Guide, Guides, OpenedGuide
+from engine.messages import (
+    Decode,
+    GatewayId,
+    Generate,
+    GivenBack,
+    OfferPrefix,
+    Prefill,
+    Sampling,
+)
+from engine.worker.blocks import BlockHash, hash_blocks
+from engine.worker.sequence import Sequence
+
+MAX_ID = 2**31 - 1  # token ids are packed into 32 bits with a sign
+MAX_SEED = 2**64 - 1
+
+
+class PromptFacts(NamedTuple):
+    """What is read off a message's tokens: hashes of all full blocks, and the largest id.
+
+    `token_ids`, where they are given, are the tokens as the sequence shall keep them.
+    """
+
+    block_hashes: Items[BlockHash]
+    largest_id: int
+    token_ids: list[int] | None = None
+
+
+ReadPrompt = Callable[[Prefill | Generate | Decode | OfferPrefix, int], PromptFacts]
+
+
+def _guide_of(opened: OpenedGuide) -> Guide:
+    """Raises the error if that is what came of opening the guide."""
+    if isinstance(opened, GrammarError):
+        raise opened
+    return opened
+
+
+def read_prompt(message: Prefill | Generate | Decode | OfferPrefix, block_size: int) -> PromptFacts:
+    """The facts of a message's tokens."""
+    token_ids = message.token_ids
+    return PromptFacts(hash_blocks(token_ids, block_size, message.salt), max(token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Turns messages into sequences; None is an unknown bound, or no grammars.
+
+    `read` may be another way to the same facts, for who knows them already.
+    """
+
+    block_size: int
+    guides: Guides | None = None
+    vocab_size: int | None = None
+    context_len: int | None = None
+    read: ReadPrompt = read_prompt
+
+    def open(
+        self,
+        gateway_id: GatewayId,
+        message: Prefill | Generate | Decode,
+        opened: OpenedGuide | None = None,
+    ) -> Sequence | GivenBack:
+        """The sequence that a message asks for, or why there is none.
+
+        `opened` is its guide if the shell has opened it.
+        """
+        facts = self.read(message, self.block_size)
+        fault = self._fault(message, facts.largest_id)
+        if fault is not None:
+            return GivenBack(message.seq_id, fault, hopeless=True)
+        try:
+            guide = self._open_guide(message) if opened is None else _guide_of(opened)
+        except GrammarError as error:
+            return GivenBack(message.seq_id, f"grammar: {error}", hopeless=True)
+        return Sequence(
+            seq_id=message.seq_id,
+            gateway_id=gateway_id,
+            token_ids=list(message.token_ids) if facts.token_ids is None else facts.token_ids,
+            sampling=message.sampling,
+            limits=message.limits,
+            block_size=self.block_size,
+            salt=message.salt,
+            block_hashes=list(facts.block_hashes),
+            guide=guide,
+        )
+
+    def knows(self, token: int) -> bool:
+        """Whether a token can be computed here."""
+        return 0 <= token <= self._last_id
+
+    @property
+    def _last_id(self) -> int:
+        return MAX_ID if self.vocab_size is None else self.vocab_size - 1
+
+    def _open_guide(self, message: Prefill | Generate | Decode) -> Guide | None:
+        grammar = message.sampling.grammar
+        if grammar is None:
+            return None
+        if self.guides is None:
+            raise GrammarError("this worker follows none")
+        return self.guides.open(
+            grammar, message.token_ids[message.limits.prompt_len :], message.salt
+        )
+
+    def _fault(self, message: Prefill | Generate | Decode, largest_id: int) -> str | None:
+        limits, sampling, length = message.limits, message.sampling, len(message.token_ids)
+        ids = (*limits.stop_token_ids, *(token for token, _ in sampling.logit_bias))
+        if not all(map(self.knows, (largest_id, *ids))):
+            return "a token id is not in the vocabulary"
+        if not 0 <= limits.prompt_len <= length:
+            return "the prompt is longer than the tokens"
+        longest = max(limits.max_len, length)
+        if self.context_len is not None and longest > self.context_len:
+            return "the answer may exceed the context"
+        num_tops = [sampling.logprobs]
+        if not isinstance(message, Decode):
+            num_tops.append(message.prompt_logprobs)
+        if not all(n is None or 0 <= n <= self._last_id for n in num_tops):
+            return "so many log-probabilities cannot be had"
+        return None if _is_sound(sampling) else "a parameter of sampling is out of range"
+
+
+def _is_sound(sampling: Sampling) -> bool:
+    """Whether the arithmetic of sampling is defined, whatever the outcome."""
+    biases = [bias for _, bias in sampling.logit_bias]
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *penalties, *biases)
+    return (
+        all(map(isfinite, numbers))
+        and 0 < sampling.repetition_penalty < float("inf")
+        and sampling.temperature >= 0
+        and 0 <= sampling.top_k <= MAX_ID
+        and 0 <= sampling.seed <= MAX_SEED
+    )

@@ -1,0 +1,195 @@
+"""Blocks that this worker has computed already, leased to others on demand.
+
+A gateway that places a prompt where less of it is cached than here asks this worker to offer what
+it holds (`OfferPrefix`); the other worker pulls under that lease instead of computing. Every worker
+offers, whatever its role: what a decode worker holds of a conversation, answers included, is the
+beginning of the next prompt.
+
+So are the full blocks of a sequence that runs here and is to go on elsewhere: it runs on meanwhile.
+When it has been told to stop (`HandOver`) it leaves its blocks in the same way, those of all its
+tokens but the last. Its sequence is gone by then: nobody here waits for it.
+
+Life of an offer: opened complete, for its blocks are computed already; it ends like any lease, by
+release, by the gateway's `Cancel` or loss, or for want of a sign of its sink. An offer takes cached
+blocks out of the free list but none from a sequence, and whoever holds one of a prefix may not wait
+for memory (see `prefill.scheduler`), so offers cannot keep workers waiting for each other.
+
+No forward pass comes of it: a scheduler without rows. It knows no clock, tensor or socket.
+
+Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAST 2025.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine.messages import (
+    Cancel,
+    GatewayId,
+    HandedOver,
+    LeaseId,
+    LeaseRef,
+    OfferPrefix,
+    PrefixOffered,
+    SeqId,
+    TransferAddress,
+)
+from engine.worker.batch import Row, RowResult
+from engine.worker.blocks import BlockId, BlockPool
+from engine.worker.core import Scheduled, Workload
+from engine.worker.events import (
+    Adopted,
+    Effect,
+    Emit,
+    Event,
+    FromGateway,
+    GatewayLost,
+    GrowLease,
+    LeaseEnded,
+    Leaving,
+    OpenLease,
+    RevokeLease,
+)
+from engine.worker.intake import ReadPrompt, read_prompt
+
+
+def prefix_lease_id(seq_id: SeqId) -> LeaseId:
+    """The id of the lease on a prefix; the one that hands a sequence over is called like it."""
+    return LeaseId(f"{seq_id}.prefix")
+
+
+def moved_lease_id(seq_id: SeqId) -> LeaseId:
+    """The id of the lease on a sequence that goes on elsewhere as this one."""
+    return LeaseId(f"{seq_id}.moved")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    gateway_id: GatewayId
+    block_ids: tuple[BlockId, ...]
+
+
+class PrefixOffers:
+    """The offers of one worker that have not ended."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        address: TransferAddress,
+        read: ReadPrompt = read_prompt,
+    ) -> None:
+        """`read` as in `engine.worker.intake.Intake`."""
+        self._pool = pool
+        self._read = read
+        self._block_size = block_size
+        self._address = address
+        self._offers: dict[LeaseId, _Offer] = {}
+        self._counters: Counter[str] = Counter()
+
+    @property
+    def num_waiting(self) -> int:
+        """Nothing waits here."""
+        return 0
+
+    @property
+    def num_running(self) -> int:
+        """Nothing is computed here."""
+        return 0
+
+    @property
+    def workload(self) -> Workload:
+        """What is offered is computed already."""
+        return Workload()
+
+    @property
+    def num_leases(self) -> int:
+        """Offers that have not ended."""
+        return len(self._offers)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Prefixes offered, how often nothing was held, and sequences handed over."""
+        return self._counters
+
+    def accepts(self, kind: type) -> bool:
+        """No sequence lives here; one that leaves goes through here."""
+        return kind is Leaving
+
+    def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
+        """Nothing waits here."""
+        return []
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Takes note of an event."""
+        match event:
+            case FromGateway(gateway_id, OfferPrefix() as message):
+                return self._offer(gateway_id, message)
+            case FromGateway(_, Cancel(seq_id)):
+                lease_ids = (prefix_lease_id(seq_id), moved_lease_id(seq_id))
+                return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self._offers]
+            case Leaving():
+                return self._hand_over(event)
+            case GatewayLost(gateway_id):
+                mine = [i for i, offer in self._offers.items() if offer.gateway_id == gateway_id]
+                return [RevokeLease(lease_id) for lease_id in mine]
+            case LeaseEnded(lease_id):
+                if (offer := self._offers.pop(lease_id, None)) is not None:
+                    self._pool.end_lease(offer.block_ids)
+                return []
+            case _:
+                return []
+
+    def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
+        """There is nothing to compute."""
+        return Scheduled()
+
+    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
+        """Never called: there are no rows."""
+        raise AssertionError("an offer has no rows")
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        for offer in self._offers.values():
+            assert offer.block_ids
+            assert len(set(offer.block_ids)) == len(offer.block_ids)
+
+    def _offer(self, gateway_id: GatewayId, message: OfferPrefix) -> list[Effect]:
+        lease_id = prefix_lease_id(message.seq_id)
+        if lease_id in self._offers:
+            return []  # asked twice, answered once
+        # One token at least is left to compute, or there would be nothing to sample from.
+        num_blocks = (len(message.token_ids) - 1) // self._block_size
+        hashes = self._read(message, self._block_size).block_hashes
+        block_ids = tuple(self._pool.match(hashes[:num_blocks]))
+        if not block_ids:
+            self._counters["prefix_offers:not_held"] += 1
+            return [Emit(gateway_id, PrefixOffered(message.seq_id, None))]
+        self._counters["prefix_offers:held"] += 1
+        effects, lease = self._lease(gateway_id, lease_id, block_ids)
+        return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
+
+    def _hand_over(self, leaving: Leaving) -> list[Effect]:
+        """The blocks of a sequence go from it to a lease."""
+        seq = leaving.seq
+        lease_id = moved_lease_id(leaving.as_seq_id)
+        if lease_id in self._offers:  # nobody should give the same id twice
+            seq.release(self._pool)
+            return [Emit(seq.gateway_id, HandedOver(seq.seq_id, None))]
+        self._counters["handed_over"] += 1
+        num_blocks = -(-seq.num_computed_tokens // self._block_size)
+        block_ids = tuple(seq.block_table[:num_blocks])
+        num_draft_tokens = seq.num_draft_tokens if seq.num_unseen_tokens else None
+        effects, lease = self._lease(seq.gateway_id, lease_id, block_ids)
+        seq.release(self._pool)
+        handed_over = HandedOver(seq.seq_id, lease, num_draft_tokens)
+        return [*effects, Emit(seq.gateway_id, handed_over)]
+
+    def _lease(
+        self, gateway_id: GatewayId, lease_id: LeaseId, block_ids: tuple[BlockId, ...]
+    ) -> tuple[list[Effect], LeaseRef]:
+        self._pool.lease(block_ids)
+        self._offers[lease_id] = _Offer(gateway_id, block_ids)
+        lease = LeaseRef(lease_id, self._address, len(block_ids))
+        return [OpenLease(lease_id, len(block_ids)), GrowLease(lease_id, block_ids)], lease

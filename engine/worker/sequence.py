@@ -1,0 +1,185 @@
+"""One request's progress inside one worker."""
+
+from array import array
+from collections.abc import Collection
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from engine.grammar.guide import Guide
+from engine.messages import FinishReason, GatewayId, Limits, Sampling, SeqId
+from engine.worker.blocks import BlockHash, BlockId, BlockPool, hash_block, hash_blocks
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens, and the blocks that hold the KV of the first `num_computed_tokens` of them.
+
+    Always `num_cached_tokens <= num_computed_tokens <= len(token_ids)`, and the block table covers
+    at least the computed tokens. Cached are those that this sequence did not compute: they were
+    found here or pulled.
+
+    `block_hashes` are those of all full blocks of the tokens, computed here unless they are given.
+
+    Of the computed tokens, the draft model's KV too is here for the first `num_draft_tokens`, which
+    are all where there is no draft model. A block is full for others only when it has both.
+
+    `history` is what penalties look at: the tokens once more, packed. `guide` is where the answer
+    stands in its grammar.
+    """
+
+    seq_id: SeqId
+    gateway_id: GatewayId
+    token_ids: list[int]
+    sampling: Sampling
+    limits: Limits
+    block_size: int
+    salt: bytes = b""
+    block_table: list[BlockId] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_hashed_blocks: int = 0  # blocks whose hash the pool knows
+    history: "array[int] | None" = None
+    guide: Guide | None = None
+
+    def __post_init__(self) -> None:
+        if not self.block_hashes:
+            self.block_hashes = hash_blocks(self.token_ids, self.block_size, self.salt)
+        if self.sampling.has_penalties:
+            self.history = array("i", self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that all present tokens need."""
+        return -(-len(self.token_ids) // self.block_size)
+
+    @property
+    def num_unseen_tokens(self) -> int:
+        """Computed tokens that the draft model has not seen."""
+        return self.num_computed_tokens - self.num_draft_tokens
+
+    @property
+    def fault(self) -> str | None:
+        """Why its grammar cannot be followed any further, if so: what was chosen last is void."""
+        if self.guide is None or self.guide.fault is None:
+            return None
+        return f"grammar: {self.guide.fault}"
+
+    def banned(self) -> tuple[int, ...]:
+        """Ids that may not come next: those that would end the sequence before its least length."""
+        if len(self.token_ids) + 1 > self.limits.min_len:
+            return ()
+        return self.limits.stop_token_ids
+
+    def max_drafted(self) -> int:
+        """How many tokens a step may draft, for all that follows to be what single steps choose.
+
+        The answer does not grow beyond its greatest length, and what is banned for the first token
+        of the step is banned for its last.
+        """
+        length = len(self.token_ids)
+        end = self.limits.max_len
+        if self.banned():
+            end = min(end, self.limits.min_len)
+        return max(end - length - 1, 0)
+
+    def append(self, token: int) -> FinishReason | None:
+        """Adds a token that was chosen; says whether the sequence is now complete."""
+        self.token_ids.append(token)
+        if self.history is not None:
+            self.history.append(token)
+        finish = self.limits.finish_reason(len(self.token_ids), token)
+        if self.guide is not None and finish is None:
+            self.guide.consume(token)
+        return finish
+
+    def extend(self, tokens: Tokens[int]) -> tuple[list[int], FinishReason | None]:
+        """Adds tokens up to the one that completes the sequence; says which, and if one does."""
+        if self.guide is None and not self.limits.stop_token_ids:
+            room = max(self.limits.max_len - len(self.token_ids), 1)
+            taken = list(tokens[:room])
+            self.token_ids += taken
+            if self.history is not None:
+                self.history.extend(taken)
+            return taken, FinishReason.LENGTH if taken and len(taken) >= room else None
+        taken = []
+        for token in tokens:
+            taken.append(token)
+            finish = self.append(token)
+            if finish is not None:
+                return taken, finish
+        return taken, None
+
+    def advance(
+        self, num_tokens: int, pool: BlockPool, *, num_draft_tokens: int | None = None
+    ) -> None:
+        """Counts tokens as computed and tells the pool which blocks are full now.
+
+        The draft model has all of them too, or the first `num_draft_tokens` of the sequence.
+        """
+        self.num_computed_tokens += num_tokens
+        assert self.num_computed_tokens <= len(self.token_ids)
+        if num_draft_tokens is None:
+            num_draft_tokens = self.num_computed_tokens
+        assert self.num_draft_tokens <= num_draft_tokens <= self.num_computed_tokens
+        self.num_draft_tokens = num_draft_tokens
+        num_full = num_draft_tokens // self.block_size
+        if num_full > self.num_hashed_blocks:
+            self._tell_hashes(num_full, pool)
+
+    def _tell_hashes(self, num_full: int, pool: BlockPool) -> None:
+        first = self.num_hashed_blocks
+        if not pool.wants_tokens:
+            known = self.block_hashes[first:num_full]
+            parent = self.block_hashes[first - 1] if first and known else None
+            blocks = self.block_table[first : first + len(known)]
+            pool.set_hashes(blocks, known, parent=parent)
+            first += len(known)
+        for i in range(first, num_full):
+            parent = self.block_hashes[i - 1] if i else None
+            tokens: list[int] = []
+            if pool.wants_tokens or i == len(self.block_hashes):
+                tokens = self.token_ids[i * self.block_size : (i + 1) * self.block_size]
+            if i == len(self.block_hashes):
+                self.block_hashes.append(hash_block(parent, tokens, self.salt))
+            pool.set_hash(
+                self.block_table[i], self.block_hashes[i], parent=parent, token_ids=tokens
+            )
+        self.num_hashed_blocks = num_full
+
+    def trim(self, pool: BlockPool) -> None:
+        """Gives back blocks behind those that the tokens need: they were for rejected drafts."""
+        num_blocks = self.num_blocks
+        if len(self.block_table) > num_blocks:
+            pool.disown(self.block_table[num_blocks:])
+            del self.block_table[num_blocks:]
+
+    def adopt_cached(self, blocks: list[BlockId], pool: BlockPool) -> None:
+        """Starts from a prefix hit: owns `blocks` and counts their tokens as computed."""
+        assert not self.block_table
+        pool.own(blocks)
+        self.block_table.extend(blocks)
+        num_tokens = len(blocks) * self.block_size
+        self.num_computed_tokens = self.num_cached_tokens = self.num_draft_tokens = num_tokens
+        self.num_hashed_blocks = len(blocks)
+
+    def keep_pulled(self, arrived: Collection[int], pool: BlockPool) -> None:
+        """Goes on from blocks that a pull brought, given by their places in the block table.
+
+        Of these the run that follows the computed tokens counts, in full blocks: what lies behind
+        a gap or ends in the middle of a block cannot be found by its hash.
+        """
+        first = self.num_computed_tokens // self.block_size
+        num_full = min(len(self.token_ids) // self.block_size, len(self.block_table))
+        end = next((i for i in range(first, num_full) if i not in arrived), num_full)
+        if end > first:
+            self.advance(end * self.block_size - self.num_computed_tokens, pool)
+            self.num_cached_tokens = self.num_computed_tokens
+
+    def release(self, pool: BlockPool) -> None:
+        """Lets go of every block: nothing is computed any more."""
+        pool.disown(self.block_table)
+        self.block_table = []
+        self.num_computed_tokens = self.num_cached_tokens = self.num_draft_tokens = 0
+        self.num_hashed_blocks = 0

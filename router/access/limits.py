@@ -1,0 +1,217 @@
+"""What one API key may use, and what it has used: requests, tokens and requests in flight.
+
+Pure: no clock, no HTTP. The gateway asks before it tokenises, and again when the prompt is known.
+
+Requests and tokens each have a bucket. It holds what a key may use at once: the tokens of a minute,
+the requests of a second, or one. It fills at the rate of the limit. A request takes its prompt and
+the longest answer that it may have, and gives back at its end what the answer did not use. One that
+may use more than the bucket holds takes a full one.
+
+Each gateway process counts by itself.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from router.inbox.api_errors import ApiError
+
+MAX_ACCOUNTS = 10_000  # keys that are remembered; one with nothing in flight is forgotten first
+BUSY_RETRY_S = 1.0  # until a request in flight may have ended
+
+
+class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The limits of one key; None is no limit. Raises ValueError for one that is not positive."""
+
+    requests_per_s: float | None = None
+    tokens_per_min: int | None = None  # of prompts and answers
+    max_streams: int | None = None  # requests in flight
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be positive")
+
+    def or_else(self, defaults: "KeyLimits") -> "KeyLimits":
+        """These, and the defaults where there is none."""
+        if self == UNLIMITED:
+            return defaults
+        own = {name: getattr(self, name) for name in self.__struct_fields__}
+        return msgspec.structs.replace(defaults, **{n: v for n, v in own.items() if v is not None})
+
+
+UNLIMITED = KeyLimits()
+
+
+class LimitExceeded(ApiError):
+    """A key has used up what it may; `headers` say when it may go on."""
+
+    def __init__(self, message: str, retry_after_s: float, headers: dict[str, str]) -> None:
+        super().__init__(message, code="rate_limit_exceeded", status=429)
+        retry_after = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+        self.headers = {**headers, **retry_after}
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What is left of a limit. `rate` fills it, in units per second."""
+
+    size: float
+    rate: float
+    level: float
+    at_s: float
+
+    def fill(self, now_s: float) -> None:
+        """Lets time pass."""
+        gained = max(now_s - self.at_s, 0.0) * self.rate
+        self.level = min(self.level + gained, self.size)
+        self.at_s = now_s
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until so much may be taken; 0.0 if it may be now."""
+        return max(min(amount, self.size) - self.level, 0.0) / self.rate
+
+    def headers(self, what: str) -> dict[str, str]:
+        """OpenAI's: the limit, what remains, and when all of it will be there again."""
+        reset_s = (self.size - self.level) / self.rate
+        return {
+            f"x-ratelimit-limit-{what}": str(int(self.size)),
+            f"x-ratelimit-remaining-{what}": str(max(int(self.level), 0)),
+            f"x-ratelimit-reset-{what}": f"{reset_s:.3f}s",
+        }
+
+
+@dataclass(slots=True)
+class Account:
+    """What one key has used."""
+
+    limits: KeyLimits
+    requests: Bucket | None
+    tokens: Bucket | None
+    num_streams: int = 0
+
+    def headers(self, now_s: float) -> dict[str, str]:
+        """What is told of the limits that there are."""
+        headers: dict[str, str] = {}
+        for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
+            if bucket is not None:
+                bucket.fill(now_s)
+                headers |= bucket.headers(what)
+        return headers
+
+
+@dataclass(slots=True)
+class Stream:
+    """One request in flight, and the tokens that it holds."""
+
+    account: Account | None  # None: nothing is limited
+    held_tokens: float = 0.0
+    num_used: int = 0  # tokens of its prompt and answers
+    _is_over: bool = field(default=False, init=False)
+
+    def hold_tokens(self, num_tokens: int, now_s: float) -> None:
+        """Takes what the request may use. Raises LimitExceeded."""
+        account = self.account
+        if account is None or account.tokens is None:
+            return
+        bucket = account.tokens
+        bucket.fill(now_s)
+        wait_s = bucket.wait_s(num_tokens)
+        if wait_s > 0.0:
+            message = f"this key may use {account.limits.tokens_per_min} tokens a minute"
+            raise LimitExceeded(message, wait_s, account.headers(now_s))
+        self.held_tokens = min(num_tokens, bucket.size)
+        bucket.level -= self.held_tokens
+
+    def end(self, now_s: float) -> None:
+        """Gives back what was not used."""
+        account = self.account
+        if account is None:
+            return
+        assert not self._is_over
+        self._is_over = True
+        account.num_streams -= 1
+        if account.tokens is not None:
+            account.tokens.fill(now_s)
+            left = max(self.held_tokens - self.num_used, 0.0)
+            account.tokens.level = min(account.tokens.level + left, account.tokens.size)
+
+    def headers(self, now_s: float) -> dict[str, str]:
+        """What is told of the key's limits, if it has any."""
+        return {} if self.account is None else self.account.headers(now_s)
+
+
+class KeyAccounts:
+    """The accounts of all keys."""
+
+    def __init__(self, defaults: KeyLimits, *, max_accounts: int = MAX_ACCOUNTS) -> None:
+        self._defaults = defaults
+        self._max_accounts = max_accounts
+        self._accounts: OrderedDict[str, Account] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def begin(self, name: str, limits: KeyLimits, now_s: float) -> Stream:
+        """A request of a key. Raises LimitExceeded."""
+        limits = limits.or_else(self._defaults)
+        if limits == UNLIMITED:
+            return Stream(None)
+        account = self._account(name, limits, now_s)
+        if limits.max_streams is not None and account.num_streams >= limits.max_streams:
+            message = f"this key may have {limits.max_streams} requests in flight"
+            raise LimitExceeded(message, BUSY_RETRY_S, account.headers(now_s))
+        bucket = account.requests
+        if bucket is not None:
+            bucket.fill(now_s)
+            wait_s = bucket.wait_s(1.0)
+            if wait_s > 0.0:
+                message = f"this key may send {limits.requests_per_s:g} requests a second"
+                raise LimitExceeded(message, wait_s, account.headers(now_s))
+            bucket.level -= 1.0
+        account.num_streams += 1
+        return Stream(account)
+
+    def _account(self, name: str, limits: KeyLimits, now_s: float) -> Account:
+        account = self._accounts.get(name)
+        if account is None or account.limits != limits:
+            fresh = _new_account(limits, now_s)
+            if account is None:
+                self._forget_one()
+                self._accounts[name] = account = fresh
+            else:  # the key's limits have changed; what is in flight stays there
+                account.limits, account.requests, account.tokens = (
+                    limits,
+                    fresh.requests,
+                    fresh.tokens,
+                )
+        self._accounts.move_to_end(name)
+        return account
+
+    def _forget_one(self) -> None:
+        if len(self._accounts) < self._max_accounts:
+            return
+        idle = (name for name, account in self._accounts.items() if not account.num_streams)
+        if (oldest := next(idle, None)) is not None:
+            del self._accounts[oldest]
+
+    def validate(self) -> None:
+        """Asserts that no account holds more than there is."""
+        for account in self._accounts.values():
+            assert account.num_streams >= 0
+            for bucket in (account.requests, account.tokens):
+                assert bucket is None or -1e-6 <= bucket.level <= bucket.size + 1e-6
+
+
+def _new_account(limits: KeyLimits, now_s: float) -> Account:
+    requests = tokens = None
+    if limits.requests_per_s is not None:
+        size = max(limits.requests_per_s, 1.0)
+        requests = Bucket(size, limits.requests_per_s, size, now_s)
+    if limits.tokens_per_min is not None:
+        per_min = float(limits.tokens_per_min)
+        tokens = Bucket(per_min, per_min / 60.0, per_min, now_s)
+    return Account(limits, requests, tokens)

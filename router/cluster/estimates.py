@@ -1,0 +1,227 @@
+"""What a gateway predicts of its workers, in seconds, from what it has seen of them.
+
+Two models, by how much is known. At first a rate: seconds per token computed, per byte pulled, or
+per decode step, over all workers. Then, for a class of workers that has shown work of different
+sizes, the formulas of `router.cluster.costs`. No observation, no prediction.
+
+Prompts are timed from their first chunk to their first token, pulls by the decode workers' word,
+decode steps by the workers' reports.
+
+Fits are not free: once a class is well known only every so many of its observations are taken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.demand import DecodeCost
+from engine.messages import Role, StepReport
+from router.cluster.costs import (
+    CostErrors,
+    OnlineCosts,
+    PrefillCost,
+    PullCost,
+    StepSample,
+    WorkerCosts,
+)
+from router.cluster.view import WorkerView
+
+# What a pull costs beside its bytes: the offer, its answer, the connection and the confirmation,
+# each of which may wait until a step of a worker ends.
+PULL_OVERHEAD_S = 0.02
+
+FIRST_OFFER_S = 0.1  # until a worker in the middle of a step answers, by guess
+RATE_MEMORY = 0.9  # weight of all earlier observations against the latest
+ENOUGH = 12  # observations until formulas are believed
+SPREAD = 3.0  # and the largest of them must be so many times the smallest
+EVERY = 8  # of the observations of what is well known, one in so many is taken
+WELL_KNOWN = 64
+
+WorkerClass = tuple[Role, int, int]
+
+
+def worker_class(worker: WorkerView) -> WorkerClass:
+    """Workers of one role and size are taken to be alike."""
+    info = worker.info
+    return info.role, info.num_blocks, info.max_running
+
+
+@dataclass(slots=True)
+class Rate:
+    """Seconds per unit of work: a quotient of two sums in which older observations count less."""
+
+    _seconds: float = 0.0
+    _units: float = 0.0
+
+    def observe(self, units: float, seconds: float) -> None:
+        """So much work took so long. No work says nothing."""
+        if units > 0:
+            self._seconds = RATE_MEMORY * self._seconds + seconds
+            self._units = RATE_MEMORY * self._units + units
+
+    @property
+    def s_per_unit(self) -> float | None:
+        """None until there was an observation."""
+        return self._seconds / self._units if self._units else None
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """How many observations there were since all was forgotten, and of what sizes."""
+
+    num_forgotten: int = 0  # times
+    number: int = 0
+    least: float = field(default=float("inf"))
+    most: float = 0.0
+
+    def note(self, size: float) -> bool:
+        """Whether this observation is to be taken."""
+        self.number += 1
+        self.least, self.most = min(self.least, size), max(self.most, size)
+        return self.number <= WELL_KNOWN or self.number % EVERY == 0
+
+    @property
+    def are_enough(self) -> bool:
+        return self.number >= ENOUGH and self.most >= SPREAD * self.least
+
+
+class Estimates:
+    """Predictions of one gateway. Implements `router.policies.base.Costs`."""
+
+    def __init__(self, prior: WorkerCosts | None = None) -> None:
+        """With `prior`, that is believed of a class until it has shown better."""
+        self._prior = prior or WorkerCosts()
+        self._online = OnlineCosts()
+        self._prefill_rate = Rate()  # per token
+        self._pull_rate = Rate()  # per byte
+        self._step_rate = Rate()  # per step
+        self._offer_s = FIRST_OFFER_S
+        self.version = 0  # another one, other costs
+        self._sizes: dict[tuple[str, WorkerClass], _Sizes] = {}
+
+    # ------------------------------------------------------------ observations
+
+    def observe_prefill(
+        self, worker: WorkerView, num_tokens: int, *, num_cached: int, seconds: float
+    ) -> None:
+        """A prompt of which so many tokens were cached took so long from first chunk to last."""
+        num_computed = num_tokens - num_cached
+        if num_computed <= 0 or seconds <= 0:
+            return
+        self.version += 1
+        self._prefill_rate.observe(num_computed, seconds)
+        if self._is_taken("prefill", worker, num_computed):
+            squares = num_tokens**2 - num_cached**2
+            sample = StepSample(seconds, num_computed, squares)
+            self._online.observe_step(worker_class(worker), sample)
+
+    def observe_pull(self, worker: WorkerView, num_blocks: int, *, seconds: float) -> None:
+        """So many blocks were on their way for so long; zero seconds: nobody measured."""
+        if num_blocks <= 0 or seconds <= 0:
+            return
+        self.version += 1
+        num_bytes = num_blocks * worker.info.layout.block_bytes
+        self._pull_rate.observe(num_bytes, seconds)
+        if self._is_taken("pull", worker, num_blocks):
+            self._online.observe_pull(
+                worker_class(worker), num_blocks=num_blocks, num_bytes=num_bytes, seconds=seconds
+            )
+
+    def observe_offer(self, seconds: float) -> None:
+        """A worker that computed prompts took so long to answer who asked for a prefix."""
+        self._offer_s += (1 - RATE_MEMORY) * (seconds - self._offer_s)
+
+    def observe_steps(self, worker: WorkerView, steps: Sequence[StepReport]) -> None:
+        """Steps that a worker told of. Those with prompts say little: these are timed whole."""
+        self.version += bool(steps)
+        for step in steps:
+            decodes = step.num_rows > 0 and not step.num_prefill_tokens
+            if decodes:
+                self._step_rate.observe(1, step.seconds)
+            if decodes and self._is_taken("decode", worker, step.num_context_tokens):
+                sample = StepSample(
+                    step.seconds,
+                    num_rows=step.num_rows,
+                    num_context_tokens=step.num_context_tokens,
+                )
+                self._online.observe_step(worker_class(worker), sample)
+
+    def _is_taken(self, kind: str, worker: WorkerView, size: float) -> bool:
+        return self._of(kind, worker).note(size)
+
+    def _of(self, kind: str, worker: WorkerView) -> _Sizes:
+        """Of what the formula was learned from: of one size alone, it would say of others nothing
+        that is true.
+        """
+        key = kind, worker_class(worker)
+        sizes = self._sizes.setdefault(key, _Sizes())
+        num_forgotten = self._online.num_forgotten(*key)
+        if sizes.num_forgotten != num_forgotten:
+            sizes = self._sizes[key] = _Sizes(num_forgotten)
+        return sizes
+
+    # ------------------------------------------------------------ predictions
+
+    def prefill_cost(self, worker: WorkerView) -> PrefillCost | None:
+        """The formula for a worker's prompts."""
+        if self._of("prefill", worker).are_enough:
+            return self._online.costs(worker_class(worker)).prefill
+        if self._prior.prefill is not None:
+            return self._prior.prefill
+        token_s = self._prefill_rate.s_per_unit
+        return None if token_s is None else PrefillCost(0.0, token_s)
+
+    def pull_cost(self, worker: WorkerView) -> PullCost | None:
+        """The formula for pulls to a worker, from asking for the blocks on."""
+        cost = self._bare_pull_cost(worker)
+        return cost and replace(cost, fixed_s=cost.fixed_s + PULL_OVERHEAD_S)
+
+    def _bare_pull_cost(self, worker: WorkerView) -> PullCost | None:
+        if self._of("pull", worker).are_enough:
+            return self._online.costs(worker_class(worker)).pull
+        if self._prior.pull is not None:
+            return self._prior.pull
+        byte_s = self._pull_rate.s_per_unit
+        return None if byte_s is None else PullCost(0.0, 0.0, 1 / max(byte_s, 1e-15))
+
+    def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
+        """The formula for a worker's decode steps."""
+        if self._of("decode", worker).are_enough:
+            return self._online.costs(worker_class(worker)).decode
+        if self._prior.decode is not None:
+            return self._prior.decode
+        step_s = self._step_rate.s_per_unit
+        return None if step_s is None else DecodeCost(step_s, 0.0, 0.0)
+
+    def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
+        """To compute a prompt of which so many leading tokens are cached."""
+        cost = self.prefill_cost(worker)
+        return None if cost is None else cost.seconds(num_tokens, num_cached)
+
+    def any_prefill_s(self, num_tokens: int) -> float | None:
+        """To compute so many tokens somewhere."""
+        if self._prior.prefill is not None:
+            return self._prior.prefill.seconds(num_tokens)
+        token_s = self._prefill_rate.s_per_unit
+        return None if token_s is None else token_s * num_tokens
+
+    def pull_s(self, worker: WorkerView, num_tokens: int) -> float | None:
+        """To ask for so many tokens in full blocks, and to pull them to this worker."""
+        cost = self.pull_cost(worker)
+        if cost is None:
+            return None
+        num_blocks = worker.info.layout.num_blocks_for(num_tokens)
+        num_bytes = num_blocks * worker.info.layout.block_bytes
+        return cost.seconds(num_blocks, num_bytes)
+
+    def offer_s(self) -> float:
+        """Until a worker that computes prompts answers who asks for a prefix."""
+        return self._offer_s
+
+    def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
+        """One decode step of so many sequences with so much context in all."""
+        cost = self.decode_cost(worker)
+        return None if cost is None else cost.seconds(num_seqs, context_tokens)
+
+    def errors(self, worker: WorkerView) -> CostErrors:
+        """How far the formulas for workers like this one were off lately."""
+        return self._online.errors(worker_class(worker))

@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI-compatible API in front of a router."""

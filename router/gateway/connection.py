@@ -1,0 +1,418 @@
+"""One HTTP connection of the server, and the ways past ASGI.
+
+All of HTTP is uvicorn's business: parsing, heads, keep-alive, pipelining, shutdown. Added are the
+limits of `router.edge`, and two things, which an application finds in `scope["extensions"]`, where
+ASGI puts what a server can do beyond it.
+
+The *pipe*: an application may write parts of a body that it has begun straight to the transport.
+`send` is a coroutine, so a task would have to be woken for each token of each stream, to do what
+amounts to one call of `transport.write`; measured with 64 streams, the task costs more than all
+else that is done for a token, the system call included. What is written so is sent when the loop
+has done what it is at: see `_Outbox`.
+
+It may be used between `http.response.start`, of a head without a length, and the last
+`http.response.body`, by whoever answers the request: uvicorn starts the next request of a
+connection only when that is sent.
+
+The *caller*: a body that has come already need not be waited for, and whoever answers is told when
+the client has left, where with `receive` alone a task would have to wait for that all the time.
+
+The head of a response is sent with what follows it in the same turn, in one piece.
+
+uvicorn has no limit on heads, and a connection that breaks one is refused here, with an answer if
+none is under way. A response to a request whose body has not come whole is the connection's last:
+what comes after it is read and thrown away for a moment, so that the client gets to read it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import httptools
+import msgspec
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from router.edge.limits import Book, EdgeLimits, Overdue, Pace
+from router.gateway.sse import BodyPipe, error_body
+
+log = logging.getLogger(__name__)
+
+EXTENSION = "baton.pipe"
+
+
+class Caller:
+    """The client's side of one request."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._on_gone: Callable[[], None] | None = None
+        self._is_gone = False
+
+    def take_body(self) -> bytes | None:
+        """The request's body, if all of it is there and nobody has read any of it."""
+        cycle = self._cycle
+        if cycle.more_body or self._is_gone or cycle.waiting_for_100_continue:
+            return None
+        data, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()  # what `receive` does
+        cycle.flow.resume_reading()
+        return data
+
+    def watch(self, on_gone: Callable[[], None] | None) -> bool:
+        """Whoever is to be told when the client leaves, or nobody. False: it has left already."""
+        self._on_gone = on_gone
+        return not self._is_gone
+
+    def leave(self) -> None:
+        """The client has left."""
+        self._is_gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+
+CRLF = "\r\n"
+
+
+class _NotParsed(Exception):
+    """Raised to the parser, which hides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRefusal:
+    """The answer to what is not even a request."""
+
+    status: int
+    phrase: str
+    code: str
+    message: str
+
+    def response(self) -> bytes:
+        """A complete response, the connection's last."""
+        is_ours = self.status == 503
+        kind = "server_error" if is_ours else "invalid_request_error"
+        body = msgspec.json.encode(error_body(self.message, kind=kind, code=self.code))
+        head = (
+            f"HTTP/1.1 {self.status} {self.phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{'retry-after: 1' + CRLF if is_ours else ''}"
+            "connection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+NOT_HTTP = EdgeRefusal(400, "Bad Request", "bad_request", "this is no request of HTTP/1.1")
+LONG_HEAD = EdgeRefusal(
+    431, "Request Header Fields Too Large", "head_too_large", "the head of the request is too long"
+)
+SLOW_HEAD = EdgeRefusal(408, "Request Timeout", "request_timeout", Overdue.HEAD)
+SLOW_BODY = EdgeRefusal(408, "Request Timeout", "request_timeout", Overdue.BODY)
+TOO_MANY = EdgeRefusal(400, "Bad Request", "too_many_requests", "too many requests wait here")
+NO_ROOM = EdgeRefusal(503, "Service Unavailable", "overloaded", "no room for more request bodies")
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection as a `BodyPipe`. What it carries is one chunk of HTTP/1.1's coding."""
+
+    is_ready = False
+
+    def __init__(self, *args: Any, book: Book | None = None, **options: Any) -> None:
+        """`book` is the listener's; without one the connection is alone within the limits."""
+        super().__init__(*args, **options)
+        self._book = book or Book(EdgeLimits())
+        self._limits = self._book.limits
+        self._address = ""  # it is counted under
+        self._is_counted = False
+        self._is_last = False  # nothing that comes is parsed any more
+        self._is_draining = False
+        self._num_fed = 0  # bytes since the parser last brought something whole, or of a body
+        self._num_body = 0  # bytes of a body that has come in part
+        self._refusal: EdgeRefusal | None = None  # what a callback of the parser raised
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what came, unless the connection has had its last answer."""
+        if self._is_last:
+            return
+        self._unset_keepalive_if_required()
+        pace = self._pace
+        if pace.head_s is None and pace.body_s is None:
+            pace.await_head(self.loop.time())
+        pace.has_begun = True
+        self._num_fed += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # there is nothing to change to
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or NOT_HTTP)
+        else:
+            if self._num_fed > self._limits.max_head_bytes:
+                self._refuse(LONG_HEAD)
+
+    def on_headers_complete(self) -> None:
+        """A request begins; its task has not run yet."""
+        limits = self._limits
+        if len(self.headers) > limits.max_headers or (
+            self._num_fed > limits.max_head_bytes and self._head_bytes() > limits.max_head_bytes
+        ):
+            self._raise(LONG_HEAD)
+        if len(self.pipeline) >= limits.max_pipelined:
+            self._raise(TOO_MANY)
+        self._num_fed = 0
+        self._pace.begin_body(self.loop.time())
+        super().on_headers_complete()
+        cycle = self.cycle
+        if cycle is not None and cycle.scope is self.scope:
+            if self._is_draining:
+                cycle.keep_alive = False
+            cycle.transport = _LastOrNot(self, cycle)  # type: ignore[assignment]
+            caller = Caller(cycle)
+            self._callers.append(caller)
+            self.scope["extensions"] = {EXTENSION: {"pipe": self, "caller": caller}}
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body."""
+        book = self._book
+        self._num_fed = 0
+        self._num_body += len(body)
+        book.bodies_bytes += len(body)
+        if book.bodies_bytes > self._limits.max_bodies_bytes:
+            self._raise(NO_ROOM)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request has come whole. Its body counts as the application's from now on."""
+        self._forget_body()
+        self._num_fed = 0
+        self._pace.end_message()
+        super().on_message_complete()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._outbox = _outboxes.setdefault(self.loop, _Outbox())
+        self._callers: list[Caller] = []  # of requests that are not answered yet
+        self._pace = Pace(self.loop.time())
+        self.is_ready = True
+        if self._is_counted:
+            return
+        self._address = self.client[0] if self.client else ""
+        reason = self._book.admit(self._address)
+        if reason is None:
+            self._is_counted = True
+        else:
+            log.warning("a connection from %s was refused: %s", self._address, reason)
+            self._is_last = True
+            refusal = EdgeRefusal(503, "Service Unavailable", "overloaded", reason)
+            transport.write(refusal.response())
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self.is_ready = False
+        self._forget_body()
+        self.uncount()
+        super().connection_lost(exc)
+        self._leave_callers()
+
+    def count_under(self, address: str) -> None:
+        """It was admitted when it was accepted, before there was anything to read."""
+        self._address, self._is_counted = address, True
+
+    def uncount(self) -> None:
+        """It is over, or comes to nothing."""
+        if self._is_counted:
+            self._is_counted = False
+            self._book.leave(self._address)
+
+    def on_response_complete(self) -> None:
+        """A request is answered. They are answered one after the other."""
+        if self._callers:
+            del self._callers[0]
+        self._pace.resume(self.loop.time())
+        super().on_response_complete()
+
+    def look(self, now_s: float) -> None:
+        """Closes the connection if it is overdue."""
+        cycle, num_callers = self.cycle, len(self._callers)
+        why = self._pace.overdue(
+            now_s,
+            self._limits,
+            num_unsent=self.transport.get_write_buffer_size(),
+            is_answered=num_callers > 1
+            or (num_callers == 1 and (cycle.response_started or not cycle.more_body)),
+        )
+        if why is None:
+            return
+        if why is Overdue.LINGER:
+            self.transport.close()
+            self._pace.last_s = None  # what is unsent may still stall
+        elif why is Overdue.STALLED:
+            log.warning("a connection from %s is cut: %s", self._address, self._book.refuse(why))
+            self.transport.abort()
+        elif why is Overdue.SILENT:
+            self._book.refuse(why)
+            self.transport.close()
+        else:
+            self._refuse(SLOW_HEAD if why is Overdue.HEAD else SLOW_BODY)
+
+    def shutdown(self) -> None:
+        """No request is taken after those that have begun to come."""
+        self._is_draining = True
+        if self._callers or not (self._pace.head_s is not None and self._pace.has_begun):
+            super().shutdown()
+
+    def cut(self) -> None:
+        """Ends the connection, whatever is under way."""
+        self.transport.abort()
+
+    def finish(self) -> None:
+        """A response is sent, and it was the last one."""
+        if self.transport.is_closing():
+            return
+        self._is_last = True
+        self._forget_body()
+        self._pace.last_s = self.loop.time()
+        self.flow.resume_reading()
+
+    def _head_bytes(self) -> int:
+        fields = sum(len(name) + len(value) + 4 for name, value in self.headers)
+        return len(self.url) + fields
+
+    def _raise(self, refusal: EdgeRefusal) -> None:
+        """Ends the parsing of what came."""
+        self._refusal = refusal
+        raise _NotParsed
+
+    def _refuse(self, refusal: EdgeRefusal) -> None:
+        self._book.refuse(refusal.message)
+        log.warning("a connection from %s is ended: %s", self._address, refusal.message)
+        cycle = self.cycle
+        if len(self._callers) > 1 or (self._callers and cycle.response_started):
+            self.transport.close()  # in the middle of an answer there is no place for another one
+            return
+        self._answer_last(refusal)
+        if self._callers:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self._leave_callers()
+
+    def _answer_last(self, refusal: EdgeRefusal) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(refusal.response())
+        self.finish()
+
+    def _leave_callers(self) -> None:
+        for caller in self._callers:
+            caller.leave()
+        self._callers.clear()
+
+    def _forget_body(self) -> None:
+        self._book.bodies_bytes -= self._num_body
+        self._num_body = 0
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        self.is_ready = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self.is_ready = not self.transport.is_closing()
+        super().resume_writing()
+
+    def write(self, data: bytes) -> None:
+        """Sends a part, which is not empty, when the loop has done what it is at."""
+        outbox = self._outbox
+        if not outbox.parts:
+            self.loop.call_soon(outbox.send)
+        outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
+
+    def flush(self) -> None:
+        """Sends what is to be sent soon, of other connections too."""
+        self._outbox.send()
+
+
+class _LastOrNot:
+    """The transport of one response.
+
+    Its first write, the head, waits for the next one in its turn: each by itself would wake the
+    client. The head says whether the response is the connection's last one.
+    """
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._is_begun = False
+        self._held = b""
+
+    def write(self, data: bytes) -> None:
+        """Sends data, unless it is the first."""
+        if self._is_begun:
+            self._transport.write(self._held + data if self._held else data)
+            self._held = b""
+            return
+        cycle = self._cycle
+        if cycle.more_body and cycle.keep_alive and cycle.response_started:
+            cycle.keep_alive = False
+            data = data.removesuffix(b"\r\n") + b"connection: close\r\n\r\n"
+        self._is_begun, self._held = True, data
+        self._connection.loop.call_soon(self._send_held)
+
+    def is_closing(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Closes the connection when all is sent."""
+        self._send_held()
+        if self._cycle.more_body and self._cycle.response_complete:
+            self._connection.finish()
+        else:
+            self._transport.close()
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, b""
+        if held and not self._transport.is_closing():
+            self._transport.write(held)
+
+
+class _Outbox:
+    """Parts of bodies that came in one turn of a loop, to be sent one right after the other.
+
+    A step of a worker brings a token of each stream. Were each sent where it comes up, with the
+    work for the next one in between, nearly every one would wake its client anew, who takes the
+    processor away.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[asyncio.Transport, bytes]] = []
+
+    def send(self) -> None:
+        """Sends all, but to clients that are gone. One that cannot be written to is cut off."""
+        parts, self.parts = self.parts, []
+        for transport, data in parts:
+            if not transport.is_closing():
+                try:
+                    transport.write(data)
+                except Exception:  # of no concern to the other clients
+                    log.exception("a part of a body was not sent: its connection ends")
+                    transport.abort()
+
+
+_outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()
+
+
+def caller_of(scope: Scope) -> Caller | None:
+    """The client's side of a request, if its server has that."""
+    caller: Caller | None = scope.get("extensions", {}).get(EXTENSION, {}).get("caller")
+    return caller
+
+
+def pipe_of(scope: Scope) -> BodyPipe | None:
+    """The pipe of the connection that a request came over, if its server has one."""
+    pipe: BodyPipe | None = scope.get("extensions", {}).get(EXTENSION, {}).get("pipe")
+    return pipe

@@ -1,0 +1,301 @@
+"""Has every grammar compiled in a process of its own before a worker hears of it.
+
+`engine.grammar.child` compiles, and this is its only client. The child starts with the first
+grammar. It compiles one grammar at a time; tenants that wait take turns. Its verdicts are kept by
+the digest of the grammar and of the tenant's salt, so a grammar in use costs a look, and no tenant
+learns by time what another one used. A child that does not answer in time is
+killed, and the next grammar starts another one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from engine.clock import Clock
+from engine.errors import GrammarError
+from engine.grammar.child import (
+    MAX_WALL_S,
+    Answered,
+    Asked,
+    Verdict,
+    Vocabulary,
+    receive_frame,
+    send_frame,
+)
+from engine.grammar.guides import MAX_SOURCE_LEN
+from engine.messages import Grammar
+from router.inbox.api_errors import ApiError
+from router.text.structured import Structure
+
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 10.0  # of one request, for its turn and its verdict
+MAX_WAITING = 256  # grammars, each of at most MAX_SOURCE_LEN
+MAX_VERDICTS = 4096  # kept, of some 500 bytes
+ANSWER_TIMEOUT_S = 30.0  # the child kills what takes MAX_WALL_S; it may have to load a tokenizer
+BLAME_TIMEOUT_S = 1.0  # to find which of many tools is to blame
+CLOSE_TIMEOUT_S = 2.0
+LOG_EVERY_S = 10.0
+# The child handles what strangers write: it gets no more of this environment than it needs.
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "HOME")
+
+assert MAX_WALL_S < ANSWER_TIMEOUT_S
+
+
+class GrammarBusy(Exception):
+    """There is no time to check a grammar now."""
+
+
+class Asker(NamedTuple):
+    """Who wants a grammar followed: whose turn it takes, and who shares its verdict."""
+
+    tenant: str
+    salt: bytes
+
+
+class GrammarCheck(Protocol):
+    """Says whether grammars can be followed. `counters` has how many, by verdict."""
+
+    counters: Counter[str]
+
+    async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
+        """Raises GrammarError if it cannot be followed, GrammarBusy if that cannot be said now."""
+        ...
+
+
+async def check_structure(
+    checker: GrammarCheck, structure: Structure, vocabulary: Vocabulary | None, asker: Asker
+) -> None:
+    """Raises ApiError, naming the field, if the answer's grammar cannot be followed."""
+    if structure.grammar is None:
+        return
+    try:
+        try:
+            await checker.check(vocabulary, structure.grammar, asker)
+        except GrammarError as error:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BLAME_TIMEOUT_S):
+                    for param, part in structure.parts:
+                        with _named(param):
+                            await checker.check(vocabulary, part, asker)
+            raise _refusal(structure.param, error) from error
+    except GrammarBusy as error:
+        raise ApiError(
+            str(error), param=structure.param, code="grammar_busy", status=503
+        ) from error
+
+
+@contextlib.contextmanager
+def _named(param: str) -> Iterator[None]:
+    try:
+        yield
+    except GrammarError as error:
+        raise _refusal(param, error) from error
+
+
+def _refusal(param: str | None, error: GrammarError) -> ApiError:
+    return ApiError(f"{param}: {error}", param=param, code="invalid_value")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A grammar that nothing is known of yet, and the requests that wait for its verdict."""
+
+    asked: Asked
+    key: bytes
+    done: "asyncio.Future[Answered]"
+    num_waiters: int = 0
+
+
+@dataclass(slots=True)
+class _Turns:
+    """What waits, by tenant; the tenant whose turn is next comes first."""
+
+    queues: "OrderedDict[str, deque[_Waiting]]" = field(default_factory=OrderedDict)
+
+    def put(self, tenant: str, waiting: _Waiting) -> None:
+        self.queues.setdefault(tenant, deque()).append(waiting)
+
+    def take(self) -> _Waiting | None:
+        """The next grammar that a request still waits for."""
+        while self.queues:
+            tenant, queue = next(iter(self.queues.items()))
+            waiting = queue.popleft()
+            del self.queues[tenant]
+            if queue:
+                self.queues[tenant] = queue
+            if waiting.num_waiters:
+                return waiting
+            waiting.done.cancel()
+        return None
+
+
+class GrammarChecker:
+    """Asks a child process; belongs to one event loop. `counters` are for /metrics."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._child = GrammarChild()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._verdicts: OrderedDict[bytes, Answered] = OrderedDict()
+        self._waiting: dict[bytes, _Waiting] = {}
+        self._turns = _Turns()
+        self._pump: asyncio.Task[None] | None = None
+        self._next_log_s = 0.0
+        self.counters: Counter[str] = Counter(dict.fromkeys(Verdict, 0))
+
+    async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
+        """Raises GrammarError if workers cannot follow it, GrammarBusy if there is no time."""
+        if vocabulary is None:
+            raise GrammarError("this model's tokenizer cannot guide answers")
+        if len(grammar.source) > MAX_SOURCE_LEN:
+            raise GrammarError(f"the grammar has more than {MAX_SOURCE_LEN} characters")
+        key = _digest(Asked(vocabulary, grammar), asker.salt)
+        answered = self._verdicts.get(key)
+        if answered is None:
+            answered = await self._asked(key, Asked(vocabulary, grammar), asker.tenant)
+        else:
+            self._verdicts.move_to_end(key)
+        if answered.verdict is Verdict.BUSY:
+            raise GrammarBusy(answered.message)
+        if answered.verdict is not Verdict.FOLLOWED:
+            raise GrammarError(answered.message)
+
+    async def close(self) -> None:
+        """Ends the child. Requests that wait are refused."""
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+        self._child.kill()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._child.close)
+        self._thread.shutdown(wait=False)
+
+    async def _asked(self, key: bytes, asked: Asked, tenant: str) -> Answered:
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            if len(self._waiting) >= MAX_WAITING:
+                return self._busy("too many grammars wait to be compiled")
+            waiting = _Waiting(asked, key, asyncio.get_running_loop().create_future())
+            self._waiting[key] = waiting
+            self._turns.put(tenant, waiting)
+            if self._pump is None or self._pump.done():
+                self._pump = asyncio.create_task(self._run())
+        waiting.num_waiters += 1
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                return await asyncio.shield(waiting.done)
+        except TimeoutError:
+            return self._busy(f"the grammar was not compiled in {MAX_WAIT_S:g} s")
+        finally:
+            waiting.num_waiters -= 1
+            if not waiting.num_waiters:
+                self._waiting.pop(key, None)
+
+    async def _run(self) -> None:
+        """Asks the child about one grammar after the other, while any wait."""
+        loop = asyncio.get_running_loop()
+        while (waiting := self._turns.take()) is not None:
+            answered = await loop.run_in_executor(self._thread, self._child.ask, waiting.asked)
+            self._note(waiting.key, answered)
+            if not waiting.done.done():
+                waiting.done.set_result(answered)
+
+    def _note(self, key: bytes, answered: Answered) -> None:
+        self.counters[answered.verdict] += 1
+        if answered.verdict not in (Verdict.FOLLOWED, Verdict.REFUSED):
+            self._log(f"{answered.verdict}: {answered.message}")
+        if answered.verdict is Verdict.BUSY:
+            return
+        self._verdicts[key] = answered
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    def _busy(self, message: str) -> Answered:
+        self.counters[Verdict.BUSY] += 1
+        self._log(message)
+        return Answered(Verdict.BUSY, message)
+
+    def _log(self, message: str) -> None:
+        now_s = self._clock.now_s()
+        if now_s >= self._next_log_s:
+            self._next_log_s = now_s + LOG_EVERY_S
+            log.warning("a grammar was not accepted: %s", message)
+
+
+def _digest(asked: Asked, salt: bytes) -> bytes:
+    """Raises GrammarError for text that is none."""
+    try:
+        return blake2b(msgspec.msgpack.encode((asked, salt)), digest_size=16).digest()
+    except UnicodeEncodeError as error:
+        raise GrammarError("the grammar is not valid Unicode") from error
+
+
+class GrammarChild:
+    """The process, started when it is asked; used by one thread at a time. It never raises."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
+    def ask(self, asked: Asked) -> Answered:
+        """The verdict on one grammar; BUSY where the process ended or said nothing."""
+        try:
+            sock = self._opened()
+            send_frame(sock, asked)
+            data = receive_frame(sock)
+        except OSError as error:  # a timeout too
+            log.warning("the process that compiles grammars is replaced: %r", error)
+            data = b""
+        if data:
+            with contextlib.suppress(msgspec.DecodeError):
+                return msgspec.msgpack.decode(data, type=Answered)
+        self.close()
+        return Answered(Verdict.BUSY, "the process that compiles grammars did not answer")
+
+    def kill(self) -> None:
+        """Ends the process, from any thread. An `ask` that waits sees the socket end."""
+        if (process := self._process) is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """Ends the process and waits for its end."""
+        self.kill()
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel is slow to end it
+                self._process.wait(CLOSE_TIMEOUT_S)
+        self._process = self._socket = None
+
+    def _opened(self) -> socket.socket:
+        if self._socket is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "engine.grammar.child", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+                )
+            ours.settimeout(ANSWER_TIMEOUT_S)
+            self._socket = ours
+        return self._socket

@@ -1,0 +1,200 @@
+"""What an HTTP body becomes: read, bounded in size and time; checked, templated and tokenised.
+
+It does not know how the answer is sent.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import msgspec
+from starlette.types import Receive
+
+from engine.messages import RequestId
+from engine.net.trust import Secret
+from router.access.keys import Tenant
+from router.access.limits import UNLIMITED, KeyLimits
+from router.gateway.answers import TextRules
+from router.gateway.openai_schema import (
+    Body,
+    CompletionBody,
+    body_of,
+    check_num_choices,
+    check_stop_token_ids,
+    checked_structure,
+    limits_of,
+    nth_seed,
+    priority_of,
+    prompt_logprobs_of,
+    sampling_of,
+)
+from router.gateway.sse import Wish
+from router.gateway.versions import Served, Versions
+from router.inbox.api_errors import ApiError
+from router.inbox.json_fields import decode_fields
+from router.machine.requests import Request
+from router.text.structured import Structure
+from router.text.tokenizer import TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """What holds for all versions."""
+
+    secret: Secret  # of the deployment: salts are derived from it
+    max_body_bytes: int = 8 * 2**20
+    body_timeout_s: float = 30.0
+    default_max_tokens: int | None = None  # None: the rest of the context
+    key_limits: KeyLimits = UNLIMITED  # of keys that have none of their own
+    max_choices: int = 16  # of one answer, those included that `best_of` leaves out
+    min_priority: int = 0  # clients may ask for no lower one, which would be served earlier
+
+
+class ClientGone(Exception):
+    """The client closed the connection."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A call that passed all checks. Of its requests, the best `num_shown` are answered with."""
+
+    served: Served
+    requests: tuple[Request, ...]
+    num_shown: int
+    model: str
+    rules: TextRules
+    stream: bool
+    structure: Structure
+    wish: Wish
+
+    @property
+    def first(self) -> Request:
+        """The one whose prompt all others share."""
+        return self.requests[0]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of answers as long as they may be."""
+        prompt_len = len(self.first.token_ids)
+        return prompt_len + sum(each.limits.max_len - prompt_len for each in self.requests)
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A request as it came in."""
+
+    data: bytes
+    request_id: RequestId
+    random_seed: int
+    received_s: float
+    tenant: Tenant
+    version: str | None  # that was asked for
+    affinity: str | None
+
+
+async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
+    """All of the body. Raises ApiError if too long or too slow, ClientGone if it breaks off."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            more_body = True
+            while more_body:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                more_body = message.get("more_body", False)
+                check_size(len(body), settings)
+    except TimeoutError:
+        text = f"the body did not come within {settings.body_timeout_s:g} s"
+        raise ApiError(text, code="request_timeout", status=408) from None
+    return bytes(body)
+
+
+def check_size(num_bytes: int, settings: GatewaySettings) -> None:
+    """Raises ApiError where a body is too long."""
+    if num_bytes > settings.max_body_bytes:
+        text = f"the body is longer than {settings.max_body_bytes} bytes"
+        raise ApiError(text, code="request_too_large", status=413)
+
+
+def parse(call: Call, body_type: type[Body], versions: Versions, settings: GatewaySettings) -> Job:
+    """The job that a call asks for. Raises InvalidRequest."""
+    fields = decode_fields(call.data, body_type)
+    body = body_of(fields, body_type)
+    served = versions.choose(
+        key=call.affinity or call.request_id, model=body.model, version=call.version
+    )
+    text = served.text
+    structure = checked_structure(fields, text.added_token_id)
+    check_stop_token_ids(body, text.vocab_size)
+    check_num_choices(body, settings.max_choices)
+    max_len = served.max_len
+    token_ids = tuple(body.encode(text, max_len, structure.tools))
+    limits = limits_of(
+        body,
+        prompt_len=len(token_ids),
+        context_len=max_len,
+        default_max_tokens=settings.default_max_tokens,
+        stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
+    )
+    sampling = sampling_of(
+        body,
+        vocab_size=text.vocab_size,
+        random_seed=call.random_seed,
+        grammar=structure.grammar,
+    )
+    leader = Request(
+        call.request_id,
+        token_ids,
+        sampling,
+        limits,
+        call.received_s,
+        salt=settings.secret.salt(call.tenant.sharing, body.cache_salt or ""),
+        prompt_logprobs=prompt_logprobs_of(body),
+        priority=priority_of(body, settings.min_priority),
+        # The holder of a key would otherwise get a turn more for each `user` that it invents.
+        tenant=call.tenant.name or body.user or "",
+        has_key=bool(call.tenant.name),
+        deadline_s=_after(call.received_s, body.slo_ttft_ms),
+        tpot_bound_s=_after(0.0, body.slo_tpot_ms),
+    )
+    return Job(
+        served=served,
+        requests=(leader, *_followers(leader, body.num_candidates)),
+        num_shown=body.num_choices,
+        model=body.model or served.model_names[0],
+        rules=TextRules(body.stop_strings, scored=body.num_top_logprobs is not None),
+        stream=bool(body.stream),
+        structure=structure,
+        wish=_wish(body, token_ids, text),
+    )
+
+
+def _followers(leader: Request, num_candidates: int) -> list[Request]:
+    """The other candidates: each is what a request of its own with that seed would come to."""
+    return [
+        replace(
+            leader,
+            request_id=RequestId(f"{leader.request_id}-{index}"),
+            sampling=nth_seed(leader.sampling, index),
+            prompt_logprobs=None,  # one is enough
+            leader=leader.request_id,
+        )
+        for index in range(1, num_candidates)
+    ]
+
+
+def _after(start_s: float, bound_ms: float | None) -> float | None:
+    return None if bound_ms is None else start_s + bound_ms / 1e3
+
+
+def _wish(body: Body, token_ids: tuple[int, ...], text: TextModel) -> Wish:
+    options = body.stream_options
+    echo = ""
+    if isinstance(body, CompletionBody) and body.echo:
+        echo = body.prompt_text(token_ids, text)
+    return Wish(
+        usage=bool(options and options.include_usage),
+        usage_in_every_chunk=bool(options and options.continuous_usage_stats),
+        echo=echo,
+        num_top=body.num_top_logprobs,
+        num_prompt_top=body.prompt_logprobs,
+    )

@@ -1,0 +1,281 @@
+"""Who is let in, decided when a request arrives and before any work is done for it.
+
+Refused are those for whom there is no place in the queue, and those that are predicted to miss
+their bounds: to refuse them at once leaves the workers to others and the client to go elsewhere.
+
+Both pools are looked at together, and the decode pool as it is predicted to be *when the request
+would reach it*: sequences count as much as they are likely to be there yet, and all that is
+promised counts, prompts in the queue and in prefill workers included. A gate that looks at the
+load of now sees it low while a wave of prompts is being computed, lets more in, and refuses
+everybody when the wave arrives: the pools are then loaded by turns.
+
+    time to first token   (work in the queue + left in the workers) / prefill workers, or, where
+                          memory is short, until enough sequences have ended; then its own prompt;
+                          sooner if nobody waits and a decode worker has time to compute it
+    time per token        a step of the sequences there at that time, evenly over decode workers,
+                          and of some more: half of all predictions fall short
+
+`Retry-After` is when the same request is predicted to be let in, if nobody else comes meanwhile.
+
+Source: early rejection based on prediction, Qin et al., Mooncake, arXiv 2407.00079, §6.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, inf, sqrt
+
+from engine.messages import Role, WorkerId
+from router.cluster.view import WorkerView
+from router.machine.flight import Flight
+from router.machine.placing import KnownPrefixes
+from router.machine.requests import Rejected
+from router.machine.state import RouterState
+from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
+from router.policies.slo import spare_s
+
+LEAST_RETRY_S = 1.0
+DRAINED = 0.5  # of a full queue: who is refused is told to come when so much of it is left
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """What the decode pool holds, and is promised, at some time; per worker."""
+
+    num_seqs: float
+    context_tokens: float
+    spread: float = 0.0  # of `num_seqs`: how far off one may well be
+
+
+class Admission:
+    """Refuses, or not, in the state that it is given."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+
+    def refusal(self, flight: Flight, now_s: float) -> Rejected | None:
+        """Why a request that has just arrived is not let in."""
+        state = self._state
+        if state.num_waiting >= state.config.max_queue:
+            state.counters["rejected", "queue full"] += 1
+            message = f"{state.num_waiting} requests are waiting already"
+            return Rejected(message, self.drain_s(now_s))
+        if flight.request.leader is not None:
+            return None  # where the leader is, there the others are too
+        return self._late(flight, now_s)
+
+    def drain_s(self, now_s: float) -> float:
+        """Seconds until half of the queue is predicted to be placed."""
+        state = self._state
+        wait_s = self._prefill_wait_s(now_s)
+        if wait_s is None:
+            return LEAST_RETRY_S
+        return min(max(DRAINED * wait_s, LEAST_RETRY_S), state.config.queue_timeout_s)
+
+    def _late(self, flight: Flight, now_s: float) -> Rejected | None:
+        """A prediction says that a bound will be missed."""
+        state, request = self._state, flight.request
+        ttft_bound_s = _least(
+            state.config.slo_ttft_s,
+            None if request.deadline_s is None else request.deadline_s - now_s,
+        )
+        tpot_bound_s = request.tpot_bound_s or state.config.slo_tpot_s
+        if tpot_bound_s is not None and self._is_quick(flight, tpot_bound_s):
+            tpot_bound_s = None  # whoever ends until it begins
+        if ttft_bound_s is None and tpot_bound_s is None:
+            return None
+        ttft_s = self.predicted_ttft_s(flight, now_s)
+        if ttft_s is None:
+            return None
+        if ttft_bound_s is not None and ttft_s > ttft_bound_s:
+            state.counters["rejected", "first token late"] += 1
+            message = f"the first token would come after {ttft_s:.1f} s"
+            return Rejected(message, max(ttft_s - ttft_bound_s, LEAST_RETRY_S))
+        if tpot_bound_s is None:
+            return None
+        return self._slow(flight, tpot_bound_s, now_s, now_s + ttft_s)
+
+    # ------------------------------------------------------------ prefill
+
+    def predicted_ttft_s(self, flight: Flight, now_s: float) -> float | None:
+        """Seconds from now to a new request's first token. None where nobody knows."""
+        wait_s = self._prefill_wait_s(now_s)
+        if wait_s is None:
+            return None
+        matched = KnownPrefixes(self._state, flight).matched_tokens()
+        _, worker = self._state.view.prefillers()[0]
+        cached = max(matched.values(), default=0)
+        compute_s = self._state.estimates.prefill_s(worker, flight.length, cached)
+        if compute_s is None:
+            return None
+        memory_s = self._memory_wait_s(flight, now_s)
+        if memory_s > 0.0:
+            return max(wait_s, memory_s) + compute_s
+        return min(wait_s + compute_s, self._local_ttft_s(flight, matched, now_s))
+
+    def _local_ttft_s(self, flight: Flight, matched: Mapping[WorkerId, int], now_s: float) -> float:
+        """The same where it is decoded; infinite where nobody has time to prefill beside that."""
+        state, costs = self._state, self._state.estimates
+        if state.queue or not state.policy.prefills_locally:
+            return inf
+        bound_s = flight.request.tpot_bound_s or state.config.slo_tpot_s
+        soonest_s = inf
+        for worker_id, worker in state.view.workers.items():
+            if not worker.info.prefills_locally:
+                continue
+            wait_s = predicted_ready_s(worker, costs, now_s)
+            compute_s = costs.prefill_s(worker, flight.length, matched.get(worker_id, 0))
+            if wait_s is None or compute_s is None:
+                continue
+            is_idle = wait_s <= state.config.prefill_backlog_s + LEAST_WAIT_S
+            if is_idle and compute_s <= spare_s(worker, costs, bound_s):
+                soonest_s = min(soonest_s, wait_s + compute_s)
+        return soonest_s
+
+    def _prefill_wait_s(self, now_s: float) -> float | None:
+        """Seconds until a prefill worker has time for one that comes now."""
+        state = self._state
+        workers = [worker for _, worker in state.view.prefillers()]
+        if not workers:
+            return None
+        left_s = state.queued_s
+        for worker in workers:
+            ready_s = predicted_ready_s(worker, state.estimates, now_s)
+            if ready_s is None:
+                return None
+            left_s += ready_s
+        return left_s / len(workers)
+
+    def _memory_wait_s(self, flight: Flight, now_s: float) -> float:
+        """Seconds until decode workers have room for all that waits and for this one."""
+        state = self._state
+        decoders = self._decoders()
+        if not decoders:
+            return 0.0
+        block_size = decoders[0].info.layout.block_size
+        free = sum(max(w.info.num_blocks - w.promised_blocks, 0) for w in decoders)
+        ahead = sum(state.predicted_len(state.flights[i]) for i in state.queue)
+        lacking = -(-(ahead + state.predicted_len(flight)) // block_size) - free
+        places = sum(max(w.info.max_running - w.num_decodes, 0) for w in decoders)
+        num_lacking = len(state.queue) + 1 - places
+        if lacking <= 0 and num_lacking <= 0:
+            return 0.0
+        for num_ended, (ends_s, blocks) in enumerate(sorted(self._ends(decoders, now_s)), start=1):
+            lacking -= blocks
+            if lacking <= 0 and num_ended >= num_lacking:
+                return ends_s - now_s if ends_s < inf else 0.0
+        return 0.0  # whatever it waits for, nobody knows when that ends
+
+    # ------------------------------------------------------------ decode
+
+    def _is_quick(self, flight: Flight, bound_s: float) -> bool:
+        """Whether it keeps the bound with all that is there or promised now. Quickly said."""
+        state = self._state
+        if state.queue:
+            return False
+        decoders = self._decoders()
+        if not decoders:
+            return True
+        everything = DecodeLoad(
+            sum([len(w.decodes) + w.foreign.seqs for w in decoders]) / len(decoders) + 1,
+            self._mean_context(decoders) + state.predicted_len(flight),
+        )
+        return self._pace_s(decoders[0], everything) <= bound_s
+
+    def _slow(
+        self, flight: Flight, bound_s: float, now_s: float, joins_s: float
+    ) -> Rejected | None:
+        """A prediction says that its tokens would be, and those of others with them."""
+        state = self._state
+        decoders = self._decoders()
+        if not decoders:
+            return None
+        worker = decoders[0]
+        load = self.load_at(decoders, joins_s, now_s)
+        num_seqs = load.num_seqs + load.spread + 1
+        context = load.context_tokens + (flight.length + state.predicted_len(flight)) / 2
+        pace_s = state.estimates.step_s(worker, round(num_seqs), round(context))
+        if pace_s is None or pace_s <= bound_s:
+            return None
+        alone_s = state.estimates.step_s(worker, 1, state.predicted_len(flight))
+        if alone_s is None or alone_s > bound_s:
+            return None  # nobody could: better slow than never
+        state.counters["rejected", "tokens slow"] += 1
+        share = (pace_s - bound_s) / max(pace_s - alone_s, 1e-9)
+        num_to_end = share * num_seqs * len(decoders)
+        retry_s = self._nth_end_s(decoders, num_to_end, now_s) - joins_s
+        message = f"a token would take {1e3 * pace_s:.0f} ms"
+        return Rejected(message, min(max(retry_s, LEAST_RETRY_S), state.config.queue_timeout_s))
+
+    def load_at(self, decoders: Sequence[WorkerView], at_s: float, now_s: float) -> DecodeLoad:
+        """The decode pool at a time to come, with all that will have reached it by then.
+
+        How fast sequences end depends on how many there are: first it is taken that there are as
+        many as now, then as many as that comes to.
+        """
+        claims = [claim for worker in decoders for claim in worker.decodes.values()]
+        num_there = sum(claim.num_tokens > 0 for claim in claims)
+        load = DecodeLoad(num_there / len(decoders), self._mean_context(decoders))
+        for _ in range(2):
+            load = self._load_at_pace(decoders, at_s, now_s, self._pace_s(decoders[0], load))
+        return load
+
+    def _load_at_pace(
+        self, decoders: Sequence[WorkerView], at_s: float, now_s: float, pace_s: float
+    ) -> DecodeLoad:
+        """Each sequence counts as much as it is likely to be there."""
+        state, survival = self._state, self._state.lengths.survival
+        num_seqs = float(len(state.queue))
+        variance = 0.0
+        tokens = float(sum(state.flights[request_id].length for request_id in state.queue))
+        for worker in decoders:
+            num_seqs += worker.foreign.seqs
+            tokens += worker.foreign.context_tokens
+            for claim in worker.decodes.values():
+                more = max(at_s - max(claim.begins_s, now_s), 0.0) / pace_s
+                share = survival(claim.max_tokens, claim.num_tokens, more)
+                num_seqs += share
+                variance += share * (1 - share)
+                tokens += share * (claim.context_tokens + more)
+        number = len(decoders)
+        return DecodeLoad(num_seqs / number, tokens / number, sqrt(variance / number))
+
+    def _mean_context(self, decoders: Sequence[WorkerView]) -> float:
+        tokens = sum([w.context_tokens + w.foreign.context_tokens for w in decoders])
+        return tokens / len(decoders)
+
+    def _pace_s(self, worker: WorkerView, load: DecodeLoad) -> float:
+        """Seconds per token; infinite where nobody knows."""
+        num_seqs, context_tokens = max(round(load.num_seqs), 1), round(load.context_tokens)
+        pace_s = self._state.estimates.step_s(worker, num_seqs, context_tokens)
+        return inf if pace_s is None else pace_s
+
+    def _ends(self, decoders: Sequence[WorkerView], now_s: float) -> list[tuple[float, int]]:
+        """When each sequence is predicted to end, and the blocks that it gives back then."""
+        num_seqs = sum(worker.num_decodes for worker in decoders)
+        load = DecodeLoad(num_seqs / len(decoders), self._mean_context(decoders))
+        pace_s = self._pace_s(decoders[0], load)
+        left = self._state.lengths.left
+        return [
+            (
+                max(claim.begins_s, now_s) + pace_s * left(claim.max_tokens, claim.num_tokens),
+                claim.blocks,
+            )
+            for worker in decoders
+            for claim in worker.decodes.values()
+        ]
+
+    def _nth_end_s(self, decoders: Sequence[WorkerView], number: float, now_s: float) -> float:
+        """When so many sequences are predicted to have ended."""
+        ends_s = sorted(ends_s for ends_s, _ in self._ends(decoders, now_s))
+        if not ends_s:
+            return now_s
+        return ends_s[min(max(ceil(number) - 1, 0), len(ends_s) - 1)]
+
+    def _decoders(self) -> list[WorkerView]:
+        workers = self._state.view.workers.values()
+        decode, mixed = Role.DECODE, Role.MIXED  # asked of a thousand for each request
+        return [w for w in workers if (role := w.info.role) is decode or role is mixed]
+
+
+def _least(*bounds_s: float | None) -> float | None:
+    return min((bound_s for bound_s in bounds_s if bound_s is not None), default=None)

@@ -1,0 +1,169 @@
+"""How attempts and requests end, and how a request begins anew.
+
+Every end of an attempt gives its claims back and tells all workers concerned. Every accepted
+request ends in exactly one of Finished, Rejected, Failed, Cancelled.
+"""
+
+from engine.messages import Cancel, WorkerId
+from router.machine.events import End, RouterEffect, SendTo
+from router.machine.flight import Attempt, Flight, MoveStage, timeline
+from router.machine.requests import Failed, Finished, Outcome
+from router.machine.state import RouterState
+from router.policies.base import Placement, SharedPrompt
+
+
+class Ends:
+    """Ends what is over, in the state that it is given."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+
+    def end(
+        self, flight: Flight, outcome: Outcome, now_s: float, *, tell_workers: bool = True
+    ) -> list[RouterEffect]:
+        """The request is over."""
+        state = self._state
+        request_id = flight.request.request_id
+        attempt = flight.attempt
+        self.release_followers(flight, now_s)
+        if request_id in state.held:
+            state.held.discard(request_id)
+        elif attempt is None and request_id in state.queue:
+            state.drop(flight)
+        has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready
+        if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
+            # Where a first token was the last nothing was handed over. The last token of any answer
+            # was not fed back: its KV is nowhere.
+            self.record(flight, attempt.decode, flight.length - 1)
+        if isinstance(outcome, Finished):
+            prompt_len = len(flight.request.token_ids)
+            max_tokens = flight.request.limits.max_len - prompt_len
+            state.lengths.observe(max_tokens, len(flight.tokens))
+        effects = self.end_attempt(flight, now_s, tell_workers=tell_workers)
+        del state.flights[request_id]
+        state.deadlines.forget(request_id)
+        state.counters["ended", type(outcome).__name__.lower()] += 1
+        return [*effects, End(request_id, outcome, timeline(flight, now_s))]
+
+    def retry(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
+        """Ends the attempt and puts the request first in the queue; if there is a second attempt,
+        it goes on as that instead.
+        """
+        state = self._state
+        if flight.attempt is not None and flight.hedge is not None:
+            return self.drop(flight, flight.attempt, reason, now_s)
+        state.count("retried", reason)
+        self.release_followers(flight, now_s)
+        effects = self.end_attempt(flight, now_s)
+        if flight.num_counted >= state.config.max_attempts:
+            message = f"given up after {flight.num_attempts} attempts; the last one: {reason}"
+            return effects + self.end(flight, Failed(message), now_s)
+        flight.last_news_s = now_s
+        state.put_back(flight)
+        return effects
+
+    def excuse(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
+        """As `retry`, of an attempt that did not fail: it does not count."""
+        flight.num_excused += 1
+        return self.retry(flight, reason, now_s)
+
+    def drop(self, flight: Flight, attempt: Attempt, why: str, now_s: float) -> list[RouterEffect]:
+        """Ends one of two attempts: the request goes on as the other."""
+        first, second = flight.attempt, flight.hedge
+        assert first is not None
+        assert second is not None
+        other = second if attempt is first else first
+        self._state.count("hedge", why)
+        flight.attempt, flight.hedge = other, None
+        flight.workers, flight.decision = (other.prefill, other.decode), other.decision
+        if not flight.tokens:
+            flight.stamps.prefill_started_s = other.started_s
+            flight.num_cached_tokens = other.num_cached_tokens
+        effects = self._end_one(flight, attempt, now_s, tell_workers=True)
+        self._state.watch(flight)
+        return effects
+
+    def end_attempt(
+        self, flight: Flight, now_s: float, *, tell_workers: bool = True
+    ) -> list[RouterEffect]:
+        """Gives back what its attempts claimed."""
+        attempts = flight.attempts
+        if attempts:
+            flight.attempt = flight.hedge = None
+            self._state.forget_move(flight)
+        effects: list[RouterEffect] = []
+        for attempt in attempts:
+            effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)
+        return effects
+
+    def _end_one(
+        self, flight: Flight, attempt: Attempt, now_s: float, *, tell_workers: bool
+    ) -> list[RouterEffect]:
+        del self._state.by_seq[attempt.seq_id]
+        effects = self.end_move(flight, attempt, tell_workers=tell_workers)
+        concerned = [attempt.prefill, attempt.decode]
+        if attempt.holder is not None:
+            concerned.append(attempt.holder)
+        for worker_id in dict.fromkeys(concerned):
+            worker = self._state.view.workers.get(worker_id)
+            if worker is None:
+                continue
+            worker.release_prefill(attempt.seq_id, now_s)
+            worker.release_decode(attempt.seq_id)
+            if tell_workers:
+                effects.append(SendTo(worker_id, Cancel(attempt.seq_id)))
+        return effects
+
+    def end_move(
+        self, flight: Flight, attempt: Attempt, *, tell_workers: bool = True
+    ) -> list[RouterEffect]:
+        """Gives back what a move claimed: room, what is copied for it, and what is leased.
+
+        Of a copy both workers are told in any case: it does not end with the sequence.
+        """
+        state, request_id = self._state, flight.request.request_id
+        for stage in (state.to_copy, state.copying, state.copied, state.leaving):
+            stage.pop(request_id, None)
+        move, attempt.move = attempt.move, None
+        if move is None:
+            return []
+        workers = state.view.workers
+        if (target := workers.get(move.decode)) is not None:
+            target.release_decode(move.seq_id)
+        cancels = []
+        if move.stage is MoveStage.LEAVING and tell_workers:
+            cancels.append(SendTo(attempt.decode, Cancel(move.seq_id)))
+        if move.copy_id is not None:
+            del state.by_seq[move.copy_id]
+            cancels += [SendTo(i, Cancel(move.copy_id)) for i in (attempt.decode, move.decode)]
+        return [cancel for cancel in cancels if cancel.worker_id in workers]
+
+    def release_followers(self, leader: Flight, now_s: float) -> None:
+        """Queues those that were held back: there is nothing to wait for any more."""
+        leader.leads = False
+        leader.shared = self._shared_prompt(leader)
+        for request_id in reversed(self._state.held.release(leader.request.request_id)):
+            flight = self._state.flights[request_id]
+            flight.shared, flight.last_news_s = leader.shared, now_s
+            self._state.put_back(flight)
+
+    def _shared_prompt(self, leader: Flight) -> SharedPrompt | None:
+        attempt = leader.attempt
+        if attempt is None or not attempt.prefilled:
+            return None
+        worker = self._state.view.workers.get(attempt.prefill)
+        if worker is None:
+            return None
+        # A worker computes one token at least, or there would be nothing to sample from.
+        block_size = worker.info.layout.block_size
+        num_tokens = (len(leader.request.token_ids) - 1) // block_size * block_size
+        return SharedPrompt(Placement(attempt.prefill, attempt.decode), num_tokens)
+
+    def record(self, flight: Flight, worker_id: WorkerId, num_tokens: int) -> None:
+        """A worker must hold the KV of so many leading tokens of a request."""
+        workers = self._state.view.workers
+        worker = workers.get(worker_id)
+        if worker is None or worker_id in self._state.heard:
+            return  # it says so itself
+        if len(workers) > 1:
+            self._state.prefixes.record(worker_id, flight.leading_hashes(num_tokens, worker))

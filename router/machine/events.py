@@ -1,0 +1,129 @@
+"""What goes into the request machine and what comes out of it.
+
+Those of which there is one a token are structs of msgspec, made in a fifth of a dataclass's time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.messages import Logprobs, RequestId, ToGateway, Tokens, ToWorker, Welcome, WorkerId
+from engine.worker.block_events import BlockEvent
+from router.machine.requests import Outcome, Request, Timeline
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A worker welcomed this gateway."""
+
+    info: Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker's stream broke."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A client's request, validated and tokenised."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The client left, or a stop string ended the answer."""
+
+    request_id: RequestId
+
+
+class FromWorker(msgspec.Struct, frozen=True):
+    """A worker's message."""
+
+    worker_id: WorkerId
+    message: ToGateway
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A worker's step yielded tokens of several sequences: `FromWorker` of each, in this order."""
+
+    worker_id: WorkerId
+    tokens: Sequence[Tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksChanged:
+    """A worker tells what it caches: from now on that is what is believed of it."""
+
+    worker_id: WorkerId
+    events: Sequence[BlockEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksUnheard:
+    """What a worker told of its blocks is out of date, until it tells all again."""
+
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened but time."""
+
+
+RouterEvent = (
+    WorkerJoined
+    | WorkerLost
+    | Arrived
+    | ClientGone
+    | FromWorker
+    | Stepped
+    | BlocksChanged
+    | BlocksUnheard
+    | Tick
+)
+
+# ---------------------------------------------------------------- effects
+
+
+class SendTo(msgspec.Struct, frozen=True):
+    """Send a message to a worker."""
+
+    worker_id: WorkerId
+    message: ToWorker
+
+
+class Deliver(msgspec.Struct, frozen=True, gc=False):
+    """Give tokens to the client; with the first two, when stages end, the timeline."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    timeline: Timeline | None = None
+    logprobs: tuple[Logprobs, ...] = ()  # one a token, where asked for
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but tokens."""
+        return self.timeline is None and not self.logprobs and not self.prompt_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request is over; nothing of it follows."""
+
+    request_id: RequestId
+    outcome: Outcome
+    timeline: Timeline
+
+
+RouterEffect = SendTo | Deliver | End

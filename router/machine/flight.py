@@ -1,0 +1,228 @@
+"""One accepted request on its way: its journal, its present attempt, and when it passed what.
+
+Plain records; what happens to them is decided in `ends`, `placing` and `progress`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.messages import LeaseRef, SeqId, WorkerId
+from engine.worker.blocks import BlockHash
+from router.cluster.view import WorkerView
+from router.machine.requests import Decision, Request, Timeline
+from router.policies.base import SharedPrompt
+from router.prefixes.map import PrefixHashes
+
+
+@dataclass(slots=True)
+class Stamps:
+    """When a request passed each stage of its present attempt, seconds. None until it did."""
+
+    arrived_s: float
+    placed_s: float | None = None
+    prefill_started_s: float | None = None
+    first_token_s: float | None = None
+    kv_ready_s: float | None = None
+    decode_started_s: float | None = None
+    second_token_s: float | None = None
+
+
+class MoveStage(Enum):
+    """How far a move has come."""
+
+    WAITING = auto()  # there is room for it; it runs, and its turn to be copied is to come
+    COPYING = auto()  # its full blocks are being pulled; it runs
+    COPIED = auto()  # they are there, or there are none; it runs, and waits for its turn
+    LEAVING = auto()  # its worker has been told to stop it
+
+
+@dataclass(slots=True)
+class Move:
+    """Where a sequence that runs goes on, and as what: room is reserved there under `seq_id`."""
+
+    seq_id: SeqId
+    decode: WorkerId
+    reserved_len: int
+    reason: str
+    stage: MoveStage = MoveStage.WAITING
+    copy_id: SeqId | None = None  # names its copied blocks, at both workers
+    copy_due_s: float | None = None  # until then they are waited for
+    gather_until_s: float | None = None  # copied, it waits so long for others to leave with it
+
+
+@dataclass(slots=True)
+class MoveWanted:
+    """A sequence is decoded where it shall not be. Over when it has gone or may stay, however many
+    moves are begun until then.
+    """
+
+    since_s: float
+    num_late: int = 0  # copies that did not come in time
+    not_before_s: float = 0.0  # the next move is begun
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One placement. While `offer_due_s` is set, the prefill worker has not heard of it.
+
+    With a `move` it decodes where it shall not, and is on its way to another worker.
+    """
+
+    seq_id: SeqId
+    prefill: WorkerId
+    decode: WorkerId
+    base_len: int  # tokens that it prefills
+    reserved_len: int  # tokens that the decode worker's reservation is for
+    holder: WorkerId | None = None  # its offer of a prefix may be open
+    asked_s: float | None = None  # when it was asked, if it was computing then
+    offer_due_s: float | None = None  # until then its answer is waited for
+    started_s: float | None = None  # the first chunk
+    num_cached_tokens: int = 0  # of `base_len`, found cached or pulled
+    lease: LeaseRef | None = None
+    prefilled: bool = False
+    kv_ready: bool = False
+    is_moved: bool = False  # it goes on from another decode worker
+    move: Move | None = None
+    decision: Decision | None = None  # that it came of
+    hedge_after_s: float | None = None  # that long its first token is waited for; None: for ever
+    hedge_due_s: float | None = None  # then, and a second attempt is begun
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether nothing is missing for it to be decoded where it is."""
+        return self.prefilled and self.kv_ready
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether another worker than the one that prefills goes on from it."""
+        return self.prefill != self.decode
+
+
+@dataclass(slots=True)
+class Flight:
+    """One accepted request. `attempt` is None while it is queued or held back.
+
+    While there is a `hedge` too, neither has brought a token.
+    """
+
+    request: Request
+    stamps: Stamps
+    last_news_s: float
+    number: int = 0  # in the order of arrival
+    tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
+    attempt: Attempt | None = None
+    hedge: Attempt | None = None  # a second one beside it
+    waits_for_s: float = 0.0  # counted in the queue: to compute it, as predicted then
+    compute_s: float = 0.0  # the same without what was cached when it arrived
+    move_wanted: MoveWanted | None = None
+    num_ids: int = 0  # that were given out, to attempts and to moves
+    num_attempts: int = 0
+    num_preemptions: int = 0  # attempts that do not count
+    num_excused: int = 0  # the same: a worker changed its role, or its step lasted
+    num_moves: int = 0  # attempts that went on from another
+    num_hedges: int = 0  # that were begun beside another
+    preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # when last, by whom
+    back_off_until_s: float | None = None
+    leads: bool = True  # followers are held back for it
+    shared: SharedPrompt | None = None  # of its leader, or its own when it leads no more
+    num_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    kv_transfer_s: float | None = None
+    kv_exposed_s: float | None = None
+    move_pull_s: float | None = None
+    workers: tuple[str, str] = ("", "")
+    decision: Decision | None = None  # of the latest placement
+    kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # by lost attempts
+    hashes: PrefixHashes = field(init=False)
+    prompt_len: int = field(init=False)
+    _prompt: list[int] | None = field(init=False, default=None)  # as messages carry it
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.token_ids)
+        self.hashes = self.request.hashes or PrefixHashes(salt=self.request.salt)
+
+    def next_seq_id(self) -> SeqId:
+        """An id that none of its attempts has had."""
+        seq_id = SeqId(f"{self.request.request_id}.{self.num_ids}")
+        self.num_ids += 1
+        return seq_id
+
+    @property
+    def num_counted(self) -> int:
+        """Attempts of which there may only be so many."""
+        uncounted = self.num_preemptions + self.num_excused + self.num_moves + self.num_hedges
+        return self.num_attempts - uncounted
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """All that run: none, one, or two."""
+        return [each for each in (self.attempt, self.hedge) if each is not None]
+
+    def attempt_of(self, seq_id: SeqId) -> Attempt | None:
+        """The one that runs as this sequence; None of a sequence that only holds a copy."""
+        return next((each for each in self.attempts if each.seq_id == seq_id), None)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The journal: prompt and answer so far. To be read only."""
+        if self.tokens:
+            return [*self.request.token_ids, *self.tokens]
+        if self._prompt is None:
+            self._prompt = self.request.prompt()
+        return self._prompt
+
+    @property
+    def length(self) -> int:
+        """Tokens in the journal."""
+        return self.prompt_len + len(self.tokens)
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """What an attempt is to tell of the prompt: nothing, once the client has been told."""
+        return None if self.tokens else self.request.prompt_logprobs
+
+    def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:
+        """Hashes of the full blocks among so many leading tokens, as this worker makes them."""
+        block_size = worker.info.layout.block_size
+        token_ids = self.token_ids if self.tokens else self.request.token_ids
+        return self.hashes.leading(token_ids, num_tokens=num_tokens, block_size=block_size)
+
+
+def timeline(flight: Flight, now_s: float) -> Timeline:
+    """The stages; one that a lost attempt or an early end left out counts as zero."""
+    stamps = flight.stamps
+    placed_s = stamps.placed_s if stamps.placed_s is not None else now_s
+    first_s = stamps.first_token_s if stamps.first_token_s is not None else max(placed_s, now_s)
+    started_s = _between(placed_s, stamps.prefill_started_s, first_s)
+    kv_wait_s = decode_queue_s = first_step_s = None
+    if stamps.second_token_s is not None:
+        kv_ready_s = _between(first_s, stamps.kv_ready_s, stamps.second_token_s)
+        decode_s = _between(kv_ready_s, stamps.decode_started_s, stamps.second_token_s)
+        kv_wait_s, decode_queue_s = kv_ready_s - first_s, decode_s - kv_ready_s
+        first_step_s = stamps.second_token_s - decode_s
+    return Timeline(
+        route_s=stamps.arrived_s - flight.request.received_s,
+        queue_s=placed_s - stamps.arrived_s,
+        prefill_queue_s=started_s - placed_s,
+        prefill_compute_s=first_s - started_s,
+        kv_wait_s=kv_wait_s,
+        decode_queue_s=decode_queue_s,
+        first_step_s=first_step_s,
+        kv_transfer_s=flight.kv_transfer_s,
+        kv_exposed_s=flight.kv_exposed_s,
+        move_pull_s=flight.move_pull_s,
+        num_cached_tokens=flight.num_cached_tokens,
+        num_drafted_tokens=flight.num_drafted_tokens,
+        num_accepted_tokens=flight.num_accepted_tokens,
+        attempts=flight.num_attempts - flight.num_moves - flight.num_hedges,
+        moves=flight.num_moves,
+        prefill_worker=flight.workers[0],
+        decode_worker=flight.workers[1],
+        decision=flight.decision,
+    )
+
+
+def _between(low_s: float, at_s: float | None, high_s: float) -> float:
+    """`at_s`, kept within its neighbours; a stage that was not seen ends where it began."""
+    return low_s if at_s is None else min(max(at_s, low_s), high_s)

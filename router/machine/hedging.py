@@ -1,0 +1,59 @@
+"""A prompt that takes far too long is computed a second time elsewhere; who is first goes on.
+
+    prefilling ──overdue──> two attempts ──PrefillDone of one──> that one, the other is cancelled
+                                  └──one fails──> the other, as if there had been no more
+
+A worker that is slow, or hangs and nobody has noticed it yet, holds up what it was given; those
+behind it wait in the router, and go elsewhere. An attempt is overdue when its first token has taken
+`router.hedge_after` times as long as predicted, and a second at least, since the prompt was sent to
+be computed. Tokens are determined by prompt and seed, so it does not matter whose come.
+
+A second attempt is one like any other: it reserves what it needs at workers that have room now, and
+they are told of its end; only no prefix is pulled for it. A request has one at most, and all of
+them are a bounded share of all placements: where everything takes longer than predicted, doing it
+twice makes it worse. A prompt of which nothing is predicted is not hedged.
+"""
+
+from router.machine.ends import Ends
+from router.machine.events import RouterEffect
+from router.machine.flight import Attempt, Flight
+from router.machine.placing import Placing
+from router.machine.state import RouterState
+
+AGAIN_S = 1.0  # where nobody has room, it is tried again so much later
+
+
+class Hedging:
+    """Begins second attempts and chooses between the two, in the state that it is given."""
+
+    def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
+        self._state = state
+        self._ends = ends
+        self._placing = placing
+
+    def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """Begins a second attempt where the first is overdue and somebody has room."""
+        state, attempt = self._state, flight.attempt
+        if attempt is None or attempt.hedge_due_s is None or attempt.hedge_due_s > now_s:
+            return []
+        if state.hedge_credit >= 1.0:
+            effect = self._placing.place_beside(flight, now_s)
+            if effect is not None:
+                state.hedge_credit -= 1.0
+                state.counters["hedge", "begun"] += 1
+                return [effect]
+        attempt.hedge_due_s = now_s + AGAIN_S
+        return []
+
+    def settle(self, flight: Flight, winner: Attempt, now_s: float) -> list[RouterEffect]:
+        """The first token of one has come; of the other none will be taken."""
+        if flight.hedge is None:
+            return []
+        assert flight.attempt is not None
+        hedge_won = winner is flight.hedge
+        return self._ends.drop(
+            flight,
+            flight.attempt if hedge_won else flight.hedge,
+            "won" if hedge_won else "lost",
+            now_s,
+        )

@@ -1,0 +1,413 @@
+"""The life of a request across the pools, decided without I/O.
+
+    arrived ──> queued ──place──> (offered) ──> prefilling ──PrefillDone──> decoding ──> ended
+                  ^                   │             │                          │
+                  └───────── worker lost, given back, no news in time ─────────┘
+
+The machine's record of a request (prompt, tokens so far, sampling) is its journal: together they
+determine every token to come on whatever worker, so a lost attempt is repeated as a prefill of
+prompt and tokens so far, and the client sees a longer gap and nothing else.
+
+Each placement is an *attempt* with its own SeqId; news of an older one match nothing. Within an
+attempt on two workers, the decode worker is sent `Decode` as soon as the prefill worker has opened
+the lease, and `FirstToken` as soon as the gateway has it, in this order.
+
+Of a group of requests that share a prompt only the leader is queued. The others are held back until
+its prompt is computed and its KV is at its decode worker, or until that will not be; they are then
+first in the queue, and go to the same two workers where these have room. From then on each lives,
+fails over and ends by itself.
+
+A decode worker that runs out of memory gives its youngest sequence back. That is no failure of the
+attempt, if it brought a token at all, and does not count as one. The request is first in the queue
+again, and stays there until some worker has room: one that gave it back, when it has reported room
+for all of it, or after a back-off that grows.
+
+A prompt that takes far longer than predicted is computed a second time elsewhere (`hedging`); the
+attempt whose first token comes first is the one that goes on.
+
+Where a worker is not there to decode any more, what runs on it is moved (`moving`): it stops when
+nearly all of its KV is elsewhere, and goes on there as an attempt that has been prefilled.
+
+Every accepted request ends in exactly one of Finished, Rejected, Failed, Cancelled. A placement
+reserves, in the same call, what it chose; every end of an attempt gives that back and tells all
+workers concerned, whatever the reason.
+
+The machine knows no socket, no clock and no text. Events and time go in, effects come out. Its
+parts share one `RouterState`: `admission` says who is let in, `queue` who is next, `policies` where
+it goes, `placing` has it done, `turns` gives room of one key to another, `progress` takes in what
+workers tell, `ends` ends what is over.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.config import RouterConfig
+from engine.errors import StepStuck
+from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, Welcome, WorkerId
+from engine.worker.block_events import BlockEvent
+from router.cluster.estimates import Estimates
+from router.cluster.view import ClusterView, WorkerView
+from router.machine.admission import Admission
+from router.machine.ends import Ends
+from router.machine.events import (
+    Arrived,
+    BlocksChanged,
+    BlocksUnheard,
+    ClientGone,
+    Deliver,
+    End,
+    FromWorker,
+    RouterEffect,
+    RouterEvent,
+    SendTo,
+    Stepped,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+)
+from router.machine.flight import Attempt, Flight, Stamps, timeline
+from router.machine.hedging import Hedging
+from router.machine.moving import Moving
+from router.machine.placing import Placing
+from router.machine.progress import Progress
+from router.machine.requests import Cancelled, Failed, Forecast, Rejected, Request
+from router.machine.state import RouterState
+from router.machine.turns import Turns
+from router.native.index import Prefixes, prefix_index
+from router.planning.demand import Demand
+from router.policies.base import Policy
+from router.policies.candidates import longest_predicted_s, predicted_ready_s
+from router.prefixes.news import apply_events
+
+STUCK_FACTOR = 20.0  # nothing takes so many times what is predicted, not on the busiest machine
+EARLY_FACTOR = 10.0  # of `stuck_step_s`: what has to be compiled first takes no longer
+
+__all__ = [
+    "Arrived",
+    "ClientGone",
+    "Deliver",
+    "End",
+    "FromWorker",
+    "RouterEffect",
+    "RouterEvent",
+    "RouterMachine",
+    "SendTo",
+    "Tick",
+    "WorkerJoined",
+    "WorkerLost",
+]
+
+
+class RouterMachine:
+    """All requests of one gateway. Only `handle` changes it."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        estimates: Estimates | None = None,
+        rng: random.Random | None = None,
+        prefixes: Prefixes | None = None,
+    ) -> None:
+        """`estimates` may know what workers cost before they have shown it."""
+        seed = config.seed or 0
+        self.state = RouterState(
+            config,
+            estimates=estimates or Estimates(),
+            rng=rng or random.Random(seed),
+            prefixes=prefix_index(seed=seed) if prefixes is None else prefixes,
+        )
+        self._ends = Ends(self.state)
+        self._placing = Placing(self.state, self._ends)
+        self._moving = Moving(self.state, self._ends, self._placing)
+        self._hedging = Hedging(self.state, self._ends, self._placing)
+        self._progress = Progress(
+            self.state, self._ends, self._placing, self._moving, self._hedging
+        )
+        self._admission = Admission(self.state)
+        self._turns = Turns(self.state, self._ends, self._placing, self._admission)
+        self.demand = Demand(self.state)
+
+    @property
+    def view(self) -> ClusterView:
+        """Live workers and what is promised to them."""
+        return self.state.view
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """Which worker holds which blocks, as far as is known."""
+        return self.state.prefixes
+
+    @property
+    def policy(self) -> Policy:
+        """Who chooses workers."""
+        return self.state.policy
+
+    @property
+    def counters(self) -> Counter[tuple[str, str]]:
+        """What has happened since the start, by name and reason."""
+        return self.state.counters
+
+    @property
+    def queue_len(self) -> int:
+        """Requests that wait for a worker."""
+        return self.state.num_waiting
+
+    @property
+    def num_stranded(self) -> int:
+        """Requests that run where they shall not, and wait for room elsewhere or for their turn."""
+        return len(self.state.stranded) + len(self.state.to_copy)
+
+    @property
+    def num_flights(self) -> int:
+        """Requests that have not ended."""
+        return len(self.state.flights)
+
+    def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
+        """Takes an event in; what follows from it comes out."""
+        match event:
+            case Stepped(worker_id, tokens):
+                effects = self._progress.on_step(worker_id, tokens, now_s)
+            case FromWorker(worker_id, message):
+                effects = self._progress.on_message(worker_id, message, now_s)
+            case Arrived(request):
+                effects = self._on_arrived(request, now_s)
+            case ClientGone(request_id):
+                effects = self._on_client_gone(request_id, now_s)
+            case WorkerJoined(info):
+                effects = self._on_worker_joined(info)
+            case WorkerLost(worker_id, reason):
+                effects = self._on_worker_lost(worker_id, reason, now_s)
+            case BlocksChanged(worker_id, events):
+                effects = self._on_blocks_changed(worker_id, events)
+            case BlocksUnheard(worker_id, reason):
+                effects = self._on_blocks_unheard(worker_id, reason)
+            case Tick():
+                effects = self._on_tick(now_s)
+        state = self.state
+        moves = state.stranded or state.to_copy or state.copied
+        if (state.queue or moves) and self._may_make_room(event):
+            if state.stranded or state.to_copy:  # who runs already goes before those that wait
+                effects += self._moving.move_all(now_s)
+            if state.queue:
+                effects += self._placing.place_all(now_s)
+                effects += self._turns.give(now_s)
+            if state.copied:
+                effects += self._moving.hand_over_next()
+        return effects
+
+    def _may_make_room(self, event: RouterEvent) -> bool:
+        """Whether the head of the queue may be placed after it that could not be before, or it may
+        have come to be somebody's turn to move.
+
+        What is cached where says who is better, not who has room, but where a decode worker may
+        compute what is short: that depends on what is cached. Tokens take room. Time passes at all
+        events, and by itself until `next_wake_s`.
+        """
+        match event:
+            case BlocksChanged(worker_id):
+                return self._prefills_locally(worker_id)
+            case BlocksUnheard():
+                return False
+            case FromWorker(_, Tokens(finish=None) | DecodeStarted()):
+                return False
+            case Stepped(_, tokens):
+                return any(message.finish is not None for message in tokens)
+            case _:
+                return True
+
+    def _prefills_locally(self, worker_id: WorkerId) -> bool:
+        worker = self.state.view.workers.get(worker_id)
+        return self.policy.prefills_locally and worker is not None and worker.info.prefills_locally
+
+    def next_wake_s(self) -> float | None:
+        """When `Tick` is wanted next: nothing falls due before. None where nothing will."""
+        state = self.state
+        due_s = [state.deadlines.soonest_s(), state.move_again_s]
+        if (head := state.queue.head()) is not None:  # only the head is waited for
+            due_s.append(state.flights[head].back_off_until_s)
+            due_s.append(None if state.busy is None else state.busy.until_s)
+            due_s.append(state.turn_due_s)
+        return min((at_s for at_s in due_s if at_s is not None), default=None)
+
+    def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
+        """What is predicted of a worker with all that is promised to it."""
+        estimates, role = self.state.estimates, worker.info.role
+        num_seqs = max(worker.num_decodes, 1)
+        context_tokens = worker.context_tokens + worker.foreign.context_tokens
+        return Forecast(
+            wait_s=predicted_ready_s(worker, estimates, now_s) if role.prefills else None,
+            tpot_s=estimates.step_s(worker, num_seqs, context_tokens) if role.decodes else None,
+            errors=estimates.errors(worker),
+        )
+
+    def longest_step_s(self, worker_id: WorkerId, *, is_early: bool = False) -> float:
+        """A step of a worker that lasts longer will not end: it is as good as lost.
+
+        Of a worker that computes nothing for this gateway nobody here waits, nor is it known what
+        the step holds. An early step is one of the first of its kind.
+        """
+        config, worker = self.state.config, self.state.view.workers.get(worker_id)
+        stuck_s = config.stuck_step_s * (EARLY_FACTOR if is_early else 1.0)
+        predicted_s = None
+        if worker is not None and (worker.prefills or worker.decodes):
+            predicted_s = longest_predicted_s(worker, self.state.estimates)
+        if predicted_s is None:
+            return max(stuck_s, config.progress_timeout_s)
+        return max(stuck_s, STUCK_FACTOR * predicted_s)
+
+    def validate(self) -> None:
+        """Asserts the machine's invariants, reservations included."""
+        self.state.validate()
+
+    # ------------------------------------------------------------ arrival and departure
+
+    def _on_arrived(self, request: Request, now_s: float) -> list[RouterEffect]:
+        state = self.state
+        flight = Flight(request, Stamps(arrived_s=now_s), now_s, number=state.num_arrived)
+        state.num_arrived += 1
+        assert request.request_id not in state.flights
+        self.demand.arrived(flight)
+        effects = self._turns.make_place(flight, now_s)
+        refusal = self._admission.refusal(flight, now_s)
+        if refusal is not None:
+            return [*effects, End(request.request_id, refusal, timeline(flight, now_s))]
+        state.flights[request.request_id] = flight
+        leader = None if request.leader is None else state.flights.get(request.leader)
+        if leader is not None and leader.leads:
+            flight.leads = False
+            state.held.hold(request.request_id, leader.request.request_id)
+            return effects
+        flight.shared = None if leader is None else leader.shared
+        state.put(flight)
+        return effects
+
+    def _on_client_gone(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
+        flight = self.state.flights.get(request_id)
+        return [] if flight is None else self._ends.end(flight, Cancelled(), now_s)
+
+    # ------------------------------------------------------------ workers' own news of blocks
+
+    def _on_blocks_changed(
+        self, worker_id: WorkerId, events: Sequence[BlockEvent]
+    ) -> list[RouterEffect]:
+        """From the first on, what the worker tells is believed, and nothing else."""
+        state = self.state
+        if worker_id in state.view.workers:
+            if worker_id not in state.heard:
+                state.heard.add(worker_id)
+                state.prefixes.cleared(worker_id)
+            apply_events(state.prefixes, worker_id, events)
+        return []
+
+    def _on_blocks_unheard(self, worker_id: WorkerId, reason: str) -> list[RouterEffect]:
+        """What it told is out of date: it is credited again with what it is seen to do."""
+        state = self.state
+        if worker_id in state.heard:
+            state.heard.discard(worker_id)
+            state.prefixes.cleared(worker_id)
+            state.count("blocks unheard", reason)
+        return []
+
+    # ------------------------------------------------------------ workers come and go
+
+    def _on_worker_joined(self, info: Welcome) -> list[RouterEffect]:
+        state = self.state
+        assert info.worker_id not in state.view.workers
+        state.prefixes.add(info.worker_id, info.num_blocks)
+        worker = state.view.add(info)
+        if state.fleet is not None:
+            state.fleet.add(worker)
+        return []
+
+    def _on_worker_lost(self, worker_id: WorkerId, reason: str, now_s: float) -> list[RouterEffect]:
+        state = self.state
+        worker = state.view.remove(worker_id)
+        if worker is None:
+            return []
+        state.view.touched.discard(worker_id)
+        if state.fleet is not None:
+            state.fleet.forget(worker)
+        state.prefixes.forget(worker_id)
+        state.heard.discard(worker_id)
+        state.counters["worker lost", reason] += 1
+        effects: list[RouterEffect] = []
+        for flight in self._youngest_first():
+            flight.kept_tokens.pop(worker_id, None)
+            flight.preempted_s.pop(worker_id, None)
+            hedge = flight.hedge
+            if hedge is not None and worker_id in (hedge.prefill, hedge.decode):
+                effects += self._ends.drop(flight, hedge, "worker lost", now_s)
+            attempt = flight.attempt
+            if attempt is None:
+                continue
+            needs_prefill = attempt.prefill == worker_id and not attempt.is_decoding
+            if attempt.decode == worker_id or needs_prefill:
+                if reason == StepStuck.__name__ and flight.num_excused < state.config.max_attempts:
+                    # It lives, and may only have been slow; or it is this request that stops it.
+                    effects += self._ends.excuse(flight, "worker lost", now_s)
+                else:
+                    effects += self._ends.retry(flight, "worker lost", now_s)
+            elif attempt.holder == worker_id:
+                effects += self._on_holder_lost(flight, attempt, now_s)
+            elif attempt.move is not None and attempt.move.decode == worker_id:
+                effects += self._moving.redirect(flight, attempt, now_s)
+        return effects
+
+    def _on_holder_lost(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
+        if attempt.offer_due_s is not None:
+            return self._placing.compute_all(flight, attempt, "prefix holder lost", now_s)
+        attempt.holder = None  # the prefill worker notices by itself
+        return []
+
+    def _youngest_first(self) -> list[Flight]:
+        """In this order those that go back to the head of the queue keep their order there."""
+        return list(reversed(self.state.flights.values()))
+
+    # ------------------------------------------------------------ deadlines
+
+    def _on_tick(self, now_s: float) -> list[RouterEffect]:
+        """Each request has one now and then: it must not cost something for each of the others."""
+        state = self.state
+        due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
+        due.sort(key=lambda flight: flight.number)
+        effects: list[RouterEffect] = []
+        for flight in reversed(due):  # see `_youngest_first`
+            effects += self._on_due(flight, now_s)
+            if flight.request.request_id in state.flights:
+                state.watch(flight)
+        return effects
+
+    def _on_due(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """A time has come that was noted of it; its deadline may have moved since."""
+        if self.state.deadline_s(flight) > now_s:
+            effects = self._stop_waiting_for_offer(flight, now_s)
+            effects += self._moving.stop_waiting_for_copy(flight, now_s)
+            self._moving.stop_gathering(flight, now_s)
+            return effects + self._hedging.look_at(flight, now_s)
+        if flight.hedge is not None:
+            effects = self._ends.drop(flight, flight.hedge, "no news in time", now_s)
+            return effects + self._ends.retry(flight, "no news in time", now_s)
+        if flight.attempt is not None:
+            return self._ends.retry(flight, "no news in time", now_s)
+        if flight.tokens:
+            return self._ends.end(flight, Failed(self._why_late()), now_s)
+        return self._ends.end(flight, self._overdue(now_s), now_s)
+
+    def _overdue(self, now_s: float) -> Rejected:
+        self.state.counters["rejected", "no room in time"] += 1
+        return Rejected(self._why_late(), self._admission.drain_s(now_s))
+
+    def _why_late(self) -> str:
+        missing = self.state.view.missing()
+        return "no worker had room in time" if missing is None else f"{missing} came in time"
+
+    def _stop_waiting_for_offer(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """The holder is told too: should it offer yet, nobody would come."""
+        attempt = flight.attempt
+        if attempt is None or attempt.offer_due_s is None or attempt.offer_due_s > now_s:
+            return []
+        assert attempt.holder is not None
+        cancel = SendTo(attempt.holder, Cancel(attempt.seq_id))
+        return [cancel, *self._placing.compute_all(flight, attempt, "prefix offer late", now_s)]

@@ -1,0 +1,307 @@
+"""From the queue to the workers: who is next, what it needs, where it goes.
+
+Where another worker holds more of the prompt than the one that is to compute it, and the policy
+wants that pulled, the holder is asked to offer it first, and `Prefill` or `Generate` takes the
+offered lease along. No offer in time, or none at all, only means that all is computed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+from engine.messages import (
+    Generate,
+    LeaseRef,
+    OfferPrefix,
+    Prefill,
+    WorkerId,
+)
+from engine.worker.blocks import BlockHash
+from router.machine.ends import Ends
+from router.machine.events import RouterEffect, SendTo
+from router.machine.flight import Attempt, Flight
+from router.machine.requests import Decision, Failed
+from router.machine.state import HEDGE_BURST, HEDGE_SHARE, RouterState
+from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need
+from router.policies.candidates import (
+    LEAST_WAIT_S,
+    Backlog,
+    decode_blocks,
+    find,
+    tokens_to_compute,
+)
+
+HEDGE_LEAST_S = 1.0  # predictions of prompts are no better than that on a busy machine
+
+
+class Placing:
+    """Places what waits, in the state that it is given."""
+
+    def __init__(self, state: RouterState, ends: Ends) -> None:
+        self._state = state
+        self._ends = ends
+
+    def place_all(self, now_s: float) -> list[RouterEffect]:
+        """Places queued requests in order, as far as there is room."""
+        state = self._state
+        state.view.forget_severed(now_s)
+        state.busy = None
+        effects: list[RouterEffect] = []
+        while (head := state.queue.head()) is not None:
+            flight = state.flights[head]
+            need = self.need(flight, now_s)
+            match self._choose(flight, need, now_s):
+                case Busy() as busy:
+                    state.busy = busy
+                    break
+                case Impossible(reason):
+                    effects += self._ends.end(flight, Failed(reason), now_s)
+                case Choice() as choice:
+                    state.take(flight)
+                    effects.append(self._place(flight, choice, need, now_s))
+        return effects
+
+    def place_one(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """Places a queued request out of turn, if there is room."""
+        need = self.need(flight, now_s)
+        choice = self._choose(flight, need, now_s)
+        if not isinstance(choice, Choice):
+            return []
+        self._state.take(flight)
+        return [self._place(flight, choice, need, now_s)]
+
+    def need(self, flight: Flight, now_s: float) -> Need:
+        """What the next attempt needs. Only a first one is kept close to the leader's.
+
+        The pace of an answer that has begun is kept up as well as can be: it is not held back.
+        """
+        if flight.back_off_until_s is not None and flight.back_off_until_s <= now_s:
+            flight.back_off_until_s = None
+        request = flight.request
+        bound_s = request.tpot_bound_s or self._state.config.slo_tpot_s
+        return Need(
+            num_tokens=flight.length,
+            max_len=request.limits.max_len,
+            predicted_len=self._state.predicted_len(flight),
+            kept_tokens=flight.kept_tokens,
+            shared=flight.shared if flight.num_attempts == 0 else None,
+            preempted_s={} if flight.back_off_until_s is None else flight.preempted_s,
+            tpot_bound_s=None if flight.tokens else bound_s,
+            may_pull=flight.prompt_logprobs is None,
+        )
+
+    def _choose(self, flight: Flight, need: Need, now_s: float) -> Choice | Busy | Impossible:
+        state = self._state
+        known = KnownPrefixes(state, flight)
+        if state.fleet is not None:
+            choice = state.fleet.choose(need, known.hashes(), now_s)
+            if choice is not None:
+                return choice
+        found = self.room_for(need, now_s)
+        if not isinstance(found, Candidates):
+            return found
+        return self._ask_policy(need, known, found, now_s)
+
+    def room_for(
+        self, need: Need, now_s: float, *, other_than: WorkerId | None = None
+    ) -> Candidates | Busy | Impossible:
+        """Workers that have room now, but for one."""
+        state, config, policy = self._state, self._state.config, self._state.policy
+        backlog = None
+        if policy.binds_late:
+            backlog = Backlog(
+                config.prefill_backlog_tokens, config.prefill_backlog_s, state.estimates, now_s
+            )
+        locally = policy.prefills_locally
+        return find(state.view, need, backlog, locally=locally, other_than=other_than)
+
+    def _ask_policy(
+        self, need: Need, known: "KnownPrefixes", found: Candidates, now_s: float
+    ) -> Choice | Busy:
+        state, policy = self._state, self._state.policy
+        bound_s = state.config.prefill_backlog_s + LEAST_WAIT_S
+        asked = Asked(
+            state.view,
+            found,
+            need,
+            known,
+            state.estimates,
+            now_s,
+            state.rng,
+            wait_bound_s=bound_s if policy.binds_late else inf,
+        )
+        return policy.choose(asked)
+
+    def place_beside(self, flight: Flight, now_s: float) -> SendTo | None:
+        """Begins a second attempt, which has nothing to do with the worker that prefills the first.
+
+        None where nobody has room for it.
+        """
+        first = flight.attempt
+        assert first is not None
+        need = replace(self.need(flight, now_s), may_pull=False)
+        others = self.room_for(need, now_s, other_than=first.prefill)
+        if not isinstance(others, Candidates):
+            return None
+        choice = self._ask_policy(need, KnownPrefixes(self._state, flight), others, now_s)
+        if not isinstance(choice, Choice):
+            return None
+        first.hedge_due_s = None
+        flight.num_hedges += 1
+        flight.hedge = self._begin(flight, choice, need, now_s)
+        effect = self.send_prefill(flight, flight.hedge, None, now_s)
+        self._state.watch(flight)
+        return effect
+
+    # ------------------------------------------------------------ one placement
+
+    def _place(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> SendTo:
+        state = self._state
+        flight.attempt = attempt = self._begin(flight, choice, need, now_s)
+        flight.workers, flight.decision = (attempt.prefill, attempt.decode), attempt.decision
+        flight.back_off_until_s = None
+        state.counters["placed", choice.why] += 1
+        state.hedge_credit = min(state.hedge_credit + HEDGE_SHARE, HEDGE_BURST)
+        flight.last_news_s = now_s
+        if not flight.tokens:
+            flight.stamps.placed_s = now_s
+        factor = state.config.hedge_after
+        if factor is not None and choice.ttft_s is not None and not flight.num_hedges:
+            attempt.hedge_after_s = max(factor * choice.ttft_s, HEDGE_LEAST_S)
+        effect = self._ask_or_prefill(flight, attempt, choice, now_s)
+        state.watch(flight)
+        return effect
+
+    def _begin(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> Attempt:
+        """Another attempt, with all that it needs reserved."""
+        placement, seq_id = choice.placement, flight.next_seq_id()
+        flight.num_attempts += 1
+        attempt = Attempt(
+            seq_id,
+            placement.prefill,
+            placement.decode,
+            need.num_tokens,
+            need.end_len,
+            decision=_decision(self._state.policy.name, choice),
+        )
+        self._state.by_seq[seq_id] = flight.request.request_id
+        self._claim(flight, attempt, choice, need, now_s)
+        return attempt
+
+    def _claim(
+        self, flight: Flight, attempt: Attempt, choice: Choice, need: Need, now_s: float
+    ) -> None:
+        """Reserves what was chosen."""
+        state = self._state
+        prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
+        compute_s = state.estimates.prefill_s(prefill, need.num_tokens, choice.num_cached_tokens)
+        is_local = not (attempt.hands_over or prefill.info.role.prefills)
+        if is_local and flight.num_attempts == 1:  # of the others nothing was asked when it came
+            state.locally_s += flight.compute_s
+        pull_s = None
+        if choice.source is not None:
+            num_pulled = choice.num_source_tokens - choice.num_matched_tokens
+            pull_s = state.estimates.pull_s(prefill, num_pulled)
+        prefill.reserve_prefill(
+            attempt.seq_id,
+            tokens_to_compute(prefill, need),
+            prompt_tokens=need.num_tokens,
+            seconds=(compute_s or 0.0) + (pull_s or 0.0),
+            now_s=now_s,
+            waits=choice.source is not None,
+        )
+        decode.reserve_decode(
+            attempt.seq_id,
+            decode_blocks(decode, need),
+            context_tokens=need.num_tokens,
+            begins_s=now_s + (choice.ttft_s or compute_s or 0.0),
+            prompt_tokens=len(flight.request.token_ids),
+            max_tokens=state.max_tokens(flight),
+        )
+
+    def _ask_or_prefill(
+        self, flight: Flight, attempt: Attempt, choice: Choice, now_s: float
+    ) -> SendTo:
+        """Asks another worker for the prefix if that is wanted, else has the prompt computed."""
+        if choice.source is None:
+            return self.send_prefill(flight, attempt, None, now_s)
+        attempt.holder = choice.source
+        if self._state.view.workers[choice.source].prefills:
+            attempt.asked_s = now_s
+        attempt.offer_due_s = now_s + self._state.config.offer_timeout_s
+        self._state.counters["prefix offer", "asked"] += 1
+        return SendTo(
+            choice.source, OfferPrefix(attempt.seq_id, flight.token_ids, flight.request.salt)
+        )
+
+    def send_prefill(
+        self, flight: Flight, attempt: Attempt, prefix: LeaseRef | None, now_s: float
+    ) -> SendTo:
+        """Has the prompt computed, with what is offered of it or without."""
+        request = flight.request
+        attempt.offer_due_s = None
+        if attempt.hedge_after_s is not None:
+            attempt.hedge_due_s = now_s + attempt.hedge_after_s
+        flight.last_news_s = now_s
+        self._state.watch(flight)
+        kind = Prefill if attempt.hands_over else Generate
+        message = kind(
+            seq_id=attempt.seq_id,
+            token_ids=flight.token_ids,
+            sampling=request.sampling,
+            limits=request.limits,
+            prefix=prefix,
+            prompt_logprobs=flight.prompt_logprobs,
+            salt=request.salt,
+        )
+        return SendTo(attempt.prefill, message)
+
+    def compute_all(
+        self, flight: Flight, attempt: Attempt, reason: str, now_s: float
+    ) -> list[RouterEffect]:
+        """There is no prefix to wait for."""
+        self._state.counters["fallback", reason] += 1
+        attempt.holder = None
+        return [self.send_prefill(flight, attempt, None, now_s)]
+
+
+class KnownPrefixes:
+    """Where the beginning of one request is. Implements `router.policies.base.Known`."""
+
+    def __init__(self, state: RouterState, flight: Flight) -> None:
+        self._state = state
+        self._flight = flight
+
+    def hashes(self) -> Sequence[BlockHash]:
+        """Of the full blocks; where there is no choice none, and nothing is hashed."""
+        workers, flight = self._state.view.workers, self._flight
+        if len(workers) < 2 or flight.prompt_logprobs is not None:
+            return ()
+        # One token at least is computed, or there would be nothing to sample from.
+        return flight.leading_hashes(flight.length - 1, next(iter(workers.values())))
+
+    def matched_tokens(self) -> Mapping[WorkerId, int]:
+        """Leading tokens in full blocks that each worker holds; one token is always left over."""
+        hashes = self.hashes()
+        if not hashes:
+            return {}
+        view, prefixes = self._state.view, self._state.prefixes
+        block_size = next(iter(view.workers.values())).info.layout.block_size
+        return {i: n * block_size for i, n in prefixes.longest(hashes).items()}
+
+
+def _decision(policy: str, choice: Choice) -> Decision:
+    placement = choice.placement
+    num_pulled = choice.num_source_tokens - choice.num_matched_tokens
+    return Decision(
+        policy=policy,
+        why=choice.why,
+        prefill_worker=placement.prefill,
+        decode_worker=placement.decode,
+        num_candidates=choice.num_candidates,
+        num_matched_tokens=choice.num_matched_tokens,
+        pulled_from=choice.source,
+        num_pulled_tokens=num_pulled if choice.source is not None else 0,
+        predicted_ttft_s=choice.ttft_s,
+        predicted_tpot_s=choice.tpot_s,
+    )

@@ -1,0 +1,326 @@
+"""What workers tell of attempts, and what follows from it."""
+
+from collections.abc import Sequence
+
+from engine.messages import (
+    PREEMPTED,
+    ROLE_CHANGED,
+    WRONG_ROLE,
+    Decode,
+    DecodeStarted,
+    FirstToken,
+    GivenBack,
+    HandedOver,
+    KvReady,
+    LoadReport,
+    Logprobs,
+    PrefillDone,
+    PrefillStarted,
+    PrefixOffered,
+    Refused,
+    RoleChanged,
+    StillStepping,
+    ToGateway,
+    Tokens,
+    Welcome,
+    WorkerId,
+)
+from router.machine.ends import Ends
+from router.machine.events import Deliver, RouterEffect, SendTo
+from router.machine.flight import Attempt, Flight, timeline
+from router.machine.hedging import Hedging
+from router.machine.moving import Moving
+from router.machine.placing import Placing
+from router.machine.requests import Failed, Finished
+from router.machine.state import SEVERED_S, RouterState
+
+FIRST_BACK_OFF_S = 1.0  # about the time between two load reports
+MAX_BACK_OFF_S = 8.0
+
+
+class Progress:
+    """Takes workers' messages in, in the state that it is given."""
+
+    def __init__(
+        self, state: RouterState, ends: Ends, placing: Placing, moving: Moving, hedging: Hedging
+    ) -> None:
+        self._state = state
+        self._ends = ends
+        self._placing = placing
+        self._moving = moving
+        self._hedging = hedging
+
+    def on_message(
+        self, worker_id: WorkerId, message: ToGateway, now_s: float
+    ) -> list[RouterEffect]:
+        """What follows from a worker's message."""
+        state = self._state
+        if isinstance(message, Welcome | Refused | StillStepping):
+            return []  # the link deals with these
+        if isinstance(message, LoadReport | RoleChanged):
+            return self._on_own_news(worker_id, message, now_s)
+        request_id = state.by_seq.get(message.seq_id)
+        if request_id is None:
+            return []  # of an attempt that is over
+        flight = state.flights[request_id]
+        attempt = flight.attempt_of(message.seq_id)
+        if attempt is None:
+            return self._moving.on_news_of_copy(flight, message, now_s)
+        flight.last_news_s = now_s
+        match message:
+            case Tokens():
+                return self._on_tokens(flight, attempt, message, now_s)
+            case PrefixOffered():
+                return self._on_prefix_offered(flight, worker_id, message, now_s)
+            case PrefillStarted():
+                return self._on_prefill_started(flight, attempt, message, now_s)
+            case PrefillDone():
+                return self._on_prefill_done(flight, attempt, message, now_s)
+            case KvReady():
+                self._on_kv_ready(flight, attempt, message, now_s)
+                self._release_if_computed(flight, attempt, now_s)
+                return self._moving.look_at(flight, now_s)
+            case DecodeStarted():
+                if len(flight.tokens) == 1:
+                    flight.stamps.decode_started_s = now_s
+                return []
+            case HandedOver():
+                return self._moving.on_handed_over(flight, attempt, message, now_s)
+            case GivenBack():
+                return self._on_given_back(flight, attempt, worker_id, message, now_s)
+
+    def _on_own_news(
+        self, worker_id: WorkerId, message: LoadReport | RoleChanged, now_s: float
+    ) -> list[RouterEffect]:
+        """What a worker tells of itself."""
+        worker = self._state.view.workers.get(worker_id)
+        if worker is None:
+            return []
+        if isinstance(message, RoleChanged):
+            return self._moving.on_role_changed(worker, message, now_s)
+        worker.report(message, now_s)
+        self._state.estimates.observe_steps(worker, message.steps)
+        return []
+
+    # ------------------------------------------------------------ prompts
+
+    def _on_prefix_offered(
+        self, flight: Flight, worker_id: WorkerId, message: PrefixOffered, now_s: float
+    ) -> list[RouterEffect]:
+        attempt = flight.attempt
+        assert attempt is not None
+        if attempt.offer_due_s is None or attempt.holder != worker_id:
+            return []  # too late
+        if attempt.asked_s is not None:
+            self._state.estimates.observe_offer(now_s - attempt.asked_s)
+        num_held = 0 if message.lease is None else message.lease.num_blocks
+        if worker_id not in self._state.heard:
+            # One that tells by itself will say what it evicted. It may have stored some of these
+            # since it answered, and have said so already: it would not say that again.
+            holder = self._state.view.workers[worker_id]
+            hashes = flight.leading_hashes(attempt.base_len - 1, holder)
+            self._state.prefixes.retract(worker_id, hashes[num_held:])
+        if message.lease is None:
+            return self._placing.compute_all(flight, attempt, "prefix not held", now_s)
+        return [self._placing.send_prefill(flight, attempt, message.lease, now_s)]
+
+    def _on_prefill_started(
+        self, flight: Flight, attempt: Attempt, message: PrefillStarted, now_s: float
+    ) -> list[RouterEffect]:
+        if not flight.tokens:
+            flight.stamps.prefill_started_s = now_s
+            flight.num_cached_tokens = message.num_cached_tokens
+        attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
+        attempt.holder = None  # a pull of its prefix, and so its lease, is over
+        self._state.view.workers[attempt.prefill].begin_prefill(attempt.seq_id, now_s)
+        if message.lease is None:
+            attempt.kv_ready = True  # nothing will be pulled
+            return []
+        attempt.lease = message.lease
+        request = flight.request
+        decode = Decode(
+            attempt.seq_id,
+            flight.token_ids,
+            request.sampling,
+            request.limits,
+            message.lease,
+            salt=request.salt,
+        )
+        self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
+        return [SendTo(attempt.decode, decode)]
+
+    def _on_prefill_done(
+        self, flight: Flight, attempt: Attempt, message: PrefillDone, now_s: float
+    ) -> list[RouterEffect]:
+        effects = self._hedging.settle(flight, attempt, now_s)
+        attempt.prefilled, attempt.hedge_due_s = True, None
+        self._state.watch(flight)  # a prompt is given more time than an answer
+        worker = self._state.view.workers[attempt.prefill]
+        if attempt.started_s is not None:
+            self._state.estimates.observe_prefill(
+                worker,
+                attempt.base_len,
+                num_cached=attempt.num_cached_tokens,
+                seconds=now_s - attempt.started_s,
+            )
+        self._ends.record(flight, attempt.prefill, attempt.base_len)
+        worker.release_prefill(attempt.seq_id, now_s)
+        self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
+        logprobs = () if message.logprobs is None else (message.logprobs,)
+        prompt_logprobs = tuple(message.prompt_logprobs)
+        effects.append(
+            self._deliver(flight, [message.token], logprobs, now_s, prompt_logprobs=prompt_logprobs)
+        )
+        if message.finish is not None:
+            return effects + self._ends.end(flight, Finished(message.finish), now_s)
+        self._release_if_computed(flight, attempt, now_s)
+        if attempt.lease is not None:
+            effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))
+        return effects + self._moving.look_at(flight, now_s)
+
+    def _release_if_computed(self, flight: Flight, attempt: Attempt, now_s: float) -> None:
+        if flight.leads and attempt.prefilled and attempt.kv_ready:
+            self._ends.release_followers(flight, now_s)
+
+    def _on_kv_ready(
+        self, flight: Flight, attempt: Attempt, message: KvReady, now_s: float
+    ) -> None:
+        attempt.kv_ready = True
+        if len(flight.tokens) <= 1:
+            flight.stamps.kv_ready_s = now_s
+            flight.kv_transfer_s = message.transfer_s
+            flight.kv_exposed_s = message.exposed_s
+        if attempt.is_moved:
+            self._state.leaving.pop(flight.request.request_id, None)
+            flight.move_pull_s = max(flight.move_pull_s or 0.0, message.transfer_s)
+        worker = self._state.view.workers[attempt.decode]
+        self._state.estimates.observe_pull(
+            worker, message.num_pulled_blocks, seconds=message.transfer_s
+        )
+        self._ends.record(flight, attempt.decode, attempt.base_len)
+
+    # ------------------------------------------------------------ answers
+
+    def on_step(
+        self, worker_id: WorkerId, tokens: Sequence[Tokens], now_s: float
+    ) -> list[RouterEffect]:
+        """What follows from the tokens that a step yielded: what follows from each by itself.
+
+        Of most, only that they are delivered and that their sequence has grown, which is what is
+        done here: it is the one thing that a router does for every token.
+        """
+        state = self._state
+        by_seq, flights, workers = state.by_seq, state.flights, state.view.workers
+        effects: list[RouterEffect] = []
+        for message in tokens:
+            request_id = by_seq.get(message.seq_id)
+            if request_id is None:
+                continue  # of an attempt that is over
+            flight = flights[request_id]
+            answer, attempt, token_ids = flight.tokens, flight.attempt, message.token_ids
+            assert attempt is not None
+            worker, num_tokens = workers[attempt.decode], len(token_ids)
+            length = worker.decodes[message.seq_id].context_tokens + num_tokens
+            is_plain = not (message.finish or message.logprobs or message.num_drafted)
+            if not is_plain or len(answer) < 2 or length > attempt.reserved_len:
+                effects += self.on_message(worker_id, message, now_s)
+                continue
+            flight.last_news_s = now_s
+            answer += token_ids
+            worker.grow_decode(message.seq_id, num_tokens)
+            effects.append(Deliver(request_id, tuple(token_ids)))
+        return effects
+
+    def _on_tokens(
+        self, flight: Flight, attempt: Attempt, message: Tokens, now_s: float
+    ) -> list[RouterEffect]:
+        flight.num_drafted_tokens += message.num_drafted
+        flight.num_accepted_tokens += message.num_accepted
+        logprobs = tuple(message.logprobs)
+        effects: list[RouterEffect] = [self._deliver(flight, message.token_ids, logprobs, now_s)]
+        if message.finish is not None:
+            # Both workers are done with it: there is nobody to tell.
+            outcome = Finished(message.finish)
+            effects += self._ends.end(flight, outcome, now_s, tell_workers=False)
+        return effects
+
+    def _deliver(
+        self,
+        flight: Flight,
+        tokens: list[int],
+        logprobs: tuple[Logprobs, ...],
+        now_s: float,
+        *,
+        prompt_logprobs: tuple[Logprobs, ...] = (),
+    ) -> Deliver:
+        num_before = len(flight.tokens)
+        flight.tokens += tokens
+        self._grow(flight, len(tokens))
+        shown = None
+        if num_before < 2:
+            if num_before == 0:
+                flight.stamps.first_token_s = now_s
+            if len(flight.tokens) > 1:
+                flight.stamps.second_token_s = now_s
+            shown = timeline(flight, now_s)
+        request_id = flight.request.request_id
+        return Deliver(request_id, tuple(tokens), shown, logprobs, prompt_logprobs)
+
+    def _grow(self, flight: Flight, num_tokens: int) -> None:
+        """The decode worker holds more; what outgrew its prediction is predicted anew."""
+        attempt = flight.attempt
+        assert attempt is not None
+        worker = self._state.view.workers[attempt.decode]
+        worker.grow_decode(attempt.seq_id, num_tokens)
+        if flight.length > attempt.reserved_len:
+            attempt.reserved_len = self._state.predicted_len(flight)
+            num_blocks = worker.info.layout.num_blocks_for(attempt.reserved_len)
+            worker.extend_decode(attempt.seq_id, num_blocks)
+            self._state.counters["answer", "longer than predicted"] += 1
+
+    # ------------------------------------------------------------ what comes back
+
+    def _on_given_back(
+        self,
+        flight: Flight,
+        attempt: Attempt,
+        worker_id: WorkerId,
+        message: GivenBack,
+        now_s: float,
+    ) -> list[RouterEffect]:
+        if message.hopeless:
+            return self._ends.end(flight, Failed(message.reason), now_s)
+        if message.num_kept_tokens > 0:
+            flight.kept_tokens[worker_id] = message.num_kept_tokens
+            num_tokens = min(message.num_kept_tokens, attempt.base_len)
+            self._ends.record(flight, worker_id, num_tokens)
+        if flight.hedge is not None:
+            return self._ends.drop(flight, attempt, message.reason, now_s)
+        if self._is_of_a_role(attempt, worker_id, message.reason):
+            return self._ends.excuse(flight, message.reason, now_s)
+        if worker_id == attempt.decode and attempt.hands_over and not attempt.kv_ready:
+            pair = attempt.prefill, attempt.decode
+            self._state.view.severed[pair] = now_s + SEVERED_S
+        if message.reason == PREEMPTED and flight.length > attempt.base_len:
+            _back_off(flight, worker_id, now_s)
+        return self._ends.retry(flight, message.reason, now_s)
+
+    def _is_of_a_role(self, attempt: Attempt, worker_id: WorkerId, reason: str) -> bool:
+        """Whether it came back because the worker is not there for it any more. One that says so
+        and is, as far as it told, is believed as often as there are attempts.
+        """
+        worker = self._state.view.workers.get(worker_id)
+        if reason not in (WRONG_ROLE, ROLE_CHANGED) or worker is None:
+            return False
+        info = worker.info
+        if not attempt.hands_over:
+            return not info.generates
+        return not (info.role.prefills if worker_id == attempt.prefill else info.role.decodes)
+
+
+def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
+    """The attempt got somewhere, and only memory was short: it does not count."""
+    flight.preempted_s[worker_id] = now_s
+    back_off_s = FIRST_BACK_OFF_S * 2**flight.num_preemptions
+    flight.back_off_until_s = now_s + min(back_off_s, MAX_BACK_OFF_S)
+    flight.num_preemptions += 1

@@ -1,0 +1,187 @@
+"""Room for keys that have little, taken from the key that has most.
+
+Tenants take turns in the queue, but what has been placed stays until it ends: 200 streams of one
+key would keep another waiting until one of them does. A share of the workers that nobody may use
+would lie idle most of the time. So one key may fill all workers, and gives room back when another
+one asks for it:
+
+    in the queue   If it is full, the key with the most requests in it loses its latest one to a key
+                   with fewer.
+    in workers     If a request has waited for room for `turn_after_s`, the youngest sequences of
+                   the key that holds most are put back in the queue, as many as make room on one
+                   worker. They go on from their journal as after any other preemption. That is done
+                   only where the first key does not come to hold more than the second has left.
+
+Only keys count. A client without one gives itself any name, and could have room for each.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.messages import Role
+from router.cluster.view import WorkerView
+from router.machine.admission import Admission
+from router.machine.ends import Ends
+from router.machine.events import RouterEffect
+from router.machine.flight import Flight
+from router.machine.placing import Placing
+from router.machine.requests import Rejected
+from router.machine.state import RouterState
+from router.policies.base import Busy, Candidates, Need
+from router.policies.candidates import decode_blocks, has_memory
+
+LOOK_EVERY_S = 0.25
+MAX_TURNS = 8  # at one look
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that waits for room, and what it needs."""
+
+    flight: Flight
+    need: Need
+
+
+class Turns:
+    """Gives room to keys with little, in the state that it is given."""
+
+    def __init__(
+        self, state: RouterState, ends: Ends, placing: Placing, admission: Admission
+    ) -> None:
+        self._state = state
+        self._ends = ends
+        self._placing = placing
+        self._admission = admission
+        self._look_at_s = 0.0
+
+    # ------------------------------------------------------------ in the queue
+
+    def make_place(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """Ends a request of another key for one that has just come, where the queue is full."""
+        state, tenant = self._state, flight.request.tenant
+        if not flight.request.has_key or state.num_waiting < state.config.max_queue:
+            return []
+        longest, latest = state.queue.longest()
+        if latest is None or state.queue.num_of(longest) <= state.queue.num_of(tenant) + 1:
+            return []
+        state.counters["rejected", "another key's turn"] += 1
+        message = "the queue is full, and other keys have fewer requests in it"
+        outcome = Rejected(message, self._admission.drain_s(now_s))
+        return self._ends.end(state.flights[latest], outcome, now_s)
+
+    # ------------------------------------------------------------ in workers
+
+    def give(self, now_s: float) -> list[RouterEffect]:
+        """Places requests that have waited long enough, in the room of others."""
+        state, after_s = self._state, self._state.config.turn_after_s
+        effects: list[RouterEffect] = []
+        if after_s is None or state.busy is None or not self._is_asked_by_key():
+            state.turn_due_s = None
+            return effects
+        if now_s < self._look_at_s:
+            state.turn_due_s = self._look_at_s
+            return effects
+        self._look_at_s = now_s + LOOK_EVERY_S
+        for _ in range(MAX_TURNS):
+            turn = self._give_one(now_s - after_s, now_s)
+            if not turn:
+                break
+            effects += turn
+        state.turn_due_s = self._look_at_s if self._is_contended() else None
+        return effects
+
+    def _give_one(self, since_s: float, now_s: float) -> list[RouterEffect]:
+        due = [flight for flight in self._firsts() if flight.last_news_s <= since_s]
+        held = self._held_tokens() if due else Counter()
+        for flight in due:
+            waiting = _Waiting(flight, self._placing.need(flight, now_s))
+            victims = self._victims(waiting, held, now_s)
+            if victims is None:
+                continue
+            effects: list[RouterEffect] = []
+            for victim in victims:
+                effects += self._ends.excuse(victim, "another key's turn", now_s)
+            effects += self._placing.place_one(flight, now_s)
+            return effects
+        return []
+
+    def _victims(
+        self, waiting: _Waiting, held: Counter[str], now_s: float
+    ) -> Sequence[Flight] | None:
+        """The fewest whose room suffices, on one worker; None where there are none to be taken."""
+        tenant = waiting.flight.request.tenant
+        richest = max(held, key=lambda name: (held[name], name), default=tenant)
+        to_spare = held[richest] - held[tenant] - waiting.need.end_len
+        if richest == tenant or to_spare < 0:
+            return None
+        match self._placing.room_for(waiting.need, now_s):
+            case Candidates():
+                return []
+            case Busy(lacks=Role.DECODE):
+                pass
+            case _:
+                return None
+        theirs = [f for f in self._state.flights.values() if f.request.tenant == richest]
+        theirs.sort(key=lambda flight: -flight.number)
+        found = [
+            victims
+            for worker in self._state.view.workers.values()
+            if worker.info.role.decodes
+            and (victims := _fewest(worker, waiting.need, theirs))
+            and sum(_held_by(victim) for victim in victims) <= to_spare
+        ]
+        return min(found, key=len, default=None)
+
+    def _firsts(self) -> Iterator[Flight]:
+        """The next request of each key."""
+        for request_id in self._state.queue.firsts():
+            flight = self._state.flights[request_id]
+            if flight.request.has_key:
+                yield flight
+
+    def _held_tokens(self) -> Counter[str]:
+        """What each key holds on workers."""
+        held: Counter[str] = Counter()
+        for flight in self._state.flights.values():
+            if flight.request.has_key:
+                held[flight.request.tenant] += _held_by(flight)
+        return held
+
+    def _is_asked_by_key(self) -> bool:
+        """A key's request waits. All requests of a gateway have a key, or none has."""
+        first = next(iter(self._state.queue.firsts()), None)
+        return first is not None and self._state.flights[first].request.has_key
+
+    def _is_contended(self) -> bool:
+        """A key waits, and another holds room."""
+        waiting = {flight.request.tenant for flight in self._firsts()}
+        if not waiting:
+            return False
+        holding = {name for name, tokens in self._held_tokens().items() if tokens}
+        return bool(holding) and len(waiting | holding) > 1
+
+
+def _held_by(flight: Flight) -> int:
+    """Tokens that decode workers keep room for."""
+    return sum(attempt.reserved_len for attempt in flight.attempts)
+
+
+def _fewest(worker: WorkerView, need: Need, youngest_first: Sequence[Flight]) -> list[Flight]:
+    """The first of these whose room on a worker suffices; none where all together do not."""
+    if not has_memory(worker, need.max_len):
+        return []
+    lacking_blocks = worker.promised_blocks + decode_blocks(worker, need) - worker.info.num_blocks
+    lacking_places = worker.num_decodes + 1 - worker.info.max_running
+    victims: list[Flight] = []
+    for flight in youngest_first:
+        attempt = flight.attempt
+        is_there = attempt is not None and attempt.decode == worker.info.worker_id
+        if attempt is None or not is_there or not attempt.is_decoding or attempt.move is not None:
+            continue
+        victims.append(flight)
+        lacking_blocks -= worker.decodes[attempt.seq_id].blocks
+        lacking_places -= 1
+        if lacking_blocks <= 0 and lacking_places <= 0:
+            return victims
+    return []

@@ -1,0 +1,361 @@
+"""The `slo` policy in C++: a placement among thousands of workers in microseconds.
+
+`Fleet` keeps each worker's load beside the index of all blocks, so that one call finds what every
+worker holds of a prompt, predicts what each would take, chooses, and reserves that for the next
+call. The rule is that of `router.policies.slo`, which is also the fallback: it is asked where C++
+cannot be built, and about what the fleet does not know: requests that follow another, of which an
+earlier attempt left something, or that back off; workers that do not reach each other or whose
+blocks have another size; costs that nobody has measured; what nobody could hold.
+
+What is promised to workers is kept by `router.cluster.view` alone. The fleet is told of a worker
+before the
+next decision when anything but the number of tokens has changed there; these are told with the
+worker's next report.
+
+Ties fall by a seeded generator: several idle workers are as good as each other, and so are several
+that hold the same prefix; among idle workers that hold nothing, the search starts anywhere and ends
+at the first.
+"""
+
+import math
+import struct
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+from weakref import finalize
+
+from engine.messages import Role, WorkerId
+from engine.worker.blocks import BlockHash
+from router.cluster.estimates import Estimates, worker_class
+from router.cluster.view import ClusterView, WorkerView
+from router.native import library
+from router.native.index import PrefixIndex, pack
+from router.policies.base import Busy, Choice, Need, Placement
+from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s, has_memory
+from router.policies.slo import reason
+
+MAX_KINDS = 256
+
+_ASK = struct.Struct("=Q4q4d")  # a Call of src/router.cpp up to the decision
+_DECISION = struct.Struct("=6i3d")
+_NEWS = struct.Struct("=q2d3q")
+_PLACED, _NO_PREFILL = 0, 1
+
+
+class Decision(NamedTuple):
+    """What C++ says. Of workers the slot, `library.NONE` in place of one."""
+
+    status: int
+    prefill: int
+    decode: int
+    source: int  # more is pulled from there first
+    matched_blocks: int  # of the prompt in the prefill worker
+    pulled_blocks: int
+    wait_s: float  # until the prefill worker is ready; if there is none, the soonest
+    ttft_s: float  # from now, the wait included
+    tpot_s: float
+
+
+_decision = partial(tuple.__new__, Decision)  # what its constructor does, in half the time
+
+
+@dataclass(slots=True)
+class _Class:
+    """Workers whose work costs the same; one of them stands for all."""
+
+    number: int
+    worker: WorkerView
+    size: int = 0
+    costs: tuple[float, ...] | None = None  # that C++ has been told
+
+
+class Fleet:
+    """The workers of a view, and their blocks. Raises BuildError where C++ cannot be built."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        index: PrefixIndex,
+        estimates: Estimates,
+        *,
+        backlog_s: float,
+        seed: int = 0,
+    ) -> None:
+        """A prefill worker is given nothing new while it has more than `backlog_s` to do."""
+        self._view = view
+        self._index = index
+        self._estimates = estimates
+        self._backlog_s = backlog_s
+        self._wait_bound_s = backlog_s + LEAST_WAIT_S
+        self._seed = seed
+        self._core = library.opened()
+        self._block_size = 0
+        self._handle = 0  # opened with the first worker
+        self._classes: dict[Hashable, _Class] = {}  # of live workers
+        self._numbers: dict[Hashable, int] = {}  # of all classes that there ever were
+        self._groups: dict[Hashable, int] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._homes: dict[WorkerId, _Class] = {}
+        self._odd: set[WorkerId] = set()  # with blocks of another size, or of one kind too many
+        self._unsure: set[WorkerId] = set()  # nobody knows how long they will compute
+        self._shared: set[WorkerId] = set()  # they compute for other gateways too
+        self._version = -1  # of the estimates that C++ has
+        self._has_new_costs = False  # since workers' loads were told
+        self._is_known = False  # what all work costs
+        self._num_prefillers = 0
+        self._largest = (0, 0, 0)
+        self._call = bytearray(_ASK.size + _DECISION.size)
+        self._call_address = library.address_of(self._call)
+        self._news = bytearray(_NEWS.size)
+
+    def add(self, worker: WorkerView) -> None:
+        """A worker has come. The index knows it already."""
+        info = worker.info
+        worker_id = info.worker_id
+        if not self._handle:
+            self._open(info.layout.block_size)
+        if info.layout.block_size != self._block_size:
+            self._odd.add(worker_id)
+            return
+        its_class = _class_of(worker)
+        number = self._numbers.setdefault(its_class, len(self._numbers))
+        kind = self._kind(number, worker)
+        if kind is None:
+            self._odd.add(worker_id)
+            return
+        home = self._classes.get(its_class)
+        if home is None:
+            alike = WorkerView(info)  # the worker itself may come to be of another class
+            home = self._classes[its_class] = _Class(number, alike)
+        home.size += 1
+        self._homes[worker_id] = home
+        self._num_prefillers += info.role.prefills
+        slot = self._index.slots[worker_id]
+        self._tell_costs()
+        self._core.baton_fleet_join(self._handle, slot, kind)
+        self._measure()
+        self._view.touched.add(worker_id)
+
+    def forget(self, worker: WorkerView) -> None:
+        """A worker is gone. The index still knows it."""
+        worker_id = worker.info.worker_id
+        self._odd.discard(worker_id)
+        self._unsure.discard(worker_id)
+        self._shared.discard(worker_id)
+        home = self._homes.pop(worker_id, None)
+        if home is None:
+            return
+        self._num_prefillers -= worker.info.role.prefills
+        self._core.baton_fleet_leave(self._handle, self._index.slots[worker_id])
+        home.size -= 1
+        if not home.size:
+            del self._classes[_class_of(worker)]
+            self._tell_costs()
+        self._measure()
+
+    def choose(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Choice | Busy | None:
+        """Where a request goes, of whose full blocks these are the hashes. None: the policy itself
+        has to be asked.
+        """
+        self.tell()
+        if not self._is_plain(need):
+            return None
+        return self.choice(self.decide(need, hashes, now_s), now_s)
+
+    def decide(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Decision:
+        """What C++ says, of a request about which it knows all that matters."""
+        _ASK.pack_into(
+            self._call,
+            0,
+            self._handle,
+            len(hashes),
+            need.num_tokens,
+            need.end_len,
+            need.max_len,
+            now_s,
+            self._tpot_bound_s(need),
+            self._wait_bound_s,
+            self._estimates.offer_s(),
+        )
+        self._core.baton_fleet_decide(self._call_address, pack(hashes))
+        return _decision(_DECISION.unpack_from(self._call, _ASK.size))
+
+    def choice(self, decision: Decision, now_s: float) -> Choice | Busy:
+        """A decision in the words of policies."""
+        if decision.status != _PLACED:
+            return self._busy(decision, now_s)
+        names, block_size = self._index.names, self._block_size
+        prefill, decode = names[decision.prefill], names[decision.decode]
+        assert prefill is not None
+        assert decode is not None
+        pulls = decision.source != library.NONE
+        num_source_blocks = decision.matched_blocks + decision.pulled_blocks
+        return Choice(
+            Placement(prefill, decode),
+            reason(is_local=prefill == decode, pulls=pulls),
+            self._num_prefillers,
+            num_matched_tokens=decision.matched_blocks * block_size,
+            source=names[decision.source] if pulls else None,
+            num_source_tokens=num_source_blocks * block_size if pulls else 0,
+            ttft_s=decision.ttft_s,
+            tpot_s=decision.tpot_s,
+        )
+
+    def tell(self) -> None:
+        """Tells C++ what has changed."""
+        touched = self._view.touched
+        if self._version != self._estimates.version:
+            self._tell_costs()
+        if self._has_new_costs:  # what these have to do was priced before
+            touched |= self._unsure | self._shared
+            self._has_new_costs = False
+        if not touched:
+            return
+        count = 0
+        if len(self._news) < len(touched) * _NEWS.size:
+            self._news = bytearray(2 * len(touched) * _NEWS.size)
+        for worker_id in touched:
+            worker = self._view.workers.get(worker_id)
+            if worker is not None and worker_id in self._homes:
+                self._put_news(count, worker)
+                count += 1
+        touched.clear()
+        self._core.baton_fleet_loads(self._handle, library.address_of(self._news), count)
+
+    def validate(self) -> None:
+        """Asserts that C++ finds its arrays sound, and knows whom we know. Slow."""
+        assert self._homes.keys() | self._odd == self._view.workers.keys()
+        assert sum(home.size for home in self._classes.values()) == len(self._homes)
+        assert all(home.size for home in self._classes.values())
+        assert self._unsure <= self._homes.keys()
+        if self._handle:
+            assert self._core.baton_fleet_is_sound(self._handle)
+
+    # ------------------------------------------------------------ decisions
+
+    def _is_plain(self, need: Need) -> bool:
+        """Whether C++ knows all that matters, and somebody could serve this at all."""
+        if self._odd or self._unsure or self._view.severed or not self._is_known:
+            return False
+        if need.shared is not None or need.kept_tokens or need.preempted_s or not need.may_pull:
+            return False
+        decode_tokens, prefill_tokens, mixed_tokens = self._largest
+        if need.max_len > decode_tokens:
+            return False
+        return need.num_tokens <= prefill_tokens or need.max_len <= mixed_tokens
+
+    def _tpot_bound_s(self, need: Need) -> float:
+        """Infinite where there is none, or even an empty worker would not keep it."""
+        bound_s = need.tpot_bound_s
+        if bound_s is None:
+            return math.inf
+        homes = (home for home in self._classes.values() if home.worker.info.role.decodes)
+        able = (home.worker for home in homes if has_memory(home.worker, need.end_len))
+        alone = (self._estimates.step_s(worker, 1, need.end_len) for worker in able)
+        return bound_s if any(s is None or s <= bound_s for s in alone) else math.inf
+
+    def _busy(self, decision: Decision, now_s: float) -> Busy:
+        """A worker that has time already is kept back by something else than time."""
+        if decision.status != _NO_PREFILL:
+            return Busy()
+        if not self._wait_bound_s < decision.wait_s < math.inf:
+            return Busy(lacks=Role.PREFILL)
+        return Busy(now_s + decision.wait_s - self._backlog_s, Role.PREFILL)
+
+    # ------------------------------------------------------------ what C++ is told
+
+    def _tell_costs(self) -> None:
+        """What the work of each class costs, and whether all of that is known. Few of many
+        observations change any of it.
+        """
+        self._is_known = bool(self._classes)
+        for home in self._classes.values():
+            costs = _costs(home.worker, self._estimates)
+            if costs is None:
+                self._is_known = False
+            elif costs != home.costs:
+                home.costs = costs
+                self._core.baton_fleet_costs(self._handle, home.number, library.Costs(*costs))
+                self._has_new_costs = True
+        self._version = self._estimates.version
+
+    def _put_news(self, number: int, worker: WorkerView) -> None:
+        """Its load, as row `number` of the news."""
+        worker_id = worker.info.worker_id
+        foreign_s = foreign_prefill_s(worker, self._estimates)
+        if foreign_s is None or (worker.prefills and not worker.reserved_s):
+            self._unsure.add(worker_id)
+            foreign_s = 0.0
+        else:
+            self._unsure.discard(worker_id)
+        (self._shared.add if worker.foreign.prompt_tokens else self._shared.discard)(worker_id)
+        _NEWS.pack_into(
+            self._news,
+            number * _NEWS.size,
+            self._index.slots[worker_id],
+            *worker.ready(foreign_s),
+            worker.num_decodes,
+            worker.mean_context_tokens,
+            worker.promised_blocks,
+        )
+
+    def _open(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._handle = self._core.baton_fleet_open(self._index.handle, block_size, self._seed)
+        # It looks into the index, which therefore may not be closed before it.
+        finalize(self, _close, self._core, self._handle, self._index)
+
+    def _kind(self, number: int, worker: WorkerView) -> int | None:
+        """What C++ calls workers like this, of class `number`; None if it has no room for it."""
+        info = worker.info
+        # Blocks mean the same to all of a group: see `WorkerView.can_pull_from`.
+        group = self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
+        pulls = info.kv_wire_dtype in (None, info.layout.kv_format)
+        key = (number, group, info.prefills_locally, pulls)
+        kind = self._kinds.get(key)
+        if kind is None and len(self._kinds) < MAX_KINDS:
+            role = info.role
+            fields = (number, group, role.prefills, role.decodes, info.prefills_locally, pulls)
+            kind = self._core.baton_fleet_kind(
+                self._handle, library.Kind(*fields, info.num_blocks, info.max_running)
+            )
+            self._kinds[key] = kind
+        return kind
+
+    def _measure(self) -> None:
+        """The largest prompts and answers that live workers could hold, in tokens."""
+        largest = dict.fromkeys(Role, 0)
+        for home in self._classes.values():
+            info = home.worker.info
+            largest[info.role] = max(largest[info.role], info.num_blocks * self._block_size)
+        mixed = largest[Role.MIXED]
+        self._largest = (max(largest[Role.DECODE], mixed), largest[Role.PREFILL], mixed)
+
+
+def _class_of(worker: WorkerView) -> Hashable:
+    """Workers whose work costs the same, a block's bytes on their way included."""
+    return worker_class(worker), worker.info.layout
+
+
+def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None:
+    """What work costs on workers like this, as `library.Costs`; None while not all is known."""
+    info = worker.info
+    prefill = estimates.prefill_cost(worker)
+    decode = estimates.decode_cost(worker)
+    pull = estimates.pull_cost(worker)
+    if prefill is None or (decode is None and info.role.decodes):
+        return None
+    return (
+        prefill.fixed_s,
+        prefill.token_s,
+        prefill.square_s,
+        *((0.0, 0.0, 0.0) if decode is None else (decode.fixed_s, decode.row_s, decode.context_s)),
+        # Of what nobody has measured nothing is expected.
+        math.inf if pull is None else pull.fixed_s,
+        0.0 if pull is None else pull.block_s + info.layout.block_bytes / pull.bytes_per_s,
+    )
+
+
+def _close(core: library.Core, handle: int, _index: PrefixIndex) -> None:
+    core.baton_fleet_close(handle)

@@ -1,0 +1,248 @@
+"""All workers' cached blocks by hash, fed by the workers' own news of stored and evicted blocks.
+
+`PrefixIndex` knows what `router.prefixes.map.PrefixMap` knows and is asked in the same words, but
+one
+walk along a prompt finds what all workers hold, a block takes some forty bytes however long the
+names of its workers are, and a million news a second are taken in. C++ does it (`router.native`);
+where that cannot be built, `prefix_index` gives a `PrefixMap`.
+
+Workers are numbered by *slots*, of which there are 65,535. Only the first eight of a hash's sixteen
+bytes are its key. If two blocks share them (one chance in 10⁵ that any two of ten million do), a
+worker may be thought to hold a block that it does not hold: it says so when asked, and computes it.
+
+A worker's news come after the fact and may not come at all. A worker that has sent none since it
+was added or cleared is credited with what it was seen to use, as in a `PrefixMap`; its first news
+put an end to that.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence, Set
+from typing import Protocol
+from weakref import finalize
+
+from engine.errors import BatonError
+from engine.messages import WorkerId
+from engine.worker.blocks import HASH_BYTES, BlockHash
+from router.native import library
+from router.prefixes.map import PrefixMap
+
+
+class TooManyWorkers(BatonError):
+    """The index cannot tell so many workers apart."""
+
+
+class Prefixes(Protocol):
+    """What is known of prefixes elsewhere: a `PrefixMap` or a `PrefixIndex`."""
+
+    @property
+    def workers(self) -> Set[WorkerId]:
+        """Those that have been added and not forgotten."""
+        ...
+
+    def add(self, worker_id: WorkerId, num_blocks: int) -> None:
+        """A worker with so large a pool has come; nothing is known of it yet."""
+        ...
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """A worker is gone with all it held."""
+        ...
+
+    def record(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """A worker was seen to hold these leading blocks of a prompt."""
+        ...
+
+    def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """A worker was asked for these blocks and does not hold them."""
+        ...
+
+    def stored(
+        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
+    ) -> None:
+        """A worker says that it holds these blocks."""
+        ...
+
+    def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """A worker says that it holds these blocks no longer."""
+        ...
+
+    def cleared(self, worker_id: WorkerId) -> None:
+        """A worker holds nothing, or nothing is known of it any more."""
+        ...
+
+    def longest(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
+        """How many leading blocks each worker holds, without those that hold none."""
+        ...
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        ...
+
+
+def prefix_index(*, seed: int = 0) -> Prefixes:
+    """A `PrefixIndex`, or where C++ cannot be built a `PrefixMap`."""
+    return PrefixIndex(seed=seed) if library.is_native() else PrefixMap()
+
+
+class PrefixIndex:
+    """Which worker holds which blocks. Unknown workers, and news that come twice, are ignored.
+
+    Raises BuildError where C++ cannot be built. The seed keeps clients from choosing prompts whose
+    blocks crowd one place of the table; nothing that is answered depends on it.
+    """
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self._core = library.opened()
+        self.handle: int = self._core.baton_index_open(seed)  # for a `Fleet`
+        finalize(self, self._core.baton_index_close, self.handle)
+        self.slots: dict[WorkerId, int] = {}
+        self.names: list[WorkerId | None] = []  # by slot
+        self._num_blocks: dict[WorkerId, int] = {}
+        # By worker without news, the blocks that it was last seen to use, latest last.
+        self._seen: dict[WorkerId, OrderedDict[BlockHash, None]] = {}
+        self._found = array("i")  # slot and blocks of each worker
+
+    @property
+    def workers(self) -> Set[WorkerId]:
+        """Those that have been added and not forgotten."""
+        return self.slots.keys()
+
+    @property
+    def num_blocks(self) -> int:
+        """Different blocks. Those of lost workers are counted until they are come across."""
+        return int(self._core.baton_index_num_blocks(self.handle))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table."""
+        return int(self._core.baton_index_num_bytes(self.handle))
+
+    def num_held(self, worker_id: WorkerId) -> int:
+        """Blocks that a worker is thought to hold."""
+        return int(self._core.baton_index_num_held(self.handle, self.slots[worker_id]))
+
+    def add(self, worker_id: WorkerId, num_blocks: int) -> None:
+        """A worker with so large a pool has come; nothing is known of it yet.
+
+        Raises TooManyWorkers.
+        """
+        self.forget(worker_id)
+        slot = self._core.baton_index_add(self.handle)
+        if slot == library.MAX_SLOTS:
+            raise TooManyWorkers(f"{slot} workers are known already")
+        if slot == len(self.names):
+            self.names.append(None)
+            self._found.extend((0, 0))
+        self.names[slot] = worker_id
+        self.slots[worker_id] = slot
+        self._num_blocks[worker_id] = num_blocks
+        self._seen[worker_id] = OrderedDict()
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """A worker is gone with all it held."""
+        slot = self.slots.pop(worker_id, None)
+        if slot is None:
+            return
+        self.names[slot] = None
+        del self._num_blocks[worker_id]
+        self._seen.pop(worker_id, None)
+        self._core.baton_index_forget(self.handle, slot)
+
+    def record(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """A worker was seen to hold these leading blocks of a prompt.
+
+        It is credited with as many as fit into its pool, those used last. One that sends news of
+        its own is not: it may have evicted them since, and would not say so again.
+        """
+        seen = self._seen.get(worker_id)
+        if seen is None:
+            return
+        for block_hash in reversed(hashes):  # like the pool, it drops the end of a prefix first
+            seen[block_hash] = None
+            seen.move_to_end(block_hash)
+        self._store(worker_id, hashes)
+        surplus = len(seen) - self._num_blocks[worker_id]
+        if surplus > 0:
+            self._remove(worker_id, [seen.popitem(last=False)[0] for _ in range(surplus)])
+
+    def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """A worker was asked for these blocks and did not hold them.
+
+        One that sends news of its own may have stored them since, and would not say so again.
+        """
+        seen = self._seen.get(worker_id)
+        if seen is None:
+            return
+        for block_hash in hashes:
+            seen.pop(block_hash, None)
+        self._remove(worker_id, hashes)
+
+    def stored(
+        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
+    ) -> None:
+        """A worker says that it holds these blocks.
+
+        `parent`, the block before them, is not asked for: a hash covers all that precedes it.
+        """
+        if worker_id in self._seen:
+            self._hear(worker_id)
+        self._store(worker_id, hashes)
+
+    def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """A worker says that it holds these blocks no longer."""
+        if worker_id in self._seen:
+            self._hear(worker_id)
+        self._remove(worker_id, hashes)
+
+    def cleared(self, worker_id: WorkerId) -> None:
+        """A worker holds nothing, or nothing is known of it any more."""
+        slot = self.slots.get(worker_id)
+        if slot is None:
+            return
+        self._core.baton_index_clear(self.handle, slot)
+        self._seen[worker_id] = OrderedDict()
+
+    def longest(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
+        """How many leading blocks of a prompt each worker holds, without those that hold none."""
+        address, _ = self._found.buffer_info()
+        packed = pack(hashes)
+        count = self._core.baton_index_longest(self.handle, packed, len(hashes), address)
+        pairs = self._found[: 2 * count]
+        names = self.names
+        return {
+            name: num_blocks
+            for slot, num_blocks in zip(pairs[::2], pairs[1::2], strict=True)
+            if (name := names[slot]) is not None
+        }
+
+    def validate(self) -> None:
+        """Asserts that names and slots match, and that C++ finds its table sound. Slow."""
+        assert {name: slot for slot, name in enumerate(self.names) if name} == self.slots
+        assert self._num_blocks.keys() == self.slots.keys() >= self._seen.keys()
+        assert self._core.baton_index_is_sound(self.handle)
+        for worker_id, seen in self._seen.items():
+            assert len(seen) <= self._num_blocks[worker_id]
+            assert len(seen) == self.num_held(worker_id)
+
+    def _hear(self, worker_id: WorkerId) -> None:
+        """A worker's first news: what it was seen to use is known better now."""
+        del self._seen[worker_id]
+        self._core.baton_index_clear(self.handle, self.slots[worker_id])
+
+    def _store(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        slot = self.slots.get(worker_id)
+        if slot is not None:
+            self._core.baton_index_store(self.handle, slot, pack(hashes), len(hashes))
+
+    def _remove(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        slot = self.slots.get(worker_id)
+        if slot is not None:
+            self._core.baton_index_remove(self.handle, slot, pack(hashes), len(hashes))
+
+
+def pack(hashes: Sequence[BlockHash]) -> bytes:
+    """Hashes one behind the other. Raises ValueError if they are not hashes of blocks."""
+    packed = b"".join(hashes)
+    if len(packed) != HASH_BYTES * len(hashes):
+        raise ValueError(f"{len(hashes)} hashes of {HASH_BYTES} bytes came as {len(packed)} bytes")
+    return packed

@@ -1,0 +1,148 @@
+"""What is asked of the workers, as one gateway sees it: what the planner of pools is told.
+
+Requests count when they arrive, refused ones too, by what is predicted then: the seconds that a
+worker would compute the prompt, what is cached somewhere left out, and the tokens of the answer.
+Prompts that a decode worker computed by itself are taken off again.
+
+Who waits for a decode worker does not wait for a prefill worker: of the queue, only what its head
+waits for is counted as the one or the other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from engine.demand import Observation
+from engine.messages import Role, WorkerId
+from router.cluster.view import ClusterView
+from router.machine.flight import Flight
+from router.machine.placing import KnownPrefixes
+from router.machine.state import RouterState
+from router.planning.planner import Member
+
+LOOK_AFTER_S = 0.9  # who asks once a second is told of a new second each time
+
+_AS_THEY_ARE: Mapping[WorkerId, Role] = {}
+
+
+def members(view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE) -> list[Member]:
+    """Workers, with the tokens that a flip would move or give back; `roles` are those of workers
+    that were told of another one.
+    """
+    return [
+        Member(
+            worker_id,
+            roles.get(worker_id, worker.info.role),
+            worker.context_tokens + worker.reserved_tokens,
+        )
+        for worker_id, worker in view.workers.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Since somebody first observed."""
+
+    num_requests: int = 0
+    prefill_s: float = 0.0
+    output_tokens: float = 0.0
+    locally_s: float = 0.0  # of `prefill_s`, given to decode workers
+
+    @property
+    def sent_s(self) -> float:
+        """What was asked of prefill workers, seconds."""
+        return self.prefill_s - self.locally_s
+
+
+class Demand:
+    """Adds up what arrives at the state that it is given."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+        self._sums = Sums()
+        self._taken = Sums()  # when it was last observed
+        self._taken_s: float | None = None
+
+    def arrived(self, flight: Flight) -> None:
+        """A request has come, whatever will be done with it. Until somebody observes, nothing is
+        looked up for it: most gateways have no planner.
+        """
+        if self._taken_s is None:
+            return
+        state, sums = self._state, self._sums
+        flight.compute_s = self._prefill_s(flight)
+        self._sums = Sums(
+            sums.num_requests + 1,
+            sums.prefill_s + flight.compute_s,
+            sums.output_tokens + state.lengths.mean(state.max_tokens(flight)),
+        )
+
+    def _prefill_s(self, flight: Flight) -> float:
+        """0 where nobody knows. Who shares a prompt with a leader does not have it computed."""
+        state = self._state
+        workers = state.view.workers.values()
+        if flight.request.leader is not None or not workers:
+            return 0.0
+        worker = next((w for w in workers if w.info.role.prefills), next(iter(workers)))
+        cached = max(KnownPrefixes(state, flight).matched_tokens().values(), default=0)
+        return state.estimates.prefill_s(worker, flight.length, cached) or 0.0
+
+    def rest(self) -> None:
+        """Nobody observes any more, for now."""
+        self._taken_s = None
+
+    def observe(self, now_s: float) -> Observation:
+        """What was asked since the last call, and what there is now."""
+        state, before = self._state, self._taken
+        sums = replace(self._sums, locally_s=state.locally_s)
+        queued = [state.flights[request_id] for request_id in state.queue]
+        if self._taken_s is None:
+            for one in queued:  # they came while nobody observed
+                one.compute_s = self._prefill_s(one)
+        over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
+        self._taken, self._taken_s = sums, now_s
+        per_s = 1 / over_s if over_s > 0 else 0.0
+        workers = state.view.workers.values()
+        prefillers = [worker for worker in workers if worker.info.role.prefills]
+        decoders = [worker for worker in workers if worker.decodes]
+        costs = [state.estimates.decode_cost(w) for w in workers if w.info.role.decodes]
+        waits_for_prefill = state.busy is not None and state.busy.lacks is Role.PREFILL
+        return Observation(
+            requests_per_s=(sums.num_requests - before.num_requests) * per_s,
+            prefill_s_per_s=max(sums.sent_s - before.sent_s, 0.0) * per_s,
+            output_tokens_per_s=(sums.output_tokens - before.output_tokens) * per_s,
+            queued_s=sum(one.compute_s for one in queued) if waits_for_prefill else 0.0,
+            prefilling_s=sum(w.ready_s(now_s) for w in prefillers if w.prefills),
+            num_queued=0 if waits_for_prefill else len(queued),
+            queued_tokens=0 if waits_for_prefill else sum(one.length for one in queued),
+            num_decoding=sum(len(worker.decodes) for worker in decoders),
+            context_tokens=sum(
+                (w.context_tokens + w.reserved_blocks * w.info.layout.block_size) // 2
+                for w in decoders
+            ),
+            reserved_tokens=sum(w.reserved_blocks * w.info.layout.block_size for w in decoders),
+            decode_cost=next((cost for cost in costs if cost is not None), None),
+        )
+
+
+class Observer:
+    """Observes about once a second, however many ask: to observe begins the sums anew."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._looked_s: float | None = None
+        self._latest: Observation | None = None
+
+    def latest(self, now_s: float) -> Observation | None:
+        """What was seen last. None until a second has been."""
+        if self._looked_s is None:
+            self._demand.observe(now_s)
+            self._looked_s = now_s
+        elif now_s - self._looked_s >= LOOK_AFTER_S:
+            self._latest = self._demand.observe(now_s)
+            self._looked_s = now_s
+        return self._latest
+
+    def rest(self) -> None:
+        """Nobody asks for now: nothing is summed up meanwhile."""
+        self._demand.rest()
+        self._looked_s = self._latest = None

@@ -1,0 +1,1 @@
+"""Which worker holds which cached prefix, from the workers' own events. Pure."""

@@ -1,0 +1,321 @@
+"""What one worker tells of its cached blocks, put in order. No I/O.
+
+    waiting ──snapshot──> following ──a number is missing──> asks again ──> following
+       ^                      │                                  │
+       └──────────────────────┴─────────── no answer in time ────┘
+
+A worker's batches of events are numbered. In order they are applied as they come. Where one is
+missing, those behind it are kept and it is asked for; if it is not among the worker's recent ones
+any more, a snapshot is. The worker's own count of what it published, which comes another way, shows
+what was lost with nothing behind it.
+
+No answer in time means that the worker is *unheard*: what it told is believed no longer, and the
+gateway goes by what it had the worker do. A snapshot is asked for again after a pause that grows.
+
+What comes twice, late or in disorder changes nothing: batches behind the next one are dropped, and
+a snapshot counts only if it is not older than what has been applied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from engine.messages import WorkerId
+from engine.worker.block_events import (
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+)
+from engine.worker.blocks import BlockHash
+
+ANSWER_TIMEOUT_S = 5.0  # from one piece of an answer to the next
+OVERDUE_S = 0.5  # what was published may be on its way for so long
+FIRST_PAUSE_S = 1.0  # before the worker is asked again
+MAX_PAUSE_S = 30.0
+MAX_EARLY_BATCHES = 1024  # kept while one before them is missing
+
+
+class BlockIndex(Protocol):
+    """What is known of all workers' cached blocks."""
+
+    def stored(
+        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
+    ) -> None:
+        """A worker holds these blocks."""
+        ...
+
+    def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """A worker holds these blocks no longer."""
+        ...
+
+    def cleared(self, worker_id: WorkerId) -> None:
+        """A worker holds nothing."""
+        ...
+
+
+def apply_events(index: BlockIndex, worker_id: WorkerId, events: Sequence[BlockEvent]) -> None:
+    """Tells an index what a worker told. Events are in order."""
+    for event in events:
+        match event:
+            case BlockStored():
+                hashes = cast("list[BlockHash]", event.block_hashes)
+                parent = cast("BlockHash | None", event.parent_block_hash)
+                index.stored(worker_id, hashes, parent)
+            case BlockRemoved():
+                index.removed(worker_id, cast("list[BlockHash]", event.block_hashes))
+            case AllBlocksCleared():
+                index.cleared(worker_id)
+
+
+# ---------------------------------------------------------------- what goes in
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A batch came."""
+
+    number: int
+    events: Sequence[BlockEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A piece of the answer to the last ask came."""
+
+    number: int
+    events: Sequence[BlockEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnded:
+    """That was the last piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The worker says how many batches it has published."""
+
+    num_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """Something came that cannot be read."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Nothing happened but time."""
+
+
+NewsEvent = Published | Answered | AnswerEnded | Counted | Garbled | Tick
+
+# ---------------------------------------------------------------- what comes out
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The worker's blocks changed so."""
+
+    events: Sequence[BlockEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class AskBatches:
+    """Ask for batches from this number on. Nothing of an earlier ask counts any more."""
+
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """Ask for all that is cached. Nothing of an earlier ask counts any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unheard:
+    """What the worker told is out of date, until the next `Apply`."""
+
+    reason: str
+
+
+NewsEffect = Apply | AskBatches | AskSnapshot | Unheard
+
+
+@dataclass(slots=True)
+class _Ask:
+    """What the worker has been asked."""
+
+    due_s: float
+    wants_all: bool
+    num_published: int  # when it was asked
+    number: int | None = None  # of the snapshot
+    pieces: list[BlockEvent] = field(default_factory=list)
+
+
+class BlockNews:
+    """The batches of one worker in one life of it. Only `open` and `handle` change it."""
+
+    def __init__(self) -> None:
+        self._next: int | None = None  # the number of the next batch to apply; None: all is wanted
+        self._early: dict[int, Sequence[BlockEvent]] = {}
+        self._num_published = 0  # as far as is known
+        self._ask: _Ask | None = None
+        self._overdue_s: float | None = None
+        self._ask_again_s: float | None = None
+        self._num_failures = 0
+        self._is_heard = True  # nobody has been told otherwise
+
+    @property
+    def is_following(self) -> bool:
+        """Whether all that is known to have been published has been applied."""
+        return self._next is not None and self._next >= self._num_published
+
+    def open(self, now_s: float) -> list[NewsEffect]:
+        """Begins."""
+        return self._chase(now_s)
+
+    def handle(self, event: NewsEvent, now_s: float) -> list[NewsEffect]:
+        """Takes an event in; what follows from it comes out."""
+        match event:
+            case Published(number, events):
+                self._num_published = max(self._num_published, number + 1)
+                effects = self._take(number, events)
+            case Answered(number, events):
+                effects = self._on_answered(number, events, now_s)
+            case AnswerEnded():
+                effects = self._on_answer_ended(now_s)
+            case Counted(num_batches):
+                self._num_published = max(self._num_published, num_batches)
+                effects = []
+            case Garbled(reason):
+                effects = self._fail(reason, now_s)
+            case Tick():
+                effects = []
+        if self._ask is not None and now_s >= self._ask.due_s:
+            effects += self._fail("no answer in time", now_s)
+        return effects + self._chase(now_s)
+
+    def next_wake_s(self) -> float | None:
+        """When the next deadline falls due."""
+        if self._ask is not None:
+            return self._ask.due_s
+        if self._ask_again_s is not None:
+            return self._ask_again_s
+        return self._overdue_s
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        assert len(self._early) <= MAX_EARLY_BATCHES
+        if self._next is not None:
+            assert all(number > self._next for number in self._early)
+        if self._next is None or self._early:
+            assert self._ask is not None or self._ask_again_s is not None, "nobody is asked"
+
+    # ------------------------------------------------------------ batches
+
+    def _take(self, number: int, events: Sequence[BlockEvent]) -> list[NewsEffect]:
+        """Applies a batch if its turn has come, with those that waited for it."""
+        if self._next is None or number > self._next:
+            if len(self._early) < MAX_EARLY_BATCHES:
+                self._early[number] = events
+            return []
+        if number < self._next:
+            return []
+        self._next += 1
+        return [Apply(events), *self._take_early()]
+
+    def _take_early(self) -> list[NewsEffect]:
+        assert self._next is not None
+        effects: list[NewsEffect] = []
+        while (events := self._early.pop(self._next, None)) is not None:
+            effects.append(Apply(events))
+            self._next += 1
+        return effects
+
+    # ------------------------------------------------------------ asks and answers
+
+    def _chase(self, now_s: float) -> list[NewsEffect]:
+        """Asks for what is missing, if anything is and nobody has been asked."""
+        if self._ask is not None:
+            return []
+        if self._ask_again_s is not None:
+            if now_s < self._ask_again_s:
+                return []
+            self._ask_again_s = None
+        if self._next is None:
+            return self._ask_for(now_s, wants_all=True)
+        if self._early or self._is_overdue(now_s):
+            return self._ask_for(now_s, wants_all=False)
+        return []
+
+    def _is_overdue(self, now_s: float) -> bool:
+        """Whether something that was published has not come for too long."""
+        if self.is_following:
+            self._overdue_s = None
+            return False
+        if self._overdue_s is None:
+            self._overdue_s = now_s + OVERDUE_S
+        return now_s >= self._overdue_s
+
+    def _ask_for(self, now_s: float, *, wants_all: bool) -> list[NewsEffect]:
+        self._overdue_s = None
+        self._ask = _Ask(now_s + ANSWER_TIMEOUT_S, wants_all, self._num_published)
+        if wants_all:
+            return [AskSnapshot()]
+        assert self._next is not None
+        return [AskBatches(self._next)]
+
+    def _on_answered(
+        self, number: int, events: Sequence[BlockEvent], now_s: float
+    ) -> list[NewsEffect]:
+        ask = self._ask
+        if ask is None:
+            return []
+        ask.due_s = now_s + ANSWER_TIMEOUT_S
+        if not ask.wants_all:
+            self._num_published = max(self._num_published, number + 1)
+            return self._take(number, events)
+        if ask.number not in (None, number):
+            return self._fail("pieces of two snapshots", now_s)
+        ask.number = number
+        ask.pieces += events
+        return []
+
+    def _on_answer_ended(self, now_s: float) -> list[NewsEffect]:
+        ask, self._ask = self._ask, None
+        if ask is None:
+            return []
+        if ask.wants_all:
+            return self._on_snapshot(ask, now_s)
+        assert self._next is not None
+        if self._next < ask.num_published:  # it keeps them no longer
+            return self._ask_for(now_s, wants_all=True)
+        self._num_failures = 0
+        return []
+
+    def _on_snapshot(self, ask: _Ask, now_s: float) -> list[NewsEffect]:
+        number = ask.number
+        if number is None or not ask.pieces or not isinstance(ask.pieces[0], AllBlocksCleared):
+            return self._fail("no whole snapshot", now_s)
+        self._num_failures = 0
+        if self._next is not None and number < self._next:
+            return []  # what was missing came late
+        self._is_heard = True
+        self._next = number
+        self._early = {n: events for n, events in self._early.items() if n >= number}
+        # Should it have published more, it will say so again.
+        self._num_published = max(self._early, default=number - 1) + 1
+        return [Apply(ask.pieces), *self._take_early()]
+
+    def _fail(self, reason: str, now_s: float) -> list[NewsEffect]:
+        """What was applied is not believed any more; after a pause all is asked for."""
+        pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, MAX_PAUSE_S)
+        self._num_failures = min(self._num_failures + 1, 16)
+        self._ask, self._ask_again_s = None, now_s + pause_s
+        self._next, self._overdue_s = None, None
+        was_heard, self._is_heard = self._is_heard, False
+        return [Unheard(reason)] if was_heard else []

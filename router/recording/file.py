@@ -1,0 +1,141 @@
+"""A recording on disk, written beside the gateway's work.
+
+What the event loop does is to encode a line and to put it down; a thread of its own writes what
+has come, every so often and at the end. Where the disk is full, or slower than what comes, or
+something cannot be encoded, the recording ends there: it never has a hole, for what comes after one
+cannot be replayed. Serving goes on.
+
+Only whom the gateway runs as may read the file: it holds prompts and answers.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from engine.config import RouterConfig
+from engine.errors import ConfigError
+from router.machine.events import RouterEffect, RouterEvent
+from router.recording.lines import Recorder
+
+log = logging.getLogger(__name__)
+
+WRITE_EVERY_S = 0.5
+MAX_UNWRITTEN_BYTES = 256 * 2**20  # of a disk that does not keep up
+NOT_WRITTEN_IN_TIME = "the disk does not finish"
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Disk(Protocol):
+    """Where lines end up: a file that is written through at `flush`."""
+
+    def write(self, data: bytes) -> object:
+        """Takes lines. Raises OSError."""
+        ...
+
+    def flush(self) -> None:
+        """Hands them on. Raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come. Raises OSError."""
+        ...
+
+
+class RecordingFile:
+    """Writes down what a machine is told and what it answers, from `open` to `close`."""
+
+    def __init__(
+        self, path: Path, config: RouterConfig, *, max_unwritten_bytes: int = MAX_UNWRITTEN_BYTES
+    ) -> None:
+        """`config` is the machine's, with the seed that it really has."""
+        self.path = path
+        self.failure: str | None = None  # why nothing is recorded any more
+        self._config = config
+        self._max_unwritten_bytes = max_unwritten_bytes
+        self._lock = threading.Lock()
+        self._unwritten: list[bytes] = []  # under the lock, and with it:
+        self._num_unwritten_bytes = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+
+    def open(self) -> None:
+        """Begins the file, which must not be there yet. Raises ConfigError."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = _create(self.path)
+        except OSError as error:
+            raise ConfigError(f"cannot record to {self.path}: {error.strerror}") from error
+        self._begin(file)
+
+    def _begin(self, file: Disk) -> None:
+        self._file = file
+        self._recorder = Recorder(self._config, self._put)
+        self._thread.start()
+
+    def note(self, event: RouterEvent, now_s: float, effects: Sequence[RouterEffect]) -> None:
+        """The machine was told this, and this came of it."""
+        if self.failure is not None:
+            return
+        try:
+            self._recorder.note(event, now_s, effects)
+        except Exception as error:  # the effects are to be performed all the same
+            # What the error says may hold what clients said.
+            self._fail(f"{type(event).__name__} cannot be encoded: {type(error).__name__}")
+
+    def close(self) -> None:
+        """Writes what is left. Waits for that, though not for ever."""
+        if not self._thread.is_alive():
+            return
+        self._closing.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._fail(NOT_WRITTEN_IN_TIME)
+
+    def _put(self, line: bytes) -> None:
+        with self._lock:
+            self._unwritten.append(line)
+            self._num_unwritten_bytes += len(line)
+            fits = self._num_unwritten_bytes <= self._max_unwritten_bytes
+        if not fits:
+            self._fail("the disk does not keep up")
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        for work in (self._write_all, self._file.close):  # a disk may say only then that it is full
+            try:
+                work()
+            except Exception as error:  # memory may be short too
+                self._fail(_reason(error))
+        with self._lock:  # nobody will write it
+            self._unwritten.clear()
+
+    def _write_all(self) -> None:
+        while not self._closing.wait(WRITE_EVERY_S) and self.failure is None:
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            lines, self._unwritten = self._unwritten, []
+            self._num_unwritten_bytes = 0
+        if lines:
+            self._file.write(b"".join(lines))
+            self._file.flush()
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
+            log.error("the recording %s ends here: %s", self.path, reason)
+
+
+def _reason(error: Exception) -> str:
+    """Holds nothing of what was recorded."""
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+
+
+def _create(path: Path) -> BinaryIO:
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")

@@ -1,0 +1,175 @@
+"""Log-probabilities as clients get them: kept with the text they belong to, in three shapes.
+
+A token's entry is shown when the text that begins with it is: text may be held back because it
+could begin a stop string or ends inside of a character. What a stop string cuts off takes its
+entries along. The token that ends an answer has no text and no entry.
+
+Sources: OpenAI API reference, chat completions and completions; `prompt_logprobs`, vLLM's
+OpenAI-compatible server.
+"""
+
+import codecs
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from engine.messages import Logprobs
+from router.text.detokenizer import AnswerText
+
+SMALLEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
+
+# A token and its place in the distribution; the first token of a prompt has none.
+Entry = tuple[int, Logprobs | None]
+BytesOf = Callable[[int], bytes]
+
+
+class ScoredText:
+    """An `AnswerText` whose tokens come with log-probabilities."""
+
+    def __init__(self, text: AnswerText) -> None:
+        self._text = text
+        self._shown_len = 0
+        self._pending: deque[tuple[int, Entry]] = deque()  # where its text begins, and the entry
+
+    def push(
+        self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
+    ) -> tuple[str, tuple[Entry, ...]]:
+        """Text that may be shown now, and the entries of the tokens that begin in it or before."""
+        pieces = []
+        for token_id, scores in zip(token_ids, logprobs, strict=True):
+            if self._text.stopped:
+                break
+            start = self._shown_len + self._text.held_len
+            if not self._text.ends_with(token_id):
+                self._pending.append((start, (token_id, scores)))
+            piece = self._text.push((token_id,))
+            self._shown_len += len(piece)
+            pieces.append(piece)
+        return "".join(pieces), self._release()
+
+    def finish(self) -> tuple[str, tuple[Entry, ...]]:
+        """What is still held back, when no more tokens come."""
+        text = self._text.finish()
+        self._shown_len += len(text)
+        released = self._release()
+        if not self._text.stopped:  # tokens without text, at the end
+            released += tuple(entry for _, entry in self._pending)
+        self._pending.clear()
+        return text, released
+
+    def _release(self) -> tuple[Entry, ...]:
+        released = []
+        while self._pending and self._pending[0][0] < self._shown_len:
+            released.append(self._pending.popleft()[1])
+        return tuple(released)
+
+
+class LogprobsWriter(Protocol):
+    """Shapes the entries of one choice, in order."""
+
+    def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """The `logprobs` of a choice that shows these tokens."""
+        ...
+
+
+class ChatLogprobs:
+    """As chat completions have them."""
+
+    def __init__(self, bytes_of: BytesOf, num_top: int) -> None:
+        self._bytes_of = bytes_of
+        self._num_top = num_top
+
+    def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """`content` has one item for each token."""
+        return {"content": [self._item(*entry) for entry in entries], "refusal": None}
+
+    def _item(self, token_id: int, scores: Logprobs | None) -> dict[str, Any]:
+        assert scores is not None
+        top = [self._token(*pair) for pair in _top(scores, self._num_top)]
+        return self._token(token_id, scores.logprob) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes_of(token_id)
+        text = data.decode(errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class CompletionLogprobs:
+    """As completions have them: lists side by side. `text_offset` counts characters."""
+
+    def __init__(self, bytes_of: BytesOf, num_top: int) -> None:
+        self._bytes_of = bytes_of
+        self._num_top = num_top
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """One item for each token in each of the lists."""
+        return {
+            "tokens": [self._name(token_id) for token_id, _ in entries],
+            "token_logprobs": [None if s is None else _finite(s.logprob) for _, s in entries],
+            "top_logprobs": [self._alternatives(*entry) for entry in entries],
+            "text_offset": [self._advance(token_id) for token_id, _ in entries],
+        }
+
+    def _alternatives(self, token_id: int, scores: Logprobs | None) -> dict[str, float] | None:
+        """The likeliest tokens, and the one that was chosen if it is not among them."""
+        if scores is None:
+            return None
+        pairs = [*_top(scores, self._num_top), (token_id, scores.logprob)]
+        return {self._name(i): _finite(logprob) for i, logprob in pairs}
+
+    def _name(self, token_id: int) -> str:
+        """Its text; bytes that are no text are spelled, so that tokens have different names."""
+        data = self._bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _advance(self, token_id: int) -> int:
+        offset = self._offset
+        self._offset += len(self._decoder.decode(self._bytes_of(token_id)))
+        return offset
+
+
+def prompt_entries(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> tuple[Entry, ...]:
+    """The entries of a prompt; `logprobs` begin with its second token."""
+    return tuple(zip(token_ids, (None, *logprobs), strict=True))
+
+
+def prompt_logprobs(
+    entries: Sequence[Entry], bytes_of: BytesOf, num_top: int
+) -> list[Mapping[str, Any] | None]:
+    """As vLLM has them: for each token of a prompt what could stand there, by token id."""
+    return [_candidates(*entry, bytes_of, num_top) for entry in entries]
+
+
+def _candidates(
+    token_id: int, scores: Logprobs | None, bytes_of: BytesOf, num_top: int
+) -> dict[str, Any] | None:
+    if scores is None:
+        return None
+    ranked = [(token_id, scores.logprob, scores.rank)]
+    ranked += [(i, p, rank) for rank, (i, p) in enumerate(_top(scores, num_top), start=1)]
+    return {
+        str(i): {
+            "logprob": _finite(logprob),
+            "rank": rank,
+            "decoded_token": bytes_of(i).decode(errors="replace"),
+        }
+        for i, logprob, rank in ranked
+    }
+
+
+def mean_logprob(scores: Sequence[Logprobs]) -> float:
+    """By what the best of several answers is chosen."""
+    return sum(s.logprob for s in scores) / len(scores) if scores else -float("inf")
+
+
+def _top(scores: Logprobs, num_top: int) -> list[tuple[int, float]]:
+    return list(zip(scores.top_ids, scores.top_logprobs, strict=True))[:num_top]
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, SMALLEST_LOGPROB)

@@ -1,0 +1,318 @@
+"""What an answer shall look like: the fields that clients send, as one grammar.
+
+Pure: fields of a body in, a `Structure` or an InvalidRequest that names the field out. Of OpenAI's
+`response_format`, vLLM's `structured_outputs`, its older `guided_*` fields, and tools that may be
+called, a request may have one.
+
+Tools are called in the form of Hermes, which the chat templates of most models teach:
+
+    text <tool_call>
+    {"name": "f", "arguments": {…}}
+    </tool_call>
+
+The grammar allows no other form, and no other arguments than those of the tool's schema. With
+`tool_choice` "auto" any text may come before the calls, or instead of them; nothing follows them.
+`router.text.tool_calls` takes such answers apart.
+
+Sources: OpenAI API reference, chat completions; vLLM, structured outputs and tool calling;
+NousResearch, Hermes function calling; llguidance, docs/syntax.md (lazy lexemes, special tokens).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import GrammarError, InvalidRequest
+from engine.grammar.json_schemas import check_nesting
+from engine.messages import Grammar, GrammarKind
+
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+MAX_TOOLS = 128
+MAX_CHOICES = 10_000
+
+Json = Any
+Fields = Mapping[str, Json]
+
+# What each field is refused for: an answer without what it asks for would be a wrong answer.
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+FIELDS = ("response_format", "structured_outputs", *_GUIDED, "tools", "tool_choice")
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the fields come to.
+
+    `param` names the field that the grammar is from, `parts` those of grammars that it is made of,
+    one of which is to blame where it cannot be followed. `tools` are for the chat template, as the
+    client wrote them; `calls` says that the answer may hold calls of them.
+    """
+
+    grammar: Grammar | None = None
+    param: str | None = None
+    tools: tuple[Mapping[str, Json], ...] = ()
+    calls: bool = False
+    parts: tuple[tuple[str, Grammar], ...] = ()
+
+
+def structure_of(
+    fields: Fields, *, token_of: Callable[[str], int | None] = lambda text: None
+) -> Structure:
+    """What `fields`, those of a body, ask for. Raises InvalidRequest.
+
+    `token_of` gives the id of an added token, of which the marks around calls are two in some
+    models. Whether the grammar can be followed is left to `router.gateway.grammar_checker`.
+    """
+    asked = [name for name in _GUIDED if fields.get(name) is not None]
+    asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]
+    calling = _tools_of(fields)
+    if calling is not None:
+        asked.append("tools")
+    if len(asked) > 1:
+        raise InvalidRequest(f"{asked[0]} and {asked[1]} cannot be combined", param=asked[1])
+    if calling is not None:
+        return _calling(calling, fields, token_of)
+    if not asked:
+        return Structure()
+    name = asked[0]
+    if name == "response_format":
+        return _response_format(fields[name])
+    if name == "structured_outputs":
+        return _structured_outputs(fields[name])
+    return Structure(_grammar(_GUIDED[name], fields[name], name), name)
+
+
+def check_combination(structure: Structure, fields: Fields) -> None:
+    """Raises InvalidRequest if the grammar cannot be followed with the other fields."""
+    if structure.grammar is None:
+        return
+    for name in ("min_tokens", "ignore_eos"):
+        if fields.get(name):
+            message = f"{name} cannot be combined with {structure.param}, which ends the answer"
+            raise InvalidRequest(message, param=name)
+
+
+def _asks(value: Json) -> bool:
+    return value is not None and value != {"type": "text"}
+
+
+def _response_format(value: Json) -> Structure:
+    param = "response_format"
+    kind = _object(value, param).get("type")
+    if kind == "json_object":
+        return Structure(_json_object(), param)
+    if kind != "json_schema":
+        raise InvalidRequest(f"{param}.type {kind!r} is not supported", param=f"{param}.type")
+    schema = _object(value.get("json_schema"), f"{param}.json_schema").get("schema")
+    where = f"{param}.json_schema.schema"
+    return Structure(_grammar("json", schema, where), where)
+
+
+def _structured_outputs(value: Json) -> Structure:
+    param = "structured_outputs"
+    given = {k: v for k, v in _object(value, param).items() if v is not None and v is not False}
+    if len(given) != 1:
+        message = f"{param} needs exactly one of json, regex, choice, grammar, json_object"
+        raise InvalidRequest(message, param=param)
+    ((name, asked),) = given.items()
+    where = f"{param}.{name}"
+    return Structure(_grammar(name, asked, where), where)
+
+
+def _grammar(kind: str, value: Json, param: str) -> Grammar:
+    """The grammar of one of vLLM's kinds."""
+    match kind, value:
+        case "json", bool() | dict():
+            return Grammar(GrammarKind.JSON_SCHEMA, _dumped_json(value, param))
+        case "json", str():
+            return Grammar(GrammarKind.JSON_SCHEMA, value)
+        case "json_object", True:
+            return _json_object()
+        case "regex", str() if value:
+            return Grammar(GrammarKind.REGEX, value)
+        case "grammar", str() if value:
+            return Grammar(GrammarKind.LARK, value)
+        case "choice", list() if value and all(isinstance(choice, str) for choice in value):
+            if len(value) > MAX_CHOICES:
+                raise InvalidRequest(f"more than {MAX_CHOICES} choices", param=param)
+            return Grammar(GrammarKind.LARK, f"start: CHOICE\nCHOICE: {_any_of(value)}")
+        case (("json" | "json_object" | "regex" | "grammar" | "choice"), _):
+            expected = _EXPECTED[kind]
+            raise InvalidRequest(f"{param} must be {expected}", param=param)
+    raise InvalidRequest(f"{param} is not supported", param=param)
+
+
+_EXPECTED = {
+    "json": "a JSON schema",
+    "json_object": "true",
+    "regex": "a regular expression",
+    "grammar": "a grammar in Lark's form",
+    "choice": "a list of strings",
+}
+
+
+def _json_object() -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+
+
+# ---------------------------------------------------------------- tools
+
+
+@dataclass(frozen=True, slots=True)
+class _Calling:
+    """Tools that may be called, and how often."""
+
+    tools: Sequence[Mapping[str, Json]]
+    functions: Mapping[str, Json]  # schemas of the arguments, of those that may be called
+    at_least_one: bool
+    at_most_one: bool
+
+
+def _tools_of(fields: Fields) -> _Calling | None:
+    """None where nothing is to be called."""
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        return None
+    functions = _functions(tools)
+    only = _chosen(choice)
+    if only is not None and only not in functions:
+        message = f"tool_choice names {only!r}, which is not among the tools"
+        raise InvalidRequest(message, param="tool_choice")
+    if choice == "none":
+        return None
+    if only is not None:
+        functions = {only: functions[only]}
+    single = only is not None or fields.get("parallel_tool_calls") is False
+    forced = only is not None or choice == "required"
+    return _Calling(tools, functions, at_least_one=forced, at_most_one=single)
+
+
+def _chosen(choice: Json) -> str | None:
+    """The one function that must be called, if it is named."""
+    match choice:
+        case None | "none" | "auto" | "required":
+            return None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    message = "tool_choice must be 'none', 'auto', 'required' or name one function"
+    raise InvalidRequest(message, param="tool_choice")
+
+
+def _functions(tools: Json) -> dict[str, Json]:
+    """The schemas of the tools' arguments, by name."""
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS}", param="tools")
+    functions: dict[str, Json] = {}
+    for i, tool in enumerate(tools):
+        param = f"tools[{i}]"
+        _check_nesting(tool, param)  # the chat template writes all of it
+        if _object(tool, param).get("type") != "function":
+            raise InvalidRequest(f"{param}.type must be 'function'", param=f"{param}.type")
+        function = _object(tool.get("function"), f"{param}.function")
+        name = function.get("name")
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or name in functions:
+            message = f"{param}.function.name must be a new name of letters, digits, _, . and -"
+            raise InvalidRequest(message, param=f"{param}.function.name")
+        functions[name] = _arguments(function, f"{param}.function.parameters")
+    return functions
+
+
+def _arguments(function: Mapping[str, Json], param: str) -> Json:
+    schema = function.get("parameters")
+    if schema is None:
+        return {"type": "object", "additionalProperties": False}
+    if _object(schema, param).get("type", "object") != "object":
+        raise InvalidRequest(f"{param}.type must be 'object'", param=param)
+    return {"type": "object", **schema}
+
+
+def _calling(calling: _Calling, fields: Fields, token_of: Callable[[str], int | None]) -> Structure:
+    marks_are_tokens = all(token_of(mark) is not None for mark in (CALL_BEGIN, CALL_END))
+    places = {tool["function"]["name"]: i for i, tool in enumerate(calling.tools)}
+    return Structure(
+        grammar=Grammar(
+            GrammarKind.LARK, _calls_grammar(calling, marks_are_tokens=marks_are_tokens)
+        ),
+        param="tools",
+        tools=tuple(fields["tools"]),
+        calls=True,
+        parts=tuple(
+            (
+                f"tools[{places[name]}].function.parameters",
+                Grammar(GrammarKind.JSON_SCHEMA, _dumped(schema)),
+            )
+            for name, schema in calling.functions.items()
+        ),
+    )
+
+
+def _calls_grammar(calling: _Calling, *, marks_are_tokens: bool) -> str:
+    """Lark. A mark that is one token cannot come as text, so it is in the grammar as a token."""
+    begin = CALL_BEGIN if marks_are_tokens else _quoted(CALL_BEGIN)
+    end = CALL_END if marks_are_tokens else _quoted(CALL_END)
+    more = "" if calling.at_most_one else f" (BLANK {begin} body)*"
+    head = f"TEXT {CALL_BEGIN}" if marks_are_tokens else "lazy_head"
+    calls = f"body{more}"
+    start = f"{begin} {calls}" if calling.at_least_one else f"TEXT | {head} {calls}"
+    any_call = " | ".join(f"call_{i}" for i in range(len(calling.functions)))
+    lines = [
+        f"start: {start}",
+        f"body: BLANK ({any_call}) BLANK {end}",
+        r"TEXT: /(?s:.*)/",
+        r"BLANK: /[ \n]{0,2}/",
+    ]
+    if not marks_are_tokens:
+        lines.append(f"lazy_head[lazy]: /(?s:.*){CALL_BEGIN}/")
+    for i, (name, schema) in enumerate(calling.functions.items()):
+        lines.append(f"call_{i}: {_quoted(call_head(name))} arguments_{i} {_quoted('}')}")
+        lines.append(f"arguments_{i}: %json {_dumped(schema)}")
+    return "\n".join(lines)
+
+
+def call_head(name: str) -> str:
+    """How a call begins, up to its arguments."""
+    return f'{{"name": "{name}", "arguments": '
+
+
+# ---------------------------------------------------------------- text
+
+
+def _object(value: Json, param: str) -> Mapping[str, Json]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{param} must be an object", param=param)
+    return value
+
+
+def _any_of(choices: Sequence[str]) -> str:
+    return " | ".join(_quoted(choice) for choice in choices)
+
+
+def _quoted(text: str) -> str:
+    """A string literal of Lark, whose escapes are those of JSON; directives begin with '%'."""
+    return _dumped(text).replace("%", "\\u0025")
+
+
+def _dumped_json(value: Json, param: str) -> str:
+    """What a client sent, as JSON. Raises InvalidRequest if it is nested too deep for that."""
+    _check_nesting(value, param)
+    return _dumped(value)
+
+
+def _check_nesting(value: Json, param: str) -> None:
+    try:
+        check_nesting(value)
+    except GrammarError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error
+
+
+def _dumped(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False)

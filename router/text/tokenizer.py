@@ -1,0 +1,195 @@
+"""The text side of a checkpoint: tokenizer, chat template, tokens that end an answer.
+
+Reads `tokenizer.json` and `tokenizer_config.json` (both needed), `chat_template.jinja`,
+`generation_config.json` and `config.json` (where present) with the `tokenizers` library alone, so
+the gateway needs neither torch nor transformers. It does not know requests, and does not choose a
+thread.
+
+`Tokenizer.encode` keeps the interpreter lock for seconds where a text is long, and every stream of
+the gateway waits. `encode_batch_fast` lets go of it. It would encode in threads of its own, for
+which a short text would wait behind long ones; with TOKENIZERS_PARALLELISM=false it encodes in the
+caller's thread.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from engine.errors import CheckpointError, InvalidRequest
+from router.inbox.api_errors import context_exceeded, invalid_value, no_room
+from router.inbox.prompt_length import chars_per_token
+from router.text.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
+from router.text.templates import ChatTemplate
+from router.text.token_bytes import TokenBytes, byte_table
+
+Config = dict[str, Any]
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+class TextModel:
+    """Text to token ids and back. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: ChatTemplate | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+        vocab_size: int | None = None,  # of the model; None: the tokenizer's
+        file: Path | None = None,
+    ) -> None:
+        """`file` is what the tokenizer was read from: grammars are compiled for it elsewhere."""
+        added = tokenizer.get_added_tokens_decoder().items()
+        num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+        self.vocab_size = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
+        self.eos_token_ids = tuple(i for i in eos_token_ids if i < self.vocab_size)
+        self.file = file
+        self._tokenizer = tokenizer
+        self._template = template
+        self._has_unknown_ids = self.vocab_size < num_tokens
+        self._chars_per_token = chars_per_token(tokenizer)
+        self._byte_table = byte_table(tokenizer)
+        self._added_ids = {token.content: token_id for token_id, token in added}
+        self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
+
+    def encode_text(self, text: str, context_len: int) -> list[int]:
+        """A plain prompt, with the special tokens that the tokenizer adds to every text.
+
+        Raises ApiError if it does not fit the context.
+        """
+        return self._encode(text, context_len, "prompt", add_special_tokens=True)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        context_len: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """A conversation; the template writes the special tokens. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template", param="messages")
+        text = self._template.render(messages, tools)
+        return self._encode(text, context_len, "messages", add_special_tokens=False)
+
+    def _encode(
+        self, text: str, context_len: int, param: str, *, add_special_tokens: bool
+    ) -> list[int]:
+        """A text too long for the context is refused unseen, or before its ids become objects."""
+        longest = self._chars_per_token
+        if longest is not None and len(text) > longest * context_len:
+            message = (
+                f"requests may have {context_len} tokens of at most {longest} characters, "
+                f"and the prompt has {len(text)} characters"
+            )
+            raise context_exceeded(message, param)
+        texts, special = [text], add_special_tokens
+        (encoding,) = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+        if len(encoding) > context_len:
+            raise no_room(context_len, len(encoding), param)
+        ids = encoding.ids
+        if self._has_unknown_ids and max(ids, default=0) >= self.vocab_size:
+            name = self._tokenizer.id_to_token(max(ids))
+            message = f"the text holds {name!r}, which the model's vocabulary does not have"
+            raise invalid_value(message, param)
+        return ids
+
+    def decode_text(self, token_ids: Sequence[int]) -> str:
+        """All of a text at once, without its special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    @cached_property
+    def bytes_of(self) -> TokenBytes:
+        """The bytes that each token stands for."""
+        return TokenBytes(self._tokenizer)
+
+    def added_token_id(self, content: str) -> int | None:
+        """The id of a token that was added for this text, and never comes of other tokens."""
+        return self._added_ids.get(content)
+
+    def detokenizer(self, prompt_ids: Sequence[int], shown: Sequence[str] = ()) -> Detokenizer:
+        """Decodes one answer to this prompt. Special tokens are hidden, but for those `shown`."""
+        shown_ids = {self._added_ids.get(content) for content in shown}
+        hidden_ids = self._hidden_ids - shown_ids if shown else self._hidden_ids
+        if self._byte_table is None:
+            return ContextDetokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
+        return ByteDetokenizer(self._byte_table, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
+
+
+def load_text_model(directory: Path) -> TextModel:
+    """Reads a checkpoint's directory. Raises CheckpointError, naming the file."""
+    tokenizer = _load_tokenizer(directory / "tokenizer.json")
+    config = _load_json(directory / "tokenizer_config.json")
+    source = _template_source(directory, config)
+    specials = dict(_special_tokens(config))
+    return TextModel(
+        tokenizer,
+        template=None if source is None else ChatTemplate(source, specials),
+        eos_token_ids=_eos_token_ids(directory, tokenizer, specials.get("eos_token")),
+        vocab_size=_vocab_size(directory),
+        file=directory / "tokenizer.json",
+    )
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare exceptions
+        raise CheckpointError(f"{path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _load_json(path: Path) -> Config:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Config)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _template_source(directory: Path, config: Config) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # named templates
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:
+    """`bos_token` and the like, which are strings or objects with a `content`."""
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            yield name, content
+
+
+def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
+    """All ids that any of the checkpoint's files calls the end, in the order found."""
+    ids: list[int | None] = []
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        value = _load_json(path).get("eos_token_id") if path.is_file() else None
+        ids += value if isinstance(value, list) else [value]
+    ids.append(None if eos is None else tokenizer.token_to_id(eos))
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def _vocab_size(directory: Path) -> int | None:
+    """How many tokens the model knows, as its configuration says; of several parts, the text's."""
+    path = directory / "config.json"
+    config = _load_json(path) if path.is_file() else {}
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else None

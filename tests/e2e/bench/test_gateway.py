@@ -1,0 +1,26 @@
+"""`bench gateway` with real processes, and as little load as says something."""
+
+from dataclasses import replace
+
+from bench.gateway.plan import BARE, OURS, WRITES, plan_of, quick
+from bench.gateway.results import results
+from bench.gateway.run import measure
+
+
+def test_all_servers_of_one_machine_are_measured_alike():
+    plan = quick(plan_of(prompt_words=4, num_tokens=8, num_repeats=1, peers=(), seed=0))
+    loads = tuple(replace(load, num_streams=8) for load in plan.loads)
+    plan = replace(plan, loads=loads)
+    measured = measure(plan)
+    for server in (OURS, BARE, WRITES):
+        for load in (plan.serial, *loads):
+            [run] = measured.of(server, load)
+            assert len(run.ttft_s) == load.num_requests
+            # Ours begins with an event that gives the role, and ends with one that gives a reason.
+            beside = 2 * load.num_requests if server == OURS else 0
+            assert run.num_events == load.total_tokens + beside
+            if load is not plan.serial:
+                assert run.wall_s >= load.pace_s * (load.num_tokens - 2)
+    found = {result.name: result.value for result in results(plan, measured)}
+    assert found["gateway/added_ttft_ms"] > 0
+    assert found["gateway/tok_per_cpu_s"] > 0

@@ -1,0 +1,301 @@
+"""The load generator over loopback, against a server whose every answer is known."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from typer.testing import CliRunner
+
+from bench import cli
+from bench.client.answers import Answer, Failure
+from bench.client.load import Slo, figures_of_runs
+from bench.common.report import from_json
+from bench.serve.plan import Ask, Load, Plan, Target
+from bench.serve.run import NothingCompleted, ServerUnreachable, measure, run_open_loop
+from engine.clock import MonotonicClock
+
+
+def sse(chunk):
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+class FakeServer:
+    """Streams `max_tokens` tokens; `fault` names the way in which it misbehaves."""
+
+    def __init__(self, fault=None):
+        self.fault = fault
+        self.bodies = []
+        self.closed = asyncio.Event()
+        self.app = web.Application()
+        self.app.router.add_get("/v1/models", self.models)
+        self.app.router.add_post("/v1/completions", self.answer)
+        self.app.router.add_post("/v1/chat/completions", self.answer)
+
+    async def models(self, request):
+        return web.json_response({"object": "list", "data": [{"id": "fake"}, {"id": "other"}]})
+
+    async def answer(self, request):
+        body = await request.json()
+        self.bodies.append((request.path, dict(request.headers), body))
+        if self.fault == "busy" or (self.fault == "busy later" and len(self.bodies) > 3):
+            return web.json_response({"error": {"message": "too busy"}}, status=429)
+        return await self.stream(request, body)
+
+    async def stream(self, request, body):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for token in range(body["max_tokens"]):
+            await response.write(sse({"choices": [{"text": "x", "delta": {"content": "x"}}]}))
+            if token == 1 and self.fault == "hangs":
+                await self.closed.wait()
+            if token == 1 and self.fault == "dies":
+                request.transport.abort()
+                return response
+            if token == 1 and self.fault == "errs":
+                await response.write(sse({"error": {"message": "oh no"}}))
+        await response.write(sse(self.last_chunk(body)))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def last_chunk(self, body):
+        prompt = body.get("prompt") or body["messages"][0]["content"]
+        num_prompt = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
+        counts = {"prompt_tokens": num_prompt, "completion_tokens": body["max_tokens"]}
+        return {"choices": [], "usage": counts, "baton_timeline": {"queue": 0.25}}
+
+
+@asynccontextmanager
+async def serving(fault=None):
+    server = FakeServer(fault)
+    runner = web.AppRunner(server.app, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = site._server.sockets[0].getsockname()[1]
+        yield server, f"http://127.0.0.1:{port}"
+    finally:
+        server.closed.set()
+        await runner.cleanup()
+
+
+def plan_for(url, **target):
+    return Plan(
+        target=Target(url, **target),
+        load=Load(rate_per_s=200.0, num_requests=6, num_warmup=2),
+        ask=Ask(input_len=12, output_len=5),
+        slo=Slo(ttft_s=10.0, tpot_s=10.0),
+    )
+
+
+def measure_against(fault=None, change=lambda plan: plan, **target):
+    async def go():
+        async with serving(fault) as (server, url):
+            return server, await measure(change(plan_for(url, **target)))
+
+    return asyncio.run(go())
+
+
+def test_every_request_is_sent_streamed_and_counted():
+    server, measured = measure_against()
+    [run] = measured.runs
+    [figures] = figures_of_runs(measured.runs, Slo(ttft_s=10.0))
+    assert measured.model == "fake"
+    assert len(server.bodies) == 8
+    assert all(isinstance(outcome.result, Answer) for outcome in run.outcomes)
+    assert {(a.num_prompt_tokens, a.num_output_tokens) for a in run.answers} == {(12, 5)}
+    assert figures["timeline/queue"].value == 250
+    assert figures["goodput/attainment"].value == 1
+    assert all(0 < a.ttft_s <= a.e2e_s < run.duration_s for a in run.answers)
+
+
+def test_requests_ask_for_exact_streams_and_for_the_timeline():
+    server, _ = measure_against(api_key="secret", model="mine")
+    path, headers, body = server.bodies[-1]
+    assert path == "/v1/completions"
+    assert headers["X-Baton-Timeline"] == "1"
+    assert headers["Authorization"] == "Bearer secret"
+    assert (body["model"], body["max_tokens"], body["ignore_eos"]) == ("mine", 5, True)
+
+
+def test_chat_is_asked_on_its_own_endpoint():
+    server, measured = measure_against(endpoint=cli.Endpoint.CHAT)
+    assert {path for path, _, _ in server.bodies} == {"/v1/chat/completions"}
+    assert len(measured.runs[0].answers) == 6
+
+
+def test_repetitions_send_prompts_of_their_own():
+    def change(plan):
+        return replace(plan, load=replace(plan.load, num_repeats=2))
+
+    server, measured = measure_against(change=change)
+    assert [len(run.answers) for run in measured.runs] == [6, 6]
+    assert len({body["prompt"] for _, _, body in server.bodies}) == 14
+
+
+def test_a_concurrency_limit_is_reached_and_held():
+    running = []
+    most_running = []
+
+    async def go():
+        pair = asyncio.Barrier(2)
+
+        async def send(body):
+            running.append(body)
+            most_running.append(len(running))
+            await asyncio.wait_for(pair.wait(), timeout=5)
+            running.remove(body)
+            return Failure("timeout", "")
+
+        bodies = [b"%d" % number for number in range(6)]
+        return await run_open_loop(
+            send, bodies, [0.0] * 6, clock=MonotonicClock(), concurrency_limit=2
+        )
+
+    run = asyncio.run(go())
+    assert max(most_running) == 2
+    assert sum(outcome.slot_wait_s > 0 for outcome in run.outcomes) >= 4
+
+
+def test_some_failures_are_counted_and_the_rest_is_measured():
+    _, measured = measure_against("busy later")
+    [run] = measured.runs
+    assert len(run.answers) == 1
+    assert {failure.kind for failure in run.failures} == {"http_429"}
+    assert "too busy" in run.failures[0].detail
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("busy", "http_429"), ("dies", "truncated"), ("errs", "stream_error"), ("hangs", "timeout")],
+)
+def test_each_way_of_failing_has_its_kind(fault, kind):
+    with pytest.raises(NothingCompleted, match="all 2 warm-up requests failed") as caught:
+        measure_against(fault, timeout_s=0.3)
+    assert {failure.kind for failure in caught.value.failures} == {kind}
+
+
+def test_a_server_that_is_not_there_is_a_clear_error():
+    async def go():
+        async with serving() as (_, url):
+            pass
+        await measure(plan_for(url))
+
+    with pytest.raises(ServerUnreachable, match=r"no OpenAI-compatible server at http://127"):
+        asyncio.run(go())
+
+
+def test_a_connection_refused_after_the_start_is_counted_as_such():
+    async def go():
+        async with serving() as (_, url):
+            pass
+        await measure(plan_for(url, model="given"))
+
+    with pytest.raises(NothingCompleted) as caught:
+        asyncio.run(go())
+    assert {failure.kind for failure in caught.value.failures} == {"connection"}
+
+
+def test_a_slow_answer_never_delays_the_next_request():
+    """Every request waits until all have been sent: a closed loop would wait for ever."""
+
+    async def go():
+        all_sent = asyncio.Event()
+        sent = []
+
+        async def send(body):
+            sent.append(body)
+            if len(sent) == 5:
+                all_sent.set()
+            await asyncio.wait_for(all_sent.wait(), timeout=5)
+            return Failure("timeout", "")
+
+        bodies = [b"%d" % number for number in range(5)]
+        due_s = [0.0, 0.01, 0.01, 0.02, 0.03]
+        return sent, await run_open_loop(send, bodies, due_s, clock=MonotonicClock())
+
+    sent, run = asyncio.run(go())
+    assert sent == [b"0", b"1", b"2", b"3", b"4"]
+    assert run.duration_s >= 0.03
+
+
+class JumpingClock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self):
+        self.at_s = 100.0
+
+    def now_s(self):
+        return self.at_s
+
+
+def test_a_late_client_sends_at_once_and_records_how_late_it_was():
+    clock = JumpingClock()
+
+    async def send(body):
+        clock.at_s += 0.5
+        return Failure("timeout", "")
+
+    run = asyncio.run(run_open_loop(send, [b"a", b"b"], [0.0, 0.01], clock=clock))
+    assert [outcome.send_lag_s for outcome in run.outcomes] == [0.0, pytest.approx(0.49)]
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Runs `bench serve` against a fake server that lives as long as the command."""
+
+    def run(*options, fault=None):
+        async def served(plan):
+            async with serving(fault) as (_, url):
+                return await measure(replace(plan, target=replace(plan.target, url=url)))
+
+        monkeypatch.setattr(cli, "measure", served)
+        load = ("--requests", "4", "--rate", "inf", "--input-len", "8", "--output-len", "3")
+        return CliRunner().invoke(cli.app, ["serve", *load, *options])
+
+    return run
+
+
+def test_the_command_prints_tables_and_writes_the_report(command, tmp_path):
+    path = tmp_path / "made" / "serve.json"
+    done = command("--repeat", "3", "--slo-ttft-ms", "5000", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    for shown in ("TTFT", "ITL", "throughput/output_tokens", "goodput/attainment", "queue"):
+        assert shown in done.output
+    report = from_json(path.read_bytes())
+    throughput = next(r for r in report.results if r.name == "throughput/requests")
+    assert len(throughput.runs) == 3
+    assert report.value("requests/completed") == 4
+    assert report.config["model"] == "fake"
+    assert report.hardware.num_cores >= 1
+
+
+def test_the_command_ends_with_one_line_when_nothing_was_answered(command):
+    done = command(fault="busy")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: all 2 warm-up requests failed: 2 http_429")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command_ends_with_one_line_when_no_server_is_there():
+    done = CliRunner().invoke(cli.app, ["serve", "--url", "http://127.0.0.1:1", "--quick"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: no OpenAI-compatible server at http://127.0.0.1:1")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command_refuses_what_it_cannot_do_before_it_sends_anything():
+    done = CliRunner().invoke(cli.app, ["serve", "--rate", "0"])
+    assert done.exit_code == 1
+    assert done.stderr == "error: --rate must be above 0, not 0.0\n"
+
+
+def test_the_command_draws_its_distributions(command, tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    path = tmp_path / "made" / "cdf.png"
+    done = command("--plot", str(path))
+    assert done.exit_code == 0, done.output
+    assert path.read_bytes().startswith(b"\x89PNG")

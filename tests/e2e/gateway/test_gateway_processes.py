@@ -1,0 +1,222 @@
+"""Several gateway processes on one port, in front of a worker that computes nothing."""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy import processes
+from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.local.deployment import Deployment
+from deploy.processes import GatewayReady, GatewayService, GatewaySpec
+from engine.config import Config, GatewayConfig, PoolsConfig, RouterConfig
+from engine.control import Intent, Members, Version
+from engine.errors import ConfigError
+from router.access.file import change_keys
+from router.access.keys import with_key, without_key
+from tests.kits.access import record
+from tests.kits.services.cluster import NURSERY
+from tests.kits.services.null_workers import NullWorkers
+from tests.kits.services.served import matching, metrics, poll_until
+
+NUM_REQUESTS = 18
+
+
+def deployment(port: int = 0, keys_file: Path | None = None) -> Deployment:
+    keys = None if keys_file is None else str(keys_file)
+    gateway = GatewayConfig(port=port, processes=2, keys_file=keys)
+    config = Config(gateway=gateway, pools=PoolsConfig(mixed=1))
+    return Deployment(NullWorkers(NURSERY), model=BUNDLED_MODEL, config=config)
+
+
+@pytest.fixture
+def serving(tmp_path, monkeypatch) -> Iterator[Deployment]:
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
+    running = deployment()
+    running.open()
+    yield running
+    directory = Path(running._siblings.name)
+    assert directory.is_dir()
+    running.close()
+    assert not directory.exists()
+    for gateway in running.gateways:
+        assert not Path(f"/proc/{gateway.pid}").exists()
+
+
+def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
+    """Each over a connection of its own, which is how the kernel shares them out."""
+    for _ in range(num_requests):
+        body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def finished(url: str) -> dict[str, float]:
+    """Requests by process."""
+    found = matching(r'baton_requests_total\{.*"finished"', metrics(url))
+    return {name.split('process="')[1][0]: count for name, count in found.items()}
+
+
+def kill(gateway: GatewayReady) -> None:
+    """Returns when nothing can be asked of it any more.
+
+    Its descriptor tells when its last thread is gone, and with it its sockets; its first thread,
+    which is what /proc shows of it, may be dead before.
+    """
+    pidfd = os.pidfd_open(gateway.pid)
+    try:
+        os.kill(gateway.pid, signal.SIGKILL)
+        assert select.select([pidfd], [], [], 30)[0], "it is dead"
+    finally:
+        os.close(pidfd)
+
+
+def restarted(running: Deployment, name: str, deadline_s: float = 60) -> list[str]:
+    """What was said of it after its first start, until it was back; whether its session or its
+    process is seen to end first does not matter.
+    """
+    machine = running.controller.machine
+
+    def told() -> list[str]:
+        said = [str(step) for step in list(machine.history) if step.subject == name][1:]
+        return [line for line in said if "cannot be reached" not in line]
+
+    poll_until(lambda: f"{name} was started again" in told(), "it is back", deadline_s)
+    return told()
+
+
+def test_two_processes_share_the_work_and_who_dies_is_started_again(serving):
+    first, second = serving.gateways
+    assert first.url == second.url
+    assert first.pid != second.pid
+    url = first.url
+    assert httpx.get(f"{url}/ready").status_code == 200
+    ask(url)
+    counts = finished(url)
+    assert sum(counts.values()) == NUM_REQUESTS
+    assert set(counts) == {"0", "1"}
+    assert all(counts.values())
+    page = metrics(url)
+    assert page["baton_gateway_processes"] == 2
+    assert page['vllm:num_requests_waiting{model_name="target"}'] == 0
+    assert sum(matching(r"vllm:prompt_tokens_total\{", page).values()) >= NUM_REQUESTS
+
+    with pytest.raises(ConfigError, match=r"cannot listen on .*: Address already in use"):
+        deployment(port=int(url.rsplit(":", 1)[1])).open()
+
+    kill(second)
+    assert metrics(url)["baton_gateway_processes"] == 1
+    ask(url)
+    assert sum(finished(url).values()) == counts["0"] + NUM_REQUESTS
+
+    # The first one saw that the port was free. When it comes back it is not: the second is there.
+    ended = "ended with status -9: it is started again in 1 s"
+    assert restarted(serving, "gateway-1") == [
+        f"gateway-1 {ended}",
+        "gateway-1 was started again",
+    ]
+    kill(first)
+    assert restarted(serving, "gateway-0") == [
+        f"gateway-0 {ended}",
+        "gateway-0 was started again",
+    ]
+    assert {gateway.url for gateway in serving.gateways} == {url}
+    before = finished(url)  # who was back early has answered some of those before
+    ask(url)
+    counts = finished(url)
+    assert set(counts) == {"0", "1"}
+    assert sum(counts.values()) == sum(before.values()) + NUM_REQUESTS
+    assert all(counts[process] > before.get(process, 0) for process in counts)
+
+
+@pytest.mark.long  # it is given ten seconds
+def test_a_process_that_hangs_is_ended_and_started_again(serving):
+    hung = serving.gateways[1]
+    os.kill(hung.pid, signal.SIGSTOP)
+    assert restarted(serving, "gateway-1")[-3:] == [
+        "gateway-1 is stopped: no session for 5 s",
+        "gateway-1 was stopped: it is started again in 1 s",
+        "gateway-1 was started again",
+    ]
+    ask(hung.url)
+
+
+def statuses(url: str, *headers: bytes) -> set[int]:
+    """What requests with these heads are answered, over enough connections for both processes."""
+    head = b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n" + b"".join(headers)
+    host, port = url.removeprefix("http://").split(":")
+    found = set()
+    for _ in range(NUM_REQUESTS):
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(head + b"\r\n")
+            with sock.makefile("rb") as answer:
+                found.add(int(answer.read().split()[1]))
+    return found
+
+
+def bearer(key: bytes) -> bytes:
+    return b"authorization: Bearer " + key + b"\r\n"
+
+
+def test_all_processes_follow_the_keys_file_without_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
+    path = tmp_path / "keys.json"
+    change_keys(path, lambda records: with_key(records, record("first", "ann")))
+    running = deployment(keys_file=path)
+    running.open()
+    try:
+        url = running.gateways[0].url
+        pids = [gateway.pid for gateway in running.gateways]
+        assert statuses(url, bearer(b"first")) == {200}
+        assert statuses(url) == statuses(url, bearer("clé-🔑".encode())) == {401}
+        assert statuses(url, bearer(b"\xff\xfe")) == {401}
+        change_keys(path, lambda records: with_key(records, record("second", "bob")))
+        change_keys(path, lambda records: without_key(records, "ann"))
+        poll_until(lambda: statuses(url, bearer(b"first")) == {401}, "the key is refused", 10)
+        assert statuses(url, bearer(b"second")) == {200}
+        path.unlink()
+        poll_until(lambda: statuses(url, bearer(b"second")) == {401}, "no key is valid", 10)
+        assert [gateway.pid for gateway in running.gateways] == pids
+    finally:
+        running.close()
+
+
+def listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def test_who_joins_gets_no_connection_before_it_can_answer():
+    with processes._bind(GatewayConfig(port=0, processes=2), is_first=True) as first:
+        assert listens(first)
+        host, port = first.getsockname()
+        config = GatewayConfig(port=port, processes=2)
+        with processes._bind(config, is_first=False) as second:
+            assert not listens(second)
+            first.settimeout(5)
+            for _ in range(NUM_REQUESTS):
+                with socket.create_connection((host, port), timeout=5):
+                    first.accept()[0].close()
+            processes._listen(second)
+            assert listens(second)
+
+
+def test_a_gateway_that_does_not_open_gives_its_port_back(tmp_path, monkeypatch):
+    bound = []
+
+    def bind(*args: object, **options: object) -> socket.socket:
+        bound.append(real_bind(*args, **options))
+        return bound[0]
+
+    real_bind = processes._bind
+    monkeypatch.setattr(processes, "_bind", bind)
+    members = Members(1, (), Intent((Version(model=str(tmp_path)),)))
+    spec = GatewaySpec(members, GatewayConfig(port=0), RouterConfig(), "token")
+    with pytest.raises(ConfigError):
+        asyncio.run(GatewayService(spec).open())
+    assert bound[0].fileno() == -1

@@ -1,0 +1,168 @@
+"""What becomes of answers and processes when a deployment is told to stop."""
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from engine.clock import MonotonicClock
+from tests.kits.services.served import MARK, START_TIMEOUT_S, marked_processes, poll_until
+
+NUM_STREAMS = 8
+FOR_EVER = 4000  # tokens
+
+
+@dataclass(slots=True)
+class Command:
+    """A command that serves, and what it has printed so far."""
+
+    process: "subprocess.Popen[bytes]"
+    mark: str
+    printed: bytes = b""
+    url: str = ""
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2 * NUM_STREAMS))
+
+    def read_until(self, pattern: bytes) -> "re.Match[bytes]":
+        clock = MonotonicClock()
+        end_s = clock.now_s() + START_TIMEOUT_S
+        while (found := re.search(pattern, self.printed)) is None:
+            ready, _, _ = select.select([self.process.stderr], [], [], end_s - clock.now_s())
+            piece = os.read(self.process.stderr.fileno(), 4096) if ready else b""
+            assert piece, f"{pattern!r} was not printed: {self.printed.decode()}"
+            self.printed += piece
+        return found
+
+    def ended(self, timeout_s: float = 20) -> tuple[int, float, str]:
+        """Its exit status, how long that took, and all it printed; no process is left."""
+        clock = MonotonicClock()
+        begin_s = clock.now_s()
+        status = self.process.wait(timeout_s)
+        took_s = clock.now_s() - begin_s
+        poll_until(lambda: not marked_processes(self.mark), "no process is left", 10)
+        self.printed += self.process.stderr.read()
+        text = self.printed.decode()
+        assert "Traceback" not in text, text
+        return status, took_s, text
+
+    def ask(self, max_tokens: int, *, stream: bool = True) -> "Future[str]":
+        """The text of an answer, when it has ended."""
+        body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+        url = f"{self.url}/v1/completions"
+        return self.threads.submit(lambda: httpx.post(url, json=body, timeout=30).text)
+
+    def streams(self, max_tokens: int) -> "list[Future[str]]":
+        """Several answers that have begun."""
+        asked = [self.ask(max_tokens) for _ in range(NUM_STREAMS)]
+        poll_until(lambda: self.num_running() == NUM_STREAMS, "all answers have begun", 10)
+        return asked
+
+    def listens(self) -> bool:
+        url = httpx.URL(self.url)
+        try:
+            socket.create_connection((url.host, url.port), timeout=5).close()
+        except ConnectionRefusedError:
+            return False
+        return True
+
+    def num_running(self) -> float:
+        page = httpx.get(f"{self.url}/metrics", timeout=10).text
+        return float(re.search(r"^baton_requests_in_flight (\S+)", page, re.MULTILINE)[1])
+
+
+@contextmanager
+def started(*command: str) -> Iterator[Command]:
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stderr=subprocess.PIPE,
+        env={**os.environ, MARK: mark, "COLUMNS": "200"},
+        start_new_session=True,
+    )
+    running = Command(process, mark)
+    try:
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        running.threads.shutdown()
+
+
+@contextmanager
+def serving(*, drain_s: float, pace_s: float = 0.01) -> Iterator[Command]:
+    with started("tests.kits.services.null_serve", str(drain_s), str(pace_s)) as running:
+        running.url = running.read_until(rb"serving \S+ at (http://\S+)")[1].decode()
+        yield running
+
+
+def error_code(answer: str) -> str:
+    """Of the last event of a stream, or of a whole answer."""
+    return json.loads(answer.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_answers_that_have_begun_are_completed_and_no_other_is_taken(number):
+    with serving(drain_s=20) as running:
+        answers = running.streams(150)
+        running.process.send_signal(number)
+        running.read_until(rb"draining: \d+ answers running, up to 20 s; Ctrl-C again to stop now")
+        poll_until(lambda: not running.listens(), "it listens no more", 10)
+        assert all(answer.result(30).endswith("data: [DONE]\n\n") for answer in answers)
+        status, _, text = running.ended()
+        assert status == 0
+        assert "stopped" in text
+
+
+def test_what_lasts_longer_than_the_drain_is_told_so():
+    with serving(drain_s=0.5) as running:
+        answers = [*running.streams(FOR_EVER), running.ask(FOR_EVER, stream=False)]
+        poll_until(lambda: running.num_running() == NUM_STREAMS + 1, "the last has begun", 10)
+        running.process.send_signal(signal.SIGTERM)
+        assert {error_code(answer.result(30)) for answer in answers} == {"server_shutdown"}
+        status, _, text = running.ended()
+        assert status == 0
+        assert f"{NUM_STREAMS + 1} requests are ended before they are complete" in text
+
+
+def test_a_second_signal_waits_for_nothing():
+    with serving(drain_s=60) as running:
+        answers = running.streams(FOR_EVER)
+        running.process.send_signal(signal.SIGINT)
+        running.read_until(b"draining")
+        running.process.send_signal(signal.SIGINT)
+        status, took_s, _ = running.ended()
+        assert {error_code(answer.result(30)) for answer in answers} == {"server_shutdown"}
+        assert status == 128 + signal.SIGINT
+        assert took_s < 5
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "num_processes",
+    [2, pytest.param(3, marks=pytest.mark.long)],
+    ids=["while the nursery imports", "while workers start"],
+)
+def test_a_signal_before_it_serves_leaves_nothing(num_processes):
+    with started(
+        "deploy.commands.main", "serve", "--launcher", "process", "--port", "0"
+    ) as running:
+        poll_until(
+            lambda: len(marked_processes(running.mark)) >= num_processes, "it starts some", 30
+        )
+        running.process.send_signal(signal.SIGTERM)
+        status, took_s, text = running.ended()
+        assert status == 128 + signal.SIGTERM
+        assert "stopped before it served" in text
+        assert took_s < 15

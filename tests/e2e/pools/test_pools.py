@@ -1,0 +1,310 @@
+"""Pools that an operator changes while requests run: none fails, and nobody is left behind."""
+
+import asyncio
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.admin.client import AdminClient, AdminError, find_deployment
+from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.controller import Plan, PoolController
+from deploy.local.deployment import with_admin_key
+from deploy.local.launcher import ProcessLauncher
+from deploy.pools.events import SetPools
+from engine.clock import MonotonicClock
+from engine.config import Config, GatewayConfig, PoolsConfig, WorkerConfig
+from engine.control import Pools
+from tests.kits.services.cluster import NURSERY
+from tests.kits.services.served import Served, poll_until, serve
+
+pytestmark = pytest.mark.torch
+
+CHANGE_S = 120.0
+MAX_RUNNING = 8  # sequences of one worker: a few requests are a load
+
+
+class Trickle:
+    """One request after the other, from open to close; each must be answered in full."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.answers: list[str] = []
+        self.wrong: list[str] = []
+
+    def __enter__(self) -> "Trickle":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(CHANGE_S)
+
+    def _run(self) -> None:
+        body = {"prompt": "def f(", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
+            while not self._stop.is_set():
+                answer = client.post("/v1/completions", json=body)
+                if answer.status_code == 200:
+                    self.answers.append(answer.json()["choices"][0]["text"])
+                else:
+                    self.wrong.append(answer.text)
+
+    def check(self) -> None:
+        assert not self.wrong
+        assert self.answers
+        assert len(set(self.answers)) == 1, "an answer changed"
+
+
+class Crowd:
+    """So many clients, each with one request after the other, from open to close."""
+
+    def __init__(self, url: str, num_clients: int, *, prompt_tokens: int, max_tokens: int) -> None:
+        self._url = url
+        self._lengths = prompt_tokens, max_tokens
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(num_clients)]
+        self.statuses: list[int] = []
+
+    def __enter__(self) -> "Crowd":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(CHANGE_S)
+
+    def _run(self) -> None:
+        prompt_tokens, max_tokens = self._lengths
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
+            while not self._stop.is_set():
+                prompt = [random.randrange(4096) for _ in range(prompt_tokens)]
+                body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+                self.statuses.append(client.post("/v1/completions", json=body).status_code)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("operator") / "run"
+
+
+@pytest.fixture(scope="module")
+def served(run_dir) -> Iterator[Served]:
+    with serve(
+        "--launcher",
+        "process",
+        BATON_RUN_DIR=str(run_dir),
+        BATON_WORKER__MAX_RUNNING=str(MAX_RUNNING),
+        BATON_PLANNER__COOL_DOWN_S="1",
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(served, run_dir) -> Iterator[AdminClient]:
+    with AdminClient(*find_deployment(None, None, {"BATON_RUN_DIR": str(run_dir)})) as client:
+        yield client
+
+
+def settle(admin: AdminClient) -> None:
+    def told() -> str:
+        answer = admin.pools()
+        return f"{answer.workers}\n{answer.steps[-12:]}"
+
+    poll_until(lambda: admin.pools().settled, told, CHANGE_S)
+
+
+def serving(admin: AdminClient) -> dict[str, str]:
+    return {w.worker_id: str(w.role) for w in admin.pools().workers if w.state == "serving"}
+
+
+def baton(run_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.commands.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=CHANGE_S,
+        env={**os.environ, "BATON_RUN_DIR": str(run_dir), "COLUMNS": "200"},
+    )
+
+
+def test_a_pool_grows_flips_and_shrinks_while_requests_run(served, admin, run_dir):
+    with Trickle(served.url) as trickle:
+        grown = baton(run_dir, "pools", "set", "prefill=2")
+        assert grown.returncode == 0, grown.stderr
+        assert "prefill-1 was started" in grown.stdout
+        assert "done" in grown.stdout
+        assert serving(admin) == {
+            "decode-0": "decode",
+            "prefill-0": "prefill",
+            "prefill-1": "prefill",
+        }
+
+        admin.set_pools({"prefill": 1, "decode": 2})
+        settle(admin)
+        assert sorted(serving(admin).values()) == ["decode", "decode", "prefill"]
+        assert admin.pools().counters["flips"] == 1
+
+        decoding = [name for name, role in serving(admin).items() if role == "decode"]
+        drained = baton(run_dir, "drain", decoding[0])
+        assert drained.returncode == 0, drained.stderr
+        assert f"{decoding[0]} is drained" in drained.stdout
+        admin.order(decoding[0], "flip", {"role": "decode"})
+        settle(admin)
+
+        admin.set_pools({"prefill": 1, "decode": 1})
+        settle(admin)
+        assert len(serving(admin)) == 2
+    trickle.check()
+    assert "drains timed out" not in admin.pools().counters
+
+
+def test_a_killed_worker_is_replaced_and_no_request_fails(served, admin):
+    admin.set_pools({"decode": 2})
+    settle(admin)
+    with Trickle(served.url) as trickle:
+        poll_until(lambda: len(trickle.answers) > 0, "requests run", CHANGE_S)
+        victim = next(w for w in admin.pools().workers if w.target == "decode")
+        os.kill(victim.pid, signal.SIGKILL)
+        poll_until(lambda: not admin.pools().settled, "its end is seen", CHANGE_S)
+        settle(admin)
+        before = len(trickle.answers)
+        poll_until(lambda: len(trickle.answers) > before + 1, "requests go on", CHANGE_S)
+    trickle.check()
+    again = {w.worker_id: w.pid for w in admin.pools().workers}
+    assert again[victim.worker_id] not in (None, victim.pid)
+    admin.set_pools({"decode": 1})
+    settle(admin)
+
+
+@pytest.mark.long  # the load takes its time; test_planning shows each part
+def test_the_planner_follows_a_load_that_turns(served, admin, run_dir):
+    """From long prompts to long answers: a worker goes over, and comes back. All are answered."""
+
+    def wanted() -> tuple[int, int]:
+        pools = admin.pools().wanted
+        return pools.prefill, pools.decode
+
+    admin.set_pools({"prefill": 1, "decode": 2})
+    settle(admin)
+    admin.set_planner("on")
+    with Crowd(served.url, 16, prompt_tokens=1900, max_tokens=2) as reading:
+        poll_until(lambda: wanted() == (2, 1), lambda: str(admin.planner()), CHANGE_S)
+    with Crowd(served.url, 4 * MAX_RUNNING, prompt_tokens=8, max_tokens=100) as writing:
+        poll_until(lambda: wanted() == (1, 2), lambda: str(admin.planner()), CHANGE_S)
+    assert {*reading.statuses, *writing.statuses} == {200}
+    answer = admin.planner()
+    flips = [(d.before.prefill, d.after.prefill) for d in answer.decisions if d.outcome == "done"]
+    assert flips[:2] == [(1, 2), (2, 1)]
+    shown = baton(run_dir, "planner", "off").stdout
+    assert "planner off" in shown
+    assert "prefill 1 → 2, decode 2 → 1: done" in shown
+    admin.set_pools({"prefill": 1, "decode": 1})
+    settle(admin)
+
+
+def test_what_runs_is_listed(served, admin, run_dir):
+    body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()  # kept: without it the connection is closed
+        next(lines)
+        listed = admin.requests()
+        assert listed.num_requests == 1
+        assert listed.requests[0].request.decode is not None
+        shown = baton(run_dir, "requests").stdout
+        assert listed.requests[0].request.request_id in shown
+    for command in ("pools", "workers"):
+        shown = baton(run_dir, command)
+        assert "decode-" in shown.stdout or "prefill-" in shown.stdout, shown.stderr
+
+
+def test_impossible_orders_and_strangers_are_refused(admin, run_dir):
+    with AdminClient(admin.url, "guess") as stranger, pytest.raises(AdminError) as caught:
+        stranger.pools()
+    assert caught.value.status == 401
+    with pytest.raises(AdminError, match="more than the") as caught:
+        admin.set_pools({"prefill": 90})
+    assert caught.value.status == 409
+    last = next(w.worker_id for w in admin.pools().workers if w.target == "decode")
+    for command in (["drain", last], ["flip", last], ["stop-worker", last]):
+        refused = baton(run_dir, *command)
+        assert refused.returncode == 1
+        assert f"{last} is the last worker that decodes" in refused.stderr
+    with pytest.raises(AdminError, match="Invalid enum value 'sometimes'"):
+        admin.set_planner("sometimes")
+
+
+# ---------------------------------------------------------------- another controller
+
+
+@pytest.mark.long  # test_ray_pools shows the same, of a controller that was killed
+def test_another_controller_finds_everything_and_nothing_is_lost():
+    """The gateway tells it what the operator wants, the workers who they are."""
+    config = with_admin_key(
+        Config(
+            worker=WorkerConfig(kv_mib=64),
+            gateway=GatewayConfig(port=0, model_name="tiny"),
+            pools=PoolsConfig(),
+        )
+    )
+    plan = Plan(str(BUNDLED_MODEL), config, Pools(1, 1), secrets.token_hex(16), cores=2)
+    launcher = ProcessLauncher(NURSERY)
+    told: list[str] = []
+
+    def controller() -> PoolController:
+        return PoolController(plan, launcher=launcher, clock=MonotonicClock(), report=told.append)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        clock = MonotonicClock()
+        end_s = clock.now_s() + CHANGE_S
+        while not holds():
+            assert clock.now_s() < end_s, told
+            await asyncio.sleep(0.05)
+
+    async def run() -> None:
+        first = controller()
+        await first.open()
+        first.order(SetPools(Pools(1, 2)))
+        await until(lambda: first.machine.is_settled)
+        version, pids = first.machine.members.version, pids_of(first)
+        link = next(iter(first.gateway_links.values()))
+        await until(lambda: link.report is not None and link.report.members_version == version)
+        with Trickle(first.url) as trickle:
+            await first.close()
+            await until(lambda: len(trickle.answers) > 0)
+            told.clear()
+            second = controller()
+            await second.open()
+            await until(lambda: second.machine.is_settled)
+            assert second.machine.intent.pools == Pools(1, 2)
+            assert second.machine.members.version > version
+            assert pids_of(second) == pids
+            assert not any("being started" in line for line in told)
+            os.kill(second.workers["decode-1"].pid, signal.SIGKILL)
+            await until(lambda: not second.machine.is_settled)
+            await until(lambda: second.machine.is_settled)
+            await second.close()
+        trickle.check()
+
+    try:
+        asyncio.run(run())
+    finally:
+        launcher.close()
+    assert launcher.processes == []
+
+
+def pids_of(controller: PoolController) -> dict[str, int]:
+    return {name: ready.pid for name, ready in controller.workers.items()}

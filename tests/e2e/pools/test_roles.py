@@ -1,0 +1,258 @@
+"""Live workers change their roles while answers are streamed: nobody can tell but by the clock.
+
+Prints how long a flip took, and the longest gap of any stream from then on.
+"""
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+import pytest
+
+from engine.clock import MonotonicClock
+from engine.config import RouterConfig, WorkerConfig
+from engine.messages import (
+    PROTOCOL_VERSION,
+    GatewayId,
+    Hello,
+    LoadReport,
+    Role,
+    RoleChanged,
+    Sampling,
+    SetRole,
+    Welcome,
+    WorkerId,
+    decode_to_gateway,
+    encode_frame,
+)
+from engine.net.rpc import SessionClient
+from router.machine.moving import DRAINED
+from router.machine.requests import Finished, Request
+from router.service import Router
+from tests.kits.services.cluster import (
+    SECRET,
+    Workers,
+    prompts,
+    request,
+    router,
+    until,
+    workers,
+)
+
+pytestmark = pytest.mark.torch
+
+NUM_STREAMS = 16
+BEGUN_TOKENS = 10
+ON_TOKENS = 30  # that each goes on for when all is over
+MAX_TOKENS = 1500  # so many that none ends before: it is left as soon as it has gone on
+FLIP_S = 30.0  # it comes to an end; how long it takes is printed, and `bench moves` measures gaps
+DECODERS = WorkerId("decode-2"), WorkerId("decode-3")
+SAMPLINGS = [Sampling(temperature=0.9 if i % 2 else 0.0, seed=i) for i in range(NUM_STREAMS)]
+PROMPTS = prompts(NUM_STREAMS, vocab_size=4096, seed=5, longest=120)
+
+
+class Control:
+    """A session of who sets a worker's role."""
+
+    def __init__(self, address: str) -> None:
+        self._client = SessionClient(address, SECRET)
+        self.role: Role | None = None
+        self.load: LoadReport | None = None  # since the role was set last
+
+    async def open(self) -> None:
+        await self._client.open()
+        hello = Hello(PROTOCOL_VERSION, GatewayId(secrets.token_hex(4)))
+        await self._client.send(encode_frame([hello]))
+        self._reader = asyncio.create_task(self._read())
+        await until(lambda: self.role is not None, "the worker answers")
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._client.close()
+
+    async def set_role(self, role: Role) -> float:
+        """Until it says that it decodes nothing, if it is there for that no more; in seconds."""
+        clock = MonotonicClock()
+        began_s, self.load = clock.now_s(), None
+        self._client.post(encode_frame([SetRole(role)]))
+        await until(lambda: self.role is role, f"it is a {role} worker")
+        if not role.decodes:
+            await until(lambda: self.load and self.load.decode_seqs == 0, "it decodes nothing")
+        return clock.now_s() - began_s
+
+    async def _read(self) -> None:
+        while (frame := await self._client.receive()) is not None:
+            for message in decode_to_gateway(frame):
+                if isinstance(message, Welcome | RoleChanged):
+                    self.role, self.load = message.role, None
+                elif isinstance(message, LoadReport):
+                    self.load = message
+
+
+@dataclass(slots=True)
+class Stream:
+    """One answer, and when its tokens came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+    def gaps_s(self, since_s: float = 0.0) -> list[float]:
+        return [b - a for a, b in pairwise(self.times_s) if b >= since_s]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Workers]:
+    roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+    with workers(roles, config=WorkerConfig(kv_mib=192)) as started:  # one has room for all
+        yield started
+
+
+@asynccontextmanager
+async def controls(running: Workers) -> AsyncIterator[dict[WorkerId, Control]]:
+    """Of all workers, each of which is afterwards what it was."""
+    found = {worker_id: Control(ready.address) for worker_id, ready in running.ready.items()}
+    for control in found.values():
+        await control.open()
+    roles = {worker_id: control.role for worker_id, control in found.items()}
+    try:
+        yield found
+    finally:
+        for worker_id, control in found.items():
+            await control.set_role(roles[worker_id])
+            await control.close()
+
+
+async def _stream(r: Router, asked: Request, stream: Stream) -> None:
+    clock = MonotonicClock()
+    async for update in r.submit(asked):
+        stream.token_ids += update.token_ids
+        stream.times_s += [clock.now_s()] * bool(update.token_ids)
+        if update.outcome is not None:
+            assert isinstance(update.outcome, Finished), update.outcome
+
+
+def _begin(
+    r: Router, name: str, lengths: Sequence[int]
+) -> tuple[list[Stream], list[asyncio.Task[None]]]:
+    streams = [Stream() for _ in lengths]
+    asked = [
+        request(f"{name}-{i}", prompt, max_tokens=max_tokens, sampling=sampling)
+        for i, (prompt, sampling, max_tokens) in enumerate(
+            zip(PROMPTS, SAMPLINGS, lengths, strict=True)
+        )
+    ]
+    return streams, [
+        asyncio.create_task(_stream(r, *each)) for each in zip(asked, streams, strict=True)
+    ]
+
+
+async def all_answers(r: Router, name: str, lengths: Sequence[int]) -> list[Stream]:
+    """Streams every answer at once, to its end."""
+    streams, tasks = _begin(r, name, lengths)
+    await asyncio.gather(*tasks)
+    return streams
+
+
+async def disturbed_answers(
+    r: Router, name: str, disturb: Callable[[], Awaitable[None]]
+) -> list[Stream]:
+    """Streams every answer at once. What disturbs them comes when all have begun; when it is over
+    and each has gone on, its client leaves: so none ends before, be the machine quick or busy.
+    """
+    streams, tasks = _begin(r, name, [MAX_TOKENS] * NUM_STREAMS)
+    await _grown(streams, [BEGUN_TOKENS] * NUM_STREAMS, "all have begun")
+    await disturb()
+    await _grown(streams, [len(s.token_ids) + ON_TOKENS for s in streams], "all go on")
+    for task in tasks:
+        assert task.cancel(), "an answer has ended, or failed, before its client left"
+    await asyncio.wait(tasks)
+    return streams
+
+
+async def _grown(streams: list[Stream], lengths: list[int], what: str) -> None:
+    def grown() -> bool:
+        return all(len(s.token_ids) >= n for s, n in zip(streams, lengths, strict=True))
+
+    await until(grown, what)
+
+
+@dataclass(slots=True)
+class Flip:
+    """When it was asked for, and how long it took: to move all, and until the worker said so."""
+
+    began_s: float = 0.0
+    num_decoding: int = 0  # then, at that worker
+    moved_s: float = 0.0
+    telling: asyncio.Task[float] | None = None  # comes once a second; nobody streams for so long
+    told_s: float = 0.0
+
+
+def told(what: str, flip: Flip, streams: list[Stream], quiet: list[Stream]) -> str:
+    usual_s = median(gap_s for stream in quiet for gap_s in stream.gaps_s())
+    longest_s = max(gap_s for stream in streams for gap_s in stream.gaps_s(flip.began_s))
+    begun_s = [stream.times_s[BEGUN_TOKENS] for stream in quiet]
+    quiet_s = max(gap_s for stream in quiet for gap_s in stream.gaps_s(max(begun_s)))
+    return (
+        f"{what}: all moved after {1e3 * flip.moved_s:.0f} ms, told after {flip.told_s:.2f} s; "
+        f"longest gap {1e3 * longest_s:.0f} ms, undisturbed {1e3 * quiet_s:.0f} ms, "
+        f"median {1e3 * usual_s:.1f} ms"
+    )
+
+
+def decoding_at(r: Router, worker_id: WorkerId) -> int:
+    return len(r.machine.view.workers[worker_id].decodes)
+
+
+def test_running_answers_move_when_their_worker_changes_its_role(running, capsys):
+    async def run() -> list[str]:
+        config = RouterConfig(prefill_backlog_s=9.0)
+        async with router(running, config, natively=True) as r, controls(running) as control:
+            flips = {"flip": Flip(), "drain": Flip()}
+
+            async def empty(flip: Flip, worker_id: WorkerId, role: Role) -> None:
+                clock = MonotonicClock()
+                flip.began_s, flip.num_decoding = clock.now_s(), decoding_at(r, worker_id)
+                flip.telling = asyncio.create_task(control[worker_id].set_role(role))
+                await until(lambda: not decoding_at(r, worker_id), "all have moved")
+                flip.moved_s = clock.now_s() - flip.began_s
+
+            flipped: list[WorkerId] = []
+
+            async def some() -> None:  # where most are: where costs are unequal it may be all
+                flipped.append(max(DECODERS, key=lambda worker_id: decoding_at(r, worker_id)))
+                await empty(flips["flip"], flipped[0], Role.PREFILL)
+
+            async def all_of_them() -> None:
+                [other] = set(DECODERS) - set(flipped)
+                assert decoding_at(r, other) == NUM_STREAMS
+                await control[flipped[0]].set_role(Role.DECODE)
+                await empty(flips["drain"], other, Role.DRAINED)
+
+            disturbed: dict[str, list[Stream]] = {}
+            for what, disturb in (("flip", some), ("drain", all_of_them)):
+                disturbed[what] = await disturbed_answers(r, what, disturb)
+                assert flips[what].telling is not None
+                flips[what].told_s = await flips[what].telling
+            of_both = zip(*disturbed.values(), strict=True)
+            lengths = [max(len(stream.token_ids) for stream in both) for both in of_both]
+            quiet = await all_answers(r, "quiet", lengths)
+            for what, streams in disturbed.items():
+                for stream, whole in zip(streams, quiet, strict=True):
+                    assert stream.token_ids == whole.token_ids[: len(stream.token_ids)], what
+                assert flips[what].told_s < FLIP_S
+            counters = r.machine.counters
+            assert counters["moved", "role changed"] == flips["flip"].num_decoding > 0
+            assert counters["moved", DRAINED] == flips["drain"].num_decoding == NUM_STREAMS
+            retried = {reason: n for (name, reason), n in counters.items() if name == "retried"}
+            assert not retried
+        return [told(what, flip, disturbed[what], quiet) for what, flip in flips.items()]
+
+    lines = asyncio.run(run())
+    with capsys.disabled():
+        sys.stdout.write("\n".join(["", *lines, ""]))

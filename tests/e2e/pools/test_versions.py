@@ -1,0 +1,118 @@
+"""A deployment that is updated while requests run: each ends in the version that it began in."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.admin.client import AdminClient, find_deployment
+from tests.e2e.pools.test_pools import CHANGE_S, baton
+from tests.kits.services.served import Served, poll_until, serve
+
+pytestmark = pytest.mark.torch
+
+NUM_ASKED = 60
+LONG = {"prompt": "def f(", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("operator") / "run"
+
+
+@pytest.fixture(scope="module")
+def served(run_dir) -> Iterator[Served]:
+    with serve("--launcher", "process", BATON_RUN_DIR=str(run_dir)) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(served, run_dir) -> Iterator[AdminClient]:
+    with AdminClient(*find_deployment(None, None, {"BATON_RUN_DIR": str(run_dir)})) as client:
+        yield client
+
+
+class LongAnswer(threading.Thread):
+    """A stream from the first version, read to its end."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self.text = ""
+        self.fingerprints: set[str] = set()
+        self.has_begun = threading.Event()
+
+    def run(self) -> None:
+        body = {**LONG, "stream": True}
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = httpx.Response(200, content=line.removeprefix("data: ")).json()
+                self.text += chunk["choices"][0]["text"] if chunk["choices"] else ""
+                self.fingerprints.add(chunk["system_fingerprint"])
+                self.has_begun.set()
+
+
+def ask(url: str, **headers: str) -> str:
+    """The fingerprint of who answers."""
+    body = {"prompt": "a", "max_tokens": 1}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["system_fingerprint"]
+
+
+def test_a_version_comes_shares_and_takes_over_and_no_answer_changes(
+    served, admin, run_dir, tmp_path
+):
+    first = ask(served.url)
+    whole = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
+    config = tmp_path / "int8.toml"
+    config.write_text('[worker]\nkv_dtype = "int8"\nkv_mib = 64\n')
+
+    begun = baton(run_dir, "update", "-c", str(config), "--weight", "0")
+    assert begun.returncode == 0, begun.stderr
+    assert {version.name for version in admin.pools().versions} == {"v1", "v2"}
+    second = ask(served.url, **{"x-baton-version": "v2"})
+    assert second == f"{first.removesuffix('-fp32')}-int8"
+    assert {ask(served.url) for _ in range(10)} == {first}
+
+    admin.set_weights({"v1": 60, "v2": 40})
+    poll_until(lambda: ask(served.url) == second, "the gateway has heard", CHANGE_S)
+    counts = Counter(ask(served.url) for _ in range(NUM_ASKED))
+    assert set(counts) == {first, second}
+    assert 0.1 < counts[second] / NUM_ASKED < 0.7  # by chance: more than four deviations off
+
+    admin.set_weights({"v1": 100, "v2": 0})
+    version = admin.pools().version
+    poll_until(lambda: admin.pools().gateways[0].members_version >= version, "it is told", CHANGE_S)
+    stream = LongAnswer(served.url)
+    stream.start()
+    assert stream.has_begun.wait(CHANGE_S)
+    finished = baton(run_dir, "versions", "finish", "v2")
+    assert finished.returncode == 0, finished.stderr
+    assert "v1 is gone" in finished.stdout
+    stream.join(CHANGE_S)
+    assert stream.fingerprints == {first}
+    assert stream.text == whole["choices"][0]["text"]
+    pools = admin.pools()
+    assert {worker.version for worker in pools.workers} == {"v2"}
+    assert [version.name for version in pools.versions] == ["v2"]
+    assert "drains timed out" not in pools.counters
+    served.num_blocks = sum(worker.num_blocks for worker in pools.workers)
+
+
+@pytest.mark.long  # three starts that fail; test_rollout shows the same without processes
+def test_an_update_that_does_not_start_leaves_everything_as_it_was(
+    served, admin, run_dir, tmp_path
+):
+    (tmp_path / "config.json").write_text('{"architectures": ["Nothing"]}')
+    before = ask(served.url), [version.name for version in admin.pools().versions]
+    refused = baton(run_dir, "update", "--model", str(tmp_path), "--name", "bad")
+    assert refused.returncode == 1
+    assert "bad was given up; the version before serves everything" in refused.stderr
+    assert "failed 3 times in a row" in refused.stdout
+    assert before == (ask(served.url), [version.name for version in admin.pools().versions])

@@ -1,0 +1,225 @@
+"""Where workers are put on a cluster of several nodes, whose GPUs are there in name only.
+
+One cluster for all; each test gives back what it reserved.
+"""
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from deploy.pools.placement import Node, NoPlace, Placement
+from engine.config import Spread
+from engine.errors import ConfigError
+from engine.messages import Role
+from tests.kits.services.served import poll_until
+
+pytest.importorskip("ray", reason="Ray is not installed")
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(120),
+    pytest.mark.long,  # several nodes; test_placement has the rules, test_ray_pools one node
+]
+
+BY_ROLE = Placement(1, "prefill_node", "decode_node")
+P, D = Role.PREFILL, Role.DECODE
+
+
+class Nodes:
+    """A cluster: nodes with two GPUs each, which come and go."""
+
+    def __init__(self, **resources: int) -> None:
+        """The first one is its head."""
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args=self._node(resources))
+
+    def add(self, **resources: int) -> Any:
+        node = self.cluster.add_node(wait=False, **self._node(resources))
+        self.cluster.wait_for_nodes()
+        return node
+
+    def _node(self, resources: dict[str, int]) -> dict[str, Any]:
+        from deploy.ray.own_ray import OBJECT_STORE_BYTES
+
+        return {
+            "num_cpus": 0,  # Ray starts no process in advance
+            "num_gpus": 2,
+            "resources": resources,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+        }
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    import ray
+
+    from deploy.ray.own_ray import NAMESPACE
+
+    there = Nodes(prefill_node=2)
+    try:
+        there.add(decode_node=4, spare_node=1)
+        ray.init(
+            address=there.cluster.address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        yield there
+    finally:
+        ray.shutdown()
+        there.cluster.shutdown()
+
+
+@pytest.fixture
+def places(nodes) -> Iterator[Any]:
+    from deploy.ray.places import RayPlaces
+
+    made: list[RayPlaces] = []
+
+    def make(placement: Placement) -> RayPlaces:
+        made.append(RayPlaces(placement))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.give_up_all()
+    poll_until(lambda: not reserved(), "nothing is reserved", 10)
+
+
+def reserved() -> dict[str, str | None]:
+    """The node of each worker's place."""
+    from deploy.ray.places import reserved as reserved_places
+
+    return {place.worker: place.node_id for place in reserved_places()}
+
+
+def everywhere() -> list[Node]:
+    from deploy.ray.places import nodes
+
+    return nodes()
+
+
+def offers(node_id: str | None) -> dict[str, float]:
+    import ray
+
+    (has,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return has
+
+
+def take(places: Any, *workers: tuple[str, Role]) -> None:
+    for worker, role in workers:
+        places.take(worker, role)
+
+
+def test_workers_are_put_where_their_role_may_be_started(places):
+    take(places(BY_ROLE), ("p0", P), ("d0", D), ("p1", P), ("d1", D))
+    where = reserved()
+    assert all("prefill_node" in offers(where[name]) for name in ("p0", "p1"))
+    assert all("decode_node" in offers(where[name]) for name in ("d0", "d1"))
+
+
+def test_workers_are_packed_on_few_nodes_or_spread_over_all(places):
+    pack = places(Placement(1))
+    take(pack, ("p0", P), ("d0", D))
+    assert len(set(reserved().values())) == 1
+    pack.give_up_all()
+    take(places(Placement(1, spread=Spread.SPREAD)), ("p0", P), ("p1", P))
+    assert len(set(reserved().values())) == 2
+
+
+def test_the_gpu_of_a_worker_that_died_is_its_next_ones_until_nobody_wants_it(places):
+    mine = places(Placement(1))
+    first = mine.take("d0", D)
+    before = reserved()
+    mine.leave("d0")
+    mine.keep(["d0"])
+    assert mine.take("d0", P).group.id == first.group.id  # whatever its role is now
+    mine.keep([])  # it is in use
+    assert reserved() == before
+    mine.leave("d0")
+    mine.keep([])
+    assert not reserved()
+
+
+def test_a_start_that_was_given_up_does_not_take_the_place_of_the_next_one_along(places):
+    mine = places(Placement(1))
+    first = mine.take("d0", D)
+    mine.give_up("d0")
+    second = mine.take("d0", D)
+    mine.give_back(first)
+    assert "d0" in reserved()
+    mine.give_back(second)
+    assert not reserved()
+
+
+def test_another_controller_finds_what_was_reserved(places):
+    take(places(Placement(1)), ("p0", P), ("d0", D), ("d1", D))
+    before = reserved()
+    other = places(Placement(1))
+    other.adopt()
+    assert sorted(other.roles()) == [D, D, P]
+    other.use("p0")
+    other.keep(["d0"])
+    assert reserved() == {name: node for name, node in before.items() if name != "d1"}
+
+
+def test_what_no_node_has_left_is_named_and_whoever_waits_for_it_can_be_told_not_to(
+    places, monkeypatch
+):
+    mine = places(BY_ROLE)
+    take(mine, ("p0", P), ("p1", P), ("d0", D), ("d1", D))
+    monkeypatch.setattr("deploy.ray.places.PLACE_TIMEOUT_S", 0.5)
+    with pytest.raises(NoPlace, match="1 prefill_node and 1 GPU left for p2: nodes have 4 GPU"):
+        mine.take("p2", P)
+    assert "p2" not in reserved()
+    monkeypatch.undo()
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(mine.take, "p3", P)
+        poll_until(lambda: "p3" in reserved(), "it waits", 10)
+        mine.give_up("p3")
+        with pytest.raises(ConfigError, match="not wanted any more"):
+            waits.result(10)
+
+
+def test_where_a_role_has_no_room_a_worker_takes_what_another_has_left(places, monkeypatch):
+    mine = places(BY_ROLE)
+    take(mine, ("p0", P), ("p1", P))
+    monkeypatch.setattr("deploy.ray.places.PLACE_TIMEOUT_S", 0.5)
+    assert mine.take("p2", P).role is D
+    assert "decode_node" in offers(reserved()["p2"])
+    mine.leave("p2")
+    assert mine.take("p2", P).role is D  # it is kept
+
+
+def test_a_node_that_others_have_taken_is_left_to_them(places):
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    mine = places(Placement(2))
+    chosen = mine.placement.choose(P, everywhere(), [])
+    theirs = placement_group([{"GPU": 1}], bundle_label_selector=[{"ray.io/node-id": str(chosen)}])
+    assert theirs.wait(10)
+    try:
+        take(mine, ("p0", P))
+        assert reserved()["p0"] not in (None, chosen)
+    finally:
+        remove_placement_group(theirs)
+
+
+def test_a_node_goes_and_who_was_there_is_put_elsewhere(nodes, places):
+    mine = places(Placement(1, "spare_node", "spare_node", Spread.SPREAD))
+    lost = nodes.add(spare_node=1)
+    take(mine, ("d0", D), ("d1", D))
+    (gone,) = (name for name, node_id in reserved().items() if node_id == lost.node_id)
+    (stays,) = {"d0", "d1"} - {gone}
+    left = reserved()[stays]
+    assert mine.placement.room(everywhere()) == 2
+    nodes.cluster.remove_node(lost)
+    poll_until(lambda: mine.placement.room(everywhere()) == 1, "it is seen to be gone", 30)
+    mine.leave(gone)
+    mine.give_up(stays)
+    take(mine, (gone, D))
+    assert reserved() == {gone: left}

@@ -1,0 +1,381 @@
+"""Block events over real sockets: from a publisher to feeds, and from a worker to two gateways."""
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from deploy.worker.block_publisher import BlockPublisher
+from engine.clock import MonotonicClock
+from engine.config import WorkerConfig
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    PROTOCOL_VERSION,
+    EventsAddress,
+    Incarnation,
+    Role,
+    Sampling,
+    Welcome,
+    WorkerId,
+)
+from engine.net.curve import Channel, Doorkeeper, client_keys, secure_server, server_keys
+from engine.net.trust import Secret
+from engine.worker.block_events import (
+    END_NUMBER,
+    EventLog,
+    decode_batch,
+    decode_number,
+    encode_number,
+    topic_of,
+)
+from engine.worker.blocks import BlockHash, Evicted, Stored, hash_blocks
+from router import block_feed
+from router.block_feed import BlockFeed
+from router.machine.requests import Finished
+from router.prefixes import news as block_news
+from router.prefixes.map import PrefixMap
+from router.prefixes.news import Apply, Unheard, apply_events
+from tests.e2e.router.test_router_service import FakeWorker, serving
+from tests.kits.services.cluster import ask, request, router, until, workers
+
+SECRET = Secret("internal token")
+WORKER = WorkerId("w")
+LIFE = Incarnation("0123456789abcdef")
+BLOCK_SIZE = 4
+LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, 4),))
+NUM_BLOCKS = 10_000
+IN_TIME_S = 20.0
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def hashes(num: int, first: int = 0) -> list[BlockHash]:
+    return hash_blocks(range(first, first + BLOCK_SIZE * num), BLOCK_SIZE)
+
+
+def chain(num: int, first: int = 0, token_ids: Sequence[int] = ()) -> list[Stored]:
+    found = hashes(num, first)
+    return [Stored(h, p, token_ids) for h, p in zip(found, [None, *found], strict=False)]
+
+
+@dataclass
+class Gateway:
+    """What one gateway makes of a worker's news."""
+
+    info: Welcome
+    index: PrefixMap = field(default_factory=PrefixMap)
+    counted: Counter[str] = field(default_factory=Counter)
+    unheard: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.index.add(WORKER, NUM_BLOCKS)
+        assert self.info.events is not None
+        self.feed = BlockFeed(
+            self.info,
+            self.info.events,
+            secret=SECRET,
+            clock=MonotonicClock(),
+            on_news=self._take,
+            count=lambda what: self.counted.update([what]),
+        )
+
+    def _take(self, news: Apply | Unheard) -> None:
+        match news:
+            case Apply(events):
+                apply_events(self.index, WORKER, events)
+            case Unheard(reason):
+                self.unheard.append(reason)
+
+    def num_known(self, blocks: Sequence[BlockHash]) -> int:
+        return self.index.longest(blocks).get(WORKER, 0)
+
+
+def welcome(events: EventsAddress, incarnation: Incarnation = LIFE) -> Welcome:
+    who = (PROTOCOL_VERSION, WORKER, incarnation, Role.MIXED, "model", LAYOUT)
+    return Welcome(*who, num_blocks=NUM_BLOCKS, max_running=4, events=events)
+
+
+def publisher(**options: Any) -> BlockPublisher:
+    log = EventLog(block_size=BLOCK_SIZE, with_token_ids=True)
+    who = {"worker_id": WORKER, "incarnation": LIFE}
+    return BlockPublisher(log, secret=SECRET, clock=MonotonicClock(), **who, **options)
+
+
+@contextmanager
+def publishing(**options: Any) -> Iterator[tuple[BlockPublisher, EventsAddress]]:
+    source = publisher(**options)
+    address = source.open()
+    try:
+        yield source, address
+    finally:
+        source.close()
+
+
+@contextmanager
+def opened_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
+def trusted_client(socket: "zmq.Socket[bytes]") -> None:
+    """What another indexer is given: three keys, set before it connects."""
+    mine = client_keys(SECRET, Channel.BLOCK_EVENTS)
+    socket.set(zmq.CURVE_SERVERKEY, server_keys(SECRET, Channel.BLOCK_EVENTS).public)
+    socket.set(zmq.CURVE_PUBLICKEY, mine.public)
+    socket.set(zmq.CURVE_SECRETKEY, mine.secret)
+
+
+@asynccontextmanager
+async def following(*gateways: Gateway) -> AsyncIterator[None]:
+    with opened_context() as context:
+        for gateway in gateways:
+            gateway.feed.open(context)
+        try:
+            yield
+        finally:
+            for gateway in gateways:
+                gateway.feed.close()
+
+
+# ---------------------------------------------------------------- one worker's publisher
+
+
+def test_what_a_worker_tells_is_known_to_all_who_follow_it_and_what_it_takes_back_too():
+    async def test() -> None:
+        with publishing() as (source, address):
+            source.publish(chain(3))  # before anybody listens
+            gateways = [Gateway(welcome(address)), Gateway(welcome(address))]
+            async with following(*gateways):
+                for gateway in gateways:
+                    await until(lambda g=gateway: g.num_known(hashes(3)) == 3, "all is known")
+                source.publish(chain(1, first=90))
+                source.publish([Evicted(hashes(3)[2])])
+                for gateway in gateways:
+                    gateway.feed.counted(source.num_batches)  # as its session would say
+                    await until(lambda g=gateway: g.num_known(hashes(3)) == 2, "it is taken back")
+                    assert gateway.num_known(hashes(1, first=90)) == 1
+                    assert gateway.feed.is_following
+                    assert gateway.unheard == []
+
+    run(test)
+
+
+@pytest.mark.parametrize(("num_batches", "means"), [(150, "batches"), (400, "snapshot")])
+def test_who_reads_too_slowly_loses_batches_and_gets_them_by_asking(
+    monkeypatch, num_batches, means
+):
+    """Of 100 kB each, so that buffers on the way are full; 160 or so are kept to be asked for."""
+    monkeypatch.setattr(block_feed, "MAX_UNREAD_BATCHES", 2)
+    token_ids = [2**32 - 1] * 20_000
+
+    async def test() -> None:
+        with publishing(max_unread_batches=2) as (source, address):
+            gateway = Gateway(welcome(address))
+            async with following(gateway):
+                await until(lambda: gateway.feed.is_following, "it follows")
+                first = [chain(1, first=i, token_ids=token_ids) for i in range(num_batches)]
+                for news in first:  # the loop does nothing else meanwhile: nobody reads
+                    source.publish(news)
+                gateway.feed.counted(source.num_batches)
+                blocks = [news[0].block_hash for news in first]
+                await until(
+                    lambda: sum(gateway.num_known([h]) for h in blocks) == num_batches,
+                    "all is known",
+                    IN_TIME_S,
+                )
+                assert gateway.counted["batches asked for"] >= 1
+                assert (gateway.counted["snapshot asked for"] > 1) == (means == "snapshot")
+                assert gateway.unheard == []
+                source.publish(chain(1, first=9000))  # and it follows again
+                await until(lambda: gateway.num_known(hashes(1, first=9000)) == 1, "it follows")
+
+    run(test)
+
+
+def test_a_subscriber_of_vllm_gets_batches_and_asks_for_those_it_missed():
+    async def test() -> None:
+        with publishing() as (source, address), opened_context() as context:
+            batches, asked = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+            for socket in (batches, asked):
+                socket.set(zmq.RCVTIMEO, 10_000)
+                trusted_client(socket)
+            batches.set(zmq.SUBSCRIBE, b"kv@")
+            batches.connect(address.published)
+            asked.connect(address.asked)
+            for first in range(3):
+                source.publish(chain(1, first=first))
+
+            def ask_for(number: int) -> list[list[bytes]]:
+                asked.send_multipart((b"", encode_number(number)))
+                answer = [asked.recv_multipart()]
+                while answer[-1][1] != encode_number(END_NUMBER):
+                    answer.append(asked.recv_multipart())
+                return answer
+
+            clock = MonotonicClock()
+            end_s = clock.now_s() + IN_TIME_S
+            answer = await asyncio.to_thread(ask_for, 1)
+            # The last ones are being published still.
+            while len(answer) < 3 and clock.now_s() < end_s:
+                answer = await asyncio.to_thread(ask_for, 1)
+            assert [decode_number(frames[1]) for frames in answer[:-1]] == [1, 2]
+            assert answer[-1] == [b"", encode_number(END_NUMBER), b""]
+            [event] = decode_batch(answer[0][2])
+            assert event.block_hashes == hashes(1, first=1)
+
+            def next_batch() -> list[bytes]:
+                return batches.recv_multipart()
+
+            reading = asyncio.create_task(asyncio.to_thread(next_batch))
+            while not reading.done():  # a subscription may take a moment
+                source.publish(chain(1))
+                await asyncio.wait([reading], timeout=0.05)
+            topic, number, payload = reading.result()
+            assert topic == topic_of(WORKER, LIFE)
+            assert decode_number(number) >= 3
+            [event] = decode_batch(payload)
+            assert event.block_hashes == hashes(1)
+
+    run(test)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.fixture
+def _impatient(monkeypatch):
+    monkeypatch.setattr(block_news, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(block_news, "FIRST_PAUSE_S", 0.05)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_worker_that_answers_nobody_is_unheard_until_it_does():
+    async def test() -> None:
+        probe = publisher()
+        address = probe.open()
+        probe.close()  # nobody is there
+        gateway = Gateway(welcome(address))
+        async with following(gateway):
+            await until(lambda: gateway.unheard == ["no answer in time"], "it is unheard")
+            await until(lambda: gateway.counted["snapshot asked for"] > 2, "it is asked again")
+            assert gateway.counted["unheard"] == 1
+
+    run(test)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_another_life_of_the_worker_at_the_same_address_is_not_believed(caplog):
+    async def test() -> None:
+        with publishing() as (source, address):
+            gateway = Gateway(welcome(address, Incarnation("another")))
+            async with following(gateway):
+                source.publish(chain(2))
+                await until(lambda: gateway.unheard == ["no answer in time"], "it is unheard")
+                assert gateway.num_known(hashes(2)) == 0
+
+    with caplog.at_level(logging.WARNING):
+        run(test)
+    assert "another life of this worker was meant" in caplog.text
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_who_sends_what_cannot_be_read_is_unheard_and_then_asked_for_all():
+    async def test() -> None:
+        with publishing() as (source, address), opened_context() as context:
+            liar = context.socket(zmq.PUB)
+            Doorkeeper(SECRET, Channel.BLOCK_EVENTS, MonotonicClock()).open(context)
+            secure_server(liar, SECRET, Channel.BLOCK_EVENTS, max_message_bytes=256)
+            port = liar.bind_to_random_port("tcp://127.0.0.1")
+            source.publish(chain(2))
+            lies = msgspec.structs.replace(address, published=f"tcp://127.0.0.1:{port}")
+            gateway = Gateway(welcome(lies))
+            async with following(gateway):
+                await until(lambda: gateway.num_known(hashes(2)) == 2, "all is known")
+
+                def has_noticed() -> bool:
+                    liar.send_multipart((topic_of(WORKER, LIFE), encode_number(1), b"\xc1"))
+                    return bool(gateway.unheard)
+
+                await until(has_noticed, "it is unheard")
+                assert gateway.unheard[0].startswith("bad batch of block events")
+                await until(lambda: gateway.feed.is_following, "it was asked for all")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "frames", [(b"",), (b"", b""), (b"", b"1"), (b"", b"x" * 100), (b"", b"1" * 8, b"")]
+)
+def test_an_ask_that_means_nothing_is_answered_by_nothing_and_does_no_harm(frames):
+    async def test() -> None:
+        with publishing() as (_, address), opened_context() as context:
+            asked = context.socket(zmq.DEALER)
+            trusted_client(asked)
+            asked.connect(address.asked)
+            asked.send_multipart(frames)
+            asked.send_multipart((b"", encode_number(0)))  # answered at once, so the other was not
+            await until(lambda: bool(asked.poll(0)), "the other is answered")
+            assert asked.recv_multipart() == [b"", encode_number(END_NUMBER), b""]
+            assert not asked.poll(50)
+
+    run(test)
+
+
+def test_a_worker_that_tells_nothing_is_counted():
+    async def test() -> None:
+        async with serving(FakeWorker("m0")) as r:
+            assert r.counters()["block events", "not offered"] == 1
+
+    run(test)
+
+
+# ---------------------------------------------------------------- a worker and two gateways
+
+
+@pytest.mark.torch
+def test_two_gateways_know_what_one_of_them_had_computed_until_the_worker_evicts_it():
+    rng = random.Random(5)
+    config = WorkerConfig(kv_mib=4, max_running=4)
+    sampling = Sampling(temperature=0.0)
+
+    def some_tokens() -> list[int]:
+        return [rng.randrange(5, 4096) for _ in range(200)]
+
+    async def ask_for(r: Any, name: str, prompt: Sequence[int]) -> None:
+        answer = await ask(r, request(name, prompt, max_tokens=2, sampling=sampling))
+        assert isinstance(answer.outcome, Finished), answer.outcome
+
+    async def test() -> None:
+        async with router(running) as one, router(running) as other:
+            [(worker_id, ready)] = running.ready.items()
+            prompt = some_tokens()
+            blocks = hash_blocks(prompt, config.block_size)
+
+            def known(r: Any) -> int:
+                return r.machine.prefixes.longest(blocks).get(worker_id, 0)
+
+            await ask_for(one, "prompt", prompt)
+            for r in (one, other):
+                await until(lambda r=r: known(r) == len(blocks), lambda r=r: f"known: {known(r)}")
+            for i in range(ready.num_blocks // len(blocks) + 1):  # of these it evicts
+                await ask_for(one, f"filler-{i}", some_tokens())
+            for r in (one, other):
+                await until(lambda r=r: known(r) == 0, lambda r=r: f"known: {known(r)}")
+                assert r.counters()["block events", "snapshot asked for"] == 1
+                assert ("block events", "unheard") not in r.counters()
+
+    with workers((Role.MIXED,), config=config) as running:
+        asyncio.run(test())

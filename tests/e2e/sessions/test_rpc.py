@@ -1,0 +1,287 @@
+"""Frames between two ends on loopback, whole, in order and only as fast as they are taken."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from unittest.mock import patch
+
+import grpc
+import pytest
+
+from engine.net import rpc
+from engine.net.rpc import PeerSilent, Send, SessionClient, SessionServer
+from engine.net.trust import Secret
+
+SECRET = Secret("token")
+DEADLINE_S = 20.0
+
+
+async def echo(frames: AsyncIterator[bytes], send: Send) -> None:
+    async for frame in frames:
+        await send(frame)
+
+
+def with_session(
+    session: rpc.Session, test: Callable[[SessionClient, str], Awaitable[None]]
+) -> None:
+    async def run() -> None:
+        server = SessionServer(session, SECRET)
+        address = await server.open()
+        client = SessionClient(address, SECRET)
+        await client.open()
+        async with asyncio.timeout(DEADLINE_S):
+            await test(client, address)
+        await client.close()
+        await server.close()
+
+    asyncio.run(run())
+
+
+def test_frames_of_all_sizes_come_back_whole_and_in_order():
+    sizes = [1, 3, 4, 5, 70_000, 2, 3_000_000, 1]
+    frames = [bytes([i]) * size for i, size in enumerate(sizes)]
+
+    async def test(client: SessionClient, _: str) -> None:
+        async def send_all() -> None:
+            for frame in frames:
+                await client.send(frame)
+
+        sending = asyncio.create_task(send_all())
+        for frame in frames:
+            assert await client.receive() == frame
+        await sending
+
+    with_session(echo, test)
+
+
+def test_a_session_that_ends_is_no_error():
+    async def farewell(frames: AsyncIterator[bytes], send: Send) -> None:
+        await anext(frames)
+        await send(b"bye")
+
+    async def test(client: SessionClient, _: str) -> None:
+        await client.send(b"hello")
+        assert await client.receive() == b"bye"
+        assert await client.receive() is None
+        assert await client.receive() is None
+
+    with_session(farewell, test)
+
+
+def test_posted_frames_are_sent_in_order_and_nobody_waits_for_them():
+    async def test(client: SessionClient, _: str) -> None:
+        for number in range(100):
+            client.post(str(number).encode())
+        for number in range(100):
+            assert await client.receive() == str(number).encode()
+
+    with_session(echo, test)
+
+
+def test_a_session_with_an_address_where_nothing_listens_is_an_error_soon():
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+        client = SessionClient(address, SECRET)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ConnectionError):
+                await client.open()
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_closing_a_server_ends_its_sessions():
+    async def run() -> None:
+        server = SessionServer(echo, SECRET)
+        client = SessionClient(await server.open(), SECRET)
+        await client.open()
+        await client.send(b"a")
+        assert await client.receive() == b"a"
+        await server.close()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ConnectionError):
+                await client.receive()
+        await client.close()
+
+    asyncio.run(run())
+
+
+# ---------------------------------------------------------------- silence
+
+
+async def settled(seconds: float) -> None:
+    """Time in which something does not happen."""
+    await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=seconds)
+
+
+@pytest.fixture
+def _quick_beats(monkeypatch):
+    monkeypatch.setattr(rpc, "BEAT_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("_quick_beats")
+def test_ends_that_have_nothing_to_say_keep_their_session():
+    async def run() -> None:
+        server = SessionServer(echo, SECRET, silence_s=0.5)
+        client = SessionClient(await server.open(), SECRET, silence_s=0.5)
+        await client.open()
+        await client.send(b"a")
+        assert await client.receive() == b"a"
+        await settled(0.7)  # nobody reads
+        answer = asyncio.create_task(client.receive())
+        await settled(0.8)
+        await client.send(b"b")
+        assert await answer == b"b"
+        await client.close()
+        await server.close()
+
+    asyncio.run(run())
+
+
+class Relay:
+    """A TCP connection that can be stopped in the middle, as a cable that is cut."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self.flows = asyncio.Event()
+        self.flows.set()
+
+    async def open(self) -> str:
+        self._ways: list[asyncio.Task[None]] = []
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        return f"{host}:{port}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, self._port)
+        ways = [self._carry(reader, back), self._carry(there, writer)]
+        self._ways += [asyncio.create_task(way) for way in ways]
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                await self.flows.wait()
+                writer.write(data)
+        writer.close()
+        await writer.wait_closed()
+
+    async def close(self) -> None:
+        """When both ends are gone."""
+        self._server.close()
+        self.flows.set()
+        await asyncio.wait(self._ways, timeout=DEADLINE_S)
+
+
+@contextlib.asynccontextmanager
+async def cut_off(session: rpc.Session) -> AsyncIterator[SessionClient]:
+    """A client that has been answered; from then on nothing comes through, either way."""
+    server = SessionServer(session, SECRET, silence_s=0.5)
+    address = await server.open()
+    relay = Relay(address)
+    relayed, dial = await relay.open(), grpc.aio.insecure_channel
+    client = SessionClient(address, SECRET, silence_s=0.5)
+    with patch.object(grpc.aio, "insecure_channel", lambda _, **options: dial(relayed, **options)):
+        await client.open()
+    await client.send(b"a")
+    assert await client.receive() == b"a"
+    relay.flows.clear()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield client
+    finally:
+        await client.close()
+        await server.close()
+        await relay.close()
+
+
+@pytest.mark.usefixtures("_quick_beats")
+def test_both_ends_of_a_session_that_is_cut_off_end_it():
+    ended = asyncio.Event()
+
+    async def session(frames: AsyncIterator[bytes], send: Send) -> None:
+        try:
+            await echo(frames, send)
+        finally:
+            ended.set()
+
+    async def run() -> None:
+        async with cut_off(session) as client:
+            with pytest.raises(PeerSilent, match="silent for") as caught:
+                await client.receive()
+            await ended.wait()
+        assert 0.5 < caught.value.seconds < 3.0
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("_quick_beats")
+def test_frames_on_their_way_to_a_peer_that_falls_silent_are_lost_without_a_noise():
+    """More than a connection holds: it stands still with a frame half sent and others behind it."""
+    told: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        async with cut_off(echo) as client:
+            for _ in range(3):
+                client.post(bytes(8 * 2**20))
+            waiting = asyncio.create_task(client.send(b"behind them"))
+            with pytest.raises(PeerSilent):
+                await client.receive()
+            with pytest.raises(ConnectionError):
+                await waiting
+            with pytest.raises(ConnectionError):
+                client.post(b"b")
+
+    asyncio.run(run())
+    assert told == []
+
+
+def test_beats_that_end_with_a_bug_end_the_session():
+    async def test(client: SessionClient, _: str) -> None:
+        receiving = asyncio.create_task(client.receive())
+        await asyncio.sleep(0)
+        beating: asyncio.Future[PeerSilent] = asyncio.get_running_loop().create_future()
+        beating.set_exception(RuntimeError("a bug"))
+        client._on_silence(beating)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await receiving
+
+    with_session(echo, test)
+
+
+def test_who_is_cancelled_while_the_session_ends_for_silence_is_cancelled():
+    async def test(client: SessionClient, _: str) -> None:
+        receiving = asyncio.create_task(client.receive())
+        await asyncio.sleep(0)
+        silence: asyncio.Future[PeerSilent] = asyncio.get_running_loop().create_future()
+        silence.set_result(PeerSilent(5.0))
+        client._on_silence(silence)
+        receiving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+
+    with_session(echo, test)
+
+
+@pytest.mark.usefixtures("_quick_beats")
+def test_who_was_held_up_itself_takes_nobody_for_silent(monkeypatch):
+    monkeypatch.setattr("engine.net.silence.MAX_BETWEEN_LOOKS_S", 0.1)
+
+    async def run() -> None:
+        server = SessionServer(echo, SECRET, silence_s=0.5)
+        client = SessionClient(await server.open(), SECRET, silence_s=0.5)
+        await client.open()
+        await client.send(b"a")
+        assert await client.receive() == b"a"
+        threading.Event().wait(1.0)  # both ends, that is: they share the loop
+        await client.send(b"b")
+        assert await client.receive() == b"b"
+        await client.close()
+        await server.close()
+
+    asyncio.run(run())

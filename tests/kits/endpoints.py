@@ -1,0 +1,177 @@
+"""Two real endpoints on loopback, with small timing, for the contract of the backends."""
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+
+from engine.clock import MonotonicClock
+from engine.config import Transport
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
+from engine.net.curve import Channel, Doorkeeper, secure_client, secure_server
+from engine.net.trust import Secret
+from engine.worker.blocks import BlockId
+from engine.worker.events import (
+    Event,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    StartPull,
+)
+from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
+from kvtransfer.messages import Identity
+from kvtransfer.protocol import Timing
+from kvtransfer.records import Shard
+
+LAYOUT = KVLayout(
+    block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(2, 2, 16),)
+)  # 8 KiB a block
+TIMING = Timing(ttl_s=4.0, hold_every_s=0.1, silence_s=1.0)
+NUM_BLOCKS = 200
+SECRET = Secret("secret")
+DEADLINE_S = 30.0
+
+
+@dataclass
+class Worker:
+    """One end, with its pool and everything that it reported."""
+
+    endpoint: TransferEndpoint
+    pool: PrivatePool | SharedPool
+    address: TransferAddress
+    events: "queue.Queue[Event]" = field(default_factory=queue.Queue)
+    crashes: list[BaseException] = field(default_factory=list)
+
+    def next_event(self, kind: type) -> Event:
+        """The next event of that kind, within the deadline."""
+        clock = MonotonicClock()
+        end_s = clock.now_s() + DEADLINE_S
+        while True:
+            event = self.events.get(timeout=max(0.01, end_s - clock.now_s()))
+            if isinstance(event, kind):
+                return event
+
+    def lease(self, name: str, blocks: list[int], ready: int | None = None) -> LeaseRef:
+        """Opens a lease on `blocks`, of which the first `ready` are computed."""
+        self.endpoint.perform(OpenLease(LeaseId(name), len(blocks)))
+        self.grow(name, blocks if ready is None else blocks[:ready])
+        return LeaseRef(LeaseId(name), self.address, len(blocks))
+
+    def grow(self, name: str, blocks: list[int]) -> None:
+        if blocks:
+            ids = tuple(BlockId(b) for b in blocks)
+            self.endpoint.perform(GrowLease(LeaseId(name), ids))
+
+    def hold(self, seq: str, lease: LeaseRef) -> None:
+        self.endpoint.perform(HoldLease(SeqId(seq), lease))
+
+    def start(self, seq: str, pairs: list[tuple[int, int]]) -> None:
+        blocks = tuple((index, BlockId(block)) for index, block in pairs)
+        self.endpoint.perform(StartPull(SeqId(seq), blocks))
+
+    def pull(self, seq: str, lease: LeaseRef, pairs: list[tuple[int, int]]) -> Event:
+        """Pulls and waits for the end."""
+        self.hold(seq, lease)
+        self.start(seq, pairs)
+        return self.end_of_pull()
+
+    def is_held(self, name: str) -> bool:
+        """Whether a sink has said that it wants this lease."""
+        lease = self.endpoint.source._leases.get(LeaseId(name))
+        return lease is not None and lease.holder is not None
+
+    def connections(self) -> list[str]:
+        """Addresses of the sources to which there are any."""
+        return list(self.endpoint._sink_end._links)
+
+    def end_of_pull(self) -> Event:
+        return self.next_event((PullDone, PullFailed))  # type: ignore[arg-type]
+
+    def end_of_lease(self) -> LeaseEnded:
+        event = self.next_event(LeaseEnded)
+        assert isinstance(event, LeaseEnded)
+        return event
+
+
+def is_done(event: Event, transport: str) -> bool:
+    """Whether a pull is done, over that transport."""
+    assert isinstance(event, PullDone), event
+    return event.transport == transport and 0 <= event.exposed_s <= event.transfer_s
+
+
+def fill(pool: PrivatePool | SharedPool, seed: int) -> None:
+    """Random bytes in every block."""
+    rng = np.random.default_rng(seed)
+    pool.blocks[:] = rng.integers(0, 256, pool.blocks.shape, dtype=np.uint8)
+
+
+@contextmanager
+def worker(
+    name: str,
+    transport: Transport,
+    *,
+    layout: KVLayout = LAYOUT,
+    fingerprint: str = "model",
+    shard: Shard = Shard(),  # noqa: B008 - frozen
+    kv_wire_dtype: KVFormat | None = None,
+    as_pool: Callable[[PrivatePool | SharedPool], Pool] = lambda pool: pool,
+    timing: Timing = TIMING,
+    secret: Secret = SECRET,
+) -> Iterator[Worker]:
+    """An open endpoint; closed, and its thread gone, afterwards."""
+    pool = host_pool(NUM_BLOCKS, layout.block_bytes, transport)
+    pool.open()
+    events: queue.Queue[Event] = queue.Queue()
+    crashes: list[BaseException] = []
+    config = EndpointConfig(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(f"{name}-1"),
+        identity=Identity(fingerprint, layout, shard, kv_wire_dtype),
+        secret=secret,
+        transport=transport,
+        timing=timing,
+    )
+    endpoint = TransferEndpoint(
+        config,
+        pool=as_pool(pool),
+        clock=MonotonicClock(),
+        on_event=events.put,
+        on_crash=crashes.append,
+    )
+    address = endpoint.open()
+    try:
+        yield Worker(endpoint, pool, address, events, crashes)
+    finally:
+        endpoint.close()
+        pool.close()
+    assert not crashes
+
+
+def trusted_sink(socket: "zmq.Socket[bytes]") -> None:
+    """Gives a test's own socket the keys of a sink."""
+    secure_client(socket, SECRET, Channel.KV, max_message_bytes=2**24)
+
+
+def trusted_source(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
+    """Gives a test's own socket the keys of a source."""
+    Doorkeeper(SECRET, Channel.KV, MonotonicClock()).open(context)
+    secure_server(socket, SECRET, Channel.KV, max_message_bytes=2**24)
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Polls until `holds`; fails after the deadline."""
+    import select
+
+    clock = MonotonicClock()
+    end_s = clock.now_s() + DEADLINE_S
+    while not holds():
+        assert clock.now_s() < end_s, what
+        select.select([], [], [], 0.01)

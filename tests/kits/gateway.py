@@ -1,0 +1,332 @@
+"""What the gateway's tests share: a scripted router, a tiny text model, a direct ASGI driver."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine.messages import FinishReason, WorkerId
+from engine.net.trust import Secret
+from router.gateway.app import create_app
+from router.gateway.jobs import GatewaySettings
+from router.gateway.versions import Served, Versions
+from router.machine.requests import (
+    Finished,
+    Request,
+    TakeAtOnce,
+    TakeTokens,
+    Timeline,
+    Update,
+    WorkerStatus,
+    take_no_tokens,
+    take_nothing,
+)
+from router.text.templates import ChatTemplate
+from router.text.tokenizer import TextModel
+from tests.kits.grammar_checks import CheckedAtOnce
+
+V1 = ("version", "v1")  # a label
+CONTEXT_LEN = 64
+EOS = 256
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}"
+    "{% endfor %}<|assistant|>"
+)
+SECRET = Secret("of the tests")
+STOP = Finished(FinishReason.STOP)
+LENGTH = Finished(FinishReason.LENGTH)
+TIMELINE = Timeline(
+    route_s=0.01,
+    queue_s=0.02,
+    prefill_queue_s=0.03,
+    prefill_compute_s=0.04,
+    kv_wait_s=0.05,
+    kv_transfer_s=0.06,
+    kv_exposed_s=0.007,
+    num_cached_tokens=3,
+    prefill_worker="p0",
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, in the order of the bytes, then the special tokens."""
+    tokenizer = Tokenizer(models.BPE(vocab=_letters(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = ("<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    return tokenizer
+
+
+def _letters() -> dict[str, int]:
+    """How GPT-2 writes bytes: printable ones as they are, the others from 256 on."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def text_model(template: str | None = TEMPLATE) -> TextModel:
+    compiled = None if template is None else ChatTemplate(template, {})
+    return TextModel(TOKENIZER, template=compiled, eos_token_ids=(EOS,))
+
+
+def tokens(text: str, **rest: Any) -> Update:
+    return Update(token_ids=tuple(text.encode()), **rest)
+
+
+def answer(text: str) -> list[Update]:
+    """One token an update, then the end-of-text token with the outcome."""
+    last = Update(token_ids=(EOS,), outcome=STOP, timeline=TIMELINE)
+    return [*(Update(token_ids=(byte,)) for byte in text.encode()), last]
+
+
+class Never:
+    """A step of a script that does not come."""
+
+
+class FakeRouter:
+    """Plays a script of updates to every request, and keeps what it was asked.
+
+    With `more_scripts`, the second request is given the first of these, and so on.
+    """
+
+    def __init__(
+        self,
+        script: list[Update | Never | Exception] | None = None,
+        *more_scripts: list[Update | Never | Exception],
+    ) -> None:
+        self.script = script if script is not None else answer("hi")
+        self.more_scripts = more_scripts
+        self.requests: list[Request] = []
+        self.cancelled: list[str] = []
+        self.live = 0
+        self.clock = TickingClock()  # the app's
+        self.num_taken = 0  # updates of tokens alone that nobody had to wait for
+        self.waiting = asyncio.Event()  # a request has come to a `Never`
+        self.not_ready: str | None = None
+        self.capacity: int | None = None  # tokens
+        self.statuses: dict[WorkerId, WorkerStatus] = {}
+        self.events: dict[tuple[str, str], int] = {}
+
+    async def submit(
+        self,
+        request: Request,
+        take_at_once: TakeAtOnce = take_nothing,
+        take_tokens: TakeTokens = take_no_tokens,
+    ) -> AsyncIterator[Update]:
+        number = len(self.requests)
+        self.requests.append(request)
+        self.live += 1
+        ended = False
+        try:
+            for step in self._script_of(number):
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, Never):
+                    self.waiting.set()
+                    await asyncio.Event().wait()
+                elif self._is_plain(step) and take_tokens(step.token_ids, self.clock.now_s()):
+                    self.num_taken += 1
+                elif not take_at_once(step):
+                    ended = step.outcome is not None
+                    yield step
+        finally:
+            self.live -= 1
+            if not ended:
+                self.cancelled.append(request.request_id)
+
+    def _is_plain(self, update: Update) -> bool:
+        return update == Update(update.token_ids)
+
+    def _script_of(self, number: int) -> list[Update | Never | Exception]:
+        return self.more_scripts[number - 1] if number and self.more_scripts else self.script
+
+    def readiness(self) -> str | None:
+        return self.not_ready
+
+    def capacity_tokens(self) -> int | None:
+        return self.capacity
+
+    def fingerprint(self) -> str:
+        return "fp-1"
+
+    def workers(self) -> Mapping[WorkerId, WorkerStatus]:
+        return self.statuses
+
+    def queued_s(self) -> float:
+        return 0.75
+
+    def queue_len(self) -> int:
+        return 7
+
+    def counters(self) -> Mapping[tuple[str, str], int]:
+        return self.events
+
+
+class TickingClock:
+    """A second passes at every look."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+
+    def now_s(self) -> float:
+        return float(next(self._ticks))
+
+
+def versions_of(
+    router: FakeRouter,
+    *,
+    template: str | None = TEMPLATE,
+    model_names: tuple[str, ...] = ("tiny",),
+    context_len: int = CONTEXT_LEN,
+) -> Versions:
+    """The only one."""
+    return Versions(Served("v1", router, text_model(template), model_names, context_len))
+
+
+def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings: Any) -> Any:
+    own = {name: settings.pop(name) for name in ("model_names", "context_len") if name in settings}
+    return make_app_of(versions_of(router, template=template, **own), router.clock, **settings)
+
+
+def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any:
+    keys = settings.pop("keys", None)
+    return create_app(
+        versions,
+        settings=GatewaySettings(SECRET, **settings),
+        clock=clock,
+        rng=random.Random(1),
+        grammars=CheckedAtOnce(),
+        keys=keys,
+    )
+
+
+@dataclass
+class Reply:
+    """What an app sent."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        return int(self.messages[0]["status"])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode() for name, value in self.messages[0]["headers"]}
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message["body"] for message in self.messages[1:])
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.messages) > 1 and not self.messages[-1].get("more_body", False)
+
+    def json(self) -> Any:
+        return msgspec.json.decode(self.body)
+
+    def events(self) -> list[Any]:
+        """The data of a stream, decoded, but for the marker at its end."""
+        parts = self.body.split(b"\n\n")
+        assert parts.pop() == b""
+        assert all(part.startswith(b"data: {") or part == b"data: [DONE]" for part in parts)
+        data = [part.removeprefix(b"data: ") for part in parts]
+        return [part.decode() if part == b"[DONE]" else msgspec.json.decode(part) for part in data]
+
+
+class Connection:
+    """One HTTP request to an app, as an ASGI server would carry it."""
+
+    def __init__(self, app: Any, method: str, path: str, headers: Mapping[str, str]) -> None:
+        self.reply = Reply()
+        self._app = app
+        self._scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+            "server": ("test", 80),
+            "scheme": "http",
+        }
+        self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._gone = asyncio.Event()
+
+    def put_body(self, *pieces: bytes, complete: bool = True) -> None:
+        for index, piece in enumerate(pieces):
+            more = not complete or index + 1 < len(pieces)
+            message = {"type": "http.request", "body": piece, "more_body": more}
+            self._incoming.put_nowait(message)
+
+    def leave(self) -> None:
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+    async def run(self) -> Reply:
+        await self._app(self._scope, self._incoming.get, self._send)
+        return self.reply
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        assert not self.reply.is_complete
+        self.reply.messages.append(dict(message))
+        if self.reply.is_complete:
+            self.leave()  # as servers do
+
+
+async def fetch(
+    app: Any,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+) -> Reply:
+    connection = Connection(app, method, path, headers or {})
+    connection.put_body(body)
+    return await connection.run()
+
+
+def get(app: Any, path: str, **headers: str) -> Reply:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return asyncio.run(fetch(app, "GET", path, headers=named))
+
+
+def post(app: Any, path: str, fields: Any, **headers: str) -> Reply:
+    body = fields if isinstance(fields, bytes) else msgspec.json.encode(fields)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return asyncio.run(fetch(app, "POST", path, body, named))
+
+
+def chat(router: FakeRouter, fields: Mapping[str, Any] | None = None, **headers: str) -> Reply:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "yo"}], **(fields or {})}
+    return post(make_app(router), "/v1/chat/completions", body, **headers)
+
+
+def complete(router: FakeRouter, fields: Mapping[str, Any] | None = None, **headers: str) -> Reply:
+    body = {"model": "tiny", "prompt": "yo", **(fields or {})}
+    return post(make_app(router), "/v1/completions", body, **headers)
+
+
+def run_alone(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work`, and checks that it leaves no task behind."""
+
+    async def checked() -> None:
+        await work
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(checked())
+
+
+def test_the_tiny_tokenizer_has_one_token_for_each_byte():
+    assert TOKENIZER.encode("é<|user|>").ids == [0xC3, 0xA9, 258]
+    assert TOKENIZER.decode([0xC3, 0xA9, EOS]) == "é"

@@ -1,0 +1,264 @@
+"""What every `Attend` must do, whatever the device: the cases, and the checks that run them.
+
+    check_attend(attend, **case)    against `reference_attention` and `KVCache.write`
+    check_company(attend, **case)   each row gets what it gets alone
+    CASES                           formats × head shapes, windows, softcaps, ragged lengths, blocks
+
+Memory that a row may not touch holds not-a-number wherever its format can, scales included: other
+sequences' blocks, the record's other section and layer, and a row's own last block beyond its
+context. Lengths are (tokens before, tokens now) of each row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.model.attention.base import Scoring, build_batch, reference_attention
+from engine.model.attention.kvcache import KVCache, allocate_buffer, dequantise
+from engine.worker.batch import Row
+
+OTHER_SECTION = KVSection(num_layers=1, num_kv_heads=1, head_dim=6)
+LAYER = 1
+NOT_A_NUMBER = 0xFF  # a byte of which floats of every format, repeated, are NaN
+
+# How much worse than the nearest code, relative to max |x|, a stored element may be: rounding of a
+# reciprocal may pick the other code at a tie, and a bf16 step one bit apart.
+STORE_SLACK = {
+    KVFormat.FP32: 0.0,
+    KVFormat.BF16: 0.0,
+    KVFormat.FP8_E4M3: 1e-5,
+    KVFormat.INT8: 1e-5,
+    KVFormat.INT4: 1e-2,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A cache that holds the rows' earlier tokens and nothing else, and their present tokens."""
+
+    cache: KVCache
+    rows: list[Row]
+    query: torch.Tensor  # [num_tokens, num_heads, head_dim]
+    key: torch.Tensor  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor
+
+
+def make_problem(
+    *,
+    device="cpu",
+    kv_format,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    lengths,
+    block_size,
+    dtype=torch.float32,
+    seed=0,
+) -> Problem:
+    rng = torch.Generator().manual_seed(seed)
+    section = KVSection(num_layers=2, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    layout = KVLayout(block_size, kv_format, (OTHER_SECTION, section))
+    tables = _tables(layout, lengths, rng)
+    buffer = allocate_buffer(layout, sum(map(len, tables)) + 3, device)
+    buffer.fill_(NOT_A_NUMBER)
+    cache = KVCache(layout, buffer, section=1)
+    for (start, _), table in zip(lengths, tables, strict=True):
+        if start:
+            earlier = Row("earlier", [0] * start, 0, table, None)
+            slots = build_batch([earlier], cache).slot_mapping
+            cache.write(LAYER, slots, *_kv(section, start, device, dtype, rng))
+    rows = [
+        Row(f"s{i}", [0] * query_len, start, table, None)
+        for i, ((start, query_len), table) in enumerate(zip(lengths, tables, strict=True))
+    ]
+    num_tokens = sum(query_len for _, query_len in lengths)
+    query = torch.randn(num_tokens, num_heads, head_dim, generator=rng).to(device, dtype)
+    return Problem(cache, rows, query, *_kv(section, num_tokens, device, dtype, rng))
+
+
+def run(attend, problem, scoring):
+    """The result of `attend` [num_tokens, num_heads, head_dim]; the problem's cache is written."""
+    batch = build_batch(problem.rows, problem.cache)
+    return attend(problem.query, problem.key, problem.value, problem.cache, LAYER, batch, scoring)
+
+
+def check_attend(
+    attend,
+    *,
+    device="cpu",
+    kv_format,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    lengths,
+    scoring,
+    block_size=16,
+    tolerance=1e-5,
+    dtype=torch.float32,
+):
+    """Asserts that `attend` stores K and V where and as it must, touches no other byte, and gives
+    within `tolerance` what the reference reads from the record that it left."""
+    problem = make_problem(
+        device=device,
+        kv_format=kv_format,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        lengths=lengths,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    before = problem.cache.buffer.clone()
+    found = run(attend, problem, scoring)
+    assert (found.shape, found.dtype) == (problem.query.shape, problem.query.dtype)
+    _check_stored(problem, before)
+
+    record = KVCache(problem.cache.layout, problem.cache.buffer.cpu(), section=1)
+    batch = build_batch(problem.rows, record)
+    expected = reference_attention(problem.query.cpu().float(), record, LAYER, batch, scoring)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=tolerance)
+
+
+def check_company(
+    attend,
+    *,
+    device="cpu",
+    kv_format,
+    num_heads,
+    num_kv_heads,
+    head_dim,
+    lengths,
+    scoring,
+    block_size=16,
+    tolerance=0.0,
+    dtype=torch.float32,
+):
+    """Asserts that a row alone gets what it gets among the others; bitwise unless told else."""
+    problem = make_problem(
+        device=device,
+        kv_format=kv_format,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        lengths=lengths,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    together = run(attend, problem, scoring)
+    sizes = [len(row.token_ids) for row in problem.rows]
+    parts = zip(*(x.split(sizes) for x in (problem.query, problem.key, problem.value)), strict=True)
+    alone = [
+        run(attend, Problem(problem.cache, [row], *part), scoring)
+        for row, part in zip(problem.rows, parts, strict=True)
+    ]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=tolerance)
+
+
+def _check_stored(problem, before):
+    """K and V are in their slots as well as the format can; every other byte is as `before`."""
+    after = problem.cache
+    slots = build_batch(problem.rows, after).slot_mapping
+    block, offset = slots // after.layout.block_size, slots % after.layout.block_size
+    twin = KVCache(after.layout, before.clone(), section=1)
+    twin.write(LAYER, slots, problem.key, problem.value)
+    for x, theirs, ours in (
+        (problem.key, stored(after, LAYER)[0], stored(twin, LAYER)[0]),
+        (problem.value, stored(after, LAYER)[1], stored(twin, LAYER)[1]),
+    ):
+        x = x.float()
+        slack = STORE_SLACK[after.kv_format] * x.abs().amax(-1, keepdim=True)
+        theirs, ours = theirs[block, :, offset], ours[block, :, offset]
+        assert ((theirs - x).abs() <= (ours - x).abs() + slack).all()
+    rest_before, rest_after = before.clone(), after.buffer.clone()
+    for rest in (rest_before, rest_after):
+        cleared = KVCache(after.layout, rest, section=1)
+        cleared.write(LAYER, slots, torch.zeros_like(x), torch.zeros_like(x))
+    assert torch.equal(rest_before, rest_after)
+
+
+def stored(cache, layer):
+    """K and V of a layer as fp32 [num_blocks, num_kv_heads, block_size, head_dim] each."""
+    scales = (None, None)
+    if cache.kv_format.has_scales:
+        scales = cache.key_scales[layer], cache.value_scales[layer]
+    elements = cache.keys[layer], cache.values[layer]
+    return [dequantise(e, s, cache.kv_format) for e, s in zip(elements, scales, strict=True)]
+
+
+def _tables(layout, lengths, rng):
+    """Scattered blocks of each row; those that belong to nobody lie among them."""
+    counts = [layout.num_blocks_for(start + query_len) for start, query_len in lengths]
+    free = torch.randperm(sum(counts) + 3, generator=rng).tolist()
+    return [[free.pop() for _ in range(count)] for count in counts]
+
+
+def _kv(section, num_tokens, device, dtype, rng):
+    """Random K and V [num_tokens, num_kv_heads, head_dim], some of them hard to quantise."""
+    shape = (num_tokens, section.num_kv_heads, section.head_dim)
+    key, value = torch.randn(2, *shape, generator=rng)
+    value[::3] *= 3
+    key[1::7] = 0
+    value[2::7] = value[2::7, :, :1]  # one number, repeated
+    return key.to(device, dtype), value.to(device, dtype)
+
+
+MIXED = ((6, 1), (0, 5), (9, 3), (0, 1), (20, 1), (3, 4), (7, 1))
+DECODE = ((6, 1), (0, 1), (20, 1), (31, 1), (32, 1), (33, 1))
+PLAIN = Scoring(0.3)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+HEADS = ((4, 4), (6, 2), (8, 1), (16, 1), (1, 1))
+WINDOWS = (1, 3, 4, 8, 1000)
+RAGGED = (  # one row, long contexts, edges of blocks of 16 and of tiles of 64
+    ((0, 1),),
+    ((40, 1),),
+    ((0, 33),),
+    ((700, 1), (5, 1), (1030, 1)),
+    ((300, 4), (511, 4), (64, 4)),
+    ((0, 64), (64, 64), (63, 65), (15, 1), (16, 1), (14, 2)),
+    ((500, 70), (0, 130)),
+)
+
+
+def _case(kv_format, *, heads=(4, 2), head_dim=8, lengths=MIXED, scoring=PLAIN, block_size=16):
+    return {
+        "kv_format": kv_format,
+        "num_heads": heads[0],
+        "num_kv_heads": heads[1],
+        "head_dim": head_dim,
+        "lengths": lengths,
+        "scoring": scoring,
+        "block_size": block_size,
+    }
+
+
+def _cases():
+    for kv_format in KVFormat:
+        for head_dim in HEAD_DIMS:
+            yield _case(kv_format, head_dim=head_dim, scoring=Scoring(head_dim**-0.5))
+        for heads in HEADS:
+            yield _case(kv_format, heads=heads, head_dim=64, scoring=Scoring(64**-0.5))
+        for window in WINDOWS:
+            yield _case(kv_format, scoring=Scoring(0.3, window=window))
+        yield _case(kv_format, scoring=Scoring(0.3, softcap=0.7))
+        yield _case(kv_format, scoring=Scoring(0.3, window=5, softcap=0.7))
+        yield _case(kv_format, lengths=DECODE, scoring=Scoring(0.3, window=5), block_size=4)
+        for lengths in RAGGED:
+            yield _case(kv_format, heads=(2, 1), head_dim=32, lengths=lengths)
+        yield _case(kv_format, heads=(2, 1), lengths=RAGGED[-1], scoring=Scoring(0.3, window=100))
+        for block_size in (1, 3, 32):
+            yield _case(kv_format, block_size=block_size)
+
+
+CASES = list(_cases())
+
+
+def case_id(case):
+    """A name for pytest."""
+    scoring = case["scoring"]
+    parts = [case["kv_format"].value, f"{case['num_heads']}on{case['num_kv_heads']}"]
+    parts += [f"d{case['head_dim']}", f"b{case['block_size']}"]
+    parts += [f"w{scoring.window}"] if scoring.window else []
+    parts += ["softcap"] if scoring.softcap else []
+    return "-".join([*parts, "_".join(f"{start}+{now}" for start, now in case["lengths"])])

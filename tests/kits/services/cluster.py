@@ -1,0 +1,260 @@
+"""Real workers as processes, and a router inside the test that sees tokens instead of text."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.local.launcher import ProcessLauncher
+from deploy.local.nursery import Nursery
+from deploy.pools.formats import config_of
+from deploy.processes import WorkerReady, WorkerSpec
+from engine.clock import MonotonicClock
+from engine.config import RouterConfig, Transport, WorkerConfig
+from engine.messages import Limits, LoadReport, RequestId, Role, Sampling, WorkerId
+from engine.net.trust import Secret
+from kvtransfer.nixl_backend import PACKAGES
+from router.cluster.estimates import Estimates
+from router.cluster.view import WorkerView
+from router.machine.requests import Finished, Outcome, Request, Timeline
+from router.service import Router
+
+
+class FirstByName(random.Random):
+    """Ties fall to the first by name, so that a test knows who is chosen."""
+
+    def choice(self, seq):
+        return seq[0]
+
+
+NURSERY = Nursery()  # of all tests of a session: torch is imported once
+TOKEN = "internal-token-of-the-tests"
+SECRET = Secret(TOKEN)
+DEADLINE_S = 60.0
+TRANSPORTS = (
+    Transport.SHM,
+    Transport.ZMQ,
+    pytest.param(
+        Transport.NIXL,
+        marks=pytest.mark.skipif(
+            not any(map(find_spec, PACKAGES)),
+            reason=f"neither {' nor '.join(PACKAGES)} is installed",
+        ),
+    ),
+)
+
+
+@dataclass(slots=True)
+class Answer:
+    """Everything that the router said about one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    outcome: Outcome | None = None
+    timeline: Timeline | None = None
+
+
+@dataclass(slots=True)
+class Workers:
+    """Running worker processes."""
+
+    launcher: ProcessLauncher
+    ready: dict[WorkerId, WorkerReady]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [ready.address for ready in self.ready.values()]
+
+    @property
+    def live(self) -> set[WorkerId]:
+        """Those whose process has not ended."""
+        processes = self.launcher.processes
+        return {WorkerId(p.name) for p in processes if p.is_running()}
+
+    def kill(self, worker_id: str) -> None:
+        """kill -9 of one worker that this test started."""
+        os.kill(self.ready[WorkerId(worker_id)].pid, signal.SIGKILL)
+
+
+@contextmanager
+def workers(
+    roles: Sequence[Role],
+    *,
+    model: Path = BUNDLED_MODEL,
+    config: WorkerConfig | Mapping[Role, WorkerConfig] | None = None,
+    locally: bool = False,
+) -> Iterator[Workers]:
+    """Starts one process per role; on leaving, every one of them is gone.
+
+    `config` is the deployment's, or that of each role. Decode workers prefill nothing unless
+    `locally`: a test of hand-overs wants them whatever they are predicted to take.
+    """
+    launcher = ProcessLauncher(NURSERY)
+    config = config or WorkerConfig(kv_mib=64)
+    if isinstance(config, WorkerConfig):
+        config = {role: config_of(role, config) for role in roles}
+    configs = {
+        role: msgspec.structs.replace(own, prefills_locally=own.prefills_locally and locally)
+        for role, own in config.items()
+    }
+    specs = [
+        WorkerSpec(WorkerId(f"{role}-{i}"), role, str(model), configs[role], TOKEN, threads=1)
+        for i, role in enumerate(roles)
+    ]
+    try:
+        with ThreadPoolExecutor(len(specs)) as threads:
+            ready = list(threads.map(launcher.start_worker, specs))
+        pids = [r.pid for r in ready]
+        yield Workers(launcher, {s.worker_id: r for s, r in zip(specs, ready, strict=True)})
+    finally:
+        launcher.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@asynccontextmanager
+async def router(
+    running: Workers,
+    config: RouterConfig | None = None,
+    *,
+    estimates: Estimates | None = None,
+    natively: bool = False,
+) -> AsyncIterator[Router]:
+    """A router that all workers have joined. When all is asked, they hold nothing for anybody.
+
+    Ties fall to the first by name, unless `natively`: C++ has a generator of its own for them.
+    """
+    async with _linked(running.addresses, config or RouterConfig(), estimates) as r:
+        if not natively:
+            r.machine.state.rng = FirstByName()
+            r.machine.state.fleet = None
+        await until(lambda: len(r.workers()) == len(running.addresses), "all workers joined")
+        yield r
+        assert r.machine.num_flights == 0
+        r.machine.validate()
+        await conserved(running)  # before the router leaves, for whom workers would free everything
+
+
+async def conserved(running: Workers) -> None:
+    """Waits until live workers have reported that every block is free or cached, none missing.
+
+    They report to a gateway of its own, so nothing that was said before counts.
+    """
+    addresses = [running.ready[worker_id].address for worker_id in running.live]
+    async with _linked(addresses, RouterConfig()) as r:
+        view = r.machine.view.workers
+
+        def odd() -> dict[WorkerId, LoadReport | None]:
+            return {
+                worker_id: view[worker_id].load if worker_id in view else None
+                for worker_id in running.live
+                if worker_id not in view or not balances(view[worker_id])
+            }
+
+        await until(lambda: not odd(), lambda: f"blocks are free or cached, not so at {odd()}")
+
+
+@asynccontextmanager
+async def _linked(
+    addresses: Sequence[str], config: RouterConfig, estimates: Estimates | None = None
+) -> AsyncIterator[Router]:
+    r = Router(
+        list(addresses), config=config, secret=SECRET, clock=MonotonicClock(), estimates=estimates
+    )
+    await r.open()
+    try:
+        yield r
+    finally:
+        await r.close()
+
+
+async def until(
+    holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+) -> None:
+    """Polls until `holds`; `what` says what did not happen."""
+    clock = MonotonicClock()
+    end_s = clock.now_s() + deadline_s
+    while not holds():
+        late = clock.now_s() >= end_s
+        assert not late, f"not in {deadline_s} s: {what if isinstance(what, str) else what()}"
+        await asyncio.sleep(0.02)
+
+
+def request(
+    name: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[int] = (),
+) -> Request:
+    """A request with absolute limits."""
+    limits = Limits(max_len=len(prompt) + max_tokens, stop_token_ids=tuple(stop))
+    now_s = MonotonicClock().now_s()
+    return Request(RequestId(name), tuple(prompt), sampling, limits, now_s)
+
+
+async def ask(r: Router, req: Request, on_tokens: Callable[[int], None] = lambda _: None) -> Answer:
+    """Follows a request to its end; `on_tokens` sees how many tokens have come."""
+    answer = Answer()
+    async with asyncio.timeout(DEADLINE_S):
+        async for update in r.submit(req):
+            answer.token_ids += update.token_ids
+            answer.outcome = update.outcome
+            answer.timeline = update.timeline or answer.timeline
+            on_tokens(len(answer.token_ids))
+    return answer
+
+
+async def ask_all(r: Router, requests: Sequence[Request], at_once: int) -> list[list[int]]:
+    """Tokens of all requests, `at_once` of them at a time; each must finish."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(req: Request) -> list[int]:
+        async with gate:
+            answer = await ask(r, req)
+        assert isinstance(answer.outcome, Finished), answer.outcome
+        return answer.token_ids
+
+    return list(await asyncio.gather(*(one(req) for req in requests)))
+
+
+def prompts(
+    num: int, *, vocab_size: int, seed: int, shortest: int = 1, longest: int = 200
+) -> list[list[int]]:
+    """Random prompts; lengths include one token, exact multiples of a block, and one over."""
+    rng = random.Random(seed)
+    lengths = [1, 15, 16, 17, 32, 33] + [rng.randint(shortest, longest) for _ in range(num)]
+    return [[rng.randrange(5, vocab_size) for _ in range(n)] for n in lengths[:num]]
+
+
+def is_clean(load: LoadReport | None) -> bool:
+    """Whether a worker holds nothing for anybody; cached blocks have no holder."""
+    return load is not None and not (
+        load.owned_blocks
+        or load.leased_blocks
+        or load.in_flight_blocks
+        or load.waiting_seqs
+        or load.running_seqs
+        or load.open_leases
+    )
+
+
+def balances(worker: WorkerView) -> bool:
+    """Whether a worker holds nothing for anybody and every block of its pool is accounted for."""
+    load = worker.load
+    return is_clean(load) and load.free_blocks + load.cached_blocks == worker.info.num_blocks
+
+
+def counted(r: Router, name: str) -> dict[str, float]:
+    """A counter of the workers as they last reported it, by worker; 0 where it is not there."""
+    loads = {worker_id: status.load for worker_id, status in r.workers().items()}
+    return {i: load.counters.get(name, 0) if load is not None else 0 for i, load in loads.items()}

@@ -1,0 +1,152 @@
+"""A machine of its own for a test: processes, network and home of nobody else, reached by ssh.
+
+Namespaces of Linux: process ids (so the end of its first process is the end of all), network (only
+loopback, every port free) and mounts (`/tmp/ray` and the user's home are its own). An ssh server
+with a throw-away key listens at 127.0.0.1:22 in there, `PYTHON` is this one.
+"""
+
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kits.services.served import poll_until
+
+ROOT = Path(__file__).parents[3]
+PROGRAMS = ("unshare", "nsenter", "ip", "sshd", "ssh", "ssh-keygen", "rsync", "redis-server")
+
+# The shell stays the first process, and takes leave of those whose parents have died.
+_FIRST = """
+set -e
+ip link set lo up
+mkdir -p /tmp/ray /run/sshd
+mount --bind ray /tmp/ray
+mount --bind passwd /etc/passwd
+$(command -v sshd) -f "$PWD/sshd_config" -E "$PWD/sshd.log"
+touch ready
+sleep infinity & wait
+"""
+
+
+def unavailable() -> str | None:
+    """Why there can be none here, or None."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    if os.geteuid() != 0:
+        return "not root: no namespaces, and no ssh server at port 22 of one"
+    command = ["unshare", "--pid", "--net", "--mount", "--fork", "--mount-proc", "true"]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        return "the kernel gives no namespaces"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """Where it is on this machine, and its first process as seen from here."""
+
+    folder: Path
+    pid: int
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "key"
+
+    def command(self, *arguments: str) -> list[str]:
+        """To run something in there."""
+        return ["nsenter", "-t", str(self.pid), "-p", "-n", "-m", *arguments]
+
+    def environment(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
+        own = {"HOME": str(self.home), "BATON_RUN_DIR": str(self.home / ".baton/run")}
+        return {**kept, **own, "PATH": _path(), "PYTHONPATH": str(ROOT)}
+
+    def run(
+        self, *arguments: str, timeout_s: float = 60, check: bool = True
+    ) -> "subprocess.CompletedProcess[str]":
+        done = subprocess.run(
+            self.command(*arguments),
+            env=self.environment() | {"COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def python(
+        self, *arguments: str, timeout_s: float = 60, check: bool = True
+    ) -> "subprocess.CompletedProcess[str]":
+        return self.run(sys.executable, *arguments, timeout_s=timeout_s, check=check)
+
+    def processes(self) -> dict[int, str]:
+        """Command lines by id, as in there; neither the first, nor ssh's, nor who asks."""
+        lines = self.run("ps", "-eo", "pid=,stat=,args=").stdout.splitlines()
+        found = {int(words[0]): (words[1], words[2]) for words in (x.split(None, 2) for x in lines)}
+        own = ("bash -c", "sleep infinity", "ps -eo", "sshd:", "ssh:", "ssh ")
+        return {
+            pid: line
+            for pid, (state, line) in found.items()
+            if not line.startswith(own) and "Z" not in state
+        }
+
+
+@contextmanager
+def island(folder: Path) -> Iterator[Island]:
+    """Nothing of it is left afterwards, whatever happens."""
+    _furnish(folder)
+    outside = subprocess.Popen(
+        [
+            *("unshare", "--pid", "--net", "--mount", "--fork", "--mount-proc", "--kill-child"),
+            *("bash", "-c", _FIRST),
+        ],
+        cwd=folder,
+        env={"PATH": _path()},
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        poll_until((folder / "ready").exists, "the island is there", 20)
+        children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text()
+        yield Island(folder, int(children))
+    finally:
+        outside.kill()
+        outside.wait()
+
+
+def _furnish(folder: Path) -> None:
+    home = folder / "home"
+    (home / ".baton").mkdir(parents=True)
+    (folder / "ray").mkdir()
+    (home / ".baton/venv").symlink_to(Path(sys.prefix))
+    (home / ".bashrc").write_text(f"export PYTHONPATH={ROOT}\n")
+    (home / ".bash_profile").write_text(". ~/.bashrc\n")
+    user = pwd.getpwuid(0)
+    passwd = Path("/etc/passwd").read_text()
+    (folder / "passwd").write_text(passwd.replace(f":{user.pw_dir}:", f":{home}:"))
+    for name in ("key", "host"):
+        _keygen(folder / name)
+    shutil.copy(folder / "key.pub", folder / "authorized")
+    (folder / "sshd_config").write_text(
+        f"ListenAddress 127.0.0.1\nPort 22\nHostKey {folder}/host\nPidFile none\nUsePAM no\n"
+        f"AuthorizedKeysFile {folder}/authorized\nStrictModes no\nPermitRootLogin yes\n"
+        "PasswordAuthentication no\n"
+    )
+
+
+def _keygen(path: Path) -> None:
+    command: Sequence[str] = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+    subprocess.run(command, check=True, timeout=20)
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"

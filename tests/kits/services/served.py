@@ -1,0 +1,146 @@
+"""`baton serve` as a process of its own, for tests that use it over HTTP."""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from engine.clock import MonotonicClock
+
+START_TIMEOUT_S = 110.0
+STOP_TIMEOUT_S = 45.0
+STEADY_S = 2.0  # workers report once a second
+MARK = "BATON_TEST_MARK"
+KV_MIB = 64  # of each worker
+HANDS_OVER = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}  # every prompt
+
+
+@dataclass(slots=True)
+class Served:
+    """A running `baton serve`."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    mark: str
+    num_blocks: int  # of all workers; to be set where there come to be others
+
+
+def marked_pids(mark: str) -> list[int]:
+    """All live processes that descend from a command with this mark."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # gone, or not ours
+            if f"{MARK}={mark}".encode() in environ.read_bytes().split(b"\0"):
+                found.append(int(environ.parent.name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    """Of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def marked_processes(mark: str) -> list[str]:
+    """Command lines of all live processes that descend from a command with this mark."""
+    return [line for line in map(command_line, marked_pids(mark)) if line]
+
+
+def poll_until(holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float) -> None:
+    clock = MonotonicClock()
+    end_s = clock.now_s() + deadline_s
+    while not holds():
+        late = clock.now_s() >= end_s
+        assert not late, f"not in {deadline_s} s: {what if isinstance(what, str) else what()}"
+        select.select([], [], [], 0.05)
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Every sample, by its name and labels as they are written."""
+    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    samples = (line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+def matching(pattern: str, samples: dict[str, float]) -> dict[str, float]:
+    """Samples whose names begin so."""
+    return {name: value for name, value in samples.items() if re.match(pattern, name)}
+
+
+def held(served: Served) -> dict[str, float]:
+    """What shows that workers hold something for somebody, or that blocks are missing."""
+    found = metrics(served.url)
+    busy = matching(r'baton_worker_blocks\{.*state="(owned|leased|in_flight)"', found)
+    busy |= matching(r"baton_worker_(open_leases|waiting_seqs|running_seqs)\{", found)
+    idle = matching(r'baton_worker_blocks\{.*state="(free|cached)"', found)
+    wrong = {name: value for name, value in busy.items() if value}
+    if sum(idle.values()) != served.num_blocks:
+        wrong |= idle | {"workers": len(matching("baton_worker_open_leases", found))}
+    return wrong
+
+
+def conserved(served: Served) -> None:
+    """Waits until every block is free or cached, and stays so."""
+    clock = MonotonicClock()
+    since_s = clock.now_s()
+
+    def is_steady() -> bool:
+        nonlocal since_s
+        if held(served):
+            since_s = clock.now_s()
+        return clock.now_s() - since_s > STEADY_S
+
+    poll_until(is_steady, lambda: f"nothing is held: {held(served)}", 30)
+
+
+@contextmanager
+def serve(*arguments: str, kv_mib: int | None = KV_MIB, **environment: str) -> Iterator[Served]:
+    """Runs `baton serve` with two workers, and so much more environment; interrupts it at the end.
+
+    Then the workers hold nothing for anybody, and afterwards no process is left.
+    """
+    mark = uuid.uuid4().hex
+    options = ["--port", "0"] if kv_mib is None else ["--port", "0", "--kv-mib", str(kv_mib)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deploy.commands.main", "serve", *options, *arguments],
+        stderr=subprocess.PIPE,
+        env={**os.environ, MARK: mark, "COLUMNS": "200", **environment},
+        start_new_session=True,
+    )
+    try:
+        served = _served(process, mark)
+        yield served
+        conserved(served)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_TIMEOUT_S) == 0
+        poll_until(lambda: not marked_processes(mark), f"no process is left of {mark}", 20)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def _served(process, mark: str) -> Served:
+    """Reads what the command prints until the URL comes."""
+    clock = MonotonicClock()
+    end_s = clock.now_s() + START_TIMEOUT_S
+    printed = b""
+    while (found := re.search(rb"serving \S+ at (http://\S+)", printed)) is None:
+        ready, _, _ = select.select([process.stderr], [], [], max(0.0, end_s - clock.now_s()))
+        piece = os.read(process.stderr.fileno(), 4096) if ready else b""
+        assert piece, f"baton serve did not start: {printed.decode()}"
+        printed += piece
+    num_blocks = sum(map(int, re.findall(rb"(\d+) KV blocks", printed)))
+    return Served(found[1].decode(), process, mark, num_blocks)

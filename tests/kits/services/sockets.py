@@ -1,0 +1,78 @@
+"""What processes listen on, as the kernel tells it: not as they were told to."""
+
+import contextlib
+import ipaddress
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kits.services.served import command_line
+
+LISTENS = "0A"  # the state of a TCP socket in /proc/net
+TABLES = ("tcp", "tcp6", "udp", "udp6")
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A socket that takes what others send."""
+
+    protocol: str
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address
+    port: int
+    pid: int
+
+    @property
+    def is_loopback(self) -> bool:
+        mapped = getattr(self.address, "ipv4_mapped", None)
+        return (mapped or self.address).is_loopback
+
+    def __str__(self) -> str:
+        line = command_line(self.pid)[:80]
+        return f"{self.protocol} [{self.address}]:{self.port} of process {self.pid}: {line}"
+
+
+def listeners(pids: Iterable[int]) -> list[Listener]:
+    """Listening TCP sockets of these processes, and their UDP sockets."""
+    owners = {inode: pid for pid in pids for inode in _inodes(pid)}
+    found = []
+    for table in TABLES:
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if inode in owners and (state == LISTENS or table.startswith("udp")):
+                address, _, port = local.partition(":")
+                found.append(Listener(table, _address(address), int(port, 16), owners[inode]))
+    return found
+
+
+def tree(pid: int) -> set[int]:
+    """A process and all that descend from it."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state_and_parent = stat.read_text().rpartition(")")[2].split()
+            parents[int(stat.parent.name)] = int(state_and_parent[1])
+    found, wave = set[int](), {pid}
+    while wave:
+        found |= wave
+        wave = {child for child, parent in parents.items() if parent in wave} - found
+    return found
+
+
+def _inodes(pid: int) -> set[str]:
+    """Of a process's sockets; none of one that has ended."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # it was closed
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if target.startswith("socket:["):
+                    found.add(target[len("socket:[") : -1])
+    return found
+
+
+def _address(words: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The kernel writes words of four bytes, each in the machine's byte order."""
+    packed = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
+    return ipaddress.ip_address(packed)

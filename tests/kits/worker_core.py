@@ -1,0 +1,413 @@
+"""What the tests of core and schedulers share: tables of events and the effects they must have.
+
+Blocks have four tokens, and an empty pool hands out 0, 1, 2, … in this order.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, repeat
+
+from decode.acceptance import Proposer
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Proposal
+from engine.messages import (
+    Cancel,
+    Decode,
+    DecodeStarted,
+    FinishReason,
+    FirstToken,
+    GatewayId,
+    Generate,
+    GivenBack,
+    HandedOver,
+    HandOver,
+    Incarnation,
+    KvReady,
+    LeaseId,
+    LeaseRef,
+    Limits,
+    Logprobs,
+    OfferPrefix,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    PrefixOffered,
+    Role,
+    RoleChanged,
+    Sampling,
+    SeqId,
+    SetRole,
+    ToGateway,
+    Tokens,
+    TransferAddress,
+    WorkerId,
+)
+from engine.worker.batch import BatchResult, Row, RowResult, StepTimes
+from engine.worker.blocks import BlockCounts, BlockId, BlockPool
+from engine.worker.core import Duties, WorkerCore
+from engine.worker.events import (
+    AbortPull,
+    Effect,
+    Emit,
+    EmitToAll,
+    Event,
+    FromGateway,
+    GatewayLost,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+)
+from engine.worker.intake import Intake
+from engine.worker.offers import PrefixOffers
+from prefill.scheduler import PrefillScheduler
+
+BLOCK_SIZE = 4
+ROOM = 100  # tokens that an answer may have where nothing else is said
+SAMPLED = 99  # what every step samples where nothing else is said
+PLAIN = Sampling()
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def address(name: str) -> TransferAddress:
+    return TransferAddress(WorkerId(name), Incarnation("1"), f"tcp://{name}")
+
+
+HERE, THERE = address("here"), address("there")
+
+
+# ---------------------------------------------------------------- events
+
+
+def _fields(name, prompt, more, least, stops, sampling) -> dict[str, object]:
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    limits = Limits(len(tokens) + more, len(tokens) + least, stops, len(tokens))
+    return {
+        "seq_id": SeqId(name),
+        "token_ids": tokens,
+        "sampling": sampling,
+        "limits": limits,
+    }
+
+
+def prefill(
+    name,
+    prompt,
+    *,
+    more=ROOM,
+    least=0,
+    stops=(),
+    sampling=PLAIN,
+    prefix=0,
+    num_top=None,
+    gateway="g",
+) -> FromGateway:
+    """A prompt, given by its tokens or their number, and bounds of the answer's length.
+
+    `prefix` blocks of it are offered by another worker.
+    """
+    fields = _fields(name, prompt, more, least, stops, sampling)
+    lease = there(f"{name}.prefix", prefix) if prefix else None
+    message = Prefill(**fields, prefix=lease, prompt_logprobs=num_top)
+    return FromGateway(GatewayId(gateway), message)
+
+
+def generate(
+    name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, prefix=0, gateway="g"
+) -> FromGateway:
+    fields = _fields(name, prompt, more, least, stops, sampling)
+    lease = there(f"{name}.prefix", prefix) if prefix else None
+    return FromGateway(GatewayId(gateway), Generate(**fields, prefix=lease))
+
+
+def offer_prefix(name, prompt, gateway="g") -> FromGateway:
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    return FromGateway(GatewayId(gateway), OfferPrefix(SeqId(name), tokens))
+
+
+def decode(
+    name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, gateway="g", **kind
+) -> FromGateway:
+    """`kind`: is_copy, is_moved."""
+    fields = _fields(name, prompt, more, least, stops, sampling)
+    lease = there(name, -(-len(fields["token_ids"]) // BLOCK_SIZE))
+    return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease, **kind))
+
+
+def copy(name, prompt, gateway="g") -> FromGateway:
+    """What a router sends for a sequence that still runs elsewhere."""
+    return decode(name, prompt, more=1, gateway=gateway, is_copy=True)
+
+
+def first(name, token=SAMPLED, gateway="g") -> FromGateway:
+    return FromGateway(GatewayId(gateway), FirstToken(SeqId(name), token))
+
+
+def cancel(name, gateway="g") -> FromGateway:
+    return FromGateway(GatewayId(gateway), Cancel(SeqId(name)))
+
+
+def set_role(role, gateway="g") -> FromGateway:
+    return FromGateway(GatewayId(gateway), SetRole(role))
+
+
+def hand_over(name, as_name, gateway="g") -> FromGateway:
+    return FromGateway(GatewayId(gateway), HandOver(SeqId(name), SeqId(as_name)))
+
+
+def lost(gateway) -> GatewayLost:
+    return GatewayLost(GatewayId(gateway))
+
+
+def ended(name, reason) -> LeaseEnded:
+    return LeaseEnded(LeaseId(name), reason)
+
+
+def pull_done(name, *, transfer_s=0.0, exposed_s=0.0) -> PullDone:
+    return PullDone(SeqId(name), "shm", transfer_s, exposed_s)
+
+
+def pull_failed(name, reason="why", arrived=()) -> PullFailed:
+    return PullFailed(SeqId(name), reason, tuple(arrived))
+
+
+class Step:
+    """The core plans, what it plans is run, and the rows that sample get these tokens.
+
+    Several tokens for one row are a tuple: all but the last were drafted and kept.
+    """
+
+    def __init__(self, *tokens: int | tuple[int, ...]) -> None:
+        self.tokens = tokens
+
+
+class Blocks:
+    """Not an event: the effect is the number of blocks in each state."""
+
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Not an effect: a row of a step, the tokens `start` to `end` of a sequence."""
+
+    name: str
+    start: int
+    end: int
+
+
+def there(name, num_blocks) -> LeaseRef:
+    """A lease on another worker."""
+    return LeaseRef(LeaseId(name), THERE, num_blocks)
+
+
+def here(name, num_blocks) -> LeaseRef:
+    """A lease on the worker under test."""
+    return LeaseRef(LeaseId(name), HERE, num_blocks)
+
+
+def emit(message: ToGateway, gateway="g") -> Emit:
+    return Emit(GatewayId(gateway), message)
+
+
+def opened(name, num_blocks) -> OpenLease:
+    return OpenLease(LeaseId(name), num_blocks)
+
+
+def grown(name, *blocks) -> GrowLease:
+    return GrowLease(LeaseId(name), blocks)
+
+
+def revoked(name) -> RevokeLease:
+    return RevokeLease(LeaseId(name))
+
+
+def started(name, cached=0, lease=None, gateway="g") -> Emit:
+    return emit(PrefillStarted(SeqId(name), cached, lease), gateway)
+
+
+def prefilled(name, token=SAMPLED, finish=None, gateway="g") -> Emit:
+    return emit(PrefillDone(SeqId(name), token, finish), gateway)
+
+
+def hold(name, num_blocks) -> HoldLease:
+    return HoldLease(SeqId(name), there(name, num_blocks))
+
+
+def hold_prefix(name, num_blocks) -> HoldLease:
+    return HoldLease(SeqId(name), there(f"{name}.prefix", num_blocks))
+
+
+def offered(name, num_blocks, gateway="g") -> Emit:
+    """The answer to an offer asked for; no blocks, no lease."""
+    lease = here(f"{name}.prefix", num_blocks) if num_blocks else None
+    return emit(PrefixOffered(SeqId(name), lease), gateway)
+
+
+def abort(name) -> AbortPull:
+    return AbortPull(SeqId(name))
+
+
+def pull(name, *blocks: tuple[int, int]) -> StartPull:
+    return StartPull(SeqId(name), tuple((i, BlockId(b)) for i, b in blocks))
+
+
+def kv_ready(name, pulled, cached=0, *, transfer_s=0.0, exposed_s=0.0, gateway="g") -> Emit:
+    ready = KvReady(SeqId(name), pulled, cached, "shm", transfer_s, exposed_s)
+    return emit(ready, gateway)
+
+
+def decoding(name, gateway="g") -> Emit:
+    return emit(DecodeStarted(SeqId(name)), gateway)
+
+
+def token(name, token=SAMPLED, finish=None, gateway="g") -> Emit:
+    return emit(Tokens(SeqId(name), [token], finish), gateway)
+
+
+def tokens(name, *token_ids, drafted=0, accepted=None, finish=None) -> Emit:
+    """What a step with a draft came to."""
+    num_accepted = len(token_ids) - 1 if accepted is None else accepted
+    return emit(Tokens(SeqId(name), list(token_ids), finish, [], drafted, num_accepted))
+
+
+def given_back(name, reason, *, kept=0, hopeless=False, gateway="g") -> Emit:
+    return emit(GivenBack(SeqId(name), reason, kept, hopeless), gateway)
+
+
+def role_changed(role, *, locally=False) -> EmitToAll:
+    return EmitToAll(RoleChanged(role, locally))
+
+
+def handed_over(name, lease=None, num_blocks=0, gateway="g") -> Emit:
+    """No lease: it does not run here."""
+    ref = None if lease is None else here(lease, num_blocks)
+    return emit(HandedOver(SeqId(name), ref), gateway)
+
+
+def blocks(*, free=0, cached=0, owned=0, leased=0, in_flight=0) -> list[BlockCounts]:
+    return [BlockCounts(free, cached, owned, leased, in_flight)]
+
+
+# ---------------------------------------------------------------- the worker under test
+
+
+class FixedSpeculator:
+    """In place of a `Speculator`: always the same draft, where there may be one."""
+
+    def __init__(self, proposer: Proposer | None, num_tokens=3, *, has_draft_model=True) -> None:
+        self.max_draft_tokens = self.num_tokens = num_tokens
+        self.proposer = proposer
+        self.has_draft_model = has_draft_model
+        self.uses_ngrams = proposer is Proposer.NGRAM
+        self.is_on = True
+        self.may_see = True
+        self.forgotten: list[SeqId] = []
+        self.learned: list[tuple[SeqId, int, int]] = []
+
+    def plan(self, candidates):
+        return [self._proposal(candidate) for candidate in candidates]
+
+    def _proposal(self, candidate):
+        num_tokens = min(candidate.max_tokens, self.num_tokens)
+        if self.proposer is None or (self.uses_ngrams and not candidate.match_len):
+            return None
+        return Proposal(self.proposer, num_tokens, candidate.match_len) if num_tokens else None
+
+    def rests(self):
+        return False
+
+    def may_catch_up(self, num_tokens, num_passes):
+        return self.may_see
+
+    def learn(self, seq_id, proposal, *, num_drafted, num_accepted):
+        self.learned.append((seq_id, num_drafted, num_accepted))
+
+    def forget(self, seq_id):
+        self.forgotten.append(seq_id)
+
+
+class Rig:
+    """A core of one role around a small pool; one that decodes may prefill locally."""
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        prefills_locally=False,
+        num_blocks=8,
+        budget=16,
+        chunk=8,
+        max_running=4,
+        growth=0,
+        speculator=None,
+        **intake,
+    ) -> None:
+        """`intake`: guides, vocab_size, context_len."""
+        self.pool = BlockPool(num_blocks)
+        self.decode = DecodeScheduler(
+            self.pool,
+            intake=Intake(BLOCK_SIZE, **intake),
+            max_running=max_running,
+            growth_tokens=growth,
+            speculator=speculator,
+        )
+        self.prefill = PrefillScheduler(
+            self.pool, intake=Intake(BLOCK_SIZE, **intake), chunk_tokens=chunk, address=HERE
+        )
+        self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=HERE)
+        self.core = WorkerCore(
+            [self.decode, self.prefill, self.offers],
+            self.pool,
+            budget,
+            duties=Duties(role, prefills_locally=prefills_locally),
+        )
+        self.rows: tuple[Row, ...] = ()  # of the last step
+        self.seconds: float | None = None  # that the runner says of a step
+        self.now_s = 0.0
+
+    def take(self, event: Event | Step | Blocks) -> list[Effect | Ran | BlockCounts]:
+        if isinstance(event, Blocks):
+            return [self.pool.counts()]
+        if isinstance(event, Step):
+            return self.step(*event.tokens)
+        return list(self.core.handle(event, self.now_s))
+
+    def step(self, *tokens: int | tuple[int, ...]) -> list[Effect | Ran]:
+        plan, effects = self.core.plan(self.now_s)
+        self.rows = ()
+        if plan is None:
+            return list(effects)
+        self.rows = tuple(plan.rows)
+        left = chain(tokens, repeat(SAMPLED))
+        sampled = [_result(r, () if r.sampling is None else next(left)) for r in plan.rows]
+        ran = [Ran(row.seq_id, row.start, row.end) for row in plan.rows]
+        times = None if self.seconds is None else StepTimes(0.0, self.seconds, 0.0)
+        return [*effects, *ran, *self.core.finish(BatchResult(sampled, times), self.now_s)]
+
+    def play(self, table: Iterable[tuple[object, list[object]]]) -> None:
+        """Each event must have just these effects, in this order."""
+        for number, (event, expected) in enumerate(table, start=1):
+            assert self.take(event) == expected, f"event {number}"
+            self.core.validate()
+
+
+def _result(row: Row, chosen: int | tuple[int, ...]) -> RowResult:
+    token_ids = (chosen,) if isinstance(chosen, int) else chosen
+    num_top = None if row.sampling is None else row.sampling.logprobs
+    return RowResult(
+        token_ids,
+        row.max_drafted,
+        logprobs=() if num_top is None else tuple(map(score, token_ids)),
+        scored=tuple(map(score, row.scored)),
+    )
+
+
+def score(token_id: int) -> Logprobs:
+    """What the rig says of a token."""
+    return Logprobs(-float(token_id), token_id)

@@ -1,0 +1,464 @@
+"""The GPU's forward pass, as far as a CPU can tell: what is packed, filled up and computed.
+
+The class computes on a CPU as it does on a GPU, but for captures and pinned memory. Filling steps
+up needs an attention that knows rows which store nothing: `attend_but_pads` stands in for the
+Triton kernels, and gives such rows not-a-number, so that nothing of them reaches others unseen.
+"""
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.config import WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.model import cuda, packing
+from engine.model.attention import plain as torch_attention
+from engine.model.attention.base import AttentionBatch, Extent, build_batch
+from engine.model.attention.hook import PAGED, ForwardContext, attach, forward
+from engine.model.attention.kvcache import KVCache, allocate_buffer, dequantise
+from engine.model.cuda import Captured, CudaForward, resolve_weights
+from engine.model.loading.checkpoint import LoadedModel, load
+from engine.model.packing import PAD_SLOT, Shape, Tables
+from engine.model.runner import TorchRunner
+from engine.worker.batch import Row
+from tests.kits.checkpoints import COMMON, KINDS, tiny_checkpoint
+from tests.kits.models.interpreter import check_under_interpreter, needs_triton
+
+pytestmark = pytest.mark.torch
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 60
+GPU = torch.device("cuda")
+CHUNKS = (  # of four sequences, step by step: (sequence, tokens)
+    ((0, 5), (1, 9)),
+    ((0, 1), (1, 3), (2, 7)),
+    ((2, 1), (0, 1), (1, 1)),
+    ((3, 2), (1, 1)),
+    ((3, 1), (0, 1), (2, 1), (1, 1)),
+    ((1, 1),),
+)
+
+
+def steps_of(vocab_size, *, seed=0):
+    """The rows of each step of CHUNKS, over scattered blocks."""
+    rng = random.Random(seed)
+    blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    lens = [0] * 4
+    for chunks in CHUNKS:
+        rows = []
+        for sequence, count in chunks:
+            ids = [rng.randrange(vocab_size) for _ in range(count)]
+            table = blocks[sequence * 15 : sequence * 15 + 15]
+            rows.append(Row(f"s{sequence}", ids, lens[sequence], table, None))
+            lens[sequence] += count
+        yield rows
+
+
+def attend_but_pads(query, key, value, cache, layer, batch, scoring):
+    """torch's attention of the rows that are no padding; lengths as the device has them."""
+    starts, contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
+    num_rows = sum(length > 0 for length in contexts)
+    num_tokens = starts[num_rows]
+    assert not any(contexts[num_rows:])
+    assert (batch.slot_mapping[num_tokens:] == PAD_SLOT).all()
+    out = torch.full_like(query, torch.nan)
+    if num_rows:
+        lens = np.diff(starts).tolist()
+        real = AttentionBatch(
+            extents=tuple(map(Extent, starts[:num_rows], lens, contexts[:num_rows])),
+            cu_seqlens_q=batch.cu_seqlens_q[: num_rows + 1],
+            context_lens=batch.context_lens[:num_rows],
+            block_tables=batch.block_tables[:num_rows],
+            slot_mapping=batch.slot_mapping[:num_tokens],
+        )
+        projected = (x[:num_tokens] for x in (query, key, value))
+        out[:num_tokens] = torch_attention.attend(*projected, cache, layer, real, scoring)
+    return out
+
+
+def fresh_cache(layout):
+    return KVCache(layout, allocate_buffer(layout, NUM_BLOCKS))
+
+
+def loaded_from(path):
+    return load(path, kv_format=KVFormat.FP32, block_size=BLOCK_SIZE, dtype=torch.float32)
+
+
+@pytest.fixture
+def loaded(tmp_path_factory):
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+    return loaded_from(path)
+
+
+def opened(loaded, **options):
+    options.setdefault("compiler", None)
+    forward = CudaForward(loaded, options.pop("weights", WeightFormat.FP32), **options)
+    forward.open(fresh_cache(loaded.layout))
+    return forward
+
+
+def last_tokens(rows):
+    return [int(i) - 1 for i in np.cumsum([len(row.token_ids) for row in rows])]
+
+
+def logits_of_the_hook(loaded):
+    """Logits of each step's last tokens as `hook.forward` computes them, and the cache after."""
+    context, attend = loaded.context, loaded.context.attend
+    context.cache = cache = fresh_cache(loaded.layout)
+    context.attend = torch_attention.attend
+    found = []
+    for rows in steps_of(loaded.vocab_size):
+        context.batch = build_batch(rows, cache)
+        ids = [token for row in rows for token in row.token_ids]
+        where = [position for row in rows for position in range(row.start, row.end)]
+        found.append(forward(loaded.model, ids, where, last_tokens(rows)))
+    context.cache, context.batch, context.attend = None, None, attend
+    return found, cache
+
+
+def logits_of(forward, loaded):
+    """Likewise of a CudaForward."""
+    steps = steps_of(loaded.vocab_size)
+    return [forward.logits(rows, last_tokens(rows)).clone() for rows in steps]
+
+
+def check_like_the_hook(forward, loaded, expected, *, tolerance=1e-5):
+    wanted, their_cache = expected
+    cache = loaded.context.cache
+    for found, logits in zip(logits_of(forward, loaded), wanted, strict=True):
+        torch.testing.assert_close(found, logits, rtol=0, atol=tolerance)
+    for ours, theirs in zip(_stored(cache), _stored(their_cache), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+
+
+def _stored(cache):
+    """K and V of each layer."""
+    for layer in range(cache.section.num_layers):
+        for elements, scales in (
+            (cache.keys, cache.key_scales),
+            (cache.values, cache.value_scales),
+        ):
+            yield dequantise(elements[layer], scales and scales[layer], cache.kv_format)
+
+
+# ------------------------------------------------------------ packing
+
+
+sizes_of_steps = st.builds(
+    Shape, st.integers(1, 9), st.integers(1, 99), st.integers(0, 9), st.integers(1, 40)
+)
+
+
+@given(shape=sizes_of_steps)
+def test_inputs_lie_one_behind_another_and_aligned(shape):
+    found = packing.plan(shape)
+    end = 0
+    for place in found.places:
+        assert place.offset_bytes % packing.ALIGNMENT_BYTES == 0
+        assert end <= place.offset_bytes < end + packing.ALIGNMENT_BYTES
+        end = place.end_bytes
+    assert end == found.num_bytes
+
+
+@given(shape=sizes_of_steps)
+def test_host_and_device_see_the_same_bytes(shape):
+    found = packing.plan(shape)
+    memory = np.random.default_rng(0).integers(0, 256, found.num_bytes, np.uint8)
+    seen = cuda.tensors(torch.from_numpy(memory), found)
+    for array, tensor in zip(packing.arrays(memory, found), seen, strict=True):
+        assert np.array_equal(array, tensor.numpy())
+        assert array.dtype.name == str(tensor.dtype).removeprefix("torch.")
+
+
+def test_steps_are_captured_for_powers_of_two_and_what_lies_halfway():
+    sizes = packing.padded_sizes(200)
+    assert sizes == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
+    assert packing.padded_sizes(3) == (1, 2)
+    assert packing.padded_size(33, sizes) == 48
+    assert packing.padded_size(192, sizes) == 192
+    assert packing.padded_size(193, sizes) is None
+    assert packing.padded_size(1, ()) is None
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=0, max_size=6),
+    block_size=st.sampled_from([1, 3, 16]),
+    num_pads=st.integers(0, 4),
+    pad_len=st.sampled_from([1, 5]),
+)
+def test_what_is_packed_is_what_a_batch_holds_and_padding(lengths, block_size, num_pads, pad_len):
+    rng = random.Random(0)
+    rows = [
+        Row(f"s{i}", rng.choices(range(99), k=now), before, rng.sample(range(500), 60), None)
+        for i, (before, now) in enumerate(lengths)
+    ]
+    num_tokens = sum(now for _, now in lengths)
+    shape = Shape(len(rows) + num_pads, num_tokens + num_pads * pad_len, 3, 60)
+    found = packing.plan(shape)
+    memory = np.full(found.num_bytes, 255, np.uint8)  # whatever was there before
+    inputs = packing.arrays(memory, found)
+    packing.fill(inputs, rows, (0, 7), tables=Tables(), block_size=block_size, pad_len=pad_len)
+
+    assert inputs.token_ids.tolist()[:num_tokens] == [t for row in rows for t in row.token_ids]
+    positions = [p for row in rows for p in range(row.start, row.end)]
+    assert inputs.positions.tolist()[:num_tokens] == positions
+    assert inputs.keep.tolist() == [0, 7, 0]
+    assert not inputs.token_ids[num_tokens:].any()
+    assert (inputs.slot_mapping[num_tokens:] == PAD_SLOT).all()
+    assert np.diff(inputs.cu_seqlens_q)[len(rows) :].tolist() == [pad_len] * num_pads
+    assert not inputs.context_lens[len(rows) :].any()
+    assert not inputs.block_tables[len(rows) :].any()
+    if rows:
+        layout = KVLayout(block_size, KVFormat.FP32, (KVSection(1, 1, 4),))
+        batch = build_batch(rows, KVCache(layout, allocate_buffer(layout, 1)))
+        width = batch.block_tables.shape[1]
+        assert np.array_equal(inputs.cu_seqlens_q[: len(rows) + 1], batch.cu_seqlens_q)
+        assert np.array_equal(inputs.context_lens[: len(rows)], batch.context_lens)
+        assert np.array_equal(inputs.block_tables[: len(rows), :width], batch.block_tables)
+        assert not inputs.block_tables[:, width:].any()
+        assert np.array_equal(inputs.slot_mapping[:num_tokens], batch.slot_mapping)
+
+
+def test_tables_are_made_anew_only_where_blocks_are_others():
+    tables = Tables()
+
+    def arrays_of(*blocks, ends):
+        steps = zip(blocks, ends, strict=True)
+        rows = [Row(f"s{i}", [0], end - 1, table, None) for i, (table, end) in enumerate(steps)]
+        return tables.of(rows, 4)
+
+    first = arrays_of([5, 3, 9], [1, 2], ends=(8, 5))
+    assert [array.tolist() for array in first] == [[5, 3], [1, 2]]
+    same = arrays_of([5, 3, 9], [1, 2], ends=(8, 6))
+    assert all(a is b for a, b in zip(first, same, strict=True))
+    longer, replaced = arrays_of([5, 3, 9], [1, 7], ends=(9, 7))
+    assert (longer.tolist(), replaced.tolist()) == ([5, 3, 9], [1, 7])
+    assert [array.tolist() for array in arrays_of([8], ends=(1,))] == [[8]]
+
+
+# ------------------------------------------------------------ the pass
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
+def test_ragged_steps_are_those_of_the_hook(tmp_path_factory, kind):
+    path = tiny_checkpoint(tmp_path_factory, kind)
+    loaded = loaded_from(path)
+    expected = logits_of_the_hook(loaded)
+    check_like_the_hook(opened(loaded), loaded, expected)
+
+
+def test_rows_that_fill_a_step_up_change_neither_the_others_nor_the_cache(loaded):
+    expected = logits_of_the_hook(loaded)
+    forward = opened(loaded, attend=attend_but_pads)
+    assert not loaded.context.cache.buffer.any()  # nor did the warm-up
+    assert forward.prepare(next(iter(steps_of(256))), ()).padded_rows is None
+    check_like_the_hook(forward, loaded, expected)
+
+
+def test_decode_steps_are_filled_up_to_the_next_size_and_large_ones_left_alone(loaded):
+    forward = opened(loaded, attend=attend_but_pads, captured_rows=(1, 2, 4))
+    rows = [Row(f"s{i}", [1], 0, [i], None) for i in range(5)]
+    sizes = [forward.prepare(rows[:n], range(n)).padded_rows for n in range(1, 6)]
+    assert sizes == [1, 2, 4, 4, None]
+    assert forward.logits(rows, range(5)).isfinite().all()
+
+
+@pytest.mark.parametrize("keep", [(), (2,), (2, 0), (0, 1), (0, 1, 2)])
+def test_of_a_filled_up_step_any_logits_can_be_kept(loaded, keep):
+    rows = [Row(f"s{i}", [i + 1], 0, [i], None) for i in range(3)]
+    expected = opened(loaded).logits(rows, range(3))[list(keep)]
+    found = opened(loaded, attend=attend_but_pads).logits(rows, keep)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_step_can_be_prepared_before_the_last_one_is_launched(loaded):
+    forward = opened(loaded, attend=attend_but_pads)
+    rows = [[Row("a", [i], 0, [3], None)] for i in (5, 9)]
+    expected = [forward.logits(row, [0]).clone() for row in rows]
+    prepared = [forward.prepare(row, [0]) for row in rows]
+    for step, logits in zip(prepared, expected, strict=True):
+        torch.testing.assert_close(forward.launch(step), logits, rtol=0, atol=0)
+
+
+@pytest.mark.long
+@needs_triton
+def test_over_the_triton_kernels_steps_are_those_of_the_hook():
+    check_under_interpreter("interpreted_cuda.py")
+
+
+class Replayed:
+    """Stands in for a CUDA graph: computes again, from and into the memory of the first time."""
+
+    @torch.inference_mode()
+    def __init__(self, forward, size):
+        shape = Shape(size, size, size, forward._table_width)
+        self.forward = forward
+        self.inputs = forward._padding(shape, memory=forward._memory)
+        self.logits = forward._compute(*self.inputs, None).clone()
+        self.num_replays = 0
+
+    def replay(self):
+        self.logits.copy_(self.forward._compute(*self.inputs, None))
+        self.num_replays += 1
+
+
+def test_captured_steps_read_their_inputs_where_they_were_captured(loaded):
+    expected = logits_of_the_hook(loaded)
+    forward = opened(loaded, attend=attend_but_pads)
+    graphs = {size: Replayed(forward, size) for size in (4, 2, 1)}
+    for size, graph in graphs.items():
+        forward._graphs[size] = Captured(graph, graph.inputs[0].keep, graph.logits)
+    assert forward.is_fused
+    check_like_the_hook(forward, loaded, expected)
+    assert {size: graph.num_replays for size, graph in graphs.items()} == {4: 2, 2: 0, 1: 1}
+    forward.close()
+    assert not forward.is_fused
+
+
+def test_a_failed_capture_is_counted_and_steps_are_no_longer_filled_up(loaded, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    forward = opened(loaded, attend=attend_but_pads)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(forward, "_capture", fail)
+    forward._capture_all()
+    assert forward.fallbacks == {"cuda_graph": 1}
+    assert "not permitted" in caplog.text
+    assert forward.prepare([Row("a", [1], 0, [0], None)], [0]).padded_rows is None
+
+
+def test_without_triton_attention_on_a_gpu_is_torchs_and_says_so(loaded, monkeypatch, caplog):
+    monkeypatch.setattr(cuda.triton_attention, "available", lambda: False)
+    forward = CudaForward(loaded, WeightFormat.FP32)
+    forward._is_cuda = True
+    assert forward._choose_attend() == (torch_attention.attend, False)
+    assert forward.fallbacks == {"triton": 1}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+# ------------------------------------------------------------ compiled layers
+
+
+class Counting:
+    """A backend of torch.compile that counts graphs and runs them as they are."""
+
+    def __init__(self):
+        self.num_graphs = 0
+
+    def __call__(self, graph, example_inputs):
+        self.num_graphs += 1
+        return graph.forward
+
+
+def random_model(num_layers, *, kv_format=KVFormat.FP32):
+    """A model like a loaded one, without files."""
+    properties = COMMON | KINDS["llama"] | {"num_hidden_layers": num_layers}
+    config = AutoConfig.for_model(**properties)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(requires_grad=False)
+    context = ForwardContext()
+    attach(model, context)
+    model.set_attn_implementation(PAGED)
+    section = KVSection(num_layers, config.num_key_value_heads, config.head_dim)
+    return LoadedModel(
+        model=model,
+        context=context,
+        layout=KVLayout(BLOCK_SIZE, kv_format, (section,)),
+        device=torch.device("cpu"),
+        context_len=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        eos_token_ids=(),
+        fingerprint="random",
+        quant_method=None,
+    )
+
+
+@pytest.mark.long
+def test_layers_share_what_is_compiled_and_compute_the_same():
+    num_graphs = {}
+    for num_layers in (2, 5):
+        torch._dynamo.reset()
+        loaded = random_model(num_layers)
+        expected = logits_of_the_hook(loaded)
+        compiler = Counting()
+        forward = opened(
+            loaded, attend=attend_but_pads, captured_rows=(1, 2, 4, 8), compiler=compiler
+        )
+        num_graphs[num_layers] = compiler.num_graphs
+        assert not forward.fallbacks
+        check_like_the_hook(forward, loaded, expected)
+        assert compiler.num_graphs == num_graphs[num_layers]  # nothing is compiled while serving
+        forward.close()
+        expected_again = logits_of_the_hook(loaded)
+        torch.testing.assert_close(expected_again[0], expected[0], rtol=0, atol=0)
+    assert num_graphs[2] == num_graphs[5] > 0
+
+
+def test_a_failed_compilation_is_counted_and_layers_run_as_they_are(caplog):
+    def fail(graph, example_inputs):
+        raise RuntimeError("no compiler here")
+
+    torch._dynamo.reset()
+    loaded = random_model(2)
+    expected = logits_of_the_hook(loaded)
+    forward = opened(loaded, attend=attend_but_pads, captured_rows=(1, 2), compiler=fail)
+    assert forward.fallbacks == {"torch_compile": 1}
+    assert "no compiler here" in caplog.text
+    check_like_the_hook(forward, loaded, expected)
+
+
+# ------------------------------------------------------------ weights
+
+
+def test_a_gpu_has_bf16_unless_told_else(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_weights(WeightFormat.AUTO, GPU) is WeightFormat.BF16
+    for weights in (WeightFormat.BF16, WeightFormat.FP32):
+        assert resolve_weights(weights, GPU) is weights
+    with pytest.raises(ConfigError, match="a GPU has fp32, bf16 and fp8"):
+        resolve_weights(WeightFormat.INT8, GPU)
+
+
+def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"8\.9"):
+        resolve_weights(WeightFormat.FP8, GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert resolve_weights(WeightFormat.FP8, GPU) is WeightFormat.FP8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused(tmp_path_factory):
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+    with pytest.raises(ConfigError, match="device cuda: torch finds no GPU"):
+        TorchRunner(path, num_blocks=2, device="cuda").open()
+
+
+def test_fp8_weights_are_quantised_when_opened_and_have_fewer_bytes(loaded):
+    (whole, *_), _ = logits_of_the_hook(loaded)
+    whole_bytes = opened(loaded).weights_bytes
+    opened(loaded, weights=WeightFormat.FP8)
+    expected = logits_of_the_hook(loaded)
+    assert 0 < (expected[0][0] - whole).norm() < 0.5 * whole.norm()
+    forward = opened(loaded, weights=WeightFormat.FP8)
+    check_like_the_hook(forward, loaded, expected)
+    assert forward.weights_bytes < 0.6 * whole_bytes
+
+
+def test_weights_that_a_pass_reads_count_once_and_embeddings_that_are_tied_count():
+    config = COMMON | {"model_type": "llama", "head_dim": 8, "tie_word_embeddings": True}
+    tied = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    untied = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**(config | {"tie_word_embeddings": False}))
+    )
+    all_bytes = sum(x.nbytes for x in (*tied.parameters(), *tied.buffers()))
+    assert cuda.weights_bytes(tied) == cuda.weights_bytes(untied) == all_bytes

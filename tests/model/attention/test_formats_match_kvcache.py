@@ -1,0 +1,125 @@
+"""A converted record is, bit for bit, what a cache of the other format would hold."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.model.attention.kvcache import KVCache, allocate_buffer, dequantise
+from kvtransfer import formats
+from kvtransfer.formats import convert, is_defined
+from kvtransfer.native import library
+
+pytestmark = pytest.mark.torch
+
+NUM_BLOCKS = 4
+PAIRS = [(source, to) for source in KVFormat for to in KVFormat if is_defined(source, to)]
+SECTIONS = (
+    KVSection(num_layers=2, num_kv_heads=3, head_dim=6),
+    KVSection(num_layers=1, num_kv_heads=2, head_dim=80),
+)
+
+
+@pytest.fixture(params=["native", "numpy"])
+def _each_implementation(request, monkeypatch):
+    assert library.is_native(), "these tests compare two implementations with torch"
+    if request.param == "numpy":
+        monkeypatch.setattr(formats, "kernels", lambda: None)
+
+
+def numbers(rng, shape, exponent):
+    """[..., head_dim]: of one magnitude; some rows far from zero, or zero, or of one number.
+
+    None so large that int4, whose step is the range's 15th part, would need an infinite one.
+    """
+    x = torch.randn(shape, generator=rng)
+    rows = torch.randint(9, shape[:-1], generator=rng)
+    x[rows == 0] += 100
+    x[rows == 1] = x[rows == 1].abs()
+    x[rows == 2] = -x[rows == 2].abs()
+    x[rows == 3] = 0
+    x[rows == 4] = -1.7
+    x[rows == 5, ::2] = 0
+    x[rows == 6] = 1.7  # which bf16 rounds up: int4's low is above all of them, its step negative
+    return (x.double() * 10.0**exponent).clamp(-1.6e38, 1.6e38).float()
+
+
+def fill(layout, exponent):
+    """A buffer in which every slot is written."""
+    rng = torch.Generator().manual_seed(0)
+    buffer = allocate_buffer(layout, NUM_BLOCKS)
+    slots = torch.arange(NUM_BLOCKS * layout.block_size)
+    for index, section in enumerate(layout.sections):
+        cache = KVCache(layout, buffer, index)
+        for layer in range(section.num_layers):
+            shape = (len(slots), section.num_kv_heads, section.head_dim)
+            key, value = numbers(rng, shape, exponent), numbers(rng, shape, exponent)
+            cache.write(layer, slots, key, value)
+    return buffer
+
+
+def rewritten(buffer, layout, to):
+    """What a cache of the other format holds when it is given what this one gives."""
+    sink_layout = msgspec.structs.replace(layout, kv_format=to)
+    sink_buffer = allocate_buffer(sink_layout, NUM_BLOCKS)
+    slots = torch.arange(NUM_BLOCKS * layout.block_size)
+    for index, section in enumerate(layout.sections):
+        source, sink = KVCache(layout, buffer, index), KVCache(sink_layout, sink_buffer, index)
+        for layer in range(section.num_layers):
+            key, value = (
+                # [num_blocks, num_kv_heads, block_size, head_dim] as rows of slots
+                dequantise(
+                    views[layer], None if scales is None else scales[layer], source.kv_format
+                )
+                .transpose(1, 2)
+                .flatten(0, 1)
+                for views, scales in (
+                    (source.keys, source.key_scales),
+                    (source.values, source.value_scales),
+                )
+            )
+            sink.write(layer, slots, key, value)
+    return sink_buffer
+
+
+def unsign_zeros(buffer, layout):
+    """int4 only: -0 as step or low becomes 0; torch's minimum of zeros of both signs is either."""
+    for index in range(len(layout.sections)):
+        cache = KVCache(layout, buffer, index)
+        for scales in (*cache.key_scales, *cache.value_scales):
+            parts = scales[..., None].view(torch.int16)
+            parts[parts == -(2**15)] = 0
+
+
+@pytest.mark.usefixtures("_each_implementation")
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+@pytest.mark.parametrize(("source", "to"), PAIRS)
+def test_a_converted_record_is_what_a_cache_of_that_format_holds(source, to, block_size):
+    layout = KVLayout(block_size, source, SECTIONS)
+    sink_layout = msgspec.structs.replace(layout, kv_format=to)
+    for exponent in (-45, -42, -39, -37, -10, 0, 4, 30, 38):
+        buffer = fill(layout, exponent)
+        found = torch.from_numpy(convert(buffer.numpy(), layout, to))
+        expected = rewritten(buffer, layout, to)
+        if to is KVFormat.INT4:
+            unsign_zeros(found, sink_layout)
+            unsign_zeros(expected, sink_layout)
+        assert torch.equal(found, expected), f"magnitude 1e{exponent}"
+
+
+@pytest.mark.usefixtures("_each_implementation")
+@pytest.mark.parametrize("sign", [0.0, -0.0])
+@pytest.mark.parametrize("to", KVFormat)
+def test_zeros_keep_their_sign_where_torch_keeps_it(to, sign):
+    layout = KVLayout(2, KVFormat.FP32, (KVSection(1, 1, 8),))
+    buffer = torch.full((NUM_BLOCKS, layout.block_bytes // 4), sign).view(torch.uint8)
+    found = torch.from_numpy(convert(buffer.numpy(), layout, to))
+    assert torch.equal(found, rewritten(buffer, layout, to))
+
+
+def test_the_values_of_fp8_are_those_of_torch():
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(formats.FP8_VALUES, expected, equal_nan=True)
+    assert np.array_equal(np.signbit(formats.FP8_VALUES[:127]), np.signbit(expected[:127]))

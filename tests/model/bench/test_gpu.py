@@ -1,0 +1,223 @@
+"""`bench.gpu` tried out on a CPU: what it measures there means nothing, that it goes on does."""
+
+import io
+import sys
+
+import pytest
+import torch
+
+from bench.common.report import from_json
+from bench.common.roofline import Memory, decode_work, prefill_work
+from bench.gpu import __main__ as gpu
+from bench.gpu import kernels as gpu_kernels
+from bench.gpu import models as gpu_models
+from bench.gpu import run as gpu_run
+from bench.gpu.kernels import (
+    AttentionCase,
+    arguments_of,
+    attention_cases,
+    check_attention,
+)
+from bench.gpu.run import GpuBench
+from bench.gpu.session import Session
+from bench.gpu.shapes import SHAPES, scattered_tables
+from bench.gpu.speeds import Ceilings
+from engine.config import WeightFormat
+from engine.layout import KVFormat
+from engine.model.attention import plain as torch_attention
+
+pytestmark = pytest.mark.torch
+
+ON_A_CPU = ("--device", "cpu", "--shape", "tiny", "--quick")
+TINY = SHAPES["tiny"]
+
+
+class Hands:
+    """A clock that is put forward by hand."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def now_s(self):
+        return self.seconds
+
+
+def session(budget_s=100.0):
+    return Session(Hands(), budget_s, io.StringIO())
+
+
+# ------------------------------------------------------------ the command
+
+
+@pytest.mark.long
+def test_everything_runs_on_a_cpu_and_is_reported(tmp_path, capsys):
+    path = tmp_path / "gpu.json"
+    assert gpu.main([*ON_A_CPU, "--json", str(path)]) == 0
+    report = from_json(path.read_bytes())
+    assert (report.bench, report.config["failures"], report.config["skipped"]) == ("gpu", "", "")
+    for name in (
+        "ceiling/copy",
+        "attention_b3_ctx40/int8",
+        "prefill_64_compute/bf16-bf16",
+        "decode_b1_ctx8_bandwidth/fp8-bf16",
+        "decode_b3_ctx40_queued/bf16-bf16",
+    ):
+        assert report.value(name) > 0
+    printed = capsys.readouterr().out
+    assert "0 failures" in printed
+    assert "goals" not in printed  # what a CPU reaches is no matter
+
+
+def test_what_there_is_no_time_for_is_listed(capsys):
+    assert gpu.main([*ON_A_CPU, "--budget-s", "0"]) == 0
+    assert "skipped ceilings: no time" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(capsys):
+    assert gpu.main([]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "bench.gpu: no CUDA device here; --device cpu --shape tiny tries out the bench itself"
+    ]
+
+
+def test_what_is_not_installed_is_named_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package", "nor_this"))
+    assert gpu.main(ON_A_CPU) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench.gpu: no_such_package and nor_this not installed")
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_what_it_should():
+    assert gpu.main(["--shape", "tiny", "--quick"]) == 0
+
+
+# ------------------------------------------------------------ what fails
+
+
+def wrong(query, key, value, cache, layer, batch, scoring):
+    """Attention that looks one token too far back in long contexts."""
+    scoring = scoring._replace(window=scoring.window and scoring.window + 1)
+    return torch_attention.attend(query, key, value, cache, layer, batch, scoring)
+
+
+def careless(query, key, value, cache, layer, batch, scoring):
+    """Attention that stores a token where it does not belong."""
+    out = torch_attention.attend(query, key, value, cache, layer, batch, scoring)
+    cache.values[layer][-1, 0, 0, 0] = 1
+    return out
+
+
+@pytest.mark.parametrize(
+    ("attend", "complaint"), [(wrong, "error"), (careless, "belong to others")]
+)
+def test_kernels_that_are_wrong_are_found_out(monkeypatch, attend, complaint):
+    case = AttentionCase(KVFormat.INT8, 128, num_heads=2, num_kv_heads=1)
+    assert check_attention(case, "cpu") == []
+    monkeypatch.setattr(gpu_kernels, "_attend_of", lambda device: attend)
+    assert any(complaint in line for line in check_attention(case, "cpu"))
+
+
+def test_a_model_that_is_wrong_is_found_out(monkeypatch):
+    bf16 = (WeightFormat.BF16, KVFormat.BF16, "cpu")
+    assert gpu_models.check_model(*bf16) == []
+    compute = gpu_models.CudaForward._compute
+    monkeypatch.setattr(
+        gpu_models.CudaForward, "_compute", lambda *arguments: compute(*arguments).roll(1, -1)
+    )
+    assert gpu_models.check_model(*bf16)
+
+
+def test_complaints_make_it_fail_and_the_rest_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_run, "check_matmul", lambda device: ["that product is wrong"])
+    monkeypatch.setattr(gpu_run, "measure_attention", lambda *_: 1 / 0)
+    monkeypatch.setattr(gpu_run, "attention_cases", lambda *, is_quick: [])
+    assert gpu.main(ON_A_CPU) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED that product is wrong" in printed
+    assert "FAILED attention: ZeroDivisionError" in printed
+    assert "Traceback" in printed
+    assert "decode_b3_ctx40/fp8-bf16" in printed
+
+
+def test_a_check_in_a_process_of_its_own_tells_what_it_found(monkeypatch):
+    bench = GpuBench(session(), TINY, "cpu", is_quick=True)
+    case = AttentionCase(KVFormat.INT8, 64)
+    assert bench._check_apart(case, end_s=60.0) == []
+    assert bench._check_apart(case, end_s=0.0) is None
+    monkeypatch.setattr(gpu_run, "arguments_of", lambda case, device: ["int8", "64", "half", "no"])
+    [line] = bench._check_apart(case, end_s=60.0)
+    assert line.startswith(f"{case.name}: ended with 1: ")
+
+
+def test_a_case_survives_the_way_to_its_process(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        gpu_kernels, "check_attention", lambda case, device: seen.append((case, device)) or ["so"]
+    )
+    cases = attention_cases(is_quick=False)
+    for case in cases:
+        gpu_kernels.main(arguments_of(case, "cuda"))
+    assert seen == [(case, "cuda") for case in cases]
+    assert {case.kv_format for case in cases} == set(KVFormat)
+    assert capsys.readouterr().out.splitlines() == ["so"] * len(cases)
+
+
+# ------------------------------------------------------------ what it adds up to
+
+
+def test_goals_are_judged_by_the_median_and_do_not_fail():
+    found = session()
+    found.add("fast", [1.0, 80.0, 100.0], "GB/s", limit=100.0, goal=0.8)
+    found.add("slow", [79.0], "GB/s", limit=100.0, goal=0.8)
+    found.add("plain", [1.0], "s")
+    found.conclude(judges_goals=True)
+    lines = found.out.getvalue().splitlines()
+    assert any(line.startswith("   met    fast") for line in lines)
+    assert any(line.startswith("   MISSED slow") for line in lines)
+    assert not found.failures
+    assert [result.of_limit for result in found.results] == [0.8, 0.79, None]
+
+
+def test_a_section_is_left_out_once_its_time_is_gone():
+    found = session(budget_s=10.0)
+    done = []
+    found.section("first", lambda: done.append(1), needs_s=9.0)
+    found.clock.seconds = 5.0
+    found.section("second", lambda: done.append(2), needs_s=6.0)
+    found.section("third", lambda: done.append(3), needs_s=4.0)
+    assert done == [1, 3]
+    assert found.skipped == ["second: no time"]
+
+
+def test_the_large_shape_has_eight_thousand_million_weights():
+    size = SHAPES["8b"].size
+    assert 7.4e9 < size.layer_weights + size.head_weights < 7.6e9  # the embedding is not read
+
+
+def test_limits_are_bytes_for_decoding_and_products_for_prompts():
+    ceilings = Ceilings(bytes_per_s=4e12, bf16_flops_per_s=800e12, fp8_flops_per_s=1600e12)
+    size = SHAPES["8b"].size
+    memory = Memory(weights_bytes=15e9, kv_token_bytes=131072)
+    step = decode_work(size, memory, [1000])
+    assert ceilings.least_time_s(step, WeightFormat.BF16) == pytest.approx(15.13e9 / 4e12, rel=1e-3)
+    prompt = prefill_work(size, memory, [8192])
+    in_bf16 = ceilings.least_time_s(prompt, WeightFormat.BF16)
+    assert in_bf16 == pytest.approx(prompt.flops / 800e12)
+    matrices_s = prompt.matrix_flops / 1600e12
+    assert in_bf16 - ceilings.least_time_s(prompt, WeightFormat.FP8) == pytest.approx(matrices_s)
+
+
+def test_tables_share_no_block_and_leave_none_out():
+    tables = scattered_tables([1, 16, 17, 40], 16, seed=3)
+    assert [len(table) for table in tables] == [1, 1, 2, 3]
+    assert sorted(block for table in tables for block in table) == list(range(7))
+
+
+def test_the_command_itself_imports_nothing_heavy():
+    source = sys.modules["bench.gpu.__main__"].__file__
+    with open(source) as file:
+        before_main = file.read().partition("def main")[0]
+    assert "import torch" not in before_main
+    assert "from engine" not in before_main

@@ -1,0 +1,84 @@
+"""The driver of our own engine computes what it is timed for."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.common.shapes import SHAPES, make_checkpoint
+from bench.engine.ceilings import Ceilings
+from bench.engine.ours import Ours
+from bench.peers.driver import options_of
+from engine.model.native.library import kernels
+
+pytestmark = [pytest.mark.torch, pytest.mark.long]
+
+NUM_STEPS = 6
+PROMPTS = [[5, 9, 300, 17] * n for n in (2, 70, 33)]  # the second takes two chunks
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shapes") / "tiny"
+    make_checkpoint(path, SHAPES["tiny"], seed=0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ours(checkpoint):
+    return open_engine(checkpoint, "fp32", "fp32")
+
+
+def open_engine(checkpoint, weights, kv_format):
+    fixed = ["ours", "--checkpoint", str(checkpoint), "--variant", weights, "--threads", "1"]
+    limits = ["--max-sequences", "4", "--max-len", "300", "--max-tokens", "800"]
+    return Ours(options_of(fixed + limits), weights, kv_format)
+
+
+def test_answers_are_those_of_transformers(ours, checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    found = ours.generate(PROMPTS, NUM_STEPS)
+    for prompt, answer in zip(PROMPTS, found["answers"], strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_STEPS + 1,
+            min_new_tokens=NUM_STEPS + 1,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert answer == expected[0, len(prompt) :].tolist()
+
+
+def test_prefill_and_decode_are_timed_apart(ours):
+    prefill_only = ours.generate(PROMPTS, 0)
+    assert prefill_only["decode_s"] == 0
+    assert [len(answer) for answer in prefill_only["answers"]] == [1, 1, 1]
+    both = ours.generate(PROMPTS, NUM_STEPS)
+    assert both["prefill_s"] > 0
+    assert 0 < both["outside_forward_s"] < both["decode_s"]
+
+
+def test_decoding_behind_copied_contexts_is_decoding_behind_computed_ones(ours):
+    prompt = PROMPTS[2]  # ends inside a block
+    copied = ours.decode_at(prompt=prompt, num_sequences=3, num_steps=NUM_STEPS)
+    computed = ours.generate([prompt] * 3, NUM_STEPS)
+    assert copied["answers"] == computed["answers"]
+    assert copied["decode_s"] > 0
+
+
+@pytest.mark.skipif(kernels() is None, reason="the CPU kernels cannot be built here")
+def test_int8_weights_are_a_quarter_and_say_so(ours, checkpoint):
+    small = open_engine(checkpoint, "int8", "int8")
+    matrices = 2 * (2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 128) + 512 * 64
+    assert matrices <= small.facts["weights_bytes"] < 1.3 * matrices
+    assert 2 * matrices <= ours.facts["weights_bytes"] <= 4.3 * matrices
+    assert small.facts["kv_token_bytes"] < ours.facts["kv_token_bytes"] / 3
+    assert small.memory()["resident_bytes"] > matrices
+
+
+def test_ceilings_are_measured_and_plausible():
+    found = Ceilings(threads=1).measure()
+    assert found["read_bytes_per_s"] > 1e8
+    assert found["fp32_flops_per_s"] > 1e8
+    assert found["int8_flops_per_s"] > 1e8

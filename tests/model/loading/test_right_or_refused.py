@@ -1,0 +1,344 @@
+"""Models that were served wrongly or failed at their first step: now right, or refused with why."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from engine.config import WeightFormat
+from engine.errors import CheckpointError
+from engine.messages import Sampling
+from engine.model.runner import TorchRunner
+from engine.worker.batch import BatchPlan, Row
+from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint, tiny_checkpoint
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+
+BLOCK_SIZE = 16
+GREEDY = Sampling(temperature=0.0)
+WEIGHTS = "model.safetensors"
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA3 = {
+    "model_type": "gemma3",
+    "text_config": COMMON
+    | {"head_dim": 8, "sliding_window": 12, "layer_types": KINDS["gemma3"]["layer_types"]},
+    "vision_config": VISION,
+    "mm_tokens_per_image": 4,
+}
+
+
+def prompt(num_tokens):
+    return [(7 * i * i + 3) % 256 for i in range(num_tokens)]
+
+
+def generate(path, token_ids, num_new, *, dtype=torch.float32):
+    """What transformers answers by itself, greedily."""
+    config = AutoConfig.from_pretrained(path)
+    sees = config.get_text_config(decoder=True) is not config
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = kind.from_pretrained(path, dtype=dtype).float().eval()
+    output = model.generate(
+        input_ids=torch.tensor([token_ids]),
+        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=num_new,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(token_ids) :].tolist()
+
+
+class Served:
+    """A model as a worker computes it."""
+
+    def __init__(self, path, *, weights=WeightFormat.FP32, num_blocks=8):
+        self.runner = TorchRunner(
+            path, block_size=BLOCK_SIZE, num_blocks=num_blocks, weights=weights
+        )
+        self.runner.open()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.runner.close()
+
+    def answer(self, token_ids, num_new, *, chunk=10**9):
+        """Greedy tokens; the prompt is computed in chunks."""
+        table = list(range(-(-(len(token_ids) + num_new) // BLOCK_SIZE)))
+        start, found = 0, []
+        pending = list(token_ids)
+        while True:
+            part, pending = pending[:chunk], pending[chunk:]
+            row = Row("a", part, start, table, None if pending else GREEDY)
+            (result,) = self.runner.run(BatchPlan([row])).tokens
+            start += len(part)
+            if not pending:
+                found.append(int(result))
+                if len(found) == num_new:
+                    return found
+                pending = [found[-1]]
+
+
+def check_equals_generate(path, *, lengths=(5, 60), num_new=8, **served):
+    """Equal to transformers in fp32; over int8 it runs, and chunks make no difference."""
+    with Served(path, **served) as model:
+        for length in lengths:
+            expected = generate(path, prompt(length), num_new)
+            assert model.answer(prompt(length), num_new) == expected
+        is_fused = model.runner.is_fused
+    with Served(path, weights=WeightFormat.INT8, **served) as model:
+        whole = model.answer(prompt(lengths[0]), num_new)
+        assert model.answer(prompt(lengths[0]), num_new, chunk=3) == whole
+    return is_fused
+
+
+def edit_config(path, **changes):
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def refusal(path):
+    with pytest.raises(CheckpointError) as caught:
+        Served(path).runner.close()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def save_ministral3(path, original, *, context_len=512):
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": original,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    extra = {"model_type": "ministral3", "head_dim": 8, "rope_parameters": rope}
+    save_checkpoint(path, COMMON | extra | {"max_position_embeddings": context_len})
+
+
+def test_ministral_3_equals_generate_beyond_its_original_context(tmp_path, caplog):
+    """Its queries are scaled by the logarithm of their position from there on."""
+    save_ministral3(tmp_path, 64)
+    assert not check_equals_generate(tmp_path, lengths=(5, 200), num_blocks=20)
+    assert "fused logits are off" in caplog.text
+
+
+@pytest.mark.long
+def test_ministral_3_equals_generate_at_its_real_lengths(tmp_path):
+    save_ministral3(tmp_path, 16_384, context_len=262_144)
+    with Served(tmp_path, num_blocks=1040) as model:
+        for length in (5, 16_500):
+            found = model.answer(prompt(length), 8, chunk=512)
+            assert found == generate(tmp_path, prompt(length), 8)
+
+
+LONGCAT = {
+    "model_type": "longcat_flash",
+    "num_layers": 2,
+    "num_hidden_layers": 4,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 24,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
+HUNYUAN = {
+    "model_type": "hunyuan_v1_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "moe_topk": 2,
+}
+
+
+@pytest.mark.parametrize("extra", [HUNYUAN, LONGCAT], ids=lambda extra: extra["model_type"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_router_whose_weights_are_read_by_another_module_works(extra, dtype, tmp_path):
+    save_checkpoint(tmp_path, COMMON | extra)
+    store_as(tmp_path, dtype)
+    check_equals_generate(tmp_path)
+
+
+def store_as(path, dtype):
+    weights = {k: w.to(dtype) for k, w in load_file(path / WEIGHTS).items()}
+    save_file(weights, path / WEIGHTS, metadata={"format": "pt"})
+    edit_config(path, dtype=str(dtype).removeprefix("torch."))
+
+
+def test_dbrx_in_bf16_equals_generate(tmp_path):
+    """Its experts read the weights of a child, which in bf16 do not fit activations in fp32."""
+    config = {
+        "model_type": "dbrx",
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 512,
+        "vocab_size": 260,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "initializer_range": 0.3,
+        "eos_token_id": 257,
+    }
+    save_checkpoint(tmp_path, config)
+    store_as(tmp_path, torch.bfloat16)
+    check_equals_generate(tmp_path)
+
+
+@pytest.fixture
+def llama(tmp_path, tmp_path_factory):
+    """A copy that a test may spoil."""
+    return shutil.copytree(tiny_checkpoint(tmp_path_factory, "llama"), tmp_path / "llama")
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "LlamaForSequenceClassification",
+        "LlamaModel",
+        "Qwen2ForRewardModel",
+        "LlamaForTokenClassification",
+    ],
+)
+def test_what_does_not_answer_with_text_is_refused(llama, architecture):
+    edit_config(llama, architectures=[architecture], tie_word_embeddings=True)
+    assert refusal(llama) == (
+        f"config.json: architectures has {architecture}, which is not a decoder of text"
+    )
+
+
+def test_a_head_that_is_left_over_is_refused(llama):
+    """Of a classifier whose config does not say so."""
+    edit_config(llama, architectures=None, tie_word_embeddings=True)
+    weights = load_file(llama / WEIGHTS)
+    del weights["lm_head.weight"]
+    weights["score.weight"] = torch.zeros(2, 32)
+    save_file(weights, llama / WEIGHTS, metadata={"format": "pt"})
+    assert refusal(llama) == f"{llama}: the model has no place for the weights score.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("adapter_config.json", "an adapter beside its base; merge them into one checkpoint"),
+        ("modules.json", "a model of embeddings (sentence-transformers), not of text"),
+    ],
+)
+def test_a_directory_of_another_purpose_is_refused(llama, name, reason):
+    (llama / name).write_text("{}")
+    assert refusal(llama) == f"{llama / name}: {reason}"
+
+
+def test_layers_beyond_those_of_the_config_are_refused(llama):
+    edit_config(llama, num_hidden_layers=2)
+    message = refusal(llama)
+    assert message.startswith(f"{llama}: weights have model.layers.2.input_layernorm.weight, ")
+    assert message.endswith(" and 6 more, though num_hidden_layers is 2")
+
+
+def test_layers_that_predict_later_tokens_are_not_used_and_said(llama, caplog):
+    caplog.set_level(logging.INFO)
+    edit_config(llama, num_hidden_layers=2, num_nextn_predict_layers=1)
+    Served(llama).runner.close()
+    assert "weights not used: model.layers.2.input_layernorm.weight" in caplog.text
+
+
+def test_weights_that_make_no_token_are_not_used_and_said(llama, caplog):
+    caplog.set_level(logging.INFO)
+    weights = load_file(llama / WEIGHTS)
+    weights["mtp.fc.weight"] = torch.zeros(4)
+    save_file(weights, llama / WEIGHTS, metadata={"format": "pt"})
+    Served(llama).runner.close()
+    assert "weights not used: mtp.fc.weight" in caplog.text
+
+
+def test_gemma_3_that_also_sees_is_computed_as_a_whole(tmp_path):
+    save_checkpoint(tmp_path, GEMMA3)
+    assert check_equals_generate(tmp_path)
+
+
+SEEING = {
+    "qwen2_5_vl": {
+        "text_config": COMMON
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            }
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [0],
+        },
+    },
+    "llava": {
+        "text_config": COMMON | {"model_type": "llama", "head_dim": 8},
+        "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 8},
+        "image_token_index": 259,
+    },
+    "mistral3": {
+        "text_config": COMMON | {"model_type": "mistral", "head_dim": 8},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+        "image_token_index": 259,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", SEEING)
+def test_text_is_served_of_models_that_also_see(model_type, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    save_checkpoint(tmp_path, SEEING[model_type] | {"model_type": model_type})
+    assert check_equals_generate(tmp_path)
+    assert "is not used for text" in caplog.text
+
+
+def save_with_rope(path, **rope):
+    extra = {"model_type": "llama", "head_dim": 8, "max_position_embeddings": 128}
+    save_checkpoint(path, COMMON | extra | {"rope_parameters": {"rope_theta": 1e4} | rope})
+
+
+def test_dynamic_rotary_embeddings_are_right_over_the_whole_context(tmp_path):
+    save_with_rope(tmp_path, rope_type="dynamic", factor=4.0, original_max_position_embeddings=64)
+    check_equals_generate(tmp_path, lengths=(5, 60, 119))
+    with Served(tmp_path) as model:
+        assert model.runner.context_len == 128
+
+
+def test_a_context_that_is_cut_is_said(tmp_path, caplog):
+    save_with_rope(
+        tmp_path,
+        rope_type="longrope",
+        short_factor=[1.0] * 4,
+        long_factor=[2.0] * 4,
+        original_max_position_embeddings=64,
+    )
+    check_equals_generate(tmp_path, lengths=(5, 55))
+    with Served(tmp_path) as model:
+        assert model.runner.context_len == 64
+    assert "its context is limited to 64 of 128 tokens: rotary embeddings" in caplog.text

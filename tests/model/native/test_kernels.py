@@ -1,0 +1,296 @@
+"""The C++ kernels: equal to torch, bitwise independent of company, and replaceable."""
+
+import logging
+from functools import cache
+
+import pytest
+import torch
+
+from engine import native_build
+from engine.config import WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+from engine.messages import Sampling
+from engine.model import cpu
+from engine.model.attention.base import Scoring
+from engine.model.native import library
+from engine.model.native.attention import NativeAttention
+from engine.model.native.linear import PackedLinear
+from engine.model.native.matrix import Team, exact_in_bf16
+from engine.model.runner import TorchRunner
+from engine.native_build import FLAGS, BuildError, built_library, open_library
+from engine.worker.batch import BatchPlan, Row
+from tests.kits.checkpoints import KINDS, tiny_checkpoint
+from tests.kits.models.attention_cases import CASES, case_id, check_attend, check_company
+
+pytestmark = pytest.mark.torch
+
+AVX2_FLAGS = tuple(
+    flag for flag in (*FLAGS, "-mavx2", "-mfma", "-mf16c") if flag != "-march=native"
+)
+ROWS = (1, 2, 3, 13, 14, 15, 29, 100)
+SHAPES = ((8, 8), (33, 20), (100, 77), (64, 130), (256, 48))  # outputs, inputs
+FUSED_KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3")
+GREEDY = Sampling(temperature=0.0)
+
+
+@cache
+def avx2_kernels():
+    return open_library(built_library(library.SOURCES, AVX2_FLAGS), library.SIGNATURES)
+
+
+@pytest.fixture(params=["best", "avx2"])
+def kernels(request):
+    """The library as it is used here, and the one that a processor without AVX-512 would use."""
+    found = library.kernels() if request.param == "best" else avx2_kernels()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(params=[1, 2])
+def team(request, kernels):
+    team = Team(kernels, request.param)
+    yield team
+    team.close()
+
+
+@pytest.fixture
+def two_threads():
+    team = Team(library.kernels(), 2)
+    yield team
+    team.close()
+
+
+def linear_of(outputs, inputs, *, bias=True, bf16=False):
+    torch.manual_seed(outputs)
+    linear = torch.nn.Linear(inputs, outputs, bias=bias)
+    if bf16:
+        linear.weight.data = linear.weight.data.bfloat16().float()
+    return linear.requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_packed_linear_layer_computes_what_the_layer_does(team, shape, bf16):
+    linear = linear_of(*shape, bf16=bf16)
+    packed = PackedLinear(linear, team, WeightFormat.FP32)
+    assert packed.matrix.struct.kind == (library.BF16 if bf16 else library.FP32)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1])
+        torch.testing.assert_close(packed(x), linear(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_int8_layer_computes_exactly_with_rounded_weights_and_activations(team, shape):
+    linear = linear_of(*shape)
+    packed = PackedLinear(linear, team, WeightFormat.INT8)
+    weight, weight_scale = rounded(linear.weight)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1])
+        whole, scale = rounded(x)
+        expected = (whole @ weight.T) * weight_scale.T * scale + linear.bias
+        torch.testing.assert_close(packed(x), expected.float(), rtol=1e-6, atol=1e-6)
+
+
+def rounded(x):
+    """Whole numbers up to 127 and a scale for each row, in fp64."""
+    scale = x.abs().amax(1, keepdim=True) / 127
+    whole = torch.round(x * (127 / x.abs().amax(1, keepdim=True)))
+    return whole.double(), scale.double()
+
+
+@pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
+def test_a_row_of_a_linear_layer_has_the_same_bits_in_any_batch(team, form):
+    packed = PackedLinear(linear_of(70, 150), team, form)
+    x = torch.randn(40, 150)
+    whole = packed(x)
+    for start in range(0, 40, 7):
+        for count in (1, 2, 5):
+            part = slice(start, start + count)
+            assert torch.equal(packed(x[part]), whole[part])
+
+
+@pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
+def test_avx2_and_avx512_give_the_same_bits(form, two_threads):
+    other = Team(avx2_kernels(), 1)
+    linear = linear_of(70, 150)
+    x = torch.randn(20, 150)
+    assert torch.equal(
+        PackedLinear(linear, two_threads, form)(x), PackedLinear(linear, other, form)(x)
+    )
+    other.close()
+
+
+def test_rows_of_zeros_and_no_rows_are_fine(team):
+    packed = PackedLinear(linear_of(9, 5, bias=False), team, WeightFormat.INT8)
+    assert torch.equal(packed(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 9))
+    assert packed(torch.zeros(0, 5)).shape == (0, 9)
+
+
+def test_what_bf16_can_hold_is_recognised():
+    assert exact_in_bf16(torch.tensor([0.0, -1.5, 3e38, 1e-38]).bfloat16().float())
+    assert not exact_in_bf16(torch.tensor([1.0, 1.0001]))
+    assert exact_in_bf16(torch.tensor([1.0, 1.5]).half())
+    assert not exact_in_bf16(torch.tensor([1.0, 1.001]).half())
+
+
+def test_one_number_among_many_that_bf16_cannot_hold_is_seen():
+    many = torch.zeros(600, 1000)
+    assert exact_in_bf16(many)
+    many[-1, -1] = 1.0001
+    assert not exact_in_bf16(many)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
+def test_weights_in_half_the_bits_are_packed_as_if_they_were_in_fp32(two_threads, dtype, form):
+    half = linear_of(70, 150).to(dtype)
+    x = torch.randn(3, 150)
+    found, expected = (PackedLinear(linear, two_threads, form) for linear in (half, half.float()))
+    assert found.matrix.struct.kind == expected.matrix.struct.kind
+    assert torch.equal(found(x), expected(x))
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_attention_equals_the_reference(case, two_threads):
+    check_attend(NativeAttention(two_threads), **case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_attention_of_a_row_has_the_same_bits_in_any_company(case, two_threads):
+    check_company(NativeAttention(two_threads), **case)
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_attention_without_avx512_gives_the_same_bits(kv_format, two_threads):
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80, "scoring": Scoring(0.1)}
+    case = {"kv_format": kv_format, "lengths": ((40, 1), (0, 50), (1100, 3)), **shape}
+    other = Team(avx2_kernels(), 1)
+    attends = [NativeAttention(two_threads), NativeAttention(other)]
+    results = []
+
+    def record(*arguments):
+        result = attends[len(results)](*arguments)
+        results.append(result)
+        return result
+
+    check_attend(record, **case)
+    check_attend(record, **case)
+    assert torch.equal(*results)
+    other.close()
+
+
+def opened(tmp_path_factory, kind, *, weights, kv_format=KVFormat.FP32, num_blocks=200):
+    path = tiny_checkpoint(tmp_path_factory, kind)
+    runner = TorchRunner(
+        path, block_size=4, num_blocks=num_blocks, weights=weights, kv_format=kv_format
+    )
+    runner.open()
+    return runner
+
+
+@pytest.mark.parametrize("kind", FUSED_KINDS)
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
+def test_models_of_llamas_shape_are_computed_as_a_whole(tmp_path_factory, kind, weights):
+    runner = opened(tmp_path_factory, kind, weights=weights)
+    assert runner.is_fused
+    runner.close()
+
+
+class Logits:
+    """Keeps the logits of every token that a runner computes."""
+
+    def __init__(self, runner):
+        self._forward = runner._forward
+
+    def of(self, token_ids, chunks, table, company=()):
+        """Logits [len(token_ids), vocab] computed in chunks, with other rows beside each."""
+        found = []
+        start = 0
+        for chunk in chunks:
+            row = Row("a", token_ids[start : start + chunk], start, table, None)
+            rows = [*company, row]
+            first = sum(len(other.token_ids) for other in company)
+            with torch.inference_mode():
+                found.append(self._forward.logits(rows, range(first, first + chunk)))
+            start += chunk
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("weights", "kv_format"),
+    [*((WeightFormat.INT8, kv_format) for kv_format in KVFormat), (WeightFormat.FP32, "fp32")],
+)
+def test_logits_have_the_same_bits_whatever_the_batch(tmp_path_factory, kind, weights, kv_format):
+    """Alone and in company, in any chunking (a prefill), and token by token or several at a time
+    after a prefix (decode, verification of a draft)."""
+    runner = opened(tmp_path_factory, kind, weights=weights, kv_format=KVFormat(kv_format))
+    logits = Logits(runner)
+    token_ids = [(7 * i * i + 3) % 256 for i in range(50)]
+    table = list(range(13))
+    whole = logits.of(token_ids, [50], table)
+    company = [
+        Row("b", [5] * 9, 0, [20, 21, 22], None),
+        Row("c", [9], 6, [30, 31], None),
+        Row("d", [1, 2, 3], 0, [40], None),
+    ]
+    for chunks, others in (
+        ([50], company),
+        ([1] * 50, ()),
+        ([20, 1, 1, 4, 4, 20], ()),
+        ([33, 4, 1, 4, 1, 4, 3], company),
+    ):
+        assert torch.equal(logits.of(token_ids, chunks, table, others), whole), chunks
+    runner.close()
+
+
+def test_threads_change_no_bit(tmp_path_factory):
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        runner = opened(tmp_path_factory, "llama", weights=WeightFormat.INT8)
+        found.append(Logits(runner).of(list(range(40)), [17, 1, 22], list(range(10))))
+        runner.close()
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, caplog):
+    def missing():
+        raise BuildError("no C++ compiler")
+
+    monkeypatch.setattr(native_build, "find_compiler", missing)
+    library.kernels.cache_clear()
+    caplog.set_level(logging.WARNING)
+    yield caplog
+    library.kernels.cache_clear()
+
+
+def test_without_a_compiler_torch_serves_in_fp32_and_says_so(tmp_path_factory, no_compiler):
+    plan = BatchPlan([Row("a", list(range(20)), 0, list(range(5)), GREEDY)])
+    runner = opened(tmp_path_factory, "llama", weights=WeightFormat.AUTO)
+    assert (runner.weights, runner.is_fused) == (WeightFormat.FP32, False)
+    assert "no C++ compiler" in no_compiler.text
+    slow = runner.run(plan).tokens
+    runner.close()
+    library.kernels.cache_clear()
+    no_compiler.clear()
+    assert slow[0] is not None
+
+
+def test_int8_without_a_compiler_is_refused(no_compiler):
+    with pytest.raises(ConfigError, match="kernels"):
+        cpu.resolve_weights(WeightFormat.INT8)
+
+
+def test_fp8_weights_are_refused_on_a_cpu():
+    with pytest.raises(ConfigError, match="GPU"):
+        cpu.resolve_weights(WeightFormat.FP8)
+
+
+def test_auto_is_int8_where_there_are_kernels():
+    assert cpu.resolve_weights(WeightFormat.AUTO) is WeightFormat.INT8

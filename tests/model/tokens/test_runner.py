@@ -1,0 +1,299 @@
+"""The runner's tokens are those of transformers, whatever the chunks, blocks and company."""
+
+import random
+from functools import cache
+from multiprocessing import shared_memory
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import WeightFormat
+from engine.errors import CheckpointError, ConfigError
+from engine.layout import KVFormat
+from engine.messages import Sampling
+from engine.model.runner import TorchRunner
+from engine.worker.batch import BatchPlan, Row
+from tests.kits.checkpoints import KINDS, tiny_checkpoint
+
+pytestmark = pytest.mark.torch
+
+NUM_BLOCKS = 400
+BLOCK_SIZE = 4
+NUM_NEW_TOKENS = 20
+GREEDY = Sampling(temperature=0.0)
+
+
+class Client:
+    """A sequence that is computed chunk by chunk and then token by token, as schedulers would."""
+
+    def __init__(self, name, prompt, chunks, sampling, blocks):
+        self.name = name
+        self.token_ids = list(prompt)
+        self.prompt_len = len(prompt)
+        self.chunks = list(chunks)
+        self.sampling = sampling
+        self.blocks = blocks
+        self.num_computed = 0
+
+    @property
+    def answer(self):
+        return self.token_ids[self.prompt_len :]
+
+    def next_row(self):
+        wanted = len(self.token_ids) - self.num_computed
+        chunk = min(wanted, self.chunks.pop(0) if self.chunks else wanted)
+        start, self.num_computed = self.num_computed, self.num_computed + chunk
+        last = self.num_computed == len(self.token_ids)
+        return Row(
+            self.name,
+            self.token_ids[start : self.num_computed],
+            start,
+            self.blocks,
+            self.sampling if last else None,
+        )
+
+    def take(self, token):
+        if token is not None:
+            self.token_ids.append(token)
+
+
+def serve(runner, clients):
+    """Runs all clients in common batches until each has its new tokens."""
+    while running := [c for c in clients if len(c.answer) < NUM_NEW_TOKENS]:
+        result = runner.run(BatchPlan([c.next_row() for c in running]))
+        for client, token in zip(running, result.tokens, strict=True):
+            client.take(token)
+    return [client.answer for client in clients]
+
+
+def scattered(count, seed=0):
+    """Block tables of that many sequences, in random order over the whole pool."""
+    blocks = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    share = NUM_BLOCKS // count
+    return [blocks[i * share : (i + 1) * share] for i in range(count)]
+
+
+def prompts(count):
+    rng = random.Random(1)
+    return [[rng.randrange(256) for _ in range(rng.choice((3, 13, 24, 31)))] for _ in range(count)]
+
+
+@cache
+def opened(path, **options):
+    options.setdefault("weights", WeightFormat.FP32)  # what transformers' own answers are made with
+    runner = TorchRunner(path, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **options)
+    runner.open()
+    return runner
+
+
+@pytest.fixture
+def llama(tmp_path_factory):
+    return opened(tiny_checkpoint(tmp_path_factory, "llama"))
+
+
+def answers_of_transformers(path, texts):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    answers = []
+    for text in texts:
+        ids = torch.tensor([text])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_NEW_TOKENS,
+            eos_token_id=None,
+        )
+        answers.append(out[0, len(text) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_those_of_transformers(kind, tmp_path_factory):
+    path = tiny_checkpoint(tmp_path_factory, kind)
+    runner = opened(path)
+    texts = prompts(3)
+    expected = answers_of_transformers(path, texts)
+    chunks = ((7, 1, 5), (1, 2, 3, 11), ())
+
+    alone = [
+        serve(runner, [Client("alone", text, chunk, GREEDY, blocks)])[0]
+        for text, chunk, blocks in zip(texts, chunks, scattered(3), strict=True)
+    ]
+    assert alone == expected
+
+    company = [
+        Client(f"other {i}", text, (i % 5 + 1,) * (i % 3), Sampling(seed=i), blocks)
+        for i, (text, blocks) in enumerate(zip(prompts(13), scattered(16)[3:], strict=True))
+    ]
+    watched = [
+        Client(f"watched {i}", text, chunk, GREEDY, blocks)
+        for i, (text, chunk, blocks) in enumerate(
+            zip(texts, reversed(chunks), scattered(16)[:3], strict=True)
+        )
+    ]
+    clients = company + watched
+    random.Random(2).shuffle(clients)
+    serve(runner, clients)
+    assert [client.answer for client in watched] == expected
+
+
+def test_sampled_answers_do_not_depend_on_chunks_blocks_or_company(llama):
+    texts = prompts(6)
+    samplings = [
+        Sampling(temperature=0.8, seed=i, top_k=30 * (i % 2), top_p=0.95 if i > 3 else 1.0)
+        for i in range(6)
+    ]
+    alone = [
+        serve(llama, [Client("alone", text, (), sampling, scattered(1)[0])])[0]
+        for text, sampling in zip(texts, samplings, strict=True)
+    ]
+    together = serve(
+        llama,
+        [
+            Client(f"s{i}", text, (i + 1, 3), sampling, blocks)
+            for i, (text, sampling, blocks) in enumerate(
+                zip(texts, samplings, scattered(6, seed=5), strict=True)
+            )
+        ],
+    )
+    assert together == alone
+
+
+def test_an_answer_goes_on_the_same_after_its_tokens_are_recomputed(llama):
+    """Failover: prompt and tokens so far, prefilled anew, give the token that would have come."""
+    (text,) = prompts(1)
+    sampling = Sampling(temperature=1.0, seed=11)
+    (answer,) = serve(llama, [Client("a", text, (), sampling, scattered(1)[0])])
+    for cut in (1, 7, NUM_NEW_TOKENS - 1):
+        row = Row("b", text + answer[:cut], 0, scattered(2)[1], sampling)
+        assert llama.run(BatchPlan([row])).tokens == [answer[cut]]
+
+
+def test_a_prefix_computed_for_one_sequence_serves_another(llama):
+    (text,) = prompts(1)
+    text = (text * 4)[: 3 * BLOCK_SIZE + 2]
+    first, second = scattered(2)
+    (expected,) = llama.run(BatchPlan([Row("a", text, 0, first, GREEDY)])).tokens
+    start = 3 * BLOCK_SIZE
+    shared = first[:3] + second
+    (found,) = llama.run(BatchPlan([Row("b", text[start:], start, shared, GREEDY)])).tokens
+    assert found == expected
+
+
+def test_a_row_without_sampling_gives_no_token(llama):
+    a, b, c = scattered(3)
+    assert llama.run(BatchPlan([Row("a", [1, 2], 0, a, None)])).tokens == [None]
+    rows = [Row("a", [3], 2, a, None), Row("b", [1], 0, b, GREEDY), Row("c", [1], 0, c, None)]
+    first, second, third = llama.run(BatchPlan(rows)).tokens
+    assert (first, third) == (None, None)
+    assert second is not None
+    assert not llama.run(BatchPlan([])).tokens
+
+
+def test_banned_ids_are_not_chosen(llama):
+    blocks = scattered(1)[0]
+    banned = ()
+    for _ in range(5):
+        row = Row("a", [5, 6, 7], 0, blocks, GREEDY, banned)
+        banned = (*banned, *llama.run(BatchPlan([row])).tokens)
+    assert len(set(banned)) == 5
+
+
+def test_a_bf16_cache_gives_answers_that_do_not_depend_on_chunks(tmp_path_factory):
+    """K and V are read from the record only, so those of the present chunk are rounded alike."""
+    runner = opened(tiny_checkpoint(tmp_path_factory, "qwen3"), kv_format=KVFormat.BF16)
+    text = prompts(4)[3]
+    whole, chunked = (
+        serve(runner, [Client("a", text, chunks, GREEDY, scattered(1)[0])])
+        for chunks in ((), (1,) * 30)
+    )
+    assert whole == chunked
+
+
+def test_blocks_copied_as_bytes_go_on_in_another_pool(tmp_path_factory):
+    path = tiny_checkpoint(tmp_path_factory, "mistral")
+    source, sink = (
+        opened(path),
+        TorchRunner(path, block_size=BLOCK_SIZE, num_blocks=40, weights=WeightFormat.FP32),
+    )
+    sink.open()
+    assert (source.layout, source.fingerprint) == (sink.layout, sink.fingerprint)
+    text = prompts(4)[3]
+    blocks = scattered(1)[0]
+    (expected,) = serve(source, [Client("a", text, (), GREEDY, blocks)])
+    client = Client("a", text, (), GREEDY, random.Random(3).sample(range(40), 20))
+    size = source.layout.block_bytes
+    for ours, theirs in zip(blocks, client.blocks[: -(-len(text) // BLOCK_SIZE)], strict=False):
+        sink.buffer[theirs * size : (theirs + 1) * size] = source.buffer[
+            ours * size : (ours + 1) * size
+        ]
+    client.take(expected[0])
+    client.num_computed = len(text)
+    assert serve(sink, [client]) == [expected]
+
+
+def test_kv_can_live_in_shared_memory_and_be_let_go(tmp_path_factory):
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+    taken = []
+
+    def allocate(num_bytes):
+        taken.append(shared_memory.SharedMemory(create=True, size=num_bytes))
+        return taken[0].buf
+
+    runner = TorchRunner(path, block_size=BLOCK_SIZE, kv_bytes=100_000, kv_format=KVFormat.BF16)
+    runner.open(allocate)
+    try:
+        assert runner.num_blocks == 100_000 // runner.layout.block_bytes
+        assert runner.buffer.nbytes == runner.num_blocks * runner.layout.block_bytes
+        runner.run(BatchPlan([Row("a", [1, 2, 3], 0, [7], None)]))
+        size = runner.layout.block_bytes
+        written = bytes(taken[0].buf[7 * size : 8 * size])
+        assert any(written)
+        assert written == bytes(runner.buffer[7 * size : 8 * size])
+    finally:
+        runner.close()
+        taken[0].close()
+        taken[0].unlink()
+
+
+def test_building_a_runner_touches_no_file(tmp_path):
+    runner = TorchRunner(tmp_path / "nowhere", num_blocks=1)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        runner.open()
+
+
+def test_kv_memory_is_sized_when_the_model_is_loaded(tmp_path_factory):
+    found = []
+
+    def size(needs):
+        found.append(needs)
+        return 5 * needs.block_bytes
+
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+    runner = TorchRunner(path, block_size=BLOCK_SIZE, kv_bytes=size, max_len=100)
+    runner.open()
+    (needs,) = found
+    assert (runner.num_blocks, runner.context_len, needs.num_context_blocks) == (5, 100, 25)
+    assert needs.block_bytes == runner.layout.block_bytes
+    assert needs.weights_bytes >= runner.weights_bytes
+
+
+def test_a_limit_beyond_the_context_is_refused(tmp_path_factory):
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+    runner = TorchRunner(path, num_blocks=1, max_len=513)
+    with pytest.raises(ConfigError, match="max_model_len is 513, but the model's context is 512"):
+        runner.open()
+
+
+@pytest.mark.parametrize("memory", [{}, {"kv_bytes": 100}, {"num_blocks": 0}])
+def test_a_pool_without_blocks_is_refused(memory, tmp_path_factory):
+    with pytest.raises(ConfigError, match="block"):
+        TorchRunner(tiny_checkpoint(tmp_path_factory, "llama"), **memory).open()
+
+
+def test_warm_up_takes_time_and_fits_the_smallest_pool(llama, tmp_path_factory):
+    assert 0 < llama.warm_up() < 10
+    small = TorchRunner(tiny_checkpoint(tmp_path_factory, "llama"), block_size=2, num_blocks=1)
+    small.open()
+    small.warm_up()

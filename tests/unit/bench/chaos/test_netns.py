@@ -1,0 +1,34 @@
+"""What is said where there can be no network to cut. One that is cut:
+`tests/e2e/sessions/test_netns.py`."""
+
+import os
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.chaos.netns import MAX_PLACES, Unavailable, hub, place
+from bench.cli import app
+
+
+def test_without_root_or_its_tool_there_is_no_hub_and_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(Unavailable, match="need root"), hub():
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    with pytest.raises(Unavailable, match="iproute2"), hub():
+        pass
+
+
+def test_the_bench_says_in_one_line_why_nothing_can_be_partitioned(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    done = CliRunner().invoke(app, ["chaos", "--faults", "kill,partition"])
+    assert done.exit_code == 1
+    assert done.output == "error: a partition: network namespaces need root\n"
+
+
+@pytest.mark.parametrize("number", [0, MAX_PLACES + 1])
+def test_a_hub_has_addresses_for_so_many_places(number):
+    with pytest.raises(ValueError, match=f"{number} is not a place's number"):
+        place("p0", number)

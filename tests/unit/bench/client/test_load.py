@@ -1,0 +1,142 @@
+import pytest
+
+from bench.client.answers import Answer, Failure
+from bench.client.load import (
+    Outcome,
+    Run,
+    Slo,
+    figures_of_runs,
+    kinds_with_example,
+    meets,
+    meets_by_longest_gaps,
+    warnings,
+)
+
+
+def answer(*chunk_times_s, num_tokens=None, num_prompt=10, num_cached=None, **timeline_s):
+    return Answer(
+        sent_s=0.0,
+        chunk_times_s=chunk_times_s,
+        num_output_tokens=num_tokens or len(chunk_times_s),
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=num_cached,
+        timeline_s=timeline_s,
+    )
+
+
+def run(*results, duration_s=4.0, send_lag_s=0.0, slot_wait_s=None):
+    outcomes = tuple(Outcome(send_lag_s, slot_wait_s, result) for result in results)
+    return Run(duration_s, outcomes)
+
+
+def values(*runs, slo=None):
+    return [
+        {name: figure.value for name, figure in figures.items()}
+        for figures in figures_of_runs(runs, slo)
+    ]
+
+
+TIMEOUT = Failure("timeout", "no response")
+
+
+def test_latencies_are_in_milliseconds_and_gaps_are_pooled_over_answers():
+    [figures] = values(run(answer(0.1, 0.2, 0.3), answer(0.3, 0.7)))
+    assert figures["ttft/mean"] == pytest.approx(200)
+    assert figures["itl/p50"] == pytest.approx(100)
+    assert figures["itl/mean"] == pytest.approx(200)
+    assert figures["e2e/p50"] == pytest.approx(500)
+    assert figures["tpot/mean"] == pytest.approx(250)
+
+
+def test_throughput_counts_the_tokens_of_complete_answers_over_the_whole_run():
+    [figures] = values(run(answer(0.1, 0.2, num_tokens=6), TIMEOUT))
+    assert figures["throughput/requests"] == 0.25
+    assert figures["throughput/output_tokens"] == 1.5
+    assert figures["throughput/total_tokens"] == 4.0
+    assert figures["tokens/per_chunk"] == 3.0
+
+
+def test_failures_are_counted_by_kind_and_are_zero_in_runs_without_them():
+    first, second = values(run(answer(1.0), TIMEOUT, TIMEOUT), run(answer(1.0)))
+    assert (first["requests/sent"], first["requests/failed"]) == (3, 2)
+    assert (first["errors/timeout"], second["errors/timeout"]) == (2, 0)
+
+
+def test_a_run_in_which_all_failed_has_figures_but_no_latencies():
+    [figures] = values(run(TIMEOUT), slo=Slo(ttft_s=1.0))
+    assert figures["throughput/requests"] == 0
+    assert figures["goodput/attainment"] == 0
+    assert "ttft/p50" not in figures
+
+
+def test_failed_requests_count_as_misses_of_the_slo():
+    [figures] = values(run(answer(0.1), answer(2.0), TIMEOUT, TIMEOUT), slo=Slo(ttft_s=1.0))
+    assert figures["goodput/attainment"] == 0.25
+    assert figures["goodput/effective_capacity"] == 0.25
+    assert figures["goodput/requests"] == 0.25
+
+
+def test_waits_for_a_slot_are_reported_under_a_limit_only():
+    limited, free = values(run(answer(0.1), slot_wait_s=0.5), run(answer(0.1)))
+    assert limited["slot_wait/p50"] == 500
+    assert "slot_wait/p50" not in free
+
+
+def test_goodput_is_left_out_without_an_slo():
+    assert not any(name.startswith("goodput/") for name in values(run(answer(0.1)))[0])
+
+
+def test_one_long_gap_fails_the_longest_tenth_but_not_the_mean():
+    stalled = answer(0.0, *(1.0 + i / 100 for i in range(9)))
+    slo = Slo(ttft_s=1.0, tpot_s=0.2)
+    assert meets(stalled, slo)
+    assert not meets_by_longest_gaps(stalled, slo)
+
+
+def test_one_token_meets_any_bound_on_tpot():
+    slo = Slo(tpot_s=0.0)
+    assert meets(answer(5.0), slo)
+    assert meets_by_longest_gaps(answer(5.0), slo)
+
+
+def test_a_bound_itself_is_met():
+    assert meets(answer(1.0, 1.5), Slo(ttft_s=1.0, tpot_s=0.5))
+
+
+def test_stages_are_averaged_over_the_requests_that_report_them():
+    [figures] = values(run(answer(1.0, queue=0.1), answer(1.0, queue=0.3, kv_wait=1.0), answer(1)))
+    assert figures["timeline/queue"] == pytest.approx(200)
+    assert figures["timeline/kv_wait"] == pytest.approx(1000)
+
+
+def test_measures_of_the_kv_transfer_are_not_stages():
+    handed_over = answer(1.0, kv_wait=0.1, kv_transfer=0.4, kv_exposed=0.2)
+    [figures] = values(run(handed_over, answer(1.0, kv_wait=0.3)))
+    assert figures["kv/transfer"] == pytest.approx(400)
+    assert figures["kv/exposed"] == pytest.approx(200)
+    assert {name for name in figures if name.startswith("timeline/")} == {"timeline/kv_wait"}
+
+
+def test_a_run_as_asked_for_has_nothing_to_warn_of():
+    assert warnings([run(answer(1.0, 2.0))], input_len=10, output_len=2) == []
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (run(answer(1.0, 2.0), send_lag_s=0.5), "late: send lag p99 500.0 ms"),
+        (run(answer(1.0, 2.0), slot_wait_s=0.5), "waited for a slot, p99 500.0 ms"),
+        (run(answer(1.0, 2.0, num_prompt=40)), "10 prompt tokens were asked for, 40.0 were"),
+        (run(answer(1.0)), "2 output tokens were asked for, 1.0 were"),
+        (run(answer(1.0, 2.0, num_prompt=None)), "1 answers came without usage"),
+        (run(answer(1.0, 2.0, num_cached=9)), "90% of prompt tokens cached"),
+    ],
+)
+def test_what_makes_figures_mean_less_is_said(odd, said):
+    [line] = warnings([odd], input_len=10, output_len=2)
+    assert said in line
+
+
+def test_each_kind_of_failure_shows_its_first_example():
+    failures = [Failure("timeout", "first"), Failure("http_429", "busy"), Failure("timeout", "b")]
+    assert kinds_with_example(failures) == {"timeout": (2, "first"), "http_429": (1, "busy")}

@@ -1,0 +1,42 @@
+import pytest
+
+from bench.common import machine
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """What commands print, by their first two words; a command not in it fails."""
+    table = {}
+    monkeypatch.setattr(machine, "_output", lambda *command: table.get(command[:2]))
+    return table
+
+
+def test_a_clean_checkout_is_named_by_its_commit(outputs):
+    outputs.update({("git", "ls-files"): "f", ("git", "rev-parse"): "abc", ("git", "status"): ""})
+    assert machine.commit() == "abc"
+
+
+def test_a_changed_checkout_is_dirty(outputs):
+    outputs.update({("git", "ls-files"): "f", ("git", "rev-parse"): "abc", ("git", "status"): " M"})
+    assert machine.commit() == "abc-dirty"
+
+
+def test_a_copy_that_its_repository_does_not_track_has_no_commit(outputs):
+    outputs.update({("git", "rev-parse"): "abc", ("git", "status"): ""})
+    assert machine.commit() is None
+
+
+def test_gpus_are_listed_where_there_are_any(outputs):
+    assert machine.hardware().gpus == ()
+    outputs["nvidia-smi", "--query-gpu=name"] = "one\ntwo"
+    assert machine.hardware().gpus == ("one", "two")
+
+
+def test_hardware_names_the_cores_this_process_may_use(outputs):
+    assert machine.hardware().num_cores >= 1
+
+
+def test_a_command_that_is_missing_or_fails_prints_nothing():
+    assert machine._output("no-such-command-here") is None
+    assert machine._output("false") is None
+    assert machine._output("echo", "said") == "said"

@@ -1,0 +1,126 @@
+import json
+from io import StringIO
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bench.common.report import (
+    Figure,
+    Hardware,
+    Peer,
+    Report,
+    Result,
+    from_json,
+    results_of,
+    to_json,
+)
+from bench.common.tables import print_failures, print_report, print_warnings
+
+FEW = settings(max_examples=20)  # a unit test has 50 ms
+
+HARDWARE = Hardware(cpu="a cpu", num_cores=2, memory_bytes=1 << 30, gpus=("a gpu",), python="3.11")
+
+
+def report(*results):
+    return Report(
+        bench="serve",
+        commit="abc-dirty",
+        hardware=HARDWARE,
+        seed=3,
+        config={"rate_per_s": "inf"},
+        results=results,
+    )
+
+
+RESULT = Result(
+    name="ttft/p50",
+    value=2.0,
+    unit="ms",
+    runs=(1.0, 2.0, 3.0),
+    limit=1.0,
+    of_limit=0.5,
+    peers={"vllm": Peer(value=4.0, ratio=0.5)},
+)
+
+
+def test_a_report_has_the_shape_of_every_benchmark():
+    assert json.loads(to_json(report(RESULT))) == {
+        "bench": "serve",
+        "commit": "abc-dirty",
+        "hardware": {
+            "cpu": "a cpu",
+            "num_cores": 2,
+            "memory_bytes": 1 << 30,
+            "gpus": ["a gpu"],
+            "python": "3.11",
+        },
+        "seed": 3,
+        "config": {"rate_per_s": "inf"},
+        "results": [
+            {
+                "name": "ttft/p50",
+                "value": 2.0,
+                "unit": "ms",
+                "runs": [1.0, 2.0, 3.0],
+                "limit": 1.0,
+                "of_limit": 0.5,
+                "peers": {"vllm": {"value": 4.0, "ratio": 0.5}},
+            }
+        ],
+    }
+
+
+def test_a_report_survives_json():
+    assert from_json(to_json(report(RESULT))) == report(RESULT)
+
+
+@FEW
+@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=9))
+def test_the_value_of_a_result_is_the_median_of_its_runs(values):
+    [result] = results_of([{"x": Figure(value, "ms")} for value in values])
+    assert result.runs == tuple(values)
+    assert min(values) <= result.value <= max(values)
+    assert sum(v < result.value for v in values) <= len(values) / 2
+    assert sum(v > result.value for v in values) <= len(values) / 2
+
+
+def test_a_figure_that_one_run_lacks_keeps_the_runs_that_have_it():
+    runs = [{"a": Figure(1, "ms")}, {"a": Figure(3, "ms"), "b": Figure(5, "s")}]
+    assert [(r.name, r.value, r.unit, r.runs) for r in results_of(runs)] == [
+        ("a", 2.0, "ms", (1, 3)),
+        ("b", 5, "s", (5,)),
+    ]
+
+
+def test_a_result_can_be_asked_for_by_name():
+    assert report(RESULT).value("ttft/p50") == 2.0
+    assert report(RESULT).value("itl/p50") is None
+
+
+@pytest.fixture
+def console():
+    return Console(width=120, file=StringIO())
+
+
+def printed(console):
+    return console.file.getvalue()
+
+
+def test_every_result_is_in_the_printed_tables(console):
+    results = [
+        RESULT,
+        Result("throughput/requests", 12.5, "req/s", (12.5,)),
+        Result("timeline/queue", 7.5, "ms", (7.5,)),
+    ]
+    print_report(console, report(*results), title="a title")
+    for shown in ("a title", "abc-dirty", "TTFT", "1..3", "12.50", "req/s", "queue", "7.50"):
+        assert shown in printed(console)
+
+
+def test_what_a_server_said_is_printed_as_it_is(console):
+    print_failures(console, {"http_500": (3, "[bold]oh[/no]")})
+    print_warnings(console, ["late [5]"])
+    assert "failed: 3 × http_500, the first: [bold]oh[/no]" in printed(console)
+    assert "note: late [5]" in printed(console)

@@ -1,0 +1,70 @@
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.common.stats import mean_of_longest, percentile, summarize
+
+FEW = settings(max_examples=20)  # a unit test has 50 ms
+
+finite = st.floats(min_value=-1e6, max_value=1e6)
+samples = st.lists(finite, min_size=2, max_size=60)
+
+
+@FEW
+@given(samples, st.integers(1, 99))
+def test_percentiles_agree_with_the_standard_library(values, q):
+    expected = statistics.quantiles(values, n=100, method="inclusive")[q - 1]
+    assert percentile(values, q) == pytest.approx(expected, abs=1e-6)
+
+
+@FEW
+@given(st.lists(finite, min_size=1), st.floats(0, 100), st.floats(0, 100))
+def test_percentiles_grow_with_q_between_the_least_and_the_greatest_value(values, q0, q1):
+    low, high = sorted((q0, q1))
+    slack = 1e-9 * max(1.0, *map(abs, values))
+    assert percentile(values, 0) == min(values)
+    assert percentile(values, 100) == max(values)
+    assert percentile(values, low) <= percentile(values, high) + slack
+
+
+@FEW
+@given(samples, st.randoms(use_true_random=False))
+def test_percentiles_do_not_depend_on_order(values, rng):
+    shuffled = rng.sample(values, k=len(values))
+    assert percentile(shuffled, 90) == percentile(values, 90)
+
+
+def test_a_percentile_between_two_values_is_interpolated():
+    assert percentile([10.0, 20.0], 90) == pytest.approx(19.0)
+
+
+@pytest.mark.parametrize(("values", "q"), [([], 50), ([1.0], -1), ([1.0], 101)])
+def test_a_percentile_that_is_not_defined_raises(values, q):
+    with pytest.raises(ValueError, match="not defined"):
+        percentile(values, q)
+
+
+def test_an_empty_sample_has_no_summary():
+    assert summarize([]) is None
+
+
+@FEW
+@given(samples)
+def test_a_summary_holds_the_mean_and_the_percentiles(values):
+    summary = summarize(values)
+    assert summary is not None
+    assert summary.mean == pytest.approx(statistics.fmean(values), abs=1e-6)
+    assert (summary.p50, summary.p99) == (percentile(values, 50), percentile(values, 99))
+
+
+def test_the_longest_tenth_of_eleven_gaps_is_two_gaps():
+    assert mean_of_longest([1.0] * 9 + [5.0, 7.0], 0.1) == 6.0
+
+
+@FEW
+@given(st.lists(finite, min_size=1))
+def test_the_longest_share_is_never_shorter_than_the_mean(values):
+    assert mean_of_longest(values, 0.1) >= statistics.fmean(values) - 1e-6
+    assert mean_of_longest(values, 1.0) == pytest.approx(statistics.fmean(values), abs=1e-6)

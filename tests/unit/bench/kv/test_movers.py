@@ -1,0 +1,190 @@
+"""How `bench kv` drives its movers: with fakes in this process, that move bytes in a dict."""
+
+import os
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.common.driven import DrivenFailed
+from bench.kv import movers as kv_movers
+from bench.kv import run as kv
+from bench.kv.limits import calls_of, unfinished
+from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of
+from bench.kv.plan import KIB, KvPeer, KvPlan, cases_of
+from bench.kv.run import measure
+from bench.peers.kv_memory import Memory, digest, fill
+
+FEW = settings(max_examples=20)  # a unit test has 50 ms
+PLAN = KvPlan(
+    block_sizes=(16 * KIB,),
+    backends=("shm", "zmq", "nixl"),
+    num_repeats=2,
+    handoff=None,
+    total_bytes=64 * KIB,
+)
+
+
+@dataclass
+class FakeEnd:
+    """Stands for one process; both ends of a mover share `moved`."""
+
+    name: str
+    fault: str = ""
+    moved: dict = field(default_factory=dict)  # block of the sink: block of the source
+    session = None
+    is_open = False
+    num_pulls = 0
+
+    def start(self):
+        self.is_open = True
+
+    def close(self):
+        self.is_open = False
+
+    def ready(self, timeout_s):
+        if self.fault == "no start":
+            raise DrivenFailed(self.name, "it is ill", ())
+        return {"version": "9", "ways": ["a", "b"]}
+
+    def ask(self, do, *, timeout_s, **arguments):
+        return getattr(self, do)(**arguments)
+
+    def open_source(self, **pools):
+        return {"source": 1}
+
+    def open_sink(self, **pools):
+        return {}
+
+    def offer(self, block_bytes, pulls, way):
+        return {"offers": [None] * len(pulls)}
+
+    def pull(self, block_bytes, pulls, offers, way):
+        self.num_pulls += 1
+        if self.fault == "dies" and self.num_pulls > 10:
+            raise DrivenFailed(self.name, "it died", ())
+        for there, here in pulls:
+            self.moved.update(
+                zip(here, there[::-1] if self.fault == "lies" else there, strict=True)
+            )
+        return {"seconds": [float(len(there)) for there, _ in pulls]}
+
+    def wipe(self, block_bytes, blocks):
+        for block in blocks:
+            self.moved.pop(block, None)
+        return {}
+
+    def digest(self, end, block_bytes, blocks):
+        contents = [self.moved.get(block) for block in blocks] if end == "sink" else [*blocks]
+        return {"digest": str(contents)}
+
+
+def fakes(monkeypatch, **faults):
+    """Makes every mover a fake, with faults by name; the ends that were made."""
+    made = []
+
+    def fake(name, plan):
+        if faults.get(name) == "absent":
+            raise NotMovable("not here")
+        moved = {}
+        ends = [FakeEnd(f"{name} {i}", faults.get(name, ""), moved) for i in range(2)]
+        made.extend(ends)
+        return Mover(name, *ends)
+
+    monkeypatch.setattr(kv, "mover_of", fake)
+    monkeypatch.setattr(kv, "IDLE_CHECK_S", 0.0)
+    return made
+
+
+def test_every_way_of_every_mover_moves_every_case_in_every_repetition(monkeypatch):
+    made = fakes(monkeypatch)
+    measured = measure(PLAN)
+    assert {(key.mover, key.way, key.case) for key in measured.seconds} == {
+        (mover, way, case)
+        for mover in (*PLAN.backends, *PLAN.limits)
+        for way in "ab"
+        for case in cases_of(PLAN)
+    }
+    assert all(runs == (key.case.num_blocks,) * 2 for key, runs in measured.seconds.items())
+    assert measured.missing == ()
+    assert measured.versions["nixl"] == "9"
+    assert not any(end.is_open for end in made)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("absent", "not here"),
+        ("no start", "it is ill"),
+        ("lies", "nixl (a) moved wrong bytes at 16KiB"),
+        ("dies", "it died"),
+    ],
+)
+def test_a_mover_that_fails_is_named_and_the_rest_goes_on(monkeypatch, fault, reason):
+    made = fakes(monkeypatch, nixl=fault)
+    measured = measure(PLAN)
+    assert [(missing.name, missing.reason) for missing in measured.missing] == [("nixl", reason)]
+    assert set(measured.movers) == {"shm", "zmq", "memcpy", "tcp", "bare_nixl"}
+    assert "nixl" not in measured.movers  # nor what it did before it failed
+    assert not any(end.is_open for end in made)
+
+
+@pytest.mark.parametrize("name", ["shm", "zmq", "memcpy", "tcp"])
+def test_what_works_wherever_baton_does_may_not_fail(monkeypatch, name):
+    made = fakes(monkeypatch, **{name: "lies"})
+    with pytest.raises(WrongBytes, match=f"{name}.*wrong bytes"):
+        measure(PLAN)
+    assert not any(end.is_open for end in made)
+
+
+def test_each_process_is_our_python_but_for_peers(monkeypatch, tmp_path):
+    plan = replace(PLAN, peers=(KvPeer("mooncake", tmp_path / "python"),))
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    ours, theirs = mover_of("zmq", plan), mover_of("mooncake", plan)
+    assert ours.sink._environment["PYTHONPATH"] == "ours"
+    assert "PYTHONPATH" not in theirs.sink._environment
+    assert theirs.sink._command[0] == str(tmp_path / "python")
+    assert len(ours.processes) == 2
+    assert len(mover_of("memcpy", plan).processes) == 1
+
+
+def test_bare_nixl_runs_where_nixl_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(kv_movers, "find_spec", lambda name: None)
+    with pytest.raises(NotMovable, match="not installed"):
+        mover_of("bare_nixl", PLAN)
+    elsewhere = replace(PLAN, peers=(KvPeer("nixl", tmp_path / "python"),))
+    assert mover_of("bare_nixl", elsewhere).sink._command[0] == str(tmp_path / "python")
+
+
+# Memory and buffers
+
+
+def test_no_two_blocks_of_filled_memory_are_alike():
+    memory = Memory(64 * KIB)
+    fill(memory.array, 1)
+    rows = memory.blocks(4 * KIB)
+    assert len({digest(rows, [block]) for block in range(len(rows))}) == 16
+    assert digest(rows, [1, 2]) != digest(rows, [2, 1])
+
+
+def test_memory_shows_whole_blocks_only():
+    assert Memory(10_000).blocks(4096).shape == (2, 4096)
+
+
+@FEW
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 100))
+def test_calls_hold_all_bytes_in_order_and_not_more_than_they_may(num_blocks, size, num_bytes):
+    blocks = [memoryview(os.urandom(size)) for _ in range(num_blocks)]
+    calls = [*calls_of(blocks, num_bytes)]
+    assert b"".join(view for views in calls for view in views) == b"".join(blocks)
+    assert all(sum(map(len, views)) <= num_bytes for views in calls)
+
+
+@FEW
+@given(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_size=5), st.data())
+def test_what_a_call_left_undone_is_done_by_the_next(blocks, data):
+    whole = b"".join(blocks)
+    num_done = data.draw(st.integers(0, len(whole)))
+    rest = unfinished([memoryview(block) for block in blocks], num_done)
+    assert b"".join(rest) == whole[num_done:]

@@ -1,0 +1,150 @@
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.kv.plan import (
+    BLOCK_SIZES,
+    KIB,
+    MIB,
+    Case,
+    HandoffPlan,
+    KvPeer,
+    KvPlan,
+    cases_of,
+    check,
+    config_of,
+    layout_of,
+    order_of,
+    peer_of,
+    pulls_of,
+    quick,
+    size_name,
+)
+from bench.kv.plots import bytes_of
+from engine.errors import ConfigError
+
+FEW = settings(max_examples=20)  # a unit test has 50 ms
+PYTHON = Path(sys.executable)
+PLAN = KvPlan(
+    block_sizes=BLOCK_SIZES,
+    backends=("shm", "zmq"),
+    num_repeats=7,
+    handoff=HandoffPlan("88m", ("zmq", "shm"), num_requests=4, num_repeats=3),
+    peers=(KvPeer("mooncake", PYTHON),),
+)
+
+
+def test_cases_go_up_to_64_mib_and_no_further():
+    assert [case.name for case in cases_of(PLAN)] == [
+        *("16KiB/latency", "16KiB/16", "16KiB/256", "16KiB"),
+        *("64KiB/latency", "64KiB/16", "64KiB/256", "64KiB"),
+        *("256KiB/latency", "256KiB/16", "256KiB"),
+        *("1MiB/latency", "1MiB/16", "1MiB"),
+    ]
+    assert all(case.num_bytes == 64 * MIB for case in cases_of(PLAN) if case.is_whole)
+
+
+def test_one_block_that_is_all_there_is_to_move_counts_as_bandwidth():
+    [case] = cases_of(replace(PLAN, block_sizes=(MIB,), total_bytes=MIB))
+    assert (case.name, case.is_latency) == ("1MiB", False)
+
+
+@FEW
+@given(st.sampled_from(cases_of(PLAN)), st.integers(0, 9), st.integers(0, 9))
+def test_blocks_are_distinct_in_the_pool_and_the_same_for_every_mover(case, repeat, seed):
+    plan = replace(PLAN, seed=seed)
+    pool = range(plan.pool_bytes // case.block_bytes)
+    pulls = pulls_of(plan, case, repeat)
+    for pull in pulls:
+        for blocks in (pull.source_blocks, pull.blocks):
+            assert len(set(blocks)) == case.num_blocks
+            assert set(blocks) <= set(pool)
+    assert pulls == pulls_of(plan, case, repeat)
+    assert pulls != pulls_of(plan, case, repeat + 1)
+
+
+def test_blocks_lie_scattered_on_both_sides():
+    whole = Case(64 * KIB, 1024, is_whole=True)
+    [pull] = pulls_of(PLAN, whole, 0)
+    for blocks in (pull.source_blocks, pull.blocks):
+        neighbours = sum(b == a + 1 for a, b in pairwise(blocks))
+        assert neighbours < 16
+
+
+def test_every_repetition_has_each_way_and_case_once_in_its_own_order():
+    ways = [("shm", ""), ("memcpy", "c"), ("memcpy", "ctypes")]
+    orders = [order_of(PLAN, ways, repeat) for repeat in (0, 1)]
+    expected = Counter((mover, way, case) for mover, way in ways for case in cases_of(PLAN))
+    assert [Counter(order) for order in orders] == [expected, expected]
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+def test_a_layout_has_blocks_of_the_wanted_size(size):
+    assert layout_of(size).block_bytes == size
+    assert bytes_of(size_name(size)) == size
+
+
+def test_the_quick_plan_asks_for_less_of_everything_but_names_the_same_results():
+    plan = quick(PLAN)
+    assert check(plan).num_repeats == 3
+    assert plan.handoff.transports == ("zmq",)
+    assert {"64KiB", "1MiB"} < {case.name for case in cases_of(plan)}
+    assert quick(replace(PLAN, handoff=None)).handoff is None
+
+
+def test_the_configuration_tells_what_was_asked_for():
+    config = config_of(PLAN)
+    assert config["block_sizes"] == "16KiB,64KiB,256KiB,1MiB"
+    assert config["handoff_prompt_len"] == 2048
+    assert "handoff_shape" not in config_of(replace(PLAN, handoff=None))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"backends": ("tcp",)}, "tcp"),
+        ({"backends": ()}, "none given"),
+        ({"block_sizes": (12 * KIB,)}, "12 KiB"),
+        ({"block_sizes": (24 * KIB,)}, "24 KiB"),
+        ({"block_sizes": (0,)}, "0 KiB"),
+        ({"block_sizes": ()}, "none given"),
+        ({"peers": (KvPeer("mooncake", Path("/nowhere")),)}, "/nowhere"),
+        ({"peers": (KvPeer("mooncake", PYTHON),) * 2}, "twice"),
+        ({"handoff": replace(PLAN.handoff, shape="9b")}, "9b"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(change, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(PLAN, **change))
+
+
+def test_a_peer_is_named_with_its_python():
+    assert peer_of("mooncake=/a/b") == KvPeer("mooncake", Path("/a/b"))
+    for wrong in ("mooncake", "vllm=/x", "=/x"):
+        with pytest.raises(ConfigError, match="NAME=PYTHON"):
+            peer_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--backends", "rdma"], "rdma"),
+        (["--peer", "vllm=/x"], "NAME=PYTHON"),
+        (["--block-sizes", "16,x"], "--block-sizes: '16,x' is not a list of numbers"),
+        (["--shape", "9b"], "9b"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line(arguments, said):
+    result = CliRunner().invoke(app, ["kv", *arguments])
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

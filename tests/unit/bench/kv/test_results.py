@@ -1,0 +1,218 @@
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.common.report import Hardware, Peer, Report, from_json, to_json
+from bench.kv.plan import KIB, MIB, Case, KvPeer, KvPlan, cases_of
+from bench.kv.plots import kv_figure, lines_of, phases_of, plot_kv
+from bench.kv.results import Handoffs, Key, Measured, Missing, results, warnings
+from bench.kv.tables import print_kv
+
+HARDWARE = Hardware(cpu="a cpu", num_cores=2, memory_bytes=None, gpus=(), python="3.11")
+PLAN = KvPlan(
+    block_sizes=(64 * KIB,),
+    backends=("shm", "zmq"),
+    num_repeats=3,
+    handoff=None,
+    peers=(KvPeer("mooncake", Path(sys.executable)),),
+)
+LATENCY, SIXTEEN, MANY, WHOLE = cases_of(PLAN)
+SECONDS = {  # of 64 MiB: 1/16 s is one GiB/s
+    ("shm", ""): (1 / 32, 1 / 64, 1 / 48),
+    ("zmq", ""): (1 / 16, 1 / 8, 1 / 16),
+    ("memcpy", "c"): (1 / 64, 1 / 64, 1 / 80),
+    ("memcpy", "ctypes"): (1 / 48, 1 / 48, 1 / 96),
+    ("tcp", "1MiB"): (1 / 32, 1 / 32, 1 / 32),
+    ("mooncake", ""): (1 / 8, 1 / 16, 1 / 8),
+}
+MEASURED = Measured(
+    seconds={
+        Key(mover, way, case): tuple(second / 1000 for second in seconds)
+        if case.is_latency
+        else seconds
+        for (mover, way), seconds in SECONDS.items()
+        for case in cases_of(PLAN)
+    },
+    background=(0.01, 0.02, 0.01),
+    versions={"mooncake": "0.3"},
+)
+TIMELINES = (
+    {
+        "kv_transfer": 0.1,
+        "kv_exposed": 0.01,
+        "kv_wait": 0.01,
+        "decode_queue": 0,
+        "first_step": 0.02,
+    },
+    {
+        "kv_transfer": 0.3,
+        "kv_exposed": 0.03,
+        "kv_wait": 0.03,
+        "decode_queue": 0,
+        "first_step": 0.02,
+    },
+)
+HANDOFFS = Handoffs("zmq", (TIMELINES, TIMELINES[:1]))
+
+
+def report(measured=MEASURED, handoffs=(HANDOFFS,)):
+    return Report(
+        bench="kv",
+        commit="abc",
+        hardware=HARDWARE,
+        seed=0,
+        config={},
+        results=results(PLAN, measured, handoffs),
+    )
+
+
+def by_name(measured=MEASURED, handoffs=()):
+    return {result.name: result for result in results(PLAN, measured, handoffs)}
+
+
+def without(*movers):
+    kept = {key: runs for key, runs in MEASURED.seconds.items() if key.mover not in movers}
+    return replace(MEASURED, seconds=kept)
+
+
+def test_a_backend_stands_beside_its_limit_and_all_peers():
+    shm = by_name()["shm/64KiB"]
+    assert shm.runs == pytest.approx((2, 4, 3))
+    assert (shm.value, shm.unit) == (pytest.approx(3), "GiB/s")
+    assert shm.limit == pytest.approx(4)  # in C, whose median is the better one
+    assert shm.of_limit == pytest.approx(0.75)
+    assert shm.peers == {"mooncake": Peer(pytest.approx(0.5), pytest.approx(6))}
+    zmq = by_name()["zmq/64KiB"]
+    assert (zmq.limit, zmq.of_limit) == (pytest.approx(2), pytest.approx(0.5))
+
+
+def test_limits_are_results_of_their_own_beside_nothing():
+    memcpy = by_name()["memcpy/64KiB"]
+    assert memcpy.value == pytest.approx(4)
+    assert (memcpy.limit, memcpy.of_limit, memcpy.peers) == (None, None, {})
+
+
+def test_fewer_blocks_count_by_the_bytes_that_they_have():
+    shm = by_name()["shm/64KiB/16"]
+    assert shm.value == pytest.approx(3 / 64)
+    assert shm.of_limit == pytest.approx(0.75)
+
+
+def test_one_block_is_a_latency_in_microseconds():
+    shm = by_name()["shm/64KiB/latency"]
+    assert (shm.value, shm.unit) == (pytest.approx(1e3 / 48), "µs")
+    assert shm.limit is None
+    assert shm.peers["mooncake"].ratio == pytest.approx(1 / 6)  # less is better
+
+
+def test_what_was_not_measured_is_left_out_of_everything():
+    names = by_name(without("mooncake", "tcp", "zmq"))
+    assert not [name for name in names if name.startswith(("tcp", "zmq", "mooncake"))]
+    assert names["shm/64KiB"].peers == {}
+    alone = by_name(without("memcpy"))["shm/64KiB"]
+    assert (alone.limit, alone.of_limit) == (None, None)
+
+
+def test_the_hidden_share_is_that_of_all_transfer_time_of_a_repetition():
+    found = by_name(handoffs=[HANDOFFS])
+    assert found["hidden_share/zmq"].runs == pytest.approx((0.9, 0.9))
+    assert found["hidden_share/zmq"].unit == "share"
+    assert found["kv_transfer/zmq"].runs == pytest.approx((200, 100))
+    assert found["kv_exposed/zmq"].runs == pytest.approx((20, 10))
+
+
+def test_phases_after_the_handoff_are_means_in_milliseconds():
+    found = by_name(handoffs=[HANDOFFS])
+    phases = {name: r.runs for name, r in found.items() if name.startswith("first_token")}
+    assert phases == {
+        "first_token_after_handoff/kv_wait/zmq": pytest.approx((20, 10)),
+        "first_token_after_handoff/decode_queue/zmq": pytest.approx((0, 0)),
+        "first_token_after_handoff/first_step/zmq": pytest.approx((20, 20)),
+    }
+
+
+def test_a_timeline_without_transfer_times_is_told_and_gives_no_share():
+    plain = {name: TIMELINES[0][name] for name in ("kv_wait", "decode_queue", "first_step")}
+    handoffs = [Handoffs("shm", ((plain,),), num_failed=2)]
+    found = by_name(handoffs=handoffs)
+    assert "hidden_share/shm" not in found
+    assert found["first_token_after_handoff/kv_wait/shm"].value == pytest.approx(10)
+    assert warnings(MEASURED, handoffs) == [
+        "2 requests over shm failed",
+        "over shm not every timeline has kv_transfer_s, kv_exposed_s: left out",
+    ]
+
+
+def test_a_pull_that_took_no_time_hides_nothing():
+    nothing = dict.fromkeys(TIMELINES[0], 0.0)
+    assert "hidden_share/shm" not in by_name(handoffs=[Handoffs("shm", ((nothing,),))])
+
+
+def test_what_is_missing_and_a_busy_machine_are_warned_of():
+    measured = replace(
+        MEASURED, missing=(Missing("nixl", "not installed"),), background=(0.01, 0.3)
+    )
+    missing, busy = warnings(measured)
+    assert missing == "nixl was not measured: not installed"
+    assert "30%" in busy
+    assert warnings(MEASURED, [HANDOFFS]) == []
+
+
+def test_a_memcpy_that_python_slows_down_is_warned_of():
+    kept = {key: runs for key, runs in MEASURED.seconds.items() if key.way != "c"}
+    [line] = warnings(replace(MEASURED, seconds=kept))
+    assert "no C compiler" in line
+
+
+def test_the_report_survives_json():
+    assert from_json(to_json(report())) == report()
+
+
+def printed(what):
+    out = io.StringIO()
+    print_kv(Console(file=out, width=120), what, title="KV transfer")
+    return out.getvalue()
+
+
+def test_people_see_bandwidths_limits_peers_latencies_and_handoffs():
+    text = printed(report())
+    for said in ("64KiB × 256", "75%", "mooncake", "one block, µs", "hidden_share/zmq"):
+        assert said in text
+    latency = next(line for line in text.splitlines() if line.split()[:2] == ["64KiB", "21"])
+    assert latency.split() == ["64KiB", "21", "62", "16", "31", "125"]
+
+
+def test_a_report_without_peers_and_handoffs_is_printed_too():
+    text = printed(report(replace(without("mooncake", "memcpy", "tcp"), background=()), ()))
+    assert "mooncake" not in text
+    assert "hidden_share" not in text
+
+
+def test_lines_are_whole_transfers_and_phases_are_stacked_by_transport():
+    movers, peers = lines_of(report())
+    assert movers["shm"] == {64 * KIB: pytest.approx(3)}
+    assert set(movers) == {"shm", "zmq", "memcpy", "tcp"}
+    assert peers == {"mooncake": {64 * KIB: pytest.approx(0.5)}}
+    assert phases_of(report()) == {
+        "zmq": {"kv_wait": pytest.approx(15), "decode_queue": 0, "first_step": pytest.approx(20)}
+    }
+
+
+def test_the_plot_has_a_panel_for_phases_only_where_there_are_some(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots are optional")
+    bandwidths, phases = kv_figure(report(), title="t").axes
+    assert {line.get_label() for line in bandwidths.lines} == {
+        *("shm", "zmq", "memcpy", "tcp", "mooncake")
+    }
+    assert len(phases.patches) == 3
+    assert len(kv_figure(report(handoffs=()), title="t").axes) == 1
+    plot_kv(report(), tmp_path / "folder" / "kv.png", title="t")
+    assert (tmp_path / "folder" / "kv.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_case_knows_its_bytes():
+    assert Case(MIB, 16, is_whole=False).num_bytes == 16 * MIB

@@ -1,0 +1,345 @@
+import json
+import math
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from bench.client.load import Slo
+from bench.planner.load import (
+    Load,
+    colocated,
+    disaggregated,
+    floor_of,
+    prefill_mean_s,
+    wait_p90_s,
+)
+from bench.planner.model import MODELS, model_named, read_model
+from bench.planner.pricing import (
+    GPUS,
+    Options,
+    Platform,
+    Speculation,
+    block_size_for,
+    check_profile,
+    worker_of,
+)
+from bench.planner.workload import workload
+from bench.simulator.hardware import PROFILES
+from bench.simulator.traces import infinite_cache_hits
+from engine.config import WeightFormat
+from engine.errors import CheckpointError, ConfigError
+from engine.layout import KVFormat
+
+BUNDLED = Path(__file__).parents[4] / "engine" / "model" / "bundled" / "target"
+H200 = Platform("h200", GPUS["h200"], None, 3.0)
+A100 = Platform("a100", GPUS["a100"], None, 1.5)
+LOAD = Load(10.0, 2000, 300, 0.0, 0.5)
+QWEN3_8B = MODELS["qwen3-8b"]
+
+
+def worker(model="qwen3-8b", platform=H200, options=Options(), *, ranks=1, block_size=128):  # noqa: B008
+    return worker_of(MODELS[model], platform, options, ranks=ranks, block_size=block_size)
+
+
+# ---------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(
+    ("name", "kibibytes"),
+    [("llama-3.1-70b", 320), ("qwen3-32b", 256), ("qwen3-8b", 144), ("llama-3.1-8b", 128)],
+)
+def test_kv_of_a_token_in_bf16_is_what_is_known_of_the_model(name, kibibytes):
+    assert MODELS[name].kv_token_bytes(KVFormat.BF16) == kibibytes * 1024
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "bytes_of_a_head"),
+    [(KVFormat.FP8_E4M3, 132), (KVFormat.INT8, 132), (KVFormat.INT4, 68), (KVFormat.FP32, 512)],
+)
+def test_kv_formats_count_their_scales(kv_format, bytes_of_a_head):
+    heads = 2 * QWEN3_8B.layers * QWEN3_8B.kv_heads
+    assert QWEN3_8B.kv_token_bytes(kv_format) == heads * bytes_of_a_head
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.19),
+        ("qwen3-14b", 14.77),
+        ("qwen3-32b", 32.76),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+    ],
+)
+def test_weights_are_as_many_as_the_model_card_says(name, billions):
+    assert MODELS[name].num_weights / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_only_the_layers_are_quantised():
+    held = {weights: QWEN3_8B.held_bytes(weights) for weights in (WeightFormat.BF16, "fp8")}
+    assert held[WeightFormat.BF16] - held["fp8"] == QWEN3_8B.layer_weights
+    assert QWEN3_8B.held_bytes(WeightFormat.INT8) == held["fp8"]
+
+
+def test_a_config_is_read_without_torch_and_counts_the_weights_that_the_files_hold():
+    model = read_model(BUNDLED)
+    header_len = int.from_bytes((BUNDLED / "model.safetensors").read_bytes()[:8], "little")
+    header = json.loads((BUNDLED / "model.safetensors").read_bytes()[8 : 8 + header_len])
+    shapes = [t["shape"] for name, t in header.items() if name != "__metadata__"]
+    assert model.num_weights == sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    assert (model.kv_heads, model.head_dim, model.tied) == (2, 64, True)
+
+
+def test_what_a_config_leaves_out_has_the_usual_meaning(tmp_path):
+    config = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 100,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    model = model_named(str(tmp_path))
+    assert (model.kv_heads, model.head_dim, model.tied) == (4, 16, False)
+    assert model.num_weights == 2 * (4 * 64 * 64 + 3 * 64 * 96) + 2 * 6400
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 8}, "experts"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"intermediate_size": None}, "intermediate_size must be a positive integer"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+    ],
+)
+def test_a_config_that_is_not_of_a_dense_decoder_is_an_error(tmp_path, change, message):
+    config = json.loads((BUNDLED / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=message):
+        read_model(tmp_path)
+
+
+def test_a_model_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="qwen3-8b"):
+        model_named("qwen4")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_model(tmp_path)
+
+
+# ---------------------------------------------------------------- prices
+
+
+@pytest.mark.parametrize(
+    ("profile", "model", "ranks"),
+    [
+        ("h200-qwen3-8b", "qwen3-8b", 1),
+        ("h200-qwen3-32b-tp2", "qwen3-32b", 2),
+        ("h200-llama-3.1-70b-tp8", "llama-3.1-70b", 8),
+    ],
+)
+def test_the_roofline_is_near_the_measured_profiles(profile, model, ranks):
+    measured, ours = PROFILES[profile], worker(model, ranks=ranks).hardware
+    assert ours.prefill.seconds(4096) == pytest.approx(measured.prefill.seconds(4096), rel=0.15)
+    assert ours.decode.seconds(1, 2048) == pytest.approx(measured.decode.seconds(1, 2048), rel=0.2)
+    assert ours.decode.seconds(64, 64 * 2048) == pytest.approx(
+        measured.decode.seconds(64, 64 * 2048), rel=0.25
+    )
+
+
+def test_memory_is_what_the_weights_leave():
+    eight = worker()
+    left = 0.9 * (141e9 - 2 * QWEN3_8B.num_weights)
+    assert eight.kv_tokens == pytest.approx(left / (144 * 1024), abs=128)
+    assert worker("llama-3.1-70b") is None
+    assert worker("llama-3.1-70b", ranks=2) is not None
+
+
+def test_a_profile_without_options_keeps_its_prices_and_its_memory():
+    profile = PROFILES["h200-qwen3-32b-tp2"]
+    platform = Platform(profile.name, None, profile, 3.0)
+    ours = worker("qwen3-32b", platform, ranks=2, block_size=512).hardware
+    assert (ours.prefill, ours.decode, ours.gpus) == (profile.prefill, profile.decode, 2)
+    assert ours.num_blocks in (profile.num_blocks - 1, profile.num_blocks)
+
+
+def test_a_profile_of_another_model_is_an_error():
+    with pytest.raises(ConfigError, match="h200-qwen3-8b"):
+        check_profile(MODELS["qwen3-32b"], PROFILES["h200-qwen3-8b"])
+    check_profile(QWEN3_8B, PROFILES["h200-qwen3-8b"])
+
+
+def test_weights_of_8_bits_are_read_in_half_the_time_and_multiplied_in_half():
+    plain, eight = worker().hardware, worker(options=Options(WeightFormat.FP8)).hardware
+    read = QWEN3_8B.read_bytes(WeightFormat.FP8) / QWEN3_8B.read_bytes(WeightFormat.BF16)
+    assert 0.5 < read < 0.6
+    assert eight.decode.fixed_s == pytest.approx(plain.decode.fixed_s * read)
+    assert eight.prefill.token_s == pytest.approx(plain.prefill.token_s / 2)
+    assert eight.prefill.square_s == plain.prefill.square_s
+    assert eight.decode.context_s == plain.decode.context_s
+    assert eight.num_blocks > plain.num_blocks
+
+
+def test_a_gpu_without_fp8_multiplies_no_faster_for_it():
+    plain, fp8, int8 = (
+        worker(platform=A100, options=Options(weights)).hardware.prefill.token_s
+        for weights in (WeightFormat.BF16, WeightFormat.FP8, WeightFormat.INT8)
+    )
+    assert fp8 == plain
+    assert int8 == pytest.approx(plain / 2)
+
+
+def test_kv_of_8_bits_is_read_in_half_the_time_and_nearly_twice_as_much_fits():
+    plain = worker()
+    eight = worker(options=Options(kv_format=KVFormat.INT8))
+    assert eight.hardware.decode.context_s / plain.hardware.decode.context_s == pytest.approx(
+        132 / 256
+    )
+    assert eight.kv_tokens / plain.kv_tokens == pytest.approx(256 / 132, rel=1e-3)
+
+
+def test_speculation_spreads_a_step_over_the_tokens_it_brings():
+    plain = worker().hardware.decode
+    fast = worker(options=Options(speculation=Speculation(2.0, 4, 0.05))).hardware.decode
+    assert fast.fixed_s == pytest.approx(plain.fixed_s * 1.2 / 3)
+    assert fast.row_s == pytest.approx(plain.row_s * 5 / 3)
+    assert fast.context_s == pytest.approx(plain.context_s / 3)
+
+
+def test_more_ranks_than_kv_heads_hold_heads_twice():
+    layout = MODELS["qwen3-32b"].kv_layout(KVFormat.BF16, block_size=64, ranks=16)
+    assert layout.block_bytes == 2 * 64 * 256 * 1024
+
+
+@pytest.mark.parametrize(("accepted", "drafted", "cost"), [(0, 4, 0), (5, 4, 0), (1, 4, -1)])
+def test_speculation_that_cannot_be_is_an_error(accepted, drafted, cost):
+    with pytest.raises(ConfigError):
+        Speculation(accepted, drafted, cost)
+
+
+def test_blocks_are_a_sixteenth_of_a_prompt_within_bounds():
+    assert [block_size_for(n) for n in (10, 2048, 5000, 10**6)] == [16, 128, 512, 512]
+
+
+# ---------------------------------------------------------------- loads
+
+
+def test_prefill_takes_what_its_formula_says():
+    cost = worker().hardware.prefill
+    load = Load(1.0, 2000, 300, 0.25, spread=0.0)
+    expected = cost.fixed_s + cost.token_s * 1500 + cost.square_s * (2000**2 - 500**2)
+    assert prefill_mean_s(load, worker()) == pytest.approx(expected)
+    spread = Load(1.0, 2000, 300, 0.25, spread=0.5)
+    more = cost.square_s * 2000**2 * (1 - 0.25**2) * (math.exp(0.25) - 1)
+    assert prefill_mean_s(spread, worker()) == pytest.approx(expected + more)
+
+
+def test_the_conversation_trace_needs_as_many_prefill_workers_as_were_counted_request_by_request():
+    profile = PROFILES["h200-qwen3-32b-tp2"]
+    platform = Platform(profile.name, None, profile, 3.0)
+    load = Load(3.40, 12_035, 343, spread=1.05)  # Mooncake's: median 6,909, no cache
+    busy = load.rate_per_s * prefill_mean_s(load, worker("qwen3-32b", platform, ranks=2))
+    assert busy == pytest.approx(3.15, rel=0.05)
+
+
+def test_a_queue_of_one_worker_waits_as_long_as_is_known():
+    # M/M/1: the wait exceeds t with probability busy·e^(-(1 - busy)·t / service).
+    assert wait_p90_s(1.0, 0.5, 1, variance=1.0) == pytest.approx(2 * math.log(5))
+    assert wait_p90_s(1.0, 0.05, 1, variance=1.0) == 0.0
+    assert wait_p90_s(1.0, 0.9, 8, variance=1.0) < wait_p90_s(1.0, 0.9, 1, variance=1.0)
+
+
+def test_decode_by_formula_is_where_rows_and_steps_agree():
+    slo = Slo(2.0, 0.03)
+    found = disaggregated(Load(40.0, 2000, 300, spread=0.5), worker(), slo, max_workers=99)
+    decode = worker().hardware.decode
+    context = Load(40.0, 2000, 300).context_tokens
+    assert found.running == pytest.approx(40 * 299 / found.pools.decode * found.tpot_s)
+    assert found.tpot_s == pytest.approx(
+        decode.fixed_s + found.running * (decode.row_s + decode.context_s * context)
+    )
+
+
+def test_more_load_and_tighter_bounds_never_need_fewer_workers():
+    sizes = [
+        disaggregated(Load(rate, 2000, 300), worker(), Slo(2.0, tpot_s), max_workers=999).pools
+        for tpot_s in (0.05, 0.02, 0.01)
+        for rate in (5.0, 50.0, 200.0)
+    ]
+    for i, size in enumerate(sizes):
+        if i % 3:
+            assert size.prefill >= sizes[i - 1].prefill
+            assert size.decode >= sizes[i - 1].decode
+        if i >= 3:
+            assert size.decode >= sizes[i - 3].decode
+
+
+def test_one_pool_pays_for_prompts_in_its_steps():
+    slo = Slo(2.0, 0.02)
+    both = colocated(Load(60.0, 4000, 300), worker(), slo, max_workers=99)
+    apart = disaggregated(Load(60.0, 4000, 300), worker(), slo, max_workers=99)
+    assert both.pools.mixed >= apart.pools.prefill
+    assert both.tpot_s <= 0.9 * 0.02
+
+
+def test_memory_bounds_a_pool_of_patient_users():
+    small = worker("llama-3.1-70b", ranks=2)
+    slo = Slo(60.0, 10.0)
+    found = disaggregated(Load(2.0, 8000, 2000), small, slo, max_workers=99)
+    assert found.kv_used <= 1
+    fewer = found.pools.decode - 1
+    assert fewer == 0 or found.kv_used * found.pools.decode / fewer > 0.8
+
+
+def test_too_few_workers_are_none():
+    slo = Slo(2.0, 0.02)
+    assert disaggregated(Load(1e4, 4000, 300), worker(), slo, max_workers=20) is None
+    assert colocated(Load(1e4, 4000, 300), worker(), slo, max_workers=20) is None
+
+
+def test_the_floor_is_one_request_alone():
+    floor = floor_of(Load(10.0, 2000, 300, spread=0.0), worker())
+    hardware = worker().hardware
+    assert floor.ttft_s == hardware.prefill.seconds(2000)
+    assert floor.tpot_s == pytest.approx(hardware.decode.seconds(1, 2150))
+    assert floor.meets(Slo(floor.ttft_s, floor.tpot_s))
+    assert not floor.meets(Slo(floor.ttft_s * 0.99, floor.tpot_s))
+
+
+@pytest.mark.parametrize(
+    "fields", [(0, 10, 10), (1, 0, 10), (1, 10, 0), (1, 10, 10, 1.0), (1, 10, 10, 0, 3.0)]
+)
+def test_a_load_that_cannot_be_is_an_error(fields):
+    with pytest.raises(ConfigError):
+        Load(*fields)
+
+
+# ---------------------------------------------------------------- made-up requests
+
+
+@pytest.mark.parametrize("hit", [0.0, 0.37, 0.8])
+def test_a_made_up_load_has_the_means_that_were_asked_for(hit):
+    load = Load(5.0, 2000, 300, hit)
+    trace = workload(load, num_requests=800, block_tokens=128, rng=Random(1))
+    inputs = [r.input_len for r in trace.requests]
+    outputs = [r.output_len for r in trace.requests]
+    assert sum(inputs) / 800 == pytest.approx(2000, rel=0.01)
+    assert sum(outputs) / 800 == pytest.approx(300, rel=0.01)
+    assert max(inputs) <= 4 * 2000
+    assert trace.duration_s == pytest.approx(800 / 5, rel=0.15)
+    # The first of each conversation finds nothing: an eighth of the requests here.
+    assert infinite_cache_hits(trace) == pytest.approx(hit * 7 / 8, abs=0.02)
+
+
+def test_a_made_up_load_is_a_function_of_its_seed():
+    def made(seed):
+        return workload(LOAD, num_requests=50, block_tokens=128, rng=Random(seed))
+
+    assert made(3) == made(3) != made(4)
+
+
+def test_measured_profiles_cost_what_their_gpu_does():
+    for profile in PROFILES.values():
+        assert profile.usd_per_gpu_hour == GPUS["h200"].usd_per_hour, profile.name

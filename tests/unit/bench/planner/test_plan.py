@@ -1,0 +1,209 @@
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.client.load import Slo
+from bench.common.report import from_json
+from bench.planner.load import Load, disaggregated
+from bench.planner.model import MODELS
+from bench.planner.plan import Ask, CannotPlan, Sized, plan_of, size
+from bench.planner.pricing import GPUS, Options, Platform, Speculation, worker_of
+from bench.planner.search import NEEDED, Depth, Search, cells_of
+from bench.simulator.cluster import Pools
+from bench.simulator.hardware import PROFILES, write_hardware
+from deploy.commands.main import app
+from engine.config import WeightFormat
+from engine.layout import KVFormat
+
+SLO = Slo(1.0, 0.02)
+ASK = Ask(
+    model=MODELS["qwen3-8b"],
+    platform=Platform("h200", GPUS["h200"], None, 3.0),
+    options=Options(),
+    load=Load(60.0, 2000, 30),
+    slo=SLO,
+    max_gpus=64,
+    depth=None,
+)
+SHALLOW = Depth(num_requests=60, seed=0)
+COMMAND = [
+    *("plan", "--model", "qwen3-8b", "--rps", "30", "--input", "2000", "--output", "20"),
+    *("--slo-ttft", "1000", "--slo-tpot", "25", "--requests", "40"),
+]
+
+
+# ---------------------------------------------------------------- by formula
+
+
+def test_a_worker_has_as_many_gpus_as_the_model_needs():
+    small = replace(ASK, platform=Platform("l40s", GPUS["l40s"], None, 1.0), slo=Slo(5.0, 0.1))
+    assert size(small, apart=True).ranks == 1
+    large = replace(small, model=MODELS["llama-3.1-70b"], load=Load(1.0, 2000, 30))
+    assert size(large, apart=True).ranks >= 4
+    assert size(replace(large, options=Options(WeightFormat.INT8)), apart=True).ranks >= 2
+
+
+def test_a_model_that_does_not_fit_is_an_error_that_says_how_large_it_is():
+    tiny = Platform("tiny", replace(GPUS["l40s"], memory_bytes=8e9), None, 1.0)
+    ask = replace(ASK, model=MODELS["llama-3.1-70b"], platform=tiny)
+    with pytest.raises(CannotPlan, match=r"does not fit: 141\.1 GB of weights"):
+        size(ask, apart=True)
+
+
+def test_an_option_that_makes_it_fit_is_named():
+    small = replace(GPUS["l40s"], memory_bytes=17e9)
+    ask = replace(ASK, model=MODELS["llama-3.1-70b"], slo=Slo(60.0, 1.0), load=Load(0.1, 2000, 30))
+    plan = plan_of(replace(ask, platform=Platform("small", small, None, 1.0)))
+    assert isinstance(plan.colocated, CannotPlan)
+    with pytest.raises(CannotPlan, match=r"does not fit.*it can be done with weights in fp8"):
+        plan.best  # noqa: B018
+
+
+def test_bounds_that_nobody_can_meet_are_an_error_that_prints_the_floor():
+    with pytest.raises(CannotPlan, match=r"at best .* ms with 1, .* with 8 × h200 a worker"):
+        size(replace(ASK, slo=Slo(0.001, 0.02)), apart=True)
+    with pytest.raises(CannotPlan, match="no number of workers"):
+        size(replace(ASK, slo=Slo(1.0, 0.0001)), apart=False)
+
+
+def test_too_few_gpus_are_an_error():
+    with pytest.raises(CannotPlan, match="more than 2 GPUs are needed, by formula"):
+        size(replace(ASK, load=Load(500.0, 2000, 30), max_gpus=2), apart=True)
+
+
+def test_a_context_that_the_model_lacks_is_an_error():
+    with pytest.raises(CannotPlan, match="40,960"):
+        plan_of(replace(ASK, load=Load(1.0, 50_000, 30)))
+
+
+def test_cost_is_all_gpus_over_all_tokens():
+    sized = size(ASK, apart=True)
+    tokens_per_hour = 60 * (2000 + 30) * 3600
+    assert sized.usd_per_million_tokens == pytest.approx(sized.gpus * 3.0 / tokens_per_hour * 1e6)
+
+
+def test_options_are_stacked_in_order_and_what_costs_more_is_left_out():
+    options = Options(WeightFormat.INT8, KVFormat.INT8, Speculation(1.5, 4))
+    load = Load(200.0, 2000, 200, 0.37)
+    plan = plan_of(replace(ASK, options=options, load=load, max_gpus=999))
+    labels = [step.label.split(",")[0] for step in plan.steps]
+    assert labels == [
+        "bf16",
+        "weights in int8",
+        "KV in int8",
+        "speculation",
+        "prefix cache",
+        "separate pools",
+    ]
+    kept = [step.outcome.gpus for step in plan.steps if step.kept]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0]
+    for step in plan.steps[1:]:
+        assert step.kept == (step.saves >= 0)
+    if plan.steps[-1].kept:
+        assert plan.steps[-1].outcome == plan.disaggregated
+
+
+def test_options_that_were_not_asked_for_are_shown_in_8_bits():
+    labels = [step.label for step in plan_of(ASK).steps]
+    assert labels[1:3] == ["weights in fp8", "KV in fp8_e4m3"]
+    a100 = replace(ASK, platform=Platform("a100", GPUS["a100"], None, 1.5))
+    assert [step.label for step in plan_of(a100).steps][1:3] == ["weights in int8", "KV in int8"]
+
+
+# ---------------------------------------------------------------- simulated
+
+
+def simulated_worker():
+    found = worker_of(ASK.model, ASK.platform, Options(), ranks=1, block_size=128)
+    assert found is not None
+    return found
+
+
+def test_a_large_load_is_cut_into_cells_of_a_few_workers():
+    load, depth = Load(100.0, 2000, 400), Depth(num_requests=300)
+    # Four times 1 s + 400 · 20 ms at 100/s are 3,600 requests.
+    assert cells_of(load, SLO, depth, smallest_pool=100).number == 12
+    few = cells_of(load, SLO, depth, smallest_pool=6)
+    assert (few.number, few.num_requests, few.spans) == (2, 1200, pytest.approx(1200 / 450))
+    one = cells_of(Load(1.0, 2000, 400), SLO, depth, smallest_pool=1)
+    assert (one.number, one.num_requests) == (1, 300)
+
+
+def test_the_search_ends_where_one_worker_less_would_miss_the_bounds():
+    load = Load(60.0, 2000, 30)
+    cells = cells_of(load, SLO, SHALLOW, smallest_pool=1)
+    search = Search(load, simulated_worker(), SLO, cells=cells, seed=0)
+    start = disaggregated(load, simulated_worker(), SLO, max_workers=32)
+    for pools in (start.pools, Pools(1, 1), Pools(3, 2)):
+        found = search.smallest(replace(start, pools=pools), max_workers=32)
+        assert found.attainment >= NEEDED
+        assert found.pools.prefill > 1
+        assert found.pools.decode == 1
+        fewer = replace(found.pools, prefill=found.pools.prefill - 1)
+        assert not search.check(fewer).passes
+
+
+def test_a_search_that_finds_nothing_in_its_bounds_is_none():
+    load = Load(200.0, 2000, 30)
+    cells = cells_of(load, SLO, SHALLOW, smallest_pool=1)
+    search = Search(load, simulated_worker(), SLO, cells=cells, seed=0)
+    start = disaggregated(load, simulated_worker(), SLO, max_workers=32)
+    assert search.smallest(replace(start, pools=Pools(1, 1)), max_workers=2) is None
+
+
+def test_the_command_prints_a_plan_and_says_it_again(tmp_path):
+    runs = [
+        CliRunner().invoke(app, [*COMMAND, "--json", str(tmp_path / f"{i}.json")]) for i in "ab"
+    ]
+    assert runs[0].exit_code == 0, runs[0].output
+    assert runs[0].output == runs[1].output
+    for words in ("by simulation", "formula", "weights in fp8", "separate pools", "assumed:"):
+        assert words in runs[0].output
+    report = from_json((tmp_path / "a.json").read_bytes())
+    assert report.results == from_json((tmp_path / "b.json").read_bytes()).results
+    assert report.value("memory/kv_token") == 144 * 1024
+    assert report.value("separate_pools/attainment/simulated") >= NEEDED
+    gpus = [report.value(f"{way}/gpus/simulated") for way in ("separate_pools", "one_pool")]
+    assert report.value("gpus") == min(gpus)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--slo-tpot", "0.1"], "no number of workers"),
+        (["--weights", "fp32"], "--weights must be"),
+        (["--model", "qwen4"], "none of"),
+        (["--hardware", "h300"], "h200"),
+        (["--hardware", "h200-qwen3-32b-tp2"], "profile h200-qwen3-32b-tp2"),
+        (["--accepted", "5"], "--drafted"),
+    ],
+)
+def test_the_command_says_in_one_line_what_cannot_be(change, message):
+    result = CliRunner().invoke(app, [*COMMAND, "--formula-only", *change])
+    assert result.exit_code == 1
+    assert message in result.output
+    assert result.output.startswith("error: ")
+
+
+def test_a_profile_says_which_model_it_is_of(tmp_path):
+    arguments = [*COMMAND[3:], "--formula-only"]
+    by_model = CliRunner().invoke(app, ["plan", "--model", "h200-qwen3-8b", *arguments])
+    by_hardware = CliRunner().invoke(app, ["plan", "--hardware", "h200-qwen3-8b", *arguments])
+    assert by_model.exit_code == 0, by_model.output
+    assert by_model.output == by_hardware.output
+    assert "AIConfigurator" in by_model.output
+    path = tmp_path / "mine.json"
+    write_hardware(PROFILES["h200-qwen3-8b"], path)
+    ours = ["plan", "--hardware", str(path), *arguments]
+    assert "--model is needed" in CliRunner().invoke(app, ours).output
+    assert CliRunner().invoke(app, [*ours, "--model", "qwen3-8b"]).exit_code == 0
+
+
+def test_without_simulation_there_is_no_column_for_it():
+    result = CliRunner().invoke(app, [*COMMAND, "--formula-only", "--no-savings"])
+    assert result.exit_code == 0
+    assert "by formula" in result.output
+    assert "simulated" not in result.output
+    assert isinstance(size(ASK, apart=True), Sized)

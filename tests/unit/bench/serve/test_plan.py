@@ -1,0 +1,98 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.client.answers import Endpoint
+from bench.client.load import Slo
+from bench.serve.plan import (
+    Ask,
+    Load,
+    Plan,
+    Target,
+    base_url,
+    check,
+    config_of,
+    due_times_s,
+    prompts,
+    quick,
+)
+from engine.errors import ConfigError
+
+FEW = settings(max_examples=20)  # a unit test has 50 ms
+
+PLAN = Plan(
+    target=Target("http://user:secret@host:8000", api_key="hidden"),
+    load=Load(rate_per_s=5.0, num_requests=6, num_warmup=2, num_repeats=3),
+    ask=Ask(input_len=20, output_len=8),
+    seed=1,
+)
+
+
+def test_the_parts_of_a_plan_have_prompts_of_their_own():
+    warmup, repeats = prompts(PLAN, None)
+    assert (len(warmup), [len(own) for own in repeats]) == (2, [6, 6, 6])
+    everything = [*warmup, *(prompt for own in repeats for prompt in own)]
+    assert len({prompt.split()[0] for prompt in everything}) == len(everything)
+
+
+def test_arrivals_and_prompts_follow_the_seed_alone():
+    other = replace(PLAN, seed=2)
+    assert due_times_s(PLAN) == due_times_s(replace(PLAN, ask=Ask(9, 9)))
+    assert due_times_s(PLAN) != due_times_s(other)
+    assert prompts(PLAN, range(99)) == prompts(PLAN, range(99))
+    assert prompts(PLAN, range(99)) != prompts(other, range(99))
+
+
+def test_a_recorded_config_is_json_and_holds_no_secret():
+    plan = replace(PLAN, load=replace(PLAN.load, rate_per_s=math.inf), slo=Slo(ttft_s=0.5))
+    config = config_of(plan, "m")
+    text = json.dumps(config, allow_nan=False)
+    assert "secret" not in text
+    assert "hidden" not in text
+    assert "hidden" not in repr(plan)
+    assert (config["url"], config["rate_per_s"]) == ("http://host:8000", "inf")
+    assert (config["slo_ttft_ms"], config["slo_tpot_ms"]) == (500.0, None)
+
+
+@FEW
+@given(st.floats(0.01, 100), st.integers(1, 500), st.integers(1, 9), st.integers(1, 4000))
+def test_a_quick_plan_is_short_and_can_be_carried_out(rate, num_requests, num_repeats, length):
+    load = Load(rate, num_requests, num_repeats=num_repeats)
+    plan = quick(replace(PLAN, load=load, ask=Ask(length, length, shared_prefix_len=length - 1)))
+    assert check(plan) == plan
+    assert plan.load.num_requests / plan.load.rate_per_s + 2 * plan.target.timeout_s < 48
+    assert plan.load.num_repeats == 1
+    assert plan.ask.output_len <= 32
+
+
+@pytest.mark.parametrize(
+    ("plan", "option"),
+    [
+        (replace(PLAN, load=Load(0.0, 1)), "--rate"),
+        (replace(PLAN, load=Load(math.nan, 1)), "--rate"),
+        (replace(PLAN, load=Load(1.0, 1, burstiness=0.0)), "--burstiness"),
+        (replace(PLAN, ask=Ask(8, 8, shared_prefix_len=8)), "--shared-prefix-len"),
+        (replace(PLAN, target=Target("host:8000")), "--url"),
+        (
+            replace(
+                PLAN,
+                target=Target("http://host", Endpoint.CHAT),
+                ask=Ask(8, 8, tokenizer_dir=Path("here")),
+            ),
+            "--tokenizer",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_names_the_option(plan, option):
+    with pytest.raises(ConfigError, match=option):
+        check(plan)
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_an_address_may_end_as_people_paste_it(url):
+    assert base_url(url) == "http://h:1"

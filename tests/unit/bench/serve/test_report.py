@@ -1,0 +1,44 @@
+"""What `baton serve` prints of its workers when they run."""
+
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from deploy.commands.serve import _say_ready
+from deploy.processes import GatewayReady, WorkerReady
+
+
+def report(*, needs_key=False, **says) -> str:
+    worker = WorkerReady(
+        "127.0.0.1:1",
+        pid=7,
+        context_len=131_072,
+        num_blocks=5120,
+        block_bytes=2**20,
+        start_s=1.5,
+        max_len=81_920,
+        **says,
+    )
+    deployment = SimpleNamespace(
+        needs_key=needs_key, controller=SimpleNamespace(workers={"decode-0": worker})
+    )
+    console = Console(file=StringIO(), width=200)
+    _say_ready(console, deployment, GatewayReady("http://127.0.0.1:8000", "tiny", 8))
+    return console.file.getvalue()
+
+
+def test_the_report_says_how_long_a_request_may_be():
+    assert "5120 KV blocks, 5120 MiB, up to 81,920 tokens a request" in report()
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_report_says_where_bits_depend_on_the_batch(holds):
+    found = report(is_batch_invariant=holds)
+    assert ("depend on what is computed beside it" in found) is not holds
+
+
+@pytest.mark.parametrize("needs_key", [True, False])
+def test_the_command_to_try_has_a_key_where_one_is_needed(needs_key):
+    assert ("Bearer $BATON_API_KEY" in report(needs_key=needs_key)) is needs_key

@@ -1,0 +1,376 @@
+from dataclasses import replace
+from random import Random
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from bench.client.load import Slo
+from bench.common.report import from_json
+from bench.simulator.clock import Future, Rank
+from bench.simulator.cluster import GATEWAY, Pools, Setup, simulate
+from bench.simulator.cluster import _Cluster as Cluster
+from bench.simulator.hardware import Hardware
+from bench.simulator.results import figures_of
+from bench.simulator.traces import Chat, Trace, TraceRequest, synthetic, with_ids, write_trace
+from bench.simulator.transfers import Transfers
+from deploy.commands.main import app
+from engine.config import RouterConfig, RouterPolicy
+from engine.demand import DecodeCost
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    Incarnation,
+    LeaseId,
+    LeaseRef,
+    Role,
+    SeqId,
+    SetRole,
+    TransferAddress,
+    WorkerId,
+)
+from engine.worker.events import FromGateway, LeaseEnded, PullDone, PullFailed
+from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from router.cluster.estimates import Estimates
+from router.machine.machine import Arrived, RouterMachine
+from router.machine.requests import Finished
+
+TINY = Hardware(
+    name="tiny",
+    source="made up",
+    layout=KVLayout(8, KVFormat.BF16, (KVSection(1, 1, 32),)),
+    num_blocks=64,
+    prefill=PrefillCost(1e-3, 1e-4, 1e-7),
+    decode=DecodeCost(5e-3, 1e-4, 1e-6),
+    pull=PullCost(1e-3, 1e-4, 1e6),
+    max_batch_tokens=64,
+    chunk_tokens=48,
+    max_running=8,
+)
+ONE_AND_ONE = Pools(1, 1)
+PRICES = WorkerCosts(TINY.prefill, TINY.decode, TINY.pull)
+
+
+def trace_of(*requests, block_tokens=8):
+    return Trace("t", block_tokens, tuple(TraceRequest(*fields) for fields in requests))
+
+
+def busy_trace(num_requests, seed=0):
+    """Conversations in blocks of 8 tokens, as many as keep a few tiny workers busy."""
+    chat = Chat(20.0, 3.0, 0.5, system_tokens=512, input_tokens=1500, output_tokens=1500)
+    made = synthetic(chat, num_requests, Random(seed)).shortened(64)
+    short = tuple(replace(r, input_len=min(r.input_len, 300)) for r in made.requests)
+    return replace(
+        made,
+        requests=tuple(replace(r, block_ids=r.block_ids[: -(-r.input_len // 8)]) for r in short),
+    )
+
+
+def run_of(trace, setup, policy=RouterPolicy.LEAST_LOADED, **config):
+    return simulate(trace, setup, RouterMachine(RouterConfig(policy=policy, **config)))
+
+
+# ---------------------------------------------------------------- one request
+
+
+def test_a_request_alone_takes_what_its_steps_and_messages_are_priced_at():
+    latency_s = 1e-3
+    run = run_of(trace_of((2.0, 40, 3)), Setup(TINY, ONE_AND_ONE, latency_s))
+    [record] = run.records
+    assert isinstance(record.outcome, Finished)
+    first_s, second_s, third_s = record.times_s
+    prefill_s = TINY.prefill.seconds(40)
+    assert first_s == pytest.approx(2.0 + 2 * latency_s + prefill_s)
+    assert third_s - second_s == pytest.approx(TINY.decode.seconds(1, 42))
+    pull_s = TINY.pull.seconds(5, 5 * TINY.layout.block_bytes)
+    decode_s = TINY.decode.seconds(1, 41)
+    assert second_s == pytest.approx(2.0 + latency_s + prefill_s + pull_s + decode_s + latency_s)
+
+
+def test_a_prompt_of_two_chunks_pulls_the_first_while_the_second_is_computed():
+    pull = PullCost(1e-4, 1e-5, 1e8)
+    quick = msgspec.structs.replace(TINY, pull=pull)
+    run = run_of(trace_of((0.0, 64, 2)), Setup(quick, ONE_AND_ONE, 0.0))
+    first_s, second_s = run.records[0].times_s
+    assert first_s == pytest.approx(TINY.prefill.seconds(48) + TINY.prefill.seconds(64, 48))
+    last_chunk_s = pull.seconds(2, 2 * TINY.layout.block_bytes) - pull.fixed_s
+    assert second_s == pytest.approx(first_s + last_chunk_s + TINY.decode.seconds(1, 65))
+
+
+def test_a_prompt_seen_before_is_not_computed_again():
+    trace = trace_of((0.0, 40, 2, (1, 2, 3, 4, 5)), (1.0, 44, 2, (1, 2, 3, 4, 5, 6)))
+    run = run_of(trace, Setup(TINY, ONE_AND_ONE, 0.0))
+    assert run.records[1].timeline.num_cached_tokens == 40
+    ttft_s = run.records[1].times_s[0] - 1.0
+    assert ttft_s == pytest.approx(TINY.prefill.seconds(44, 40))
+
+
+def test_an_answer_of_one_token_ends_with_its_prompt():
+    run = run_of(trace_of((0.0, 16, 1)), Setup(TINY, ONE_AND_ONE))
+    assert len(run.records[0].times_s) == 1
+    assert run.workers[1].num_steps == 0
+
+
+# ---------------------------------------------------------------- many requests
+
+
+@pytest.mark.parametrize("prefills_locally", [True, False])
+def test_decode_workers_compute_prompts_where_that_is_quicker_if_they_may(prefills_locally):
+    trace = busy_trace(60)
+    setup = Setup(TINY, Pools(1, 2), prefills_locally=prefills_locally)
+    run = run_of(trace, setup, RouterPolicy.SLO)
+    assert all(isinstance(record.outcome, Finished) for record in run.records)
+    where = {record.timeline.prefill_worker.partition("-")[0] for record in run.records}
+    assert where == ({"prefill", "decode"} if prefills_locally else {"prefill"})
+
+
+@pytest.mark.parametrize("pools", [Pools(2, 1), Pools(2, 2), Pools(1, 1, 1), Pools(0, 0, 2)])
+@pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.ROUND_ROBIN])
+def test_leaping_over_steps_that_are_alike_changes_no_token_s_time(pools, policy):
+    trace = busy_trace(25)
+    leaping, stepping = (
+        run_of(trace, Setup(TINY, pools, leaps=leaps), policy) for leaps in (True, False)
+    )
+    assert [r.times_s for r in leaping.records] == [r.times_s for r in stepping.records]
+    assert [r.outcome for r in leaping.records] == [r.outcome for r in stepping.records]
+    assert [w.num_steps for w in leaping.workers] == [w.num_steps for w in stepping.workers]
+    assert leaping.num_events < 0.7 * stepping.num_events
+
+
+def test_a_run_is_the_same_again():
+    runs = [run_of(busy_trace(20), Setup(TINY, Pools(2, 2)), RouterPolicy.RANDOM) for _ in "12"]
+    assert [r.times_s for r in runs[0].records] == [r.times_s for r in runs[1].records]
+
+
+def test_answers_have_their_lengths_and_tokens_come_one_after_the_other():
+    run = run_of(busy_trace(30), Setup(TINY, Pools(2, 2)))
+    for record in run.records:
+        assert isinstance(record.outcome, Finished)
+        assert len(record.times_s) == record.asked.output_len
+        assert list(record.times_s) == sorted(set(record.times_s))
+
+
+def test_hearing_of_tokens_late_changes_figures_only_a_little():
+    trace = busy_trace(30)
+    exact, coarse = (
+        figures_of(
+            run_of(trace, Setup(TINY, Pools(2, 2), settles=settles), RouterPolicy.SLO),
+            Slo(),
+            usd_per_gpu_hour=1.0,
+        )
+        for settles in (True, False)
+    )
+    for name in ("ttft/mean", "tpot/mean"):
+        assert coarse[name].value == pytest.approx(exact[name].value, rel=0.1)
+
+
+def test_what_does_not_fit_any_worker_fails_and_all_else_is_answered():
+    trace = trace_of((0.0, 2000, 2), (0.0, 40, 2))
+    run = run_of(trace, Setup(TINY, ONE_AND_ONE))
+    kinds = [type(record.outcome).__name__ for record in run.records]
+    assert kinds == ["Failed", "Finished"]
+
+
+def test_a_full_queue_refuses_and_that_is_a_miss():
+    trace = trace_of(*[(0.0, 200, 20)] * 12)
+    run = run_of(trace, Setup(TINY, ONE_AND_ONE), max_queue=4)
+    figures = figures_of(run, Slo(), usd_per_gpu_hour=2.0)
+    rejected = figures["requests/rejected"].value
+    assert rejected > 0
+    assert figures["goodput/attainment"].value == (12 - rejected) / 12
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_figures_are_those_of_the_tokens_times():
+    run = run_of(trace_of((0.0, 40, 3), (9.0, 40, 3)), Setup(TINY, ONE_AND_ONE))
+    figures = figures_of(run, Slo(ttft_s=1e-4), usd_per_gpu_hour=3.6)
+    first = run.records[0].times_s
+    assert figures["ttft/p50"].value == pytest.approx(first[0] * 1000)
+    assert figures["tpot/p50"].value == pytest.approx((first[2] - first[0]) / 2 * 1000)
+    assert figures["goodput/attainment"].value == 0
+    assert figures["goodput/mooncake_tbt_100ms"].value == 1
+    assert figures["cost/total"].value == pytest.approx(2 * run.duration_s * 1e-3)
+    assert figures["utilisation/prefill"].value == pytest.approx(
+        2 * TINY.prefill.seconds(40) / run.duration_s
+    )
+
+
+def test_the_command_reports_the_same_twice_and_plots(tmp_path):
+    write_trace(busy_trace(12), tmp_path / "t.jsonl")
+    (tmp_path / "tiny.json").write_bytes(msgspec.json.encode(TINY))
+    command = ["simulate", "--trace", str(tmp_path / "t.jsonl"), "--prefill", "2", "--hardware"]
+    command += [str(tmp_path / "tiny.json"), "--policy", "prefix", "--max-tokens", "8"]
+    command += ["--json"]
+    reports = []
+    for name in ("a.json", "b.json"):
+        result = CliRunner().invoke(app, [*command, str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        assert "TTFT" in result.output
+        reports.append(from_json((tmp_path / name).read_bytes()))
+    assert reports[0].results == reports[1].results
+    assert reports[0].value("requests/finished") == 12
+    assert reports[0].config["policy"] == "prefix"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--trace", "/nowhere.jsonl"], "No such file"),
+        (["--hardware", "h300"], "h200-qwen3-8b"),
+        (["--prefill", "0"], "workers that prefill"),
+        (["--speed-up", "0"], "sped up"),
+        (["--shorten", "7"], "divided"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line_and_status_one(change, message):
+    result = CliRunner().invoke(
+        app, ["simulate", "--trace", "synthetic", "--requests", "3", *change]
+    )
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+# ---------------------------------------------------------------- transfers
+
+
+class Side:
+    def __init__(self, name):
+        self.worker_id = WorkerId(name)
+        self.heard = []
+
+    def receive(self, events):
+        self.heard += events
+
+
+def transfers_between():
+    future = Future()
+    cost = PullCost(1.0, 0.0, TINY.layout.block_bytes)  # a second a block, and one for the asking
+    return future, Transfers(future, cost, TINY.layout, latency_s=0.5), Side("p"), Side("d")
+
+
+def ref(name, num_blocks):
+    return LeaseRef(LeaseId(name), TransferAddress(WorkerId("p"), Incarnation("1"), ""), num_blocks)
+
+
+def run_until_quiet(future):
+    while future.step():
+        pass
+
+
+def test_two_pulls_over_one_link_go_one_after_the_other():
+    future, transfers, source, sink = transfers_between()
+    for name in ("a", "b"):
+        transfers.open(source, LeaseId(name))
+        transfers.grow(LeaseId(name), 2)
+        transfers.hold(sink, SeqId(name), ref(name, 2))
+        transfers.start(sink, SeqId(name), (0, 1))
+    ends = []
+    sink.receive = lambda events: ends.append((future.now_s, *events))
+    run_until_quiet(future)
+    assert [(at_s, done.seq_id) for at_s, done in ends] == [(3.0, "a"), (6.0, "b")]
+    assert all(isinstance(done, PullDone) for _, done in ends)
+    assert source.heard == [LeaseEnded("a", "released"), LeaseEnded("b", "released")]
+    assert transfers.num_leases == 0
+
+
+def test_a_lease_that_is_revoked_fails_its_pull_with_what_had_arrived():
+    future, transfers, source, sink = transfers_between()
+    transfers.open(source, LeaseId("a"))
+    transfers.grow(LeaseId("a"), 1)
+    transfers.hold(sink, SeqId("a"), ref("a", 3))
+    transfers.start(sink, SeqId("a"), (0, 1, 2))
+    future.plan(2.5, Rank.MESSAGE, transfers.revoke, LeaseId("a"))
+    run_until_quiet(future)
+    assert source.heard == [LeaseEnded("a", "revoked")]
+    assert sink.heard == [PullFailed(SeqId("a"), "revoked", (0,))]
+
+
+def test_a_pull_that_is_given_up_releases_its_lease():
+    future, transfers, source, sink = transfers_between()
+    transfers.open(source, LeaseId("a"))
+    transfers.hold(sink, SeqId("a"), ref("a", 3))
+    transfers.abort(sink, SeqId("a"))
+    transfers.grow(LeaseId("a"), 1)  # the source has not heard of it
+    run_until_quiet(future)
+    assert source.heard == [LeaseEnded("a", "released")]
+    assert sink.heard == [PullFailed(SeqId("a"), "aborted", ())]
+
+
+def test_a_lease_that_nobody_knows_cannot_be_held():
+    future, transfers, _, sink = transfers_between()
+    transfers.hold(sink, SeqId("a"), ref("a", 3))
+    transfers.start(sink, SeqId("a"), (0,))
+    run_until_quiet(future)
+    assert sink.heard == [PullFailed(SeqId("a"), "unknown")]
+
+
+# ---------------------------------------------------------------- roles
+
+
+def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
+    """A run in which workers are given other roles: (when, whom, what). The machine's counters."""
+    machine = RouterMachine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
+    cluster = Cluster(with_ids(trace), setup, machine)
+    for at_s, worker_id, role in changes:
+        events = [FromGateway(GATEWAY, SetRole(role))]
+        worker = cluster._workers[WorkerId(worker_id)]
+        cluster._future.plan(at_s, Rank.MESSAGE, worker.receive, events)
+    cluster.run()
+    cluster.validate()
+    machine.validate()
+    return cluster.result(), machine.counters
+
+
+CHANGES = [
+    (0.5, "decode-2", Role.PREFILL),
+    (0.8, "prefill-0", Role.DECODE),
+    (1.1, "decode-0", Role.DRAINED),
+    (1.3, "decode-0", Role.MIXED),
+]
+
+
+@pytest.mark.parametrize("max_answer_tokens", [None, 200])
+@pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.LEAST_LOADED])
+def test_workers_change_their_roles_and_all_is_answered(policy, max_answer_tokens):
+    trace = busy_trace(60)
+    setup = Setup(TINY, Pools(1, 3), max_answer_tokens=max_answer_tokens)
+    run, counters = with_roles(trace, setup, CHANGES, policy)
+    for record in run.records:
+        assert isinstance(record.outcome, Finished)
+        assert len(record.times_s) == record.asked.output_len
+        assert list(record.times_s) == sorted(record.times_s)
+    assert sum(n for (name, _), n in counters.items() if name == "moved") > 0
+    assert counters["fallback", "copy failed"] == 0
+
+
+def test_leaping_and_changing_roles_go_together():
+    trace = busy_trace(40)
+    setup = Setup(TINY, Pools(1, 3))
+    ends = [
+        [record.ended_s for record in run.records]
+        for leaps in (True, False)
+        for run, _ in [
+            with_roles(trace, replace(setup, leaps=leaps), CHANGES, RouterPolicy.LEAST_LOADED)
+        ]
+    ]
+    assert ends[0] == pytest.approx(ends[1])
+
+
+def test_answers_end_as_in_the_trace_though_the_router_was_asked_for_more():
+    trace = busy_trace(30)
+    told = []
+
+    class Machine(RouterMachine):
+        def handle(self, event, now_s):
+            if isinstance(event, Arrived):
+                limits = event.request.limits
+                told.append(limits.max_len - limits.prompt_len)
+            return super().handle(event, now_s)
+
+    setup = Setup(TINY, Pools(2, 2), max_answer_tokens=200)
+    run = simulate(trace, setup, Machine(RouterConfig(queue_timeout_s=1e4)))
+    assert set(told) == {200}
+    for record in run.records:
+        assert isinstance(record.outcome, Finished)
+        assert len(record.times_s) == record.asked.output_len < 200

@@ -1,0 +1,85 @@
+"""Pools that follow a load that turns, in the simulator."""
+
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.client.load import Slo
+from bench.common.report import from_json
+from bench.elastic.planned import Decision
+from bench.elastic.run import Mix, Plan, Played, Turns, figures_of, play, reactions
+from bench.simulator.hardware import hardware_named
+from router.planning.planner import Plan as PoolPlan
+from router.planning.planner import Pools
+
+HARDWARE = hardware_named("h200-qwen3-32b-tp2")
+# Few requests, that are long enough to keep four workers busy.
+TURNS = Turns(2, 40.0, (Mix(0.5, 0, 20000, 30), Mix(0.5, 16384, 512, 600)))
+PLAN = Plan(HARDWARE, TURNS, 4, splits=(1, 2, 3), seeds=(0,), slo=Slo(5.0, 0.025))
+
+
+def decision(at_s, prefill, wanted):
+    return Decision(at_s, Pools(prefill, 8 - prefill), PoolPlan(wanted, 8 - wanted, 8, ()))
+
+
+def test_planned_pools_lose_nothing_and_meet_more_bounds_than_any_fixed_split():
+    trace = TURNS.trace(4, 0)
+    fixed = {f"fixed_{number}": play(PLAN, trace, number, None) for number in PLAN.splits}
+    planned = play(PLAN, trace, 2, PLAN.rules)
+    found = figures_of(PLAN, fixed, planned)
+    assert found["ratio"].value > 1.0
+    assert found["lost"].value == 0
+    assert found["flips"].value > 0
+    assert planned.num_requests == len(trace.requests)
+
+
+def test_a_planned_run_is_a_function_of_its_load():
+    trace = Turns(2, 10.0, TURNS.mixes).trace(4, 1)
+    first, second = (play(PLAN, trace, 2, PLAN.rules) for _ in range(2))
+    assert first == second
+    assert all(decision.plan.reasons for decision in first.decisions)
+
+
+def test_a_load_is_a_function_of_its_seed():
+    assert TURNS.trace(4, 0) == TURNS.trace(4, 0)
+    assert TURNS.trace(4, 0) != TURNS.trace(4, 1)
+    requests = TURNS.trace(4, 0).requests
+    assert all(a.arrived_s <= b.arrived_s for a, b in pairwise(requests))
+    reading, writing = requests[0], requests[-1]
+    assert reading.input_len > 8000
+    assert writing.block_ids[:32] == tuple(range(32))
+
+
+def test_reactions_are_told_of_the_slowest_turn():
+    turns = Turns(3, 10.0)
+    decisions = [
+        decision(0.0, 4, 7),  # before any turn
+        *(decision(10.0 + second, 7, 7) for second in range(2)),
+        decision(12.0, 7, 4),
+        decision(15.0, 4, 2),
+        decision(19.0, 2, 2),
+        decision(21.0, 2, 6),
+        decision(29.0, 6, 6),
+    ]
+    assert reactions(decisions, turns, 8) == (2.0, 2.0)
+
+
+def test_the_best_split_is_the_strongest_one_and_every_loss_counts():
+    fixed = {"fixed_1+3": Played(10, 20, 0), "fixed_2+2": Played(12, 20, 1)}
+    found = figures_of(PLAN, fixed, Played(18, 20, 0))
+    assert found["ratio"].value == pytest.approx(1.5)
+    assert found["goodput/best_fixed"].value == pytest.approx(12 / 80)
+    assert found["lost"].value == 1
+
+
+def test_the_command_prints_and_writes_its_figures(tmp_path):
+    path = tmp_path / "elastic.json"
+    options = ["--workers", "2", "--phases", "2", "--phase-s", "4", "--repeat", "1"]
+    result = CliRunner().invoke(app, ["elastic", *options, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    report = from_json(path.read_bytes())
+    names = {one.name for one in report.results}
+    assert {"ratio", "goodput/best_fixed", "goodput/planner", "lost", "flips"} <= names
+    assert report.value("lost") == 0

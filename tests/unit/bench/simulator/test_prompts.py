@@ -1,0 +1,99 @@
+"""Prompts of a trace: hashes from ids instead of tokens, and the same to everybody."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.simulator.prompts import Prompts, Unwritten, token_at
+from bench.simulator.traces import Trace, TraceRequest
+from engine.messages import OfferPrefix, RequestId, Sampling, SeqId
+from engine.worker.blocks import hash_block, hash_blocks
+from engine.worker.intake import MAX_ID
+
+FIRST, SECOND = TraceRequest(0.0, 10, 4, (1, 2, 3)), TraceRequest(0.0, 12, 4, (1, 2, 9))
+TRACE = Trace("t", 4, (FIRST, SECOND))
+SAMPLING = Sampling(seed=5)
+
+
+def read(prompts, seq_id, token_ids):
+    return prompts.read(OfferPrefix(SeqId(seq_id), list(token_ids)), 4)
+
+
+def test_equal_ids_give_equal_hashes_and_others_different_ones():
+    prompts = Prompts(TRACE, 4)
+    tokens = {
+        name: prompts.open(RequestId(name), r, SAMPLING)[0]
+        for name, r in (("a", FIRST), ("b", SECOND))
+    }
+    first = read(prompts, "a.0", tokens["a"]).block_hashes
+    second = read(prompts, "b.3", tokens["b"]).block_hashes
+    assert (len(tokens["a"]), len(first)) == (10, 2)
+    assert list(second[:2]) == list(first)
+    assert second[2] not in first
+
+
+def test_the_router_and_the_workers_know_the_same_hashes_also_of_an_answer():
+    prompts = Prompts(TRACE, 4)
+    tokens, hashes = prompts.open(RequestId("a"), FIRST, SAMPLING)
+    journal = [*tokens, 70, 71, 72]
+    facts = read(prompts, "a.1", journal)
+    assert hashes is not None
+    assert hashes.leading(journal, num_tokens=13, block_size=4) == list(facts.block_hashes)
+    assert facts.block_hashes[2] == hash_block(facts.block_hashes[1], journal[8:12])
+    assert facts.largest_id == MAX_ID
+
+
+def test_blocks_of_another_size_are_hashed_by_their_tokens():
+    prompts = Prompts(Trace("t", 8, ()), 4)
+    tokens, hashes = prompts.open(RequestId("a"), TraceRequest(0.0, 10, 4, (1, 2)), SAMPLING)
+    assert tokens == (1,) * 8 + (2,) * 2
+    assert hashes is None
+    assert read(prompts, "a.0", tokens) == (hash_blocks(tokens, 4), 2, None)
+
+
+def test_nothing_is_remembered_of_a_request_that_is_over():
+    prompts = Prompts(TRACE, 4)
+    tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
+    prompts.close(RequestId("a"))
+    assert read(prompts, "a.0", tokens).block_hashes == hash_blocks(tokens, 4)
+
+
+# ---------------------------------------------------------------- tokens that are not written down
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_what_is_not_written_down_is_read_like_a_list(prompt_len, base, grown, data):
+    unwritten, written = Unwritten(7, prompt_len, base), [7] * prompt_len
+    for number in grown:
+        following = range(base + len(written), base + len(written) + number)
+        unwritten += following
+        written += following
+    unwritten.append(base + len(written))
+    written.append(base + len(written))
+    assert list(unwritten) == written
+    assert [unwritten[i] for i in range(-len(written), len(written))] == written + written
+    ends = st.none() | st.integers(-20, 20)
+    part = slice(data.draw(ends), data.draw(ends))
+    assert list(unwritten[part]) == written[part]
+    assert len(unwritten[part]) == len(written[part])
+
+
+def test_what_is_not_written_down_grows_by_nothing_but_the_next_tokens():
+    unwritten = Unwritten(7, 3, token_at(SAMPLING, 0))
+    with pytest.raises(AssertionError):
+        unwritten.append(7)
+    with pytest.raises(AssertionError):
+        unwritten += [token_at(SAMPLING, 4)]
+
+
+def test_a_copy_grows_by_itself():
+    unwritten = Unwritten(7, 3, 0)
+    unwritten.copy().append(3)
+    assert len(unwritten) == 3
+
+
+def test_a_part_of_a_prompt_has_the_hashes_of_its_own_blocks_only():
+    prompts = Prompts(TRACE, 4)
+    tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
+    whole = read(prompts, "a.0", tokens).block_hashes
+    assert list(read(prompts, "a.1.copy", tokens[:4]).block_hashes) == list(whole[:1])

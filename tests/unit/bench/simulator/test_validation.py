@@ -1,0 +1,432 @@
+"""What recordings tell, what is fitted to them, and what comes of comparing."""
+
+import asyncio
+from itertools import count, pairwise
+from random import Random
+
+import pytest
+from msgspec.structs import replace
+
+from bench.simulator.clock import Future, Rank
+from bench.simulator.hardware import Hardware, StepPrice
+from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
+from bench.validation.crowd import NO_CHANCES, Chances, Crowd
+from bench.validation.fitting import Fitted, NotEnough, WorkerLimits, _runs, fit
+from bench.validation.live import DeploymentFailed, _ask_all
+from bench.validation.recordings import Asked, Attempt, DecodeStep, Told, told_by
+from bench.validation.run import Compared, Load, goal_of, made, results_of, splits_of
+from engine.clock import MonotonicClock
+from engine.config import RouterConfig
+from engine.demand import DecodeCost
+from engine.errors import ConfigError
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    PROTOCOL_VERSION,
+    DecodeStarted,
+    FinishReason,
+    KvReady,
+    LeaseRef,
+    Limits,
+    PrefillDone,
+    PrefillStarted,
+    Role,
+    Sampling,
+    Tokens,
+    TransferAddress,
+    Welcome,
+)
+from router.cluster.costs import PrefillCost, PullCost
+from router.machine.events import Arrived, ClientGone, FromWorker, Stepped, WorkerJoined
+from router.machine.machine import RouterMachine
+from router.machine.requests import Request
+from router.recording.lines import Recorded, Recorder
+from tests.unit.router.recording.test_lines import recorded
+
+LAYOUT = KVLayout(4, KVFormat.FP32, (KVSection(6, 2, 64),))
+LIMITS = WorkerLimits(max_batch_tokens=512, chunk_tokens=256)
+PREFILL, DECODE = PrefillCost(1e-3, 6e-5, 5e-8), DecodeCost(4e-4, 3e-4, 1e-6)
+HARDWARE = Hardware("h", "made up", LAYOUT, 100, PREFILL, DECODE, PullCost(0.0, 0.0, 1e9))
+LATENCY_S, PULL_S = 2e-3, 4e-3
+
+
+def welcome(name: str, role: Role) -> Welcome:
+    return Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, 100, 4)
+
+
+# ---------------------------------------------------------------- recordings
+
+
+def request(name: str, prompt, max_tokens: int) -> Request:
+    limits = Limits(len(prompt) + max_tokens)
+    return Request(name, tuple(prompt), Sampling(), limits, 1.0)
+
+
+def handed_over(name: str, at_s: float, tokens: int, *, finish: bool):
+    """What workers tell of one request, a token every 10 ms."""
+    seq_id = f"{name}.0"
+    lease = LeaseRef(seq_id, TransferAddress("p0", "inc", "tcp://nowhere"), 2)
+    yield at_s + 0.01, "p0", PrefillStarted(seq_id, 4, lease)
+    yield at_s + 0.05, "p0", PrefillDone(seq_id, 7, None)
+    yield at_s + 0.06, "d0", KvReady(seq_id, 2, 0, "shm", 0.1, 0.05)
+    yield at_s + 0.07, "d0", DecodeStarted(seq_id)
+    for i in range(tokens - 1):
+        last = FinishReason.LENGTH if finish and i == tokens - 2 else None
+        yield at_s + 0.08 + i / 100, "d0", Tokens(seq_id, [8], last)
+
+
+def told_of_worker(worker: str, message):
+    """As the router's shell tells it."""
+    if isinstance(message, Tokens):
+        return Stepped(worker, [message])
+    return FromWorker(worker, message)
+
+
+def recording() -> list[bytes]:
+    """Two that are answered, one whose client leaves, and one that waits for ever."""
+    events = [
+        (0.5, WorkerJoined(welcome("p0", Role.PREFILL))),
+        (0.5, WorkerJoined(welcome("d0", Role.DECODE))),
+    ]
+    asked = {"a": range(9), "b": [*range(8), 99], "left": range(20, 25)}
+    for at_s, (name, prompt) in zip((1.0, 2.0, 3.0), asked.items(), strict=True):
+        events.append((at_s, Arrived(request(name, prompt, 5))))
+        told = handed_over(name, at_s, 4 if name == "left" else 5, finish=name != "left")
+        events += [(told_s, told_of_worker(worker, message)) for told_s, worker, message in told]
+    events += [(3.5, ClientGone("left")), (4.0, Arrived(request("waits", [1], 6)))]
+    config = RouterConfig(seed=1)
+    lines: list[bytes] = []
+    machine, recorder = RouterMachine(config), Recorder(config, lines.append)
+    for now_s, event in events:
+        recorder.note(event, now_s, machine.handle(event, now_s))
+    return lines
+
+
+def test_a_recording_tells_when_a_request_passed_what():
+    told = told_by(recording())
+    assert set(told.workers) == {"p0", "d0"}
+    first = told.asked["a"]
+    assert first.is_finished
+    assert first.times_s == pytest.approx([1.05, 1.08, 1.09, 1.10, 1.11])
+    attempt = told.attempts["a.0"]
+    assert (attempt.num_tokens, attempt.num_cached_tokens) == (9, 4)
+    assert (attempt.prefill_worker, attempt.decode_worker) == ("p0", "d0")
+    assert attempt.hands_over
+    times_s = attempt.sent_s, attempt.started_s, attempt.done_s
+    assert times_s == pytest.approx((1.0, 1.01, 1.05))
+    assert (attempt.ready_s, attempt.decode_started_s) == pytest.approx((1.06, 1.07))
+    assert (told.asked["left"].is_finished, told.asked["left"].client_left) == (False, True)
+
+
+def test_a_decode_step_tells_what_its_rows_read():
+    steps = told_by(recording()).steps["d0"]
+    assert [step.num_context for step in steps[:4]] == [10, 11, 12, 13]
+    assert [bool(step.finished) for step in steps[:4]] == [False, False, False, True]
+
+
+def test_tokens_that_are_told_at_once_are_of_one_step():
+    asked = {name: Asked(request(name, range(size), 5), 1.0) for name, size in (("a", 3), ("b", 7))}
+    told = Told(asked, {f"{name}.0": Attempt(f"{name}.0", 9, True, "p0", 1.0) for name in asked})
+    tokens = [Tokens("a.0", [8]), Tokens("b.0", [8], FinishReason.STOP)]
+    told.note(Recorded(2.0, Stepped("d0", tokens), ()))
+    assert told.steps == {"d0": [DecodeStep(2.0, {"a.0": 3, "b.0": 7}, {"b.0"})]}
+
+
+def test_a_recording_is_read_as_a_trace(tmp_path):
+    path = tmp_path / "gateway.jsonl"
+    path.write_bytes(b"".join(recording()))
+    trace = read_trace(path)
+    assert trace.block_tokens == LAYOUT.block_size
+    a, b, left, waits = trace.requests
+    assert a == TraceRequest(0.0, 9, 5, a.block_ids)
+    assert a.block_ids[:2] == b.block_ids[:2]  # eight tokens
+    assert len({*a.block_ids, *b.block_ids, *left.block_ids, *waits.block_ids}) == 3 + 1 + 2 + 1
+    assert (left.arrived_s, left.output_len) == (2.0, 4)  # what it has seen
+    assert waits.output_len == 6  # what it asked for
+
+
+def test_a_broken_recording_is_told_by_its_line(tmp_path):
+    path = tmp_path / "gateway.jsonl"
+    path.write_bytes(recorded()[0] + b"{}\n")
+    with pytest.raises(TraceError, match="line 2"):
+        read_trace(path)
+
+
+# ---------------------------------------------------------------- live
+
+
+class Silent:
+    """A router that answers nobody, or dies of a request."""
+
+    def __init__(self, dies_of: str | None = None) -> None:
+        self.num_asked = self.num_left = 0
+        self._dies_of = dies_of
+
+    async def submit(self, request):
+        self.num_asked += 1
+        if request.request_id == self._dies_of:
+            raise AssertionError("a bug")
+        try:
+            yield await asyncio.get_running_loop().create_future()
+        finally:
+            self.num_left += 1
+
+
+TWO = Trace("two", 4, (TraceRequest(0.0, 1, 1, (1,)), TraceRequest(0.001, 1, 1, (2,))))
+
+
+async def asked_and_left(router: Silent) -> None:
+    """Nothing of it goes on."""
+    requests = [request(name, [1], 1) for name in "ab"]
+    try:
+        await _ask_all(router, requests, TWO, MonotonicClock())
+    finally:
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_requests_that_nobody_answers_are_given_up(monkeypatch):
+    monkeypatch.setattr("bench.validation.live.ANSWER_TIMEOUT_S", 0.05)
+    router = Silent()
+    with pytest.raises(DeploymentFailed, match="not all requests were answered"):
+        asyncio.run(asked_and_left(router))
+    assert router.num_left == router.num_asked > 0
+
+
+def test_when_asking_fails_nobody_waits_for_the_others():
+    router = Silent(dies_of="b")
+    with pytest.raises(ExceptionGroup) as failed:
+        asyncio.run(asked_and_left(router))
+    assert failed.group_contains(AssertionError, match="a bug")
+    assert (router.num_asked, router.num_left) == (2, 1)
+
+
+# ---------------------------------------------------------------- fits
+
+
+def told_of(*, num_others: int = 0, slower: float = 1.0) -> Told:
+    """A deployment that takes what HARDWARE says, every other time beside others that compute."""
+    told = Told(workers={"p0": welcome("p0", Role.PREFILL), "d0": welcome("d0", Role.DECODE)})
+    rng = Random(3)
+    at_s = 0.0
+    for i in range(60):
+        num_tokens, num_cached = rng.randrange(300, 1500), rng.randrange(0, 200)
+        chunks = -(-(num_tokens - num_cached) // LIMITS.chunk_tokens)
+        seconds = PREFILL.seconds(num_tokens, num_cached) + (chunks - 1) * PREFILL.fixed_s
+        attempt = Attempt(f"{i}.0", num_tokens, True, "p0", at_s, "d0", num_cached)
+        attempt.started_s = at_s + 2 * LATENCY_S
+        attempt.done_s = attempt.started_s + seconds * (slower if i % 2 else 1.0)
+        attempt.ready_s = attempt.done_s + PULL_S
+        told.attempts[attempt.seq_id] = attempt
+        if i % 2:
+            for other in range(num_others):
+                told.steps.setdefault(f"o{other}", []).extend(
+                    busy_step(name, stamp_s, last=stamp_s == attempt.done_s)
+                    for name, stamp_s in (("x", attempt.started_s), ("x", attempt.done_s))
+                )
+        at_s = attempt.done_s + 0.5
+    told.steps |= {} if num_others else {"d0": decode_steps(rng)}
+    return told
+
+
+def busy_step(name: str, at_s: float, *, last: bool) -> DecodeStep:
+    return DecodeStep(at_s, {name: 1}, {name} if last else set())
+
+
+def decode_steps(rng: Random) -> list[DecodeStep]:
+    steps, at_s = [], 0.0
+    for _ in range(40):
+        rows = {str(i): rng.randrange(20, 900) for i in range(rng.randrange(1, 6))}
+        for i in range(20):
+            rows = {name: length + 1 for name, length in rows.items()}
+            at_s += DECODE.seconds(len(rows), sum(rows.values()))
+            steps.append(DecodeStep(at_s, rows, set(rows) if i == 19 else set()))
+        at_s += 0.3
+    return steps
+
+
+def test_a_fit_finds_what_steps_messages_and_pulls_take():
+    fitted = fit([told_of()], LIMITS, name="found")
+    found = fitted.hardware
+    assert fitted.latency_s == pytest.approx(LATENCY_S)
+    assert found.pull.seconds(9, 9000) == pytest.approx(PULL_S)
+    assert found.prefill.seconds(900) == pytest.approx(PREFILL.seconds(900), rel=0.01)
+    assert found.prefill.square_s == pytest.approx(PREFILL.square_s, rel=0.02)
+    assert found.decode.seconds(1, 100) == pytest.approx(DECODE.seconds(1, 100), rel=0.01)
+    assert found.decode.context_s == pytest.approx(DECODE.context_s, rel=0.02)
+    assert found.cores is None
+
+
+@pytest.mark.parametrize(("num_others", "slower"), [(1, 1.0), (2, 1.5), (3, 2.0)])
+def test_a_fit_knows_what_steps_would_take_without_others_on_their_cores(num_others, slower):
+    told = told_of(num_others=num_others, slower=slower)
+    told.steps["d0"] = decode_steps(Random(4))
+    after_s = told.attempts["59.0"].done_s + 1  # nobody is beside these
+    for step in told.steps["d0"]:
+        step.at_s += after_s
+    fitted = fit([told], LIMITS, name="found", cores=2)
+    found = fitted.hardware
+    assert found.prefill.seconds(900) == pytest.approx(PREFILL.seconds(900), rel=0.02)
+    assert min(fitted.chances.prefill) == pytest.approx(max(fitted.chances.prefill), rel=0.1)
+    assert (found.cores, found.gateway_load) == (2, 0.0)
+
+
+def test_what_the_gateway_computes_is_laid_upon_the_time_in_which_workers_decoded():
+    told = told_of()
+    after_s = told.attempts["59.0"].done_s + 1  # nobody is beside these
+    for step in told.steps["d0"]:
+        step.at_s += after_s
+    alone = fit([told], LIMITS, name="found", cores=1).hardware
+    told.gateway_cpu_s = sum(run[-1].at_s - run[0].at_s for run in _runs(told.steps["d0"])) / 4
+    found = fit([told], LIMITS, name="found", cores=1).hardware
+    assert found.gateway_load == pytest.approx(0.25)
+    assert found.decode.seconds(3, 900) == pytest.approx(alone.decode.seconds(3, 900) / 1.25)
+    assert found.prefill == alone.prefill
+
+
+def test_a_decode_step_beside_a_prompt_of_the_same_worker_says_nothing_of_decoding():
+    told = told_of()
+    clean = fit([told], LIMITS, name="found").hardware
+    steps = told.steps["d0"]
+    local = Attempt("local.0", 500, False, "d0", steps[100].at_s)
+    local.started_s, local.done_s = steps[100].at_s, steps[101].at_s + 5
+    for step in steps[101:]:
+        step.at_s += 5
+    told.attempts["local.0"] = local
+    found = fit([told], LIMITS, name="found").hardware
+    assert found.prefill.seconds(900) == pytest.approx(clean.prefill.seconds(900))
+    assert found.decode.seconds(3, 900) == pytest.approx(clean.decode.seconds(3, 900), rel=0.01)
+
+
+def test_a_step_that_was_interrupted_does_not_change_what_others_take():
+    told = told_of()
+    interrupted = told.attempts["7.0"]
+    interrupted.done_s += 0.2
+    told.attempts["8.0"].sent_s += 0.2
+    found = fit([told], LIMITS, name="found").hardware
+    ratio = found.prefill.seconds(1000) / PREFILL.seconds(1000)
+    assert 1.0 < ratio < 1.1  # but for its share of all the time that there was
+
+
+def test_recordings_that_say_too_little_are_refused():
+    with pytest.raises(NotEnough, match="no worker"):
+        fit([], LIMITS, name="found")
+    with pytest.raises(NotEnough, match="prompts"):
+        fit([told_by(recording())], LIMITS, name="found")
+
+
+class Crowded:
+    """Workers on two cores, whose steps begin when they are told to; `ends_s` is when they end."""
+
+    def __init__(self, chances: Chances = NO_CHANCES, **shared: float) -> None:
+        self.future = Future()
+        self.crowd = Crowd(replace(HARDWARE, **shared), self.future, chances)
+        self.ends_s: dict[str, float] = {}
+        self.all_ends_s: list[float] = []
+
+    def run(self, *steps: tuple[float, str, StepPrice, float]) -> dict[str, float]:
+        """Steps are: from when, whose, which, and how much work."""
+        for step in steps:
+            self.future.plan(step[0], Rank.MESSAGE, self._begin, step)
+        while self.future.step():
+            pass
+        return self.ends_s
+
+    def _begin(self, step: tuple[float, str, StepPrice, float]) -> None:
+        _, name, price, seconds = step
+        self.crowd.begin(name, price, seconds, lambda: self._end(name))
+
+    def _end(self, name: str) -> None:
+        self.ends_s[name] = self.future.now_s
+        self.all_ends_s.append(self.future.now_s)
+
+
+CHUNK, STEP = StepPrice(num_new=9), StepPrice(num_rows=1)
+
+
+def test_workers_share_cores_from_the_moment_on_at_which_there_are_too_few():
+    crowded = Crowded(cores=2)
+    ends_s = crowded.run((0.0, "a", CHUNK, 1.0), (0.0, "b", STEP, 2.0), (0.5, "c", CHUNK, 1.0))
+    # three on two cores from 0.5 on: a is done first, then the other two have a core each
+    assert ends_s == pytest.approx({"a": 1.25, "c": 1.75, "b": 2.25})
+
+
+def test_workers_with_cores_of_their_own_do_not_know_of_each_other():
+    ends_s = Crowded().run(*((0.0, name, CHUNK, 1.0) for name in "abc"))
+    assert ends_s == {"a": 1.0, "b": 1.0, "c": 1.0}
+
+
+def test_a_worker_that_decodes_keeps_the_gateway_busy():
+    ends_s = Crowded(cores=2, gateway_load=0.5).run((0.0, "a", STEP, 1.0), (0.0, "b", CHUNK, 1.0))
+    assert ends_s == {"a": pytest.approx(1.25), "b": pytest.approx(1.25)}
+
+
+def test_cores_do_as_much_work_however_steps_are_mixed():
+    rng = Random(5)
+    steps = [(rng.random(), str(i), CHUNK, 1 + rng.random()) for i in range(9)]
+    ends_s = Crowded(cores=2).run(*steps)
+    began_s = sorted(at_s for at_s, *_ in steps)
+    # one core until the second comes, both until but one is done, and one again
+    last, but_one = sorted(ends_s.values(), reverse=True)[:2]
+    cores_s = 2 * (but_one - began_s[1]) + (began_s[1] - began_s[0]) + (last - but_one)
+    assert cores_s == pytest.approx(sum(seconds for *_, seconds in steps))
+
+
+def test_how_uneven_steps_are_is_drawn_by_their_kind():
+    chances = Chances(prefill=(3.0,), decode=(0.5,))
+    ends_s = Crowded(chances).run((0.0, "a", CHUNK, 1.0), (0.0, "b", STEP, 1.0))
+    assert ends_s == {"a": 3.0, "b": 0.5}
+
+
+def test_steps_that_followed_each_other_are_drawn_together():
+    late_and_early = (1.9, 0.1) * 50  # frames that come in pairs
+    crowded = Crowded(Chances(decode=late_and_early))
+    steps = [(10.0 * i, f"{i}", STEP, 1.0) for i in range(2000)]
+    ends_s = crowded.run(*((at_s, "a", step, work_s) for at_s, _, step, work_s in steps))
+    assert ends_s.keys() == {"a"}
+    took_s = [end_s - step[0] for step, end_s in zip(steps, crowded.all_ends_s, strict=True)]
+    alike = sum(a == pytest.approx(b) for a, b in pairwise(took_s))
+    assert alike < 2000 / 16  # half of those that were drawn anew
+    assert sum(took_s) / 2000 == pytest.approx(1.0, abs=0.05)
+
+
+# ---------------------------------------------------------------- loads and figures
+
+
+def test_loads_are_what_they_are_said_to_be():
+    load = Load(5.0, 400, input_tokens=300, output_tokens=32, share_with_prefix=0.25)
+    ids = count()
+    trace, again = made(load, Random(1), ids), made(load, Random(1), ids)
+    assert len(trace.requests) == 400
+    assert trace.duration_s == pytest.approx(80.0, rel=0.15)
+    shapes = [
+        [(r.arrived_s, r.input_len, r.output_len) for r in t.requests] for t in (trace, again)
+    ]
+    assert shapes[0] == shapes[1]
+    blocks = [{i for r in t.requests for i in r.block_ids} for t in (trace, again)]
+    assert not blocks[0] & blocks[1]  # nothing of the one is cached for the other
+    firsts = [r.block_ids[0] for r in trace.requests]
+    assert 0.15 < sum(firsts.count(i) > 1 for i in firsts) / len(firsts) < 0.35
+    for one in trace.requests:
+        assert len(one.block_ids) == -(-one.input_len // trace.block_tokens)
+
+
+def test_figures_tell_both_sides_and_how_far_off_the_simulated_one_is():
+    measured = [{"ttft": [1.0, 3.0], "tpot": [0.1]}, {"ttft": [2.0, 4.0], "tpot": [0.3]}]
+    simulated = [{"ttft": [ttft_s], "tpot": [0.22]} for ttft_s in (1.0, 2.0, 9.0)]
+    compared = Compared((1, 1), Fitted(HARDWARE, 0.0), measured, simulated)
+    values = {result.name: result.value for result in results_of(compared)}
+    assert values["validation/1+1/ttft_mean/measured"] == pytest.approx(2500)
+    assert values["validation/1+1/ttft_mean/simulated"] == pytest.approx(2000)
+    assert values["validation/1+1/ttft_mean"] == pytest.approx(0.2)
+    assert values["validation/1+1/tpot_p99"] == pytest.approx(0.1)
+    # 2 s and 3 s: the one is a third less than the other, which is half as much again
+    assert values["validation/1+1/ttft_mean/spread"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert goal_of("validation/1+1/ttft_mean") == 0.10
+    assert goal_of("validation/2+2/tpot_p99") == 0.20
+    assert goal_of("validation/2+2/tpot_p50") is None
+
+
+def test_splits_are_read_or_refused():
+    assert splits_of("1+1,2+3") == ((1, 1), (2, 3))
+    for text in ("", "1", "1+0", "1+1+1", "a+b"):
+        with pytest.raises(ConfigError, match="splits"):
+            splits_of(text)

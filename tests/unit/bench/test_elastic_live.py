@@ -1,0 +1,90 @@
+"""`bench elastic-live`: its load, its orders, and what its runs come to."""
+
+import pytest
+
+from bench.client.answers import Answer, Failure
+from bench.client.load import Outcome
+from bench.elastic_live.plan import (
+    LOAD,
+    MAX_RUNNING,
+    READING,
+    SLACK,
+    WRITING,
+    LivePlan,
+    LiveRun,
+    Pace,
+    answered_per_s,
+    load_of,
+    name_of,
+    order_of,
+    quick,
+    results,
+)
+
+PLAN = LivePlan("88m", 3, (1, 2), num_phases=4, phase_s=10.0, num_repeats=2)
+PACE = Pace(2, one={READING: 2.0, WRITING: 4.0}, most={READING: 8.0, WRITING: 8.0})
+REFUSED = Failure("http_429", "later")
+
+
+def answer(ttft_s):
+    return Answer(0.0, (ttft_s, ttft_s + 0.01), 2, None, None, {})
+
+
+def run(setting, repeat, *found, num_flips=0):
+    outcomes = tuple(Outcome(0.0, None, result) for result in found)
+    return LiveRun(setting, repeat, outcomes, num_flips)
+
+
+def test_the_load_turns_and_is_less_than_what_all_but_one_answer():
+    load = list(load_of(PLAN, PACE, 0))
+    for phase, mix in enumerate((READING, WRITING, READING, WRITING)):
+        due = [(s, one) for s, one in load if phase * 10.0 <= s < (phase + 1) * 10.0]
+        assert {one for _, one in due} == {mix}
+        assert len(due) == pytest.approx(10 * PACE.rate_per_s(mix), rel=0.5)
+    assert PACE.rate_per_s(READING) == PACE.rate_per_s(WRITING) == pytest.approx(LOAD * 8.0)
+    assert load == sorted(load, key=lambda each: each[0])
+
+
+def test_bounds_are_a_multiple_of_what_requests_took_of_busy_workers():
+    assert PACE.slo.ttft_s == pytest.approx(SLACK * 2 / 8.0)
+    assert PACE.slo.tpot_s == pytest.approx(SLACK * 2 * MAX_RUNNING / (8.0 * WRITING.output_len))
+
+
+def test_of_an_answer_at_the_edge_of_the_window_that_share_counts_that_came_in_it():
+    inside, across, outside = (
+        Answer(0.0, times_s, 4, None, None, {})
+        for times_s in ((1.0, 1.5, 2.0, 2.9), (2.0, 2.5, 3.0, 3.5), (3.0, 3.1, 3.2, 3.3))
+    )
+    assert answered_per_s([inside, across, outside], 1.0, 3.0) == pytest.approx(1.5 / 2)
+
+
+def test_all_settings_of_a_repetition_have_the_same_load_and_another_one_another():
+    assert list(load_of(PLAN, PACE, 0)) == list(load_of(PLAN, PACE, 0))
+    assert list(load_of(PLAN, PACE, 0)) != list(load_of(PLAN, PACE, 1))
+    for repeat in range(3):
+        assert sorted(order_of(PLAN, repeat), key=str) == [1, 2, None]
+    assert [name_of(PLAN, s) for s in PLAN.settings] == ["fixed_1+2", "fixed_2+1", "planner"]
+
+
+def test_the_ratio_is_to_the_best_split_of_the_same_repetition():
+    good, late = answer(0.5), answer(1.5)
+    runs = [
+        run(1, 0, good, late, REFUSED, good),
+        run(2, 0, good, late, late, late),
+        run(None, 0, good, good, good, late, num_flips=3),
+        run(1, 1, good, late),
+        run(2, 1, good, good),
+        run(None, 1, good, Failure("truncated", ""), num_flips=1),
+    ]
+    found = {result.name: result for result in results(PLAN, PACE, runs)}
+    assert found["ratio"].runs == (1.5, 0.5)
+    assert found["goodput/best_fixed"].runs == (2 / 40, 2 / 40)
+    assert found["attainment/planner"].runs == (0.75, 0.5)
+    assert found["flips"].runs == (3, 1)
+    assert (found["scaling/reading"].value, found["scaling/writing"].value) == (4.0, 2.0)
+    assert (found["refused"].runs, found["lost"].runs) == ((1, 0), (0, 1))
+
+
+def test_quick_is_one_turn_against_one_split():
+    brief = quick(PLAN)
+    assert (brief.num_phases, list(brief.settings), brief.num_repeats) == (2, [1, None], 1)

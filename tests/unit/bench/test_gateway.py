@@ -1,0 +1,107 @@
+"""What measured streams of servers come to, and what a report warns of."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.gateway.plan import BARE, OURS, WRITES, body_of, order_of, plan_of, quick
+from bench.gateway.results import Measured, Run, results, warnings
+from engine.errors import ConfigError
+
+PLAN = plan_of(prompt_words=3, num_tokens=100, num_repeats=2, peers=["fastapi=/a/python"], seed=1)
+LOADS = (PLAN.serial, *PLAN.loads)
+CPU_S = {OURS: 2.0, BARE: 1.0, WRITES: 0.5, "fastapi": 4.0}
+TTFT_S = {OURS: 0.0005, BARE: 0.0001, WRITES: 0.0001, "fastapi": 0.0009}
+
+
+def run(server, load, repeat=0, **rest):
+    ttft_s = TTFT_S[server] + 0.0001 * repeat
+    figures = {
+        "cpu_s": CPU_S[server],
+        "client_cpu_s": 0.1,
+        "wall_s": 10.0,
+        "num_events": load.total_tokens,
+        "ttft_s": (ttft_s,) * 3,
+        "gaps_s": (load.pace_s,) * 3,
+    }
+    return Run(server, load, repeat, **{**figures, **rest})
+
+
+def measured(**rest):
+    runs = [run(s, load, i) for s in PLAN.servers for load in LOADS for i in range(2)]
+    return Measured(tuple(runs), **rest)
+
+
+def by_name(of):
+    return {result.name: result for result in results(PLAN, of)}
+
+
+def test_tokens_are_held_against_peers_and_the_writes_alone():
+    speed = by_name(measured())["gateway/tok_per_cpu_s"]
+    assert speed.value == 2 * 64 * 100 / 2.0
+    assert speed.of_limit == 0.25
+    assert {name: peer.ratio for name, peer in speed.peers.items()} == {BARE: 0.5, "fastapi": 2.0}
+
+
+def test_what_is_added_to_a_first_token_is_beyond_the_bare_server_in_the_same_repetition():
+    added = by_name(measured())["gateway/added_ttft_ms"]
+    assert added.runs == pytest.approx((0.4, 0.4))
+    assert added.peers["fastapi"].ratio == pytest.approx(0.5)
+    assert BARE not in added.peers
+
+
+def test_every_load_has_its_percentiles():
+    found = by_name(measured(background=(0.01, 0.02)))
+    assert found["gateway/itl_p99/64"].value == pytest.approx(10)
+    assert found["gateway/itl_p99/512"].value == pytest.approx(50)
+    assert found["gateway/ttft_p99/512"].peers[BARE].ratio == pytest.approx(55 / 15)
+    assert found["background/cpu"].runs == (1, 2)
+
+
+def test_a_clean_measurement_warns_of_nothing():
+    assert warnings(PLAN, measured()) == []
+
+
+@pytest.mark.parametrize(
+    ("rest", "told"),
+    [
+        ({"num_events": 3}, "baton sent fewer events than tokens at 64"),
+        ({"client_cpu_s": 8.0}, "the client used 80% of a core for baton at 64"),
+        ({"cpu_s": 9.9}, "baton was saturated at 64"),
+    ],
+)
+def test_what_spoils_a_measurement_is_told(rest, told):
+    spoilt = [run(OURS, PLAN.loads[0], **rest)]
+    [line] = warnings(PLAN, Measured(tuple(spoilt)))
+    assert line.startswith(told)
+
+
+def test_a_busy_machine_is_told():
+    [line] = warnings(PLAN, measured(background=(0.2,)))
+    assert line == "other processes used up to 20% of the CPU"
+
+
+def test_servers_come_in_another_order_in_each_repetition_and_in_the_same_for_a_seed():
+    orders = [order_of(PLAN, repeat) for repeat in range(10)]
+    assert all(sorted(order) == sorted(PLAN.servers) for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+    assert orders == [order_of(replace(PLAN), repeat) for repeat in range(10)]
+
+
+def test_a_request_tells_each_server_its_pace_in_the_way_it_knows():
+    body = body_of(PLAN, PLAN.loads[1])
+    assert (body["user"], body["top_k"], body["max_tokens"]) == ("0.05", 5, 25)
+    assert body["messages"][0]["content"].split() == ["word"] * 3
+
+
+def test_a_quick_plan_asks_everything_once():
+    plan = quick(PLAN)
+    assert plan.num_repeats == 1
+    assert [load.num_streams for load in plan.loads] == [64, 512]
+    assert sum(load.total_tokens for load in plan.loads) < 10_000
+
+
+@pytest.mark.parametrize("option", ["fastapi", "nginx=/usr/bin/nginx", "=x"])
+def test_only_known_peers_can_be_named(option):
+    with pytest.raises(ConfigError, match="is not NAME=PYTHON"):
+        plan_of(prompt_words=1, num_tokens=2, num_repeats=1, peers=[option], seed=0)

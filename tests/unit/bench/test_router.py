@@ -1,0 +1,134 @@
+"""`baton bench router`: its plan, its figures, and the peer it is held against."""
+
+import io
+import random
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.common.report import Hardware, Report, from_json, to_json
+from bench.router.cli import panels, print_router
+from bench.router.peer import BitmaskRouter
+from bench.router.plan import BLOCK_SIZE, COSTS, PROMPT_BLOCKS, Case, RouterPlan, check
+from bench.router.results import PEER, is_met, results, warnings
+from bench.router.run import Measured, World, measure, measure_ingest
+from engine.errors import ConfigError
+
+MAIN = Measured(
+    Case(1000, 10**6),
+    ours=[(4e-6,) * 100, (5e-6,) * 100, (8e-6,) * 99 + (60e-6,)],
+    requests=[(20e-6,) * 100] * 3,
+    peer=[(10e-6,) * 100] * 3,
+    bytes_per_block=34.0,
+    background=[0.0, 0.01],
+)
+OTHER = Measured(
+    Case(10_000, 10**7), ours=[(8e-6,) * 10], requests=[(9e-6,) * 10], bytes_per_block=40.0
+)
+INGEST = ((4e6, 6e6, 5e6), (1e6,))
+
+
+def by_name():
+    return {result.name: result for result in results([MAIN, OTHER], INGEST)}
+
+
+def test_decisions_stand_beside_the_peer_and_the_goal():
+    found = by_name()["decisions/1000"]
+    assert (found.value, found.unit) == (pytest.approx(200e3), "1/s")
+    assert found.peers[PEER].ratio == pytest.approx(2)
+    assert is_met(found)
+    assert by_name()["decisions/10000/1e7"].peers == {}
+    assert is_met(by_name()["decisions/10000/1e7"]) is None
+
+
+def test_requests_have_in_them_what_the_router_does_beside_deciding():
+    assert by_name()["requests/1000"].value == pytest.approx(50e3)
+
+
+def test_latencies_are_percentiles_of_single_decisions():
+    found = by_name()
+    assert found["latency_p50/1000"].runs == pytest.approx((4, 5, 8))
+    assert found["latency_p99/1000"].value == pytest.approx(5)
+    assert max(found["latency_p999/1000"].runs) > 50
+    assert is_met(found["latency_p99/1000"])
+
+
+def test_ingest_and_memory_are_told_at_a_million_blocks():
+    found = by_name()
+    assert (found["ingest"].value, found["ingest"].peers[PEER].ratio) == (5e6, 5)
+    assert found["bytes_per_block"].runs == (34.0,)
+    assert is_met(found["bytes_per_block"])
+
+
+def test_a_busy_machine_is_warned_of():
+    assert warnings([MAIN]) == []
+    [line] = warnings([Measured(Case(10, 100), background=[0.4])])
+    assert "40%" in line
+
+
+def test_people_and_programs_read_the_same_report():
+    hardware = Hardware(cpu="a cpu", num_cores=2, memory_bytes=None, gpus=(), python="3.11")
+    report = Report("router", "abc", hardware, 0, {}, results([MAIN, OTHER], INGEST))
+    assert from_json(to_json(report)) == report
+    out = io.StringIO()
+    print_router(Console(file=out, width=80), report, title="t")
+    line = next(line for line in out.getvalue().splitlines() if "decisions/1000 " in line)
+    assert line.split() == [
+        *("decisions/1000", "200k", "117k", "250k", "1/s"),
+        *("150k", "yes", "100k", "2.00"),
+    ]
+    assert panels(report)["decisions, 1/s"].keys() == {"1000", "10000/1e7"}
+
+
+def test_what_cannot_be_done_is_refused_by_name():
+    with pytest.raises(ConfigError, match="--workers"):
+        check(RouterPlan((Case(5, 1000),), 1))
+    with pytest.raises(ConfigError, match="--blocks"):
+        check(RouterPlan((Case(10, 5),), 1))
+    answer = CliRunner().invoke(app, ["router", "--cases", "many"])
+    assert answer.exit_code == 1
+    assert "--cases" in answer.output
+
+
+def test_prompts_are_as_long_as_planned_and_begin_with_a_chain():
+    world = World(Case(10, 240), random.Random(0))
+    chains = {h for number in range(10) for h in world.chain(number)}
+    for prompt in world.prompts(20):
+        hashes = prompt.hashes()
+        assert len(hashes) == PROMPT_BLOCKS
+        assert (prompt.num_tokens - 1) // BLOCK_SIZE == PROMPT_BLOCKS
+        cached = [h in chains for h in hashes]
+        assert cached == sorted(cached, reverse=True)
+
+
+def test_a_small_run_measures_both(monkeypatch):
+    plan = RouterPlan((Case(16, 480),), num_repeats=2, num_decisions=20)
+    [measured] = measure(plan)
+    assert [len(run) for run in (*measured.ours, *measured.peer)] == [20] * 4
+    assert measured.bytes_per_block > 16
+    monkeypatch.setattr("bench.router.run.INGEST_BLOCKS", 480)
+    ours, theirs = measure_ingest(plan)
+    assert len(ours) == len(theirs) == 2
+    assert min(*ours, *theirs) > 0
+
+
+def test_the_peer_prefers_a_holder_until_another_is_sooner_and_spreads_decoding():
+    peer = BitmaskRouter([True, True, False, False], 1000, COSTS)
+    blocks = World(Case(10, 240), random.Random(0)).chain(0)[:PROMPT_BLOCKS]
+    peer.stored(1, blocks)
+    ask = {"num_tokens": PROMPT_BLOCKS * BLOCK_SIZE + 1, "end_tokens": 7000}
+    placed = [peer.decide(i, blocks, now_s=0.0, **ask) for i in range(40)]
+    assert {decode for _, decode in placed[:2]} == {2, 3}
+    assert placed[0][0] == 1
+    assert {prefill for prefill, _ in placed} == {0, 1}
+
+
+def test_the_peer_has_no_more_room_than_there_is():
+    peer = BitmaskRouter([True, False], 2, COSTS)
+    ask = {"num_tokens": 600, "end_tokens": 1000, "now_s": 0.0}
+    assert peer.decide(1, [], **ask) == (0, 1)
+    assert peer.decide(2, [], **ask) is None
+    peer.release(1)
+    assert peer.decide(2, [], **ask) == (0, 1)

@@ -1,0 +1,413 @@
+import io
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.common.report import Hardware, Report, from_json, to_json
+from bench.speculate.plan import (
+    CALIBRATED_LENS,
+    GOALS,
+    Kind,
+    SpeculatePlan,
+    Workload,
+    cells_of,
+    check,
+    config_of,
+    order_of,
+    prompts_for,
+    quick,
+    rounds_of,
+    setups_of,
+)
+from bench.speculate.prompts import (
+    FEWEST_REPEATED,
+    NUM_CHOICES,
+    edited,
+    identity_asks,
+    random_prompts,
+    repeating_asks,
+    until_end,
+)
+from bench.speculate.results import (
+    Key,
+    Measured,
+    Passes,
+    Run,
+    acceptance_by_place,
+    expected_tokens,
+    expected_total,
+    is_same,
+    joined,
+    mean_acceptance,
+    predicted_speedup,
+    results,
+    warnings,
+)
+from bench.speculate.tables import print_speculation
+from engine.config import Speculate, WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+FEW = settings(max_examples=20)  # a unit test has 50 ms
+PLAN = SpeculatePlan(
+    shape="tiny",
+    setups=("bundled", "shape", "bad"),
+    weights=WeightFormat.INT8,
+    num_threads=2,
+    batches=(1, 8, 32),
+    num_tokens=64,
+    num_identity=200,
+    num_repeats=5,
+)
+PASSES = Passes(
+    plain_s=1.0,
+    verify_s=[1.0 + 0.05 * num for num in CALIBRATED_LENS],
+    draft_s=[0.1 * num for num in CALIBRATED_LENS],
+)
+
+
+def run_of(*, seconds=1.0, steps=((1.0, 1, 0, 0),), drafts=((0, 0, 1),), answers=((7, 8),)):
+    """A run whose tokens follow from its drafts."""
+    return Run(
+        seconds=seconds,
+        outside_s=seconds / 10,
+        num_tokens=sum(rows * (accepted + 1) for _, accepted, rows in drafts),
+        steps=[*steps],
+        drafts=[*drafts],
+        answers=[[*answer] for answer in answers],
+    )
+
+
+def drafting_run(drafted, kept, *, seconds):
+    """Rows of their own, each with such a draft, of which so many tokens were kept."""
+    return run_of(
+        seconds=seconds,
+        steps=[(seconds / len(kept), 1, drafted, drafted)] * len(kept),
+        drafts=[(drafted, accepted, 1) for accepted in kept],
+    )
+
+
+# The plan
+
+
+def test_every_setup_is_asked_what_its_models_can_show():
+    cells = {s.name: [c.thing for c in cells_of(PLAN, s)[::3]] for s in setups_of(PLAN)}
+    assert cells == {
+        "bundled": ["bundled_text", "bundled_text_sampled", "bundled_repeat"],
+        "tiny": ["tiny_random", "tiny_random_sampled", "tiny_repeat"],
+        "tiny_bad": ["tiny_bad_random"],
+    }
+    *_, bad = setups_of(PLAN)
+    assert Speculate.NGRAM not in bad.modes
+    assert Speculate.OFF in bad.modes
+
+
+def test_setups_can_be_left_out():
+    assert [s.name for s in setups_of(replace(PLAN, setups=("bad", "bundled")))] == [
+        "bundled",
+        "tiny_bad",
+    ]
+
+
+def test_a_quick_plan_is_smaller_and_shows_all_that_is_promised_of_speed():
+    small = quick(PLAN)
+    assert small.num_repeats == 1
+    assert small.num_tokens < PLAN.num_tokens
+    assert small.num_identity < PLAN.num_identity
+    assert small.num_prompts < PLAN.num_prompts
+    assert [[c.thing for c in cells_of(small, s)[::3]] for s in setups_of(small)] == [
+        ["bundled_text", "bundled_repeat"],
+        ["tiny_random", "tiny_repeat"],
+    ]
+    assert config_of(small)["quick"] is True
+    assert quick(replace(PLAN, setups=("bad",))).setups == ("bad",)
+
+
+def test_rounds_and_repetitions_have_prompts_of_their_own():
+    cell = cells_of(PLAN, setups_of(PLAN)[0])[0]
+    assert cell.batch == 1
+    found = [
+        prompts_for(cell, 32, repeat=repeat, round_=round_)
+        for repeat in range(2)
+        for round_ in range(rounds_of(PLAN, cell))
+    ]
+    assert sorted(found) == [[i] for i in range(8)]
+
+
+def test_a_batch_larger_than_the_prompts_has_some_of_them_twice():
+    cell = replace(cells_of(PLAN, setups_of(PLAN)[0])[0], batch=5)
+    assert prompts_for(cell, 3, repeat=0, round_=0) == [0, 1, 2, 0, 1]
+
+
+def test_modes_turn_round_with_each_repetition():
+    modes = [*Speculate]
+    assert order_of(modes, 0) == modes
+    assert order_of(modes, 1) == modes[::-1]
+
+
+def test_kv_suits_the_weights():
+    assert PLAN.kv_format is KVFormat.INT8
+    assert replace(PLAN, weights=WeightFormat.FP32).kv_format is KVFormat.FP32
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shape": "9b"}, "9b"),
+        ({"setups": ("both",)}, "--setups must be out of bundled, shape, bad: both"),
+        ({"setups": ()}, "none given"),
+        ({"batches": (1, 0)}, "--batches must be positive"),
+        ({"weights": WeightFormat.FP8}, "not fp8"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(change, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(PLAN, **change))
+
+
+# Prompts
+
+
+def test_random_prompts_are_a_function_of_the_seed_and_begin_apart():
+    prompts = random_prompts(100, 32, 0)
+    assert prompts == random_prompts(100, 32, 0) != random_prompts(100, 32, 1)
+    assert len({prompt[0] for prompt in prompts}) == len(prompts)
+
+
+def test_a_repeating_prompt_holds_an_earlier_answer_and_asks_for_no_more_than_it():
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    answers = [[*range(20, 60)], [*range(20, 40), 0, *range(60, 80)], [0] * 40]
+    first, second = repeating_asks(prompts, answers, end_token_ids=(9, 0), num_tokens=30, seed=0)
+    assert first.prompt[:2] == first.prompt[-2:] == [1, 2]
+    assert first.prompt[-3] == 0
+    assert len(first.prompt) == 2 + 40 + 1 + 2
+    assert first.num_tokens == 30
+    assert second.num_tokens == 20  # it ends there; the third is shorter than is worth it
+    assert second.num_tokens >= FEWEST_REPEATED
+
+
+@FEW
+@given(st.lists(st.integers(0, 5)), st.sets(st.integers(0, 5)))
+def test_an_answer_ends_before_the_first_token_that_ends_it(answer, ends):
+    found = until_end(answer, tuple(ends))
+    assert answer[: len(found)] == found
+    assert not ends & {*found}
+    assert len(found) == len(answer) or answer[len(found)] in ends
+
+
+def test_an_earlier_version_differs_in_a_few_tokens():
+    answer = [7] * 1600
+    found = edited(answer, [8, 9], Random(0))
+    assert len(found) == len(answer)
+    assert 60 < sum(token != 7 for token in found) < 140
+
+
+def test_requests_to_compare_are_of_all_kinds():
+    asks = identity_asks([[1, 2, 3]], 200, end_token_ids=(0, 1), seed=0)
+    assert len(asks) == 200
+    assert asks == identity_asks([[1, 2, 3]], 200, end_token_ids=(0, 1), seed=0)
+    samplings = [ask.sampling for ask in asks]
+    for has in (
+        lambda s: s.temperature == 0,
+        lambda s: s.temperature == 1,
+        lambda s: s.top_p < 1,
+        lambda s: s.top_k > 0,
+        lambda s: s.min_p > 0,
+        lambda s: s.repetition_penalty > 1,
+        lambda s: s.presence_penalty > 0,
+        lambda s: s.frequency_penalty > 0,
+        lambda s: s.logit_bias,
+        lambda s: s.grammar is not None,
+    ):
+        assert 5 < sum(map(bool, map(has, samplings))) < 195
+    assert any(ask.min_tokens for ask in asks)
+    seeds = [sampling.seed for sampling in samplings]
+    assert sum(b == a + 1 for a, b in pairwise(seeds)) > NUM_CHOICES
+
+
+# What is measured and what is expected
+
+
+def test_the_mean_acceptance_counts_tokens_behind_accepted_ones_only():
+    assert mean_acceptance([(4, 1, 1)]) == 1 / 2  # the second was refused, the rest not tried
+    assert mean_acceptance([(2, 2, 3)]) == 1
+    assert mean_acceptance([(0, 0, 9)]) is None
+
+
+def test_a_place_is_accepted_if_all_up_to_it_were():
+    assert acceptance_by_place([(2, 2, 1), (2, 0, 1), (1, 1, 2)]) == [(3 / 4, 4), (1 / 2, 2)]
+
+
+@FEW
+@given(st.floats(0, 0.99), st.integers(0, 8))
+def test_expected_tokens_are_a_geometric_sum(acceptance, drafted):
+    assert expected_tokens(acceptance, drafted) == pytest.approx(
+        sum(acceptance**place for place in range(drafted + 1))
+    )
+    assert expected_tokens(1.0, drafted) == drafted + 1
+
+
+def test_where_every_token_has_the_same_chance_the_model_expects_what_is_measured():
+    """Drafts of two, of 27 tokens two in three kept: 9 rows lose the first, 6 the second."""
+    drafts = [(2, 0, 9), (2, 1, 6), (2, 2, 12)]
+    acceptance = mean_acceptance(drafts)
+    assert acceptance == pytest.approx(2 / 3)
+    assert expected_total(drafts, acceptance) == pytest.approx(27 + 6 + 24)
+    for place, (share, _) in enumerate(acceptance_by_place(drafts), start=1):
+        assert share == pytest.approx(acceptance**place)
+
+
+def test_the_predicted_speed_up_is_expected_tokens_over_the_time_of_single_passes():
+    run = drafting_run(2, [2, 2], seconds=9.0)
+    assert predicted_speedup(run, PASSES) == pytest.approx(3 / (1.1 + 0.2))
+    between = drafting_run(3, [3], seconds=9.0)
+    assert predicted_speedup(between, PASSES) == pytest.approx(4 / (1.15 + 0.3))
+
+
+def test_nothing_drafted_is_predicted_to_change_nothing():
+    assert predicted_speedup(run_of(), PASSES) == 1
+
+
+def test_batches_one_after_the_other_are_one_run():
+    both = joined([run_of(seconds=1.0), drafting_run(2, [1], seconds=2.0)])
+    assert both.seconds == 3
+    assert both.num_tokens == 3
+    assert both.num_rows == 2
+    assert both.speed == 1
+
+
+def test_answers_are_compared_as_far_as_both_go():
+    assert is_same([1, 2, 3], [1, 2])
+    assert not is_same([1, 2, 3], [1, 3])
+
+
+# Results
+
+
+def measured_with(seconds):
+    """Three repetitions in which each mode takes so many seconds for the tokens of `off`."""
+    measured = Measured(identical={"int8": 1.0, "fp32": 0.9}, background=[0.01])
+    for setup in setups_of(PLAN):
+        for batch in PLAN.batches:
+            measured.passes[setup.name, batch] = PASSES
+        for cell in cells_of(PLAN, setup):
+            for mode in setup.modes:
+                key = Key(cell.thing, cell.batch, mode)
+                measured.runs[key] = [
+                    run_of(seconds=scale * seconds(cell, mode))
+                    if mode is Speculate.OFF
+                    else drafting_run(2, [0], seconds=scale * seconds(cell, mode))
+                    for scale in (1, 2, 4)
+                ]
+    return measured
+
+
+def by_name(measured):
+    return {result.name: result for result in results(PLAN, measured)}
+
+
+def test_a_promise_is_told_by_the_lowest_of_its_cells():
+    slow = {("tiny_random_sampled", 1): 0.5, ("bundled_text", 8): 0.8, ("tiny_bad_random", 32): 2.0}
+
+    def seconds(cell, mode):
+        return 1.0 if mode is Speculate.OFF else slow.get((cell.thing, cell.batch), 0.25)
+
+    found = by_name(measured_with(seconds))
+    assert found["speedup/draft_b1"].value == pytest.approx(2)
+    assert found["speedup/draft_b8"].value == pytest.approx(1.25)
+    assert found["speedup/ngram_repeat_b1"].value == pytest.approx(4)
+    assert found["speedup/worst"].value == pytest.approx(0.5)
+    assert found["speedup/worst"].of_limit == pytest.approx(0.5 / 0.97)
+    assert {name: found[name].limit for name in GOALS} == GOALS
+    assert found["identical_share"].value == 1
+    assert found["identical_share/fp32"].value == 0.9
+
+
+def test_a_speed_up_is_told_within_each_repetition():
+    found = by_name(measured_with(lambda cell, mode: 1.0 if mode is Speculate.OFF else 0.5))
+    assert found["speedup/tiny_repeat/auto_b8"].runs == (2.0, 2.0, 2.0)
+    assert found["decode/tiny_repeat/auto_b8"].runs == (2.0, 1.0, 0.5)
+    assert "speedup/tiny_repeat/off_b8" not in found
+
+
+def test_acceptance_is_told_by_place_beside_what_is_expected():
+    measured = measured_with(lambda cell, mode: 1.0)
+    for key, runs in measured.runs.items():
+        if (key.thing, key.mode) == ("tiny_random", Speculate.DRAFT):
+            runs[:] = [drafting_run(2, [2, 2, 0], seconds=1.0)]
+            runs *= 3
+    found = by_name(measured)
+    assert found["acceptance/tiny_random_draft_p1"].value == pytest.approx(2 / 3)
+    assert found["acceptance/tiny_random_draft_p2"].value == pytest.approx(2 / 3)
+    assert found["expected_acceptance/tiny_random_draft_p2"].value == pytest.approx((4 / 5) ** 2)
+    assert "acceptance/tiny_random_off_p1" not in found
+
+
+def test_a_plan_of_one_setup_promises_only_what_it_can_show():
+    plan = replace(PLAN, setups=("bad",))
+    names = {result.name for result in results(plan, measured_with(lambda cell, mode: 1.0))}
+    assert "speedup/worst" in names
+    assert "speedup/draft_b1" not in names
+
+
+def test_a_reader_is_warned_of_others_and_of_answers_that_differ():
+    quiet = Measured(background=[0.01], num_compared=4, num_same=4)
+    assert warnings(quiet) == []
+    [busy, differ] = warnings(Measured(background=[0.5], num_compared=4, num_same=3))
+    assert "50%" in busy
+    assert differ.startswith("1 of 4")
+
+
+def report():
+    return Report(
+        bench="speculate",
+        commit="abc",
+        hardware=Hardware("CPU", 2, 2**30, (), "3.11"),
+        seed=0,
+        config=config_of(PLAN),
+        results=results(PLAN, measured_with(lambda c, m: 1.0 if m is Speculate.OFF else 0.5)),
+    )
+
+
+def test_the_report_survives_json():
+    assert from_json(to_json(report())) == report()
+
+
+def test_tables_show_every_cell_what_was_promised_and_what_was_missed():
+    out = io.StringIO()
+    print_speculation(Console(file=out, width=80), report(), title="speculation")
+    text = out.getvalue()
+    for setup in setups_of(PLAN):
+        for cell in cells_of(PLAN, setup):
+            assert cell.thing in text
+    assert "…" not in text
+    assert "identical_share" in text
+    assert "missed" not in text
+
+
+def test_workloads_are_named_by_kind_and_noise():
+    assert Workload(Kind.TEXT).name == "text"
+    assert Workload(Kind.TEXT, 0.7).name == "text_sampled"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--setups", "all"], "--setups must be out of"),
+        (["--shape", "9b"], "9b"),
+        (["--batches", "1,x"], "--batches: '1,x' is not a list of numbers"),
+        (["--weights", "fp8"], "--weights must be fp32, bf16 or int8"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line(arguments, said):
+    result = CliRunner().invoke(app, ["speculate", *arguments])
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

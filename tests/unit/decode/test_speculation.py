@@ -1,0 +1,343 @@
+"""How much is drafted, on machines whose steps have a known cost and drafts of known quality.
+
+The scheduler and its speculator are real; the runner knows the answers and how long each step takes
+on the machine that it plays, disturbances included.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Candidate, Proposer, Speculator
+from engine.config import Speculate
+from engine.messages import GatewayId, Limits, Sampling, SeqId
+from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
+from engine.worker.blocks import BlockPool
+from engine.worker.core import WorkerCore
+from engine.worker.events import Adopted
+from engine.worker.intake import Intake
+from engine.worker.sequence import Sequence
+
+VOCAB_SIZE = 1000
+PROMPT_LEN = 64
+MAX_DRAFT_TOKENS = 8
+MEAN_NOISE = 1 + 0.003 * 3
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Milliseconds."""
+
+    step: float = 1.0
+    row: float = 0.02
+    verifying: float = 0.0
+    drafted: float = 0.03
+    draft_pass: float = 0.1
+    draft_token: float = 0.003
+    read: float = 0.01  # for a thousand tokens
+
+    def target_ms(self, num_rows: int, num_drafted: int, read: float) -> float:
+        fixed = self.step + (self.verifying if num_drafted else 0)
+        return fixed + self.row * num_rows + self.drafted * num_drafted + self.read * read / 1000
+
+    def draft_ms(self, num_passes: int, num_tokens: int) -> float:
+        return self.draft_pass * num_passes + self.draft_token * num_tokens
+
+
+@dataclass(slots=True)
+class Texts:
+    """What each sequence's tokens are. `period` makes them repeat; None is noise."""
+
+    period: int | None = None
+    vocab_size: int = VOCAB_SIZE
+    known: dict[SeqId, list[int]] = field(default_factory=dict)
+
+    def at(self, seq_id: SeqId, position: int) -> int:
+        text = self.known.setdefault(seq_id, [])
+        while len(text) <= position:
+            at = len(text) if self.period is None else len(text) % self.period
+            text.append(random.Random(f"{seq_id} {at}").randrange(self.vocab_size))
+        return text[position]
+
+
+class KnownRunner:
+    """Of the draft model's tokens the share `acceptance` is right."""
+
+    def __init__(self, machine: Machine, texts: Texts, acceptance: float, seed: int) -> None:
+        self.machine = machine
+        self.texts = texts
+        self.acceptance = acceptance
+        self.spent_ms = 0.0
+        self.plain_ms = 0.0  # that these tokens would have taken in steps of one token
+        self.lengths: Counter[int] = Counter()  # of drafts
+        self._rng = random.Random(seed)
+
+    def run(self, plan: BatchPlan) -> BatchResult:
+        results = [self._run_row(row) for row in plan.rows]
+        num_drafted = sum(result.num_drafted for result in results)
+        pairs = list(zip(plan.rows, results, strict=True))
+        read = sum(row.end * (1 + result.num_drafted) for row, result in pairs)
+        target_ms = self._disturb(self.machine.target_ms(len(plan.rows), num_drafted, read))
+        draft_ms = 0.0
+        if any(row.draft_token_ids for row in plan.rows):
+            passes = max(1, *(row.num_to_draft for row in plan.rows), 0)
+            unseen = sum(len(row.draft_token_ids) for row in plan.rows)
+            drafted = sum(max(row.num_to_draft - 1, 0) for row in plan.rows)
+            draft_ms = self._disturb(self.machine.draft_ms(passes, unseen + drafted))
+        self.spent_ms += target_ms + draft_ms
+        num_tokens = sum(len(result.token_ids) for result in results)
+        plain_ms = self.machine.target_ms(len(pairs), 0, sum(row.end for row in plan.rows))
+        self.plain_ms += plain_ms * MEAN_NOISE * num_tokens / len(pairs)
+        times = StepTimes(0.0, target_ms * 0.8e-3, target_ms * 0.2e-3, draft_ms * 1e-3)
+        return BatchResult(results, times)
+
+    def _run_row(self, row: Row) -> RowResult:
+        true = [self.texts.at(row.seq_id, row.end + i) for i in range(row.max_drafted + 1)]
+        draft = list(row.draft)
+        for i in range(row.num_to_draft):
+            draft.append(true[i] if self._rng.random() < self.acceptance else VOCAB_SIZE)
+        self.lengths[len(draft)] += 1
+        num_accepted = 0
+        while num_accepted < len(draft) and draft[num_accepted] == true[num_accepted]:
+            num_accepted += 1
+        return RowResult(tuple(true[: num_accepted + 1]), len(draft))
+
+    def _disturb(self, milliseconds: float) -> float:
+        """Steps vary a little, and now and then somebody else has the machine."""
+        noise = self._rng.gauss(1.0, 0.03)
+        return milliseconds * noise * (4.0 if self._rng.random() < 0.003 else 1.0)
+
+
+class Bench:
+    """Sequences without end on one machine."""
+
+    def __init__(
+        self,
+        mode: Speculate,
+        machine: Machine,
+        *,
+        batch: int,
+        acceptance: float = 0.0,
+        texts: Texts | None = None,
+        has_draft_model: bool = True,
+    ) -> None:
+        self.runner = KnownRunner(machine, texts or Texts(), acceptance, seed=batch)
+        speculator = Speculator(
+            mode, max_draft_tokens=MAX_DRAFT_TOKENS, has_draft_model=has_draft_model
+        )
+        pool = BlockPool(batch * 2000)
+        self.decode = DecodeScheduler(
+            pool, intake=Intake(16), max_running=64, speculator=speculator
+        )
+        self.core = WorkerCore([self.decode], pool, 512, observe=speculator.observe)
+        self.batch = batch
+        self.context_len = float(PROMPT_LEN)
+        for i in range(batch):
+            self._adopt(SeqId(f"s{i}"), PROMPT_LEN + 3 * i, pool)
+
+    def _adopt(self, seq_id: SeqId, prompt_len: int, pool: BlockPool) -> None:
+        tokens = [self.runner.texts.at(seq_id, i) for i in range(prompt_len + 1)]
+        seq = Sequence(seq_id, GatewayId("g"), tokens, Sampling(), Limits(10**6), block_size=16)
+        seq.block_table = pool.allocate(seq.num_blocks)
+        seq.advance(prompt_len, pool)
+        self.core.handle(Adopted(seq), 0.0)
+
+    def gain(self, num_steps: int) -> float:
+        """How much faster these steps came to their tokens than plain ones would have."""
+        runner = self.runner
+        num_before = self.decode.counters["step_tokens"]
+        spent_ms, plain_ms = runner.spent_ms, runner.plain_ms
+        runner.lengths.clear()
+        for _ in range(num_steps):
+            plan, _ = self.core.plan(0.0)
+            assert plan is not None
+            self.core.finish(runner.run(plan), 0.0)
+        self.core.validate()
+        num_tokens = self.decode.counters["step_tokens"] - num_before
+        self.context_len += num_tokens / self.batch  # at the end
+        return (runner.plain_ms - plain_ms) / (runner.spent_ms - spent_ms)
+
+
+def best_gain(machine: Machine, acceptance: float, batch: int, context_len: float) -> float:
+    """What the best constant length comes to."""
+    plain_ms = machine.target_ms(batch, 0, batch * context_len)
+    gains = [1.0]
+    for k in range(1, MAX_DRAFT_TOKENS + 1):
+        tokens = sum(acceptance**j for j in range(k + 1))
+        ms = machine.target_ms(batch, batch * k, batch * context_len * (k + 1))
+        ms += machine.draft_ms(k, batch * (k + 0.5))
+        gains.append(tokens * plain_ms / ms)
+    return max(gains)
+
+
+LAPTOP = Machine()
+FULL = Machine(step=1.0, row=0.3, drafted=0.3, draft_token=0.03)  # no token is cheap
+GRAPHED = Machine(verifying=2.0)  # plain steps have a fast path of their own
+DEAR_DRAFT = Machine(draft_pass=0.6)
+
+
+# ---------------------------------------------------------------- never a loss
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize(
+    ("machine", "acceptance"),
+    [(LAPTOP, 0.03), (FULL, 0.1), (GRAPHED, 0.3), (DEAR_DRAFT, 0.35)],
+    ids=["laptop", "full", "graphed", "dear draft"],
+)
+def test_a_poor_draft_costs_less_than_three_percent(machine, acceptance, batch):
+    bench = Bench(Speculate.DRAFT, machine, batch=batch, acceptance=acceptance)
+    assert bench.gain(2000 if batch < 32 else 500) >= 0.97
+
+
+def test_a_fair_draft_costs_nothing_where_a_batch_leaves_no_time_for_it():
+    bench = Bench(Speculate.DRAFT, FULL, batch=32, acceptance=0.6)
+    assert bench.gain(500) >= 0.97
+
+
+@pytest.mark.parametrize("mode", [Speculate.NGRAM, Speculate.AUTO])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_matches_that_mean_nothing_cost_less_than_three_percent(mode, batch):
+    noise = Texts(vocab_size=12)  # so few that runs of two are always found
+    bench = Bench(mode, LAPTOP, batch=batch, acceptance=0.02, texts=noise)
+    assert bench.gain(1000) >= 0.97
+
+
+@pytest.mark.parametrize("mode", [Speculate.OFF, Speculate.NGRAM])
+def test_a_draft_model_that_nobody_asks_costs_less_than_three_percent(mode):
+    bench = Bench(mode, FULL, batch=32)
+    assert bench.gain(400) >= 0.97
+    assert bench.decode.counters["drafted:draft"] == 0
+
+
+# ---------------------------------------------------------------- gains
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
+def test_a_good_draft_brings_nearly_what_the_best_constant_length_does(acceptance, batch):
+    bench = Bench(Speculate.DRAFT, LAPTOP, batch=batch, acceptance=acceptance)
+    bench.gain(100)
+    context_len = bench.context_len
+    gain = bench.gain(500)
+    context_len = (context_len + bench.context_len) / 2
+    # Which tokens are accepted is chance: over so many steps it comes to a few percent.
+    assert gain >= 0.92 * best_gain(LAPTOP, acceptance, batch, context_len)
+
+
+@pytest.mark.parametrize("mode", [Speculate.NGRAM, Speculate.AUTO])
+def test_text_that_repeats_is_drafted_from_itself(mode):
+    bench = Bench(mode, LAPTOP, batch=1, acceptance=0.3, texts=Texts(period=40))
+    assert bench.gain(600) > 4
+    assert max(bench.runner.lengths) == MAX_DRAFT_TOKENS
+    counters = bench.decode.counters
+    assert counters["accepted:ngram"] > 0.9 * counters["drafted:ngram"]
+    assert counters["drafted:ngram"] > 10 * counters["drafted:draft"]
+
+
+def test_each_sequence_has_the_length_that_suits_it():
+    bench = Bench(Speculate.DRAFT, FULL, batch=2)
+    bench.runner._run_row = lambda row: run_row(row)  # type: ignore[method-assign]
+    drafted: Counter[SeqId] = Counter()
+
+    def run_row(row: Row) -> RowResult:
+        drafted[row.seq_id] += row.num_to_draft
+        is_good = row.seq_id == "s0"
+        num_accepted = row.num_to_draft if is_good else 0
+        true = [bench.runner.texts.at(row.seq_id, row.end + i) for i in range(num_accepted + 1)]
+        return RowResult(tuple(true), row.num_to_draft)
+
+    bench.gain(300)
+    assert drafted["s0"] > 300
+    assert drafted["s1"] < drafted["s0"] / 10
+
+
+# ---------------------------------------------------------------- changes
+
+
+def test_a_draft_that_becomes_poor_is_given_up():
+    bench = Bench(Speculate.DRAFT, LAPTOP, batch=1, acceptance=0.8)
+    assert bench.gain(400) > 1.5
+    bench.runner.acceptance = 0.02
+    bench.gain(60)
+    assert bench.gain(1500) >= 0.97
+
+
+def test_a_draft_that_becomes_good_is_found_again():
+    bench = Bench(Speculate.DRAFT, LAPTOP, batch=1, acceptance=0.02)
+    bench.gain(1000)
+    bench.runner.acceptance = 0.85
+    bench.gain(1500)
+    assert bench.gain(300) >= 0.9 * best_gain(LAPTOP, 0.85, 1, bench.context_len)
+
+
+def test_a_machine_that_becomes_crowded_is_noticed():
+    bench = Bench(Speculate.DRAFT, LAPTOP, batch=8, acceptance=0.8)
+    assert bench.gain(200) > 1.2
+    bench.runner.machine = Machine(drafted=0.5, draft_pass=1.0)
+    bench.gain(200)
+    assert bench.gain(800) >= 0.97
+
+
+def test_trials_become_rare():
+    bench = Bench(Speculate.DRAFT, DEAR_DRAFT, batch=1, acceptance=0.0)
+    counts = []
+    for _ in range(4):
+        bench.gain(1000)
+        counts.append(1000 - bench.runner.lengths[0])
+    assert counts[-1] <= min(counts[0], 5)  # steps of one trial
+
+
+# ---------------------------------------------------------------- rules
+
+
+def speculator(mode=Speculate.AUTO, *, has_draft_model=True) -> Speculator:
+    return Speculator(mode, max_draft_tokens=8, has_draft_model=has_draft_model)
+
+
+def test_nothing_is_drafted_where_it_is_switched_off():
+    candidates = [Candidate(SeqId("a"), 100, 8, match_len=16)]
+    assert speculator(Speculate.OFF).plan(candidates) == [None]
+
+
+@pytest.mark.parametrize("mode", [Speculate.DRAFT, Speculate.AUTO])
+def test_without_a_draft_model_nothing_is_expected_of_it(mode):
+    candidates = [Candidate(SeqId("a"), 100, 8, match_len=0)]
+    chooser = speculator(mode, has_draft_model=False)
+    assert [chooser.plan(candidates) for _ in range(100)] == [[None]] * 100
+
+
+def test_a_long_match_is_used_before_the_draft_model_is_asked():
+    candidates = [
+        Candidate(SeqId("a"), 100, 1, match_len=16),
+        Candidate(SeqId("b"), 100, 1, match_len=0),
+    ]
+    proposers = [proposal and proposal.proposer for proposal in speculator().plan(candidates)]
+    assert proposers == [Proposer.NGRAM, Proposer.DRAFT]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_a_draft_is_never_longer_than_it_may_be(max_tokens):
+    candidates = [Candidate(SeqId("a"), 100, max_tokens, match_len=16)]
+    chooser = speculator()
+    for _ in range(50):
+        for proposal in chooser.plan(candidates):
+            assert (0 if proposal is None else proposal.num_tokens) <= max_tokens
+
+
+def test_a_sequence_that_the_draft_model_has_lost_is_not_drafted_by_it():
+    candidates = [Candidate(SeqId("a"), 9000, 8, num_unseen=5000)]
+    chooser = speculator(Speculate.DRAFT)
+    assert [chooser.plan(candidates) for _ in range(100)] == [[None]] * 100
+
+
+def test_the_same_steps_lead_to_the_same_choices():
+    def lengths() -> Counter[int]:
+        bench = Bench(Speculate.AUTO, LAPTOP, batch=3, acceptance=0.6, texts=Texts(period=300))
+        bench.gain(300)
+        return bench.runner.lengths
+
+    assert lengths() == lengths()

@@ -1,0 +1,124 @@
+"""Which formats of KV may meet in one deployment, and what is said of the others."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.local.deployment import Deployment
+from deploy.local.launcher import ProcessLauncher
+from deploy.pools.formats import check_formats, config_of
+from deploy.worker.host import served_as
+from engine.config import Config, WorkerConfig
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+from engine.messages import Role
+
+FP32, BF16, FP8 = KVFormat.FP32, KVFormat.BF16, KVFormat.FP8_E4M3
+INT8, INT4 = KVFormat.INT8, KVFormat.INT4
+PAIR = (Role.PREFILL, Role.DECODE)
+ALL = (*PAIR, Role.MIXED)
+
+
+def configs(prefill, decode=None, wire=None, roles=PAIR):
+    config = WorkerConfig(kv_dtype=prefill, decode_kv_dtype=decode, kv_wire_dtype=wire)
+    return {role: config_of(role, config) for role in roles}
+
+
+def test_decode_workers_hold_kv_in_their_own_format_and_all_others_in_the_common_one():
+    formats = {role: c.kv_dtype for role, c in configs(FP32, INT8, roles=ALL).items()}
+    assert formats == {Role.PREFILL: FP32, Role.DECODE: INT8, Role.MIXED: FP32}
+
+
+def test_without_a_format_of_their_own_decode_workers_hold_kv_like_all_others():
+    assert {c.kv_dtype for c in configs(BF16, roles=ALL).values()} == {BF16}
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_everything_else_is_the_same_in_every_role(role):
+    config = WorkerConfig(kv_mib=7, threads=3, decode_kv_dtype=INT8, kv_wire_dtype=INT8)
+    own = config_of(role, config)
+    assert (own.kv_mib, own.threads, own.kv_wire_dtype) == (7, 3, INT8)
+
+
+@pytest.mark.parametrize(
+    ("formats", "allowed"),
+    [
+        ((FP32,), True),
+        ((INT8,), True),
+        ((FP32, FP32, FP32), True),
+        ((INT8, None, INT8), True),
+        ((BF16, FP32), False),  # no bit is lost on the way, but fewer are computed
+        ((FP32, INT8, INT8), False),
+        ((INT8, FP32, INT8), False),
+        ((FP32, None, INT8), False),  # what is handed over has been rounded, and widened again
+    ],
+)
+def test_decode_workers_prefill_where_that_makes_the_kv_that_is_handed_over(formats, allowed):
+    assert configs(*formats)[Role.DECODE].prefills_locally is allowed
+
+
+def test_whether_decode_workers_prefill_is_for_the_operator_to_say():
+    config = WorkerConfig(prefills_locally=False)
+    assert not config_of(Role.DECODE, config).prefills_locally
+
+
+def test_a_config_that_was_worked_out_for_a_role_stays_as_it_is():
+    config = WorkerConfig(decode_kv_dtype=INT8, kv_wire_dtype=INT8)
+    for role in Role:
+        own = config_of(role, config)
+        assert config_of(role, own) == own
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "wire"),
+    [
+        (FP32, None, None),
+        (INT4, None, None),
+        (BF16, FP32, None),
+        (FP32, None, INT8),
+        (FP32, INT8, INT8),
+        (BF16, FP8, FP8),
+        (INT8, FP32, INT8),
+        (FP32, BF16, BF16),
+    ],
+)
+def test_formats_that_go_together_are_served(prefill, decode, wire):
+    check_formats(configs(prefill, decode, wire))
+
+
+BOTH = "--kv-dtype {} and --decode-kv-dtype {}"
+
+
+@pytest.mark.parametrize(
+    ("formats", "flags", "wire", "possible"),
+    [
+        ((FP32, INT8, None), BOTH.format("fp32", "int8"), "without --kv-wire-dtype", "int8"),
+        ((FP8, FP32, INT8), BOTH.format("fp8_e4m3", "fp32"), "with --kv-wire-dtype int8", FP8),
+        ((INT8, INT4, INT4), BOTH.format("int8", "int4"), "with --kv-wire-dtype int4", "none"),
+        ((INT8, None, INT4), "--kv-dtype int8", "with --kv-wire-dtype int4", "int8"),
+    ],
+)
+def test_formats_that_do_not_are_refused_with_the_flags_that_set_them(
+    formats, flags, wire, possible
+):
+    with pytest.raises(ConfigError) as caught:
+        check_formats(configs(*formats))
+    assert str(caught.value) == f"{flags} cannot be combined {wire}; possible are: {possible}"
+
+
+def test_formats_of_roles_that_are_not_there_do_not_matter():
+    check_formats(configs(FP32, INT8, roles=(Role.MIXED,)))
+
+
+def test_a_deployment_is_refused_before_anything_is_started(monkeypatch):
+    launcher = ProcessLauncher()
+    monkeypatch.setattr(launcher, "open", lambda: pytest.fail("something was started"))
+    config = Config(WorkerConfig(decode_kv_dtype=INT8))
+    deployment = Deployment(launcher, model=Path.cwd(), config=config)
+    with pytest.raises(ConfigError, match="--kv-wire-dtype"):
+        deployment.open()
+
+
+def test_a_gateway_tells_workers_apart_whose_kv_travels_in_different_formats():
+    assert served_as("model", None) == "model"
+    assert len({served_as("model", wire) for wire in (None, *KVFormat)}) == 1 + len(KVFormat)

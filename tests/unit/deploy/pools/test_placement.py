@@ -1,0 +1,152 @@
+"""On which node a worker is started, and how many there can be."""
+
+import pytest
+
+from deploy.pools.placement import (
+    HARDLY_ANYTHING,
+    Node,
+    Place,
+    Placement,
+    nodes_to_start_on,
+)
+from engine.config import PoolsConfig, Spread
+from engine.control import Pools
+from engine.errors import ConfigError
+from engine.messages import Role
+
+BY_ROLE = Placement(1, "prefill_node", "decode_node")
+HEAD = {"CPU": 4.0}
+
+
+def nodes(*each: dict[str, float]) -> list[Node]:
+    """Called a, b and so on."""
+    return [Node(chr(ord("a") + i), f"10.0.0.{i}", has) for i, has in enumerate(each)]
+
+
+def started(placement: Placement, roles: list[Role], there: list[Node]) -> list[str | None]:
+    """Where workers of these roles are put, one after the other."""
+    places: list[Place] = []
+    for i, role in enumerate(roles):
+        node_id = placement.choose(role, there, places)
+        places.append(Place(f"w{i}", role, node_id, placement.needs(role)))
+    return [place.node_id for place in places]
+
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+
+
+def test_a_worker_takes_its_gpus_and_the_resource_of_its_role():
+    assert BY_ROLE.needs(P) == {"GPU": 1, "prefill_node": 1}
+    assert BY_ROLE.needs(D) == BY_ROLE.needs(M) == {"GPU": 1, "decode_node": 1}
+    assert Placement().needs(P) == HARDLY_ANYTHING
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "has", "expected"),
+    [
+        (1, [2, 2], 4),
+        (2, [3, 3], 2),  # none has its GPUs on two nodes
+        (0.5, [2, 1], 6),
+        (0.4, [2], 4),  # nor a part of one from two GPUs
+        (1, [0], 0),
+    ],
+)
+def test_there_are_as_many_workers_as_each_nodes_gpus_suffice_for(num_gpus, has, expected):
+    there = nodes(*({"CPU": 1.0, "GPU": float(num)} for num in has))
+    assert Placement(num_gpus).room(there) == expected
+
+
+@pytest.mark.parametrize(
+    ("placement", "has", "expected"),
+    [
+        (Placement(), [{"CPU": 8.0}, {"CPU": 2.0}], 10),
+        (Placement(), [{"CPU": 1.0}], 4),
+        (Placement(), [{"CPU": 8.0}, {}], 8),  # nobody is put where nothing is
+        (BY_ROLE, [HEAD, {"GPU": 4.0, "prefill_node": 1.0}, {"GPU": 4.0, "decode_node": 2.0}], 3),
+        (BY_ROLE, [{"GPU": 2.0, "prefill_node": 2.0, "decode_node": 2.0}], 2),
+        (Placement(0, "node", "node"), [HEAD, {"CPU": 8.0, "node": 3.0}], 3),
+        (Placement(0, "node", "node"), [HEAD, {"CPU": 8.0, "node": 1000.0}], 8),
+        (Placement(0, "prefill_node"), [HEAD, {"CPU": 8.0, "prefill_node": 1.0}], 12),
+        (BY_ROLE, [HEAD], 0),
+    ],
+)
+def test_room_is_what_cores_and_custom_resources_leave(placement, has, expected):
+    assert placement.room(nodes(*has)) == expected
+
+
+def test_what_limits_the_number_is_said():
+    there = nodes(HEAD, {"GPU": 2.0, "prefill_node": 2.0}, {"GPU": 2.0, "decode_node": 2.0})
+    assert BY_ROLE.scarce(there) == (
+        "nodes have 4 GPU, 2 decode_node, 2 prefill_node, of which a worker takes 1 GPU"
+    )
+    assert Placement().scarce(nodes(HEAD)) == "nodes have 4 CPU"
+
+
+def test_workers_are_packed_on_the_node_that_has_some():
+    there = nodes(*[{"GPU": 2.0}] * 3)
+    assert started(Placement(1), [P, D, D, P, D], there) == ["a", "a", "b", "b", "c"]
+
+
+def test_each_role_is_spread_by_itself_and_all_together():
+    there = nodes(*[{"GPU": 4.0}] * 3)
+    spread = Placement(1, spread=Spread.SPREAD)
+    assert started(spread, [P, P, D, D, D, P], there) == ["a", "b", "c", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("spread", Spread)
+def test_roles_are_started_where_their_resource_is(spread):
+    there = nodes(HEAD, {"GPU": 4.0, "prefill_node": 1.0}, {"GPU": 2.0, "decode_node": 4.0})
+    placement = Placement(1, "prefill_node", "decode_node", spread)
+    assert started(placement, [P, P, D, M, D], there) == ["b", None, "c", "c", None]
+
+
+def test_parts_of_a_gpu_are_not_put_together():
+    assert started(Placement(0.4), [P] * 5, nodes({"GPU": 2.0})) == ["a"] * 4 + [None]
+
+
+@pytest.mark.parametrize("spread", Spread)
+def test_without_gpus_a_core_to_spare_comes_first(spread):
+    there = nodes({"CPU": 1.0}, {"CPU": 2.0})
+    found = started(Placement(spread=spread), [P, D, D, D], there)
+    assert sorted(str(node_id) for node_id in found[:3]) == ["a", "b", "b"]
+    assert found[3] is not None
+
+
+def decode_nodes(num_workers: int, roles: list[Role], wanted: Pools) -> list[float]:
+    """Of what is asked for, by worker."""
+    return [b.get("decode_node", 0) for b in BY_ROLE.bundles(num_workers, roles, wanted)]
+
+
+def test_nodes_are_asked_for_by_the_roles_that_are_missing():
+    assert decode_nodes(6, [P, P, P, P, D], Pools(3, 3)) == [0, 0, 0, 0, 1, 1]
+    assert decode_nodes(3, [], Pools(0, 3)) == [1, 1, 1]
+    assert decode_nodes(6, [P, D, D], Pools(1, 2)) == [0, 1, 1, 0, 1, 1]  # as there
+    assert decode_nodes(2, [P, P, D], Pools(2, 1)) == [0, 0]
+    assert decode_nodes(0, [P, D], Pools()) == []
+    assert BY_ROLE.bundles(1, [], Pools(1, 0)) == [{"GPU": 1, "prefill_node": 1}]
+    assert Placement().bundles(2, [], Pools()) == [{"CPU": 1.0}] * 2
+
+
+def test_who_finds_no_room_takes_what_another_role_has_left():
+    there = nodes({"GPU": 2.0, "prefill_node": 2.0}, {"GPU": 1.0, "decode_node": 1.0})
+    full = [Place("d0", D, "b", BY_ROLE.needs(D)), Place("p0", P, "a", BY_ROLE.needs(P))]
+    assert BY_ROLE.choose(D, there, full) is None
+    assert BY_ROLE.stand_in(D, there, full) is P
+    full.append(Place("d1", P, "a", BY_ROLE.needs(P)))
+    assert BY_ROLE.stand_in(D, there, full) is BY_ROLE.stand_in(P, there, full) is None
+    assert Placement(1).stand_in(D, nodes({"GPU": 1.0}), []) is None  # there are no others
+
+
+def test_the_first_workers_must_all_find_a_node():
+    head, one, other = nodes(HEAD, {"prefill_node": 2.0}, {"decode_node": 2.0})
+    both = PoolsConfig(prefill_resource="prefill_node", decode_resource="decode_node")
+    assert nodes_to_start_on([head, one, other], PoolsConfig(), Pools()) == [head]
+    assert nodes_to_start_on([head, one, other], both, Pools(2, 2)) == [one, other]
+    with pytest.raises(ConfigError, match=r"1 decode workers need .* room for 0"):
+        nodes_to_start_on([head, one], both, Pools())
+    with pytest.raises(ConfigError, match=r"3 decode workers need .* room for 2"):
+        nodes_to_start_on([head, one, other], both, Pools(1, 3))
+    growing = PoolsConfig(
+        prefill_resource="prefill_node", decode_resource="decode_node", max_workers=9
+    )
+    assert nodes_to_start_on([head, one, other], growing, Pools(1, 3)) == [one, other]

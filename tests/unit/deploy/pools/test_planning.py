@@ -1,0 +1,383 @@
+"""The planner on live pools: what it is told of them, and what becomes of what it says."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from deploy.pools.events import (
+    Connected,
+    Disconnected,
+    Drain,
+    Flip,
+    OrderRefused,
+    RoleSeen,
+    RoomSeen,
+    SetPlanner,
+    SetPools,
+    SetWorkerRole,
+    Started,
+    StartWorker,
+    Tick,
+)
+from deploy.pools.machine import PoolLimits, PoolMachine
+from deploy.pools.planning import Outcome, Planning, rules_of
+from engine.config import (
+    Config,
+    PlannerConfig,
+    PlannerMode,
+    PoolsConfig,
+    RouterConfig,
+    WorkerConfig,
+)
+from engine.control import GatewayReport, Intent, Pools, Version
+from engine.demand import DecodeCost, Observation
+from engine.layout import KVFormat
+from engine.messages import PROTOCOL_VERSION, Role, Welcome
+from router.planning.planner import Rules
+from tests.unit.router.machine.test_machine import LAYOUT
+
+COST = DecodeCost(fixed_s=0.010, row_s=2e-4, context_s=0.0)
+READING = Observation(
+    requests_per_s=3.0, prefill_s_per_s=3.0, queued_s=3.0, num_decoding=2, decode_cost=COST
+)
+WRITING = Observation(requests_per_s=1.0, num_decoding=280, decode_cost=COST)
+RULES = Rules(ttft_s=2.0, tpot_s=0.03)
+
+
+def intent_of(pools, mode):
+    return Intent((Version(pools=pools),), mode)
+
+
+class World:
+    """A machine whose orders are carried out at once, and a planner of its pools."""
+
+    def __init__(self, pools, rules=RULES, max_workers=8, mode=PlannerMode.ON, **more):
+        self.machine = PoolMachine(
+            intent_of(pools, mode), limits=PoolLimits(max_workers), gateways=["gateway"]
+        )
+        self.now_s = 0.0
+        self.obeys = True
+        self.planning = Planning(self.machine, rules, order=self.feed, **more)
+        self.feed(Tick())
+        self.rest()
+
+    def rest(self):
+        """Until the planner, if it is on, knows these pools for a minute."""
+        self.tick()
+        self.now_s += 60.0
+
+    def feed(self, event):
+        """What follows is done by all that is told to do something."""
+        for effect in self.machine.handle(event, self.now_s):
+            match effect:
+                case StartWorker(name, role, start) if self.obeys:
+                    self.feed(Started(name, start, name))
+                    self.feed(Connected(name, name, role, KVFormat.FP32))
+                case SetWorkerRole(name, role) if self.obeys:
+                    self.feed(RoleSeen(name, name, role))
+
+    def tick(self, *seen, seconds=1):
+        """The last decision of so many seconds of that; each is of one gateway, or it is silent."""
+        reports = [
+            None if one is None else GatewayReport(None, 1, 2, 0, 0, 0.0, one) for one in seen
+        ]
+        found = None
+        for _ in range(seconds):
+            self.now_s += 1.0
+            found = self.planning.tick(reports, self.infos(), self.now_s) or found
+        return found
+
+    def infos(self):
+        return {
+            name: Welcome(PROTOCOL_VERSION, name, "inc", w.role, "fp", LAYOUT, 1000, 64)
+            for name, w in self.machine.workers.items()
+        }
+
+    @property
+    def wanted(self):
+        return self.machine.intent.pools
+
+
+# ---------------------------------------------------------------- what becomes of proposals
+
+
+def test_a_load_that_turns_flips_workers_there_and_back():
+    world = World(Pools(2, 2))
+    first = world.tick(READING)
+    assert (first.before, first.after) == (Pools(2, 2), Pools(3, 1))
+    assert first.outcome is Outcome.DONE
+    assert world.wanted == Pools(3, 1)
+    assert [w.role for w in world.machine.workers.values()].count(Role.PREFILL) == 3
+    assert world.tick(WRITING, seconds=14) is None  # it cools down
+    last = world.tick(WRITING, seconds=3)
+    assert last.after.decode > 1
+    assert world.planning.decisions[0] == first
+    assert list(world.planning.decisions)[-1] == last
+
+
+def test_a_dry_run_tells_what_it_would_do_once_and_does_nothing():
+    world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
+    told = world.tick(READING)
+    assert (told.after, told.outcome) == (Pools(3, 1), Outcome.ONLY_TOLD)
+    assert str(told) == "prefill 2 → 3, decode 2 → 1: only told"
+    assert any("requests/s" in reason for reason in told.reasons)
+    assert world.tick(READING, seconds=20) is None
+    assert len(world.planning.decisions) == 1
+    assert world.wanted == Pools(2, 2)
+    world.feed(SetPlanner(PlannerMode.ON))
+    assert world.tick(READING).outcome is Outcome.DONE
+
+
+def test_what_is_done_is_news_also_where_the_same_was_done_before():
+    world = World(Pools(2, 2))
+    first = world.tick(READING)
+    world.feed(SetPools(Pools(2, 2)))
+    world.rest()
+    again = world.tick(READING)
+    assert (again.what, again.number) == (first.what, first.number + 1)
+
+
+def test_off_it_says_nothing_and_forgets_what_it_saw():
+    world = World(Pools(2, 2), mode=PlannerMode.OFF)
+    assert world.tick(READING, seconds=3) is None
+    assert world.planning.reasons == ()
+    world.feed(SetPlanner(PlannerMode.ON))
+    world.rest()
+    world.tick(READING)
+    world.feed(SetPlanner(PlannerMode.OFF))
+    world.tick(WRITING, seconds=60)
+    assert world.wanted == Pools(3, 1)
+    world.feed(SetPlanner(PlannerMode.ON))
+    assert world.tick(WRITING, seconds=15) is None  # what was ordered meanwhile is not known
+    assert world.tick(WRITING).after == Pools(2, 2)
+
+
+def test_what_is_refused_is_kept_with_the_reason_and_told_once():
+    world = World(Pools(2, 2))
+
+    def refuse(order):
+        raise OrderRefused("not now")
+
+    planning = world.planning = Planning(world.machine, RULES, order=refuse)
+    world.rest()
+    decision = world.tick(READING, seconds=5)
+    assert (decision.outcome, decision.why_refused) == (Outcome.REFUSED, "not now")
+    assert str(decision).endswith("refused (not now)")
+    assert len(planning.decisions) == 1
+    assert world.wanted == Pools(2, 2)
+
+
+def test_an_operator_s_order_is_taken_and_not_taken_back_at_once():
+    world = World(Pools(3, 1))
+    world.tick(READING)
+    world.feed(SetPools(Pools(1, 3)))
+    assert world.tick(READING, seconds=15) is None
+    assert "decode grew" in " ".join(world.planning.reasons)
+    assert world.tick(READING, seconds=3).after.prefill > 1
+    world.feed(Flip("prefill-0", Role.DECODE))
+    assert world.tick(READING) is None
+
+
+def test_the_history_is_bounded(monkeypatch):
+    world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
+    for number in range(600):
+        world.machine.intent = intent_of(Pools(2, 2, number), PlannerMode.DRY_RUN)
+        world.tick(READING)
+    decisions = world.planning.decisions
+    assert len(decisions) == 200
+    assert decisions[-1].number == 600
+
+
+# ---------------------------------------------------------------- what it is told
+
+
+def test_what_gateways_saw_adds_up_and_silent_ones_stop_it_for_a_while():
+    world = World(Pools(2, 2))
+    assert world.tick(READING, None, seconds=29) is None
+    assert "1 gateways are silent" in world.planning.reasons[0]
+    half = replace(READING, prefill_s_per_s=1.5, queued_s=1.5)
+    assert world.tick(half, half).after == Pools(3, 1)
+
+
+def test_a_gateway_that_has_not_observed_yet_is_silent():
+    world = World(Pools(2, 2))
+    report = GatewayReport(None, 1, 2, 0, 0, 0.0)
+    assert world.planning.tick([report], world.infos(), 1.0) is None
+    assert world.planning.reasons == ("nothing: no gateway reports",)
+
+
+def test_while_a_worker_flips_starts_or_goes_nothing_is_decided():
+    world = World(Pools(3, 2))
+    world.obeys = False
+    for order in (Flip("prefill-0", Role.DECODE), SetPools(Pools(2, 4)), SetPools(Pools(2, 1))):
+        world.feed(order)
+        assert world.tick(READING) is None
+        assert "are changing" in world.planning.reasons[0]
+    world = World(Pools(2, 2))
+    world.feed(Disconnected("decode-0", "decode-0", "gone"))
+    assert world.tick(READING) is None
+    assert "1 workers are changing" in world.planning.reasons[0]
+
+
+def test_workers_that_never_come_are_no_capacity_and_stay_wanted():
+    world = World(Pools(2, 4), replace(RULES, cool_down_s=0.0))
+    world.obeys = False
+    world.feed(SetPools(Pools(4, 4)))
+    assert world.tick(READING, seconds=30) is None
+    decision = world.tick(READING)
+    assert "of 2: 3.0 requests/s" in decision.reasons[0]
+    assert decision.after.total == 8
+    assert decision.after.prefill > 4
+
+
+def test_who_is_drained_by_an_operator_and_mixed_ones_do_not_count():
+    world = World(Pools(2, 2, 1))
+    world.feed(Drain("decode-1"))
+    assert world.tick(WRITING).after == Pools(1, 2, 1)
+
+
+def test_where_all_are_mixed_there_is_nothing_to_split():
+    world = World(Pools(0, 0, 2))
+    assert world.tick(READING) is None
+    assert world.planning.reasons == (
+        "nothing: mixed workers are not split, and there are no others",
+    )
+
+
+def test_while_there_are_two_versions_nothing_is_planned_and_then_it_begins_anew():
+    world = World(Pools(2, 2))
+    alone = world.machine.intent
+    other = msgspec.structs.replace(alone.current, name="other", weight=0)
+    world.machine.intent = msgspec.structs.replace(alone, versions=(*alone.versions, other))
+    assert world.tick(READING) is None
+    assert "several versions" in world.planning.reasons[0]
+    world.machine.intent = alone
+    assert world.tick(READING, seconds=15) is None  # who knows what was ordered meanwhile
+    assert world.tick(READING).after == Pools(3, 1)
+
+
+def test_memory_and_places_are_those_of_the_workers():
+    world = World(Pools(3, 1), replace(RULES, tpot_s=None))
+    decision = world.tick(replace(WRITING, num_decoding=128))
+    assert decision.after == Pools(2, 2)
+    assert "decode needs 2.0 of 1" in decision.reasons[1]  # 64 in each
+
+
+# ---------------------------------------------------------------- nodes
+
+GROWING = replace(RULES, max_total=6, grow_after_s=3.0, shrink_after_s=5.0)
+
+
+def test_more_workers_are_started_where_there_is_room_and_room_is_asked_for_where_not():
+    world = World(Pools(2, 2), GROWING, max_workers=5)
+    flood = replace(READING, prefill_s_per_s=9.0)
+    world.tick(flood, seconds=4)
+    assert world.wanted == Pools(4, 1)
+    assert world.planning.room_for == 6
+    last = world.planning.decisions[-1]
+    assert (last.after.total, last.num_workers) == (5, 6)
+    assert str(last) == "prefill 3 → 4, room for 6 workers: done"
+    world.tick(flood, seconds=2)
+    assert str(world.planning.decisions[-1]) == "room for 6 workers: done"
+    world.feed(RoomSeen(7, "nodes have come"))  # nodes have come
+    world.tick(flood)
+    assert world.wanted == Pools(5, 1)
+    assert world.planning.room_for == 6
+    world.feed(SetPlanner(PlannerMode.OFF))
+    world.tick(flood)
+    assert world.planning.room_for == 0
+
+
+def test_workers_that_nobody_needs_are_given_back():
+    world = World(Pools(3, 2), GROWING)
+    quiet = replace(WRITING, num_decoding=1)
+    assert world.tick(quiet, seconds=7).after == Pools(1, 1)
+    assert world.planning.room_for == 2
+    assert len([w for w in world.machine.workers.values() if not w.leaves]) == 2
+
+
+def test_a_dry_run_asks_for_no_room():
+    world = World(Pools(2, 2), GROWING, max_workers=4, mode=PlannerMode.DRY_RUN)
+    told = world.tick(replace(READING, prefill_s_per_s=9.0), seconds=10)
+    assert told.num_workers == 6
+    assert world.planning.room_for is None
+
+
+@pytest.mark.parametrize(
+    "order",
+    [SetPlanner(PlannerMode.DRY_RUN), SetPlanner(PlannerMode.OFF), SetPools(Pools(0, 0, 4))],
+)
+def test_room_is_given_back_where_nothing_is_planned_any_more(order):
+    world = World(Pools(2, 2), GROWING, max_workers=4)
+    flood = replace(READING, prefill_s_per_s=9.0)
+    world.tick(flood, seconds=5)
+    assert world.planning.room_for == 6
+    world.feed(order)
+    world.tick(flood)
+    assert world.planning.room_for == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "rules", "room_for"),
+    [
+        (PlannerMode.OFF, GROWING, 0),
+        (PlannerMode.DRY_RUN, GROWING, 0),
+        (PlannerMode.ON, GROWING, None),  # until something is decided
+        (PlannerMode.OFF, RULES, None),  # nobody ever asks
+    ],
+)
+def test_what_an_earlier_controller_asked_for_is_given_back_unless_there_is_a_planner(
+    mode, rules, room_for
+):
+    assert World(Pools(2, 2), rules, mode=mode).planning.room_for is None
+    assert World(Pools(2, 2), rules, mode=mode, took_over=True).planning.room_for == room_for
+
+
+def test_no_room_is_asked_for_beyond_all_workers_that_there_may_be():
+    world = World(Pools(2, 2, 1), GROWING, max_workers=6)
+    world.feed(Drain("decode-1"))
+    capped = World(Pools(2, 2, 1), GROWING, max_workers=6)
+    capped.planning = Planning(capped.machine, GROWING, order=capped.feed, max_workers=6)
+    capped.rest()
+    capped.feed(Drain("decode-1"))
+    for each in (world, capped):
+        each.tick(replace(READING, prefill_s_per_s=9.0), seconds=10)
+    assert world.planning.room_for == 8  # 6 of both pools, a mixed one, a drained one
+    assert capped.planning.room_for == 6
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_bounds_and_goals_are_those_of_the_configuration():
+    config = Config(
+        router=RouterConfig(slo_ttft_s=1.5, slo_tpot_s=0.05),
+        planner=PlannerConfig(min_prefill=2, max_workers=9, cool_down_s=4.0),
+    )
+    rules = rules_of(config)
+    assert (rules.ttft_s, rules.tpot_s, rules.min_prefill) == (1.5, 0.05, 2)
+    assert (rules.max_total, rules.cool_down_s) == (9, 4.0)
+    assert rules_of(Config()) == Rules()
+    capped = Config(pools=PoolsConfig(max_workers=5), planner=PlannerConfig(max_workers=9))
+    assert rules_of(capped).max_total == 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"min_prefill": 0}, "planner.min_prefill must be positive"),
+        ({"min_decode": 3, "max_decode": 2}, "planner.max_decode must not be below"),
+        ({"min_prefill": 3, "max_workers": 3}, "planner.max_workers must not be below"),
+        ({"cool_down_s": -1.0}, "planner.cool_down_s must not be negative"),
+    ],
+)
+def test_bounds_that_cannot_be_kept_are_refused_by_name(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        PlannerConfig(**wrong)
+
+
+def test_a_planner_needs_workers_that_can_be_flipped():
+    worker = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
+    with pytest.raises(ValueError, match=r"planner.mode = on .* worker.decode_kv_dtype"):
+        Config(worker=worker, planner=PlannerConfig(mode=PlannerMode.ON))

@@ -1,0 +1,596 @@
+"""Versions of the model come, take over and go: somebody serves every request to its end."""
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.pools.events import (
+    Abort,
+    AddVersion,
+    Connected,
+    Died,
+    Drain,
+    Finish,
+    Flip,
+    Found,
+    GatewaySeen,
+    OrderRefused,
+    Publish,
+    RoomSeen,
+    SetPools,
+    SetWeights,
+    StartWorker,
+    Stop,
+    Tick,
+    WorkerState,
+)
+from deploy.pools.machine import PoolMachine
+from deploy.pools.rollout import MAX_VERSIONS
+from engine.config import WorkerConfig
+from engine.control import GatewayReport, Member, Pools, Version
+from engine.layout import KVFormat
+from engine.messages import Role, WorkerId
+from tests.unit.deploy.pools.test_machine import World, settled
+
+INT8 = WorkerConfig(kv_dtype=KVFormat.INT8)
+V2 = Version("v2", "other", "other", INT8, Pools(1, 1), weight=0)
+
+
+def named(name: str, pools: Pools = V2.pools, weight: int = 0) -> Version:
+    return msgspec.structs.replace(V2, name=name, pools=pools, weight=weight)
+
+
+def by_version(world: World) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for process in world.processes.values():
+        found[process.version] = found.get(process.version, 0) + 1
+    return found
+
+
+def weights(world: World) -> dict[str, int]:
+    return {version.name: version.weight for version in world.machine.intent.versions}
+
+
+def test_a_version_takes_over_worker_by_worker_and_has_all_requests_in_the_end():
+    world = settled(Pools(2, 2), max_workers=6)
+    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    shares = [weights(world)]
+    for _ in range(200):
+        world.run(1)
+        assert len(world.processes) <= 6
+        if shares[-1] != weights(world):
+            shares.append(weights(world))
+    assert world.machine.is_settled
+    assert by_version(world) == {"v2": 4}
+    assert [version.name for version in world.machine.intent.versions] == ["v2"]
+    of_v2 = [share["v2"] for share in shares]
+    assert of_v2 == sorted(of_v2)
+    assert of_v2[0] == 0
+    assert of_v2[-1] == 100
+    assert len(of_v2) > 3
+    assert world.machine.members.of("v1") == ()
+    assert {member.version for member in world.machine.members.workers} == {"v2"}
+
+
+def test_nothing_of_a_version_goes_before_gateways_say_that_its_requests_are_over():
+    world = settled()
+    world.requests["v1"] = 1
+    world.feed(AddVersion(V2, takes_over=True))
+    world.run(500)
+    assert by_version(world) == {"v1": 2, "v2": 2}
+    assert weights(world) == {"v1": 0, "v2": 100}
+    assert world.machine.intent.version("v1").is_leaving
+    assert not world.machine.is_settled
+    world.requests["v1"] = 0
+    world.settle()
+    assert by_version(world) == {"v2": 2}
+
+
+def test_what_a_gateway_said_of_earlier_members_proves_nothing():
+    world = settled(gateways=("gateway-0", "gateway-1"))
+    world.requests["v1"] = 1
+    world.feed(AddVersion(V2, takes_over=True))
+    world.run(100)
+    world.silent.add("gateway-1")
+    world.feed(GatewaySeen("gateway-1", GatewayReport(None, 1, 2, 0, 0, 0.0)))
+    world.requests["v1"] = 0
+    world.run(100)
+    assert by_version(world) == {"v1": 2, "v2": 2}
+    world.feed(GatewaySeen("gateway-1", None))
+    world.run(10)
+    assert by_version(world) == {"v1": 2, "v2": 2}
+    world.feed(Died("gateway-1", "it ended"))  # with all that it had
+    world.silent.clear()
+    world.settle()
+    assert by_version(world) == {"v2": 2}
+
+
+def test_a_version_that_does_not_start_is_given_up_and_the_current_one_has_all():
+    world = settled(Pools(2, 1))
+    world.bad_versions.add("v2")
+    world.feed(AddVersion(V2, takes_over=True))
+    world.settle()
+    assert by_version(world) == {"v1": 3}
+    assert weights(world) == {"v1": 100}
+    assert world.machine.counters["updates given up"] == 1
+    assert any(
+        "v2 leaves: v1 goes on" in line and "3 times in a row" in line for line in world.told
+    )
+
+
+def test_a_version_whose_workers_come_to_fail_half_way_gives_all_back():
+    world = settled(Pools(2, 2), max_workers=6)
+    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    while by_version(world).get("v2", 0) < 3:
+        world.run(1)
+    world.bad_versions.add("v2")
+    for name, process in list(world.processes.items()):
+        if process.version == "v2":
+            world.die(name)
+    world.settle(1000)
+    assert by_version(world) == {"v1": 4}
+    assert world.machine.intent.pools == Pools(2, 2)
+
+
+def test_an_update_that_gateways_cannot_follow_is_given_up():
+    world = settled()
+    world.missing["v2"] = "it cannot be loaded"
+    world.feed(AddVersion(V2, takes_over=True))
+    world.run(world.machine.limits.update_timeout_s + 20)
+    world.settle()
+    assert by_version(world) == {"v1": 2}
+    assert any("no step in 900 s" in line for line in world.told)
+
+
+REMOTE = msgspec.structs.replace(V2, model="hf://org/other")
+
+
+@pytest.mark.parametrize(("version", "is_waited_for"), [(REMOTE, True), (V2, False)])
+def test_an_update_is_waited_for_as_long_as_its_model_is_fetched(version, is_waited_for):
+    world = settled()
+    world.start_s = world.machine.limits.update_timeout_s + 60
+    world.feed(AddVersion(version, takes_over=True))
+    world.settle(4000)
+    assert by_version(world) == {"v2" if is_waited_for else "v1": 2}
+
+
+def test_a_fetch_that_fails_once_is_waited_for_again():
+    world = settled()
+    world.start_s = world.machine.limits.update_timeout_s + 60
+    world.fails.append("the hub cannot be asked")
+    world.feed(AddVersion(REMOTE, takes_over=True))
+    world.settle(4000)
+    assert by_version(world) == {"v2": 2}
+
+
+@pytest.mark.parametrize("version", [V2, REMOTE])
+def test_an_update_whose_workers_are_never_reached_is_given_up(version):
+    world = settled(Pools(1, 1))
+    world.unreachable_versions.add("v2")
+    world.feed(AddVersion(version, takes_over=True))
+    world.settle(400)
+    assert by_version(world) == {"v1": 2}
+    assert any(
+        "v2 leaves: v1 goes on" in line and "3 times in a row" in line for line in world.told
+    )
+
+
+def test_a_worker_that_dies_again_and_again_does_not_keep_an_update_from_being_given_up():
+    world = settled()
+    world.start_s = 10.0
+    world.missing["v2"] = "it cannot be loaded"
+    world.feed(AddVersion(REMOTE, takes_over=True))
+    for _ in range(20):  # each time after more than `steady_s`, so that it fails for a new reason
+        world.run(75)
+        for name in [name for name, p in world.processes.items() if p.version == "v2"]:
+            if world.states()[name] is WorkerState.SERVING:
+                world.die(name)
+    assert by_version(world) == {"v1": 2}
+    assert any("no step in 900 s" in line for line in world.told)
+
+
+def test_versions_side_by_side_share_as_they_are_told_and_change_apart():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    assert weights(world) == {"v1": 100, "v2": 10}
+    world.feed(SetWeights({"v1": 60, "v2": 40}))
+    world.feed(SetPools(Pools(1, 2), version="v2"))
+    world.settle()
+    assert by_version(world) == {"v1": 2, "v2": 3}
+    assert weights(world) == {"v1": 60, "v2": 40}
+    assert world.machine.intent.pools == Pools(1, 1)
+    own = [name for name, p in world.processes.items() if p.version == "v2" and p.role.prefills]
+    with pytest.raises(OrderRefused, match="last worker that prefills"):
+        world.feed(Drain(WorkerId(own[0])))
+    world.feed(Finish("v2"))
+    world.settle()
+    assert by_version(world) == {"v2": 3}
+
+
+def test_to_abort_gives_back_workers_and_requests_whatever_was_done():
+    world = settled(Pools(2, 2), max_workers=6)
+    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    while by_version(world).get("v1") == 4:
+        world.run(1)
+    world.feed(Abort("v2"))
+    assert weights(world) == {"v1": 100, "v2": 0}
+    world.settle()
+    assert by_version(world) == {"v1": 4}
+    assert world.machine.intent.pools == Pools(2, 2)
+
+
+def test_to_abort_leaves_other_versions_beside_the_current_one_with_what_they_had():
+    world = settled(Pools(2, 2), max_workers=10)
+    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
+    world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
+    world.settle()
+    before = world.machine.intent
+    world.feed(Finish("v3", Pools(3, 3)))
+    while by_version(world)["v2"] == 3:  # one of its workers is v3's by now
+        world.run(1)
+    world.feed(Abort("v3"))
+    assert weights(world) == {"v1": 100, "v2": 10, "v3": 0}
+    world.settle()
+    assert world.machine.intent.versions == before.versions[:2]
+    assert by_version(world) == {"v1": 4, "v2": 3}
+
+
+def test_a_version_that_was_aborted_too_meanwhile_is_given_nothing_back():
+    world = settled(Pools(2, 2), max_workers=10)
+    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
+    world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
+    world.settle()
+    world.feed(Finish("v3", Pools(3, 3)))
+    while by_version(world)["v1"] == 4:
+        world.run(1)
+    world.feed(Abort("v3"))
+    world.feed(Abort("v2"))
+    world.settle()
+    assert by_version(world) == {"v1": 4}
+
+
+def test_what_gateways_said_before_an_abort_ends_no_workers():
+    world = settled(Pools(2, 2), max_workers=6)
+    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    heard = None
+    while not weights(world)["v2"] or heard != world.machine.members:
+        world.run(1)
+        heard = world.machine.members
+        world.report()
+    before = world.roles()  # v2 has no request, and may get one before gateways hear that it leaves
+    world.feed(Abort("v2"))
+    world.feed(Tick())
+    assert world.roles() == before
+    world.report()
+    gone = [name for name, role in world.roles().items() if role is not before[name]]
+    assert gone
+    assert {world.processes[name].version for name in gone} == {"v2"}
+
+
+def test_an_update_that_does_not_start_leaves_others_than_the_current_version_alone():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.bad_versions.add("v3")
+    world.feed(AddVersion(named("v3"), takes_over=True))
+    world.settle()
+    assert by_version(world) == {"v1": 2, "v2": 2}
+    assert weights(world) == {"v1": 100, "v2": 10}
+    assert world.machine.counters["updates given up"] == 1
+
+
+def test_a_version_that_is_to_serve_beside_another_and_does_not_start_is_given_up():
+    world = settled()
+    world.bad_versions.add("v2")
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    assert weights(world) == {"v1": 100}
+    assert world.machine.counters["updates given up"] == 1
+
+
+def test_a_version_that_serves_beside_another_is_not_given_up_for_one_worker():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.bad_versions.add("v2")
+    world.feed(SetPools(Pools(1, 2), version="v2"))
+    world.run(200)
+    assert by_version(world) == {"v1": 2, "v2": 2}
+    assert weights(world) == {"v1": 100, "v2": 10}
+
+
+def test_a_worker_that_failed_often_and_serves_now_is_no_reason_to_give_up():
+    world = settled(max_workers=10)
+    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
+    world.settle()
+    often = min(name for name, p in world.processes.items() if p.version == "v2")
+    for _ in range(3):
+        world.die(often)
+        world.run(1)
+        world.settle()
+    assert world.machine.restarts.is_looping(often)
+    world.feed(Finish("v2"))
+    world.settle()
+    assert by_version(world) == {"v2": 3}
+    assert not world.machine.counters["updates given up"]
+
+
+def test_the_current_version_that_takes_over_and_cannot_grow_stays_as_it_is():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.bad_versions.add("v1")
+    world.feed(Finish("v1", Pools(2, 1)))
+    world.run(60)
+    assert world.machine.intent.rollout is None
+    assert any("v1 stays as it is" in line and "3 times in a row" in line for line in world.told)
+    world.feed(SetPools(Pools(1, 1)))  # orders are taken again
+    world.settle()
+    assert by_version(world) == {"v1": 2, "v2": 2}
+
+
+@pytest.mark.parametrize("max_workers", [4, 5, 8])
+def test_a_split_version_that_takes_over_may_become_mixed(max_workers):
+    world = settled(max_workers=max_workers)
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.feed(Finish("v2", Pools(0, 0, 2)))
+    world.settle()
+    assert by_version(world) == {"v2": 2}
+    assert set(world.roles().values()) == {Role.MIXED}
+
+
+def test_a_split_version_may_become_mixed_although_there_is_room_for_no_other_worker():
+    world = settled(Pools(0, 0, 1), max_workers=3)
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    world.feed(RoomSeen(2, "a node was lost"))
+    world.feed(Finish("v2", Pools(0, 0, 2)))
+    world.settle()
+    assert by_version(world) == {"v2": 2}
+    assert set(world.roles().values()) == {Role.MIXED}
+
+
+def test_shares_that_are_rounded_come_to_rest():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=1), takes_over=False))
+    world.feed(AddVersion(named("v3", weight=1), takes_over=False))
+    world.feed(SetWeights({"v1": 100, "v2": 1, "v3": 0}))
+    world.settle()
+    world.feed(Finish("v1"))
+    world.settle()
+    assert weights(world) == {"v1": 100}
+    assert by_version(world) == {"v1": 2}
+
+
+def test_a_version_may_be_aborted_while_it_starts():
+    world = settled()
+    world.feed(AddVersion(named("v2", weight=1), takes_over=False))
+    assert WorkerState.STARTING in world.states().values()
+    world.feed(Abort("v2"))
+    world.settle()
+    assert by_version(world) == {"v1": 2}
+
+
+def test_an_update_to_more_than_there_is_room_for_beside_the_old_one_uses_what_that_leaves():
+    world = settled(Pools(1, 1), max_workers=4)
+    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    world.settle()
+    assert by_version(world) == {"v2": 4}
+
+
+@pytest.mark.parametrize(
+    ("order", "reason", "status"),
+    [
+        (AddVersion(named("v1"), takes_over=True), "a version v1 already", 409),
+        (AddVersion(named(""), takes_over=True), "cannot be the name", 400),
+        (AddVersion(named("v2", Pools(0, 1)), takes_over=True), "need a prefill", 400),
+        (AddVersion(named("v2", Pools(9, 9)), takes_over=True), "18 workers are more than", 409),
+        (AddVersion(named("v2", weight=-1), takes_over=False), "a weight is between", 400),
+        (
+            AddVersion(named("v2", Pools(2, 2)), takes_over=False),
+            "v2 needs 4 workers beside the 4 of other versions, and there can be 6: "
+            "`baton pools set prefill=1 decode=1` would make room",
+            409,
+        ),
+        (
+            AddVersion(named("v2", Pools(5, 1)), takes_over=False),
+            "more room is needed, see pools.max_workers",
+            409,
+        ),
+        (SetWeights({"v9": 1}), "no version is called v9; there are: v1", 404),
+        (SetWeights({"v1": 0}), "one version at least", 400),
+        (SetWeights({"v1": -3}), "a weight is between", 400),
+        (Finish("v9"), "no version is called v9", 404),
+        (Finish("v1"), "v1 is all there is", 409),
+        (Abort("v1"), "v1 is the current version", 409),
+        (SetPools(Pools(1, 1), version="v9"), "no version is called v9", 404),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused_and_changes_nothing(order, reason, status):
+    world = settled(Pools(2, 2), max_workers=6)
+    before = world.machine.members
+    with pytest.raises(OrderRefused, match=reason) as caught:
+        world.feed(order)
+    assert caught.value.status == status
+    assert world.machine.members == before
+    assert world.machine.is_settled
+
+
+def test_while_a_version_takes_over_pools_and_weights_are_not_the_operators():
+    world = settled(Pools(2, 1))
+    world.requests["v1"] = 1
+    world.feed(AddVersion(V2, takes_over=True))
+    for order in (
+        SetPools(Pools(2, 1)),
+        SetWeights({"v1": 1}),
+        Finish("v2"),
+        Drain(WorkerId("prefill-0")),
+        AddVersion(named("v3"), takes_over=False),
+    ):
+        with pytest.raises(OrderRefused, match="v2 is taking over"):
+            world.feed(order)
+
+
+def workers_of(world: World, version: str, role: Role) -> list[WorkerId]:
+    return [
+        WorkerId(name)
+        for name, process in sorted(world.processes.items())
+        if process.version == version and process.role is role
+    ]
+
+
+def test_workers_of_the_version_that_takes_over_may_be_ordered_about_meanwhile():
+    world = settled(Pools(2, 2))
+    world.requests["v1"] = 1
+    world.feed(AddVersion(named("v2", Pools(2, 3)), takes_over=True))
+    while world.machine.serving("v2").total() < 5:
+        world.run(1)
+    drained = workers_of(world, "v2", Role.DECODE)[0]
+    world.feed(Drain(drained))
+    world.feed(Flip(workers_of(world, "v2", Role.DECODE)[1], Role.PREFILL))
+    stopped = workers_of(world, "v2", Role.PREFILL)[0]
+    world.feed(Stop(stopped))
+    world.requests["v1"] = 0
+    world.settle()
+    assert by_version(world) == {"v2": 4}
+    assert world.machine.intent.pools == Pools(2, 1)
+    assert world.machine.intent.drained == (drained,)
+    assert stopped not in world.processes
+
+
+def test_the_last_worker_of_a_role_that_a_version_is_to_have_stays_also_when_it_takes_over():
+    world = settled()
+    world.requests["v1"] = 1
+    world.feed(AddVersion(V2, takes_over=True))
+    world.run(100)
+    with pytest.raises(OrderRefused, match="last worker that prefills"):
+        world.feed(Drain(workers_of(world, "v2", Role.PREFILL)[0]))
+
+
+def test_there_are_only_so_many_versions():
+    world = settled(max_workers=20)
+    for i in range(2, MAX_VERSIONS + 1):
+        world.feed(AddVersion(named(f"v{i}", weight=1), takes_over=False))
+    with pytest.raises(OrderRefused, match="no more can be: v1, v2, v3, v4"):
+        world.feed(AddVersion(named("w"), takes_over=False))
+    world.settle()
+    world.feed(Finish("v3"))
+    world.settle()
+    assert by_version(world) == {"v3": 2}
+
+
+def test_another_controller_goes_on_with_an_update_from_what_gateways_know():
+    world = settled(Pools(2, 2), max_workers=6)
+    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    while by_version(world).get("v2", 0) < 3:
+        world.run(1)
+    before = world.machine.members
+    world.queue.clear()
+    world.machine = PoolMachine(
+        before.intent, limits=world.machine.limits, gateways=["gateway"], version=before.version
+    )
+    members = [
+        Member(WorkerId(name), world.addresses[name], process.version)
+        for name, process in world.processes.items()
+    ]
+    world.feed(Found(tuple(members), ("gateway",)))
+    for name, process in world.processes.items():
+        kv_format = KVFormat.INT8 if process.version == "v2" else KVFormat.FP32
+        world.feed(Connected(WorkerId(name), world.addresses[name], process.role, kv_format))
+    world.settle()
+    assert by_version(world) == {"v2": 4}
+
+
+def test_workers_of_a_version_that_nobody_knows_go():
+    world = settled()
+    for process in world.processes.values():
+        process.version = "lost"
+    members = [Member(WorkerId(name), address, "lost") for name, address in world.addresses.items()]
+    world.machine = PoolMachine(world.machine.intent, limits=world.machine.limits)
+    world.feed(Found(tuple(members)))
+    for name, process in list(world.processes.items()):
+        address = world.addresses[name]
+        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.settle()
+    assert by_version(world) == {"v1": 2}
+
+
+def test_workers_are_started_with_what_their_version_says():
+    world = settled()
+    effects = world.machine.handle(AddVersion(named("v2", weight=1), takes_over=False), 0.0)
+    started = [effect for effect in effects if isinstance(effect, StartWorker)]
+    assert [(s.role, s.version.model, s.version.worker) for s in started] == [
+        (Role.PREFILL, "other", INT8),
+        (Role.DECODE, "other", INT8),
+    ]
+    assert {effect.members.intent.version("v2").weight for effect in effects if
+            isinstance(effect, Publish)} == {1}  # fmt: skip
+
+
+sizes = st.sampled_from([Pools(1, 1), Pools(2, 1), Pools(1, 2), Pools(0, 0, 1), Pools(2, 2)])
+version_names = st.sampled_from(["v1", "v2", "v3"])
+worker_names = st.sampled_from(
+    [WorkerId(f"{role}-{i}") for role in ("prefill", "decode", "mixed") for i in range(3)]
+)
+actions = st.one_of(
+    st.builds(AddVersion, st.builds(named, version_names, sizes, st.integers(0, 9)), st.booleans()),
+    st.builds(SetWeights, st.dictionaries(version_names, st.integers(0, 9), max_size=2)),
+    st.builds(Finish, version_names, st.none() | sizes),
+    st.builds(Abort, version_names),
+    st.builds(SetPools, sizes, version=version_names),
+    st.builds(Flip, worker_names, st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED])),
+    st.builds(Stop, worker_names),
+    st.tuples(st.just("run"), st.sampled_from([1, 5, 40])),
+    st.tuples(st.just("requests"), version_names),
+    st.tuples(st.just("die"), st.integers(0, 8)),
+    st.tuples(st.just("bad"), version_names),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(first=sizes, script=st.lists(actions, max_size=12), seed=st.integers(0, 99))
+def test_whatever_is_ordered_it_comes_to_be_and_no_version_with_requests_loses_its_workers(
+    first, script, seed
+):
+    world = World(first, max_workers=7)
+    world.rng = random.Random(seed)
+    world.feed(Tick())
+    world.run(20)
+    for each in script:
+        match each:
+            case ("run", seconds):
+                world.run(seconds)
+            case ("requests", name):
+                version = world.machine.intent.version(name)
+                if version is not None and not version.is_leaving:
+                    world.requests[name] = 1
+            case ("die", number):
+                able = [n for n in sorted(world.processes) if world.machine.workers[n].is_connected]
+                if number < len(able):
+                    world.die(able[number])
+            case ("bad", name):
+                world.bad_versions ^= {name}
+            case order:
+                try:
+                    world.feed(order)
+                except OrderRefused:
+                    world.machine.validate()
+        there = {version.name for version in world.machine.intent.versions if not version.is_over}
+        assert all(name in there for name, number in world.requests.items() if number)
+    world.bad_versions.clear()
+    world.requests.clear()
+    world.run(2)
+    world.settle(4000)
+    intent = world.machine.intent
+    for version in intent.versions:
+        counts = [
+            sum(p.role is role and p.version == version.name for p in world.processes.values())
+            for role in (Role.PREFILL, Role.DECODE, Role.MIXED)
+        ]
+        assert Pools(*counts) == version.pools
+    assert len(world.processes) == sum(version.pools.total for version in intent.versions)

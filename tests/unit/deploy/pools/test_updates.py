@@ -1,0 +1,65 @@
+"""An update changes what is said, and nothing else."""
+
+import pytest
+
+from deploy.admin.schema import PoolCounts, UpdateBody
+from deploy.commands.versions import read_update
+from deploy.updates import order_of
+from engine.config import Speculate, WorkerConfig
+from engine.control import Intent, Pools, Version
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+NOW = WorkerConfig(kv_dtype=KVFormat.INT8, kv_mib=64, max_running=8, speculate=Speculate.NGRAM)
+INTENT = Intent((Version(model="m", model_name="tiny", worker=NOW, pools=Pools(2, 1)),))
+
+
+def written(tmp_path, text, name="new.toml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return read_update(path)
+
+
+def test_settings_of_workers_that_a_file_does_not_name_stay(tmp_path):
+    version = order_of(
+        written(tmp_path, '[worker]\nkv_mib = 128\nweights = "int8"'), INTENT
+    ).version
+    assert version.worker.kv_mib == 128
+    assert version.worker.weights == "int8"
+    assert (version.worker.kv_dtype, version.worker.max_running) == (KVFormat.INT8, 8)
+    assert version.worker.speculate is Speculate.NGRAM
+    assert (version.model, version.model_name, version.pools) == ("m", "tiny", Pools(2, 1))
+
+
+def test_a_setting_can_be_put_back_to_its_default(tmp_path):
+    body = written(tmp_path, '[worker]\nspeculate = "off"')
+    assert order_of(body, INTENT).version.worker.speculate is Speculate.OFF
+
+
+@pytest.mark.parametrize("text", ["", "[worker]", "[router]\nmax_queue = 3"])
+def test_a_file_that_says_nothing_of_a_version_changes_nothing(tmp_path, text):
+    body = written(tmp_path, text)
+    assert body == UpdateBody()
+    assert order_of(body, INTENT).version.worker == NOW
+
+
+def test_a_file_of_a_cluster_says_what_it_names_too(tmp_path):
+    pytest.importorskip("yaml")
+    text = "address: auto\npools: {prefill: 3, decode: 2}\nworker: {kv_mib: 128}\n"
+    body = written(tmp_path, text, "baton.yaml")
+    assert body == UpdateBody(worker={"kv_mib": 128}, pools=PoolCounts(3, 2, 0))
+    assert order_of(body, INTENT).version.model == "m"
+    assert written(tmp_path, text + "model: hf://a/b\n", "baton.yaml").model == "hf://a/b"
+
+
+@pytest.mark.parametrize(
+    ("worker", "reason"),
+    [
+        ({"max_batch_tokens": 4}, "max_running must not exceed"),
+        ({"kv_mb": 4}, "unknown field `kv_mb`"),
+        ({"kv_mib": "many"}, r"Expected `int \| null`, got `str`"),
+    ],
+)
+def test_changes_that_do_not_go_with_what_stays_are_refused(worker, reason):
+    with pytest.raises(ConfigError, match=reason):
+        order_of(UpdateBody(worker=worker), INTENT)

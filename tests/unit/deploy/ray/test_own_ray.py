@@ -1,0 +1,26 @@
+"""What Ray is told before it is imported, and what becomes of keys in the environment."""
+
+from deploy.ray import own_ray
+from engine.config import forget_environment
+
+
+def test_a_ray_of_our_own_is_told_to_stay_on_loopback_and_to_ask_for_a_new_token():
+    one: dict[str, str] = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "known to others"}
+    another: dict[str, str] = {}
+    own_ray.prepare(one)
+    own_ray.prepare(another)
+    assert one["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+    assert one["RAY_AUTH_MODE"] == "token"
+    assert len(one["RAY_AUTH_TOKEN"]) == 64
+    assert one["RAY_AUTH_TOKEN"] != another["RAY_AUTH_TOKEN"]
+
+
+def test_keys_leave_the_environment_and_all_else_stays():
+    environment = {
+        "BATON_GATEWAY__PORT": "8000",
+        "BATON_ADMIN__KEY": "secret",
+        "BATON_CACHE": "/cache",
+        "PATH": "/bin",
+    }
+    forget_environment(environment)
+    assert environment == {"BATON_CACHE": "/cache", "PATH": "/bin"}

@@ -1,0 +1,398 @@
+"""The operator's API, asked in the process; and how a command finds the deployment."""
+
+import asyncio
+import io
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from rich.console import Console
+
+from deploy.admin.api import admin_app
+from deploy.admin.client import AdminError, find_deployment
+from deploy.admin.schema import (
+    BlockEventsAnswer,
+    PlannerAnswer,
+    PoolsAnswer,
+    VersionsAnswer,
+)
+from deploy.commands.operator import check_role, parse_counts, planner_view, pools_view
+from deploy.commands.versions import versions_table
+from deploy.controller import PoolController
+from deploy.local.run_dir import AdminAccess, announce, announced, run_directory
+from deploy.pools.events import (
+    Connected,
+    OrderRefused,
+    SetPlanner,
+    Started,
+    StartWorker,
+    Tick,
+)
+from deploy.pools.machine import PoolLimits, PoolMachine
+from deploy.pools.planning import Planning
+from engine.config import PlannerMode, WorkerConfig
+from engine.control import GatewayReport, Intent, Pools, Version
+from engine.demand import DecodeCost, Observation
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+from engine.messages import EventsAddress, Role, WorkerId
+from engine.net.curve import Channel, client_keys, server_keys
+from engine.net.trust import Secret
+from router.planning.planner import Rules
+
+KEY = "secret"
+
+
+class SetClock:
+    def now_s(self) -> float:
+        return 5.0
+
+
+class FakeController:
+    """A machine whose orders nobody carries out."""
+
+    def __init__(self, pools: Pools) -> None:
+        self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
+        self.planning = Planning(self.machine, Rules(), order=self._handle)
+        self.workers, self.gateways, self.gateway_links, self.counters = {}, {}, {}, {}
+        for effect in self.machine.handle(Tick(), 0.0):
+            if isinstance(effect, StartWorker):
+                name = effect.worker_id
+                self.machine.handle(Started(name, effect.start, name), 1.0)
+                self.machine.handle(Connected(name, name, effect.role, KVFormat.FP32), 2.0)
+
+    order = PoolController.order
+
+    def _handle(self, event) -> None:
+        self.machine.handle(event, 3.0)
+
+    block_events = PoolController.block_events
+
+    async def requests(self):
+        return 0, []
+
+
+def ask(method, path, body=None, key: str | None = KEY, controller=None) -> httpx.Response:
+    app = admin_app(controller or FakeController(Pools(2, 1)), key=KEY, clock=SetClock())
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    content = (
+        None if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
+    )
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
+            return await client.request(method, path, content=content, headers=headers)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("key", [None, "", "wrong", KEY + "x"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/pools"),
+        ("POST", "/v1/pools"),
+        ("GET", "/openapi.json"),
+        ("GET", "/v1/requests"),
+        ("GET", "/v1/block-events"),
+    ],
+)
+def test_nothing_is_told_or_done_without_the_key(method, path, key):
+    answer = ask(method, path, {"prefill": 1}, key=key)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json() == {
+        "error": {"type": "unauthorized", "message": "this needs the admin key"}
+    }
+
+
+def test_a_key_of_other_bytes_than_ascii_is_refused_like_any_wrong_one(capfd):
+    app = admin_app(FakeController(Pools(2, 1)), key=KEY, clock=SetClock())
+    sent: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        async def receive() -> dict[str, Any]:
+            raise AssertionError("a body is not read before the key is known")
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/pools",
+            "raw_path": b"/v1/pools",
+            "query_string": b"",
+            "headers": [(b"authorization", b"Bearer \xff\xc3\x28\x00")],
+        }
+        await app(scope, receive, send)
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 401
+    assert capfd.readouterr().err == ""
+
+
+def test_the_pools_are_told_with_their_history():
+    answer = msgspec.json.decode(ask("GET", "/v1/pools").content, type=PoolsAnswer)
+    assert answer.wanted == Pools(2, 1)
+    assert answer.settled
+    assert [w.worker_id for w in answer.workers] == ["decode-0", "prefill-0", "prefill-1"]
+    assert {w.state for w in answer.workers} == {"serving"}
+    assert len(answer.steps) == 6
+    later = ask("GET", f"/v1/pools?since={answer.steps[3].number}").json()["steps"]
+    assert [step["number"] for step in later] == [5, 6]
+    assert ask("GET", "/v1/pools?since=x").status_code == 400
+    assert len(ask("GET", "/v1/workers").json()["workers"]) == 3
+
+
+def test_an_order_is_taken_and_answered_with_its_steps():
+    answer = ask("POST", "/v1/pools", {"decode": 2})
+    assert answer.status_code == 202
+    found = answer.json()
+    assert (found["wanted"], found["settled"]) == ({"prefill": 2, "decode": 2, "mixed": 0}, False)
+    assert [step["what"] for step in found["steps"]] == [
+        "are to be prefill=2 decode=2 mixed=0",
+        "is being started",
+    ]
+    assert ask("POST", "/v1/workers/prefill-0/flip", {"role": "decode"}).status_code == 202
+    assert ask("POST", "/v1/workers/prefill-0/drain").status_code == 202
+    assert ask("POST", "/v1/workers/prefill-0/stop").status_code == 202
+    assert ask("POST", "/v1/planner", {"mode": "off"}).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("/v1/pools", {"prefill": 9}, 409, "10 workers are more than the 4 there can be"),
+        ("/v1/pools", {"prefill": 0}, 400, "need a prefill and a decode worker"),
+        ("/v1/pools", {"prefill": -1}, 400, ">= 0"),
+        ("/v1/pools", {"what": 1}, 400, "unknown field"),
+        ("/v1/pools", b"{", 400, "truncated"),
+        ("/v1/workers/prefill-0/flip", b'{"role": "\xff"}', 400, "can't decode byte 0xff"),
+        ("/v1/pools", b"x" * 70_000, 413, "too large"),
+        ("/v1/workers/decode-0/flip", {"role": "prefill"}, 409, "last worker that decodes"),
+        ("/v1/workers/decode-0/flip", {"role": "king"}, 400, "Invalid enum value 'king'"),
+        ("/v1/workers/decode-0/drain", None, 409, "last worker that decodes"),
+        ("/v1/workers/decode-0/stop", None, 409, "last worker that decodes"),
+        ("/v1/workers/other/stop", None, 404, "no worker is called other"),
+        ("/v1/planner", {"mode": "sometimes"}, 400, "Invalid enum value 'sometimes'"),
+        ("/v1/other", None, 404, "Not Found"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(path, body, status, reason):
+    answer = ask("POST", path, body)
+    assert answer.status_code == status, answer.text
+    assert reason in answer.json()["error"]["message"]
+
+
+def test_the_description_names_every_page_and_resolves_every_reference():
+    described = ask("GET", "/openapi.json").json()
+    assert set(described["paths"]) == {
+        "/v1/pools",
+        "/v1/workers",
+        "/v1/requests",
+        "/v1/workers/{worker_id}/flip",
+        "/v1/workers/{worker_id}/drain",
+        "/v1/workers/{worker_id}/stop",
+        "/v1/planner",
+        "/v1/block-events",
+        "/v1/versions",
+        "/v1/weights",
+        "/v1/versions/{name}/finish",
+        "/v1/versions/{name}/abort",
+    }
+    text = msgspec.json.encode(described).decode()
+    names = {piece.split('"')[0] for piece in text.split("#/components/schemas/")[1:]}
+    assert names <= set(described["components"]["schemas"])
+    [worker, _] = described["components"]["schemas"]["UpdateBody"]["properties"]["worker"]["anyOf"]
+    assert set(worker["properties"]) == set(WorkerConfig.__struct_fields__)
+    assert not any("default" in setting for setting in worker["properties"].values())
+
+
+def test_pools_that_cannot_be_flipped_are_not_planned():
+    controller = FakeController(Pools(1, 1))
+    controller.order(SetPlanner(PlannerMode.DRY_RUN))
+    apart = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
+    controller.machine.intent = Intent((Version(worker=apart),))
+    with pytest.raises(OrderRefused, match="as fp32, decode workers as int8: none can be flipped"):
+        controller.order(SetPlanner(PlannerMode.ON))
+    controller.order(SetPlanner(PlannerMode.OFF))
+
+
+def test_a_subscriber_of_block_events_is_told_their_keys_and_addresses_and_no_others():
+    controller = FakeController(Pools(1, 1))
+    events = EventsAddress("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    controller._plan = SimpleNamespace(token="token")
+    controller.links = {
+        WorkerId("w"): SimpleNamespace(info=SimpleNamespace(events=events)),
+        WorkerId("unheard"): SimpleNamespace(info=None),
+    }
+    answer = msgspec.json.decode(
+        ask("GET", "/v1/block-events", controller=controller).content, type=BlockEventsAnswer
+    )
+    assert answer.workers == {"w": events}
+    server, mine = (
+        keys(Secret("token"), Channel.BLOCK_EVENTS) for keys in (server_keys, client_keys)
+    )
+    assert answer.curve_serverkey.encode() == server.public
+    assert (answer.curve_publickey.encode(), answer.curve_secretkey.encode()) == mine
+
+
+def test_what_the_planner_says_and_did_is_told():
+    controller = FakeController(Pools(1, 2))
+    controller.order(SetPlanner(PlannerMode.ON))
+    cost = DecodeCost(0.01, 1e-5, 0.0)
+    seen = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0, decode_cost=cost)
+    report = GatewayReport(None, 1, 3, 0, 0, 0.0, seen)
+    assert controller.planning.tick([report], {}, 4.0 - Rules().cool_down_s) is None
+    assert controller.planning.tick([report], {}, 4.0) is not None
+    answer = msgspec.json.decode(
+        ask("GET", "/v1/planner", controller=controller).content, type=PlannerAnswer
+    )
+    assert answer.planner.mode is PlannerMode.ON
+    assert answer.wanted == Pools(2, 1)
+    [decision] = answer.decisions
+    assert (decision.before, decision.after) == (Pools(1, 2), Pools(2, 1))
+    assert (decision.outcome, decision.age_s) == ("done", 1.0)
+    assert decision.summary == "prefill 1 → 2, decode 2 → 1: done"
+    assert decision.reasons == answer.planner.reasons
+    shown = Console(width=200, record=True, file=io.StringIO())
+    shown.print(planner_view(answer))
+    text = shown.export_text()
+    assert "planner on; wanted now: 2 prefill, 1 decode" in text
+    assert "1 s ago  on: prefill 1 → 2, decode 2 → 1: done" in text
+    assert "9.0 requests/s" in text
+    pools = msgspec.json.decode(ask("GET", "/v1/pools", controller=controller).content)
+    assert pools["planner"]["reasons"] == list(decision.reasons)
+    assert pools["steps"][-2]["why"] == "planned"
+
+
+def test_names_that_orders_take_are_whole_in_a_narrow_terminal():
+    controller = FakeController(Pools(1, 2))
+    content = ask("GET", "/v1/pools", controller=controller).content
+    answer = msgspec.json.decode(content, type=PoolsAnswer)
+    some = {"pid": 1234567, "state_s": 12345.6, "num_blocks": 9, "free_blocks": 9}
+    workers = [msgspec.structs.replace(worker, **some) for worker in answer.workers]
+    answer = msgspec.structs.replace(answer, workers=workers)
+    shown = Console(width=80, record=True, file=io.StringIO())
+    shown.print(pools_view(answer), versions_table(answer))
+    text = shown.export_text()
+    assert {"prefill-0", "decode-0", "decode-1", "1234567", "v1"} <= set(text.split())
+    assert "…" not in text
+
+
+# ---------------------------------------------------------------- finding a deployment
+
+ACCESS = AdminAccess("http://127.0.0.1:1", "k", os.getpid(), "http://127.0.0.1:2")
+
+
+def test_the_file_is_for_its_user_alone_and_found(tmp_path):
+    path = announce(tmp_path / "run", ACCESS)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert announced(tmp_path / "run") == [ACCESS]
+    environment = {"BATON_RUN_DIR": str(tmp_path / "run")}
+    assert find_deployment(None, None, environment) == ("http://127.0.0.1:1", "k")
+    assert find_deployment(None, "mine", environment) == ("http://127.0.0.1:1", "mine")
+    assert find_deployment("http://other", "mine", {}) == ("http://other", "mine")
+
+
+def test_who_ended_is_not_found_and_its_file_goes(tmp_path):
+    path = announce(tmp_path, msgspec.structs.replace(ACCESS, pid=2**22 + 7))
+    (tmp_path / "broken.json").write_text("{")
+    assert announced(tmp_path) == []
+    assert not path.exists()
+    with pytest.raises(ConfigError, match="no deployment of yours is announced in"):
+        find_deployment(None, None, {"BATON_RUN_DIR": str(tmp_path)})
+    with pytest.raises(ConfigError, match="announced at http://there"):
+        find_deployment("http://there", None, {"BATON_RUN_DIR": str(tmp_path)})
+
+
+def test_of_several_one_must_be_chosen(tmp_path):
+    announce(tmp_path, ACCESS)
+    announce(tmp_path, AdminAccess("http://127.0.0.1:9", "other", os.getppid()))
+    environment = {"BATON_RUN_DIR": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"choose one with --admin-url: http.*http"):
+        find_deployment(None, None, environment)
+    assert find_deployment("http://127.0.0.1:9", None, environment)[1] == "other"
+
+
+def test_a_directory_that_others_write_to_is_not_trusted(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    with pytest.raises(ConfigError, match="nobody else writes to"):
+        announce(tmp_path / "run", ACCESS)
+    with pytest.raises(ConfigError, match="nobody else writes to"):
+        announced(tmp_path / "run")
+
+
+def test_where_the_directory_is():
+    assert str(run_directory({"BATON_RUN_DIR": "/a"})) == "/a"
+    assert str(run_directory({"XDG_RUNTIME_DIR": "/run/user/7"})) == "/run/user/7/baton"
+    assert run_directory({}).name == f"baton-{os.getuid()}"
+
+
+def test_counts_are_read_by_role():
+    assert parse_counts(["prefill=3", "decode=5"]) == {"prefill": 3, "decode": 5}
+    for wrong in (["prefill"], ["prefill=x"], ["drained=1"], ["prefill=1", "prefill=2"]):
+        with pytest.raises(ConfigError, match="is not ROLE=NUMBER"):
+            parse_counts(wrong)
+
+
+def test_an_order_that_came_to_something_else_is_said():
+    answer = msgspec.json.decode(ask("GET", "/v1/pools").content, type=PoolsAnswer)
+    check_role(answer, "prefill-0", Role.PREFILL)
+    with pytest.raises(AdminError, match="prefill-0 is prefill, not decode"):
+        check_role(answer, "prefill-0", Role.DECODE)
+    with pytest.raises(AdminError, match="prefill-9 is gone"):
+        check_role(answer, "prefill-9", Role.DRAINED)
+
+
+def test_versions_are_ordered_and_told():
+    controller = FakeController(Pools(1, 1))
+    model = str(Path(__file__).parent)
+    answer = ask(
+        "POST",
+        "/v1/versions",
+        {"model": model, "worker": {"kv_dtype": "int8"}, "weight": 3},
+        controller=controller,
+    )
+    assert answer.status_code == 202, answer.text
+    told = msgspec.json.decode(
+        ask("GET", "/v1/versions", controller=controller).content, type=VersionsAnswer
+    )
+    first, second = told.versions
+    assert (first.name, first.is_current, first.serving) == ("v1", True, Pools(1, 1))
+    assert (second.name, second.model, second.weight) == ("v2", model, 3)
+    assert (second.wanted, second.serving) == (Pools(1, 1), Pools(0, 0))
+    assert told.taking_over is None
+    weights = {"weights": {"v1": 90, "v2": 10}}
+    assert ask("POST", "/v1/weights", weights, controller=controller).status_code == 202
+    pools = ask("POST", "/v1/versions/v2/finish", {}, controller=controller)
+    assert pools.json()["taking_over"] == "v2"
+    refused = ask("POST", "/v1/versions/v1/abort", controller=controller)
+    assert refused.status_code == 409
+    assert ask("POST", "/v1/versions/v2/abort", controller=controller).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"model": "/nowhere"}, "/nowhere: no such model directory"),
+        ({"worker": {"kv_mib": 0}}, "worker.kv_mib must be positive"),
+        ({"worker": {"kv_mb": 1}}, "unknown field `kv_mb`"),
+        ({"worker": {"kv_dtype": "int4", "decode_kv_dtype": "fp8_e4m3"}}, "cannot be combined"),
+        ({"weight": -1}, "Expected `int` >= 0"),
+        ({"pools": {"prefill": 3}}, "need a prefill and a decode worker"),
+    ],
+)
+def test_a_version_that_could_not_serve_is_refused_before_anything_is_started(body, reason):
+    answer = ask("POST", "/v1/versions", body)
+    assert answer.status_code == 400
+    assert reason in answer.json()["error"]["message"]

@@ -1,0 +1,439 @@
+"""The shell of the pools: another controller takes over, and launchers and sessions fail."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from deploy import controller
+from deploy.admin import api as admin
+from deploy.admin.api import AdminService
+from deploy.controller import Plan, PoolController
+from deploy.links import GatewayLink
+from deploy.pools.events import Connected, SetPlanner, SetPools, Stop, WorkerState
+from deploy.pools.placement import NoPlace
+from deploy.processes import GatewayReady, WorkerReady
+from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode, PoolsConfig
+from engine.control import (
+    CONTROL_VERSION,
+    GatewayReport,
+    GatewayWelcome,
+    Intent,
+    Member,
+    Members,
+    Pools,
+    Version,
+    decode_from_controller,
+    encode_control,
+)
+from engine.demand import Observation
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+from engine.messages import Role
+
+DEADLINE_S = 5.0
+WORKERS = {
+    name: WorkerReady(f"{name}:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
+    for name in ("prefill-0", "decode-0")
+}
+GATEWAY = {"gateway": GatewayReady("http://127.0.0.1:80", "m", 7, "gateway:1")}
+
+
+class SetClock:
+    """Stands still unless it is set."""
+
+    at_s = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+
+class FakeLauncher:
+    """Holds what runs; what is started is there at once, or raises."""
+
+    def __init__(self, running) -> None:
+        self.services = dict(running)
+        self.errors: list[Exception] = []  # of the next calls
+        self.stopped: list[tuple[str, bool]] = []
+        self.num_places = 4
+        self.num_looks = 0
+        self.asked_for: list[tuple[int, Pools]] = []
+        self.kept: list[set[str]] = []
+        self.may_start = threading.Event()
+        self.may_start.set()
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def room(self, num_gpus):
+        self.num_looks += 1
+        return self.num_places
+
+    def scarce(self, num_gpus):
+        return "there are 4 places"
+
+    def keep_places(self, names):
+        self.kept.append(set(names))
+
+    def ask_for(self, num_workers, wanted, num_gpus):
+        self.asked_for.append((num_workers, wanted))
+
+    def running(self):
+        return dict(self.services)
+
+    def dead(self):
+        return {}
+
+    def counters(self):
+        return {"nurseries lost": 0}
+
+    def start_worker(self, spec):
+        self._fail()
+        assert self.may_start.wait(DEADLINE_S)
+        ready = WORKERS.get(spec.worker_id, WORKERS["prefill-0"])
+        self.services[spec.worker_id] = ready
+        return ready
+
+    def start_gateway(self, spec):
+        raise AssertionError("no test gets so far")
+
+    def stop(self, name, *, by_force):
+        self._fail()
+        self.stopped.append((name, by_force))
+        self.services.pop(name, None)
+
+    def _fail(self) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+class World:
+    """A controller, its launcher, and sessions that are begun by the test alone."""
+
+    def __init__(self, running, config) -> None:
+        self.clock = SetClock()
+        self.launcher = FakeLauncher(running)
+        self.told: list[str] = []
+        plan = Plan("model", config, Pools(1, 1), "token", cores=1)
+        self.controller = PoolController(
+            plan, launcher=self.launcher, clock=self.clock, report=self.told.append
+        )
+        self.links: dict[str, object] = {}  # by address
+
+    async def keep(self, address: str, _secret: object, link: object) -> None:
+        self.links[address] = link
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Runs a scene with the world of a controller that finds this running."""
+    monkeypatch.setattr(controller, "WATCH_EVERY_S", 0.01)
+
+    def run(scene: Callable[[World], Coroutine[None, None, None]], running, config=None) -> World:
+        world = World(running, config or Config())
+        monkeypatch.setattr(controller, "keep", world.keep)
+
+        async def whole() -> None:
+            try:
+                await asyncio.wait_for(scene(world), DEADLINE_S)
+            finally:
+                await world.controller.close()
+
+        asyncio.run(whole())
+        return world
+
+    return run
+
+
+class FakeGateway:
+    """The other end of a session: it knows members, and follows those of a higher version."""
+
+    def __init__(self, members: Members | None) -> None:
+        self.members = members
+
+    async def send(self, _frame: bytes) -> None:
+        pass
+
+    async def receive(self) -> bytes:
+        return encode_control([GatewayWelcome(CONTROL_VERSION, "gateway", self.members)])
+
+    def post(self, frame: bytes) -> None:
+        [members] = decode_from_controller(frame)
+        assert isinstance(members, Members)
+        if self.members is None or members.version > self.members.version:
+            self.members = members
+
+    async def connect(self, link: object) -> None:
+        assert isinstance(link, GatewayLink)
+        await link.shake_hands(self)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    never = asyncio.get_running_loop().create_future()
+    while not condition():
+        await asyncio.wait([never], timeout=0.005)
+
+
+class FakeListener:
+    """Takes no connection."""
+
+    def __init__(self, _app: object, _book: object) -> None:
+        pass
+
+    def open(self, _sock: object) -> None:
+        pass
+
+    async def close(self, _drain_timeout_s: float, _cut: object) -> None:
+        pass
+
+
+def test_another_controller_takes_over_while_no_gateway_runs(play, monkeypatch, tmp_path):
+    sock = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 7), close=lambda: None)
+    monkeypatch.setattr(admin.socket, "create_server", lambda _: sock)
+    monkeypatch.setattr(admin, "Listener", FakeListener)
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path))
+
+    async def scene(world: World) -> None:
+        config = AdminConfig(key="key")
+        service = AdminService(world.controller, config=config, clock=world.clock)
+        assert await service.open() == "http://127.0.0.1:7"
+        assert world.controller.url == ""
+        await service.close()
+
+    play(scene, WORKERS)
+
+
+OLD = Members(
+    5,
+    tuple(Member(name, ready.address, context_len=64) for name, ready in WORKERS.items()),
+    Intent((Version(pools=Pools(1, 1)),)),
+)
+
+
+SECOND = Version("v2", model="other", pools=Pools(1, 1))
+
+
+def test_a_gateway_that_was_cut_off_after_a_takeover_is_told_what_it_missed(play):
+    async def scene(world: World) -> None:
+        gateway = FakeGateway(OLD)
+        opening = asyncio.create_task(world.controller.open())
+        await until(lambda: "gateway:1" in world.links)
+        link = world.links["gateway:1"]
+        await gateway.connect(link)
+        await opening
+        assert gateway.members.version > OLD.version
+        link.lost("cut off")
+        world.controller.order(SetPools(Pools(1, 2)))
+        assert gateway.members.intent.pools == Pools(1, 1)
+        await gateway.connect(link)
+        assert gateway.members.intent.pools == Pools(1, 2)
+
+    play(scene, WORKERS | GATEWAY)
+
+
+def test_a_gateway_that_is_heard_late_follows_the_new_controller(play, monkeypatch):
+    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+
+    async def scene(world: World) -> None:
+        await world.controller.open()
+        assert world.controller.machine.members.version < OLD.version
+        gateway = FakeGateway(OLD)
+        await gateway.connect(world.links["gateway:1"])
+        assert gateway.members == world.controller.machine.members
+        assert gateway.members.version > OLD.version
+
+    play(scene, WORKERS | GATEWAY)
+
+
+def test_a_gateway_that_is_heard_late_says_what_is_to_be_served(play, monkeypatch):
+    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+    others = {name: msgspec.structs.replace(ready, version="v2") for name, ready in WORKERS.items()}
+    told = Members(
+        0, tuple(Member(n, w.address, "v2", 64) for n, w in others.items()), Intent((SECOND,))
+    )
+
+    async def scene(world: World) -> None:
+        world.launcher.num_places = 2
+        await world.controller.open()
+        for name, ready in others.items():
+            role = Role(name.removesuffix("-0"))
+            await until(lambda name=name: name in world.controller.links)
+            world.controller._handle(Connected(name, ready.address, role, KVFormat.FP32))
+        assert {w.state for w in world.controller.machine.workers.values()} == {WorkerState.SERVING}
+        gateway = FakeGateway(told)
+        await gateway.connect(world.links["gateway:1"])
+        assert gateway.members == world.controller.machine.members
+        assert gateway.members.intent == told.intent
+        assert {w.state for w in world.controller.machine.workers.values()} == {WorkerState.SERVING}
+        assert world.launcher.stopped == []
+
+    play(scene, others | GATEWAY)
+
+
+def test_a_launcher_that_raises_whatever_it_likes_is_asked_again(play):
+    async def scene(world: World) -> None:
+        launcher = world.launcher
+        await world.controller.open()
+        launcher.errors = [OSError("no start"), RuntimeError("no stop")]
+        ready = WORKERS["prefill-0"]
+        world.controller._handle(Connected("prefill-0", ready.address, Role.PREFILL, KVFormat.FP32))
+        await until(lambda: ("decode-0", True) in launcher.stopped)
+        workers = world.controller.machine.workers
+        await until(lambda: workers["decode-0"].state is WorkerState.WAITING)
+        world.clock.at_s = 10.0
+        await until(lambda: workers["decode-0"].state is WorkerState.JOINING)
+
+    told = play(scene, {"prefill-0": WORKERS["prefill-0"]}).told
+    assert any("did not start: no start" in line for line in told), told
+    assert "the controller has a bug: RuntimeError('no stop')" in told
+
+
+def test_a_bug_in_what_is_made_of_news_ends_no_session_for_ever(play, monkeypatch):
+    num_kept = 0
+
+    async def keep(_address: str, _secret: object, _link: object) -> None:
+        nonlocal num_kept
+        num_kept += 1
+        raise KeyError("a bug")
+
+    async def scene(world: World) -> None:
+        monkeypatch.setattr(controller, "keep", keep)
+        monkeypatch.setattr(controller, "RETRY_EVERY_S", 0.01)
+        await world.controller.open()
+        await until(lambda: num_kept > len(WORKERS))
+        assert world.controller.counters["controller bugs"] >= 1
+        assert "nurseries lost" not in world.controller.counters
+
+    play(scene, WORKERS)
+
+
+def test_a_worker_is_gone_when_the_start_that_was_stopped_is_over_too(play):
+    async def scene(world: World) -> None:
+        launcher = world.launcher
+        await world.controller.open()
+        machine = world.controller.machine
+        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
+            world.controller._handle(Connected(name, f"{name}:1", role, KVFormat.FP32))
+        launcher.may_start.clear()
+        world.controller.order(SetPools(Pools(2, 1)))
+        world.controller.order(Stop("prefill-1"))
+        # It is tried again while the start goes on.
+        await until(lambda: launcher.stopped.count(("prefill-1", True)) > 1)
+        assert machine.workers["prefill-1"].state is WorkerState.STOPPING
+        launcher.may_start.set()
+        await until(lambda: "prefill-1" not in machine.workers)
+        assert "prefill-1" not in launcher.services
+
+    play(scene, WORKERS)
+
+
+def test_workers_that_fetch_for_hours_keep_nothing_else_waiting(play, monkeypatch):
+    monkeypatch.setattr(controller, "MAX_THREADS", 1)
+
+    async def scene(world: World) -> None:
+        launcher = world.launcher
+        await world.controller.open()
+        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
+            world.controller._handle(Connected(name, f"{name}:1", role, KVFormat.FP32))
+        launcher.may_start.clear()
+        world.controller.order(SetPools(Pools(2, 2)))
+        num_looks = launcher.num_looks
+        await until(lambda: launcher.num_looks > num_looks + 2)
+        world.controller.order(Stop("prefill-1"))
+        await until(lambda: ("prefill-1", True) in launcher.stopped)
+        launcher.may_start.set()
+
+    play(scene, WORKERS)
+
+
+def test_at_the_first_start_whatever_a_launcher_raises_is_the_reason(play):
+    async def scene(world: World) -> None:
+        world.launcher.errors = [OSError("no start")]
+        with pytest.raises(ConfigError, match=r"^no start$"):
+            await world.controller.open()
+
+    play(scene, {})
+
+
+def test_a_first_start_that_counts_on_later_nodes_waits_for_them(play):
+    async def scene(world: World) -> None:
+        world.launcher.errors = [NoPlace("no node")]
+        opening = asyncio.create_task(world.controller.open())
+        await until(lambda: any("did not start: no node" in line for line in world.told))
+        world.clock.at_s = 10.0
+        await until(lambda: opening.done() or set(world.launcher.services) == set(WORKERS))
+        assert not opening.done()
+        opening.cancel()
+
+    play(scene, {}, Config(pools=PoolsConfig(max_workers=4)))
+
+
+def test_at_a_first_start_that_counts_on_no_other_nodes_none_is_waited_for(play):
+    async def scene(world: World) -> None:
+        world.launcher.errors = [NoPlace("no node")]
+        with pytest.raises(ConfigError, match=r"^no node$"):
+            await world.controller.open()
+
+    play(scene, {})
+
+
+def test_places_are_given_up_once_all_that_were_found_have_said_their_role(play):
+    async def scene(world: World) -> None:
+        await world.controller.open()
+        looked = world.launcher.num_looks
+        await until(lambda: world.launcher.num_looks > looked + 1)
+        assert world.launcher.kept == []  # it is not known yet that decode-0 is wanted
+        ready = WORKERS["prefill-0"]
+        world.controller._handle(Connected("prefill-0", ready.address, Role.PREFILL, KVFormat.FP32))
+        await until(lambda: world.launcher.kept != [])
+        assert world.launcher.kept[0] == set(WORKERS)
+
+    play(scene, {"prefill-0": WORKERS["prefill-0"]})
+
+
+# ---------------------------------------------------------------- the planner
+
+FLOOD = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0)
+PLANNED = Config(planner=PlannerConfig(mode=PlannerMode.ON, max_workers=6, grow_after_s=0.0))
+
+
+def test_pools_are_planned_from_what_gateways_report_and_room_is_asked_for(play, monkeypatch):
+    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+
+    async def scene(world: World) -> None:
+        pools = world.controller
+        await pools.open()
+        assert pools.machine.intent.planner is PlannerMode.ON
+        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
+            pools._handle(Connected(name, WORKERS[name].address, role, KVFormat.FP32))
+        link = world.links["gateway:1"]
+        link.take(encode_control([GatewayReport(None, 1, 2, 0, 0, 0.0, FLOOD)]))
+        await until(lambda: world.launcher.asked_for == [(6, Pools(3, 1))])
+        assert pools.machine.intent.pools == Pools(3, 1)  # there are four places
+        assert any(
+            line.startswith("planner (on): prefill 1 → 3, room for 6") for line in world.told
+        )
+        world.launcher.num_places = 7
+        await until(lambda: pools.machine.limits.max_workers == 7)
+        pools.order(SetPlanner(PlannerMode.OFF))
+        await until(lambda: world.launcher.asked_for[1:] == [(0, Pools(3, 1))])
+
+    told = play(scene, WORKERS | GATEWAY, PLANNED).told
+    assert "pools can have 7 workers: not 4 any more" in told
+
+
+def test_a_controller_without_a_planner_asks_for_no_room(play):
+    async def scene(world: World) -> None:
+        await world.controller.open()
+        ticked = world.launcher.num_looks
+        await until(lambda: world.launcher.num_looks > ticked + 1)
+        assert world.launcher.asked_for == []
+
+    play(scene, WORKERS)

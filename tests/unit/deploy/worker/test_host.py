@@ -1,0 +1,177 @@
+"""What a worker is opened with, and what it says of itself: no thread or socket is needed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from decode.scheduler import HOLD_S
+from deploy.worker import host as worker_host
+from deploy.worker.host import MAX_UNSENT_FRAMES, ModelFacts, WorkerHost, WorkerIdentity
+from deploy.worker.step_watch import StepWatch
+from engine.config import WorkerConfig
+from engine.messages import (
+    PROTOCOL_VERSION,
+    GatewayId,
+    Hello,
+    Refused,
+    Role,
+    Welcome,
+    WorkerId,
+    decode_to_gateway,
+    encode_frame,
+)
+from engine.net.trust import Secret
+from engine.worker.batch import BatchResult, RowResult
+from engine.worker.core import WorkerCore
+from engine.worker.events import GatewayLost
+from tests.kits.fakes import VOCAB_SIZE, FakeGuides, FakeRunner
+from tests.kits.worker_core import HERE, decode, generate, given_back, hold, prefill
+
+EVENTS = {"prefill": prefill("a", 5), "generate": generate("a", 5), "decode": decode("a", 5)}
+TAKEN = {"prefill": [], "generate": [], "decode": [hold("a", 2)]}
+
+
+class SetClock:
+    at_s = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+
+def host(role: Role, **config: object) -> WorkerHost:
+    return WorkerHost(
+        WorkerIdentity(WorkerId("w"), role, "model", Secret("token")),
+        config=WorkerConfig(**config),
+        runner=FakeRunner(50),
+        model=ModelFacts(VOCAB_SIZE, 1000, False, FakeGuides()),
+        memory=None,
+        clock=None,
+        on_crash=None,
+    )
+
+
+def step(core: WorkerCore) -> list[tuple[str, int]]:
+    """Carries out a step; the tokens that it has of each sequence."""
+    plan, _ = core.plan(0.0)
+    results = [RowResult((1,) if row.sampling is not None else ()) for row in plan.rows]
+    core.finish(BatchResult(results), 0.0)
+    return [(row.seq_id, len(row.token_ids)) for row in plan.rows]
+
+
+@pytest.mark.parametrize(
+    ("role", "prefills_locally", "takes"),
+    [
+        (Role.PREFILL, True, {"prefill"}),
+        (Role.PREFILL, False, {"prefill"}),
+        (Role.DECODE, True, {"generate", "decode"}),
+        (Role.DECODE, False, {"decode"}),
+        (Role.MIXED, True, {"prefill", "generate", "decode"}),
+        (Role.MIXED, False, {"prefill", "generate", "decode"}),
+    ],
+)
+def test_a_worker_takes_what_it_says_it_does(role, prefills_locally, takes):
+    for name, event in EVENTS.items():
+        worker = host(role, prefills_locally=prefills_locally)
+        worker._events = None
+        core = worker._open_core(HERE)
+        effects = TAKEN[name] if name in takes else [given_back("a", "wrong role")]
+        assert core.handle(event, 0.0) == effects
+        assert worker._welcome().generates == ("generate" in takes)
+
+
+def test_a_decode_worker_computes_prompts_in_chunks_behind_what_it_decodes():
+    config = {"max_batch_tokens": 64, "chunk_tokens": 32, "max_running": 4}
+    core = host(Role.DECODE, **config)._open_core(HERE)
+    core.handle(generate("a", 3), 0.0)
+    assert step(core) == [("a", 3)]
+    core.handle(generate("b", [1] * 100), 0.0)
+    core.handle(generate("c", [2] * 40), 0.0)
+    assert step(core) == [("a", 1), ("b", 32), ("c", 31)]
+    assert step(core) == [("a", 1), ("b", 32), ("c", 9)]
+    assert step(core) == [("a", 1), ("c", 1), ("b", 32)]
+    assert step(core) == [("a", 1), ("c", 1), ("b", 4)]
+
+
+def test_a_step_that_is_held_begins_in_time_where_nothing_comes():
+    clock = SetClock()
+    worker = host(Role.DECODE)
+    core = worker._core = worker._open_core(HERE)
+    worker._clock = clock
+    assert worker._idle_s() == worker_host.REPORT_EVERY_S
+    core.handle(decode("a", 5, is_moved=True), 0.0)
+    core.plan(0.0)
+    clock.at_s = 0.75 * HOLD_S
+    assert worker._idle_s() == pytest.approx(0.25 * HOLD_S)
+    clock.at_s = 2 * HOLD_S
+    assert worker._idle_s() == 0.0
+    core.plan(clock.at_s)
+    assert worker._idle_s() == worker_host.REPORT_EVERY_S
+
+
+# ---------------------------------------------------------------- the asyncio thread
+
+
+def test_a_watch_that_fails_ends_the_worker(monkeypatch):
+    """A step that hangs would be noticed by nobody."""
+    crashes: list[BaseException] = []
+    monkeypatch.setattr(worker_host, "REPORT_EVERY_S", 0.0)
+
+    async def test() -> None:
+        worker = host(Role.MIXED)
+        worker._on_crash, worker._loop = crashes.append, asyncio.get_running_loop()
+        worker._watch = StepWatch(None, 0.0)
+        worker._clock = None  # which fails as a bug would
+        async with asyncio.timeout(5):
+            await worker._watch_steps()
+
+    asyncio.run(test())
+    assert [type(crash) for crash in crashes] == [AttributeError]
+
+
+class FakeGateway:
+    """One that reads nothing until it `reads`."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.is_told = asyncio.Event()
+        self.heard: list[object] = []
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        yield encode_frame([Hello(PROTOCOL_VERSION, GatewayId("g"))])
+        await asyncio.Event().wait()
+
+    async def send(self, frame: bytes) -> None:
+        self.is_told.set()
+        await self.reads.wait()
+        self.heard += decode_to_gateway(frame)
+
+
+def test_a_gateway_that_is_cut_off_comes_back_when_its_old_sequences_are_given_up():
+    """Sooner, and what it sent in its new session would be given up with them."""
+
+    async def test() -> None:
+        worker = host(Role.MIXED)
+        worker._events = None
+        old, early, new = FakeGateway(), FakeGateway(), FakeGateway()
+        early.reads.set()
+        new.reads.set()
+        async with asyncio.timeout(5):
+            first = asyncio.create_task(worker._session(old.frames(), old.send))
+            await old.is_told.wait()
+            for _ in range(MAX_UNSENT_FRAMES + 2):
+                worker._post(GatewayId("g"), b"")
+            await worker._session(early.frames(), early.send)
+            assert early.heard == [Refused("a session of this gateway is open")]
+            assert worker._inbox.empty()
+            old.reads.set()
+            await first
+            assert worker._inbox.get_nowait() == GatewayLost(GatewayId("g"))
+            second = asyncio.create_task(worker._session(new.frames(), new.send))
+            await new.is_told.wait()
+            assert isinstance(new.heard[0], Welcome)
+            assert worker._inbox.empty()
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
+
+    asyncio.run(test())

@@ -1,0 +1,92 @@
+"""Frames that are posted leave in order, at once where nothing is in the way, and none after one
+that could not be sent.
+"""
+
+import asyncio
+
+import pytest
+
+from engine.net.rpc import Outbox
+
+
+class Stream:
+    """Takes a frame at a time; `paused` ones are taken when `release` says so."""
+
+    def __init__(self, *, paused=False):
+        self.sent = []
+        self.num_begun = 0
+        self.error = None
+        self._paused = paused
+        self._waiters = []
+
+    async def send(self, frame):
+        self.num_begun += 1
+        if self._paused:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        if self.error is not None:
+            raise self.error
+        self.sent.append(frame)
+
+    async def release(self):
+        self._waiters.pop(0).set_result(None)
+        await asyncio.sleep(0)
+
+
+def test_a_frame_that_need_not_wait_is_sent_when_post_returns():
+    async def run():
+        stream = Stream()
+        outbox = Outbox(stream.send)
+        outbox.post(b"1")
+        outbox.post(b"2")
+        assert stream.sent == [b"1", b"2"]
+
+    asyncio.run(run())
+
+
+def test_frames_wait_for_the_one_before_and_keep_their_order():
+    async def run():
+        stream = Stream(paused=True)
+        outbox = Outbox(stream.send)
+        for frame in (b"1", b"2", b"3"):
+            outbox.post(frame)
+        for num_sent in range(3):
+            assert (len(stream.sent), stream.num_begun) == (num_sent, num_sent + 1)
+            await stream.release()
+        assert stream.sent == [b"1", b"2", b"3"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_nothing_is_sent_after_a_frame_that_could_not_be(paused):
+    async def run():
+        stream = Stream(paused=paused)
+        stream.error = ConnectionError("gone")
+        outbox = Outbox(stream.send)
+        outbox.post(b"1")
+        if paused:
+            outbox.post(b"2")
+            await stream.release()
+        assert outbox.broken == "gone"
+        with pytest.raises(ConnectionError, match="gone"):
+            outbox.post(b"3")
+        assert stream.num_begun == 1
+
+    asyncio.run(run())
+
+
+def test_a_closed_outbox_gives_up_what_is_on_its_way():
+    async def run():
+        stream = Stream(paused=True)
+        outbox = Outbox(stream.send)
+        outbox.post(b"1")
+        outbox.post(b"2")
+        outbox.close()
+        await stream.release()
+        assert (stream.sent, stream.num_begun) == ([], 1)
+        with pytest.raises(ConnectionError, match="closed"):
+            outbox.post(b"3")
+
+    asyncio.run(run())

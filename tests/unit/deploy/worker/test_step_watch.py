@@ -1,0 +1,114 @@
+"""A step that does not end is told of, and ends the worker in the end."""
+
+import pytest
+
+from deploy.worker.step_watch import (
+    FIRST_STEPS_FACTOR,
+    LONG_STEP_S,
+    NUM_FIRST_STEPS,
+    StepWatch,
+)
+from engine.errors import StepStuck
+from engine.messages import StillStepping
+from engine.worker.batch import BatchPlan, Row
+
+
+def plan(*rows: tuple[int, int]) -> BatchPlan:
+    """Of rows with so many tokens and so many drafted ones."""
+    return BatchPlan(
+        [
+            Row(f"s{i}", [1] * num, 0, [], None, draft=[2] * num_drafted)
+            for i, (num, num_drafted) in enumerate(rows)
+        ]
+    )
+
+
+DECODE, VERIFY, CHUNK = plan((1, 0)), plan((1, 3)), plan((40, 0))
+MIXED = plan((1, 0), (1, 0), (40, 0))
+
+
+class Worker:
+    """A step loop, and the look that is taken at it every second."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.watch = StepWatch(timeout_s, 0.0)
+        self.now_s = 0.0
+
+    def warm_up(self, *plans: BatchPlan) -> None:
+        for each in plans * NUM_FIRST_STEPS:
+            self.begin(each)
+
+    def begin(self, step: BatchPlan) -> None:
+        self.watch.turn()
+        self.watch.begin(step)
+
+    def look(self) -> StillStepping | None:
+        self.now_s += 1.0
+        return self.watch.look(self.now_s)
+
+    def hang(self, seconds: int) -> list[StillStepping | None]:
+        """What is told second by second while a step goes on."""
+        return [self.look() for _ in range(seconds)]
+
+
+def test_only_steps_that_last_are_told_of():
+    worker = Worker(60.0)
+    worker.warm_up(DECODE)
+    for _ in range(5):
+        worker.begin(DECODE)
+        assert worker.look() is None
+    assert worker.hang(4) == [None, None, StillStepping(3.0), StillStepping(4.0)]
+    assert LONG_STEP_S == 2.0
+    worker.begin(DECODE)
+    assert worker.look() is None
+
+
+def test_a_step_that_does_not_end_is_stuck():
+    worker = Worker(10.0)
+    worker.warm_up(DECODE)
+    worker.look()
+    worker.begin(DECODE)
+    worker.look()
+    worker.hang(10)
+    with pytest.raises(StepStuck) as caught:
+        worker.look()
+    assert caught.value.seconds == 11.0
+
+
+def test_it_may_last_for_ever_where_that_is_wanted():
+    assert Worker(None).hang(1000)[-1] == StillStepping(1000.0, is_early=True)
+
+
+def test_first_steps_may_compile_and_are_told_of_as_such():
+    worker = Worker(10.0)
+    worker.begin(DECODE)
+    worker.look()
+    told = worker.hang(int(10 * FIRST_STEPS_FACTOR))
+    assert told[2:] == [StillStepping(s, is_early=True) for s in range(3, len(told) + 1)]
+    with pytest.raises(StepStuck):
+        worker.look()
+
+
+@pytest.mark.parametrize(
+    ("usual", "new"),
+    [(DECODE, CHUNK), (DECODE, VERIFY), (CHUNK, DECODE), (VERIFY, DECODE), (CHUNK, MIXED)],
+)
+def test_every_kind_of_step_has_first_ones(usual, new):
+    worker = Worker(60.0)
+    worker.warm_up(usual)
+    for step, is_early in ((usual, False), (new, True), (usual, False)):
+        worker.begin(step)
+        worker.look()
+        assert worker.hang(3)[-1] == StillStepping(3.0, is_early)
+    worker.warm_up(new)
+    worker.begin(new)
+    worker.look()
+    assert worker.hang(3)[-1] == StillStepping(3.0)
+
+
+def test_a_process_that_was_stopped_as_a_whole_is_not_stuck():
+    worker = Worker(10.0)
+    worker.begin(DECODE)
+    worker.look()
+    worker.now_s += 3600.0
+    assert worker.hang(2) == [None, None]

@@ -1,0 +1,267 @@
+"""Every message survives the wire, and bytes that are no message are a typed error."""
+
+import random
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ProtocolError
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Decode,
+    FinishReason,
+    FirstToken,
+    Generate,
+    GivenBack,
+    Hello,
+    LeaseRef,
+    Limits,
+    OfferPrefix,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    Role,
+    Sampling,
+    ToGateway,
+    Tokens,
+    ToWorker,
+    TransferAddress,
+    Welcome,
+    decode_to_gateway,
+    decode_to_worker,
+    encode_frame,
+)
+from engine.net.trust import SALT_BYTES
+
+DECODERS = {decode_to_worker: get_args(ToWorker), decode_to_gateway: get_args(ToGateway)}
+FEW = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+SAMPLES = [  # of which broken frames are made
+    Prefill("a.0", [0, 7, 2**32 - 1], Sampling(seed=2**64 - 1), Limits(9, 4, (1, 2))),
+    Decode(
+        "a.0",
+        [1, 2],
+        Sampling(),
+        Limits(9),
+        LeaseRef("a.0", TransferAddress("w", "1", "tcp://w"), 1),
+    ),
+    FirstToken("a.0", 7),
+    OfferPrefix("a.0", [3, 4], bytes(range(SALT_BYTES))),
+    Cancel("a.0"),
+]
+
+
+def values(kind: Any) -> "st.SearchStrategy[Any]":
+    """Any value that a field of this type may have."""
+    if hasattr(kind, "__supertype__"):  # a NewType
+        return values(kind.__supertype__)
+    match get_origin(kind) or kind:
+        case origin if origin is Annotated:  # ids, prompts and salts: TokenId, Prompt and Salt
+            inner = get_args(kind)[0]
+            if inner is bytes:
+                return st.binary(max_size=SALT_BYTES)
+            ids = st.integers(0, 2**32 - 1)
+            return ids if inner is int else st.lists(ids, min_size=1, max_size=4)
+        case origin if origin is UnionType:
+            return st.one_of([values(part) for part in get_args(kind)])
+        case origin if origin is tuple and Ellipsis not in get_args(kind):
+            return st.tuples(*map(values, get_args(kind)))
+        case origin if origin in (list, tuple):
+            return st.lists(values(get_args(kind)[0]), max_size=3).map(origin)
+        case origin if origin is dict:
+            return st.dictionaries(*map(values, get_args(kind)), max_size=2)
+        case origin if issubclass(origin, Enum):
+            return st.sampled_from(origin)
+        case origin if origin is KVLayout:
+            return st.builds(origin, values(int), values(KVFormat), values(tuple[KVSection, ...]))
+        case origin if origin is KVSection:  # int4 wants an even head_dim
+            even = st.integers(0, 2**32).map(lambda n: 2 * n)
+            return st.builds(origin, values(int), values(int), even)
+        case origin if issubclass(origin, msgspec.Struct):
+            fields = {f.name: values(f.type) for f in msgspec.structs.fields(origin)}
+            return st.builds(origin, **fields)
+    return {
+        bool: st.booleans(),
+        int: st.integers(-(2**63), 2**64 - 1),
+        float: st.floats(allow_nan=False),
+        str: st.text(max_size=6),
+        NoneType: st.none(),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("decode", "kind"),
+    [(decode, kind) for decode, kinds in DECODERS.items() for kind in kinds],
+    ids=lambda value: value.__name__,
+)
+def test_every_message_survives_the_wire(decode, kind):
+    @FEW
+    @given(values(kind))
+    def survives(message):
+        assert decode(encode_frame([message])) == [message]
+
+    survives()
+
+
+def test_a_frame_holds_messages_of_many_kinds_in_order():
+    messages = [PrefillStarted("a", 0, None), Tokens("b", [1, 2]), GivenBack("c", "why")]
+    assert decode_to_gateway(encode_frame(messages)) == messages
+    assert decode_to_worker(encode_frame(SAMPLES)) == SAMPLES
+
+
+def test_a_frame_may_be_empty():
+    assert decode_to_worker(encode_frame([])) == decode_to_gateway(encode_frame([])) == []
+
+
+def test_every_message_names_its_kind():
+    for kinds in DECODERS.values():
+        for kind in kinds:
+            assert kind.__struct_config__.tag == kind.__name__
+
+
+def test_fields_that_a_newer_peer_adds_are_ignored():
+    frame = msgspec.msgpack.encode([{"type": "Cancel", "seq_id": "a", "why": "new"}])
+    assert decode_to_worker(frame) == [Cancel("a")]
+
+
+# ---------------------------------------------------------------- what is no message
+
+
+@pytest.mark.parametrize("decode", DECODERS, ids=lambda value: value.__name__)
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x90\x90",
+        b"\x80",
+        b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"not a frame",
+        msgspec.msgpack.encode(None),
+        msgspec.msgpack.encode([{}]),
+        msgspec.msgpack.encode([{"seq_id": "a"}]),
+        msgspec.msgpack.encode([{"type": "Sing", "seq_id": "a"}]),
+        msgspec.msgpack.encode([{"type": 1}]),
+        b"\x91\x81\xa4type\xa2\xff\xfe",
+        b"\x91\x81\xa2\xff\xfe\xa0",
+    ],
+    ids=lambda frame: repr(frame[:12]),
+)
+def test_what_is_no_frame_is_a_protocol_error(decode, frame):
+    with pytest.raises(ProtocolError):
+        decode(frame)
+
+
+def test_a_message_of_the_other_direction_is_a_protocol_error():
+    with pytest.raises(ProtocolError, match=r"from a gateway: .*Tokens"):
+        decode_to_worker(encode_frame([Tokens("a", [1])]))
+    with pytest.raises(ProtocolError, match=r"from a worker: .*Cancel"):
+        decode_to_gateway(encode_frame([Cancel("a")]))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "Cancel"},
+        {"type": "Cancel", "seq_id": 7},
+        {"type": "FirstToken", "seq_id": "a", "token": "7"},
+        {"type": "FirstToken", "seq_id": "a", "token": 7.5},
+        {"type": "Hello", "version": None, "gateway_id": "g"},
+    ],
+    ids=str,
+)
+def test_a_missing_field_or_one_of_the_wrong_type_is_a_protocol_error(message):
+    with pytest.raises(ProtocolError):
+        decode_to_worker(msgspec.msgpack.encode([message]))
+
+
+def test_text_that_is_not_utf8_is_a_protocol_error():
+    frame = encode_frame([Cancel("secret")]).replace(b"secret", b"\xff\xfe\xfd\xfc\xfb\xfa")
+    with pytest.raises(ProtocolError):
+        decode_to_worker(frame)
+
+
+@pytest.mark.parametrize("kind", [Prefill, Generate])
+@pytest.mark.parametrize("token_ids", [[], [-1], [2**32], [1, 2, -5]], ids=str)
+def test_a_prompt_that_could_not_be_computed_is_a_protocol_error(kind, token_ids):
+    frame = encode_frame([kind("a", token_ids, Sampling(), Limits(9))])
+    with pytest.raises(ProtocolError, match="token_ids"):
+        decode_to_worker(frame)
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+def test_a_frame_that_is_cut_off_is_a_protocol_error(message):
+    frame = encode_frame([message])
+    for end in range(len(frame)):
+        with pytest.raises(ProtocolError):
+            decode_to_worker(frame[:end])
+
+
+def test_bytes_behind_a_frame_are_a_protocol_error():
+    with pytest.raises(ProtocolError):
+        decode_to_worker(encode_frame(SAMPLES) + b"\x90")
+
+
+def test_a_damaged_frame_is_read_or_refused_and_nothing_else():
+    rng = random.Random(0)
+    frame = encode_frame(SAMPLES)
+    for _ in range(500):
+        damaged = bytearray(frame)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(len(frame))] = rng.randrange(256)
+        try:
+            decode_to_worker(bytes(damaged))
+        except ProtocolError:
+            continue
+
+
+# ---------------------------------------------------------------- what the fields mean
+
+
+@pytest.mark.parametrize(
+    ("role", "prefills", "decodes"),
+    [(Role.PREFILL, True, False), (Role.DECODE, False, True), (Role.MIXED, True, True)],
+)
+def test_a_role_says_what_a_worker_does(role, prefills, decodes):
+    assert (role.prefills, role.decodes) == (prefills, decodes)
+
+
+def test_sampling_and_limits_travel_without_field_names():
+    frame = encode_frame([Prefill("a", [1], Sampling(seed=3), Limits(9))])
+    assert b"seed" not in frame
+    assert b"max_len" not in frame
+
+
+def test_a_finish_travels_as_its_name():
+    (done,) = decode_to_gateway(encode_frame([PrefillDone("a", 7, FinishReason.STOP)]))
+    assert done.finish is FinishReason.STOP
+
+
+def test_messages_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        Hello(1, "g").version = 2
+
+
+@pytest.mark.parametrize(
+    ("role", "says", "generates"),
+    [
+        (Role.PREFILL, {}, False),
+        (Role.DECODE, {}, False),
+        (Role.DECODE, {"prefills_locally": True}, True),
+        (Role.MIXED, {}, True),
+    ],
+)
+def test_a_worker_says_whether_it_goes_on_from_prompts_that_it_computes(role, says, generates):
+    layout = KVLayout(4, KVFormat.FP32, (KVSection(1, 1, 2),))
+    fields = (PROTOCOL_VERSION, "w", "life", role, "model", layout, 10, 4)
+    sent = {"type": "Welcome", **dict(zip(Welcome.__struct_fields__, fields, strict=False)), **says}
+    (received,) = decode_to_gateway(msgspec.msgpack.encode([sent]))
+    assert received == Welcome(*fields, **says)
+    assert received.generates is generates

@@ -1,0 +1,530 @@
+"""What workers tell of their cached blocks: the wire, the log of it, and putting it in order."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.errors import ProtocolError
+from engine.messages import GatewayId, Incarnation, Limits, Sampling, SeqId, WorkerId
+from engine.worker import block_events
+from engine.worker.block_events import (
+    END_NUMBER,
+    AllBlocksCleared,
+    BlockRemoved,
+    EventLog,
+    decode_answer,
+    decode_batch,
+    decode_number,
+    encode_number,
+    stored,
+    topic_of,
+)
+from engine.worker.blocks import (
+    HASH_BYTES,
+    BlockHash,
+    BlockPool,
+    Evicted,
+    Stored,
+    hash_blocks,
+)
+from engine.worker.sequence import Sequence
+from router.prefixes import news as block_news
+from router.prefixes.map import PrefixMap
+from router.prefixes.news import (
+    ANSWER_TIMEOUT_S,
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    OVERDUE_S,
+    Answered,
+    AnswerEnded,
+    Apply,
+    AskBatches,
+    AskSnapshot,
+    BlockNews,
+    Counted,
+    Garbled,
+    Published,
+    Tick,
+    Unheard,
+    apply_events,
+)
+
+BLOCK_SIZE = 4
+A, B = WorkerId("a"), WorkerId("b")
+
+
+def hashes(num, first=0):
+    return hash_blocks(range(first, first + BLOCK_SIZE * num), BLOCK_SIZE)
+
+
+def chain(num, first=0):
+    """News of so many blocks of one prompt."""
+    found = hashes(num, first)
+    tokens = range(first, first + BLOCK_SIZE * num)
+    return [
+        Stored(h, parent, tokens[BLOCK_SIZE * i : BLOCK_SIZE * (i + 1)])
+        for i, (h, parent) in enumerate(zip(found, [None, *found], strict=False))
+    ]
+
+
+def opened_log(**options):
+    return EventLog(block_size=BLOCK_SIZE, **options)
+
+
+def events_of(numbered):
+    return [(number, decode_batch(batch)) for number, batch in numbered]
+
+
+# ---------------------------------------------------------------- the wire
+
+
+class VllmBatch(msgspec.Struct, array_like=True):
+    """`EventBatch` of vLLM 0.32."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class VllmStored(msgspec.Struct, tag="BlockStored"):
+    """`BlockStored` of vLLM 0.32, as far as it must be there."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class VllmRemoved(msgspec.Struct, tag="BlockRemoved"):
+    """`BlockRemoved` of vLLM 0.32, as far as it must be there."""
+
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class VllmCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    """`AllBlocksCleared` of vLLM 0.32."""
+
+
+class VllmBlockBatch(VllmBatch):
+    events: list[VllmStored | VllmRemoved | VllmCleared]
+
+
+def test_a_subscriber_of_vllm_can_read_what_is_published():
+    news = [*chain(2), Evicted(hashes(1)[0])]
+    [(number, payload)] = opened_log(with_token_ids=True).append(news, 5.5)
+    batch = msgspec.msgpack.decode(payload, type=VllmBlockBatch)
+    first, second = hashes(2)
+    assert (number, batch.ts) == (0, 5.5)
+    assert batch.events == [
+        VllmStored([first, second], None, list(range(8)), 4, None, None, None),
+        VllmRemoved([first], None),
+    ]
+    _, piece = next(opened_log().snapshot(0.0))
+    assert msgspec.msgpack.decode(piece, type=VllmBlockBatch).events == [VllmCleared()]
+
+
+def test_an_event_is_a_map_that_names_its_kind_within_a_batch_that_is_an_array():
+    [(_, payload)] = opened_log().append([Evicted(hashes(1)[0])], 1.0)
+    assert msgspec.msgpack.decode(payload) == [
+        1.0,
+        [{"type": "BlockRemoved", "block_hashes": hashes(1), "medium": None}],
+        0,
+    ]
+
+
+def test_numbers_are_eight_bytes_and_the_last_is_minus_one():
+    assert encode_number(258) == b"\0\0\0\0\0\0\1\2"
+    assert decode_number(encode_number(258)) == 258
+    assert encode_number(END_NUMBER) == (-1).to_bytes(8, "big", signed=True)
+    with pytest.raises(ProtocolError):
+        decode_number(b"1")
+
+
+def test_no_topic_is_the_beginning_of_anothers():
+    topics = [topic_of(WorkerId(w), Incarnation(i)) for w in ("a", "ab") for i in ("1f", "2e")]
+    assert not [(s, t) for s in topics for t in topics if s != t and t.startswith(s)]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode([1.0, [{"type": "BlockMoved"}]]),
+        msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [b"short"]}]]),
+        b"\x92\xca\0\0\0\0" + b"\x91" * 100_000,
+    ],
+    ids=lambda frame: repr(frame[:12]),
+)
+def test_what_is_no_batch_is_a_typed_error(frame):
+    with pytest.raises(ProtocolError):
+        decode_batch(frame)
+    with pytest.raises(ProtocolError):
+        decode_answer([encode_number(1), frame])
+
+
+@pytest.mark.parametrize("length", [0, 8, HASH_BYTES - 1, HASH_BYTES, HASH_BYTES + 1])
+@pytest.mark.parametrize("place", ["stored", "parent", "removed"])
+def test_a_hash_of_another_length_does_not_get_past_the_decoder(place, length):
+    good, odd = BlockHash(bytes(HASH_BYTES)), BlockHash(bytes(length))
+    event = {
+        "stored": stored([good, odd], None, block_size=4),
+        "parent": stored([good], odd, block_size=4),
+        "removed": BlockRemoved([good, odd], None),
+    }[place]
+    frame = msgspec.msgpack.encode([1.0, [event]])
+    if length == HASH_BYTES:
+        assert decode_batch(frame) == [event]
+        return
+    with pytest.raises(ProtocolError, match="length"):
+        decode_batch(frame)
+
+
+def test_an_answer_ends_with_an_empty_batch():
+    assert decode_answer([encode_number(END_NUMBER), b""]) is None
+    with pytest.raises(ProtocolError):
+        decode_answer([encode_number(END_NUMBER)])
+
+
+# ---------------------------------------------------------------- what a pool notes
+
+
+def test_a_pool_notes_what_becomes_cached_and_what_is_evicted():
+    pool = BlockPool(2, keeps_news=True)
+    first, second = hashes(2)
+    blocks = pool.allocate(2)
+    pool.set_hash(blocks[0], first, token_ids=(0, 1, 2, 3))
+    pool.set_hash(blocks[1], second, parent=first)
+    assert pool.take_news() == [Stored(first, None, (0, 1, 2, 3)), Stored(second, first)]
+    pool.disown(blocks)
+    assert pool.take_news() == []  # it is cached yet
+    pool.disown(pool.allocate(1))
+    assert pool.take_news() == [Evicted(second)]  # the end of a prefix goes first
+
+
+def test_a_block_that_is_cached_twice_is_told_once():
+    pool = BlockPool(2, keeps_news=True)
+    one, other = pool.allocate(2)
+    [content] = hashes(1)
+    pool.set_hash(one, content)
+    pool.set_hash(other, content)
+    assert pool.take_news() == [Stored(content, None)]
+    pool.disown([other])
+    pool.disown(pool.allocate(1))
+    assert pool.take_news() == []
+    pool.disown([one])
+    pool.disown(pool.allocate(2))
+    assert pool.take_news() == [Evicted(content)]
+
+
+def test_a_pool_whose_news_nobody_takes_notes_nothing():
+    pool = BlockPool(1)
+    pool.set_hash(pool.allocate(1)[0], hashes(1)[0])
+    assert pool.take_news() == []
+    assert pool._news is None
+
+
+def test_a_sequence_tells_the_parent_and_the_tokens_of_each_block():
+    pool = BlockPool(3, keeps_news=True)
+    ids = SeqId("a"), GatewayId("g")
+    seq = Sequence(*ids, list(range(10)), Sampling(), Limits(max_len=20), BLOCK_SIZE)
+    seq.block_table = pool.allocate(3)
+    seq.advance(6, pool)
+    seq.advance(4, pool)
+    first, second = hashes(2)
+    assert pool.take_news() == [
+        Stored(first, None, [0, 1, 2, 3]),
+        Stored(second, first, [4, 5, 6, 7]),
+    ]
+
+
+# ---------------------------------------------------------------- what is kept of it
+
+
+def test_blocks_that_follow_one_another_are_one_event():
+    log = opened_log()
+    other = chain(1, first=50)
+    [(_, events)] = events_of(log.append([*chain(3), *other], 0.0))
+    assert events == [
+        stored(hashes(3), None, block_size=BLOCK_SIZE),
+        stored(hashes(1, first=50), None, block_size=BLOCK_SIZE),
+    ]
+    evicted = [Evicted(h) for h in hashes(3)]
+    [(_, events)] = events_of(log.append([*evicted[:2], *chain(1), evicted[2]], 0.0))
+    assert events == [
+        BlockRemoved(hashes(2), None),
+        stored(hashes(1), None, block_size=BLOCK_SIZE),
+        BlockRemoved(hashes(3)[2:], None),
+    ]
+
+
+def test_batches_are_numbered_and_no_news_is_no_batch():
+    log = opened_log()
+    assert log.append([], 0.0) == []
+    assert [number for number, _ in log.append(chain(1), 0.0)] == [0]
+    assert [number for number, _ in log.append(chain(1), 0.0)] == [1]
+    assert log.num_batches == 2
+
+
+def test_very_much_news_is_several_batches(monkeypatch):
+    monkeypatch.setattr(block_events, "MAX_BLOCKS_PER_BATCH", 2)
+    batches = events_of(opened_log().append(chain(3), 0.0))
+    first, second, third = hashes(3)
+    assert batches == [
+        (0, [stored([first, second], None, block_size=BLOCK_SIZE)]),
+        (1, [stored([third], second, block_size=BLOCK_SIZE)]),
+    ]
+
+
+def test_the_largest_batch_fits_into_what_a_gateway_accepts():
+    block_size = 128
+    tokens = [2**32 - 1] * block_size
+    log = EventLog(block_size=block_size, with_token_ids=True)
+    news = [Stored(bytes(12) + i.to_bytes(4, "big"), None, tokens) for i in range(4096)]
+    assert len(news) == block_events.MAX_BLOCKS_PER_BATCH
+    [(_, payload)] = log.append(news, 0.0)
+    assert len(payload) <= block_events.MAX_BATCH_BYTES
+
+
+def test_recent_batches_can_be_had_again_from_any_number_on():
+    log = opened_log(max_batches=3)
+    sent = [numbered for i in range(5) for numbered in log.append(chain(1, first=i), 0.0)]
+    assert log.since(3) == sent[3:]
+    assert log.since(0) == sent[2:]  # the others are gone
+    assert log.since(5) == log.since(END_NUMBER) == []
+
+
+def test_batches_are_kept_up_to_so_many_bytes():
+    log = opened_log(max_kept_bytes=1000)
+    sent = [numbered for i in range(50) for numbered in log.append(chain(1, first=i), 0.0)]
+    kept = log.since(0)
+    assert kept == sent[-len(kept) :]
+    assert 1000 - len(kept[0][1]) < sum(len(batch) for _, batch in kept) <= 1000
+
+
+def test_a_snapshot_is_all_that_is_cached_before_the_next_batch(monkeypatch):
+    monkeypatch.setattr(block_events, "MAX_BLOCKS_PER_BATCH", 2)
+    log = opened_log()
+    log.append(chain(4), 0.0)
+    log.append([Evicted(hashes(4)[3])], 0.0)
+    pieces = log.snapshot(0.0)
+    log.append(chain(1, first=70), 0.0)  # what comes later does not change it
+    first, second, third = hashes(3)
+    assert events_of(pieces) == [
+        (3, [AllBlocksCleared(), stored([first, second], None, block_size=BLOCK_SIZE)]),
+        (3, [stored([third], second, block_size=BLOCK_SIZE)]),
+    ]
+
+
+def test_a_snapshot_of_nothing_says_so():
+    assert events_of(opened_log().snapshot(0.0)) == [(0, [AllBlocksCleared()])]
+
+
+# ---------------------------------------------------------------- putting it in order
+
+
+CLEARED = AllBlocksCleared()
+
+
+def told(i):
+    return [stored(hashes(1, first=i), None, block_size=BLOCK_SIZE)]
+
+
+def following(number=0):
+    """News of a worker whose snapshot has come; the next batch has this number."""
+    news = BlockNews()
+    assert news.open(0.0) == [AskSnapshot()]
+    assert news.handle(Answered(number, [CLEARED]), 0.0) == []
+    assert news.handle(AnswerEnded(), 0.0) == [Apply([CLEARED])]
+    assert news.next_wake_s() is None
+    assert news.is_following
+    return news
+
+
+def test_in_order_batches_are_applied_as_they_come():
+    news = following(7)
+    assert news.handle(Published(7, told(1)), 0.0) == [Apply(told(1))]
+    assert news.handle(Published(8, told(2)), 0.0) == [Apply(told(2))]
+    assert news.handle(Counted(9), 100.0) == []
+    assert news.handle(Tick(), 200.0) == []
+    news.validate()
+
+
+def test_what_comes_twice_is_applied_once():
+    news = following()
+    news.handle(Published(0, told(1)), 0.0)
+    assert news.handle(Published(0, told(1)), 0.0) == []
+
+
+def test_what_is_published_before_the_snapshot_comes_is_applied_after_it():
+    news = BlockNews()
+    news.open(0.0)
+    for number in (3, 4, 5):
+        assert news.handle(Published(number, told(number)), 0.0) == []
+    news.handle(Answered(4, [CLEARED, *told(3)]), 0.0)
+    news.handle(Answered(4, told(70)), 0.0)
+    assert news.handle(AnswerEnded(), 0.0) == [
+        Apply([CLEARED, *told(3), *told(70)]),
+        Apply(told(4)),
+        Apply(told(5)),
+    ]
+    assert news.is_following
+
+
+def test_a_missing_batch_is_asked_for_and_those_behind_it_wait():
+    news = following()
+    assert news.handle(Published(2, told(2)), 0.0) == [AskBatches(0)]
+    assert news.handle(Published(3, told(3)), 0.0) == []  # it has been asked for
+    assert news.handle(Answered(0, told(0)), 0.0) == [Apply(told(0))]
+    assert news.handle(Answered(1, told(1)), 0.0) == [Apply(told(i)) for i in (1, 2, 3)]
+    assert news.handle(Answered(2, told(2)), 0.0) == []
+    assert news.handle(AnswerEnded(), 0.0) == []
+    assert (news.is_following, news.next_wake_s()) == (True, None)
+
+
+def test_what_is_not_to_be_had_any_more_comes_as_a_snapshot():
+    news = following()
+    assert news.handle(Published(5, told(5)), 0.0) == [AskBatches(0)]
+    news.handle(Answered(3, told(3)), 0.0)
+    assert news.handle(AnswerEnded(), 0.0) == [AskSnapshot()]
+    news.handle(Answered(5, [CLEARED, *told(3)]), 0.0)
+    assert news.handle(AnswerEnded(), 0.0) == [Apply([CLEARED, *told(3)]), Apply(told(5))]
+
+
+def test_a_loss_with_nothing_behind_it_is_seen_by_the_workers_count():
+    news = following()
+    news.handle(Published(0, told(0)), 0.0)
+    assert news.handle(Counted(2), 1.0) == []  # it may be on its way
+    assert news.next_wake_s() == 1.0 + OVERDUE_S
+    assert news.handle(Tick(), 1.0 + OVERDUE_S) == [AskBatches(1)]
+    assert news.handle(Answered(1, told(1)), 2.0) == [Apply(told(1))]
+    assert news.handle(AnswerEnded(), 2.0) == []
+    assert news.next_wake_s() is None
+
+
+def test_what_was_only_on_its_way_is_not_asked_for():
+    news = following()
+    news.handle(Counted(1), 1.0)
+    assert news.handle(Published(0, told(0)), 1.0 + OVERDUE_S / 2) == [Apply(told(0))]
+    assert news.handle(Tick(), 9.0) == []
+
+
+def test_an_ask_that_brings_nothing_of_what_was_published_ends_in_a_snapshot():
+    news = following()
+    news.handle(Counted(1), 0.0)
+    assert news.handle(Tick(), OVERDUE_S) == [AskBatches(0)]
+    assert news.handle(AnswerEnded(), 1.0) == [AskSnapshot()]
+
+
+def test_a_snapshot_older_than_what_was_applied_changes_nothing():
+    news = following()
+    assert news.handle(Published(1, told(1)), 0.0) == [AskBatches(0)]
+    assert news.handle(AnswerEnded(), 0.0) == [AskSnapshot()]
+    assert news.handle(Answered(1, [CLEARED, *told(0)]), 0.0) == []
+    assert news.handle(Published(0, told(0)), 0.0) == [Apply(told(0)), Apply(told(1))]  # late
+    assert news.handle(AnswerEnded(), 0.0) == []
+    assert news.is_following
+
+
+def test_every_piece_of_an_answer_gives_the_next_one_time():
+    news = BlockNews()
+    news.open(0.0)
+    news.handle(Answered(1, [CLEARED]), 0.9 * ANSWER_TIMEOUT_S)
+    assert news.handle(Tick(), 1.8 * ANSWER_TIMEOUT_S) == []
+    assert news.handle(AnswerEnded(), 1.8 * ANSWER_TIMEOUT_S) == [Apply([CLEARED])]
+
+
+def test_a_worker_that_does_not_answer_is_unheard_and_asked_again_ever_more_seldom():
+    news = following()
+    news.handle(Published(1, told(1)), 0.0)
+    assert news.handle(Tick(), ANSWER_TIMEOUT_S) == [Unheard("no answer in time")]
+    pauses, now_s = [], ANSWER_TIMEOUT_S
+    for _ in range(7):
+        asked_s = news.next_wake_s()
+        assert news.handle(Tick(), asked_s) == [AskSnapshot()]
+        pauses.append(asked_s - now_s)
+        now_s = news.next_wake_s()
+        assert news.handle(Tick(), now_s) == []  # that it is unheard has been said
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-1] == MAX_PAUSE_S
+    now_s = news.next_wake_s()
+    news.handle(Tick(), now_s)
+    news.handle(Answered(9, [CLEARED, *told(1)]), now_s)
+    assert news.handle(AnswerEnded(), now_s) == [Apply([CLEARED, *told(1)])]
+    assert news.handle(Published(10, told(2)), now_s) == [AskBatches(9)]
+    later_s = now_s + ANSWER_TIMEOUT_S
+    assert news.handle(Tick(), later_s) == [Unheard("no answer in time")]
+    assert news.next_wake_s() == later_s + FIRST_PAUSE_S
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([Garbled("why")], "why"),
+        ([AnswerEnded()], "no whole snapshot"),
+        ([Answered(1, told(1)), AnswerEnded()], "no whole snapshot"),
+        ([Answered(1, []), AnswerEnded()], "no whole snapshot"),
+        ([Answered(1, [CLEARED]), Answered(2, [CLEARED])], "pieces of two snapshots"),
+    ],
+)
+def test_what_cannot_be_right_is_not_believed(events, reason):
+    news = BlockNews()
+    news.open(0.0)
+    effects = [effect for event in events for effect in news.handle(event, 0.0)]
+    assert effects == [Unheard(reason)]
+    assert news.next_wake_s() == FIRST_PAUSE_S
+    news.validate()
+
+
+def test_an_answer_to_nobody_changes_nothing():
+    news = following()
+    assert news.handle(Answered(0, told(1)), 0.0) == []
+    assert news.handle(AnswerEnded(), 0.0) == []
+
+
+def test_so_many_batches_wait_for_a_missing_one_and_no_more(monkeypatch):
+    monkeypatch.setattr(block_news, "MAX_EARLY_BATCHES", 2)
+    news = following()
+    for number in (1, 2, 3):
+        news.handle(Published(number, told(number)), 0.0)
+    news.validate()
+    assert news.handle(Answered(0, told(0)), 0.0) == [Apply(told(i)) for i in (0, 1, 2)]
+    news.handle(AnswerEnded(), 0.0)  # answered before number 3 was published
+    assert not news.is_following
+    assert news.handle(Tick(), OVERDUE_S) == [AskBatches(3)]
+
+
+# ---------------------------------------------------------------- what is known from it
+
+
+def test_an_index_knows_what_workers_tell():
+    index = PrefixMap()
+    index.add(A, 6)
+    index.add(B, 6)
+    found = hashes(3)
+    apply_events(index, A, [stored(found, None, block_size=BLOCK_SIZE)])
+    apply_events(index, B, [stored(found[:1], None, block_size=BLOCK_SIZE)])
+    assert index.longest(found) == {A: 3, B: 1}
+    apply_events(index, A, [BlockRemoved(found[1:2], None)])
+    assert index.longest(found) == {A: 1, B: 1}
+    apply_events(index, A, [stored(found[1:2], found[0], block_size=BLOCK_SIZE)])
+    assert index.longest(found) == {A: 3, B: 1}
+    apply_events(index, A, [AllBlocksCleared(), *told(70)])
+    assert index.longest(found) == {B: 1}
+    assert index.longest(hashes(1, first=70)) == {A: 1}
+
+
+def test_news_of_workers_that_are_gone_or_of_blocks_that_are_unknown_are_harmless():
+    index = PrefixMap()
+    index.add(A, 6)
+    for worker_id in (A, B):
+        apply_events(index, worker_id, [BlockRemoved(hashes(1), None), AllBlocksCleared()])
+    apply_events(index, B, told(1))
+    assert index.longest(hashes(1, first=1)) == {}
+    index.validate()

@@ -1,0 +1,490 @@
+"""Schedulers around one pool: who takes an event, who gets the budget, what is reported."""
+
+from itertools import pairwise
+
+import pytest
+
+from decode.acceptance import Proposer
+from engine.messages import LoadReport, Role, StepReport
+from engine.worker.batch import BatchResult, RowResult
+from engine.worker.core import MAX_STEPS_OF_A_KIND
+from tests.kits.worker_core import (
+    LENGTH,
+    STOP,
+    Blocks,
+    FixedSpeculator,
+    Ran,
+    Rig,
+    Step,
+    blocks,
+    cancel,
+    decode,
+    decoding,
+    ended,
+    first,
+    generate,
+    given_back,
+    grown,
+    here,
+    hold,
+    kv_ready,
+    lost,
+    opened,
+    prefill,
+    prefilled,
+    pull,
+    pull_done,
+    started,
+    token,
+)
+
+WRONG_ROLE = "wrong role"
+A_AND_B_RAN = (Ran("a", 6, 7), Ran("b", 10, 11))
+B_DONE = prefilled("b", 9)
+
+# ---------------------------------------------------------------- roles
+
+
+@pytest.mark.parametrize(
+    ("role", "event"),
+    [
+        (Role.DECODE, prefill("a", 5)),
+        (Role.DECODE, generate("a", 5)),
+        (Role.PREFILL, decode("a", 5)),
+        (Role.PREFILL, generate("a", 5)),
+    ],
+)
+def test_a_sequence_that_this_role_cannot_serve_is_given_back(role, event):
+    rig = Rig(role)
+    rig.play([(event, [given_back("a", WRONG_ROLE)]), (Step(), []), (Blocks(), blocks(free=8))])
+
+
+def test_a_mixed_worker_takes_all_kinds_of_sequences():
+    rig = Rig(Role.MIXED)
+    rig.play(
+        [
+            (prefill("a", 5), []),
+            (generate("b", 5), []),
+            (decode("c", 5), [hold("c", 2)]),
+        ]
+    )
+
+
+def test_a_generated_sequence_is_decoded_where_it_was_prefilled():
+    Rig(Role.MIXED).play(
+        [
+            (generate("a", 6, more=3), []),
+            (Step(7), [started("a"), Ran("a", 0, 6), prefilled("a", 7)]),
+            (Blocks(), blocks(free=6, owned=2)),
+            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+            (Step(9), [Ran("a", 7, 8), token("a", 9, LENGTH)]),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+
+
+def test_a_generated_sequence_that_ends_with_its_first_token_is_not_decoded():
+    Rig(Role.MIXED).play(
+        [
+            (generate("a", 6, stops=(7,)), []),
+            (Step(7), [started("a"), Ran("a", 0, 6), prefilled("a", 7, STOP)]),
+            (Blocks(), blocks(free=7, cached=1)),
+            (Step(), []),
+        ]
+    )
+
+
+def test_a_prompt_is_computed_beside_a_hand_over_and_both_are_decoded():
+    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig.play(
+        [
+            (decode("a", 5), [hold("a", 2)]),
+            (generate("b", range(20, 30), more=2), []),
+            (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 8)]),
+            (pull_done("a"), [kv_ready("a", 2)]),
+            (first("a", 7), []),
+            (Step(8, 9), [decoding("a"), Ran("a", 5, 6), Ran("b", 8, 10), token("a", 8), B_DONE]),
+            (Step(10, 11), [decoding("b"), *A_AND_B_RAN, token("a", 10), token("b", 11, LENGTH)]),
+            (cancel("a"), []),
+            (Blocks(), blocks(free=5, cached=3)),
+        ]
+    )
+
+
+def test_what_decodes_has_a_row_in_every_step_in_which_prompts_are_computed_beside_it():
+    rig = Rig(Role.DECODE, prefills_locally=True, num_blocks=50, budget=9, chunk=8)
+    rig.take(generate("a", 3))
+    rig.step()
+    for name in "bc":
+        rig.take(generate(name, 20))
+    for _ in range(5):  # both prompts, the first of them in chunks of 8 at the most
+        rig.step()
+        assert [row.seq_id for row in rig.rows][:1] == ["a"]
+        assert sum(len(row.token_ids) for row in rig.rows) <= 9
+    assert not rig.prefill.num_running + rig.prefill.num_waiting
+
+
+@pytest.mark.parametrize("gone", [cancel("b"), lost("h")])
+def test_a_local_prompt_that_nobody_wants_leaves_the_hand_over_beside_it_alone(gone):
+    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig.play(
+        [
+            (decode("a", 5), [hold("a", 2)]),
+            (generate("b", range(20, 30), gateway="h"), []),
+            (Step(), [pull("a", (0, 0), (1, 1)), started("b", gateway="h"), Ran("b", 0, 8)]),
+            (gone, []),
+            (Blocks(), blocks(free=4, cached=2, in_flight=2)),
+            (pull_done("a"), [kv_ready("a", 2)]),
+            (first("a", 7), []),
+            (Step(8), [decoding("a"), Ran("a", 5, 6), token("a", 8)]),
+        ]
+    )
+
+
+def test_a_local_prompt_whose_id_is_taken_is_given_back_when_it_would_be_decoded():
+    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig.take(decode("a", 5))
+    rig.take(generate("a", range(20, 23)))
+    assert given_back("a", "the id is in use") in rig.step()
+    rig.core.validate()
+    assert rig.pool.counts().owned == 0
+
+
+def test_adopted_sequences_are_not_bounded_by_the_number_that_may_be_pulled():
+    rig = Rig(Role.MIXED, max_running=1, budget=32)
+    rig.play([(generate("a", 3), []), (generate("b", range(20, 23)), [])])
+    rig.step()
+    assert rig.step() == [
+        decoding("a"),
+        decoding("b"),
+        Ran("a", 3, 4),
+        Ran("b", 3, 4),
+        token("a"),
+        token("b"),
+    ]
+
+
+def test_a_mixed_worker_decodes_a_prompt_that_it_finds_in_its_own_cache():
+    rig = Rig(Role.MIXED)
+    rig.take(prefill("a", 8, more=1))
+    rig.step()
+    rig.play(
+        [
+            (decode("b", 8), [hold("b", 2)]),
+            (Step(), [pull("b")]),
+            (pull_done("b"), [kv_ready("b", 0, cached=2)]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_news_of_unknown_sequences_changes_nothing(role):
+    unknown = [cancel("x"), first("x"), lost("x"), ended("x", "expired"), pull_done("x")]
+    Rig(role).play([(event, []) for event in unknown])
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_decode_has_the_budget_first_and_prefill_what_is_left():
+    rig = Rig(Role.MIXED, budget=5, chunk=5)
+    rig.play(
+        [
+            (generate("a", 3), []),
+            (Step(), [started("a"), Ran("a", 0, 3), prefilled("a")]),
+            (generate("b", range(20, 27)), []),
+            (
+                Step(),
+                [decoding("a"), started("b"), Ran("a", 3, 4), Ran("b", 0, 4), token("a")],
+            ),
+            (Step(), [Ran("a", 4, 5), Ran("b", 4, 7), token("a"), prefilled("b")]),
+            (
+                Step(),
+                [decoding("b"), Ran("a", 5, 6), Ran("b", 7, 8), token("a"), token("b")],
+            ),
+        ]
+    )
+
+
+def test_prefill_waits_when_decode_takes_the_whole_budget():
+    rig = Rig(Role.MIXED, budget=3, chunk=3)
+    rig.take(generate("a", 3))
+    rig.step()
+    rig.take(generate("b", range(20, 22)))
+    rig.step()
+    rig.take(generate("c", range(40, 41)))
+    rig.step()
+    rig.take(prefill("d", range(60, 62)))
+    assert [row.seq_id for row in run(rig)] == ["a", "b", "c"]
+    rig.take(cancel("a"))
+    assert [row.seq_id for row in run(rig)] == ["b", "c", "d"]
+
+
+def run(rig):
+    rig.step()
+    return rig.rows
+
+
+def test_there_is_no_plan_when_there_is_nothing_to_compute():
+    assert Rig(Role.MIXED).core.plan(0.0) == (None, [])
+
+
+def test_effects_of_planning_come_also_without_a_plan():
+    rig = Rig(Role.DECODE)
+    rig.take(decode("a", 5))
+    assert rig.core.plan(0.0) == (None, [pull("a", (0, 0), (1, 1))])
+
+
+def test_nothing_is_handled_while_a_step_runs():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 5))
+    rig.core.plan(0.0)
+    with pytest.raises(AssertionError, match="a step is running"):
+        rig.core.handle(cancel("a"), 0.0)
+    with pytest.raises(AssertionError, match="has not been finished"):
+        rig.core.plan(0.0)
+
+
+def test_after_a_step_events_are_handled_again():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 5, more=1))
+    rig.core.plan(0.0)
+    rig.core.finish(BatchResult([RowResult((7,))]), 0.0)
+    assert rig.core.handle(cancel("a"), 0.0) == []
+
+
+def test_a_result_must_have_one_entry_per_row():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 5))
+    rig.core.plan(0.0)
+    with pytest.raises(ValueError, match="argument 2"):
+        rig.core.finish(BatchResult([RowResult((7,)), RowResult((8,))]), 0.0)
+
+
+# ---------------------------------------------------------------- what both schedulers share
+
+
+def test_prefill_takes_no_block_that_a_pull_writes_to():
+    rig = Rig(Role.MIXED, num_blocks=3)
+    rig.take(decode("a", 7))
+    rig.step()
+    rig.play(
+        [
+            (generate("b", range(20, 25)), []),
+            (Step(), []),
+            (Blocks(), blocks(free=1, in_flight=2)),
+        ]
+    )
+
+
+def test_a_cancel_reaches_both_schedulers():
+    rig = Rig(Role.MIXED, chunk=4)
+    rig.take(generate("prompt", 6))
+    rig.take(decode("pull", range(20, 24)))
+    rig.step()
+    rig.take(pull_done("pull"))
+    rig.play(
+        [
+            (cancel("prompt"), []),
+            (cancel("pull"), []),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+
+
+def test_a_lost_gateway_is_lost_to_both_schedulers():
+    rig = Rig(Role.MIXED, chunk=4)
+    rig.take(generate("prompt", 6, gateway="g1"))
+    rig.take(decode("pull", range(20, 24), gateway="g1"))
+    rig.take(prefill("theirs", range(40, 44), gateway="g2"))
+    rig.step()
+    rig.take(pull_done("pull"))
+    rig.play([(lost("g1"), []), (Blocks(), blocks(free=5, cached=2, leased=1))])
+
+
+def test_a_load_report_says_where_every_block_and_sequence_is():
+    rig = Rig(Role.MIXED, num_blocks=12, chunk=8, budget=16, max_running=1)
+    rig.take(prefill("cached", 4, more=1))
+    rig.take(prefill("leased", range(20, 26)))
+    rig.step()
+    rig.take(decode("pulling", range(40, 46)))
+    rig.take(decode("queued", range(60, 66)))
+    rig.take(generate("computing", range(80, 90)))
+    rig.step()
+    rig.take(prefill("waiting", range(100, 140)))
+    assert rig.core.load(open_leases=1, counters={"pulls_done": 3.0}) == LoadReport(
+        free_blocks=4,
+        cached_blocks=1,
+        owned_blocks=3,
+        leased_blocks=2,
+        in_flight_blocks=2,
+        waiting_seqs=3,
+        running_seqs=1,
+        open_leases=1,
+        counters={"pulls_done": 3.0},
+        prompt_tokens=10 + 40,
+        decode_seqs=2,
+        decode_blocks=4,
+        context_tokens=12,
+    )
+
+
+def reported(rig: Rig) -> LoadReport:
+    return rig.core.load(open_leases=0, counters={})
+
+
+def promised(rig: Rig) -> tuple[int, int, int, int]:
+    load = reported(rig)
+    return load.prompt_tokens, load.decode_seqs, load.decode_blocks, load.context_tokens
+
+
+def test_what_is_left_to_do_is_a_prompt_until_it_is_computed_and_then_what_decodes():
+    rig = Rig(Role.MIXED, chunk=4)
+    rig.take(generate("a", 6, more=3))
+    assert promised(rig) == (6, 0, 0, 0)
+    rig.step()
+    assert promised(rig) == (6, 0, 0, 0)  # all of it, whatever is computed
+    rig.step(7)
+    assert promised(rig) == (0, 1, 2, 7)
+    rig.step(8)
+    rig.step(9)  # the last
+    assert promised(rig) == (0, 0, 0, 0)
+
+
+def test_sequences_that_only_wait_to_decode_are_promised_too_and_cancelled_ones_are_not():
+    rig = Rig(Role.DECODE, max_running=1)
+    rig.take(decode("pulling", 4))
+    rig.take(decode("queued", range(20, 26)))
+    rig.step()
+    assert promised(rig) == (0, 2, 3, 10)
+    rig.take(cancel("pulling"))  # its blocks are still written to
+    assert promised(rig) == (0, 1, 2, 6)
+    rig.take(cancel("queued"))
+    assert promised(rig) == (0, 0, 0, 0)
+
+
+def test_prompts_that_pull_a_prefix_or_were_cancelled_meanwhile_are_told_apart():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 9, prefix=2))
+    rig.step()
+    assert promised(rig) == (9, 0, 0, 0)
+    rig.take(cancel("a"))
+    assert promised(rig) == (0, 0, 0, 0)
+
+
+# ---------------------------------------------------------------- what steps cost
+
+
+def timed_step(rig: Rig, seconds: float = 0.5, token: int = 99) -> None:
+    """A step that the runner timed."""
+    rig.seconds = seconds
+    rig.step(token)
+    rig.seconds = None
+
+
+def test_a_report_tells_what_steps_were_and_how_long_they_took():
+    rig = Rig(Role.MIXED, chunk=4, budget=8)
+    rig.take(generate("a", 6))
+    timed_step(rig, 0.1)
+    timed_step(rig, 0.2)
+    timed_step(rig, 0.3)
+    rig.take(generate("b", range(20, 23)))
+    timed_step(rig, 0.4)
+    assert reported(rig).steps == [
+        StepReport(0.3, num_rows=1, num_context_tokens=7),
+        StepReport(0.1, num_prefill_tokens=4, prefill_squares=16),
+        StepReport(0.2, num_prefill_tokens=2, prefill_squares=36 - 16),
+        StepReport(0.4, 3, 9, num_rows=1, num_context_tokens=8),
+    ]
+    assert reported(rig).steps == []  # they were told
+
+
+def test_steps_that_nobody_timed_are_not_told():
+    rig = Rig(Role.MIXED)
+    rig.take(generate("a", 3))
+    for _ in range(3):
+        rig.step()
+    assert reported(rig).steps == []
+
+
+def test_of_many_steps_few_are_told_and_from_all_of_the_time():
+    rig = Rig(Role.MIXED, num_blocks=200)
+    rig.take(generate("a", 3, more=700))
+    for number in range(500):
+        timed_step(rig, 1.0 + number)
+    decodes = [step for step in reported(rig).steps if step.num_rows]
+    assert MAX_STEPS_OF_A_KIND / 2 <= len(decodes) <= MAX_STEPS_OF_A_KIND
+    numbers = [step.seconds for step in decodes]
+    gaps = {b - a for a, b in pairwise(numbers)}
+    assert len(gaps) == 1  # evenly
+    assert numbers[0] < 500 / 4
+    assert numbers[-1] > 500 * 3 / 4
+
+
+def test_prompts_do_not_crowd_out_the_steps_that_decode():
+    rig = Rig(Role.MIXED, num_blocks=200, chunk=1, budget=8)
+    rig.take(generate("a", 3))
+    for _ in range(5):
+        timed_step(rig)
+    rig.take(generate("b", range(20, 120)))
+    for _ in range(90):
+        timed_step(rig)
+    steps = reported(rig).steps
+    assert sum(not step.num_prefill_tokens for step in steps) == 2  # after three of the prompt
+    assert len(steps) <= 2 * MAX_STEPS_OF_A_KIND
+
+
+@pytest.mark.parametrize("proposer", [Proposer.DRAFT, Proposer.NGRAM])
+def test_steps_with_drafts_are_not_told_for_they_cost_more_than_their_rows_say(proposer):
+    rig = Rig(Role.MIXED, num_blocks=50, speculator=FixedSpeculator(proposer, 2))
+    rig.take(generate("a", [5, 6] * 4, more=40))
+    rig.step(5)
+    for number in range(4):
+        timed_step(rig, token=6 - number % 2)
+        assert any(row.max_drafted for row in rig.rows)
+    assert reported(rig).steps == []
+    speculator = rig.decode._speculator
+    speculator.proposer, speculator.may_see = None, False
+    timed_step(rig)
+    assert [step.num_rows for step in reported(rig).steps] == [1]
+
+
+def test_steps_in_which_the_draft_model_catches_up_are_not_told_either():
+    rig = Rig(Role.MIXED, num_blocks=50, speculator=FixedSpeculator(None))
+    rig.take(generate("a", 3, more=40))
+    rig.step()
+    seen = []
+    for _ in range(8):
+        timed_step(rig)
+        seen += [bool(row.draft_token_ids) for row in rig.rows]
+    assert sum(seen) == 2  # when a block was full
+    assert len(reported(rig).steps) == 8 - 2
+
+
+def test_prompts_whose_log_probabilities_are_wanted_are_not_told():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 6, num_top=2))
+    timed_step(rig)
+    assert reported(rig).steps == []
+
+
+def test_a_prefix_computed_by_prefill_is_found_by_a_later_one_of_another_gateway():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 5, more=1, gateway="g1"))
+    rig.step()
+    rig.play(
+        [
+            (prefill("b", 6, gateway="g2"), []),
+            (
+                Step(),
+                [
+                    opened("b", 2),
+                    grown("b", 0),
+                    started("b", cached=4, lease=here("b", 2), gateway="g2"),
+                    Ran("b", 4, 6),
+                    grown("b", 1),
+                    prefilled("b", gateway="g2"),
+                ],
+            ),
+        ]
+    )

@@ -1,0 +1,277 @@
+"""A worker that is given another role, and sequences that leave it."""
+
+import pytest
+
+from engine.messages import ROLE_CHANGED, WRONG_ROLE, Role, SeqId
+from engine.worker.core import Duties, WorkerCore
+from engine.worker.offers import moved_lease_id
+from tests.kits.worker_core import (
+    LENGTH,
+    Blocks,
+    Ran,
+    Rig,
+    Step,
+    abort,
+    blocks,
+    cancel,
+    decode,
+    decoding,
+    ended,
+    first,
+    generate,
+    given_back,
+    grown,
+    hand_over,
+    handed_over,
+    hold,
+    hold_prefix,
+    kv_ready,
+    lost,
+    opened,
+    prefill,
+    prefilled,
+    pull,
+    pull_done,
+    revoked,
+    role_changed,
+    set_role,
+    started,
+    token,
+)
+
+LEASED = moved_lease_id(SeqId("b"))
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """A decode worker that runs "a": six tokens of prompt, two of answer, the last not fed back."""
+    r = Rig(Role.DECODE)
+    r.take(decode("a", 6))
+    r.step()
+    r.take(pull_done("a"))
+    r.take(first("a", 70))
+    r.step(71)
+    assert r.take(Blocks()) == blocks(free=6, owned=2)
+    return r
+
+
+# ---------------------------------------------------------------- roles
+
+
+@pytest.mark.parametrize(
+    ("role", "taken"),
+    [
+        (Role.PREFILL, {"prefill"}),
+        (Role.DECODE, {"decode"}),
+        (Role.MIXED, {"prefill", "decode", "generate"}),
+        (Role.DRAINED, set()),
+    ],
+)
+def test_new_work_is_taken_by_the_new_role(role, taken):
+    for began in Role:
+        rig = Rig(began)
+        assert rig.take(set_role(role))[0] == role_changed(role)
+        for kind, event in (("prefill", prefill), ("decode", decode), ("generate", generate)):
+            wrong = [given_back(kind, WRONG_ROLE)]
+            assert (rig.take(event(kind, 5)) == wrong) == (kind not in taken)
+
+
+def test_a_worker_that_can_prefill_locally_says_so_while_it_is_there_to_decode():
+    rig = Rig(Role.PREFILL, prefills_locally=True)
+    rig.play(
+        [
+            (set_role(Role.DECODE), [role_changed(Role.DECODE, locally=True)]),
+            (generate("a", 5), []),
+            (set_role(Role.PREFILL), [role_changed(Role.PREFILL), given_back("a", ROLE_CHANGED)]),
+        ]
+    )
+
+
+def test_a_role_that_it_cannot_have_leaves_the_worker_what_it_was(rig):
+    core = WorkerCore([rig.decode], rig.pool, 8, duties=Duties(Role.DECODE, [Role.DECODE]))
+    assert core.handle(set_role(Role.PREFILL), 0.0) == [role_changed(Role.DECODE)]
+    assert core.role is Role.DECODE
+
+
+def test_prompts_that_wait_are_given_back_and_those_that_are_computed_go_on():
+    Rig(Role.PREFILL, num_blocks=4, chunk=4).play(
+        [
+            (prefill("a", 8, more=1), []),
+            (Step(), [started("a"), Ran("a", 0, 4)]),
+            (prefill("b", range(20, 36), prefix=1), [hold_prefix("b", 1)]),
+            (
+                set_role(Role.DECODE),
+                [role_changed(Role.DECODE), abort("b"), given_back("b", ROLE_CHANGED)],
+            ),
+            (Step(9), [Ran("a", 4, 8), prefilled("a", 9, LENGTH)]),
+            (decode("c", 4), [hold("c", 1)]),
+            (Blocks(), blocks(free=2, cached=2)),
+        ]
+    )
+
+
+def test_a_lease_outlives_the_role_in_which_it_was_opened():
+    rig = Rig(Role.PREFILL)
+    rig.take(prefill("a", 6))
+    rig.step()
+    rig.play(
+        [
+            (set_role(Role.DRAINED), [role_changed(Role.DRAINED)]),
+            (Blocks(), blocks(free=6, leased=2)),
+            (ended("a", "released"), []),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_sequences_that_are_not_all_here_are_given_back():
+    rig = Rig(Role.DECODE, max_running=2)
+    rig.take(decode("ready", 4))
+    rig.take(decode("pulling", range(20, 24)))
+    rig.take(decode("queued", range(40, 44)))
+    rig.step()
+    rig.take(pull_done("ready"))
+    back = {name: given_back(name, ROLE_CHANGED) for name in ("queued", "ready", "pulling")}
+    rig.play(
+        [
+            (
+                set_role(Role.PREFILL),
+                [
+                    role_changed(Role.PREFILL),
+                    *(abort("queued"), back["queued"]),
+                    *(abort("pulling"), back["pulling"]),
+                    back["ready"],
+                ],
+            ),
+            (Blocks(), blocks(free=6, cached=1, in_flight=1)),
+            (first("ready"), []),
+            (pull_done("pulling"), []),
+            (Blocks(), blocks(free=6, cached=2)),
+        ]
+    )
+
+
+def test_what_runs_goes_on_beside_the_new_work(rig):
+    rig.play(
+        [
+            (set_role(Role.PREFILL), [role_changed(Role.PREFILL)]),
+            (prefill("p", range(20, 23), more=1), []),
+            (
+                Step(72, 90),
+                [
+                    *(started("p"), Ran("a", 7, 8), Ran("p", 0, 3)),
+                    *(token("a", 72), prefilled("p", 90, LENGTH)),
+                ],
+            ),
+        ]
+    )
+
+
+def test_a_prompt_to_be_decoded_here_is_decoded_whatever_the_role_became():
+    Rig(Role.MIXED, chunk=4).play(
+        [
+            (generate("a", 6), []),
+            (Step(), [started("a"), Ran("a", 0, 4)]),
+            (set_role(Role.DRAINED), [role_changed(Role.DRAINED)]),
+            (Step(70), [Ran("a", 4, 6), prefilled("a", 70)]),
+            (Step(71), [decoding("a"), Ran("a", 6, 7), token("a", 71)]),
+        ]
+    )
+
+
+# ---------------------------------------------------------------- sequences that leave
+
+
+def test_a_running_sequence_leaves_with_the_blocks_of_all_tokens_but_the_last(rig):
+    rig.play(
+        [
+            (
+                hand_over("a", "b"),
+                [opened(LEASED, 2), grown(LEASED, 0, 1), handed_over("a", LEASED, 2)],
+            ),
+            (Blocks(), blocks(free=6, leased=2)),
+            (Step(), []),
+            (cancel("a"), []),
+            (ended(LEASED, "released"), []),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+    assert rig.offers.counters == {"handed_over": 1}
+
+
+def test_a_block_that_only_the_last_token_needs_is_not_leased(rig):
+    rig.step(72)  # nine tokens, eight of them computed
+    rig.step(73)
+    rig.take(cancel("a"))
+    r = Rig(Role.DECODE)
+    r.take(decode("a", 7))
+    r.step()
+    r.take(pull_done("a"))
+    r.take(first("a", 70))
+    r.step(71)
+    r.step(72)
+    assert r.take(Blocks()) == blocks(free=5, owned=3)
+    assert r.take(hand_over("a", "b"))[-1] == handed_over("a", LEASED, 3)
+
+
+def test_a_sequence_leaves_before_its_first_step_too():
+    rig = Rig(Role.MIXED)
+    rig.take(generate("a", 8))
+    rig.step(70)
+    assert rig.take(hand_over("a", "b"))[-1] == handed_over("a", LEASED, 2)
+    assert rig.take(Blocks()) == blocks(free=6, leased=2)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_what_does_not_run_here_is_not_handed_over(role):
+    rig = Rig(role)
+    rig.take(prefill("p", 5))
+    rig.take(decode("d", range(20, 25)))
+    for name in ("p", "d", "x"):
+        assert rig.take(hand_over(name, "b")) == [handed_over(name)]
+
+
+def test_a_sequence_is_handed_over_once(rig):
+    rig.take(hand_over("a", "b"))
+    assert rig.take(hand_over("a", "c")) == [handed_over("a")]
+
+
+def test_two_sequences_are_not_handed_over_as_the_same():
+    rig = Rig(Role.MIXED)
+    rig.take(generate("a", 3))
+    rig.take(generate("c", range(20, 23)))
+    rig.step()
+    rig.take(hand_over("a", "b"))
+    rig.play(
+        [
+            (hand_over("c", "b"), [handed_over("c")]),
+            (ended(LEASED, "released"), []),
+            (Blocks(), blocks(free=8)),
+        ]
+    )
+
+
+@pytest.mark.parametrize("gone", [cancel("b"), lost("g")])
+def test_what_was_handed_over_is_freed_when_nobody_wants_it(rig, gone):
+    rig.take(hand_over("a", "b"))
+    rig.play(
+        [
+            (gone, [revoked(LEASED)]),
+            (Blocks(), blocks(free=6, leased=2)),
+            (ended(LEASED, "revoked"), []),
+            (Blocks(), blocks(free=7, cached=1)),
+        ]
+    )
+
+
+def test_what_was_handed_over_comes_like_any_other_sequence_and_goes_on():
+    rig = Rig(Role.DECODE)
+    rig.play(
+        [
+            (decode("b", [*range(6), 70], more=2), [hold("b", 2)]),
+            (first("b", 71), []),
+            (Step(), [pull("b", (0, 0), (1, 1))]),
+            (pull_done("b"), [kv_ready("b", 2)]),
+            (Step(72), [decoding("b"), Ran("b", 7, 8), token("b", 72, LENGTH)]),
+        ]
+    )

@@ -1,0 +1,729 @@
+"""The sink's half of the lease protocol: what it asks, when it fetches, and what it believes."""
+
+import pytest
+
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import LeaseRef, TransferAddress
+from engine.worker.events import PullDone, PullFailed
+from kvtransfer.messages import (
+    Attach,
+    Attached,
+    AttachRefused,
+    Data,
+    Ended,
+    Hold,
+    Identity,
+    Offers,
+    Ready,
+    Release,
+    ShmOffer,
+    decode_attach_body,
+)
+from kvtransfer.protocol import (
+    MAX_DAMAGED,
+    CloseSource,
+    Fetch,
+    Means,
+    SendToSource,
+    SinkMachine,
+    Timing,
+    UseSource,
+)
+from kvtransfer.wire import agree
+
+IDENTITY = Identity("model 1", KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64),)))
+TIMING = Timing(ttl_s=30.0, hold_every_s=1.0, silence_s=6.0)
+ADDRESS, ELSEWHERE = "tcp://source", "tcp://elsewhere"
+SOURCE = TransferAddress("p0", "life 1", ADDRESS)
+RESTARTED = TransferAddress("p0", "life 2", ADDRESS)
+ANOTHER = TransferAddress("p1", "life 3", ELSEWHERE)
+NUM_SOURCE_BLOCKS = 10
+OFFERS = Offers(shm=ShmOffer("boot", 1, 2, 3, 4096))
+WIRE = agree(IDENTITY, IDENTITY)
+
+
+def lease(name: str = "l", num_blocks: int = 4, source: TransferAddress = SOURCE) -> LeaseRef:
+    return LeaseRef(name, source, num_blocks)
+
+
+def to(message: object, address: str = ADDRESS) -> SendToSource:
+    return SendToSource(address, message)
+
+
+def machine() -> SinkMachine:
+    return SinkMachine(
+        incarnation="life of sink",
+        identity=IDENTITY,
+        timing=TIMING,
+    )
+
+
+ACCEPT = Attached("life 1", IDENTITY, NUM_SOURCE_BLOCKS, OFFERS)
+USE = UseSource(ADDRESS, WIRE, ACCEPT)
+
+
+def attached(*, batch_blocks: int = 64, window_blocks: int = 64) -> SinkMachine:
+    """A sink that holds lease `l` for sequence `s` at a source that has accepted it."""
+    sink = machine()
+    sink.hold("s", lease(), 0.0)
+    sink.receive(ADDRESS, ACCEPT, 0.0)
+    sink.use_transport(ADDRESS, Means("zmq", batch_blocks, window_blocks, resends=True))
+    return sink
+
+
+def pulling(*, ready: int = 4, window_blocks: int = 64) -> SinkMachine:
+    """Blocks 0 to 3 of `l` are wanted at 50 to 53; of them `ready` are known, as 0 to 3."""
+    sink = attached(window_blocks=window_blocks, batch_blocks=1 if window_blocks < 64 else 64)
+    sink.receive(ADDRESS, Ready("l", 0, list(range(ready))), 0.0)
+    sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.0)
+    return sink
+
+
+def releasing() -> SinkMachine:
+    sink = pulling()
+    copied(sink, 0, 1, 2, 3)
+    return sink
+
+
+def sent(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
+    """These blocks of `l` have come from the source."""
+    return sink.fetched("l", indices, now_s, sent_by_source=True)
+
+
+def copied(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
+    """These blocks of `l` have been copied from the source's memory."""
+    return sink.fetched("l", indices, now_s, sent_by_source=False)
+
+
+def waiting() -> SinkMachine:
+    """Attach has been sent, and nothing heard."""
+    sink = machine()
+    sink.hold("s", lease(), 0.0)
+    return sink
+
+
+STATES = {
+    "unattached": waiting,
+    "held": attached,
+    "pulling": pulling,
+    "partly ready": lambda: pulling(ready=2),
+    "releasing": releasing,
+}
+
+
+@pytest.fixture(params=STATES.values(), ids=STATES.keys())
+def sink(request):
+    sink = request.param()
+    yield sink
+    sink.validate()
+
+
+# ---------------------------------------------------------------- attaching and holding
+
+
+def test_the_first_hold_at_a_source_introduces_the_sink():
+    (effect,) = machine().hold("s", lease(), 0.0)
+    assert effect.address == ADDRESS
+    assert isinstance(effect.message, Attach)
+    body = decode_attach_body(effect.message.body)
+    assert (body.sink, body.source) == ("life of sink", "life 1")
+    assert body.identity == IDENTITY
+
+
+def test_a_second_hold_before_the_answer_says_nothing_more():
+    assert waiting().hold("t", lease("m"), 0.0) == []
+
+
+def test_when_attached_every_lease_is_held_and_the_transport_is_chosen_first():
+    sink = waiting()
+    sink.hold("t", lease("m"), 0.0)
+    assert sink.receive(ADDRESS, ACCEPT, 0.1) == [
+        USE,
+        to(Hold("l", 0, 0)),
+        to(Hold("m", 0, 1)),
+    ]
+
+
+def test_a_hold_at_an_attached_source_is_sent_at_once():
+    assert attached().hold("t", lease("m"), 0.0) == [to(Hold("m", 0, 1))]
+
+
+def test_each_source_is_attached_by_itself():
+    sink = waiting()
+    (effect,) = sink.hold("t", lease("m", source=ANOTHER), 0.0)
+    assert effect.address == ELSEWHERE
+    effects = sink.receive(ADDRESS, ACCEPT, 0.1)
+    assert [e.message.lease_id for e in effects if isinstance(e, SendToSource)] == ["l"]
+
+
+def test_a_refusal_fails_every_pull_of_that_source_and_names_the_field():
+    sink = waiting()
+    sink.hold("t", lease("m"), 0.0)
+    sink.hold("u", lease("n", source=ANOTHER), 0.0)
+    reason = "source refused: layout.block_size differs"
+    assert sink.receive(ADDRESS, AttachRefused("layout.block_size"), 0.1) == [
+        PullFailed("s", reason),
+        PullFailed("t", reason),
+        CloseSource(ADDRESS),
+    ]
+    assert sink.num_pulls == 1
+
+
+def test_after_a_refusal_the_next_hold_introduces_the_sink_again():
+    sink = waiting()
+    sink.receive(ADDRESS, AttachRefused("token"), 0.1)
+    (effect,) = sink.hold("s", lease(), 0.2)
+    assert isinstance(effect.message, Attach)
+
+
+def test_a_source_that_answers_as_somebody_else_is_not_believed():
+    effects = waiting().receive(
+        ADDRESS, Attached("life 2", IDENTITY, NUM_SOURCE_BLOCKS, OFFERS), 0.1
+    )
+    assert effects == [PullFailed("s", "source restarted"), CloseSource(ADDRESS)]
+
+
+def test_a_lease_of_a_restarted_source_ends_everything_of_its_former_life(sink):
+    effects = sink.hold("t", lease("m", source=RESTARTED), 0.1)
+    assert effects[:2] == [PullFailed("s", "source restarted"), CloseSource(ADDRESS)]
+    assert isinstance(effects[2].message, Attach)
+    assert decode_attach_body(effects[2].message.body).source == "life 2"
+    assert sink.num_pulls == 1
+
+
+def test_a_source_whose_blocks_cannot_be_read_is_refused():
+    sink = attached()
+    assert sink.refuse_source(ADDRESS, "no way in") == [
+        PullFailed("s", "no way in"),
+        CloseSource(ADDRESS),
+    ]
+
+
+# ---------------------------------------------------------------- a pull from hold to done
+
+
+def test_a_pull_in_one_go():
+    sink = attached()
+    assert sink.receive(ADDRESS, Ready("l", 0, [7, 8]), 0.1) == []
+    assert sink.start("s", ((0, 50), (1, 51)), 0.2) == [
+        Fetch("s", ADDRESS, "l", (0, 1), (7, 8), (50, 51))
+    ]
+    assert copied(sink, 0, 1, now_s=0.3) == [to(Release("l", 0))]
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.4) == [
+        PullDone("s", "zmq", pytest.approx(0.2), pytest.approx(0.2))
+    ]
+    assert sink.num_pulls == 0
+    sink.validate()
+
+
+def test_what_becomes_ready_later_is_fetched_then():
+    sink = attached()
+    assert sink.start("s", ((0, 50), (1, 51)), 0.1) == []
+    assert sink.receive(ADDRESS, Ready("l", 0, [7]), 0.2) == [
+        Fetch("s", ADDRESS, "l", (0,), (7,), (50,))
+    ]
+    assert copied(sink, 0, now_s=0.3) == []
+    assert sink.receive(ADDRESS, Ready("l", 1, [8]), 0.4) == [
+        Fetch("s", ADDRESS, "l", (1,), (8,), (51,))
+    ]
+    assert copied(sink, 1, now_s=0.5) == [to(Release("l", 0))]
+
+
+def test_only_what_is_wanted_is_fetched():
+    sink = attached()
+    sink.start("s", ((2, 52),), 0.1)
+    assert sink.receive(ADDRESS, Ready("l", 0, [6, 7, 8]), 0.2) == [
+        Fetch("s", ADDRESS, "l", (2,), (8,), (52,))
+    ]
+    assert copied(sink, 2, now_s=0.3) == [to(Release("l", 0))]
+
+
+def test_a_pull_of_nothing_is_done_at_once_and_released():
+    sink = attached()
+    assert sink.start("s", (), 0.1) == [to(Release("l", 0)), PullDone("s", "zmq")]
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.2) == []
+    assert sink.num_pulls == 0
+
+
+def test_a_pull_of_nothing_waits_to_be_attached():
+    sink = waiting()
+    assert sink.start("s", (), 0.1) == []
+    sink.receive(ADDRESS, ACCEPT, 0.2)
+    effects = sink.receive(ADDRESS, Ready("l", 0, []), 0.3)
+    assert effects == [to(Release("l", 0)), PullDone("s", "")]
+
+
+def test_a_start_before_the_source_has_answered_waits():
+    sink = waiting()
+    assert sink.start("s", ((0, 50),), 0.1) == []
+    sink.receive(ADDRESS, ACCEPT, 0.2)
+    (effect,) = sink.receive(ADDRESS, Ready("l", 0, [7]), 0.3)
+    assert effect == Fetch("s", ADDRESS, "l", (0,), (7,), (50,))
+
+
+def test_a_start_after_the_lease_was_lost_fails_at_once():
+    sink = attached()
+    assert sink.receive(ADDRESS, Ended("l", "expired"), 0.1) == [PullFailed("s", "lease expired")]
+    assert sink.start("s", ((0, 50),), 0.2) == [PullFailed("s", "lease was lost while waiting")]
+
+
+@pytest.mark.parametrize("index", [4, -1])
+def test_a_lease_without_the_wanted_block_fails_at_once(index):
+    effects = attached().start("s", ((0, 50), (index, 51)), 0.1)
+    assert effects == [PullFailed("s", "lease is too short"), to(Release("l", 0))]
+
+
+# ---------------------------------------------------------------- Ready
+
+
+@pytest.mark.parametrize(
+    ("told", "fetched"),
+    [
+        ([(0, [5, 6]), (0, [5, 6])], [(0, 5), (1, 6)]),
+        ([(0, [5, 6]), (0, [5])], [(0, 5), (1, 6)]),
+        ([(0, [5, 6]), (1, [6, 7])], [(0, 5), (1, 6), (2, 7)]),
+        ([(1, [6]), (0, [5])], [(0, 5)]),
+        ([(1, [6]), (0, [5]), (1, [6])], [(0, 5), (1, 6)]),
+        ([(0, []), (0, [5])], [(0, 5)]),
+        ([(2, []), (0, [5])], [(0, 5)]),
+    ],
+    ids=["repeated", "shorter", "overlapping", "gap", "gap filled", "empty", "empty ahead"],
+)
+def test_ready_blocks_are_taken_in_order_and_once(told, fetched):
+    sink = attached()
+    sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.0)
+    copies = []
+    for first, blocks in told:
+        for effect in sink.receive(ADDRESS, Ready("l", first, blocks), 0.1):
+            assert isinstance(effect, Fetch)
+            copies += zip(effect.indices, effect.source_blocks, effect.block_ids, strict=True)
+        sink.validate()
+    assert copies == [(i, block, 50 + i) for i, block in fetched]
+
+
+@pytest.mark.parametrize(
+    ("ready", "reason"),
+    [
+        (Ready("l", 0, [NUM_SOURCE_BLOCKS]), "source named a block it has not"),
+        (Ready("l", 0, [-1]), "source named a block it has not"),
+        (Ready("l", 0, [0, 1, 2, 3, 4]), "source named too many blocks"),
+        (Ready("l", -2, [0, 1]), "source named too many blocks"),
+    ],
+)
+def test_a_source_that_names_what_cannot_be_ends_the_pull(ready, reason):
+    sink = attached()
+    assert sink.receive(ADDRESS, ready, 0.1) == [PullFailed("s", reason), to(Release("l", 0))]
+
+
+def test_a_source_speaks_for_its_own_leases_only():
+    sink = pulling(ready=1)
+    sink.hold("t", lease("m", source=ANOTHER), 0.0)
+    sink.receive(ELSEWHERE, Attached("life 3", IDENTITY, NUM_SOURCE_BLOCKS, Offers()), 0.0)
+    assert sink.receive(ELSEWHERE, Ready("l", 1, [9]), 0.1) == []
+    assert sink.receive(ELSEWHERE, Ended("l", "revoked"), 0.1) == []
+    assert sink.places(ELSEWHERE, Data("l", [0], 0)) == [None]
+    assert sink.num_pulls == 2
+
+
+@pytest.mark.parametrize(
+    "message", [Ready("x", 0, [1]), Ended("x", "released", 0), Data("x", [0], 0)]
+)
+def test_news_of_an_unknown_lease_is_ignored(sink, message):
+    assert sink.receive(ADDRESS, message, 0.1) == []
+
+
+@pytest.mark.parametrize("message", [ACCEPT, Ready("l", 0, [1]), Ended("l", "revoked")])
+def test_news_of_an_unknown_source_is_ignored(sink, message):
+    assert sink.receive(ELSEWHERE, message, 0.1) == []
+
+
+# ---------------------------------------------------------------- the window
+
+
+def test_no_more_blocks_are_requested_than_the_window_allows():
+    sink = attached(batch_blocks=1, window_blocks=2)
+    sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2, 3]), 0.0)
+
+    def requested(effects):
+        return [index for e in effects if isinstance(e, Fetch) for index in e.indices]
+
+    assert requested(sink.start("s", tuple((i, 50 + i) for i in range(4)), 0.0)) == [0, 1]
+    assert sink.receive(ADDRESS, Ready("l", 4, []), 0.1) == []
+    assert requested(copied(sink, 1, now_s=0.2)) == [2]
+    assert requested(copied(sink, 0, now_s=0.3)) == [3]
+    assert copied(sink, 2, now_s=0.4) == []
+    assert copied(sink, 3, now_s=0.5) == [to(Release("l", 0))]
+
+
+# ---------------------------------------------------------------- Data
+
+
+def test_data_goes_to_the_blocks_that_wait_for_it():
+    sink = pulling(window_blocks=2)
+    assert sink.places(ADDRESS, Data("l", [0, 1], 0)) == [50, 51]
+
+
+def test_data_that_nobody_waits_for_has_no_place():
+    sink = pulling(window_blocks=2)
+    copied(sink, 0, now_s=0.0)  # and so 2 is requested, and 3 is not
+    assert sink.places(ADDRESS, Data("l", [0, 1, 2, 3, 99, -1], 0)) == [
+        None,
+        51,
+        52,
+        None,
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize("state", ["unattached", "held", "releasing"])
+def test_data_has_no_place_unless_it_was_requested(state):
+    assert STATES[state]().places(ADDRESS, Data("l", [0, 1], 0)) == [None, None]
+
+
+def test_data_that_comes_after_the_end_has_no_place_and_no_effect(sink):
+    sink.abort("s", 0.1)
+    late = Data("l", [0], 0)
+    assert sink.places(ADDRESS, late) == [None]
+    assert sink.receive(ADDRESS, late, 0.2) == []
+    assert copied(sink, 0, now_s=0.2) == []
+    assert sink.fetch_failed("l", "broken", 0.2) == []
+
+
+def test_blocks_that_cannot_be_brought_end_the_pull():
+    effects = pulling().fetch_failed("l", "no way in", 0.1)
+    assert effects == [PullFailed("s", "no way in"), to(Release("l", 0))]
+
+
+def test_damaged_blocks_are_asked_for_again_and_again_but_not_for_ever():
+    sink = pulling()
+    again = [Fetch("s", ADDRESS, "l", (1, 2), (1, 2), (51, 52))]
+    for _ in range(MAX_DAMAGED):
+        assert sink.damaged("l", (1, 2), 0.1) == again
+        sink.validate()
+    assert sink.damaged("l", (1, 2), 0.1) == [
+        PullFailed("s", "blocks arrive damaged"),
+        to(Release("l", 0)),
+    ]
+
+
+def test_damage_to_what_nobody_waits_for_changes_nothing():
+    sink = pulling()
+    copied(sink, 1)
+    assert sink.damaged("l", (1,), 0.1) == []
+    assert sink.damaged("x", (0,), 0.1) == []
+
+
+# ---------------------------------------------------------------- batches, and what is lost
+
+
+def test_a_fetch_brings_no_more_than_a_batch():
+    sink = attached(batch_blocks=3)
+    sink.receive(ADDRESS, Ready("l", 0, [6, 7, 8, 9]), 0.1)
+    assert sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.2) == [
+        Fetch("s", ADDRESS, "l", (0, 1, 2), (6, 7, 8), (50, 51, 52)),
+        Fetch("s", ADDRESS, "l", (3,), (9,), (53,)),
+    ]
+
+
+def test_the_window_is_shared_by_the_pulls_of_a_source_oldest_first():
+    sink = attached(batch_blocks=1, window_blocks=3)
+    sink.hold("t", lease("m"), 0.0)
+    for name in ("l", "m"):
+        sink.receive(ADDRESS, Ready(name, 0, [0, 1, 2, 3]), 0.0)
+
+    def fetched(effects):
+        return [(e.lease_id, index) for e in effects for index in e.indices]
+
+    blocks = tuple((i, 50 + i) for i in range(4))
+    assert fetched(sink.start("s", blocks, 0.0)) == [("l", 0), ("l", 1), ("l", 2)]
+    assert fetched(sink.start("t", blocks, 0.0)) == []
+    assert fetched(sent(sink, 0, 1)) == [("l", 3), ("m", 0)]
+    sink.validate()
+    assert fetched(sink.abort("s", 0.1)[2:]) == [("m", 1), ("m", 2)]
+    sink.validate()
+
+
+def test_a_full_window_is_not_filled_block_by_block():
+    sink = attached(batch_blocks=2, window_blocks=3)
+    sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2, 3]), 0.0)
+    blocks = tuple((i, 50 + i) for i in range(4))
+    first = Fetch("s", ADDRESS, "l", (0, 1), (0, 1), (50, 51))
+    assert sink.start("s", blocks, 0.0) == [first]
+    assert sent(sink, 1) == [Fetch("s", ADDRESS, "l", (2, 3), (2, 3), (52, 53))]
+
+
+def test_blocks_lost_on_the_way_are_asked_for_again():
+    sink = pulling()
+    sent(sink, 0, 2, now_s=0.5)
+    assert sink.next_wake_s() == TIMING.hold_every_s
+    again = Fetch("s", ADDRESS, "l", (1, 3), (1, 3), (51, 53))
+    sink.receive(ADDRESS, Ready("l", 4, []), 1.9)
+    assert again not in sink.sweep(1.9)
+    assert again in sink.sweep(TIMING.reread_s)
+    assert sink.num_rereads == 2
+    assert to(Release("l", 0)) in sent(sink, 1, 3, now_s=2.5)
+
+
+def test_what_nobody_sends_is_not_asked_for_again():
+    sink = attached()
+    sink.use_transport(ADDRESS, Means("nixl"))
+    sink.receive(ADDRESS, Ready("l", 0, [7]), 0.0)
+    sink.start("s", ((0, 50),), 0.0)
+    assert sink.sweep(TIMING.reread_s) == [to(Hold("l", 1, 1))]
+
+
+# ---------------------------------------------------------------- what a failed pull leaves
+
+
+def test_blocks_that_the_source_sent_are_good_whatever_follows():
+    sink = pulling()
+    sent(sink, 2, 0)
+    (failed,) = sink.receive(ADDRESS, Ended("l", "expired"), 0.1)
+    assert failed == PullFailed("s", "lease expired", (0, 2))
+
+
+def test_blocks_that_were_copied_are_good_when_a_later_hold_was_answered():
+    sink = pulling()
+    copied(sink, 0, 1)
+    (hold,) = [e.message for e in sink.sweep(1.0) if isinstance(e.message, Hold)]
+    copied(sink, 2)
+    sink.receive(ADDRESS, Ready("l", 4, [], hold.stamp), 1.1)
+    assert sink.abort("s", 1.2)[0] == PullFailed("s", "aborted", (0, 1))
+
+
+@pytest.mark.parametrize("stamp", [None, 0, 99])
+def test_no_other_answer_vouches_for_a_copy(stamp):
+    sink = pulling()
+    copied(sink, 0, 1)
+    sink.sweep(1.0)
+    sink.receive(ADDRESS, Ready("l", 4, [], stamp), 1.1)
+    assert sink.abort("s", 1.2)[0] == PullFailed("s", "aborted")
+
+
+# ---------------------------------------------------------------- when every block was sent
+
+
+def done_early() -> SinkMachine:
+    sink = pulling()
+    assert sent(sink, 0, 1, 2, 3, now_s=0.5) == [
+        to(Release("l", 0)),
+        PullDone("s", "zmq", transfer_s=0.5, exposed_s=0.5),
+    ]
+    return sink
+
+
+def test_a_pull_of_blocks_that_were_all_sent_waits_for_no_confirmation():
+    sink = done_early()
+    sink.validate()
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.6) == []
+    assert sink.num_pulls == 0
+
+
+def test_its_release_is_repeated_all_the_same():
+    sink = done_early()
+    assert sink.sweep(1.0) == [to(Release("l", 0))]
+    assert sink.sweep(2.0) == [to(Release("l", 0))]
+    assert sink.receive(ADDRESS, Ended("l", "unknown"), 2.1) == []
+    assert sink.num_pulls == 0
+
+
+def test_nothing_more_is_reported_of_it():
+    sink = done_early()
+    assert sink.abort("s", 0.6) == []
+    assert sink.sweep(TIMING.silence_s + 0.5) == [CloseSource(ADDRESS)]
+    assert sink.num_pulls == 0
+
+
+def test_one_copied_block_makes_the_confirmation_necessary():
+    sink = pulling()
+    sent(sink, 0, 1, 2)
+    assert copied(sink, 3) == [to(Release("l", 0))]
+
+
+# ---------------------------------------------------------------- how long it took
+
+
+def test_what_is_on_its_way_before_the_last_block_is_computed_is_hidden():
+    sink = attached()
+    sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.0)
+    sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2]), 1.0)
+    sent(sink, 0, 1, 2, now_s=1.5)
+    sink.receive(ADDRESS, Ready("l", 3, [3]), 3.0)
+    copied(sink, 3, now_s=3.25)
+    (done,) = sink.receive(ADDRESS, Ended("l", "released", 0), 3.5)
+    assert done == PullDone("s", "zmq", transfer_s=1.0, exposed_s=0.5)
+
+
+def test_what_is_still_on_its_way_then_is_hidden_up_to_then():
+    sink = attached()
+    sink.start("s", ((0, 50), (3, 53)), 0.0)
+    sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2]), 1.0)
+    sink.receive(ADDRESS, Ready("l", 3, [3]), 2.0)
+    copied(sink, 0, 3, now_s=2.5)
+    (done,) = sink.receive(ADDRESS, Ended("l", "released", 0), 3.0)
+    assert done == PullDone("s", "zmq", transfer_s=2.0, exposed_s=1.0)
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("reason", ["revoked", "expired", "unknown", "held by another", "bad read"])
+def test_a_lease_that_ends_at_its_source_fails_the_pull(sink, reason):
+    effects = sink.receive(ADDRESS, Ended("l", reason), 0.1)
+    assert effects == [PullFailed("s", f"lease {reason}")]
+    assert sink.num_pulls == 0
+
+
+@pytest.mark.parametrize("state", ["unattached", "held", "pulling", "partly ready"])
+def test_a_release_that_this_pull_did_not_send_confirms_nothing(state):
+    effects = STATES[state]().receive(ADDRESS, Ended("l", "released", 0), 0.1)
+    assert effects == [PullFailed("s", "lease released")]
+
+
+def test_the_release_of_a_former_pull_of_the_same_lease_confirms_nothing():
+    sink = attached()
+    assert to(Release("l", 0)) in sink.abort("s", 0.1)
+    sink.hold("t", lease(), 0.2)
+    sink.receive(ADDRESS, Ready("l", 0, [7]), 0.3)  # sent before the source knew of the release
+    sink.start("t", ((0, 50),), 0.4)
+    assert copied(sink, 0, now_s=0.5) == [to(Release("l", 1))]
+    effects = sink.receive(ADDRESS, Ended("l", "released", 0), 0.6)
+    assert effects == [PullFailed("t", "lease released")]
+
+
+def test_an_abort_is_reported_at_once_and_told_to_the_source():
+    for state in ("held", "pulling", "partly ready", "releasing"):
+        sink = STATES[state]()
+        assert sink.abort("s", 0.1) == [PullFailed("s", "aborted"), to(Release("l", 0))], state
+        assert sink.num_pulls == 0
+
+
+def test_an_abort_before_the_source_has_answered_is_told_when_it_has():
+    sink = waiting()
+    assert sink.abort("s", 0.1) == [PullFailed("s", "aborted")]
+    assert sink.receive(ADDRESS, ACCEPT, 0.2) == [
+        USE,
+        SendToSource(ADDRESS, Release("l", 0)),
+    ]
+
+
+def test_aborting_what_is_over_does_nothing(sink):
+    sink.abort("s", 0.1)
+    assert sink.abort("s", 0.2) == []
+    assert sink.abort("never held", 0.2) == []
+
+
+def test_nothing_follows_the_end_of_a_pull():
+    sink = releasing()
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.1) == [PullDone("s", "zmq", 0.1, 0.1)]
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.2) == []
+    assert sink.receive(ADDRESS, Ended("l", "unknown"), 0.2) == []
+    assert sink.receive(ADDRESS, Ready("l", 0, [1]), 0.2) == []
+    assert sink.sweep(5.0) == []
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_a_lease_is_renewed_while_its_sequence_waits_for_memory():
+    sink = attached()
+    sink.receive(ADDRESS, Ready("l", 0, [7, 8]), 0.0)
+    for now_s in range(1, 100):
+        assert sink.next_wake_s() == now_s
+        assert sink.sweep(now_s - 0.1) == []
+        assert sink.sweep(now_s) == [to(Hold("l", 2, now_s))]
+        sink.receive(ADDRESS, Ready("l", 2, []), now_s)
+    assert sink.num_pulls == 1
+
+
+def test_a_release_is_repeated_until_it_is_confirmed():
+    sink = releasing()
+    assert sink.sweep(1.0) == [to(Release("l", 0))]
+    assert sink.sweep(2.0) == [to(Release("l", 0))]
+    assert sink.receive(ADDRESS, Ended("l", "released", 0), 2.1) == [PullDone("s", "zmq", 2.1, 2.1)]
+
+
+def test_nothing_is_sent_to_a_source_that_has_not_answered():
+    assert waiting().sweep(1.0) == []
+
+
+def test_a_silent_source_is_given_up(sink):
+    sent_s = 1.0  # or earlier; from then on it owes an answer
+    sink.sweep(sent_s)
+    effects = [e for now_s in (2.0, 3.0, 4.0, 5.0) for e in sink.sweep(now_s)]
+    assert not [e for e in effects if isinstance(e, PullFailed)]
+    effects = sink.sweep(sent_s + TIMING.silence_s)
+    assert effects == [PullFailed("s", "source silent"), CloseSource(ADDRESS)]
+    assert sink.num_pulls == 0
+    assert sink.next_wake_s() is None
+
+
+def test_one_answer_a_deadline_keeps_a_source(sink):
+    if sink.next_wake_s() == TIMING.hold_every_s:  # attached, and has nothing to answer
+        sink.sweep(1.0)
+    sink.receive(ADDRESS, Ready("l", 0, [0]), 5.0)
+    assert not [e for e in sink.sweep(5.9) if isinstance(e, PullFailed)]
+    effects = sink.sweep(6.0)
+    assert not [e for e in effects if e == PullFailed("s", "source silent")]
+
+
+def test_a_sink_that_was_stopped_itself_blames_nobody():
+    sink = attached()
+    sink.receive(ADDRESS, Ready("l", 0, [7]), 0.0)
+    assert sink.sweep(1000.0) == [to(Hold("l", 1, 1))]
+    assert sink.num_pulls == 1
+
+
+def test_blocks_that_never_come_fail_the_pull_though_the_source_answers():
+    sink = pulling()
+    for now_s in range(1, 6):
+        assert to(Hold("l", 4, now_s)) in sink.sweep(now_s)
+        sink.receive(ADDRESS, Ready("l", 4, []), now_s)
+    assert sink.sweep(6.0) == [
+        PullFailed("s", "source sends no blocks"),
+        to(Release("l", 0)),
+    ]
+
+
+def test_blocks_are_waited_for_while_the_source_sends_those_of_other_pulls():
+    sink = pulling()
+    for now_s in range(1, 20):
+        assert sink.sweep(now_s) == [to(Hold("l", 4, now_s))]
+        sink.receive(ADDRESS, Data("of another pull", [0], 0), now_s)
+    assert sink.sweep(19.0 + TIMING.silence_s)[0] == PullFailed("s", "source sends no blocks")
+
+
+def test_a_source_that_nobody_needs_is_let_go():
+    sink = releasing()
+    sink.receive(ADDRESS, Ended("l", "released", 0), 3.0)
+    assert sink.next_wake_s() == 3.0 + TIMING.ttl_s
+    assert sink.sweep(3.0 + TIMING.ttl_s - 0.1) == []
+    assert sink.sweep(3.0 + TIMING.ttl_s) == [CloseSource(ADDRESS)]
+    assert sink.next_wake_s() is None
+
+
+def test_a_dead_source_is_let_go_though_nobody_waits_for_it():
+    sink = pulling()
+    sink.abort("s", 1.0)
+    assert sink.sweep(1.0 + TIMING.silence_s) == [CloseSource(ADDRESS)]
+
+
+def test_a_machine_without_pulls_sleeps():
+    assert machine().next_wake_s() is None
+    assert machine().sweep(100.0) == []
+
+
+# ---------------------------------------------------------------- bugs of ours
+
+
+def test_holding_twice_is_a_bug(sink):
+    with pytest.raises(AssertionError):
+        sink.hold("s", lease("m"), 0.0)
+    with pytest.raises(AssertionError):
+        sink.hold("t", lease(), 0.0)
+
+
+def test_starting_twice_is_a_bug():
+    with pytest.raises(AssertionError):
+        pulling().start("s", (), 0.0)

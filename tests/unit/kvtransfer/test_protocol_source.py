@@ -1,0 +1,313 @@
+"""The source's half of the lease protocol: who may read what, and when it is over."""
+
+import msgspec
+import pytest
+
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.worker.events import LeaseEnded
+from kvtransfer.messages import (
+    MAX_BLOCKS_PER_READ,
+    TRANSFER_VERSION,
+    Attach,
+    AttachBody,
+    Attached,
+    AttachRefused,
+    Ended,
+    Hold,
+    Identity,
+    Offers,
+    Read,
+    Ready,
+    Release,
+    ShmOffer,
+    attach,
+)
+from kvtransfer.protocol import SendBlocks, SendToSink, SourceMachine, Timing
+from kvtransfer.wire import agree
+
+LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64), KVSection(1, 1, 64)))
+IDENTITY = Identity("model 1", LAYOUT)
+TIMING = Timing(ttl_s=30.0, hold_every_s=1.0, silence_s=6.0)
+OFFERS = Offers(shm=ShmOffer("boot", 1, 2, 3, 4096))
+GOOD = AttachBody("life of sink", "life of source", IDENTITY)
+SINK, OTHER, STRANGER = b"sink", b"other", b"stranger"
+WIRE = agree(IDENTITY, IDENTITY)
+
+
+def machine(*attached: bytes) -> SourceMachine:
+    source = SourceMachine(
+        incarnation="life of source",
+        identity=IDENTITY,
+        num_blocks=10,
+        offers=OFFERS,
+        timing=TIMING,
+    )
+    for peer in attached:
+        source.receive(peer, attach(GOOD), 0.0)
+    return source
+
+
+def held(*ready: int, num_blocks: int = 4) -> SourceMachine:
+    """A source with lease `l`, held by SINK; `ready` are its blocks so far."""
+    source = machine(SINK, OTHER)
+    source.open("l", num_blocks, 0.0)
+    source.grow("l", ready, 0.0)
+    source.receive(SINK, Hold("l", 0, 0), 0.0)
+    return source
+
+
+def answer(source: SourceMachine, message: object, peer: bytes = SINK, now_s: float = 1.0):
+    """The one effect of a message."""
+    (effect,) = source.receive(peer, message, now_s)
+    source.validate()
+    return effect
+
+
+# ---------------------------------------------------------------- attaching
+
+
+def test_a_sink_that_agrees_on_everything_is_attached():
+    attached = answer(machine(), attach(GOOD))
+    assert attached == SendToSink(SINK, Attached("life of source", IDENTITY, 10, OFFERS))
+
+
+def changed(**fields: object) -> AttachBody:
+    return msgspec.structs.replace(GOOD, **fields)
+
+
+def relaid(**fields: object) -> AttachBody:
+    return changed(identity=Identity("model 1", msgspec.structs.replace(LAYOUT, **fields)))
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (changed(source="its former life"), "incarnation"),
+        (changed(identity=Identity("model 2", LAYOUT)), "fingerprint"),
+        (relaid(block_size=32), "layout.block_size"),
+        (relaid(kv_format=KVFormat.INT8), "layout.kv_format"),
+        (relaid(sections=LAYOUT.sections[:1]), "layout.sections"),
+        (relaid(sections=(KVSection(2, 1, 64), KVSection(1, 2, 64))), "layout.sections"),
+    ],
+)
+def test_a_sink_that_differs_is_refused_by_the_name_of_the_field(body, field):
+    source = machine()
+    assert answer(source, attach(body)) == SendToSink(SINK, AttachRefused(field))
+    assert answer(source, Hold("l", 0, 0)) == SendToSink(SINK, AttachRefused("attach"))
+
+
+def test_every_field_of_a_layout_is_compared():
+    tried = {"block_size", "kv_format", "sections"}
+    assert set(KVLayout.__struct_fields__) == tried
+
+
+def test_the_version_is_compared_before_the_body_is_decoded():
+    later = Attach(TRANSFER_VERSION + 1, msgspec.Raw(msgspec.msgpack.encode(["not", "a", "body"])))
+    assert answer(machine(), later) == SendToSink(SINK, AttachRefused("version"))
+
+
+def test_a_body_that_is_none_is_refused():
+    broken = Attach(TRANSFER_VERSION, msgspec.Raw(msgspec.msgpack.encode({"sink": 7})))
+    assert answer(machine(), broken) == SendToSink(SINK, AttachRefused("body"))
+
+
+@pytest.mark.parametrize("message", [Hold("l", 0, 0), Read("l", [0]), Release("l", 0)])
+def test_a_sink_that_is_not_attached_gets_nothing(message):
+    source = held(7)
+    assert answer(source, message, peer=STRANGER) == SendToSink(STRANGER, AttachRefused("attach"))
+    assert source.num_leases == 1
+
+
+def test_attaching_twice_changes_nothing():
+    source = held(7)
+    answer(source, attach(GOOD))
+    assert answer(source, Hold("l", 0, 0)) == SendToSink(SINK, Ready("l", 0, [7], 0))
+
+
+def test_the_number_of_attached_sinks_is_bounded(monkeypatch):
+    monkeypatch.setattr("kvtransfer.protocol.MAX_ATTACHED_PEERS", 2)
+    source = machine(b"a", b"b", b"c")
+    assert answer(source, Hold("l", 0, 0), b"a") == SendToSink(b"a", AttachRefused("attach"))
+    assert answer(source, Hold("l", 0, 0), b"c") == SendToSink(b"c", Ended("l", "unknown"))
+
+
+# ---------------------------------------------------------------- growing and reading
+
+
+def test_opening_a_lease_tells_nobody():
+    source = machine(SINK)
+    assert source.open("l", 4, 0.0) == []
+    assert source.num_leases == 1
+
+
+def test_growing_is_told_to_the_holder_only():
+    source = machine(SINK)
+    source.open("l", 4, 0.0)
+    assert source.grow("l", (7, 8), 0.0) == []
+    source.receive(SINK, Hold("l", 0, 0), 0.0)
+    assert source.grow("l", (9,), 0.0) == [SendToSink(SINK, Ready("l", 2, [9]))]
+
+
+@pytest.mark.parametrize(
+    ("num_known", "ready"),
+    [
+        (0, Ready("l", 0, [7, 8, 9], 17)),
+        (2, Ready("l", 2, [9], 17)),
+        (3, Ready("l", 3, [], 17)),
+        (99, Ready("l", 3, [], 17)),
+        (-1, Ready("l", 0, [7, 8, 9], 17)),
+    ],
+)
+def test_a_hold_is_answered_with_its_stamp_by_what_the_sink_does_not_know_yet(num_known, ready):
+    assert answer(held(7, 8, 9), Hold("l", num_known, 17)) == SendToSink(SINK, ready)
+
+
+@pytest.mark.parametrize(
+    ("indices", "blocks"), [([0, 1, 2], (7, 8, 9)), ([2, 0], (9, 7)), ([1, 1], (8, 8)), ([], ())]
+)
+def test_a_read_is_answered_by_the_blocks_it_names(indices, blocks):
+    effect = answer(held(7, 8, 9), Read("l", indices))
+    assert effect == SendBlocks(SINK, WIRE, "l", tuple(indices), blocks)
+
+
+@pytest.mark.parametrize(
+    "indices", [[3], [4], [-1], [0, 1, 99], [2**63], [0] * (MAX_BLOCKS_PER_READ + 1)]
+)
+def test_a_read_of_what_is_not_ready_or_too_much_ends_the_lease(indices):
+    source = held(7, 8, 9)
+    assert source.receive(SINK, Read("l", indices), 1.0) == [
+        LeaseEnded("l", "bad read"),
+        SendToSink(SINK, Ended("l", "bad read")),
+    ]
+    assert source.num_leases == 0
+
+
+@pytest.mark.parametrize("message", [Hold("l", 0, 0), Read("l", [0]), Release("l", 0)])
+def test_a_lease_has_one_holder(message):
+    source = held(7)
+    assert answer(source, message, peer=OTHER) == SendToSink(OTHER, Ended("l", "held by another"))
+    assert answer(source, Hold("l", 0, 0)) == SendToSink(SINK, Ready("l", 0, [7], 0))
+
+
+@pytest.mark.parametrize("message", [Hold("x", 0, 0), Read("x", [0]), Release("x", 0)])
+def test_an_unknown_lease_is_reported_as_such(message):
+    assert answer(held(7), message) == SendToSink(SINK, Ended("x", "unknown"))
+
+
+def test_blocks_may_be_sent_as_long_as_their_reader_holds_the_lease():
+    source = held(7)
+    read = answer(source, Read("l", [0]))
+    assert source.may_send(read)
+    source.revoke("l", 1.0)
+    assert not source.may_send(read)
+    source.open("l", 1, 1.0)
+    source.grow("l", (9,), 1.0)
+    source.receive(OTHER, Hold("l", 0, 0), 1.0)
+    assert not source.may_send(read)
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_a_release_ends_the_lease_and_is_confirmed_with_the_number_of_the_pull():
+    source = held(7)
+    assert source.receive(SINK, Release("l", 5), 1.0) == [
+        LeaseEnded("l", "released"),
+        SendToSink(SINK, Ended("l", "released", 5)),
+    ]
+    assert source.num_leases == 0
+
+
+def test_revoking_tells_the_core_and_the_holder():
+    assert held(7).revoke("l", 1.0) == [
+        LeaseEnded("l", "revoked"),
+        SendToSink(SINK, Ended("l", "revoked")),
+    ]
+
+
+def test_revoking_a_lease_that_nobody_holds_tells_the_core():
+    source = machine(SINK)
+    source.open("l", 4, 0.0)
+    assert source.revoke("l", 0.0) == [LeaseEnded("l", "revoked")]
+
+
+END = {
+    "release": lambda source: source.receive(SINK, Release("l", 0), 1.0),
+    "revoke": lambda source: source.revoke("l", 1.0),
+    "expire": lambda source: source.sweep(99.0),
+    "bad read": lambda source: source.receive(SINK, Read("l", [9]), 1.0),
+}
+
+
+@pytest.mark.parametrize("first", END)
+@pytest.mark.parametrize("second", END)
+def test_a_lease_ends_once_however_often_it_is_ended(first, second):
+    source = held(7)
+    effects = END[first](source) + END[second](source)
+    assert [e for e in effects if isinstance(e, LeaseEnded)] == effects[:1]
+    assert source.num_leases == 0
+    assert source.next_wake_s() is None
+
+
+def test_what_has_ended_neither_grows_nor_is_read():
+    source = held(7)
+    source.revoke("l", 1.0)
+    assert source.grow("l", (8,), 1.0) == []
+    assert answer(source, Read("l", [0])) == SendToSink(SINK, Ended("l", "unknown"))
+
+
+def test_a_lease_without_a_sign_of_its_sink_expires():
+    source = held(7)
+    assert source.next_wake_s() == TIMING.ttl_s
+    assert source.sweep(TIMING.ttl_s - 0.1) == []
+    assert source.sweep(TIMING.ttl_s) == [
+        LeaseEnded("l", "expired"),
+        SendToSink(SINK, Ended("l", "expired")),
+    ]
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        lambda source, now_s: source.receive(SINK, Hold("l", 1, 0), now_s),
+        lambda source, now_s: source.receive(SINK, Read("l", [0]), now_s),
+        lambda source, now_s: source.grow("l", (8,), now_s),
+    ],
+    ids=["hold", "read", "grow"],
+)
+def test_a_lease_lives_from_its_last_sign(sign):
+    source = held(7)
+    sign(source, 20.0)
+    assert source.next_wake_s() == 20.0 + TIMING.ttl_s
+    assert source.sweep(20.0 + TIMING.ttl_s - 0.1) == []
+    assert source.sweep(20.0 + TIMING.ttl_s) != []
+
+
+@pytest.mark.parametrize("peer", [OTHER, STRANGER])
+def test_nobody_but_the_holder_keeps_a_lease_alive(peer):
+    source = held(7)
+    source.receive(peer, Hold("l", 0, 0), 20.0)
+    assert source.sweep(TIMING.ttl_s)[0] == LeaseEnded("l", "expired")
+
+
+def test_the_next_wake_is_the_first_of_all_leases():
+    source = machine(SINK)
+    source.open("a", 1, 5.0)
+    source.open("b", 1, 3.0)
+    assert source.next_wake_s() == 3.0 + TIMING.ttl_s
+    assert [e.lease_id for e in source.sweep(3.0 + TIMING.ttl_s)] == ["b"]
+
+
+# ---------------------------------------------------------------- bugs of ours
+
+
+def test_a_lease_opened_twice_is_a_bug():
+    source = machine()
+    source.open("l", 4, 0.0)
+    with pytest.raises(AssertionError):
+        source.open("l", 4, 0.0)
+
+
+def test_a_lease_that_outgrows_itself_is_a_bug():
+    with pytest.raises(AssertionError):
+        held(7, num_blocks=1).grow("l", (8,), 0.0)

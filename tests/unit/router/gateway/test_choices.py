@@ -1,0 +1,263 @@
+"""Several answers to one prompt: what the router is asked, and how they come together."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from engine.messages import Logprobs
+from router.machine.requests import Failed, Rejected, Update
+from tests.kits.gateway import (
+    EOS,
+    LENGTH,
+    STOP,
+    TIMELINE,
+    V1,
+    Connection,
+    FakeRouter,
+    Never,
+    answer,
+    chat,
+    complete,
+    make_app,
+    post,
+    run_alone,
+    tokens,
+)
+from tests.unit.router.gateway.test_pages import samples
+
+
+def scored(text: str, logprob: float) -> list[Update]:
+    """One update, each token of the same log-probability."""
+    scores = (Logprobs(logprob, 1),) * len(text)
+    return [tokens(text, logprobs=scores, outcome=LENGTH)]
+
+
+def texts_of(events):
+    """What each choice of a stream says, by index."""
+    texts: dict[int, str] = {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            piece = choice.get("text") or choice.get("delta", {}).get("content", "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + piece
+    return texts
+
+
+async def until_quiet(connection: Connection) -> None:
+    """Lets the app run until it sends no more: none of what it awaits takes time."""
+    num_sent = -1
+    while num_sent < len(connection.reply.messages):
+        num_sent = len(connection.reply.messages)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+# ---------------------------------------------------------------- what the router is asked
+
+
+def test_each_choice_is_a_request_that_follows_the_first_and_has_the_next_seed():
+    first = [tokens("a", outcome=LENGTH, prompt_logprobs=(Logprobs(-1.0, 1),))]
+    router = FakeRouter(first, answer("b"), answer("c"))
+    complete(router, {"n": 3, "seed": -2, "prompt_logprobs": 1, "max_tokens": 9})
+    leader, *followers = router.requests
+    assert leader.leader is None
+    assert [f.leader for f in followers] == [leader.request_id] * 2
+    assert [r.sampling.seed for r in router.requests] == [2**64 - 2, 2**64 - 1, 0]
+    assert len({r.request_id for r in router.requests}) == 3
+    assert [r.prompt_logprobs for r in router.requests] == [1, None, None]
+    assert {(r.token_ids, r.limits) for r in router.requests} == {(leader.token_ids, leader.limits)}
+
+
+def test_one_choice_is_asked_for_as_it_always_was():
+    one, without = FakeRouter(), FakeRouter()
+    complete(one, {"n": 1, "seed": 5})
+    complete(without, {"seed": 5})
+    assert one.requests[0].sampling == without.requests[0].sampling
+    assert one.requests[0].leader is None
+
+
+def test_an_operator_may_allow_more_or_fewer_choices():
+    app = make_app(FakeRouter(), max_choices=2)
+    assert post(app, "/v1/completions", {"prompt": "yo", "n": 2}).status == 200
+    error = post(app, "/v1/completions", {"prompt": "yo", "n": 3}).json()["error"]
+    assert (error["param"], "at most 2" in error["message"]) == ("n", True)
+
+
+# ---------------------------------------------------------------- whole answers
+
+
+def test_a_whole_answer_lists_its_choices_and_sums_their_tokens():
+    router = FakeRouter(answer("hé"), [tokens("abc", outcome=LENGTH)])
+    body = chat(router, {"n": 2}).json()
+    assert [c["index"] for c in body["choices"]] == [0, 1]
+    assert [c["message"]["content"] for c in body["choices"]] == ["hé", "abc"]
+    assert [c["finish_reason"] for c in body["choices"]] == ["stop", "length"]
+    assert body["usage"]["completion_tokens"] == 4 + 3
+    assert body["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+def test_a_stop_string_ends_only_the_choice_that_says_it():
+    router = FakeRouter([tokens("one END"), Never()], [tokens("two"), tokens("!", outcome=LENGTH)])
+    body = complete(router, {"n": 2, "stop": "END"}).json()
+    assert [c["text"] for c in body["choices"]] == ["one ", "two!"]
+    assert router.cancelled == [router.requests[0].request_id]
+
+
+def test_of_several_candidates_the_likeliest_are_answered_with_and_all_are_counted():
+    router = FakeRouter(scored("bad", -3.0), scored("best!", -1.0), scored("good", -2.0))
+    body = complete(router, {"n": 2, "best_of": 3}).json()
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "best!"), (1, "good")]
+    assert all(c["logprobs"] is None for c in body["choices"])
+    assert body["usage"]["completion_tokens"] == 3 + 5 + 4
+    assert all(r.sampling.logprobs == 0 for r in router.requests)
+
+
+def test_a_candidate_is_judged_by_what_a_stop_string_left_of_it():
+    cut = tokens("aXbb", logprobs=tuple(Logprobs(p, 1) for p in (-1.0, -1.0, -90.0, -90.0)))
+    router = FakeRouter([cut, Never()], scored("cc", -2.0))
+    body = complete(router, {"best_of": 2, "stop": "X"}).json()
+    assert [c["text"] for c in body["choices"]] == ["a"]
+
+
+def test_as_many_candidates_as_answers_are_not_compared():
+    router = FakeRouter()
+    assert complete(router, {"n": 2, "best_of": 2, "stream": True}).status == 200
+    assert all(r.sampling.logprobs is None for r in router.requests)
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_a_stream_says_to_which_choice_each_chunk_belongs(ask):
+    router = FakeRouter(answer("one"), answer("three"), [tokens("two", outcome=LENGTH)])
+    fields = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, marker = ask(router, fields).events()
+    assert marker == "[DONE]"
+    assert texts_of([*chunks, marker]) == {0: "one", 1: "three", 2: "two"}
+    finished = [
+        (c["index"], c["finish_reason"])
+        for chunk in chunks
+        for c in chunk["choices"]
+        if c["finish_reason"]
+    ]
+    assert sorted(finished) == [(0, "stop"), (1, "stop"), (2, "length")]
+    assert usage["usage"]["completion_tokens"] == 4 + 6 + 3
+    for index, _ in finished:  # nothing of a choice follows its end
+        of_choice = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert [c["finish_reason"] for c in of_choice[:-1]] == [None] * (len(of_choice) - 1)
+
+
+def test_every_choice_of_a_chat_stream_begins_with_the_role():
+    events = chat(FakeRouter(), {"n": 2, "stream": True}).events()
+    roles = [c["index"] for e in events[:-1] for c in e["choices"] if "role" in c.get("delta", {})]
+    assert roles == [0, 1]
+
+
+def test_the_choices_of_a_stream_come_as_they_are_made():
+    router = FakeRouter([tokens("a"), Never()], answer("bc"))
+
+    async def ask():
+        connection = Connection(make_app(router), "POST", "/v1/completions", {})
+        connection.put_body(b'{"prompt": "yo", "stream": true, "n": 2}')
+        task = asyncio.create_task(connection.run())
+        await router.waiting.wait()
+        await until_quiet(connection)
+        assert b'"text":"a"' in connection.reply.body
+        connection.leave()
+        await task
+
+    run_alone(ask())
+    assert router.cancelled == [router.requests[0].request_id]
+
+
+# ---------------------------------------------------------------- failures and leaving
+
+
+@pytest.mark.parametrize("outcome", [Failed("lost"), Rejected("full", 1.0)])
+def test_a_choice_that_fails_fails_the_answer_and_cancels_the_others(outcome):
+    router = FakeRouter([tokens("a"), Never()], [Update(outcome=outcome)], [Never()])
+    reply = chat(router, {"n": 3})
+    assert (reply.status, reply.json()["error"]["message"]) == (
+        429 if isinstance(outcome, Rejected) else 503,
+        outcome.message,
+    )
+    assert router.live == 0
+    assert len(router.cancelled) == 2
+
+
+def test_a_choice_that_fails_breaks_the_stream_off():
+    router = FakeRouter([tokens("a"), Never()], [tokens("b"), Update(outcome=Failed("lost"))])
+    *chunks, error = chat(router, {"n": 2, "stream": True}).events()
+    assert error["error"]["message"] == "lost"
+    assert all(c["finish_reason"] is None for chunk in chunks for c in chunk["choices"])
+    assert router.live == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_all_choices(stream):
+    router = FakeRouter([tokens("a"), Never()], answer("bc"), [Never()])
+
+    async def leave():
+        connection = Connection(make_app(router), "POST", "/v1/completions", {})
+        connection.put_body(msgspec.json.encode({"prompt": "yo", "n": 3, "stream": stream}))
+        call = asyncio.create_task(connection.run())
+        await router.waiting.wait()
+        connection.leave()
+        assert not (await call).is_complete
+
+    run_alone(leave())
+    assert router.live == 0
+    assert len(router.requests) == 3
+    assert {router.requests[0].request_id, router.requests[2].request_id} <= set(router.cancelled)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_in_one_choice_is_raised_and_leaves_nothing_behind(stream):
+    router = FakeRouter([RuntimeError("bug")], [Never()])
+
+    async def ask():
+        connection = Connection(make_app(router), "POST", "/v1/completions", {})
+        connection.put_body(msgspec.json.encode({"prompt": "yo", "n": 2, "stream": stream}))
+        with pytest.raises(ExceptionGroup, match="unhandled"):
+            await connection.run()
+
+    run_alone(ask())
+    assert router.live == 0
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def test_a_request_of_several_choices_is_one_request_with_one_prompt():
+    router = FakeRouter(answer("ab"), [tokens("cd", outcome=LENGTH, timeline=TIMELINE)])
+    app = make_app(router)
+    post(app, "/v1/completions", {"prompt": "yo", "n": 2})
+    found = samples(app)
+    assert found["baton_prompt_tokens_total"] == {(): 2.0}
+    assert found["baton_generation_tokens_total"] == {(): 5.0}
+    assert found["baton_ttft_seconds_count"] == {(V1,): 1.0}
+    assert found["baton_e2e_seconds_count"] == {(V1,): 1.0}
+    assert found["baton_itl_seconds_count"] == {(V1,): 2.0}  # of the first choice's three updates
+    assert found["baton_requests_total"][(("outcome", "finished"),)] == 1.0
+
+
+def test_what_was_drafted_is_told_with_the_usage():
+    def drafted(timeline, num_drafted, num_accepted):
+        return msgspec.structs.replace(
+            timeline, num_drafted_tokens=num_drafted, num_accepted_tokens=num_accepted
+        )
+
+    ends = [
+        [Update(token_ids=(EOS,), outcome=STOP, timeline=drafted(TIMELINE, *counts))]
+        for counts in ((5, 3), (2, 2))
+    ]
+    body = chat(FakeRouter(*ends), {"n": 2}, x_baton_timeline="1").json()
+    assert body["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 5,
+        "rejected_prediction_tokens": 2,
+    }
+    assert body["baton_timeline"]["num_drafted_tokens"] == 5
+    assert body["baton_timeline"]["num_accepted_tokens"] == 3
+    assert "completion_tokens_details" not in chat(FakeRouter()).json()["usage"]

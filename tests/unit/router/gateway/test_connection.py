@@ -1,0 +1,323 @@
+"""Parts of a body on their way past ASGI: sent together, in order, and not to who is gone."""
+
+import asyncio
+import gc
+
+import msgspec
+import uvicorn
+from uvicorn.server import ServerState
+
+from router.gateway.connection import Connection, _outboxes, caller_of
+from tests.kits.gateway import FakeRouter, Never, answer, make_app, run_alone, tokens
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written, beside what other transports of the same list were given."""
+
+    def __init__(self, name, written):
+        super().__init__()
+        self.name = name
+        self.closing = False
+        self._written = written
+
+    def write(self, data):
+        assert not self.closing
+        self._written.append((self.name, bytes(data)))
+
+    def is_closing(self):
+        return self.closing
+
+    def get_extra_info(self, name, default=None):
+        return default
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+    def close(self):
+        self.closing = True
+
+
+async def nothing(scope, receive, send):
+    raise AssertionError("no request is made here")
+
+
+def connect(name, written, app=nothing):
+    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    config.load()
+    loop = asyncio.get_running_loop()
+    connection = Connection(config, server_state=ServerState(), app_state={}, _loop=loop)
+    transport = Transport(name, written)
+    connection.connection_made(transport)
+    return connection, transport
+
+
+def test_parts_of_all_connections_are_sent_together_at_the_end_of_a_turn():
+    async def run():
+        written = []
+        (first, _), (second, _) = connect("a", written), connect("b", written)
+        first.write(b"hello")
+        second.write(b"x" * 16)
+        first.write(b"!")
+        assert written == []
+        await asyncio.sleep(0)
+        assert written == [
+            ("a", b"5\r\nhello\r\n"),
+            ("b", b"10\r\n" + b"x" * 16 + b"\r\n"),
+            ("a", b"1\r\n!\r\n"),
+        ]
+        await asyncio.sleep(0)
+        assert len(written) == 3
+
+    asyncio.run(run())
+
+
+def test_what_is_flushed_is_sent_at_once_and_once():
+    async def run():
+        written = []
+        connection, _ = connect("a", written)
+        connection.flush()
+        connection.write(b"1")
+        connection.flush()
+        assert written == [("a", b"1\r\n1\r\n")]
+        connection.write(b"2")
+        await asyncio.sleep(0)
+        assert written == [("a", b"1\r\n1\r\n"), ("a", b"1\r\n2\r\n")]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_left_meanwhile_does_not_keep_others_waiting():
+    async def run():
+        written = []
+        (gone, transport), (other, _) = connect("gone", written), connect("other", written)
+        gone.write(b"1")
+        other.write(b"2")
+        transport.closing = True
+        await asyncio.sleep(0)
+        assert written == [("other", b"1\r\n2\r\n")]
+
+    asyncio.run(run())
+
+
+def test_loops_have_nothing_to_do_with_one_another():
+    written = []
+
+    async def leave_unsent():
+        connection, _ = connect("first loop", written)
+        connection.write(b"1")
+
+    async def run():
+        connection, _ = connect("second loop", written)
+        connection.write(b"2")
+        connection.flush()
+
+    asyncio.run(leave_unsent())  # ends before the turn that would send it
+    written.clear()
+    asyncio.run(run())
+    assert written == [("second loop", b"1\r\n2\r\n")]
+
+
+def test_one_that_cannot_be_written_to_is_cut_off_and_others_get_all(caplog):
+    async def run():
+        written, cut = [], []
+        (first, _), (broken, transport), (last, _) = (connect(name, written) for name in "abc")
+        transport.write = lambda data: 1 / 0
+        transport.abort = lambda: cut.append("b")
+        for connection in (first, broken, last):
+            connection.write(b"1")
+        first.flush()
+        assert written == [("a", b"1\r\n1\r\n"), ("c", b"1\r\n1\r\n")]
+        assert cut == ["b"]
+
+    asyncio.run(run())
+    assert "its connection ends" in caplog.text
+
+
+def test_a_loop_that_is_over_is_forgotten():
+    async def run():
+        connection, _ = connect("a", [])
+        connection.write(b"1")
+        await asyncio.sleep(0)
+
+    gc.collect()
+    before = len(_outboxes)
+    asyncio.run(run())
+    gc.collect()
+    assert len(_outboxes) == before
+
+
+def request(body, *extra_headers):
+    headers = b"".join(header + b"\r\n" for header in extra_headers)
+    length = str(len(body)).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        b"content-length: " + length + b"\r\n" + headers + b"\r\n" + body
+    )
+
+
+def asked(**fields):
+    return request(msgspec.json.encode({"prompt": "yo", "stream": True, **fields}))
+
+
+async def until(holds):
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110  (turns of the loop, which nobody announces)
+            await asyncio.sleep(0)
+
+
+async def echo(scope, receive, send):
+    """Answers with the body, and with how it came."""
+    body = caller_of(scope).take_body()
+    way = b"at once " if body is not None else b"waited for "
+    if body is None:
+        body = (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": way + body})
+
+
+def test_a_body_that_has_come_is_not_waited_for_and_the_head_comes_with_the_answer():
+    async def run():
+        written = []
+        connection, _ = connect("a", written, echo)
+        connection.data_received(request(b"hello"))
+        await until(lambda: written)
+        [(_, data)] = written
+        head, _, body = data.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert body == b"d\r\nat once hello\r\n0\r\n\r\n"
+
+    asyncio.run(run())
+
+
+def test_pipelined_requests_keep_their_own_bodies():
+    async def run():
+        written = []
+        connection, _ = connect("a", written, echo)
+        connection.data_received(request(b"first") + request(b"second"))
+        await until(lambda: len(written) == 2)
+        bodies = [data.partition(b"\r\n\r\n")[2].split(b"\r\n")[1] for _, data in written]
+        assert bodies == [b"at once first", b"at once second"]
+        assert connection._callers == []
+
+    asyncio.run(run())
+
+
+def test_a_body_that_comes_late_is_waited_for():
+    async def run():
+        written = []
+        connection, _ = connect("a", written, echo)
+        connection.data_received(request(b"hello")[:-2])
+        await asyncio.sleep(0)
+        connection.data_received(b"lo")
+        await until(lambda: written)
+        assert b"waited for hel" in written[0][1]
+
+    asyncio.run(run())
+
+
+def test_a_body_that_is_asked_for_is_waited_for():
+    async def run():
+        written = []
+        connection, _ = connect("a", written, echo)
+        connection.data_received(request(b"hello", b"expect: 100-continue"))
+        await until(lambda: b"hello" in b"".join(data for _, data in written))
+        data = b"".join(data for _, data in written)
+        assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+
+    asyncio.run(run())
+
+
+def test_a_head_alone_is_sent_at_the_end_of_its_turn():
+    async def slow(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.Event().wait()
+
+    async def run():
+        written = []
+        connection, _ = connect("a", written, slow)
+        connection.data_received(request(b""))
+        await until(lambda: written)
+        assert written[0][1].endswith(b"\r\n\r\n")
+        connection.cycle.transport.close()
+        assert len(written) == 1
+        for task in connection.tasks:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_an_answer_over_a_connection_is_whole():
+    async def run():
+        written = []
+        router = FakeRouter(answer("abc"))
+        connection, _ = connect("a", written, make_app(router))
+        connection.data_received(asked())
+        await until(lambda: written and written[-1][1].endswith(b"0\r\n\r\n"))
+        await until(lambda: not connection.tasks)
+        text = b"".join(data for _, data in written)
+        assert text.count(b"data: {") == 4  # three tokens, and the end
+        assert written[0][1].count(b"data: {") == 1  # the first one comes with the head
+        assert router.cancelled == []
+
+    run_alone(run())
+
+
+def test_a_client_that_leaves_cancels_its_request_and_nothing_stays_behind():
+    router = FakeRouter([tokens("a"), Never()])
+
+    async def run():
+        connection, transport = connect("a", [], make_app(router))
+        connection.data_received(asked())
+        await router.waiting.wait()
+        transport.closing = True
+        connection.connection_lost(None)
+        await until(lambda: not connection.tasks)
+
+    run_alone(run())
+    assert router.live == 0
+    assert router.cancelled == [router.requests[0].request_id]
+
+
+def test_a_client_that_leaves_before_its_request_is_looked_at_asks_the_router_nothing():
+    router = FakeRouter()
+
+    async def run():
+        connection, transport = connect("a", [], make_app(router))
+        connection.data_received(asked())
+        transport.closing = True
+        connection.connection_lost(None)
+        await until(lambda: not connection.tasks)
+
+    run_alone(run())
+    assert router.requests == []
+
+
+def test_a_server_that_stops_may_cancel_who_is_still_answered():
+    router = FakeRouter([Never()])
+
+    async def run():
+        connection, _ = connect("a", [], make_app(router))
+        connection.data_received(asked())
+        await router.waiting.wait()
+        [task] = connection.tasks
+        task.cancel()
+        await asyncio.wait([task])
+        assert router.live == 0
+
+    run_alone(run())
+
+
+def test_a_body_that_is_too_long_is_refused_though_it_has_come():
+    async def run():
+        written = []
+        router = FakeRouter()
+        connection, _ = connect("a", written, make_app(router, max_body_bytes=10))
+        connection.data_received(asked())
+        await until(lambda: written)
+        assert written[0][1].startswith(b"HTTP/1.1 413 ")
+        assert router.requests == []
+
+    asyncio.run(run())

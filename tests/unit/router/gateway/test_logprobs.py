@@ -1,0 +1,271 @@
+"""Log-probabilities in answers: their shapes, and that each stays with the text of its token."""
+
+import math
+
+import pytest
+
+from engine.messages import Logprobs
+from router.gateway.sse import LONG_PROMPT_TOKENS
+from router.machine.requests import Update
+from tests.kits.gateway import (
+    EOS,
+    LENGTH,
+    STOP,
+    FakeRouter,
+    Never,
+    chat,
+    complete,
+    make_app,
+    post,
+    tokens,
+)
+
+EURO = "€".encode()
+
+
+def lp(logprob: float, *top: tuple[str | int, float], rank: int = 1) -> Logprobs:
+    """Of a token, with the likeliest, each named by its letter or its id."""
+    ids = tuple(ord(t) if isinstance(t, str) else t for t, _ in top)
+    return Logprobs(logprob, rank, ids, tuple(p for _, p in top))
+
+
+def say(*scored: tuple[int | str, float], **rest) -> Update:
+    """Tokens, each with its log-probability."""
+    ids = tuple(ord(t) if isinstance(t, str) else t for t, _ in scored)
+    return Update(token_ids=ids, logprobs=tuple(lp(p) for _, p in scored), **rest)
+
+
+def contents(events):
+    """The items of a chat's stream, chunk by chunk."""
+    choices = [c for e in events[:-1] for c in e["choices"] if c["logprobs"] is not None]
+    return [[(t["token"], t["logprob"]) for t in c["logprobs"]["content"]] for c in choices]
+
+
+def chat_items(reply):
+    [choice] = reply.json()["choices"]
+    return [(t["token"], t["logprob"]) for t in choice["logprobs"]["content"]]
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def test_a_chat_answer_has_an_item_for_each_token_with_the_likeliest_beside():
+    scores = (lp(-0.5, ("h", -0.5), ("x", -1.5)), lp(-9.0, ("y", -0.1), ("z", -2.0), rank=7))
+    router = FakeRouter([tokens("hi", logprobs=scores, outcome=LENGTH)])
+    [choice] = chat(router, {"logprobs": True, "top_logprobs": 2}).json()["choices"]
+    assert router.requests[0].sampling.logprobs == 2
+    assert choice["logprobs"] == {
+        "refusal": None,
+        "content": [
+            {
+                "token": "h",
+                "logprob": -0.5,
+                "bytes": [104],
+                "top_logprobs": [
+                    {"token": "h", "logprob": -0.5, "bytes": [104]},
+                    {"token": "x", "logprob": -1.5, "bytes": [120]},
+                ],
+            },
+            {
+                "token": "i",
+                "logprob": -9.0,
+                "bytes": [105],
+                "top_logprobs": [
+                    {"token": "y", "logprob": -0.1, "bytes": [121]},
+                    {"token": "z", "logprob": -2.0, "bytes": [122]},
+                ],
+            },
+        ],
+    }
+
+
+def test_a_completion_has_lists_in_which_the_chosen_token_is_always_told():
+    scores = (lp(-0.5, ("h", -0.5)), lp(-9.0, ("y", -0.1), rank=7))
+    router = FakeRouter([tokens("hi", logprobs=scores, outcome=LENGTH)])
+    [choice] = complete(router, {"logprobs": 1}).json()["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["h", "i"],
+        "token_logprobs": [-0.5, -9.0],
+        "top_logprobs": [{"h": -0.5}, {"y": -0.1, "i": -9.0}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_without_top_logprobs_only_the_chosen_tokens_are_told():
+    router = FakeRouter([say(("h", -0.5), outcome=LENGTH)])
+    assert chat_items(chat(router, {"logprobs": True})) == [("h", -0.5)]
+    assert router.requests[0].sampling.logprobs == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": False}, {"logprobs": None}])
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_who_does_not_ask_is_told_nothing(ask, fields):
+    router = FakeRouter()
+    assert ask(router, fields).json()["choices"][0]["logprobs"] is None
+    assert router.requests[0].sampling.logprobs is None
+
+
+def test_an_impossible_token_has_the_smallest_number_that_json_can_say():
+    router = FakeRouter([say(("h", -math.inf), outcome=LENGTH)])
+    assert chat_items(chat(router, {"logprobs": True})) == [("h", -9999.0)]
+
+
+def test_the_bytes_of_half_a_character_are_exact():
+    router = FakeRouter([say(*((byte, -1.0) for byte in EURO), outcome=LENGTH)])
+    [choice] = chat(router, {"logprobs": True}).json()["choices"]
+    items = choice["logprobs"]["content"]
+    assert bytes(byte for item in items for byte in item["bytes"]) == EURO
+    assert choice["message"]["content"] == "€"
+
+
+def test_a_completion_spells_bytes_that_are_no_text_and_counts_characters():
+    scored = [("a", -1.0), *((byte, -1.0) for byte in EURO), ("b", -1.0)]
+    router = FakeRouter([say(*scored, outcome=LENGTH)])
+    [choice] = complete(router, {"logprobs": 0}).json()["choices"]
+    names = ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]
+    assert choice["logprobs"]["tokens"] == names
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
+    assert choice["text"] == "a€b"
+
+
+def test_the_token_that_ends_an_answer_has_no_item():
+    router = FakeRouter([say(("h", -0.5)), say((EOS, -0.1), outcome=STOP)])
+    assert chat_items(chat(router, {"logprobs": True})) == [("h", -0.5)]
+
+
+def test_special_tokens_that_end_nothing_are_told_by_name():
+    router = FakeRouter([say((258, -0.5), outcome=LENGTH)])
+    assert chat_items(chat(router, {"logprobs": True})) == [("<|user|>", -0.5)]
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_in_a_stream_they_come_with_their_text():
+    script = [say(("a", -1.0)), say(("b", -2.0), ("c", -3.0)), say((EOS, -1.0), outcome=STOP)]
+    events = chat(FakeRouter(script), {"logprobs": True, "stream": True}).events()
+    assert contents(events) == [[("a", -1.0)], [("b", -2.0), ("c", -3.0)]]
+
+
+def test_offsets_go_on_from_chunk_to_chunk():
+    script = [say(("a", -1.0), ("b", -1.0)), say(("c", -1.0), outcome=LENGTH)]
+    events = complete(FakeRouter(script), {"logprobs": 0, "stream": True}).events()
+    scored = [c["logprobs"] for e in events[:-1] for c in e["choices"] if c["logprobs"]]
+    assert [o for s in scored for o in s["text_offset"]] == [0, 1, 2]
+
+
+def test_of_half_a_character_they_wait_for_its_end():
+    script = [say((byte, -float(i))) for i, byte in enumerate(EURO)]
+    script.append(say(("x", -9.0), outcome=LENGTH))
+    events = chat(FakeRouter(script), {"logprobs": True, "stream": True}).events()
+    assert [[p for _, p in chunk] for chunk in contents(events)] == [[0.0, -1.0, -2.0], [-9.0]]
+
+
+def test_of_text_that_is_held_back_they_are_held_back_too():
+    script = [say(("a", -1.0)), say(("<", -2.0)), say(("b", -3.0), outcome=LENGTH)]
+    fields = {"logprobs": True, "stream": True, "stop": "<end>"}
+    events = chat(FakeRouter(script), fields).events()
+    assert contents(events) == [[("a", -1.0)], [("<", -2.0), ("b", -3.0)]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_stop_string_cuts_takes_its_own_along(stream):
+    script = [say(("a", -1.0)), say(("E", -2.0)), say(("N", -3.0), ("x", -4.0)), Never()]
+    reply = chat(FakeRouter(script), {"logprobs": True, "stream": stream, "stop": "EN"})
+    if stream:
+        assert contents(reply.events()) == [[("a", -1.0)]]
+    else:
+        assert chat_items(reply) == [("a", -1.0)]
+
+
+# ---------------------------------------------------------------- the prompt's
+
+
+def prompt_scored(*scores: Logprobs) -> FakeRouter:
+    return FakeRouter([say(("!", -1.0), outcome=LENGTH, prompt_logprobs=scores)])
+
+
+YO = lp(-4.0, ("x", -0.5), ("p", -1.5), rank=9)
+
+
+def test_the_prompts_are_told_as_vllm_tells_them():
+    router = prompt_scored(YO)
+    [choice] = complete(router, {"prompt_logprobs": 1}).json()["choices"]
+    assert router.requests[0].prompt_logprobs == 1
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            "111": {"logprob": -4.0, "rank": 9, "decoded_token": "o"},
+            "120": {"logprob": -0.5, "rank": 1, "decoded_token": "x"},
+        },
+    ]
+
+
+def test_a_chat_tells_the_prompts_once():
+    body = chat(prompt_scored(YO, YO, YO), {"prompt_logprobs": 0, "n": 1}).json()
+    assert body["prompt_logprobs"][0] is None
+    assert [list(item) for item in body["prompt_logprobs"][1:]] == [["121"], ["111"], ["259"]]
+    assert "prompt_logprobs" not in body["choices"][0]
+
+
+def test_of_a_long_prompt_as_much_is_told_as_of_a_short_one():
+    num_tokens = LONG_PROMPT_TOKENS + 2
+    app = make_app(prompt_scored(*[YO] * (num_tokens - 1)), context_len=2 * num_tokens)
+    fields = {"prompt": [5] * num_tokens, "prompt_logprobs": 2}
+    [choice] = post(app, "/v1/completions", fields).json()["choices"]
+    assert len(choice["prompt_logprobs"]) == num_tokens
+    assert [list(item) for item in choice["prompt_logprobs"][1:]] == [["5", "120", "112"]] * (
+        num_tokens - 1
+    )
+
+
+def test_a_prompt_of_one_token_has_nothing_to_tell():
+    [choice] = complete(prompt_scored(), {"prompt": [5], "prompt_logprobs": 0}).json()["choices"]
+    assert choice["prompt_logprobs"] == [None]
+
+
+# ---------------------------------------------------------------- echo
+
+
+@pytest.mark.parametrize(("prompt", "echoed"), [("yo", "yo"), ([258, 104, 105], "hi")])
+def test_echo_puts_the_prompt_before_every_choice(prompt, echoed):
+    fields = {"echo": True, "prompt": prompt, "n": 2}
+    body = complete(FakeRouter(), fields).json()
+    assert [c["text"] for c in body["choices"]] == [f"{echoed}hi"] * 2
+
+
+def test_a_stream_begins_with_the_echo():
+    *chunks, _ = complete(FakeRouter(), {"echo": True, "stream": True}).events()
+    assert [c["choices"][0]["text"] for c in chunks] == ["yo", "h", "i", ""]
+
+
+def test_an_echo_is_scored_like_the_answer_after_it():
+    router = prompt_scored(YO)
+    [choice] = complete(router, {"echo": True, "logprobs": 1}).json()["choices"]
+    assert router.requests[0].prompt_logprobs == 1
+    assert choice["text"] == "yo!"
+    assert choice["logprobs"] == {
+        "tokens": ["y", "o", "!"],
+        "token_logprobs": [None, -4.0, -1.0],
+        "top_logprobs": [None, {"x": -0.5, "o": -4.0}, {"!": -1.0}],
+        "text_offset": [0, 1, 2],
+    }
+    assert "prompt_logprobs" not in choice
+
+
+# ---------------------------------------------------------------- penalties and biases
+
+
+def test_penalties_and_biases_are_taken_over():
+    fields = {
+        "presence_penalty": -2,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.3,
+        "logit_bias": {"5": 100, "07": -2.5},
+    }
+    router = FakeRouter()
+    assert complete(router, fields).status == 200
+    sampling = router.requests[0].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 0.5)
+    assert sampling.repetition_penalty == 1.3
+    assert sampling.logit_bias == ((5, 100.0), (7, -2.5))

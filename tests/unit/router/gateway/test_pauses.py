@@ -1,0 +1,72 @@
+"""No request makes the gateway's loop pause: measured with the very bodies that did.
+
+On a quiet machine; what holds on any is tested in `test_prompt_length` and `test_json_fields`.
+"""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from router.gateway.versions import Served, Versions
+from router.text.templates import ChatTemplate
+from router.text.tokenizer import TextModel
+from tests.kits.gateway import CONTEXT_LEN, TEMPLATE, FakeRouter, fetch, make_app_of
+from tests.unit.router.inbox.test_json_fields import filled, keyed
+
+BUNDLED = Path(__file__).parents[4] / "engine/model/bundled/target/tokenizer.json"
+MAX_PAUSE_S = 0.25
+LONG_CONTEXT = 2**18
+MIB = 2**20
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def prompt(text: bytes, num_bytes: int) -> bytes:
+    return b'{"prompt": "%s"}' % (text * (num_bytes // len(text)))
+
+
+REQUESTS = {
+    "1 MiB of words": (COMPLETION, prompt(b"the quick brown fox ", MIB)),
+    "1 MiB without a space": (COMPLETION, prompt(b"a", MIB)),
+    "8 MiB of words": (COMPLETION, prompt(b"the quick brown fox ", 8 * MIB - 100)),
+    "200,000 messages": (
+        CHAT,
+        b'{"messages": [%s]}' % b",".join([b'{"role":"user","content":"hi"}'] * 200_000),
+    ),
+    "4,000 messages": (
+        CHAT,
+        b'{"messages": [%s]}' % b",".join([b'{"role":"user","content":"hi there"}'] * 4000),
+    ),
+    "arrays in an unknown field": (COMPLETION, filled(b'{"x":[', b"[]", b"]}", 8 * MIB)),
+    "texts in a list of stops": (COMPLETION, filled(b'{"stop":[', b'"a"', b"]}", 8 * MIB)),
+    "token ids": (COMPLETION, filled(b'{"prompt":[', b"1", b"]}", 8 * MIB)),
+    "biases": (COMPLETION, keyed(b'{"prompt":"a","logit_bias":{', b"}}", 7 * MIB)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("context_len", [CONTEXT_LEN, LONG_CONTEXT])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_loop_goes_on_beside_any_request(name, context_len):
+    path, body = REQUESTS[name]
+    router = FakeRouter()
+    tokenizer = Tokenizer.from_file(str(BUNDLED))
+    text = TextModel(tokenizer, template=ChatTemplate(TEMPLATE, {}), eos_token_ids=(0,))
+    versions = Versions(Served("v1", router, text, ("tiny",), context_len))
+    app = make_app_of(versions, router.clock)
+    pause_s, status = asyncio.run(beside(fetch(app, "POST", path, body, {})))
+    assert status in (200, 400)
+    assert pause_s < MAX_PAUSE_S
+
+
+async def beside(request) -> tuple[float, int]:
+    """The longest pause of a loop that ticks while a request is answered, and the status."""
+    task = asyncio.create_task(request)
+    longest_s, last_s = 0.0, time.perf_counter()
+    while not task.done():
+        await asyncio.sleep(0.001)
+        now_s = time.perf_counter()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    return longest_s, task.result().status

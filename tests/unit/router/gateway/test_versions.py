@@ -1,0 +1,125 @@
+"""Which version a request gets: as many as the weights say, always the same for a key."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.gateway.versions import Served, Versions, by_weight
+from router.inbox.api_errors import ApiError
+from tests.kits.gateway import (
+    TEMPLATE,
+    FakeRouter,
+    TickingClock,
+    get,
+    make_app_of,
+    post,
+    text_model,
+)
+
+KEYS = [f"request-{i}" for i in range(4000)]
+
+
+class NamedRouter(FakeRouter):
+    """Its fingerprint says which version it is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def fingerprint(self) -> str:
+        return f"fp-{self.name}"
+
+
+def served(name: str, weight: int = 1, *, model: str = "tiny", is_leaving: bool = False) -> Served:
+    text = text_model(TEMPLATE)
+    return Served(name, NamedRouter(name), text, (model,), 64, weight, is_leaving)
+
+
+weights = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100), min_size=1).filter(
+    lambda shares: any(shares.values())
+)
+
+
+@given(weights)
+def test_each_has_its_share_of_many_keys(shares):
+    counts = Counter(by_weight(shares, key) for key in KEYS)
+    total = sum(shares.values())
+    for name, weight in shares.items():
+        assert abs(counts[name] / len(KEYS) - weight / total) < 0.05
+        assert weight or not counts[name]
+
+
+@given(weights, st.text(max_size=8))
+def test_a_key_stays_with_its_version_when_others_lose_or_it_gains(shares, key):
+    chosen = by_weight(shares, key)
+    assert by_weight(shares, key) == chosen
+    assert by_weight({**shares, chosen: shares[chosen] + 50}, key) == chosen
+    assert by_weight({n: w for n, w in shares.items() if n == chosen or w % 2}, key) == chosen
+
+
+def test_without_any_weight_the_first_one_is_chosen():
+    assert by_weight({"v1": 0, "v2": 0}, "key") == "v1"
+
+
+def chosen(versions: Versions, **asked: str) -> set[str]:
+    return {versions.choose(key=key, **asked).name for key in KEYS[:50]}
+
+
+def test_a_name_of_a_version_or_of_a_model_of_its_own_says_which():
+    versions = Versions(served("v1"), served("v2", 0), served("v3", model="other"))
+    assert chosen(versions) == {"v1", "v3"}
+    assert chosen(versions, model="tiny") == {"v1", "v3"}
+    assert chosen(versions, version="v2") == {"v2"}
+    assert chosen(versions, model="other") == {"v3"}
+    assert versions.models() == {"tiny": 64, "other": 64}
+    for asked, code in (({"version": "v9"}, "version_not_found"), ({"model": "x"}, "model_not")):
+        with pytest.raises(ApiError) as caught:
+            versions.choose(key="", **asked)
+        assert caught.value.status == 404
+        assert caught.value.code.startswith(code)
+
+
+def test_who_leaves_takes_no_requests():
+    leaving = served("v2", 0, model="other", is_leaving=True)
+    versions = Versions(served("v1"), leaving)
+    assert chosen(versions) == {"v1"}
+    assert not versions.takes(leaving)
+    for asked in ({"version": "v2"}, {"model": "other"}):
+        with pytest.raises(ApiError):
+            versions.choose(key="", **asked)
+
+
+def test_one_that_has_no_workers_is_passed_over_and_that_is_counted():
+    versions = Versions(served("v1"), served("v2"))
+    versions.table[1].port.not_ready = "no decode worker is connected"
+    assert chosen(versions) == {"v1"}
+    assert versions.counters()["version passed over", "v2"] > 5
+    versions.table[0].port.not_ready = "no prefill worker is connected"
+    assert chosen(versions) == {"v1", "v2"}
+    assert versions.readiness() == "no prefill worker is connected"
+
+
+def test_what_a_version_counted_stays_when_it_is_gone():
+    first, second = served("v1"), served("v2")
+    first.port.events["retry", "lost"] = 3
+    versions = Versions(first, second)
+    versions.follow((second,))
+    assert versions.counters() == {("retry", "lost"): 3}
+
+
+def test_the_fingerprint_says_who_answered_and_the_header_who_must():
+    app = make_app_of(Versions(served("v1", 60), served("v2", 40)), TickingClock())
+
+    def fingerprints(**headers: str) -> set[str]:
+        answers = [post(app, "/v1/completions", {"prompt": "yo"}, **headers) for _ in range(20)]
+        return {answer.json()["system_fingerprint"] for answer in answers}
+
+    assert fingerprints() == {"fp-v1", "fp-v2"}
+    assert fingerprints(x_baton_version="v2") == {"fp-v2"}
+    assert len(fingerprints(x_baton_affinity="me")) == 1
+    assert post(app, "/v1/completions", {"prompt": "yo"}, x_baton_version="v9").status == 404
+    page = get(app, "/metrics").body.decode()
+    assert 'baton_version_weight{fingerprint="fp-v2",version="v2"} 40.0' in page
+    assert 'baton_version_requests{fingerprint="fp-v1",version="v1"} 0.0' in page

@@ -1,0 +1,144 @@
+"""Long bodies cost little, whatever they hold, and mean what short ones mean."""
+
+import json
+import tracemalloc
+
+import pytest
+
+from router.gateway.openai_schema import (
+    MAX_MESSAGES,
+    Body,
+    ChatBody,
+    CompletionBody,
+    body_of,
+)
+from router.inbox.api_errors import ApiError
+from router.inbox.json_fields import SHORT_BODY_BYTES, decode_fields
+from router.inbox.json_values import MAX_CONTAINERS
+from tests.kits.gateway import FakeRouter, make_app, post
+from tests.unit.router.gateway.test_errors import BAD_MESSAGES, BAD_PROMPTS, complete
+
+NUM_BYTES = 2**20
+PADDING = {"padding": "x" * SHORT_BODY_BYTES}
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+
+
+def filled(head: bytes, item: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
+    """A body of so many bytes, of as many items as it takes."""
+    number = (num_bytes - len(head) - len(tail)) // (len(item) + 1)
+    return head + b",".join([item] * number) + tail
+
+
+def keyed(head: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
+    return head + b",".join(b'"%d":1' % i for i in range(num_bytes // 11)) + tail
+
+
+# What makes as many objects as a body can.
+BOMBS = {
+    "arrays in an unknown field": (CompletionBody, filled(b'{"x":[', b"[]", b"]}")),
+    "nested arrays": (CompletionBody, filled(b'{"x":[', b"[" * 500 + b"]" * 500, b"]}")),
+    "unknown fields": (CompletionBody, keyed(b"{", b"}")),
+    "one field many times": (CompletionBody, filled(b"{", b'"prompt":[]', b"}")),
+    "arrays in the prompt": (CompletionBody, filled(b'{"prompt":[', b"[]", b"]}")),
+    "texts in the prompt": (CompletionBody, filled(b'{"prompt":[', b'"a"', b"]}")),
+    "objects in the prompt": (CompletionBody, filled(b'{"prompt":[', b"{}", b"]}")),
+    "an object as the prompt": (CompletionBody, keyed(b'{"prompt":{', b"}}")),
+    "stop strings": (CompletionBody, filled(b'{"stop":[', b"[]", b"]}")),
+    "messages": (ChatBody, filled(b'{"messages":[', b'{"role":"user","content":[]}', b"]}")),
+    "parts": (
+        ChatBody,
+        filled(b'{"messages":[{"role":"user","content":[', b'{"type":""}', b"]}]}"),
+    ),
+    "calls": (ChatBody, filled(b'{"messages":[{"role":"user","tool_calls":[', b"{}", b"]}]}")),
+    "tools": (ChatBody, filled(b'{"tools":[', b"{}", b"]}")),
+}
+MOST_PER_BYTE = 12  # of memory; arrays in an unknown field took 27 when all was decoded
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_body_becomes_many_objects(name):
+    body_type, data = BOMBS[name]
+    tracemalloc.start()
+    try:
+        outcome(data, body_type)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < MOST_PER_BYTE * NUM_BYTES
+
+
+def outcome(data: bytes, body_type: type[Body]) -> Body | tuple[str, str | None, str | None]:
+    """The body, or how it is refused."""
+    try:
+        return body_of(decode_fields(data, body_type), body_type)
+    except ApiError as error:
+        return error.message, error.param, error.code
+
+
+def outcomes(fields: dict[str, object], body_type: type[Body]) -> list[object]:
+    short, long = (json.dumps(f).encode() for f in (fields, {**fields, **PADDING}))
+    assert len(short) <= SHORT_BODY_BYTES < len(long)
+    return [outcome(data, body_type) for data in (short, long)]
+
+
+@pytest.mark.parametrize("prompt", [p for p, _, _ in BAD_PROMPTS])
+def test_a_long_body_is_refused_for_its_prompt(prompt):
+    reply = complete(FakeRouter(), {"prompt": prompt, **PADDING})
+    assert reply.status == 400
+    assert reply.json()["error"]["param"].startswith("prompt")
+
+
+@pytest.mark.parametrize("messages", [m for m, _, _ in BAD_MESSAGES])
+def test_a_long_body_is_refused_for_its_messages_as_a_short_one_is(messages):
+    short, long = outcomes({"messages": messages}, ChatBody)
+    assert long == short
+
+
+ASKED = {"model": "m", "max_tokens": 3, "stop": ["a"], "logit_bias": {"5": 1}, "user": "u"}
+MESSAGES = [
+    {"role": "system", "content": "one, two"},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "n"},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "content": "[1]", "tool_call_id": "c", "other": [[]]},
+]
+
+
+@pytest.mark.parametrize("prompt", ["one, two", [1, 2], [[1, 2]], ["one, [two]"], [[]], []])
+def test_a_long_body_with_a_prompt_means_what_a_short_one_does(prompt):
+    short, long = outcomes({"prompt": prompt, **ASKED}, CompletionBody)
+    assert isinstance(short, CompletionBody)
+    assert long == short
+
+
+def test_a_long_body_with_messages_means_what_a_short_one_does():
+    short, long = outcomes({"messages": MESSAGES, **ASKED}, ChatBody)
+    assert isinstance(short, ChatBody)
+    assert long == short
+
+
+def test_fields_of_grammars_and_refused_ones_are_kept():
+    fields = {"response_format": {"type": "json_object"}, "suffix": "x", "tools": []}
+    assert decode_fields(json.dumps({**fields, **PADDING}).encode(), CompletionBody) == fields
+
+
+@pytest.mark.parametrize("body", [b"[%s]", b"{%s", b'{"x": "%s', b"%s", b'{"prompt": %s}'])
+def test_a_long_body_that_is_no_json_object_is_refused(body):
+    _, _, code = outcome(body % (b"1," * SHORT_BODY_BYTES), CompletionBody)
+    assert code == "invalid_json"
+
+
+def test_there_is_a_most_of_messages():
+    many = [{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1)
+    error = post(make_app(FakeRouter()), "/v1/chat/completions", {"messages": many})
+    assert error.status == 400
+    assert "at most 4096" in error.json()["error"]["message"]
+
+
+def test_arguments_of_calls_are_bounded_too():
+    arguments = "[" + "[]," * MAX_CONTAINERS + "[]]"
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    escaped = json.dumps([{"role": "assistant", "tool_calls": [call]}]).replace("[]", "\\u005b]")
+    body = b'{"messages": %s}' % escaped.encode()
+    error = post(make_app(FakeRouter()), "/v1/chat/completions", body)
+    assert error.status == 400
+    assert "arrays and objects" in error.json()["error"]["message"]

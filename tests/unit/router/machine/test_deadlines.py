@@ -1,0 +1,57 @@
+"""When a machine wants to be woken, found without looking at every request."""
+
+import random
+
+from engine.messages import RequestId
+from router.machine.deadlines import LEAST_STALE, MAX_STALE, Deadlines
+
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+
+
+def test_the_soonest_is_found_and_those_that_are_due_are_taken_once():
+    deadlines = Deadlines()
+    assert deadlines.soonest_s() is None
+    for request_id, due_s in ((A, 3.0), (B, 1.0), (C, 2.0)):
+        deadlines.note(request_id, due_s)
+    assert deadlines.soonest_s() == 1.0
+    assert deadlines.take_due(0.5) == set()
+    assert deadlines.take_due(2.0) == {B, C}
+    assert deadlines.take_due(2.0) == set()
+    assert deadlines.soonest_s() == 3.0
+
+
+def test_what_is_noted_anew_counts_whether_sooner_or_later():
+    deadlines = Deadlines()
+    deadlines.note(A, 3.0)
+    deadlines.note(A, 2.0)
+    assert deadlines.soonest_s() == 2.0
+    deadlines.note(A, 4.0)
+    assert deadlines.soonest_s() == 4.0
+    deadlines.note(A, 2.0)  # again
+    assert deadlines.take_due(9.0) == {A}
+    assert deadlines.soonest_s() is None
+
+
+def test_what_is_forgotten_falls_due_no_more():
+    deadlines = Deadlines()
+    deadlines.note(A, 1.0)
+    deadlines.forget(A)
+    deadlines.forget(B)
+    assert deadlines.soonest_s() is None
+    assert deadlines.take_due(9.0) == set()
+
+
+def test_it_is_the_least_of_all_whatever_happens_and_keeps_little():
+    rng = random.Random(1)
+    deadlines, truth = Deadlines(), {}
+    for _ in range(5000):
+        request_id = RequestId(f"r{rng.randrange(20)}")
+        if rng.random() < 0.2:
+            deadlines.forget(request_id)
+            truth.pop(request_id, None)
+        else:
+            truth[request_id] = float(rng.randrange(100))
+            deadlines.note(request_id, truth[request_id])
+        deadlines.validate()
+        assert len(deadlines._heap) <= MAX_STALE * 20 + LEAST_STALE + 1
+        assert deadlines.soonest_s() == min(truth.values(), default=None)

@@ -1,0 +1,316 @@
+"""The request machine with costs known: decisions, their reasons, predicted lengths, whose turn."""
+
+import pytest
+
+from engine.config import RouterConfig
+from engine.demand import DecodeCost
+from engine.messages import (
+    Decode,
+    DecodeStarted,
+    FinishReason,
+    Generate,
+    KvReady,
+    Limits,
+    OfferPrefix,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    RequestId,
+    Sampling,
+    Tokens,
+)
+from engine.worker.block_events import AllBlocksCleared, BlockRemoved, BlockStored
+from engine.worker.blocks import hash_blocks
+from router.cluster.costs import CostErrors, PrefillCost, PullCost, WorkerCosts
+from router.cluster.estimates import Estimates
+from router.cluster.lengths import ENOUGH
+from router.machine.events import (
+    Arrived,
+    BlocksChanged,
+    BlocksUnheard,
+    ClientGone,
+    Deliver,
+    Tick,
+    WorkerLost,
+)
+from router.machine.machine import RouterMachine
+from router.machine.requests import Request
+from router.native import library
+from tests.unit.router.machine.test_machine import LEASE, Driver, First, ends, sent
+
+# a token of a prompt takes 10 ms, a step 10 ms and one for each sequence, a pull only its overhead
+COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
+LONG = tuple(range(100))
+
+
+@pytest.fixture(autouse=True, params=["index in C++", "map in Python"])
+def _prefixes(request, monkeypatch):
+    """The machine decides alike with both."""
+    if request.param == "map in Python":
+        monkeypatch.setattr(library, "core", lambda: None)
+
+
+class Predicting(Driver):
+    """A driver of a machine that knows what its workers cost."""
+
+    def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
+        super().__init__()
+        self.machine = RouterMachine(
+            RouterConfig(**config), estimates=Estimates(COSTS), rng=First()
+        )
+        for name in workers:
+            self.join(name, num_blocks)
+
+    def request(self, name: str, prompt=LONG, max_tokens: int = 8, **fields):
+        limits = Limits(max_len=len(prompt) + max_tokens)
+        prompt = tuple(prompt)
+        return self.handle(
+            Arrived(Request(RequestId(name), prompt, Sampling(), limits, self.now_s, **fields))
+        )
+
+    def holds(self, worker: str, token_ids) -> None:
+        hashes = [bytes(h) for h in hash_blocks(token_ids, 4)]
+        stored = BlockStored(hashes, None, [], 4, None, None, None)
+        self.handle(BlocksChanged(worker, [AllBlocksCleared(), stored]))
+
+    def answer(self, name: str, num_tokens: int) -> None:
+        """All of a request's life on p0 and d0, which has been sent to them."""
+        self.say("p0", PrefillStarted(f"{name}.0", 0, LEASE))
+        self.say("p0", PrefillDone(f"{name}.0", 9, None))
+        self.say("d0", KvReady(f"{name}.0", 2, 0, "shm"))
+        self.say("d0", DecodeStarted(f"{name}.0"))
+        self.say("d0", Tokens(f"{name}.0", [1] * (num_tokens - 1), FinishReason.STOP))
+
+
+# ---------------------------------------------------------------- reasons
+
+
+def test_a_decision_says_what_was_known_and_what_was_predicted():
+    driver = Predicting("p0", "p1", "d0")
+    driver.holds("p1", LONG[:40])
+    driver.request("r")
+    driver.say("p1", PrefillStarted("r.0", 40, LEASE))
+    effects = driver.say("p1", PrefillDone("r.0", 9, None))
+    [decision] = [e.timeline.decision for e in effects if isinstance(e, Deliver)]
+    assert (decision.policy, decision.why) == ("slo", "least TTFT")
+    assert (decision.prefill_worker, decision.decode_worker) == ("p1", "d0")
+    assert (decision.num_candidates, decision.num_matched_tokens) == (2, 40)
+    assert decision.predicted_ttft_s == pytest.approx(0.6)
+    assert decision.predicted_tpot_s == pytest.approx(0.011)
+    assert (decision.pulled_from, decision.num_pulled_tokens) == (None, 0)
+    assert driver.machine.counters["placed", "least TTFT"] == 1
+
+
+def test_a_prefix_that_is_pulled_is_among_the_reasons():
+    driver = Predicting("p0", "d0")
+    driver.holds("d0", LONG[:80])
+    [(holder, _)] = sent(driver.request("r"), OfferPrefix)
+    assert holder == "d0"
+    decision = driver.machine.state.flights["r"].decision
+    assert (decision.pulled_from, decision.num_pulled_tokens) == ("d0", 80)
+    assert decision.predicted_ttft_s == pytest.approx(0.2 + 0.02)
+    claim = driver.machine.view.workers["p0"].prefills["r.0"]
+    assert claim.seconds == pytest.approx(0.2 + 0.02)
+
+
+# ---------------------------------------------------------------- workers' own news of blocks
+
+
+def test_what_a_worker_tells_of_its_blocks_is_believed_and_nothing_else():
+    driver = Predicting("p0", "d0")
+    known = driver.machine.prefixes
+    hashes = hash_blocks(LONG, 4)
+    driver.holds("p0", LONG[:40])
+    driver.request("r")
+    driver.answer("r", 8)
+    assert known.longest(hashes) == {"p0": 10, "d0": 25}  # it was told of p0, and saw d0 pull
+    driver.handle(BlocksChanged("p0", [BlockRemoved([hashes[5]], None)]))
+    assert known.longest(hashes)["p0"] == 5
+    driver.handle(BlocksUnheard("p0", "silent"))
+    assert "p0" not in known.longest(hashes)
+    driver.handle(BlocksUnheard("p0", "silent"))
+    assert driver.machine.counters["blocks unheard", "silent"] == 1
+
+
+def test_news_of_blocks_of_a_worker_that_is_lost_are_ignored():
+    driver = Predicting("p0", "d0")
+    driver.holds("p0", LONG)
+    driver.handle(WorkerLost("p0", "gone"))
+    driver.holds("p0", LONG)
+    assert driver.machine.prefixes.longest(hash_blocks(LONG, 4)) == {}
+    driver.join("p0")
+    driver.request("r")
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE))
+    driver.say("p0", PrefillDone("r.0", 9, None))
+    assert driver.machine.prefixes.longest(hash_blocks(LONG, 4)) == {"p0": 25}
+
+
+def test_what_is_predicted_of_workers_is_told_for_all_that_is_promised_to_them():
+    driver = Predicting("p0", "d0", "m0")
+    workers = driver.machine.view.workers
+
+    def forecasts():
+        return {name: driver.machine.forecast(w, driver.now_s) for name, w in workers.items()}
+
+    empty = forecasts()
+    assert (empty["p0"].wait_s, empty["p0"].tpot_s) == (0.0, None)
+    assert (empty["d0"].wait_s, empty["d0"].tpot_s) == (None, pytest.approx(0.011))
+    assert (empty["m0"].wait_s, empty["m0"].tpot_s) == (0.0, pytest.approx(0.011))
+    for name in ("a", "b"):
+        driver.request(name)
+    driver.now_s += 0.25
+    promised = forecasts()
+    waits_s = [promised[name].wait_s for name in ("p0", "m0")]
+    assert waits_s == [pytest.approx(0.75)] * 2
+    assert promised["p0"].errors == CostErrors()
+    unknown = Driver("m0").machine
+    nothing = unknown.forecast(unknown.view.workers["m0"], 0.0)
+    assert nothing.tpot_s is None
+
+
+# ---------------------------------------------------------------- late binding
+
+
+def counting_placements(driver: Predicting) -> list[float]:
+    """When the head of the queue was looked at, from now on."""
+    placing = driver.machine._placing
+    place_all, times_s = placing.place_all, []
+
+    def counting(now_s):
+        times_s.append(now_s)
+        return place_all(now_s)
+
+    placing.place_all = counting
+    return times_s
+
+
+def test_the_queue_is_looked_at_when_room_may_have_come_and_not_at_every_token():
+    driver = Predicting("p0", "d0")
+    driver.request("running", prompt=range(4))
+    driver.say("p0", PrefillStarted("running.0", 0, LEASE))
+    driver.say("p0", PrefillDone("running.0", 9, None))
+    driver.say("d0", KvReady("running.0", 1, 0, "shm"))
+    driver.request("a")  # a second
+    driver.request("b")
+    assert driver.machine.queue_len == 1
+    looks = counting_placements(driver)
+    driver.say("d0", Tokens("running.0", [1]))
+    driver.holds("d0", LONG)
+    driver.handle(BlocksUnheard("d0", "silent"))
+    assert looks == []
+    driver.say("d0", Tokens("running.0", [1], FinishReason.STOP))
+    driver.handle(Tick())
+    assert len(looks) == 2
+
+
+def test_a_prompt_is_bound_when_the_worker_is_predicted_to_be_nearly_done():
+    driver = Predicting("p0", "d0")
+    driver.request("a")  # a second
+    driver.request("b")
+    assert driver.machine.queue_len == 1
+    driver.say("p0", PrefillStarted("a.0", 0, LEASE), after_s=0.5)  # it began so late
+    wake_s = driver.machine.next_wake_s()
+    assert wake_s == pytest.approx(driver.now_s + 0.95)
+    driver.now_s = wake_s - 0.01
+    assert not sent(driver.handle(Tick()), Prefill)
+    driver.now_s = wake_s
+    assert [m.seq_id for _, m in sent(driver.handle(Tick()), Prefill)] == ["b.0"]
+
+
+def test_a_prompt_that_takes_longer_than_predicted_is_not_given_a_crowd_for_company():
+    driver = Predicting("p0", "d0", num_blocks=1000)
+    driver.request("a")
+    driver.say("p0", PrefillStarted("a.0", 0, LEASE))
+    driver.now_s += 9.0
+    for name in "bcdef":
+        driver.request(name)
+    assert list(driver.machine.view.workers["p0"].prefills) == ["a.0", "b.0"]
+
+
+# ---------------------------------------------------------------- predicted lengths
+
+
+def learned(*workers: str, num_blocks: int = 100) -> Predicting:
+    """Answers that may have a hundred tokens have had ten."""
+    driver = Predicting(*workers, num_blocks=num_blocks)
+    for number in range(ENOUGH):
+        driver.request(f"old{number}", range(8), max_tokens=100)
+        driver.answer(f"old{number}", 10)
+        assert driver.machine.num_flights == 0
+    return driver
+
+
+def test_memory_is_promised_for_what_answers_come_to_and_not_for_what_they_may():
+    driver = learned("p0", "d0", num_blocks=30)
+    driver.request("a", range(8), max_tokens=100)
+    claim = driver.machine.view.workers["d0"].decodes["a.0"]
+    assert claim.blocks == 5  # of eighteen tokens; of all that it may have, 27
+
+
+def test_an_answer_that_outgrows_its_prediction_is_promised_more():
+    driver = learned("p0", "d0")
+    driver.request("a", range(8), max_tokens=100)
+    driver.say("p0", PrefillStarted("a.0", 0, LEASE))
+    driver.say("p0", PrefillDone("a.0", 9, None))
+    worker = driver.machine.view.workers["d0"]
+    driver.say("d0", Tokens("a.0", [1] * 9))
+    assert worker.decodes["a.0"].blocks == 5
+    driver.say("d0", Tokens("a.0", [1]))
+    assert worker.decodes["a.0"].blocks == 9  # of nineteen tokens, and sixteen more
+    assert driver.machine.counters["answer", "longer than predicted"] == 1
+    driver.say("d0", Tokens("a.0", [1] * 88))
+    assert worker.decodes["a.0"].blocks == 27  # all that it may have
+
+
+# ---------------------------------------------------------------- whose turn
+
+
+def placed_in_turn(driver: Driver, number: int) -> list[str]:
+    """Each prompt is done when it was begun."""
+    order = []
+    for _ in range(number):
+        [seq_id] = driver.machine.view.workers["p0"].prefills
+        order.append(seq_id.removesuffix(".0"))
+        driver.say("p0", PrefillStarted(seq_id, 0, LEASE))
+        driver.say("p0", PrefillDone(seq_id, 9, FinishReason.STOP))
+    return order
+
+
+def test_tenants_take_turns_and_urgent_requests_none():
+    driver = Predicting("p0", "d0", num_blocks=10_000)
+    driver.request("first", range(3000))
+    for number in range(3):
+        start = 10_000 * (number + 1)
+        driver.request(f"many{number}", range(start, start + 4000), tenant="many")
+    driver.request("few", range(50_000, 54_000), tenant="few")
+    driver.request("urgent", range(60_000, 60_010), tenant="many", priority=-1)
+    order = placed_in_turn(driver, 6)
+    assert order == ["first", "urgent", "many0", "few", "many1", "many2"]
+
+
+def test_a_client_that_leaves_the_queue_leaves_its_turn_to_others():
+    driver = Predicting("p0", "d0")
+    for name in "abc":
+        driver.request(name)
+    driver.handle(ClientGone(RequestId("b")))
+    assert placed_in_turn(driver, 2) == ["a", "c"]
+    assert driver.machine.state.queued_s == 0.0
+
+
+def test_a_mixed_worker_computes_the_short_rest_of_what_it_holds():
+    driver = Predicting("p0", "m0")
+    driver.holds("m0", LONG[:96])
+    [(worker, _)] = sent(driver.request("r"), Generate)
+    assert worker == "m0"
+
+
+def test_a_decode_worker_is_chosen_by_the_pace_that_is_left():
+    driver = Predicting("p0", "d0", "d1", prefill_backlog_s=100.0)
+    for name in "abc":
+        driver.request(name)
+    decodes = []
+    for name in "abc":
+        effects = driver.say("p0", PrefillStarted(f"{name}.0", 0, LEASE))
+        decodes += [worker for worker, _ in sent(effects, Decode)]
+    assert set(decodes[:2]) == {"d0", "d1"}  # the third may go to either
+    assert not ends(driver.handle(Tick()))

@@ -1,0 +1,331 @@
+"""The request machine, event by event."""
+
+import random
+
+import pytest
+
+from engine.config import RouterConfig
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Decode,
+    DecodeStarted,
+    FinishReason,
+    FirstToken,
+    Generate,
+    GivenBack,
+    KvReady,
+    LeaseRef,
+    Limits,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    RequestId,
+    Role,
+    Sampling,
+    Tokens,
+    TransferAddress,
+    Welcome,
+)
+from router.machine.machine import (
+    Arrived,
+    ClientGone,
+    Deliver,
+    End,
+    FromWorker,
+    RouterMachine,
+    SendTo,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+)
+from router.machine.requests import Cancelled, Failed, Finished, Rejected, Request
+
+LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
+LEASE = LeaseRef("lease", TransferAddress("p0", "inc", "tcp://x"), 2)
+
+
+class First(random.Random):
+    """Ties fall to the first by name."""
+
+    def choice(self, seq):
+        return seq[0]
+
+
+class Driver:
+    """A machine, the time, and short words for what happens to it."""
+
+    def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
+        self.machine = RouterMachine(RouterConfig(**config), rng=First())
+        self.now_s = 10.0
+        for name in workers:
+            self.join(name, num_blocks)
+
+    def handle(self, event):
+        effects = self.machine.handle(event, self.now_s)
+        self.machine.validate()
+        return effects
+
+    def join(self, name: str, num_blocks: int = 100):
+        role = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}[name[0]]
+        info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
+        return self.handle(WorkerJoined(info))
+
+    def ask(self, name="r", prompt=(1, 2, 3, 4, 5), max_tokens=4):
+        limits = Limits(max_len=len(prompt) + max_tokens)
+        return self.handle(
+            Arrived(Request(RequestId(name), tuple(prompt), Sampling(), limits, self.now_s - 0.5))
+        )
+
+    def say(self, worker: str, message, after_s: float = 0.0):
+        self.now_s += after_s
+        return self.handle(FromWorker(worker, message))
+
+    def hand_over(self, seq="r.0", prefill="p0", decode="d0", token=9):
+        """Everything up to a running decode."""
+        self.say(prefill, PrefillStarted(seq, 0, LEASE))
+        self.say(prefill, PrefillDone(seq, token, None))
+        self.say(decode, KvReady(seq, 2, 0, "shm"))
+        self.say(decode, DecodeStarted(seq))
+
+
+def sent(effects, kind):
+    return [
+        (e.worker_id, e.message)
+        for e in effects
+        if isinstance(e, SendTo) and isinstance(e.message, kind)
+    ]
+
+
+def ends(effects):
+    return [e.outcome for e in effects if isinstance(e, End)]
+
+
+@pytest.fixture
+def pair() -> Driver:
+    return Driver("p0", "d0")
+
+
+def test_a_request_is_prefilled_at_once_and_reserves_on_both_workers(pair):
+    [(worker, message)] = sent(pair.ask(), Prefill)
+    assert worker == "p0"
+    assert message.token_ids == [1, 2, 3, 4, 5]
+    assert pair.machine.view.workers["p0"].reserved_tokens == 5
+    assert pair.machine.view.workers["d0"].reserved_blocks == 3  # nine tokens, four to a block
+
+
+def test_the_decode_worker_hears_of_the_lease_then_of_the_first_token(pair):
+    pair.ask()
+    [(worker, decode)] = sent(pair.say("p0", PrefillStarted("r.0", 4, LEASE)), Decode)
+    assert (worker, decode.lease, decode.token_ids) == ("d0", LEASE, [1, 2, 3, 4, 5])
+    effects = pair.say("p0", PrefillDone("r.0", 9, None))
+    assert sent(effects, FirstToken) == [("d0", FirstToken("r.0", 9))]
+    assert [e.token_ids for e in effects if isinstance(e, Deliver)] == [(9,)]
+    assert pair.machine.view.workers["p0"].reserved_tokens == 0
+
+
+def test_the_last_token_ends_the_request_and_gives_everything_back(pair):
+    pair.ask()
+    pair.hand_over()
+    pair.say("d0", Tokens("r.0", [8]))
+    effects = pair.say("d0", Tokens("r.0", [7], FinishReason.LENGTH))
+    assert ends(effects) == [Finished(FinishReason.LENGTH)]
+    assert not sent(effects, Cancel)
+    assert pair.machine.view.workers["d0"].reserved_blocks == 0
+    assert pair.machine.num_flights == 0
+
+
+def test_an_answer_that_ends_with_its_first_token_cancels_the_waiting_decode(pair):
+    pair.ask()
+    pair.say("p0", PrefillStarted("r.0", 0, LEASE))
+    effects = pair.say("p0", PrefillDone("r.0", 9, FinishReason.STOP))
+    assert ends(effects) == [Finished(FinishReason.STOP)]
+    assert ("d0", Cancel("r.0")) in sent(effects, Cancel)
+    assert not sent(effects, FirstToken)
+
+
+def test_the_stages_sum_to_the_first_token_and_to_the_gap_after_it(pair):
+    pair.ask()  # received half a second ago
+    pair.say("p0", PrefillStarted("r.0", 4, LEASE), after_s=1)
+    pair.say("p0", PrefillDone("r.0", 9, None), after_s=2)
+    pair.say("d0", KvReady("r.0", 1, 1, "shm"), after_s=4)
+    pair.say("d0", DecodeStarted("r.0"), after_s=8)
+    pair.say("d0", Tokens("r.0", [8]), after_s=16)
+    [end] = [
+        e
+        for e in pair.say("d0", Tokens("r.0", [7], FinishReason.LENGTH), after_s=32)
+        if isinstance(e, End)
+    ]
+    t = end.timeline
+    assert (t.route_s, t.queue_s, t.prefill_queue_s, t.prefill_compute_s) == (0.5, 0, 1, 2)
+    assert (t.kv_wait_s, t.decode_queue_s, t.first_step_s) == (4, 8, 16)
+    assert t.num_cached_tokens == 4
+
+
+def test_kv_that_was_there_before_the_first_token_waits_no_time(pair):
+    pair.ask()
+    pair.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
+    pair.say("d0", KvReady("r.0", 2, 0, "shm"), after_s=1)
+    pair.say("p0", PrefillDone("r.0", 9, None), after_s=1)
+    [update] = [e for e in pair.say("d0", Tokens("r.0", [8]), after_s=3) if isinstance(e, Deliver)]
+    assert update.timeline.kv_wait_s == 0
+    assert update.timeline.decode_queue_s + update.timeline.first_step_s == 3
+
+
+def test_a_mixed_worker_generates_by_itself():
+    driver = Driver("m0")
+    [(worker, message)] = sent(driver.ask(), Generate)
+    assert worker == "m0"
+    driver.say("m0", PrefillStarted("r.0", 0, None))
+    effects = driver.say("m0", PrefillDone("r.0", 9, None))
+    assert not sent(effects, FirstToken)
+    assert message.limits.max_len == 9
+
+
+def test_work_goes_to_the_least_loaded_workers():
+    driver = Driver("p0", "p1", "d0", "d1")
+    first = sent(driver.ask("a"), Prefill)[0][0]
+    second = sent(driver.ask("b"), Prefill)[0][0]
+    assert {first, second} == {"p0", "p1"}
+    assert {w.reserved_blocks for i, w in driver.machine.view.workers.items() if i[0] == "d"} == {3}
+
+
+def test_a_prompt_waits_in_the_router_while_the_backlog_is_long():
+    driver = Driver("p0", "d0", prefill_backlog_tokens=8)
+    driver.ask("a")
+    assert not sent(driver.ask("b"), Prefill)
+    assert driver.machine.queue_len == 1
+    driver.say("p0", PrefillStarted("a.0", 0, LEASE))
+    effects = driver.say("p0", PrefillDone("a.0", 9, None))
+    assert sent(effects, Prefill)[0][1].seq_id == "b.0"
+
+
+def test_a_full_queue_refuses_before_any_work():
+    driver = Driver("p0", "d0", prefill_backlog_tokens=1, max_queue=1)
+    driver.ask("a")
+    driver.ask("b")
+    [outcome] = ends(driver.ask("c"))
+    assert isinstance(outcome, Rejected)
+
+
+@pytest.mark.parametrize("alive", [[], ["p0"], ["d0"]])
+def test_without_a_worker_of_each_role_a_request_waits_for_one(alive):
+    driver = Driver(*alive)
+    assert driver.ask() == []
+    driver.now_s += 61
+    [outcome] = ends(driver.handle(Tick()))
+    assert isinstance(outcome, Rejected)
+    assert "worker came in time" in outcome.message
+
+
+def test_a_request_goes_on_when_the_missing_worker_comes():
+    driver = Driver("p0")
+    assert driver.ask() == []
+    effects = driver.join("d0")
+    assert [worker for worker, _ in sent(effects, Prefill)] == ["p0"]
+
+
+def test_a_request_larger_than_any_kv_memory_fails_at_once():
+    driver = Driver("p0", "d0", num_blocks=2)
+    [outcome] = ends(driver.ask())
+    assert isinstance(outcome, Failed)
+    assert "KV memory" in outcome.message
+
+
+def test_a_lost_decode_worker_costs_a_prefill_of_prompt_and_tokens_so_far():
+    driver = Driver("p0", "d0", "d1")
+    driver.ask(max_tokens=8)
+    driver.hand_over()
+    driver.say("d0", Tokens("r.0", [8, 7]))
+    effects = driver.handle(WorkerLost("d0", "gone"))
+    [(_, again)] = sent(effects, Prefill)
+    assert again.seq_id == "r.1"
+    assert again.token_ids == [1, 2, 3, 4, 5, 9, 8, 7]
+    assert again.limits.max_len == 13
+    assert not ends(effects)
+
+
+def test_a_prefill_worker_lost_before_the_kv_is_over_costs_another_prefill():
+    driver = Driver("p0", "p1", "d0")
+    driver.ask()
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE))
+    driver.say("p0", PrefillDone("r.0", 9, None))
+    effects = driver.handle(WorkerLost("p0", "gone"))
+    assert sent(effects, Cancel) == [("d0", Cancel("r.0"))]
+    [(worker, again)] = sent(effects, Prefill)
+    assert (worker, again.token_ids) == ("p1", [1, 2, 3, 4, 5, 9])
+
+
+def test_a_prefill_worker_lost_after_the_kv_is_over_costs_nothing(pair):
+    pair.ask()
+    pair.hand_over()
+    assert pair.handle(WorkerLost("p0", "gone")) == []
+    assert ends(pair.say("d0", Tokens("r.0", [8], FinishReason.STOP)))
+
+
+def test_a_sequence_that_is_given_back_is_placed_again(pair):
+    pair.ask()
+    pair.hand_over()
+    effects = pair.say("d0", GivenBack("r.0", "no room"))
+    assert sent(effects, Prefill)[0][1].token_ids == [1, 2, 3, 4, 5, 9]
+    assert pair.machine.counters["retried", "no room"] == 1
+
+
+def test_a_request_that_fails_everywhere_ends_with_the_last_reason(pair):
+    pair.machine = Driver("p0", "d0", max_attempts=2).machine
+    pair.ask()
+    pair.say("p0", GivenBack("r.0", "lease expired"))
+    [outcome] = ends(pair.say("p0", GivenBack("r.1", "lease expired")))
+    assert isinstance(outcome, Failed)
+    assert "lease expired" in outcome.message
+
+
+def test_news_of_a_lost_attempt_match_nothing(pair):
+    pair.ask()
+    pair.hand_over()
+    pair.say("d0", GivenBack("r.0", "preempted"))
+    assert pair.say("d0", Tokens("r.0", [8])) == []
+
+
+@pytest.mark.parametrize("stage", range(5))
+def test_a_client_that_leaves_is_cancelled_on_both_workers_at_every_stage(stage):
+    driver = Driver("p0", "d0")
+    driver.ask(max_tokens=9)
+    news = [
+        ("p0", PrefillStarted("r.0", 0, LEASE)),
+        ("p0", PrefillDone("r.0", 9, None)),
+        ("d0", KvReady("r.0", 2, 0, "shm")),
+        ("d0", Tokens("r.0", [8])),
+    ]
+    for worker, message in news[:stage]:
+        driver.say(worker, message)
+    effects = driver.handle(ClientGone(RequestId("r")))
+    assert {worker for worker, _ in sent(effects, Cancel)} == {"p0", "d0"}
+    assert ends(effects) == [Cancelled()]
+    assert all(w.reserved_blocks == 0 for w in driver.machine.view.workers.values())
+
+
+def test_a_client_that_leaves_the_queue_is_forgotten():
+    driver = Driver("p0", "d0", prefill_backlog_tokens=1)
+    driver.ask("a")
+    driver.ask("b")
+    assert ends(driver.handle(ClientGone(RequestId("b")))) == [Cancelled()]
+    assert driver.machine.queue_len == 0
+
+
+def test_nobody_waits_in_the_queue_for_ever():
+    driver = Driver("p0", "d0", prefill_backlog_tokens=1, queue_timeout_s=5)
+    driver.ask("a")
+    driver.ask("b")
+    driver.now_s = driver.machine.next_wake_s()
+    [outcome] = ends(driver.handle(Tick()))
+    assert isinstance(outcome, Rejected)
+
+
+def test_a_worker_without_news_of_a_request_loses_it(pair):
+    pair.ask()
+    pair.now_s = pair.machine.next_wake_s()
+    effects = pair.handle(Tick())
+    assert {worker for worker, _ in sent(effects, Cancel)} == {"p0", "d0"}
+    assert sent(effects, Prefill)[0][1].seq_id == "r.1"

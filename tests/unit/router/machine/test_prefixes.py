@@ -1,0 +1,260 @@
+"""The request machine: prefixes that other workers hold, and what lost attempts left behind."""
+
+import pytest
+
+from engine.messages import (
+    Cancel,
+    DecodeStarted,
+    FinishReason,
+    Generate,
+    GivenBack,
+    KvReady,
+    LeaseRef,
+    OfferPrefix,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    PrefixOffered,
+    RequestId,
+    Tokens,
+    TransferAddress,
+)
+from engine.worker.block_events import AllBlocksCleared, stored
+from engine.worker.blocks import hash_blocks
+from router.machine.events import BlocksChanged
+from router.machine.machine import ClientGone, Tick, WorkerLost
+from router.machine.requests import Finished
+from router.native import library
+from tests.unit.router.machine.test_machine import LAYOUT, LEASE, Driver, ends, sent
+
+LONG = tuple(range(100))
+OFFERED = LeaseRef("again.0.prefix", TransferAddress("p0", "inc", "tcp://x"), 24)
+
+
+@pytest.fixture(autouse=True, params=["index in C++", "map in Python"])
+def _prefixes(request, monkeypatch):
+    """The machine decides alike with both."""
+    if request.param == "map in Python":
+        monkeypatch.setattr(library, "core", lambda: None)
+
+
+def block_hashes(token_ids):
+    return hash_blocks(token_ids, LAYOUT.block_size)
+
+
+def learned(*workers: str, **config) -> Driver:
+    """A driver whose gateway has seen slow prefill and quick pulls: LONG was computed by the first
+    prefill worker and handed over, and its answer ended."""
+    driver = Driver(*workers, **config)
+    driver.ask("first", LONG, max_tokens=8)
+    prefill = next(w for w, a in driver.machine.view.workers.items() if a.prefills)
+    decode = next(w for w, a in driver.machine.view.workers.items() if a.decodes)
+    assert (prefill, decode) == ("p0", "d0")
+    driver.say(prefill, PrefillStarted("first.0", 0, LEASE))
+    driver.say(prefill, PrefillDone("first.0", 100, None), after_s=1.0)
+    driver.say(decode, KvReady("first.0", 25, 0, "shm", transfer_s=0.001))
+    driver.say(decode, DecodeStarted("first.0"))
+    driver.say(decode, Tokens("first.0", [101, 102], FinishReason.STOP))
+    return driver
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """`p0` and `d0` hold LONG; a long backlog keeps the next prompts away from `p0`."""
+    driver = learned("p0", "p1", "d0")
+    driver.ask("backlog", range(500, 540))
+    return driver
+
+
+def test_a_prompt_that_another_worker_holds_is_offered_before_it_is_computed(driver):
+    effects = driver.ask("again", (*LONG, 7, 8))
+    assert not sent(effects, Prefill)
+    [(holder, offer)] = sent(effects, OfferPrefix)
+    assert (holder, offer) == ("d0", OfferPrefix("again.0", [*LONG, 7, 8]))
+    effects = driver.say("d0", PrefixOffered("again.0", OFFERED))
+    [(worker, prefill)] = sent(effects, Prefill)
+    assert (worker, prefill.prefix, prefill.token_ids) == ("p1", OFFERED, [*LONG, 7, 8])
+
+
+def test_a_decode_worker_holds_its_answers_except_the_last_token():
+    driver = learned("p0", "d0")  # which answered LONG with 100, 101, 102
+    driver.ask("next", (*LONG, 200), max_tokens=8)
+    driver.say("p0", PrefillStarted("next.0", 100, LEASE))
+    driver.say("p0", PrefillDone("next.0", 201, None))
+    driver.say("d0", KvReady("next.0", 1, 25, "shm"))
+    driver.say("d0", Tokens("next.0", [202, 203, 204], FinishReason.STOP))
+    known = driver.machine.prefixes
+    assert known.longest(block_hashes([*LONG, 200, 201, 202, 203])) == {"p0": 25, "d0": 26}
+    assert known.longest(block_hashes([*LONG, 100, 101, 102, 103])) == {"p0": 25, "d0": 25}
+
+
+def test_a_worker_that_holds_as_much_computes_without_asking():
+    driver = learned("p0", "d0")
+    effects = driver.ask("again", (*LONG, 7, 8))
+    assert [w for w, _ in sent(effects, Prefill)] == ["p0"]
+    assert not sent(effects, OfferPrefix)
+
+
+def test_what_is_not_predicted_to_pay_is_computed(driver):
+    effects = driver.ask("short", (*LONG[:4], 7))  # 40 ms of computing at most
+    assert sent(effects, OfferPrefix)
+    quick = Driver("p0", "p1", "d0")
+    quick.ask("first", LONG)
+    quick.say("p0", PrefillStarted("first.0", 0, LEASE))
+    quick.say("p0", PrefillDone("first.0", 100, None), after_s=0.001)
+    quick.say("d0", KvReady("first.0", 25, 0, "shm", transfer_s=0.001))
+    quick.ask("backlog", range(500, 540))
+    assert sent(quick.ask("again", (*LONG, 7)), Prefill)
+
+
+def test_a_mixed_worker_is_given_a_prefix_too():
+    driver = learned("p0", "d0")
+    driver.ask("backlog", range(500, 540))
+    driver.join("m0")
+    [(holder, _)] = sent(driver.ask("again", (*LONG, 7)), OfferPrefix)
+    [(worker, generate)] = sent(driver.say(holder, PrefixOffered("again.0", OFFERED)), Generate)
+    assert (worker, generate.prefix) == ("m0", OFFERED)
+
+
+# ---------------------------------------------------------------- offers that come to nothing
+
+
+def test_an_offer_of_nothing_means_that_all_is_computed_and_it_is_not_asked_for_again(driver):
+    driver.ask("again", (*LONG, 7))
+    [(worker, prefill)] = sent(driver.say("d0", PrefixOffered("again.0", None)), Prefill)
+    assert (worker, prefill.prefix) == ("p1", None)
+    assert driver.machine.counters["fallback", "prefix not held"] == 1
+    driver.handle(ClientGone(RequestId("again")))
+    [(holder, _)] = sent(driver.ask("third", (*LONG, 7)), OfferPrefix)
+    assert holder == "p0"
+
+
+def test_what_a_worker_stored_after_it_answered_and_told_before_that_came_is_not_forgotten(driver):
+    told = [AllBlocksCleared(), stored(block_hashes(LONG), None, block_size=4)]
+    driver.handle(BlocksChanged("d0", told))
+    driver.ask("again", (*LONG, 7))
+    driver.say("d0", PrefixOffered("again.0", None))
+    assert driver.machine.prefixes.longest(block_hashes(LONG))["d0"] == 25
+
+
+def test_an_offer_that_comes_too_late_is_ended_and_ignored(driver):
+    driver.ask("again", (*LONG, 7))
+    due_s = driver.machine.next_wake_s()
+    assert due_s == driver.now_s + 1.0
+    driver.now_s = due_s
+    effects = driver.handle(Tick())
+    assert sent(effects, Cancel) == [("d0", Cancel("again.0"))]
+    [(worker, prefill)] = sent(effects, Prefill)
+    assert (worker, prefill.prefix) == ("p1", None)
+    assert driver.machine.counters["fallback", "prefix offer late"] == 1
+    assert driver.say("d0", PrefixOffered("again.0", OFFERED)) == []
+    assert driver.machine.next_wake_s() > driver.now_s
+
+
+def test_an_offer_of_a_worker_that_was_not_asked_is_ignored(driver):
+    driver.ask("again", (*LONG, 7))
+    assert driver.say("p0", PrefixOffered("again.0", OFFERED)) == []
+    assert sent(driver.say("d0", PrefixOffered("again.0", OFFERED)), Prefill)
+    assert driver.say("d0", PrefixOffered("again.0", OFFERED)) == []
+
+
+def test_a_holder_that_is_lost_before_its_offer_costs_only_the_prefix():
+    driver = learned("p0", "p1", "d0", "d1")
+    driver.machine.prefixes.retract("d0", block_hashes(LONG))
+    driver.ask("backlog", range(500, 540))
+    [(holder, _)] = sent(driver.ask("again", (*LONG, 7)), OfferPrefix)
+    assert holder == "p0"
+    effects = driver.handle(WorkerLost("p0", "gone"))
+    assert ("p1", "again.0", None) in [(w, m.seq_id, m.prefix) for w, m in sent(effects, Prefill)]
+    assert driver.machine.counters["fallback", "prefix holder lost"] == 1
+    assert driver.machine.counters["retried", "worker lost"] == 1  # of the backlog
+
+
+def test_a_holder_that_is_lost_after_its_offer_is_the_prefill_workers_affair():
+    driver = learned("p0", "p1", "d0", "d1")
+    driver.machine.prefixes.retract("d0", block_hashes(LONG))
+    driver.ask("backlog", range(500, 540))
+    driver.ask("again", (*LONG, 7))
+    driver.say("p0", PrefixOffered("again.0", OFFERED))
+    effects = driver.handle(WorkerLost("p0", "gone"))
+    assert "again.0" not in [m.seq_id for _, m in sent(effects, Cancel)]
+    driver.say("p1", PrefillStarted("again.0", 0, LEASE))
+
+
+@pytest.mark.parametrize("has_offered", [False, True])
+@pytest.mark.parametrize("end", ["client gone", "prefill lost", "given back", "no news"])
+def test_an_attempt_that_ends_while_its_offer_may_be_open_ends_the_offer(has_offered, end):
+    driver = learned("p0", "p1", "d0", "d1")
+    driver.machine.prefixes.retract("d0", block_hashes(LONG))
+    driver.ask("backlog", range(500, 540))
+    driver.ask("again", (*LONG, 7))
+    if has_offered:
+        driver.say("p0", PrefixOffered("again.0", OFFERED))
+    match end:
+        case "client gone":
+            effects = driver.handle(ClientGone(RequestId("again")))
+        case "prefill lost":
+            effects = driver.handle(WorkerLost("p1", "gone"))
+        case "given back":
+            effects = driver.say("p1", GivenBack("again.0", "why"))
+        case "no news":
+            driver.now_s += 1000
+            effects = driver.handle(Tick())
+    assert ("p0", Cancel("again.0")) in sent(effects, Cancel)
+
+
+def test_an_offer_is_over_when_its_prompt_is_computed():
+    driver = learned("p0", "p1", "d0", "d1")
+    driver.machine.prefixes.retract("d0", block_hashes(LONG))
+    driver.ask("backlog", range(500, 540))
+    driver.ask("again", (*LONG, 7))
+    driver.say("p0", PrefixOffered("again.0", OFFERED))
+    driver.say("p1", PrefillStarted("again.0", 96, LEASE))
+    effects = driver.handle(ClientGone(RequestId("again")))
+    assert "p0" not in [worker for worker, _ in sent(effects, Cancel)]
+
+
+# ---------------------------------------------------------------- what a lost attempt left
+
+
+def test_a_request_returns_to_the_worker_where_its_blocks_are():
+    driver = Driver("p0", "p1", "d0", "d1")
+    driver.ask("r", LONG)
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE))
+    driver.say("p0", PrefillDone("r.0", 9, None))
+    effects = driver.say("d0", GivenBack("r.0", "pull failed: why", num_kept_tokens=40))
+    ((prefill, message),) = sent(effects, Prefill)
+    assert (prefill, message.seq_id) == ("p1", "r.1")  # what fails from p0 may not from p1
+    assert set(driver.machine.view.workers["d0"].decodes) == {"r.1"}
+    assert driver.machine.prefixes.longest(block_hashes(LONG))["d0"] == 10
+    driver.handle(WorkerLost("d0", "gone"))
+    driver.join("d0")
+    assert set(driver.machine.view.workers["d1"].decodes) == {"r.2"}
+
+
+def test_an_answer_of_one_token_leaves_nothing_at_the_decode_worker():
+    driver = Driver("p0", "d0")
+    driver.ask("r", LONG, max_tokens=1)
+    driver.say("p0", PrefillStarted("r.0", 0, None))
+    driver.say("p0", PrefillDone("r.0", 9, FinishReason.LENGTH))
+    assert driver.machine.prefixes.longest(block_hashes(LONG)) == {"p0": 25}
+
+
+def test_blocks_of_a_worker_that_was_lost_are_not_hoped_for():
+    driver = learned("p0", "p1", "d0")
+    driver.handle(WorkerLost("d0", "gone"))
+    driver.join("d0")
+    assert driver.machine.prefixes.longest(block_hashes(LONG)) == {"p0": 25}
+
+
+def test_a_request_that_is_alone_with_one_worker_hashes_nothing(monkeypatch):
+    def never(*args):
+        raise AssertionError("hashed for nothing")
+
+    monkeypatch.setattr("router.prefixes.map.hash_blocks", never)
+    driver = Driver("m0")
+    driver.ask("r", LONG)
+    driver.say("m0", PrefillStarted("r.0", 0, None))
+    driver.say("m0", PrefillDone("r.0", 9, None))
+    effects = driver.say("m0", Tokens("r.0", [8], FinishReason.STOP))
+    assert ends(effects) == [Finished(FinishReason.STOP)]

@@ -1,0 +1,131 @@
+"""Who is next: those that come back, then priorities, then tenants by turns."""
+
+import random
+
+import pytest
+
+from router.machine.queue import FairQueue
+
+
+@pytest.fixture
+def queue():
+    waiting = FairQueue(quantum=10.0)
+    yield waiting
+    waiting.validate()
+
+
+def put(queue, name, *, tenant="", priority=0, work=5.0):
+    queue.put(name, priority=priority, tenant=tenant, work=work)
+
+
+def drain(queue, number=None) -> list[str]:
+    names = []
+    while (head := queue.head()) is not None and (number is None or len(names) < number):
+        names.append(head)
+        queue.remove(head)
+        queue.validate()
+    return names
+
+
+def test_of_one_tenant_requests_are_served_in_order_of_arrival(queue):
+    for name in "abc":
+        put(queue, name, work=100.0)
+    assert drain(queue) == ["a", "b", "c"]
+    assert (len(queue), queue.work) == (0, 0.0)
+
+
+def test_a_lower_number_is_served_earlier(queue):
+    put(queue, "later", priority=1)
+    put(queue, "normal")
+    put(queue, "urgent", priority=-1)
+    assert drain(queue) == ["urgent", "normal", "later"]
+
+
+def test_what_comes_back_is_first_and_the_last_to_come_back_before_the_others(queue):
+    put(queue, "urgent", priority=-9)
+    queue.put_back("second", work=1.0)
+    queue.put_back("first", work=1.0)
+    assert drain(queue) == ["first", "second", "urgent"]
+
+
+def test_the_head_stays_until_it_is_taken_or_somebody_goes_before_it(queue):
+    put(queue, "a", tenant="x", work=25.0)
+    put(queue, "b", tenant="y", work=25.0)
+    head = queue.head()
+    assert all(queue.head() == head for _ in range(5))
+    put(queue, "c", tenant="z", work=1.0)
+    assert queue.head() == head
+    put(queue, "d", priority=-1)
+    assert queue.head() == "d"
+
+
+def test_tenants_take_turns_however_many_requests_one_has(queue):
+    for number in range(6):
+        put(queue, f"many-{number}", tenant="many", work=10.0)
+    put(queue, "few-0", tenant="few", work=10.0)
+    put(queue, "few-1", tenant="few", work=10.0)
+    assert drain(queue, 4) == ["many-0", "few-0", "many-1", "few-1"]
+
+
+def test_who_sends_long_requests_is_served_as_much_and_not_as_often(queue):
+    for number in range(30):
+        put(queue, f"long-{number}", tenant="long", work=40.0)
+        for part in range(4):
+            put(queue, f"short-{number}-{part}", tenant="short", work=10.0)
+    served = drain(queue, 60)
+    work = {"long": 0.0, "short": 0.0}
+    for name in served:
+        tenant = name.split("-")[0]
+        work[tenant] += 40.0 if tenant == "long" else 10.0
+    assert abs(work["long"] - work["short"]) <= 50.0
+
+
+def test_a_tenant_that_leaves_takes_nothing_along(queue):
+    put(queue, "a", tenant="x", work=1.0)
+    put(queue, "b", tenant="y", work=1.0)
+    queue.discard(queue.head())
+    assert drain(queue) == ["b"]
+    put(queue, "c", tenant="x", work=30.0)
+    put(queue, "d", tenant="y", work=10.0)
+    assert drain(queue) == ["d", "c"]
+
+
+def test_what_is_not_there_cannot_be_taken_and_what_is_there_not_put_twice(queue):
+    put(queue, "a")
+    assert "a" in queue
+    assert "b" not in queue
+    with pytest.raises(AssertionError):
+        put(queue, "a", priority=3)
+    with pytest.raises(AssertionError):
+        queue.put_back("a", work=1.0)
+    with pytest.raises(KeyError):
+        queue.remove("b")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_shares_are_even_over_any_time_in_which_all_have_something_waiting(seed):
+    rng = random.Random(seed)
+    queue = FairQueue(quantum=10.0)
+    served = dict.fromkeys("abc", 0.0)
+    work = {}
+
+    def arrive(tenant):
+        name = f"{tenant}{len(work)}"
+        work[name] = rng.choice([1.0, 7.0, 30.0] if tenant == "a" else [2.0, 5.0])
+        queue.put(name, priority=0, tenant=tenant, work=work[name])
+
+    for tenant in "abc":
+        for _ in range(3):
+            arrive(tenant)
+    for _ in range(2000):
+        head = queue.head()
+        queue.remove(head)
+        served[head[0]] += work[head]
+        arrive(head[0])
+        if rng.random() < 0.1:
+            victim = rng.choice(list(queue))
+            queue.discard(victim)
+            arrive(victim[0])
+        queue.validate()
+    # A turn's worth and the largest request: the bound of deficit round robin.
+    assert max(served.values()) - min(served.values()) <= 2 * (10.0 + 30.0)

@@ -1,0 +1,30 @@
+"""Tokens of a step, told at once: what comes of them is what comes of each by itself."""
+
+from engine.messages import FinishReason, PrefillDone, PrefillStarted, Tokens
+from router.machine.events import Stepped
+from tests.unit.router.machine.test_machine import Driver
+
+
+def begun() -> Driver:
+    """Three answers, of which one has outgrown nothing yet and one is about to end."""
+    driver = Driver("m0")
+    for name in ("a", "b", "c"):
+        driver.ask(name, max_tokens=40)
+        driver.say("m0", PrefillStarted(f"{name}.0", 0, None))
+        driver.say("m0", PrefillDone(f"{name}.0", 9, None))
+    return driver
+
+
+def test_a_step_told_at_once_is_the_same_as_its_tokens_one_by_one():
+    together, alone = begun(), begun()
+    for step in range(30):
+        tokens = [
+            Tokens("a.0", [step], num_drafted=step % 2),
+            Tokens("gone.0", [1]),
+            Tokens("b.0", [step, step + 1]),
+            Tokens("c.0", [7], FinishReason.STOP if step == 9 else None),
+        ]
+        one_by_one = [effect for message in tokens for effect in alone.say("m0", message)]
+        assert together.handle(Stepped("m0", tokens)) == one_by_one
+    assert together.machine.view.workers == alone.machine.view.workers
+    assert together.machine.counters == alone.machine.counters

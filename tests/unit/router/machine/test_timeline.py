@@ -1,0 +1,206 @@
+"""The timeline: its stages sum to what the client waited, whatever happened in between."""
+
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from engine.messages import (
+    DecodeStarted,
+    FinishReason,
+    GivenBack,
+    KvReady,
+    PrefillDone,
+    PrefillStarted,
+    RequestId,
+    Tokens,
+)
+from router.machine.machine import ClientGone, Deliver, End, WorkerLost
+from router.machine.requests import Timeline
+from tests.unit.router.machine.test_machine import LEASE, Driver
+
+ROUTE_S = 0.5  # `Driver.ask` says that the request was received so much earlier
+
+
+def to_first(timeline: Timeline) -> float:
+    return (
+        timeline.route_s + timeline.queue_s + timeline.prefill_queue_s + timeline.prefill_compute_s
+    )
+
+
+def to_second(timeline: Timeline) -> float:
+    assert timeline.kv_wait_s is not None
+    assert timeline.decode_queue_s is not None
+    assert timeline.first_step_s is not None
+    return timeline.kv_wait_s + timeline.decode_queue_s + timeline.first_step_s
+
+
+def delivered(effects) -> Deliver:
+    [deliver] = [e for e in effects if isinstance(e, Deliver)]
+    return deliver
+
+
+def stages(timeline: Timeline) -> tuple[float, ...]:
+    first = (timeline.prefill_queue_s, timeline.prefill_compute_s)
+    return (timeline.route_s, timeline.queue_s, *first)
+
+
+def test_the_time_in_the_queue_is_the_routers():
+    driver = Driver("p0", "d0", prefill_backlog_tokens=1)
+    driver.ask("a")
+    driver.ask("b")
+    driver.now_s += 2
+    driver.handle(ClientGone(RequestId("a")))
+    driver.say("p0", PrefillStarted("b.0", 3, LEASE), after_s=4)
+    deliver = delivered(driver.say("p0", PrefillDone("b.0", 9, None), after_s=8))
+    assert stages(deliver.timeline) == (ROUTE_S, 2, 4, 8)
+    assert deliver.timeline.num_cached_tokens == 3
+    assert (deliver.timeline.prefill_worker, deliver.timeline.decode_worker) == ("p0", "d0")
+
+
+def test_the_timeline_comes_with_the_first_two_tokens_and_the_end():
+    driver = Driver("p0", "d0")
+    driver.ask(max_tokens=20)
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE))
+    first = delivered(driver.say("p0", PrefillDone("r.0", 9, None), after_s=1))
+    assert first.timeline.first_step_s is None
+    second = delivered(driver.say("d0", Tokens("r.0", [8, 7]), after_s=1))
+    assert to_second(second.timeline) == 1
+    third = driver.say("d0", Tokens("r.0", [6], FinishReason.STOP), after_s=1)
+    assert delivered(third).timeline is None
+    assert third[-1].timeline == second.timeline
+
+
+def test_where_one_worker_does_both_no_time_is_spent_on_kv():
+    driver = Driver("m0")
+    driver.ask()
+    driver.say("m0", PrefillStarted("r.0", 0, None), after_s=1)
+    driver.say("m0", PrefillDone("r.0", 9, None), after_s=1)
+    driver.say("m0", DecodeStarted("r.0"), after_s=2)
+    timeline = delivered(driver.say("m0", Tokens("r.0", [8]), after_s=4)).timeline
+    assert (timeline.kv_wait_s, timeline.decode_queue_s, timeline.first_step_s) == (0, 2, 4)
+
+
+@pytest.mark.parametrize("num_lost", [1, 2, 3])
+def test_attempts_lost_before_the_first_token_count_as_queue(num_lost):
+    driver = Driver("p0", "d0")
+    driver.ask()
+    for number in range(num_lost):
+        driver.say("p0", PrefillStarted(f"r.{number}", 0, LEASE), after_s=1)
+        driver.say("p0", GivenBack(f"r.{number}", "lease expired"), after_s=1)
+    driver.say("p0", PrefillStarted(f"r.{num_lost}", 0, LEASE), after_s=4)
+    done = PrefillDone(f"r.{num_lost}", 9, None)
+    timeline = delivered(driver.say("p0", done, after_s=8)).timeline
+    assert stages(timeline) == (ROUTE_S, 2 * num_lost, 4, 8)
+    assert timeline.attempts == num_lost + 1
+
+
+def test_an_attempt_lost_after_the_first_token_changes_nothing_before_it():
+    driver = Driver("p0", "d0", "d1")
+    driver.ask(max_tokens=20)
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
+    driver.say("d0", KvReady("r.0", 2, 0, "shm"), after_s=1)
+    first = delivered(driver.say("p0", PrefillDone("r.0", 9, None), after_s=1))
+    driver.say("d0", DecodeStarted("r.0"), after_s=1)
+    driver.now_s += 1
+    driver.handle(WorkerLost("d0", "gone"))
+    driver.say("p0", PrefillStarted("r.1", 4, LEASE), after_s=1)
+    second = delivered(driver.say("p0", PrefillDone("r.1", 8, None), after_s=1))
+    assert stages(second.timeline) == stages(first.timeline)
+    assert to_second(second.timeline) == 4
+    assert second.timeline.attempts == 2
+    assert second.timeline.decode_worker == "d1"
+
+
+def test_an_attempt_lost_after_the_second_token_changes_nothing_before_it():
+    driver = Driver("p0", "d0")
+    driver.ask(max_tokens=20)
+    driver.say("p0", PrefillStarted("r.0", 4, LEASE), after_s=1)
+    driver.say("p0", PrefillDone("r.0", 9, None), after_s=2)
+    driver.say("d0", KvReady("r.0", 2, 0, "shm"), after_s=4)
+    driver.say("d0", DecodeStarted("r.0"), after_s=8)
+    second = delivered(driver.say("d0", Tokens("r.0", [8]), after_s=16)).timeline
+    driver.say("d0", GivenBack("r.0", "preempted"), after_s=1)
+    driver.say("p0", PrefillStarted("r.1", 0, LEASE), after_s=1)
+    driver.say("d0", KvReady("r.1", 2, 0, "shm"), after_s=1)
+    driver.say("p0", PrefillDone("r.1", 7, None), after_s=1)
+    driver.say("d0", DecodeStarted("r.1"), after_s=1)
+    *_, end = driver.say("d0", Tokens("r.1", [6], FinishReason.STOP), after_s=1)
+    decision = end.timeline.decision  # of the latest attempt
+    assert end.timeline == msgspec.structs.replace(second, attempts=2, decision=decision)
+
+
+def test_a_request_that_ends_without_a_token_accounts_for_all_its_time():
+    driver = Driver("p0", "d0")
+    driver.ask()
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=2)
+    driver.now_s += 4
+    *_, end = driver.handle(ClientGone(RequestId("r")))
+    assert isinstance(end, End)
+    assert stages(end.timeline) == (ROUTE_S, 0, 2, 4)
+    assert end.timeline.kv_wait_s is None
+
+
+def test_a_request_that_was_never_placed_spent_its_time_in_the_queue():
+    driver = Driver("p0", "d0", prefill_backlog_tokens=1)
+    driver.ask("a")
+    driver.ask("b")
+    driver.now_s += 4
+    [end] = driver.handle(ClientGone(RequestId("b")))
+    assert stages(end.timeline) == (ROUTE_S, 4, 0, 0)
+    assert end.timeline.attempts == 0
+
+
+NEWS = [
+    ("d0", KvReady("r.0", 2, 0, "shm")),
+    ("p0", PrefillDone("r.0", 9, None)),
+    ("d0", DecodeStarted("r.0")),
+]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(NEWS)), ids=lambda o: "")
+@pytest.mark.parametrize("seen", [0, 1, 2, 3])
+def test_stages_sum_in_whatever_order_news_come_and_whichever_is_missing(order, seen):
+    """Two streams are not ordered among each other. Times are such that sums are exact."""
+    rng = random.Random(seen)
+    driver = Driver("p0", "d0")
+    driver.ask(max_tokens=20)
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=rng.randrange(8) / 4)
+    first_s = None
+    for number, (worker, message) in enumerate(order):
+        if number == seen and not isinstance(message, PrefillDone):
+            continue  # this one is missing
+        effects = driver.say(worker, message, after_s=rng.randrange(8) / 4)
+        if isinstance(message, PrefillDone):
+            first_s = driver.now_s
+            assert to_first(delivered(effects).timeline) == first_s - 10.0 + ROUTE_S
+    timeline = delivered(
+        driver.say("d0", Tokens("r.0", [8]), after_s=rng.randrange(8) / 4)
+    ).timeline
+    assert to_first(timeline) == first_s - 10.0 + ROUTE_S
+    assert to_second(timeline) == driver.now_s - first_s
+    parts = [timeline.kv_wait_s, timeline.decode_queue_s, timeline.first_step_s]
+    assert min(*stages(timeline), *parts) >= 0
+
+
+def test_how_long_blocks_travelled_is_told_beside_the_stages_and_changes_none():
+    driver = Driver("p0", "d0")
+    driver.ask()
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
+    first = delivered(driver.say("p0", PrefillDone("r.0", 9, None), after_s=2))
+    assert (first.timeline.kv_transfer_s, first.timeline.kv_exposed_s) == (None, None)
+    driver.say("d0", KvReady("r.0", 2, 0, "shm", transfer_s=1.5, exposed_s=0.25), after_s=0.5)
+    second = delivered(driver.say("d0", Tokens("r.0", [8]), after_s=1))
+    assert (second.timeline.kv_transfer_s, second.timeline.kv_exposed_s) == (1.5, 0.25)
+    assert to_second(second.timeline) == 1.5
+
+
+def test_where_nothing_is_handed_over_nothing_travels():
+    driver = Driver("m0")
+    driver.ask()
+    driver.say("m0", PrefillStarted("r.0", 0, None))
+    driver.say("m0", PrefillDone("r.0", 9, None))
+    end = driver.say("m0", Tokens("r.0", [8], FinishReason.STOP))
+    [timeline] = [e.timeline for e in end if isinstance(e, End)]
+    assert (timeline.kv_transfer_s, timeline.kv_exposed_s) == (None, None)

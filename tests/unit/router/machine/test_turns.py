@@ -1,0 +1,255 @@
+"""One key cannot keep another from the queue or from the workers."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    DecodeStarted,
+    FinishReason,
+    Generate,
+    KvReady,
+    Limits,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    RequestId,
+    Role,
+    Sampling,
+    Tokens,
+    Welcome,
+)
+from router.machine.events import Arrived, End, SendTo, Tick, WorkerJoined
+from router.machine.requests import Rejected, Request
+from router.machine.turns import LOOK_EVERY_S
+from tests.unit.router.machine.test_machine import LAYOUT, LEASE, Driver, ends, sent
+
+TURN_AFTER_S = 1.0
+
+
+class Keys(Driver):
+    """A driver whose requests come from holders of keys, and which plays the workers too."""
+
+    def handle(self, event):
+        """Its invariants are looked at now and then: there are many requests."""
+        self.num_events = getattr(self, "num_events", 0) + 1
+        effects = self.machine.handle(event, self.now_s)
+        if self.num_events % 50 == 0 or isinstance(event, Tick):
+            self.machine.validate()
+        return effects
+
+    def join(self, name: str, num_blocks: int = 100, max_running: int = 64):
+        role = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}[name[0]]
+        info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, max_running)
+        return self.handle(WorkerJoined(info))
+
+    def ask_as(self, key, name, *, num_prompt=5, max_tokens=4, has_key=True, priority=0):
+        request = Request(
+            RequestId(name),
+            tuple(range(1, num_prompt + 1)),
+            Sampling(),
+            Limits(max_len=num_prompt + max_tokens),
+            self.now_s,
+            tenant=key,
+            has_key=has_key,
+            priority=priority,
+        )
+        return self.handle(Arrived(request))
+
+    def run_all(self, effects):
+        """Computes every prompt that a worker was given: the sequences decode from now on."""
+        waiting = list(effects)
+        while waiting:
+            effect = waiting.pop(0)
+            if not isinstance(effect, SendTo) or not isinstance(effect.message, Prefill | Generate):
+                continue
+            seq_id = effect.message.seq_id
+            attempt = self.attempt_of(seq_id)
+            if attempt is None:
+                continue
+            hands_over = attempt.hands_over
+            waiting += self.say(effect.worker_id, PrefillStarted(seq_id, 0, LEASE))
+            waiting += self.say(effect.worker_id, PrefillDone(seq_id, 9, None))
+            if hands_over:
+                waiting += self.say(attempt.decode, KvReady(seq_id, 2, 0, "shm"))
+                waiting += self.say(attempt.decode, DecodeStarted(seq_id))
+
+    def attempt_of(self, seq_id):
+        request_id = self.machine.state.by_seq.get(seq_id)
+        return None if request_id is None else self.machine.state.flights[request_id].attempt
+
+    def tick_until_due(self):
+        """The next thing that falls due."""
+        wake_s = self.machine.next_wake_s()
+        assert wake_s is not None
+        self.now_s = max(self.now_s, wake_s)
+        return self.handle(Tick())
+
+    def running(self, key):
+        flights = self.machine.state.flights.values()
+        return [f for f in flights if f.request.tenant == key and f.attempt is not None]
+
+
+def filled(num_streams: int = 200, **config) -> Keys:
+    """A key's streams fill the only decode worker, and more of them wait."""
+    driver = Keys("p0", prefill_backlog_tokens=10_000, **config)
+    driver.join("d0", num_blocks=100_000, max_running=64)
+    for number in range(num_streams):
+        driver.run_all(driver.ask_as("a", f"a{number}", max_tokens=1000))
+    assert len(driver.running("a")) == 64
+    return driver
+
+
+def test_a_key_waits_no_longer_than_its_turn_behind_200_streams_of_another():
+    driver = filled()
+    asked_s = driver.now_s
+    assert not sent(driver.ask_as("b", "b0"), Prefill)
+    effects = []
+    while not driver.running("b"):
+        effects = driver.tick_until_due()
+        assert driver.now_s <= asked_s + TURN_AFTER_S + LOOK_EVERY_S
+    [(_, message)] = sent(effects, Prefill)
+    assert message.seq_id == "b0.0"
+    assert {m.seq_id for _, m in sent(effects, Cancel)} == {"a63.0"}  # the youngest that ran
+    assert len(driver.running("a")) == 63
+    assert driver.machine.counters["retried", "another key's turn"] == 1
+
+
+def test_a_stream_that_gave_its_room_goes_on_from_its_tokens():
+    driver = filled(64)
+    driver.say("d0", Tokens("a63.0", [8, 7]))
+    driver.ask_as("b", "b0")
+    while not driver.running("b"):
+        effects = driver.tick_until_due()
+    driver.run_all(effects)
+    effects = driver.say("d0", Tokens("b0.0", [8], FinishReason.STOP))
+    [(_, message)] = sent(effects, Prefill)
+    assert message.seq_id == "a63.1"
+    assert message.token_ids == [1, 2, 3, 4, 5, 9, 8, 7]
+
+
+def test_keys_come_to_share_the_workers_evenly_and_then_keep_what_they_have():
+    driver = filled()
+    for number in range(100):
+        driver.ask_as("b", f"b{number}", max_tokens=1000)
+    for _ in range(20):
+        driver.run_all(driver.tick_until_due())
+    assert (len(driver.running("a")), len(driver.running("b"))) == (32, 32)
+    taken = driver.machine.counters["retried", "another key's turn"]
+    for _ in range(20):
+        driver.run_all(driver.tick_until_due())
+    assert driver.machine.counters["retried", "another key's turn"] == taken == 32
+
+
+def test_a_key_alone_may_fill_all_workers():
+    driver = filled()
+    driver.tick_until_due()
+    due_s = driver.machine.next_wake_s()
+    assert due_s is not None
+    assert due_s > driver.now_s + 10  # nothing but its own deadlines
+    assert driver.machine.counters["retried", "another key's turn"] == 0
+
+
+def test_names_without_keys_take_no_turns():
+    driver = filled()
+    driver.ask_as("b", "b0", has_key=False)
+    for _ in range(10):
+        driver.now_s += LOOK_EVERY_S
+        driver.handle(Tick())
+    assert not driver.running("b")
+
+
+def test_a_large_request_takes_as_much_memory_as_it_needs_and_no_more_than_is_fair():
+    driver = Keys("p0", prefill_backlog_tokens=10_000)
+    driver.join("d0", num_blocks=100, max_running=64)  # 400 tokens
+    for number in range(10):
+        driver.run_all(driver.ask_as("a", f"a{number}", max_tokens=35))
+    assert len(driver.running("a")) == 10
+    driver.ask_as("b", "large", num_prompt=100, max_tokens=20)
+    driver.ask_as("c", "too large", num_prompt=240, max_tokens=20)
+    for _ in range(8):
+        driver.run_all(driver.tick_until_due())
+    assert len(driver.running("b")) == 1
+    assert len(driver.running("a")) == 7
+    assert not driver.running("c")
+
+
+def test_of_1100_requests_of_one_key_another_keys_first_is_let_in():
+    driver = Keys("p0", prefill_backlog_tokens=10_000)
+    driver.join("d0", num_blocks=100_000, max_running=1)
+    refused = [outcome for i in range(1100) for outcome in ends(driver.ask_as("a", f"a{i}"))]
+    assert len(refused) == 75  # one runs, 1024 wait
+    [end] = [e for e in driver.ask_as("b", "b0") if isinstance(e, End)]
+    assert end.request_id == "a1024"  # the latest that waited
+    assert isinstance(end.outcome, Rejected)
+    assert end.outcome.retry_after_s > 0
+    assert "b0" in driver.machine.state.flights
+    assert driver.machine.queue_len == 1024
+
+
+def test_keys_with_equal_parts_of_a_full_queue_take_nothing_from_each_other():
+    driver = Keys("p0", prefill_backlog_tokens=10_000, max_queue=10)
+    driver.join("d0", num_blocks=100_000, max_running=1)
+    for i in range(6):
+        driver.ask_as("a", f"a{i}")
+        driver.ask_as("b", f"b{i}")
+    [refused] = ends(driver.ask_as("b", "one more"))
+    assert isinstance(refused, Rejected)
+    assert "waiting already" in refused.message
+
+
+def test_without_keys_a_full_queue_refuses_who_comes():
+    driver = Keys("p0", prefill_backlog_tokens=10_000, max_queue=4)
+    driver.join("d0", num_blocks=100_000, max_running=1)
+    for i in range(5):
+        driver.ask_as("a", f"a{i}", has_key=False)
+    [end] = [e for e in driver.ask_as("b", "b0", has_key=False) if isinstance(e, End)]
+    assert end.request_id == "b0"
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_keys_ask_every_request_ends_once(seed):
+    rng = random.Random(seed)
+    driver = Keys("p0", prefill_backlog_tokens=10_000, max_queue=6)
+    driver.join("d0", num_blocks=60, max_running=4)
+    driver.join("m0", num_blocks=60, max_running=2)
+    asked, ended = 0, []
+
+    def take(effects):
+        ended.extend(e.request_id for e in effects if isinstance(e, End))
+
+    for _ in range(60):
+        match rng.randrange(3):
+            case 0:
+                key = rng.choice("abc")
+                take(driver.ask_as(key, f"{key}{asked}", max_tokens=rng.randrange(1, 60)))
+                asked += 1
+            case 1:
+                driver.now_s += rng.random()
+                take(driver.handle(Tick()))
+            case 2:
+                live = [f.attempt for f in driver.machine.state.flights.values() if f.attempt]
+                if live and (attempt := rng.choice(live)).started_s is None:
+                    take(driver.say(attempt.prefill, PrefillStarted(attempt.seq_id, 0, LEASE)))
+                    take(driver.say(attempt.prefill, PrefillDone(attempt.seq_id, 9, None)))
+                    if attempt.hands_over and attempt.seq_id in driver.machine.state.by_seq:
+                        take(driver.say(attempt.decode, KvReady(attempt.seq_id, 2, 0, "shm")))
+                elif live and attempt.is_decoding:
+                    tokens = Tokens(attempt.seq_id, [1], FinishReason.STOP)
+                    take(driver.say(attempt.decode, tokens))
+    assert len(ended) == len(set(ended)) == asked - driver.machine.num_flights
+
+
+@pytest.mark.parametrize("after_s", [None, 5.0])
+def test_how_long_a_key_waits_is_configured(after_s):
+    driver = filled(turn_after_s=after_s)
+    driver.ask_as("b", "b0")
+    for _ in range(12):
+        driver.now_s += LOOK_EVERY_S
+        driver.handle(Tick())
+    assert not driver.running("b")

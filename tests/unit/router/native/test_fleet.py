@@ -1,0 +1,569 @@
+"""Placements in C++ against the `slo` policy in Python, and what C++ is told."""
+
+import math
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from engine.demand import DecodeCost
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import (
+    PROTOCOL_VERSION,
+    LoadReport,
+    Role,
+    RoleChanged,
+    StepReport,
+    Welcome,
+    WorkerId,
+)
+from engine.worker.blocks import BlockHash
+from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from router.cluster.estimates import Estimates
+from router.cluster.view import ClusterView
+from router.native.fleet import MAX_KINDS, Fleet
+from router.native.index import PrefixIndex
+from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need, Placement
+from router.policies.candidates import LEAST_WAIT_S, Backlog, find
+from router.policies.slo import Slo
+
+BLOCK = 16
+BACKLOG_S = 3.0
+LAYOUT = KVLayout(BLOCK, KVFormat.BF16, (KVSection(1, 1, 8),))
+NARROW = KVLayout(BLOCK, KVFormat.INT8, (KVSection(1, 1, 8),))
+# Sums of these are exact, so there are ties.
+ROUND = WorkerCosts(
+    PrefillCost(0.125, 2**-7, 0.0), DecodeCost(0.125, 2**-6, 2**-14), PullCost(0.0, 2**-5, math.inf)
+)
+CURVED = WorkerCosts(PrefillCost(0.125, 2**-7, 2**-16), ROUND.decode, ROUND.pull)
+NEVER_PULL = WorkerCosts(ROUND.prefill, ROUND.decode, PullCost(1e6, 0.0, math.inf))
+QUICK = WorkerCosts(PrefillCost(0.0, 2**-12, 0.0), DecodeCost(0.25, 0.0, 0.0), ROUND.pull)
+
+
+def welcome(name, role, *, local=False, num_blocks=100, max_running=8, layout=LAYOUT, wire=None):
+    return Welcome(
+        PROTOCOL_VERSION,
+        WorkerId(name),
+        "life",
+        role,
+        "fp",
+        layout,
+        num_blocks,
+        max_running,
+        kv_wire_dtype=wire,
+        prefills_locally=local,
+    )
+
+
+class Cluster:
+    """A view, its fleet, and the same question to the policy."""
+
+    def __init__(self, *workers, costs=ROUND, seed=0, backlog_s=BACKLOG_S):
+        self.view = ClusterView()
+        self.index = PrefixIndex(seed=seed)
+        self.estimates = Estimates(costs)
+        self.backlog_s = backlog_s
+        self.fleet = Fleet(self.view, self.index, self.estimates, backlog_s=backlog_s, seed=seed)
+        for info in workers:
+            self.add(info)
+
+    def add(self, info):
+        self.index.add(info.worker_id, info.num_blocks)
+        self.fleet.add(self.view.add(info))
+
+    def lose(self, name):
+        self.fleet.forget(self.view.workers.pop(name))
+        self.index.forget(name)
+
+    def change_role(self, name, message):
+        worker = self.view.workers[name]
+        self.fleet.forget(worker)
+        worker.change_role(message)
+        self.fleet.add(worker)
+
+    def hold(self, name, hashes):
+        self.index.stored(WorkerId(name), hashes)
+
+    def fleet_choice(self, need, hashes=(), now_s=0.0):
+        known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
+        choice = self.fleet.choose(need, known, now_s)
+        if isinstance(choice, Choice):  # nothing is claimed: what it reserved is undone
+            self.view.touched |= {choice.placement.prefill, choice.placement.decode}
+        return choice
+
+    def asked(self, need, hashes=(), now_s=0.0, seed=0):
+        backlog = Backlog(10**6, self.backlog_s, self.estimates, now_s)
+        found = find(self.view, need, backlog, locally=True)
+        if not isinstance(found, Candidates):
+            return found
+        known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
+        matched = {i: n * BLOCK for i, n in self.index.longest(known).items()}
+        return Asked(
+            self.view,
+            found,
+            need,
+            SimpleNamespace(matched_tokens=lambda: matched),
+            self.estimates,
+            now_s,
+            random.Random(seed),
+            wait_bound_s=self.backlog_s + LEAST_WAIT_S,
+        )
+
+    def policy_choice(self, need, hashes=(), now_s=0.0, seed=0):
+        asked = self.asked(need, hashes, now_s, seed)
+        return Slo().choose(asked) if isinstance(asked, Asked) else asked
+
+
+def chain(seed, num_blocks=12):
+    rng = random.Random(seed)
+    return [BlockHash(rng.randbytes(16)) for _ in range(num_blocks)]
+
+
+# ---------------------------------------------------------------- random clusters
+
+
+TIES = 60  # ways in which they may fall, tried before a choice counts as another one
+
+
+class RandomCluster:
+    """Workers with claims and blocks by lot."""
+
+    def __init__(self, seed):
+        self.rng = rng = random.Random(seed)
+        self.now_s = 10.0
+        costs = rng.choice([ROUND, CURVED, NEVER_PULL, QUICK])
+        self.cluster = Cluster(costs=costs, seed=seed)
+        self.chains = [chain(100 + i) for i in range(4)]
+        self.num_seqs = 0
+        self.outcomes = Counter()
+        self.roles = rng.choice([[Role.PREFILL, Role.DECODE], [Role.MIXED], list(Role)])
+        self.sizes = [(rng.randint(20, 80), rng.randint(1, 6)) for _ in range(2)]
+        self.num_workers = rng.choice([2, 3, 5, 70, 150])
+        for i in range(self.num_workers):
+            self.add(f"w{i}")
+
+    def add(self, name):
+        rng = self.rng
+        role = rng.choice(self.roles)
+        num_blocks, max_running = rng.choice(self.sizes)
+        self.cluster.add(
+            welcome(
+                name,
+                role,
+                local=role is Role.DECODE and rng.random() < 0.7,
+                num_blocks=num_blocks,
+                max_running=max_running,
+                layout=rng.choice([LAYOUT, LAYOUT, NARROW]),
+                wire=rng.choice([None, None, KVFormat.INT8]),
+            )
+        )
+
+    @property
+    def workers(self):
+        return list(self.cluster.view.workers.values())
+
+    def step(self):
+        self.rng.choices(
+            [
+                *(self.prefill, self.decode, self.end, self.report, self.store),
+                *(self.lose, self.join, self.observe, self.go_on, self.change_role),
+            ],
+            [4, 4, 4, 2, 6, 0.4, 0.4, 1, 4, 1],
+        )[0]()
+        self.now_s += self.rng.choice([0.0, 0.125, 1.0])
+        self.compare()
+
+    def next_seq(self):
+        self.num_seqs += 1
+        return f"s{self.num_seqs}"
+
+    def prefill(self):
+        worker = self.rng.choice(self.workers)
+        if worker.info.role.prefills or worker.info.prefills_locally:
+            worker.reserve_prefill(
+                self.next_seq(),
+                self.rng.randint(1, 99),
+                seconds=self.rng.choice([0.25, 1.0, 2.5]),
+                now_s=self.now_s,
+                waits=self.rng.random() < 0.2,
+            )
+
+    def decode(self):
+        worker = self.rng.choice(self.workers)
+        if worker.info.role.decodes:
+            worker.reserve_decode(
+                self.next_seq(), self.rng.randint(1, 12), context_tokens=self.rng.randint(1, 99)
+            )
+
+    def go_on(self):
+        worker = self.rng.choice(self.workers)
+        for seq_id in list(worker.prefills)[:1]:
+            worker.begin_prefill(seq_id, self.now_s)
+        for seq_id, claim in list(worker.decodes.items())[:1]:
+            worker.extend_decode(seq_id, claim.blocks + 5)
+
+    def end(self):
+        worker = self.rng.choice(self.workers)
+        for seq_id in list(worker.prefills)[:2]:
+            worker.release_prefill(seq_id, self.now_s)
+        for seq_id in list(worker.decodes)[:1]:
+            worker.release_decode(seq_id)
+
+    def report(self):
+        rng, worker = self.rng, self.rng.choice(self.workers)
+        load = LoadReport(
+            *(0,) * 8,
+            prompt_tokens=rng.choice([0, 0, 64, 256]),
+            decode_seqs=rng.randint(0, 2),
+            decode_blocks=rng.randint(0, 9),
+            context_tokens=rng.randint(0, 99),
+        )
+        worker.report(load, self.now_s)
+
+    def store(self):
+        most = self.rng.choice([1, 2, len(self.workers)])  # nearly all: as with a system prompt
+        for worker in self.rng.sample(self.workers, self.rng.randint(1, most)):
+            blocks = self.rng.choice(self.chains)[: self.rng.randint(0, 12)]
+            self.cluster.hold(worker.info.worker_id, blocks)
+
+    def lose(self):
+        if len(self.workers) > 2:
+            self.cluster.lose(self.rng.choice(self.workers).info.worker_id)
+
+    def join(self):
+        """Sometimes under the name of one that was lost."""
+        name = f"w{self.rng.randrange(2 * self.num_workers)}"
+        if name not in self.cluster.view.workers:
+            self.add(name)
+
+    def change_role(self):
+        """Its claims stay, also those that it would not be given any more."""
+        role = self.rng.choice(list(Role))
+        local = role is Role.DECODE and self.rng.random() < 0.7
+        name = self.rng.choice(self.workers).info.worker_id
+        self.cluster.change_role(name, RoleChanged(role, prefills_locally=local))
+
+    def observe(self):
+        """Often enough, and costs are others than they were."""
+        rng, worker, estimates = self.rng, self.rng.choice(self.workers), self.cluster.estimates
+        for _ in range(rng.choice([1, 20])):
+            num_tokens = rng.choice([16, 64, 256])
+            estimates.observe_prefill(worker, num_tokens, num_cached=0, seconds=num_tokens / 64)
+            step = StepReport(0.25, num_rows=1, num_context_tokens=num_tokens)
+            estimates.observe_steps(worker, [step])
+
+    def compare(self):
+        rng = self.rng
+        hashes = rng.choice(self.chains)[: rng.randint(0, 12)]
+        num_tokens = len(hashes) * BLOCK + rng.randint(0, 30) or 1
+        max_len = num_tokens + rng.randint(1, 200)
+        need = Need(
+            num_tokens,
+            max_len,
+            predicted_len=rng.choice([None, num_tokens + 20]),
+            tpot_bound_s=rng.choice([None, 0.2, 0.3]),
+        )
+        ours = self.cluster.fleet_choice(need, hashes, self.now_s)
+        theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
+        self.outcomes[_outcome(ours)] += 1
+        if ours is None:
+            roles = [worker.info.role for worker in self.workers]
+            complete = any(r.prefills for r in roles) and any(r.decodes for r in roles)
+            assert isinstance(theirs, Impossible) or not complete  # then it leaves it to the other
+        elif isinstance(ours, Busy):
+            assert isinstance(theirs, Busy)
+            assert ours.lacks is theirs.lacks
+            if ours.until_s is not None:
+                assert ours.until_s == pytest.approx(theirs.until_s)
+        else:
+            if ours.ttft_s != pytest.approx(theirs.ttft_s):
+                theirs = self.another(ours, hashes, need)
+            self.check(ours, theirs, hashes, need)
+
+    def another(self, ours, hashes, need):
+        """Another choice of the policy. Who decodes at the same pace prefills locally, or does not:
+        ties decide who is asked that.
+        """
+        for seed in range(TIES):
+            theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed)
+            if ours.ttft_s == pytest.approx(theirs.ttft_s):
+                break
+        return theirs
+
+    def check(self, ours, theirs, hashes, need):
+        """Equally good, and all that is said of it true."""
+        assert ours.ttft_s == pytest.approx(theirs.ttft_s)
+        apart = ours.placement.prefill != ours.placement.decode
+        if apart and theirs.placement.prefill != theirs.placement.decode:
+            assert ours.tpot_s == pytest.approx(theirs.tpot_s)
+        matched = self.cluster.index.longest(hashes[: (need.num_tokens - 1) // BLOCK])
+        assert ours.num_matched_tokens == matched.get(ours.placement.prefill, 0) * BLOCK
+        if ours.source is not None:
+            assert ours.num_source_tokens == matched[ours.source] * BLOCK
+            view = self.cluster.view.workers
+            assert view[ours.placement.prefill].can_pull_from(view[ours.source])
+
+
+def _outcome(choice):
+    if not isinstance(choice, Choice):
+        return type(choice).__name__
+    return choice.why
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_fleet_chooses_as_well_as_the_policy(seed):
+    both = RandomCluster(seed)
+    for _ in range(50):
+        both.step()
+    both.cluster.view.validate()
+    both.cluster.fleet.validate()
+
+
+def test_random_clusters_are_decided_in_every_way():
+    outcomes = Counter()
+    for seed in range(40):
+        both = RandomCluster(seed)
+        for _ in range(25):
+            both.step()
+        outcomes += both.outcomes
+    local = "least TTFT, decoded where it is prefilled"
+    ways = {"least TTFT", local, *(f"{why}, with a prefix pulled" for why in ("least TTFT", local))}
+    assert outcomes.keys() == {*ways, "Busy", "NoneType"}
+
+
+# ---------------------------------------------------------------- by hand
+
+P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
+BLOCKS = chain(1, 8)
+NEED = Need(8 * BLOCK + 1, 8 * BLOCK + 40)
+
+
+def cluster_of(*roles, **fields):
+    """Of p0, p1, d0, …, local decode workers as l0, …"""
+    kinds = {"p": P, "d": D, "l": D, "m": M}
+    return Cluster(*(welcome(n, kinds[n[0]], local=n[0] == "l") for n in roles), **fields)
+
+
+def test_what_is_decided_is_reserved_for_the_next_decision():
+    cluster = cluster_of("p0", "p1", "d0", "d1")
+    first, second = (cluster.fleet.choose(NEED, [], 0.0) for _ in range(2))
+    assert {first.placement.prefill, second.placement.prefill} == {"p0", "p1"}
+    assert {first.placement.decode, second.placement.decode} == {"d0", "d1"}
+    third = cluster.fleet.choose(NEED, [], 0.0)
+    assert third.ttft_s == pytest.approx(2 * first.ttft_s)
+
+
+def test_what_was_claimed_instead_of_the_decision_counts():
+    cluster = cluster_of("p0", "p1", "d0")
+    first = cluster.fleet.choose(NEED, [], 0.0)
+    for name in ("p0", "p1"):
+        cluster.view.workers[name].reserve_prefill("s", 9, seconds=0.5)
+        cluster.view.workers[name].release_prefill("s")
+    assert cluster.fleet.choose(NEED, [], 0.0).ttft_s == first.ttft_s
+
+
+def test_a_decode_worker_prefills_what_its_steps_have_time_for():
+    cluster = cluster_of("p0", "l0", costs=QUICK)
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=1.0)
+    assert cluster.fleet_choice(NEED).placement == Placement("l0", "l0")
+    long = Need(1400, 1450)
+    assert cluster.fleet_choice(long).placement == Placement("p0", "l0")
+    bounded = Need(8 * BLOCK + 1, 8 * BLOCK + 40, tpot_bound_s=0.26)
+    assert cluster.fleet_choice(bounded).placement == Placement("p0", "l0")
+
+
+def test_a_decode_worker_prefills_also_when_no_prefill_worker_has_time():
+    cluster = cluster_of("p0", "l0", costs=QUICK)
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=9.0)
+    assert cluster.fleet_choice(NEED).placement == Placement("l0", "l0")
+    assert cluster.fleet_choice(Need(1400, 1450)) == Busy(6.0, Role.PREFILL)
+
+
+def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
+    cluster = cluster_of("p0", "l0", costs=QUICK)
+    assert cluster.fleet_choice(NEED).placement == Placement("p0", "l0")
+    cluster.hold("l0", BLOCKS)
+    assert cluster.fleet_choice(NEED, BLOCKS).placement == Placement("l0", "l0")
+
+
+def test_of_those_that_hold_something_only_who_holds_most_is_asked_to_prefill_locally():
+    costs = WorkerCosts(QUICK.prefill, DecodeCost(0.25, 2**-6, 0.0), QUICK.pull)
+    cluster = Cluster(
+        welcome("p0", P),
+        *(welcome(f"l{i}", D, local=True, max_running=2) for i in range(3)),
+        costs=costs,
+    )
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=2.9)
+    for name, num_blocks, num_seqs in (("l0", 8, 2), ("l1", 4, 1)):  # l0 has no place for it
+        cluster.hold(name, BLOCKS[:num_blocks])
+        for i in range(num_seqs):
+            cluster.view.workers[name].reserve_decode(f"s{i}", 1)
+    for choice in (cluster.fleet_choice(NEED, BLOCKS), cluster.policy_choice(NEED, BLOCKS)):
+        assert choice.placement == Placement("l2", "l2")
+
+
+def test_who_goes_on_decoding_has_memory_for_the_longest_answer():
+    small = welcome("m0", M, num_blocks=10)
+    cluster = Cluster(welcome("p0", P), welcome("d0", D), small)
+    cluster.hold("m0", BLOCKS)
+    cluster.view.workers["d0"].reserve_decode("s", 1)
+    for max_len, chosen in ((160, "m0"), (161, "p0")):
+        need = Need(8 * BLOCK + 1, max_len, predicted_len=8 * BLOCK + 2)
+        for choice in (cluster.fleet_choice(need, BLOCKS), cluster.policy_choice(need, BLOCKS)):
+            assert choice.placement.prefill == chosen
+
+
+def test_others_that_are_as_good_are_all_chosen_and_by_a_seed_the_same():
+    def chosen(seed):
+        names = [f"{'p' if i % 2 else 'd'}{i}" for i in range(200)]
+        cluster = cluster_of(*names, seed=seed)
+        return [cluster.fleet_choice(NEED).placement for _ in range(600)]
+
+    first = chosen(1)
+    assert first == chosen(1)
+    assert first != chosen(2)
+    assert len({placement.prefill for placement in first}) > 90
+    assert len({placement.decode for placement in first}) > 90
+
+
+def test_of_several_that_hold_the_same_any_is_chosen_and_any_is_pulled_from():
+    cluster = cluster_of(*(f"p{i}" for i in range(100)), "p-other", "d0")
+    for i in range(100):
+        cluster.hold(f"p{i}", BLOCKS)
+    holders = {cluster.fleet_choice(NEED, BLOCKS).placement.prefill for _ in range(400)}
+    assert len(holders) > 80
+    assert "p-other" not in holders
+    for i in range(100):
+        cluster.view.workers[f"p{i}"].reserve_prefill("s", 9, seconds=2.9)
+    sources = Counter(cluster.fleet_choice(NEED, BLOCKS).source for _ in range(400))
+    assert len(sources) > 80
+    assert None not in sources
+
+
+def test_a_holder_that_can_answer_at_once_is_preferred():
+    cluster = cluster_of("p0", "p1", "d0", "d1")
+    for name in ("p0", "d0"):
+        cluster.hold(name, BLOCKS)
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=2.9)
+    choices = [cluster.fleet_choice(NEED, BLOCKS) for _ in range(20)]
+    assert {(choice.placement.prefill, choice.source) for choice in choices} == {("p1", "d0")}
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        Need(100, 120, kept_tokens={"d0": 16}),
+        Need(100, 120, preempted_s={"d0": 1.0}),
+        Need(100, 5000),
+        Need(5000, 5001),
+    ],
+)
+def test_what_the_fleet_does_not_know_is_left_to_the_policy(need):
+    assert cluster_of("p0", "d0").fleet_choice(need) is None
+
+
+def test_workers_that_do_not_reach_each_other_are_left_to_the_policy():
+    cluster = cluster_of("p0", "d0")
+    cluster.view.severed["p0", "d0"] = 9.0
+    assert cluster.fleet_choice(NEED) is None
+    cluster.view.forget_severed(10.0)
+    assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
+
+
+def test_workers_whose_blocks_have_another_size_are_left_to_the_policy():
+    cluster = cluster_of("p0", "d0")
+    odd = KVLayout(2 * BLOCK, KVFormat.BF16, (KVSection(1, 1, 8),))
+    cluster.add(welcome("odd", P, layout=odd))
+    assert cluster.fleet_choice(NEED) is None
+    cluster.fleet.validate()
+    cluster.lose("odd")
+    assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
+
+
+def test_nothing_is_decided_before_something_was_measured():
+    cluster = cluster_of("p0", "d0", costs=None)
+    assert cluster.fleet_choice(NEED) is None
+    prefill, decode = (cluster.view.workers[name] for name in ("p0", "d0"))
+    cluster.estimates.observe_prefill(prefill, 100, num_cached=0, seconds=1.0)
+    assert cluster.fleet_choice(NEED) is None
+    cluster.estimates.observe_steps(decode, [StepReport(0.1, num_rows=1)])
+    assert cluster.fleet_choice(NEED).ttft_s == pytest.approx(0.01 * NEED.num_tokens)
+
+
+def test_prompts_of_which_nobody_predicted_how_long_they_take_are_left_to_the_policy():
+    cluster = cluster_of("p0", "p1", "d0")
+    cluster.view.workers["p0"].reserve_prefill("s", 100)
+    assert cluster.fleet_choice(NEED) is None
+    cluster.view.workers["p0"].release_prefill("s")
+    assert cluster.fleet_choice(NEED) is not None
+
+
+def test_a_worker_may_come_back_as_often_as_it_likes():
+    cluster = cluster_of("p0", "d0")
+    for _ in range(300):
+        cluster.lose("d0")
+        cluster.add(welcome("d0", D))
+    assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
+    cluster.fleet.validate()
+
+
+def test_a_worker_of_one_kind_too_many_is_left_to_the_policy():
+    cluster = cluster_of("p0", "d0")
+    for i in range(MAX_KINDS):
+        cluster.add(welcome(f"x{i}", D, num_blocks=200 + i))
+    assert cluster.fleet_choice(NEED) is None
+    cluster.fleet.validate()
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_work_of_other_gateways_is_priced_anew_when_costs_change_and_only_then(monkeypatch, joins):
+    cluster = cluster_of("p0", "d0", costs=WorkerCosts(decode=ROUND.decode, pull=ROUND.pull))
+    p0 = cluster.view.workers["p0"]
+    p0.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, prompt_tokens=100), 0.0)
+    cluster.estimates.observe_prefill(p0, 100, num_cached=0, seconds=1.0)
+    assert cluster.fleet_choice(NEED).ttft_s == pytest.approx(1.0 + 0.01 * NEED.num_tokens)
+    cluster.fleet.tell()
+    told = []
+    monkeypatch.setattr(cluster.fleet, "_put_news", lambda _, worker: told.append(worker))
+    cluster.estimates.observe_pull(p0, 1, seconds=1.0)  # which changes nothing yet
+    cluster.fleet.tell()
+    assert told == []
+    monkeypatch.undo()
+    cluster.estimates.observe_prefill(p0, 100, num_cached=0, seconds=1.5)
+    if joins:  # costs are told then too
+        cluster.add(welcome("d1", D))
+    choice = cluster.fleet_choice(NEED)
+    assert choice.ttft_s == cluster.policy_choice(NEED).ttft_s > 1.2 + 0.012 * NEED.num_tokens
+
+
+def test_a_worker_whose_first_prompt_takes_too_long_is_not_waited_for_by_the_clock():
+    cluster = cluster_of("p0", "d0")
+    for seq_id in "ab":
+        cluster.view.workers["p0"].reserve_prefill(seq_id, 9, seconds=4.0)
+    ours, theirs = (
+        choose(NEED, now_s=1.0) for choose in (cluster.fleet_choice, cluster.policy_choice)
+    )
+    assert ours == theirs == Busy(lacks=Role.PREFILL)
+
+
+def test_what_others_gave_to_a_worker_is_priced_anew_with_new_costs():
+    cluster = cluster_of("p0", "d0")
+    worker = cluster.view.workers["p0"]
+    worker.report(LoadReport(*(0,) * 8, prompt_tokens=256), 0.0)
+    before = cluster.fleet_choice(NEED)
+    for num_tokens in (16, 64, 256) * 5:
+        seconds = num_tokens / 100
+        cluster.estimates.observe_prefill(worker, num_tokens, num_cached=0, seconds=seconds)
+    after = cluster.fleet_choice(NEED)
+    assert after.ttft_s == pytest.approx(cluster.policy_choice(NEED).ttft_s)
+    assert after.ttft_s > before.ttft_s + 0.5
+
+
+def test_nobody_decides_where_nobody_is():
+    cluster = cluster_of()
+    assert cluster.fleet_choice(NEED) is None
+    cluster.add(welcome("p0", P))
+    cluster.lose("p0")
+    assert cluster.fleet_choice(NEED) is None
+    cluster.fleet.validate()

@@ -1,0 +1,214 @@
+"""The index of all workers' blocks, and how it stands in for a PrefixMap."""
+
+import random
+
+import pytest
+
+from engine.messages import WorkerId
+from engine.native_build import BuildError
+from engine.worker.blocks import BlockHash, hash_blocks
+from router.native import index as index_module
+from router.native import library
+from router.native.index import PrefixIndex, TooManyWorkers, pack, prefix_index
+from router.prefixes.map import PrefixMap
+
+A, B = WorkerId("a"), WorkerId("b")
+
+
+def hashes(tokens):
+    return hash_blocks(list(tokens), 4)
+
+
+@pytest.fixture(params=[PrefixMap, PrefixIndex])
+def known(request):
+    """The words that both are asked in mean the same."""
+    prefixes = request.param()
+    prefixes.add(A, 6)
+    prefixes.add(B, 6)
+    yield prefixes
+    prefixes.validate()
+
+
+@pytest.fixture
+def index():
+    made = PrefixIndex(seed=3)
+    made.add(A, 100)
+    made.add(B, 100)
+    yield made
+    made.validate()
+
+
+def chain(length, *, seed=0):
+    rng = random.Random(seed)
+    return [BlockHash(rng.randbytes(16)) for _ in range(length)]
+
+
+# ---------------------------------------------------------------- like a PrefixMap
+
+
+def test_of_each_worker_the_leading_blocks_it_holds_are_known(known):
+    known.record(A, hashes(range(12)))
+    known.record(B, hashes([*range(4), 50, 51, 52, 53]))
+    assert known.longest(hashes(range(20))) == {A: 3, B: 1}
+    assert known.longest(hashes([*range(4), 50, 51, 52, 53])) == {A: 1, B: 2}
+    assert known.longest(hashes(range(1, 9))) == {}
+    assert known.longest([]) == {}
+
+
+def test_a_block_behind_a_gap_does_not_count(known):
+    first, second, third = hashes(range(12))
+    known.record(A, [first, third])
+    assert known.longest([first, second, third]) == {A: 1}
+
+
+def test_a_worker_is_credited_with_as_much_as_it_can_hold_and_the_latest_of_that(known):
+    known.record(A, hashes(range(16)))
+    known.record(A, hashes(range(100, 116)))
+    assert known.longest(hashes(range(100, 116))) == {A: 4}
+    assert known.longest(hashes(range(16))) == {A: 2}  # its end went first
+
+
+def test_what_is_used_again_is_kept(known):
+    known.record(A, hashes(range(16)))
+    known.record(A, hashes(range(100, 108)))
+    known.record(A, hashes(range(16)))
+    known.record(A, hashes(range(200, 208)))
+    assert known.longest(hashes(range(16))) == {A: 4}
+    assert known.longest(hashes(range(100, 108))) == {}
+
+
+def test_a_worker_that_comes_back_holds_nothing(known):
+    known.record(A, hashes(range(8)))
+    known.forget(A)
+    assert known.workers == {B}
+    known.record(A, hashes(range(8)))
+    known.add(A, 6)
+    assert known.longest(hashes(range(8))) == {}
+
+
+def test_what_a_worker_turns_out_not_to_hold_is_taken_back(known):
+    three = hashes(range(12))
+    known.record(A, three)
+    known.retract(A, three[1:])
+    assert known.longest(three) == {A: 1}
+
+
+def test_news_of_unknown_workers_are_ignored(known):
+    stranger = WorkerId("stranger")
+    for tell in (known.record, known.retract, known.stored, known.removed):
+        tell(stranger, hashes(range(8)))
+    known.cleared(stranger)
+    known.forget(stranger)
+    assert known.longest(hashes(range(8))) == {}
+
+
+def test_stored_removed_and_cleared_are_believed(known):
+    three = hashes(range(12))
+    known.stored(A, three[:1])
+    known.stored(A, three[1:], three[0])
+    known.stored(B, three)
+    known.removed(B, three[2:])
+    known.removed(B, three[2:])
+    assert known.longest(three) == {A: 3, B: 2}
+    known.cleared(A)
+    assert known.longest(three) == {B: 2}
+
+
+# ---------------------------------------------------------------- news and what was seen
+
+
+def test_a_worker_that_sends_news_is_not_credited_with_what_it_was_seen_to_use(index):
+    seen, told = chain(4), chain(4, seed=1)
+    index.record(A, seen)
+    index.stored(A, told)
+    assert index.longest(seen) == {}
+    index.record(A, seen)
+    assert index.longest(seen) == {}
+    assert index.longest(told) == {A: 4}
+
+
+def test_what_a_worker_says_that_it_holds_is_not_taken_back_because_it_was_once_asked_in_vain(
+    index,
+):
+    index.stored(A, chain(4))
+    index.retract(A, chain(4))
+    assert index.longest(chain(4)) == {A: 4}
+
+
+def test_its_first_news_may_be_that_something_is_gone(index):
+    seen = chain(4)
+    index.record(A, seen)
+    index.removed(A, seen[3:])
+    assert index.longest(seen) == {}
+
+
+def test_a_worker_whose_news_are_believed_no_longer_is_credited_again(index):
+    index.stored(A, chain(4))
+    index.cleared(A)
+    index.record(A, chain(2))
+    assert index.longest(chain(4)) == {A: 2}
+
+
+# ---------------------------------------------------------------- many
+
+
+def test_of_thousands_of_owners_each_is_found_with_its_depth():
+    index = PrefixIndex()
+    blocks = chain(12)
+    depths = {WorkerId(f"w{i}"): min(i % 13, 12) for i in range(2000)}
+    for name, depth in depths.items():
+        index.add(name, 100)
+        index.stored(name, blocks[:depth])
+    assert index.longest(blocks) == {name: depth for name, depth in depths.items() if depth}
+    for name in list(depths)[5:]:
+        index.removed(name, blocks)
+    assert index.longest(blocks) == {name: depths[name] for name in list(depths)[1:5]}
+    index.validate()
+
+
+def test_a_new_worker_does_not_inherit_what_one_that_left_held(index):
+    for _ in range(3):
+        index.stored(A, chain(24))
+        index.forget(A)
+        index.add(WorkerId("c"), 100)
+        assert index.longest(chain(24)) == {}
+        index.stored(WorkerId("c"), chain(12))
+        assert index.longest(chain(24)) == {WorkerId("c"): 12}
+        index.forget(WorkerId("c"))
+        index.add(A, 100)
+
+
+def test_memory_is_given_back_and_small(index):
+    before = index.num_bytes
+    blocks = chain(100_000)
+    for name in (A, B):
+        index.stored(name, blocks)
+    assert index.num_blocks == len(blocks)
+    assert index.num_bytes / index.num_blocks < 60  # the empty table included
+    for name in (A, B):
+        index.removed(name, blocks)
+    assert index.num_blocks == 0
+    assert index.num_bytes < before + 4096 * 8 * 16 + 1  # the least that a shard keeps
+
+
+def test_hashes_must_be_hashes(index):
+    with pytest.raises(ValueError, match="16 bytes"):
+        index.stored(A, [BlockHash(b"short")])
+    assert pack([]) == b""
+
+
+def test_more_workers_than_can_be_told_apart_are_refused(monkeypatch):
+    index = PrefixIndex()
+    monkeypatch.setattr(library, "MAX_SLOTS", 2)
+    index.add(A, 1)
+    index.add(B, 1)
+    with pytest.raises(TooManyWorkers):
+        index.add(WorkerId("c"), 1)
+
+
+def test_without_a_compiler_a_prefix_map_does_the_same(monkeypatch):
+    assert isinstance(prefix_index(), PrefixIndex)
+    monkeypatch.setattr(library, "core", lambda: None)
+    assert isinstance(index_module.prefix_index(), PrefixMap)
+    with pytest.raises(BuildError):
+        PrefixIndex()

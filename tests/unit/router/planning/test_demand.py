@@ -1,0 +1,212 @@
+"""What one gateway tells the planner of pools."""
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from engine.config import RouterConfig
+from engine.demand import DecodeCost
+from engine.messages import (
+    PROTOCOL_VERSION,
+    GivenBack,
+    Limits,
+    RequestId,
+    Role,
+    Sampling,
+    Welcome,
+)
+from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from router.cluster.estimates import Estimates
+from router.machine.events import Arrived, FromWorker, Tick, WorkerJoined
+from router.machine.machine import RouterMachine
+from router.machine.requests import Rejected, Request
+from router.planning.demand import Observer, members
+from router.planning.planner import Planner, Pools, Rules
+from tests.unit.router.machine.test_machine import LAYOUT
+
+COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
+
+
+def machine_of(*roles, num_blocks=100, locally=False, **config):
+    machine = RouterMachine(
+        RouterConfig(**config), estimates=Estimates(COSTS), rng=random.Random(0)
+    )
+    for number, role in enumerate(roles):
+        name = f"{role}-{number}"
+        info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
+        info = msgspec.structs.replace(info, prefills_locally=locally and role is Role.DECODE)
+        machine.handle(WorkerJoined(info), 0.0)
+    return machine
+
+
+def ask(machine, name, now_s=1.0, num_tokens=40, max_tokens=10):
+    limits = Limits(max_len=num_tokens + max_tokens, prompt_len=num_tokens)
+    first = sum(map(ord, name))
+    tokens = tuple(range(first, first + num_tokens))
+    request = Request(RequestId(name), tokens, Sampling(0.0, seed=1), limits, received_s=now_s)
+    return machine.handle(Arrived(request), now_s)
+
+
+def test_arrivals_are_rates_since_the_last_look():
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    machine.demand.observe(0.0)
+    for number in range(4):
+        ask(machine, f"r{number}")
+    seen = machine.demand.observe(2.0)
+    assert seen.requests_per_s == pytest.approx(2.0)
+    assert seen.prefill_s_per_s == pytest.approx(4 * 0.4 / 2)
+    assert seen.output_tokens_per_s == pytest.approx(4 * 10 / 2)
+    again = machine.demand.observe(3.0)
+    assert (again.requests_per_s, again.prefill_s_per_s) == (0.0, 0.0)
+
+
+def test_who_waits_for_a_prefill_worker_is_told_in_seconds():
+    machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE)
+    machine.demand.observe(0.0)
+    for number in range(3):
+        ask(machine, f"r{number}")
+    seen = machine.demand.observe(1.0)
+    assert seen.num_decoding == 1
+    assert (seen.prefilling_s, seen.queued_s) == (pytest.approx(0.4), pytest.approx(0.8))
+    assert (seen.num_queued, seen.queued_tokens) == (0, 0)
+
+
+def test_who_waited_before_anybody_observed_counts_as_well():
+    machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE)
+    for number in range(3):
+        ask(machine, f"r{number}")
+    assert machine.demand.observe(1.0).queued_s == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("after_s", [0.01 * number for number in range(8)])
+def test_who_waits_for_a_prefill_worker_does_so_too_when_nobody_knows_how_long(after_s):
+    """Behind the first prompt, which is late, there are others: no time is told for the next."""
+    machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE, num_blocks=1000)
+    machine.demand.observe(0.0)
+    for number in range(7):
+        ask(machine, f"r{number}", num_tokens=4)
+    machine.handle(Tick(), 1.0 + after_s)
+    seen = machine.demand.observe(1.0 + after_s)
+    assert (seen.num_queued, seen.queued_tokens) == (0, 0)
+    assert seen.queued_s == pytest.approx(0.04 * machine.queue_len)
+    assert machine.queue_len > 3
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05])
+def test_prompts_that_wait_get_more_prefill_workers_whether_the_first_ones_are_late_or_not(after_s):
+    machine = machine_of(*[Role.PREFILL] * 2, *[Role.DECODE] * 4, num_blocks=1000)
+    machine.demand.observe(0.0)
+    for number in range(100):
+        ask(machine, f"r{number}", num_tokens=4)
+    machine.demand.observe(1.0)  # what is left to be seen is that they wait
+    machine.handle(Tick(), 1.0 + after_s)
+    seen = machine.demand.observe(1.0 + after_s)
+    planner = Planner(Rules(ttft_s=1.0, tpot_s=0.1, cool_down_s=0.0))
+    plan = planner.decide(seen, Pools(2, 4, kv_tokens=4000, max_running=4), 1.0 + after_s)
+    assert (plan.prefill, plan.decode) == (4, 2), plan.reasons
+
+
+def test_without_prefill_workers_all_wait_for_one():
+    machine = machine_of(Role.DECODE)
+    machine.demand.observe(0.0)
+    ask(machine, "r")
+    seen = machine.demand.observe(1.0)
+    assert (seen.num_queued, seen.queued_s) == (0, pytest.approx(0.4))
+
+
+def test_who_waits_for_a_decode_worker_is_told_in_requests():
+    machine = machine_of(
+        Role.PREFILL, Role.PREFILL, Role.DECODE, num_blocks=LAYOUT.num_blocks_for(50)
+    )
+    for number in range(3):
+        ask(machine, f"r{number}")
+    seen = machine.demand.observe(1.0)
+    assert seen.num_decoding == 1
+    assert (seen.num_queued, seen.queued_tokens, seen.queued_s) == (2, 80, 0.0)
+
+
+def test_who_is_refused_has_asked_all_the_same():
+    machine = machine_of(Role.PREFILL, Role.DECODE, slo_ttft_s=0.1)
+    machine.demand.observe(0.0)
+    [end] = ask(machine, "r")
+    assert isinstance(end.outcome, Rejected)
+    assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.4)
+
+
+def test_what_decode_workers_compute_is_not_asked_of_prefill_workers():
+    machine = machine_of(Role.DECODE, locally=True)
+    machine.demand.observe(0.0)
+    ask(machine, "a")
+    ask(machine, "b")  # which waits
+    assert machine.queue_len == 1
+    seen = machine.demand.observe(1.0)
+    assert (seen.prefill_s_per_s, seen.queued_s) == (pytest.approx(0.4), pytest.approx(0.4))
+    assert seen.prefilling_s == 0.0
+
+
+def test_what_decode_workers_compute_again_is_not_taken_off_again():
+    machine = machine_of(Role.DECODE, locally=True)
+    machine.demand.observe(0.0)
+    ask(machine, "a")
+    for number in range(3):
+        machine.handle(FromWorker("decode-0", GivenBack(f"a.{number}", "lease expired")), 1.0)
+    assert machine.state.flights["a"].num_attempts > 1
+    ask(machine, "b")
+    assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.4)
+
+
+def test_without_workers_nothing_is_predicted():
+    machine = machine_of()
+    ask(machine, "r")
+    assert machine.demand.observe(1.0).decode_cost is None
+
+
+def test_decode_costs_are_those_of_workers_that_decode():
+    assert machine_of(Role.PREFILL, Role.DECODE).demand.observe(0.0).decode_cost == COSTS.decode
+    assert machine_of(Role.PREFILL).demand.observe(0.0).decode_cost is None
+
+
+def test_members_are_in_the_pool_that_they_were_told_to_be_in():
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    ask(machine, "r")
+    first, second = members(machine.view, {"decode-1": Role.PREFILL})
+    assert (first.role, first.work_tokens) == (Role.PREFILL, 40)
+    assert (second.role, second.work_tokens) == (Role.PREFILL, 40)
+    assert replace(second, role=Role.DECODE) == members(machine.view)[1]
+
+
+def test_however_many_ask_it_is_observed_once_a_second():
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    observer = Observer(machine.demand)
+    assert observer.latest(0.0) is None
+    ask(machine, "r")
+    assert observer.latest(0.5) is None  # another controller's report
+    first = observer.latest(1.0)
+    assert first.requests_per_s == pytest.approx(1.0)
+    assert observer.latest(1.5) is first
+    assert observer.latest(2.0).requests_per_s == 0.0
+
+
+def test_who_rests_begins_anew(monkeypatch):
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    observer = Observer(machine.demand)
+    observer.latest(0.0)
+    assert observer.latest(1.0) is not None
+    observer.rest()
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.demand, "_prefill_s", lambda flight: 1 / 0)
+        ask(machine, "meanwhile")
+    assert observer.latest(60.0) is None
+    ask(machine, "r")
+    assert observer.latest(61.0).requests_per_s == pytest.approx(1.0)
+
+
+def test_nothing_is_looked_up_where_nobody_observes(monkeypatch):
+    machine = machine_of(Role.PREFILL, Role.DECODE)
+    monkeypatch.setattr(machine.demand, "_prefill_s", lambda flight: 1 / 0)
+    ask(machine, "early")
+    machine.demand.observe(0.0)
+    with pytest.raises(ZeroDivisionError):
+        ask(machine, "late")

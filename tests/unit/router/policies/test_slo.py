@@ -1,0 +1,253 @@
+"""The least predicted time to first token, as long as tokens keep their pace."""
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import PROTOCOL_VERSION, LoadReport, Role, Welcome
+from router.cluster.view import ClusterView, WorkerView
+from router.policies.base import Asked, Busy, Choice, Need, Placement, SharedPrompt
+from router.policies.candidates import Backlog, find
+from router.policies.slo import Slo
+
+LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+NEED = Need(num_tokens=100, max_len=120)
+
+
+class Costs:
+    """A token of a prompt takes 10 ms, one that is pulled 1 ms, a sequence 10 ms of a step."""
+
+    def __init__(
+        self, matched=(), *, pull_token_s=1e-3, seq_s=1e-2, token_s=1e-2, busy_offer_s=0.0
+    ) -> None:
+        self.matched = dict(matched)
+        self.busy_offer_s = busy_offer_s
+        self.pull_token_s, self.seq_s, self.token_s = pull_token_s, seq_s, token_s
+
+    def matched_tokens(self):
+        return self.matched
+
+    def prefill_s(self, worker, num_tokens, num_cached):
+        return None if self.token_s is None else self.token_s * (num_tokens - num_cached)
+
+    def pull_s(self, worker, num_tokens):
+        return None if self.pull_token_s is None else self.pull_token_s * num_tokens
+
+    def offer_s(self):
+        return self.busy_offer_s
+
+    def step_s(self, worker, num_seqs, context_tokens):
+        if self.seq_s is None:
+            return None
+        return self.seq_s * num_seqs + 1e-5 * context_tokens
+
+
+def worker(name, *, busy_s=0.0, seqs=0, num_blocks=1000, max_running=50) -> WorkerView:
+    role = ROLES[name[0]]
+    info = Welcome(PROTOCOL_VERSION, name, "life", role, "fp", LAYOUT, num_blocks, max_running)
+    view = WorkerView(info)
+    if busy_s:
+        view.reserve_prefill("busy", int(100 * busy_s), seconds=busy_s)
+    for number in range(seqs):
+        view.reserve_decode(f"seq-{number}", 25, context_tokens=100)
+    return view
+
+
+def choose(*workers, need=NEED, known=None, bound_s=9.0, now_s=0.0, severed=(), seed=0):
+    asked = asked_of(
+        *workers, need=need, known=known, bound_s=bound_s, now_s=now_s, severed=severed, seed=seed
+    )
+    return Slo().choose(asked) if isinstance(asked, Asked) else asked
+
+
+def asked_of(*workers, need=NEED, known=None, bound_s=9.0, now_s=0.0, severed=(), seed=0):
+    view = ClusterView({w.info.worker_id: w for w in workers}, dict.fromkeys(severed, 99.0))
+    known = known or Costs()
+    found = find(view, need, Backlog(1024, bound_s, known, now_s))
+    if isinstance(found, Busy):
+        return found
+    return Asked(view, found, need, known, known, now_s, random.Random(seed))
+
+
+D0 = worker("d0")
+
+
+def test_the_wait_counts_as_much_as_the_work():
+    choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0)
+    assert choice.placement == Placement("p1", "d0")
+    assert choice.ttft_s == pytest.approx(1.0)
+    known = Costs({"p0": 80}, pull_token_s=1.0)
+    choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
+    assert choice.placement == Placement("p0", "d0")
+    assert choice.ttft_s == pytest.approx(0.5 + 0.2)
+    assert (choice.source, choice.num_cached_tokens) == (None, 80)
+
+
+def test_time_that_has_passed_is_not_waited_for_again():
+    late = choose(worker("p0", busy_s=0.5), D0, now_s=0.4)
+    assert late.ttft_s == pytest.approx(0.1 + 1.0)
+
+
+def test_a_hot_prefix_is_pulled_to_an_idle_worker():
+    known = Costs({"p0": 80, "d0": 40})
+    choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
+    assert choice.placement == Placement("p1", "d0")
+    assert (choice.source, choice.num_source_tokens) == ("p0", 80)
+    assert choice.ttft_s == pytest.approx(0.08 + 0.2)
+    assert "pulled" in choice.why
+
+
+def test_of_equal_holders_one_that_can_answer_now_is_asked():
+    known = Costs({"p0": 80, "d0": 80, "p2": 80}, busy_offer_s=0.3)
+    workers = (worker("p0", busy_s=0.5), worker("p1"), worker("p2", busy_s=0.5), D0)
+    for seed in range(8):
+        choice = choose(*workers, known=known, seed=seed)
+        assert choice.placement.prefill == "p1"
+        assert choice.source == "d0"
+        assert choice.ttft_s == pytest.approx(0.08 + 0.2)
+
+
+@pytest.mark.parametrize(("busy_s", "offer_s", "wait_s"), [(0.5, 0.3, 0.3), (0.2, 0.3, 0.2)])
+def test_an_offer_of_a_worker_that_computes_is_waited_for(busy_s, offer_s, wait_s):
+    known = Costs({"p0": 80}, busy_offer_s=offer_s, pull_token_s=1e-4)
+    choice = choose(worker("p0", busy_s=busy_s), worker("p1"), D0, known=known, bound_s=0.01)
+    assert (choice.placement.prefill, choice.source) == ("p1", "p0")
+    assert choice.ttft_s == pytest.approx(wait_s + 0.008 + 0.2)
+
+
+def test_a_prefix_that_would_be_offered_too_late_is_computed():
+    known = Costs({"p0": 80}, busy_offer_s=0.9)
+    choice = choose(worker("p0", busy_s=2.0), worker("p1"), D0, known=known)
+    assert (choice.placement.prefill, choice.source) == ("p1", None)
+
+
+def test_a_pull_that_takes_longer_than_to_compute_is_left_out():
+    choice = choose(worker("p1"), D0, known=Costs({"d0": 80}, pull_token_s=0.011))
+    assert choice.source is None
+    assert choice.ttft_s == pytest.approx(1.0)
+
+
+def test_nothing_is_pulled_for_a_prompt_whose_log_probabilities_are_wanted():
+    need = Need(num_tokens=100, max_len=120, may_pull=False)
+    assert choose(worker("p1"), D0, need=need, known=Costs({"d0": 80})).source is None
+
+
+def test_equals_take_turns_by_chance_and_the_same_seed_chooses_the_same():
+    workers = [worker(f"p{i}") for i in range(3)] + [worker(f"d{i}") for i in range(3)]
+    chosen = [choose(*workers, seed=seed).placement for seed in range(60)]
+    assert {p.prefill for p in chosen} == {"p0", "p1", "p2"}
+    assert {p.decode for p in chosen} == {"d0", "d1", "d2"}
+    assert chosen == [choose(*reversed(workers), seed=seed).placement for seed in range(60)]
+
+
+def test_before_anything_was_measured_the_shortest_backlog_is_chosen():
+    known = Costs(token_s=None)
+    choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
+    assert choice.placement == Placement("p1", "d0")
+    assert (choice.ttft_s, choice.why) == (None, "nothing was measured yet")
+
+
+def test_followers_stay_with_their_leader():
+    near = Placement("p1", "d1")
+    need = Need(num_tokens=100, max_len=120, shared=SharedPrompt(near, 96))
+    workers = [worker("p0"), worker("p1"), D0, worker("d1", seqs=3)]
+    assert choose(*workers, need=need).placement == near
+
+
+@pytest.mark.parametrize(("busy_s", "follows"), [(0.0, True), (9.0, False)])
+def test_followers_stay_with_a_leader_that_was_prefilled_where_it_decodes(busy_s, follows):
+    near = Placement("d1", "d1")
+    need = Need(num_tokens=100, max_len=120, shared=SharedPrompt(near, 96))
+    local = worker("d1", busy_s=busy_s)
+    local.info = msgspec.structs.replace(local.info, prefills_locally=True)
+    asked = asked_of(worker("p0"), D0, local, need=need)
+    asked = replace(asked, wait_bound_s=1.0)
+    assert (Slo().choose(asked).placement == near) is follows
+
+
+# ---------------------------------------------------------------- decode
+
+
+def test_the_decode_worker_is_that_of_the_least_time_per_token_after_joining():
+    choice = choose(worker("p0"), worker("d0", seqs=2), worker("d1", seqs=1))
+    assert choice.placement == Placement("p0", "d1")
+    # two sequences; each is counted in the middle of its growth: at 100, and at (100 + 120) / 2
+    assert choice.tpot_s == pytest.approx(2e-2 + 1e-5 * (100 + 110))
+
+
+def test_sequences_that_are_to_grow_count_for_more():
+    grows, stays = worker("d0"), worker("d1")
+    grows.reserve_decode("a", 250, context_tokens=100)
+    stays.reserve_decode("a", 25, context_tokens=100)
+    assert choose(worker("p0"), grows, stays).placement.decode == "d1"
+
+
+def test_other_gateways_sequences_count():
+    crowded = worker("d0")
+    crowded.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, decode_seqs=3, decode_blocks=9), 1.0)
+    assert choose(worker("p0"), crowded, worker("d1", seqs=2)).placement.decode == "d1"
+
+
+def test_a_request_that_would_slow_all_down_waits_if_it_may_hope():
+    bound = Need(num_tokens=100, max_len=120, tpot_bound_s=0.025)
+    assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=bound), Busy)
+    assert isinstance(choose(worker("p0"), worker("d0", seqs=1), need=bound), Choice)
+    hopeless = Need(num_tokens=100, max_len=120, tpot_bound_s=0.005)
+    assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=hopeless), Choice)
+
+
+def test_while_no_pace_is_known_the_emptiest_memory_is_chosen():
+    known = Costs(seq_s=None)
+    choice = choose(worker("p0"), worker("d0", seqs=2), worker("d1", seqs=1), known=known)
+    assert (choice.placement.decode, choice.tpot_s) == ("d1", None)
+
+
+# ---------------------------------------------------------------- workers that do both
+
+
+def test_a_short_rest_of_a_prompt_is_computed_where_it_is_decoded():
+    known = Costs({"m0": 96}, pull_token_s=None)
+    choice = choose(worker("p0"), worker("m0"), known=known)
+    assert choice.placement == Placement("m0", "m0")
+    assert choice.ttft_s == pytest.approx(0.04)
+
+
+def test_unless_there_is_a_queue_for_it():
+    known = Costs({"m0": 90}, pull_token_s=None)
+    choice = choose(worker("p0"), worker("m0", busy_s=2.0), known=known)
+    assert choice.placement.prefill == "p0"
+
+
+@pytest.mark.parametrize(("num_cached", "prefill"), [(97, "m0"), (96, "p0")])  # beside 11 ms
+def test_those_that_decode_there_are_not_held_up_for_longer_than_their_bound(num_cached, prefill):
+    known = Costs({"m0": num_cached}, pull_token_s=None)
+    need = Need(num_tokens=100, max_len=120, tpot_bound_s=0.05)
+    choice = choose(worker("p0"), worker("m0", seqs=1), D0, known=known, need=need)
+    assert choice.placement.prefill == prefill
+
+
+def test_where_all_do_both_somebody_has_to():
+    need = Need(num_tokens=100, max_len=120, tpot_bound_s=0.05)
+    choice = choose(worker("m0", seqs=2), worker("m1", seqs=1), need=need)
+    assert choice.placement == Placement("m1", "m1")
+
+
+# ---------------------------------------------------------------- late binding
+
+
+def test_a_prompt_waits_in_the_router_until_a_worker_has_little_left_to_do():
+    busy = [worker("p0", busy_s=3.0), worker("p1", busy_s=2.0), D0]
+    assert choose(*busy, bound_s=0.5, now_s=1.0) == Busy(1.5, Role.PREFILL)
+    assert choose(*busy, bound_s=0.5, now_s=1.5).placement.prefill == "p1"
+
+
+def test_work_of_other_gateways_is_waited_for_and_done_with_time():
+    view = worker("p0")
+    view.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, prompt_tokens=200), 1.0)
+    assert choose(view, D0, bound_s=0.5, now_s=1.0) == Busy(2.5, Role.PREFILL)
+    assert choose(view, D0, bound_s=0.5, now_s=2.5).ttft_s == pytest.approx(0.5 + 1.0)
+    assert choose(view, D0, bound_s=0.5, now_s=9.0).ttft_s == pytest.approx(1.0)

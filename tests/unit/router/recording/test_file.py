@@ -1,0 +1,202 @@
+"""A recording on disk: whole, private, and never what a gateway fails of."""
+
+import asyncio
+import logging
+import stat
+import threading
+from dataclasses import replace
+
+import pytest
+
+from engine.clock import MonotonicClock
+from engine.config import RouterConfig
+from engine.errors import ConfigError
+from engine.net.trust import Secret
+from router.machine.events import ClientGone
+from router.machine.machine import RouterMachine
+from router.machine.requests import Rejected
+from router.recording.file import NOT_WRITTEN_IN_TIME, RecordingFile
+from router.recording.lines import lines_of, read, replay
+from router.service import Router
+from tests.unit.router.recording.test_lines import CONFIG, SCRIPT, arrival
+
+DEADLINE_S = 5.0
+NO_TEXT = "secret\ud800"  # JSON has no bytes for it
+
+
+def play(file: RecordingFile) -> None:
+    machine = RouterMachine(CONFIG)
+    for now_s, event in SCRIPT:
+        file.note(event, now_s, machine.handle(event, now_s))
+
+
+class BadDisk:
+    """Takes so many writes, then none."""
+
+    def __init__(
+        self,
+        num_writes: int,
+        *,
+        closes: bool = True,
+        error: Exception | None = None,
+    ) -> None:
+        self.written = b""
+        self.refused = threading.Event()
+        self._num_left = num_writes
+        self._closes = closes
+        self._error = error or OSError(28, "No space left on device")
+
+    def write(self, data: bytes) -> None:
+        self._num_left -= 1
+        if self._num_left < 0:
+            self.refused.set()
+            raise self._error
+        self.written += data
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if not self._closes:
+            raise OSError(28, "No space left on device")
+
+
+def on_disk(tmp_path, monkeypatch, disk: BadDisk) -> RecordingFile:
+    monkeypatch.setattr("router.recording.file.WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr("router.recording.file._create", lambda path: disk)
+    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file.open()
+    return file
+
+
+def test_what_is_closed_is_complete_and_can_be_replayed(tmp_path):
+    file = RecordingFile(tmp_path / "there" / "r.jsonl", CONFIG)
+    file.open()
+    play(file)
+    file.close()
+    assert file.failure is None
+    assert len(list(read(lines_of(file.path)))) == len(SCRIPT)
+    assert list(replay(lines_of(file.path))) == []
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+
+
+def test_the_end_of_a_recording_that_was_cut_off_is_left_out(tmp_path):
+    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file.open()
+    play(file)
+    file.close()
+    file.path.write_bytes(file.path.read_bytes()[:-5])
+    assert len(list(read(lines_of(file.path)))) == len(SCRIPT) - 1
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "file/r.jsonl"])
+def test_where_nothing_can_be_written_that_is_said_at_the_start(tmp_path, name):
+    (tmp_path / "r.jsonl").touch()  # no recording is ever written over
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot record"):
+        RecordingFile(tmp_path / name, CONFIG).open()
+
+
+def test_on_a_full_disk_the_recording_ends_and_nothing_else(tmp_path, monkeypatch, caplog):
+    disk = BadDisk(0)
+    file = on_disk(tmp_path, monkeypatch, disk)
+    assert disk.refused.wait(DEADLINE_S)
+    play(file)
+    file.close()
+    assert file.failure == "No space left on device"
+    assert caplog.record_tuples == [
+        (
+            "router.recording.file",
+            logging.ERROR,
+            f"the recording {file.path} ends here: No space left on device",
+        )
+    ]
+    assert disk.written == b""
+
+
+def test_a_disk_that_says_at_the_end_that_it_is_full_is_heard(tmp_path, monkeypatch):
+    file = on_disk(tmp_path, monkeypatch, BadDisk(10**6, closes=False))
+    play(file)
+    file.close()
+    assert file.failure == "No space left on device"
+
+
+def test_more_than_a_slow_disk_takes_is_not_kept_and_there_is_no_hole(tmp_path, monkeypatch):
+    monkeypatch.setattr("router.recording.file.WRITE_EVERY_S", 60.0)  # it writes at the end
+    file = RecordingFile(tmp_path / "r.jsonl", CONFIG, max_unwritten_bytes=4000)
+    file.open()
+    play(file)
+    file.close()
+    assert file.failure == "the disk does not keep up"
+    kept = len(list(read(lines_of(file.path))))
+    assert 0 < kept < len(SCRIPT)
+    assert list(replay(lines_of(file.path))) == []
+
+
+def test_one_that_was_never_opened_can_be_closed(tmp_path):
+    RecordingFile(tmp_path / "r.jsonl", CONFIG).close()
+
+
+def test_memory_that_is_short_ends_the_recording_and_what_is_unwritten_is_freed(
+    tmp_path, monkeypatch
+):
+    file = on_disk(tmp_path, monkeypatch, BadDisk(0, error=MemoryError()))
+    play(file)
+    file.close()
+    assert file.failure == "MemoryError"
+    assert file._unwritten == []
+
+
+class StuckDisk(BadDisk):
+    """Takes no end, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(10**6)
+        self.let_go = threading.Event()
+
+    def write(self, data: bytes) -> None:
+        self.let_go.wait(DEADLINE_S)
+        super().write(data)
+
+
+def test_a_disk_that_does_not_finish_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("router.recording.file.CLOSE_TIMEOUT_S", 0.0)
+    disk = StuckDisk()
+    file = on_disk(tmp_path, monkeypatch, disk)
+    file.close()
+    assert file.failure == NOT_WRITTEN_IN_TIME
+    disk.let_go.set()
+    file._thread.join(DEADLINE_S)
+    assert not file._thread.is_alive()
+
+
+def test_what_cannot_be_encoded_ends_the_recording_and_is_not_repeated(tmp_path, caplog):
+    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file.open()
+    play(file)
+    file.note(ClientGone(NO_TEXT), 200.0, [])
+    file.note(ClientGone("r0"), 201.0, [])  # nothing follows a hole
+    file.close()
+    assert file.failure == "ClientGone cannot be encoded: UnicodeEncodeError"
+    assert file.failure in caplog.text
+    assert "secret" not in caplog.text
+    assert len(list(read(lines_of(file.path)))) == len(SCRIPT)
+
+
+def test_a_router_answers_whom_it_cannot_record(tmp_path):
+    async def outcomes() -> list[object]:
+        config = RouterConfig(queue_timeout_s=0.01)
+        clock = MonotonicClock()
+        router = Router([], config=config, secret=Secret("token"), clock=clock, record_dir=tmp_path)
+        await router.open()
+        try:
+            asked = replace(arrival("r").request, tenant=NO_TEXT)
+            updates = [update async for update in router.submit(asked)]
+            failure = "Arrived cannot be encoded: UnicodeEncodeError"
+            assert router.counters()["recording ended", failure] == 1
+        finally:
+            await router.close()
+        return [update.outcome for update in updates]
+
+    [outcome] = asyncio.run(outcomes())
+    assert isinstance(outcome, Rejected)  # there is no worker

@@ -1,0 +1,89 @@
+"""What a gateway reports to controllers of what was asked of it."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import PlannerMode
+from engine.control import GatewayReport, Intent, Members, RequestList, decode_from_gateway
+from engine.messages import Role
+from engine.net.trust import Secret
+from router.membership import ControlServer
+from tests.unit.router.planning.test_demand import ask, machine_of
+
+
+class SetClock:
+    at_s = 0.0
+
+    def now_s(self):
+        return self.at_s
+
+
+class World:
+    """A gateway's side of its controllers, and the members that they tell."""
+
+    def __init__(self):
+        self.machine = machine_of(Role.PREFILL, Role.DECODE)
+        router = SimpleNamespace(
+            machine=self.machine,
+            readiness=lambda: None,
+            workers=dict,
+            queue_len=lambda: 0,
+            queued_s=lambda: 0.0,
+        )
+        self.clock = SetClock()
+        routers = SimpleNamespace(
+            routers=lambda: {"v1": router},
+            versions=router,
+            reports=dict,
+            follow=lambda members: None,
+        )
+        self.server = ControlServer(routers, secret=Secret("token"), clock=self.clock)
+        self.version = 0
+
+    def seen(self, mode, at_s):
+        """In the report, if the planner is in that mode."""
+        self.clock.at_s = at_s
+        self.version += 1
+        return self.server._take(Members(self.version, (), Intent(planner=mode))).seen
+
+
+def test_nothing_is_observed_while_the_planner_is_off():
+    world = World()
+    assert world.server._report().seen is None
+    assert [world.seen(PlannerMode.OFF, t) for t in (0.0, 1.0, 2.0)] == [None] * 3
+    ask(world.machine, "r")
+    assert world.machine.demand._sums.num_requests == 0
+
+
+def test_what_was_seen_goes_with_each_report_and_is_the_same_for_all_controllers():
+    world = World()
+    assert world.seen(PlannerMode.DRY_RUN, 0.0) is None
+    ask(world.machine, "r")
+    first = world.seen(PlannerMode.ON, 1.0)
+    assert first.requests_per_s == 1.0
+    assert world.seen(PlannerMode.ON, 1.5) is first
+    assert world.seen(PlannerMode.OFF, 1.9) is None
+    assert world.seen(PlannerMode.ON, 2.0) is None
+
+
+def test_however_many_answers_there_are_a_report_is_sent_each_second():
+    world, sent = World(), []
+
+    async def answer_for_ever():
+        outbox = asyncio.Queue()
+        outbox.put_nowait(RequestList(0, 0, []))
+
+        async def send(frame):
+            sent.extend(decode_from_gateway(frame))
+            if len(sent) == 20:
+                raise ConnectionError
+            world.clock.at_s += 0.125
+            outbox.put_nowait(RequestList(0, 0, []))
+
+        await world.server._send_all(outbox, send)
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(answer_for_ever())
+    assert [n for n, one in enumerate(sent) if isinstance(one, GatewayReport)] == [8, 16]

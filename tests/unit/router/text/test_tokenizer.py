@@ -1,0 +1,142 @@
+"""A checkpoint's text files: what is read, from where, and what is said when it cannot be."""
+
+import json
+
+import pytest
+from tokenizers import processors
+
+from engine.errors import CheckpointError, InvalidRequest
+from router.text.tokenizer import load_text_model
+from tests.kits.gateway import byte_tokenizer
+
+USER = [{"role": "user", "content": "yo"}]
+
+
+def checkpoint(path, *, config=None, files=None):
+    """Writes a checkpoint's text side; `files` by name, as JSON or as text."""
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(config or {}), encoding="utf-8")
+    for name, content in (files or {}).items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (path / name).write_text(text, encoding="utf-8")
+    return path
+
+
+def rendered(path, template, messages=USER, **config):
+    model = load_text_model(checkpoint(path, config={"chat_template": template, **config}))
+    return bytes(model.encode_chat(messages, 4096)).decode()
+
+
+def test_vocabulary_and_round_trip(tmp_path):
+    model = load_text_model(checkpoint(tmp_path))
+    assert model.vocab_size == 260
+    assert model.encode_text("é", 4096) == [0xC3, 0xA9]
+    detokenizer = model.detokenizer([1])
+    assert [detokenizer.push(token_id) for token_id in (0xC3, 0xA9, 256)] == ["", "é", ""]
+
+
+def test_only_plain_text_gets_the_tokenizers_special_tokens(tmp_path):
+    checkpoint(tmp_path, config={"chat_template": "{{ messages[0].content }}"})
+    tokenizer = byte_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|eos|> $A", special_tokens=[("<|eos|>", 256)]
+    )
+    tokenizer.enable_truncation(max_length=3)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = load_text_model(tmp_path)
+    # The file's truncation is not applied.
+    assert model.encode_text("abcd", 4096) == [256, *b"abcd"]
+    assert model.encode_chat(USER, 4096) == [*b"yo"]
+
+
+def test_tokens_that_end_an_answer_are_collected_from_all_files(tmp_path):
+    files = {
+        "generation_config.json": {"eos_token_id": [258, 256]},
+        "config.json": {"eos_token_id": 257},
+    }
+    checkpoint(tmp_path, config={"eos_token": {"content": "<|assistant|>"}}, files=files)
+    assert load_text_model(tmp_path).eos_token_ids == (258, 256, 257, 259)
+
+
+def test_a_checkpoint_may_name_no_end(tmp_path):
+    checkpoint(tmp_path, config={"eos_token": None}, files={"config.json": {"eos_token_id": None}})
+    assert load_text_model(tmp_path).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_missing_or_broken_file_is_named(tmp_path, name):
+    checkpoint(tmp_path)
+    (tmp_path / name).write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=name):
+        load_text_model(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        load_text_model(tmp_path)
+
+
+def test_a_broken_optional_file_is_named(tmp_path):
+    checkpoint(tmp_path, files={"generation_config.json": "[]"})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        load_text_model(tmp_path)
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+def test_the_template_of_its_own_file_goes_first(tmp_path):
+    files = {"chat_template.jinja": "file"}
+    model = load_text_model(checkpoint(tmp_path, config={"chat_template": "x"}, files=files))
+    assert bytes(model.encode_chat(USER, 4096)) == b"file"
+
+
+def test_of_named_templates_the_default_is_taken(tmp_path):
+    named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    assert rendered(tmp_path, named) == "b"
+
+
+def test_special_tokens_are_strings_or_objects(tmp_path):
+    template = "{{ bos_token }}{{ eos_token }}{{ pad_token }}"
+    config = {"bos_token": {"content": "B"}, "eos_token": "E", "pad_token": None}
+    assert rendered(tmp_path, template, **config) == "BE"
+
+
+def test_templates_written_for_transformers_work(tmp_path):
+    template = (
+        "{%- for m in messages %}\n"
+        "    {% generation %}\n"
+        "{{ m | tojson }}{{ strftime_now('%%') }}\n"
+        "    {% endgeneration %}\n"
+        "    {%- if add_generation_prompt %}{% break %}{% endif %}\n"
+        "{%- endfor %}"
+    )
+    content = [{"role": "user", "content": "<é'>"}] * 2
+    assert rendered(tmp_path, template, content) == """{"role": "user", "content": "<é'>"}%\n"""
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ nothing.at.all }}",
+        "{{ ''.__class__.__mro__[1] }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 // 0 }}",
+    ],
+)
+def test_a_template_that_raises_refuses_the_messages(tmp_path, template):
+    with pytest.raises(InvalidRequest) as caught:
+        rendered(tmp_path, template)
+    assert (caught.value.param, caught.value.status) == ("messages", 400)
+
+
+def test_a_template_that_does_not_compile_is_the_checkpoints_fault(tmp_path):
+    with pytest.raises(CheckpointError, match="does not compile"):
+        rendered(tmp_path, "{% for %}")
+
+
+def test_without_a_template_chat_is_refused(tmp_path):
+    model = load_text_model(checkpoint(tmp_path))
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        model.encode_chat(USER, 4096)
