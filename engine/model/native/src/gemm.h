@@ -146,7 +146,8 @@ inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols,
     _mm512_storeu_si512(c + r * kPanel + kLanes, acc[r][1]);
   }
 }
-constexpr int kByteZero = 128;  // activations are stored with this added: vpdpbusd wants them unsigned
+// Added to activations when they are stored: vpdpbusd wants them unsigned.
+constexpr int kByteZero = 128;
 
 #else
 

@@ -100,7 +100,8 @@ BATON_INLINE Words bits_xor(Words a, Words b) { return _mm512_xor_si512(a, b); }
 struct WidePair {
   Words high, low;
 };
-BATON_INLINE WidePair multiply_wide(Words a, Words b) {  // all 64 bits of products of unsigned words
+// All 64 bits of the products of unsigned words.
+BATON_INLINE WidePair multiply_wide(Words a, Words b) {
   const Words even = _mm512_mul_epu32(a, b);
   const Words odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
   return {_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd),
@@ -264,7 +265,8 @@ BATON_INLINE WidePair multiply_wide(Words x, Words y) {
   multiply_wide_half(x.b, y.b, product.high.b, product.low.b);
   return product;
 }
-BATON_INLINE __m256 from_unsigned_half(__m256i x) {  // its halves are exact, their sum is rounded once
+// Both 16-bit halves are exact as floats, and their sum is rounded once.
+BATON_INLINE __m256 from_unsigned_half(__m256i x) {
   const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(x, 16));
   const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(x, fill_words_half(0xFFFF)));
   return _mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low);
@@ -385,7 +387,8 @@ BATON_INLINE Vec exp(Vec x) {
 
 // e^x of x <= 0 to about 2 units in the last place of fp64; 0 below -700.
 BATON_INLINE Doubles exp(Doubles x) {
-  constexpr double kInverseFactorials[] = {  // 1 / 12! … 1 / 0!
+  // 1 / 12! … 1 / 0!
+  constexpr double kInverseFactorials[] = {
       1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
       1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0, 1.0};
   const Doubles shift = fill_fp64(0x1.8p52);  // a sum with it ends in the bits of the whole part

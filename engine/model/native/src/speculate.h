@@ -146,7 +146,8 @@ class Drafter {
   const Proposals& to_;
   Chooser chooser_;
   std::vector<int32_t> ones_, ends_;
-  std::vector<int64_t> latest_, keep_;  // of each row: the token it chose last; whose logits it needs
+  std::vector<int64_t> latest_;  // of each row, the token that it chose last
+  std::vector<int64_t> keep_;    // of each row, the token whose logits it needs
   std::vector<Chooser::Ask> asks_;
 };
 
