@@ -23,9 +23,7 @@ using Lanes [[gnu::vector_size(64)]] = uint64_t;
 inline Lanes product_of_halves(Lanes x) {
   return (Lanes)_mm512_mul_epu32((__m512i)x, (__m512i)(x >> 32));
 }
-inline Lanes neighbours(Lanes x) {
-  return (Lanes)_mm512_shuffle_epi32((__m512i)x, _MM_PERM_BADC);
-}
+inline Lanes neighbours(Lanes x) { return (Lanes)_mm512_shuffle_epi32((__m512i)x, _MM_PERM_BADC); }
 #elif defined(__AVX2__)
 using Lanes [[gnu::vector_size(32)]] = uint64_t;
 

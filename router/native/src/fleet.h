@@ -340,8 +340,8 @@ class Fleet {
     double least_added = kInf;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
       const Costs& costs = costs_[kinds_[kind].costs];
-      added_[kind] = costs.decode_per_seq +
-                     costs.decode_per_token * static_cast<double>(context_tokens());
+      added_[kind] =
+          costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens());
       least_added = std::min(least_added, added_[kind]);
     }
     Choice choice;
@@ -364,8 +364,8 @@ class Fleet {
 
   double tpot_s(Slot slot) const {
     const Costs& costs = costs_[kind_at(slot).costs];
-    return tpot_[slot] + (costs.decode_per_seq +
-                          costs.decode_per_token * static_cast<double>(context_tokens()));
+    return tpot_[slot] +
+           (costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens()));
   }
 
   bool has_room(Slot slot) const { return room_[slot] >= need_blocks_ && tpot_[slot] < kInf; }

@@ -21,8 +21,8 @@ struct Layer {
 
 class Match {
  public:
-  std::vector<Held> few;     // one by one
-  std::vector<Layer> many;   // the shallowest first; only the first `num_many` count
+  std::vector<Held> few;    // one by one
+  std::vector<Layer> many;  // the shallowest first; only the first `num_many` count
   size_t num_many = 0;
 
   void find(Table& table, const uint8_t* hashes, int64_t count) {

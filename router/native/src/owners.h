@@ -19,9 +19,7 @@ constexpr uint32_t kMaxSlots = 0xFFFF;  // 0xFFFF itself is no slot
 constexpr Owners kNobody = ~0ull;
 constexpr int kInline = 4;
 
-inline bool is_crowd(Owners owners) {
-  return (owners & 0xFFFF) == 0xFFFF && owners != kNobody;
-}
+inline bool is_crowd(Owners owners) { return (owners & 0xFFFF) == 0xFFFF && owners != kNobody; }
 
 inline Slot inline_slot(Owners owners, int i) { return (owners >> (16 * i)) & 0xFFFF; }
 
@@ -179,7 +177,8 @@ class Crowds {
 
   int64_t num_bytes() const {
     int64_t total = static_cast<int64_t>(crowds_.capacity() * sizeof(Crowd));
-    for (const Crowd& crowd : crowds_) total += crowd.list.capacity() * 2 + crowd.bits.capacity() * 8;
+    for (const Crowd& crowd : crowds_)
+      total += crowd.list.capacity() * 2 + crowd.bits.capacity() * 8;
     return total;
   }
 

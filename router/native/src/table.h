@@ -166,7 +166,8 @@ class Table {
   template <class Visit>
   void each_key(const uint8_t* hashes, int64_t count, Visit visit) {
     uint64_t keys[kAhead];  // a ring
-    for (int64_t i = 0; i < std::min<int64_t>(count, kAhead); ++i) ask_for(keys[i] = key_at(hashes, i));
+    for (int64_t i = 0; i < std::min<int64_t>(count, kAhead); ++i)
+      ask_for(keys[i] = key_at(hashes, i));
     for (int64_t i = 0; i < count; ++i) {
       const uint64_t key = keys[i % kAhead];
       if (i + kAhead < count) ask_for(keys[i % kAhead] = key_at(hashes, i + kAhead));

@@ -17,17 +17,17 @@
 
 namespace baton {
 
-constexpr int kTile = 32;           // tokens; a multiple of kPanel
-constexpr int kPartition = 1024;    // tokens; a multiple of kTile
-constexpr int kTaskQueries = 96;    // query vectors of one task, at least one token's
+constexpr int kTile = 32;         // tokens; a multiple of kPanel
+constexpr int kPartition = 1024;  // tokens; a multiple of kTile
+constexpr int kTaskQueries = 96;  // query vectors of one task, at least one token's
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Mirrored in library.py.
 struct Batch {
-  const int32_t* cu_seqlens_q;   // [num_rows + 1]
-  const int32_t* context_lens;   // [num_rows]
-  const int32_t* block_tables;   // [num_rows, max_blocks]
-  const int64_t* slot_mapping;   // [num_tokens]
+  const int32_t* cu_seqlens_q;  // [num_rows + 1]
+  const int32_t* context_lens;  // [num_rows]
+  const int32_t* block_tables;  // [num_rows, max_blocks]
+  const int64_t* slot_mapping;  // [num_tokens]
   int32_t num_rows;
   int32_t num_tokens;
   int32_t max_blocks;
@@ -55,7 +55,8 @@ struct Partial {
   float* totals;
 
   Partial(float* memory, int queries, int padded)
-      : sums(memory), peaks(memory + static_cast<size_t>(queries) * padded), totals(peaks + queries) {}
+      : sums(memory), peaks(memory + static_cast<size_t>(queries) * padded),
+        totals(peaks + queries) {}
   static size_t floats(int queries, int padded) {
     return static_cast<size_t>(queries) * (padded + 2);
   }
@@ -103,7 +104,8 @@ class Attention {
     num_parts_ = 0;
     int whole = 0;
     for (int row = 0; row < batch.num_rows; ++row)
-      whole += (queries(batch, row) + tokens_per_task_ - 1) / tokens_per_task_ * cache_.num_kv_heads;
+      whole +=
+          (queries(batch, row) + tokens_per_task_ - 1) / tokens_per_task_ * cache_.num_kv_heads;
     const bool split = whole < 4 * threads;
     for (int row = batch.num_rows - 1; row >= 0; --row) {
       const int count = queries(batch, row);
@@ -154,8 +156,8 @@ class Attention {
 
   size_t scratch_floats() const {
     const size_t queries = max_queries();
-    return 2 * part_floats() + queries * (padded_ + kTile) + 2 * kTile * static_cast<size_t>(padded_) +
-           3 * queries + 64;
+    return 2 * part_floats() + queries * (padded_ + kTile) +
+           2 * kTile * static_cast<size_t>(padded_) + 3 * queries + 64;
   }
 
  private:
@@ -216,7 +218,8 @@ class Attention {
     const int start = batch.cu_seqlens_q[task.row] + task.first;
     for (int t = 0; t < task.count; ++t)
       for (int g = 0; g < group_; ++g, q += padded_) {
-        std::memcpy(q, query + (start + t) * stride + (task.head * group_ + g) * n, sizeof(float) * n);
+        std::memcpy(q, query + (start + t) * stride + (task.head * group_ + g) * n,
+                    sizeof(float) * n);
         std::fill(q + n, q + padded_, 0.0f);
       }
   }
@@ -234,7 +237,8 @@ class Attention {
     const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
     const int stop = std::min((partition + 1) * kPartition, end);
     const int32_t* table = batch.block_tables + static_cast<size_t>(task.row) * batch.max_blocks;
-    const bool reads_values_once = queries <= kMaxRows && format != kKvInt4 && padded_ == cache_.head_dim;
+    const bool reads_values_once =
+        queries <= kMaxRows && format != kKvInt4 && padded_ == cache_.head_dim;
     find_tile(table, layer, task.head, begin, end, keys_at[0], values_at[0]);
     for (int tile = begin; tile < stop; tile += kTile) {
       const int now = (tile - begin) / kTile % 2;
@@ -311,8 +315,7 @@ class Attention {
     for (int v = 0; v < kTile / kLanes; ++v) {
       const Vec weight = exp(sub(s[v], origin));
       sum = add(sum, weight);
-      store(scores + v * kLanes,
-            kScaled ? mul(weight, load(value_scales + v * kLanes)) : weight);
+      store(scores + v * kLanes, kScaled ? mul(weight, load(value_scales + v * kLanes)) : weight);
     }
     p.totals[i] = std::fma(p.totals[i], fade, sum_lanes(sum));
     if (fade != 1.0f) scale_sums(p.sums + static_cast<size_t>(i) * padded_, fade);

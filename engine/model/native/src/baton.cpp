@@ -79,9 +79,18 @@ void baton_attend(void* team_, const Cache* cache, const Batch* batch, int32_t l
     size_t stride;
     Attention attention;
     std::vector<float> scratch;
-  } job{&team, cache, batch, layer, scoring, query, key, value, out,
+  } job{&team,
+        cache,
+        batch,
+        layer,
+        scoring,
+        query,
+        key,
+        value,
+        out,
         static_cast<size_t>(num_heads) * cache->head_dim,
-        Attention(*cache, num_heads / cache->num_kv_heads), {}};
+        Attention(*cache, num_heads / cache->num_kv_heads),
+        {}};
   job.attention.plan(*batch, team.size());
   const size_t scratch = job.attention.scratch_floats();
   job.scratch.resize(scratch * team.size());
@@ -98,8 +107,9 @@ void baton_attend(void* team_, const Cache* cache, const Batch* batch, int32_t l
             const int head = is_key ? h : h - c.num_kv_heads;
             const float* x = (is_key ? j.key : j.value) +
                              (static_cast<size_t>(t) * c.num_kv_heads + head) * c.head_dim;
-            write_token(c, place(c, j.layer, h, slot / c.block_size,
-                                 static_cast<int>(slot % c.block_size)), x);
+            write_token(
+                c, place(c, j.layer, h, slot / c.block_size, static_cast<int>(slot % c.block_size)),
+                x);
           }
         j.team->barrier();
         float* scratch = j.scratch.data() + thread * (j.scratch.size() / j.team->size());

@@ -48,8 +48,9 @@ class Changer {
   static float finite(float x) { return std::min(std::max(x, -kGreatest), kGreatest); }
 
   static bool knows_all_ids(int vocab, const Changes& c) {
-    return are_below(vocab, c.history, c.num_history) && are_below(vocab, c.drafted, c.num_drafted) &&
-           are_below(vocab, c.banned, c.num_banned) && are_below(vocab, c.biased, c.num_biased);
+    return are_below(vocab, c.history, c.num_history) &&
+           are_below(vocab, c.drafted, c.num_drafted) && are_below(vocab, c.banned, c.num_banned) &&
+           are_below(vocab, c.biased, c.num_biased);
   }
 
   // Ids below zero are high ones here.
@@ -73,7 +74,8 @@ class Changer {
       if (are_zero(counts)) continue;
       float* x = x_.data() + start;
       if (start + kGroup <= vocab) penalise_group(x, counts, c);
-      else for (int i = 0; i < vocab - start; ++i) x[i] = penalised(x[i], counts[i], c);
+      else
+        for (int i = 0; i < vocab - start; ++i) x[i] = penalised(x[i], counts[i], c);
       std::fill(counts, counts + kGroup, 0);
     }
   }
@@ -111,7 +113,8 @@ class Changer {
       const uint32_t word = start / kGroup < num_words ? words[start / kGroup] : 0;
       float* x = x_.data() + start;
       if (start + kGroup <= vocab) mask_word(x, word);
-      else for (int i = 0; i < vocab - start; ++i) x[i] = word >> i & 1 ? x[i] : kNever;
+      else
+        for (int i = 0; i < vocab - start; ++i) x[i] = word >> i & 1 ? x[i] : kNever;
     }
   }
 

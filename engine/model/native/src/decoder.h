@@ -24,9 +24,9 @@ struct Layer {
   Weight up;
   Weight down;
   const float* input_norm;
-  const float* query_norm;             // [head_dim] or null
-  const float* key_norm;               // [head_dim] or null
-  const float* post_attention_norm;    // of what attention adds; or null
+  const float* query_norm;           // [head_dim] or null
+  const float* key_norm;             // [head_dim] or null
+  const float* post_attention_norm;  // of what attention adds; or null
   const float* feed_forward_norm;
   const float* post_feed_forward_norm;  // of what the feed-forward layer adds; or null
   Scoring scoring;
@@ -98,8 +98,8 @@ class Laid {
                          position % block_size);
       }
     }
-    batch_ = {starts_.data(), rows.ends, tables_.data(), slots_.data(), rows.num_rows,
-              starts_.back(), widest, 0};
+    batch_ = {starts_.data(), rows.ends,      tables_.data(), slots_.data(),
+              rows.num_rows,  starts_.back(), widest,         0};
   }
 
   const Batch& batch() const { return batch_; }
@@ -273,9 +273,10 @@ class Decoder {
     float* x = residual_.floats() + t * hidden_stride_;
     const size_t at = token_ids_[t] * static_cast<size_t>(m_.hidden);
     for (int i = 0; i < m_.hidden; ++i)
-      x[i] = m_.embedding_scale * (m_.embedding_kind == kBf16
-                                       ? bf16_to_float(static_cast<const uint16_t*>(m_.embedding)[at + i])
-                                       : static_cast<const float*>(m_.embedding)[at + i]);
+      x[i] = m_.embedding_scale *
+             (m_.embedding_kind == kBf16
+                  ? bf16_to_float(static_cast<const uint16_t*>(m_.embedding)[at + i])
+                  : static_cast<const float*>(m_.embedding)[at + i]);
   }
 
   // Cosines, then sines, of the token's position, for each rope.
@@ -341,20 +342,19 @@ class Decoder {
     team_.barrier();
     float* wide = wide_.floats();
     const Weight* weights[] = {&layer.gate, &layer.up};
-    linear_tiles<2>(
-        weights, packed(), batch_->num_tokens,
-        Share(layer.gate.num_panels(), thread, team_.size()), scratch(thread),
-        [&](int row, int rows, int panel, float* tiles) {
-          add_bias(layer.gate, panel, rows, tiles);
-          add_bias(layer.up, panel, rows, tiles + kMaxRows * kPanel);
-          for (int r = 0; r < rows; ++r)
-            for (int c = 0; c < kPanel; c += kLanes) {
-              const Vec gate = load(tiles + r * kPanel + c);
-              const Vec up = load(tiles + (kMaxRows + r) * kPanel + c);
-              store(wide + (row + r) * wide_stride_ + panel * kPanel + c,
-                    mul(activate(gate, m_.activation), up));
-            }
-        });
+    linear_tiles<2>(weights, packed(), batch_->num_tokens,
+                    Share(layer.gate.num_panels(), thread, team_.size()), scratch(thread),
+                    [&](int row, int rows, int panel, float* tiles) {
+                      add_bias(layer.gate, panel, rows, tiles);
+                      add_bias(layer.up, panel, rows, tiles + kMaxRows * kPanel);
+                      for (int r = 0; r < rows; ++r)
+                        for (int c = 0; c < kPanel; c += kLanes) {
+                          const Vec gate = load(tiles + r * kPanel + c);
+                          const Vec up = load(tiles + (kMaxRows + r) * kPanel + c);
+                          store(wide + (row + r) * wide_stride_ + panel * kPanel + c,
+                                mul(activate(gate, m_.activation), up));
+                        }
+                    });
     team_.barrier();
     project(layer.down, layer.post_feed_forward_norm, wide, wide_stride_, thread, mine);
   }

@@ -35,7 +35,7 @@ constexpr int kMaxRows = 6;
 constexpr int kMaxRowsInt8 = 4;
 #endif
 constexpr int kPanel = kPanelVecs * kLanes;
-constexpr int kChunkBytes = 512 * 1024;  // activations that stay in a core's L2 cache
+constexpr int kChunkBytes = 512 * 1024;       // activations that stay in a core's L2 cache
 constexpr int kWidenFromRows = 2 * kMaxRows;  // from here on a bf16 panel is widened once for all
 constexpr int kPrefetchBytes = 2048;
 constexpr int kMaxColumns = 512;   // that meet at a time, where activations exceed that
@@ -118,8 +118,8 @@ struct LoadBf16 {
 #if BATON_AVX512
 
 template <int R>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols,
-                      const int32_t* offsets, int32_t* c) {
+inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, const int32_t* offsets,
+                      int32_t* c) {
   __m512i acc[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -153,8 +153,7 @@ constexpr int kByteZero = 128;
 
 // |x| * sign(x) w: products of signed bytes whose pairwise sums cannot overflow 16 bits.
 template <int R>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols,
-                      const int32_t*, int32_t* c) {
+inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, const int32_t*, int32_t* c) {
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i acc[R][2];
 #pragma GCC unroll 16
@@ -209,8 +208,8 @@ struct Columns {
 
 // One block of rows of x times one panel of w over some columns, into or (beyond the first column)
 // onto tile [rows of the block, kPanel]. `wide`: these columns of the panel in fp32, if they are.
-inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x, Share block,
-                           Columns columns, float* tile) {
+inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x,
+                           Share block, Columns columns, float* tile) {
   const int rows = block.end - block.begin;
   const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
   const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;

@@ -97,9 +97,7 @@ inline void write_token(const Cache& c, Place to, const float* x) {
   const int n = c.head_dim;
   float largest, low, high;
   switch (c.format) {
-    case kKvFp32:
-      std::memcpy(to.elements, x, sizeof(float) * n);
-      return;
+    case kKvFp32: std::memcpy(to.elements, x, sizeof(float) * n); return;
     case kKvBf16:
       for (int i = 0; i < n; ++i) {
         const uint16_t y = float_to_bf16(x[i]);
@@ -157,8 +155,7 @@ inline float int4_low(Place p) {
 // One element of a token, as read_token gives it, for what does not fill a vector.
 inline float read_element(const Cache& c, Place from, int i) {
   switch (c.format) {
-    case kKvFp32:
-      return load_float(from.elements + 4 * i);
+    case kKvFp32: return load_float(from.elements + 4 * i);
     case kKvBf16: {
       uint16_t x;
       std::memcpy(&x, from.elements + 2 * i, 2);
@@ -169,8 +166,7 @@ inline float read_element(const Cache& c, Place from, int i) {
       const uint16_t half = static_cast<uint16_t>((x & 0x80) << 8 | (x & 0x7F) << 7);
       return _cvtsh_ss(half) * 256.0f;
     }
-    case kKvInt8:
-      return static_cast<float>(static_cast<int8_t>(from.elements[i]));
+    case kKvInt8: return static_cast<float>(static_cast<int8_t>(from.elements[i]));
     default: {
       const int half = c.head_dim / 2;
       const int q = i < half ? from.elements[i] & 15 : from.elements[i - half] >> 4;
@@ -224,8 +220,8 @@ BATON_INLINE void read_token(const Cache& c, Place from, float* to) {
   for (; i < n; ++i) to[i] = read_element(c, from, i);
 }
 
-constexpr int kWord = 4;                        // bytes
-constexpr int kGroupBytes = kLanes * kWord;     // of one token, transposed at a time
+constexpr int kWord = 4;                     // bytes
+constexpr int kGroupBytes = kLanes * kWord;  // of one token, transposed at a time
 
 // Elements per word, and how the record's words become elements when lanes are tokens.
 constexpr int elements_per_word(int32_t format) {

@@ -136,7 +136,8 @@ class Sampler {
     winner_ = first_best;
     highest_ = -std::numeric_limits<double>::infinity();
     if (kLeastTemperature <= temperature_ && temperature_ <= kGreatestTemperature) race();
-    else for (int id = 0; id < vocab_; ++id) compare(id);
+    else
+      for (int id = 0; id < vocab_; ++id) compare(id);
     return winner_;
   }
 

@@ -205,13 +205,15 @@ BATON_INLINE Vec from_int32(const int32_t* p) {
 BATON_INLINE void store_int8(int8_t* p, Vec x) {
   __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b);
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
-  __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  __m128i bytes =
+      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 BATON_INLINE __m256i as_ints(__m256 x) { return _mm256_castps_si256(x); }
 BATON_INLINE __m256 as_floats(__m256i x) { return _mm256_castsi256_ps(x); }
 BATON_INLINE Vec bits_shifted_left(Vec x, int n) {
-  return {as_floats(_mm256_slli_epi32(as_ints(x.a), n)), as_floats(_mm256_slli_epi32(as_ints(x.b), n))};
+  return {as_floats(_mm256_slli_epi32(as_ints(x.a), n)),
+          as_floats(_mm256_slli_epi32(as_ints(x.b), n))};
 }
 BATON_INLINE Vec bits_and(Vec x, uint32_t mask) {
   const __m256 m = as_floats(_mm256_set1_epi32(static_cast<int>(mask)));
@@ -220,12 +222,16 @@ BATON_INLINE Vec bits_and(Vec x, uint32_t mask) {
 BATON_INLINE __m256 signed_byte_half(__m256 x, int b) {
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(as_ints(x), 24 - 8 * b), 24));
 }
-BATON_INLINE Vec signed_byte(Vec x, int b) { return {signed_byte_half(x.a, b), signed_byte_half(x.b, b)}; }
+BATON_INLINE Vec signed_byte(Vec x, int b) {
+  return {signed_byte_half(x.a, b), signed_byte_half(x.b, b)};
+}
 BATON_INLINE __m256 nibble_half(__m256 x, int shift) {
   const __m256i low = _mm256_srli_epi32(as_ints(x), shift);
   return _mm256_cvtepi32_ps(_mm256_and_si256(low, _mm256_set1_epi32(15)));
 }
-BATON_INLINE Vec nibble(Vec x, int shift) { return {nibble_half(x.a, shift), nibble_half(x.b, shift)}; }
+BATON_INLINE Vec nibble(Vec x, int shift) {
+  return {nibble_half(x.a, shift), nibble_half(x.b, shift)};
+}
 BATON_INLINE __m256i bytes_as_words(Vec x, int b) {
   const __m256i mask = _mm256_set1_epi32(255);
   const __m256i low = _mm256_and_si256(_mm256_srli_epi32(as_ints(x.a), 8 * b), mask);
@@ -271,7 +277,9 @@ BATON_INLINE __m256 from_unsigned_half(__m256i x) {
   const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(x, fill_words_half(0xFFFF)));
   return _mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low);
 }
-BATON_INLINE Vec from_unsigned(Words x) { return {from_unsigned_half(x.a), from_unsigned_half(x.b)}; }
+BATON_INLINE Vec from_unsigned(Words x) {
+  return {from_unsigned_half(x.a), from_unsigned_half(x.b)};
+}
 struct Scaled {
   Vec mantissa, exponent;
 };
@@ -304,7 +312,9 @@ struct Doubles {
   __m256d a, b;
 };
 BATON_INLINE Doubles fill_fp64(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
-BATON_INLINE Doubles load_fp64(const double* p) { return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4)}; }
+BATON_INLINE Doubles load_fp64(const double* p) {
+  return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4)};
+}
 BATON_INLINE void store_fp64(double* p, Doubles x) {
   _mm256_storeu_pd(p, x.a);
   _mm256_storeu_pd(p + 4, x.b);
@@ -335,7 +345,9 @@ BATON_INLINE __m256d exp2_shifted_half(__m256d x) {
   const __m256i bits = _mm256_add_epi64(_mm256_castpd_si256(x), _mm256_set1_epi64x(1023));
   return _mm256_castsi256_pd(_mm256_slli_epi64(bits, 52));
 }
-BATON_INLINE Doubles exp2_shifted(Doubles x) { return {exp2_shifted_half(x.a), exp2_shifted_half(x.b)}; }
+BATON_INLINE Doubles exp2_shifted(Doubles x) {
+  return {exp2_shifted_half(x.a), exp2_shifted_half(x.b)};
+}
 
 #endif
 
@@ -388,9 +400,19 @@ BATON_INLINE Vec exp(Vec x) {
 // e^x of x <= 0 to about 2 units in the last place of fp64; 0 below -700.
 BATON_INLINE Doubles exp(Doubles x) {
   // 1 / 12! … 1 / 0!
-  constexpr double kInverseFactorials[] = {
-      1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
-      1.0 / 720,       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0, 1.0};
+  constexpr double kInverseFactorials[] = {1.0 / 479001600,
+                                           1.0 / 39916800,
+                                           1.0 / 3628800,
+                                           1.0 / 362880,
+                                           1.0 / 40320,
+                                           1.0 / 5040,
+                                           1.0 / 720,
+                                           1.0 / 120,
+                                           1.0 / 24,
+                                           1.0 / 6,
+                                           0.5,
+                                           1.0,
+                                           1.0};
   const Doubles shift = fill_fp64(0x1.8p52);  // a sum with it ends in the bits of the whole part
   const Doubles shifted = fma(x, fill_fp64(0x1.71547652b82fep0), shift);
   const Doubles n = sub(shifted, shift);

@@ -18,13 +18,13 @@ struct Proposals {
 };
 
 struct Choices {
-  const int32_t* counts;    // [num_rows]: tokens that each row chooses, one behind all that are
-                            // proposed and one in the place of each of these; or none
-  const int32_t* scored;    // [num_rows]: of its first so many tokens, logits are wanted too
-  const Draw* draws;        // of the rows that choose, how they choose the first token
-  int32_t* proposed;        // row by row
-  int64_t* token_ids;       // row by row: the choices
-  double forward_s;         // set to what the pass took
+  const int32_t* counts;  // [num_rows]: tokens that each row chooses, one behind all that are
+                          // proposed and one in the place of each of these; or none
+  const int32_t* scored;  // [num_rows]: of its first so many tokens, logits are wanted too
+  const Draw* draws;      // of the rows that choose, how they choose the first token
+  int32_t* proposed;      // row by row
+  int64_t* token_ids;     // row by row: the choices
+  double forward_s;       // set to what the pass took
 };
 
 // Rows of a verification whose tokens a draft model is to propose first.
@@ -34,7 +34,7 @@ struct Drafting {
   float* logits;          // [num_rows, vocab]: memory to work in
   int32_t num_rows;
   int32_t unused;
-  double seconds;         // set to what all passes of the draft took
+  double seconds;  // set to what all passes of the draft took
 };
 
 inline double seconds_since(std::chrono::steady_clock::time_point begin) {
@@ -51,7 +51,8 @@ class Chooser {
     int num_drafted;
   };
 
-  Chooser(Team& team, int vocab) : team_(team), vocab_(vocab), samplers_(team.size(), Sampler(vocab)) {}
+  Chooser(Team& team, int vocab)
+      : team_(team), vocab_(vocab), samplers_(team.size(), Sampler(vocab)) {}
 
   // One token for each row of logits; false if a draw names an id that is not in the vocabulary.
   bool choose(const std::vector<Ask>& asks, const float* logits, int64_t* tokens) {
@@ -127,8 +128,9 @@ class Drafter {
       ++ends_[r];
       keep_[r] = r;
     }
-    const Ragged tokens{latest_.data(), ones_.data(), ends_.data(), rows_.tables,
-                        rows_.table_lens, num_rows, 0, nullptr};
+    const Ragged tokens{
+        latest_.data(), ones_.data(), ends_.data(), rows_.tables, rows_.table_lens, num_rows, 0,
+        nullptr};
     decoder_.forward(tokens, {keep_.data(), logits_, num_rows, 0});
   }
 
@@ -155,8 +157,8 @@ class Drafter {
 class Verifier {
  public:
   Verifier(Decoder& decoder, const Ragged& rows, float* logits, Choices& choices)
-      : decoder_(decoder), logits_(logits), of_(choices), lens_(rows.lens, rows.lens + rows.num_rows),
-        ends_(rows.ends, rows.ends + rows.num_rows) {
+      : decoder_(decoder), logits_(logits), of_(choices),
+        lens_(rows.lens, rows.lens + rows.num_rows), ends_(rows.ends, rows.ends + rows.num_rows) {
     const Draw* draw = of_.draws;
     const int32_t* proposed = of_.proposed;
     const int64_t* own = rows.token_ids;
@@ -176,8 +178,13 @@ class Verifier {
       ends_[r] += num_proposed;
     }
     keep_.insert(keep_.end(), scored_.begin(), scored_.end());
-    rows_ = {token_ids_.data(), lens_.data(), ends_.data(), rows.tables, rows.table_lens,
-             rows.num_rows, 0};
+    rows_ = {token_ids_.data(),
+             lens_.data(),
+             ends_.data(),
+             rows.tables,
+             rows.table_lens,
+             rows.num_rows,
+             0};
   }
 
   // False if a draw names an id that is not in the vocabulary.

@@ -76,7 +76,8 @@ class Team {
     uint32_t seen = 0;
     for (;;) {
       const uint64_t begin = __rdtsc();
-      while (epoch_.load(std::memory_order_acquire) == seen && __rdtsc() - begin < kSpun) _mm_pause();
+      while (epoch_.load(std::memory_order_acquire) == seen && __rdtsc() - begin < kSpun)
+        _mm_pause();
       epoch_.wait(seen, std::memory_order_acquire);
       seen = epoch_.load(std::memory_order_acquire);
       if (job_ == nullptr) return;
