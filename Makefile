@@ -21,6 +21,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	git ls-files "*.cpp" "*.h" | xargs $(BIN)/clang-format --dry-run --Werror
 
 # Three at a time, for services mostly wait for each other, and what waits for nobody gives way to them.
 # Each part is printed when it is over.
@@ -61,6 +62,7 @@ fuzz: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	git ls-files "*.cpp" "*.h" | xargs $(BIN)/clang-format -i
 
 clean:
 	rm -rf .venv .venv-core
