@@ -1,17 +1,62 @@
-"""Errors, with the fault in the type and the facts as fields.
+"""The tree of Baton's errors. The type says which fault it is, the fields give the facts.
+
+An error that crosses a module's border, or reaches a user, is in this tree. Errors of more than one
+room are defined here, the others where they are raised. A test compares the tree with the source.
 
 BatonError
-├── InvalidRequest     the client's fault: a request that cannot be served as it is
-├── ConfigError        the operator's fault: a setting or a file
-│   ├── CheckpointError    a model directory that cannot be served
-│   └── UntrustedFile      a file of a cache that another user can have written
-├── LayoutMismatch     two workers that must not exchange KV
-├── ProtocolError      a peer's fault: a frame that cannot be believed
-│   └── Untrusted          a peer that does not prove that it holds the deployment's secret
-├── StepStuck          a worker that computes nothing any more, and yet answers
-└── OutOfBlocks        the KV pool is full (always caught by a scheduler)
+├── InvalidRequest            a request that cannot be served as it is: the client's fault
+│   └── ApiError              the same, with OpenAI's machine-readable code
+│       └── LimitExceeded     an API key has used up its limit
+├── GrammarError              a grammar, schema or expression that cannot be followed
+├── GrammarBusy               there is no time to check a grammar now
+├── OrderRefused              an administrator's order that cannot be carried out
+├── ConfigError               a setting or a file that cannot be used: the operator's fault
+│   ├── CheckpointError       a model directory that cannot be served
+│   ├── UntrustedFile         a cached file that another user can have written
+│   ├── KeysError             a file of API keys that cannot be read or changed
+│   ├── TlsError              certificate files that cannot be used
+│   ├── NoPlace               no node has room for a worker
+│   ├── LateStart             a service takes too long to open
+│   ├── OtherVersion          a running cluster whose version does not match
+│   ├── CannotPlan            a load and bounds that no plan meets
+│   ├── TraceError            a trace that cannot be read
+│   └── NotEnough             a recording too short to fit costs to
+├── ProtocolError             a frame that the protocol does not allow: the peer's fault
+│   └── Untrusted             a peer that does not prove that it holds the deployment's secret
+├── PeerSilent                no frame has come from a peer for too long
+├── LayoutMismatch            two workers whose configuration forbids to exchange KV
+├── Disagreement              two workers whose blocks cannot be converted into each other
+├── NixlUnavailable           NIXL cannot be used here, or not with this source
+├── ShmUnavailable            another worker's memory cannot be mapped
+├── OutOfBlocks               the KV pool is full; a scheduler always catches it
+├── StepStuck                 a worker's step lasts longer than any should
+├── BuildError                a C++ library cannot be built here
+├── NotFused                  a model whose shape the C++ decoder does not compute
+├── TooManyWorkers            more workers than the prefix index can tell apart
+├── NoChild                   the nursery has not started a process
+├── UnsafeFork                a fork that would copy threads or a CUDA context
+├── AdminError                the controller cannot be asked, or refuses
+├── ServerError               the server that `baton chat` talks to refuses or breaks off
+├── ServiceFailed             a benchmark: a service did not start
+├── ServerFailed              a benchmark: `baton serve` did not start
+├── ServerUnreachable         a benchmark: no OpenAI-compatible server answers
+├── NothingCompleted          a benchmark: not one request was answered
+├── DrivenFailed              a benchmark: another engine's process failed
+├── PeerError                 a benchmark: another project's simulator failed
+├── DeploymentFailed          a benchmark: workers did not join, or a request was not answered
+├── OrderFailed               a benchmark: the controller did not take an order
+├── PaceUnknown               a benchmark: the deployment's speed could not be measured
+├── NotFlipped                a benchmark: a worker did not take its new role
+├── NotMovable                a benchmark: this machine lacks a way to move KV
+├── WrongBytes                a benchmark: moved KV differs from its source
+├── TransferError             a benchmark: a pull of KV failed
+├── RunBroken                 a benchmark: a run whose results cannot be used
+├── NotUndisturbed            a fault test: its run without faults is not clean
+├── FaultFailed               a fault test: a fault could not be injected or undone
+├── Unavailable               a fault test: this machine or user cannot have such a network
+└── CommandFailed             a fault test: a system command failed
 
-The failure of one request is an event, not an exception; a bug in Baton is an `assert`.
+A request that fails is an event, not an exception. A bug in Baton is an `assert`.
 """
 
 from pathlib import Path
@@ -40,7 +85,7 @@ class CheckpointError(ConfigError):
 
 
 class UntrustedFile(ConfigError):
-    """A file of a cache that another user can have written."""
+    """A cached file that another user can have written."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path} is not to be trusted: {why}")
@@ -65,12 +110,12 @@ class ProtocolError(BatonError):
 class Untrusted(ProtocolError):
     """A peer does not prove that it holds the deployment's secret; the message says how it fails.
 
-    The messages are few and fixed: they name counters.
+    The messages are few and fixed, because each names a counter.
     """
 
 
 class StepStuck(BatonError):
-    """A step of a worker has lasted so many seconds, longer than any should."""
+    """A step of a worker has lasted `seconds`, longer than any step should."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"a step has lasted {seconds:.1f} s")
@@ -88,3 +133,7 @@ class OutOfBlocks(BatonError):
         super().__init__(f"wanted {wanted_blocks} blocks, {free_blocks} are free")
         self.wanted_blocks = wanted_blocks
         self.free_blocks = free_blocks
+
+
+class BuildError(BatonError):
+    """A C++ library cannot be built here; the message says why, in one line."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import UntrustedFile
+from engine.errors import BuildError, UntrustedFile
 from engine.ownership import make_folder, require_trusted
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,6 @@ BUILD_TIMEOUT_S = 300.0
 
 
 counters = {"private_builds": 0}  # made for this process alone: the cache is not to be trusted
-
-
-class BuildError(Exception):
-    """A library cannot be built here; the text says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)

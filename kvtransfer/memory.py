@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import Transport
+from engine.errors import BatonError
 from engine.layout import ALIGNMENT_BYTES
 from kvtransfer.messages import ShmOffer
 
@@ -28,7 +29,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
 
-class ShmUnavailable(Exception):
+class ShmUnavailable(BatonError):
     """A pool cannot be mapped here; the message says why."""
 
 

@@ -61,6 +61,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.clock import Clock, MonotonicClock
+from engine.errors import BatonError
 from kvtransfer.memory import Region
 from kvtransfer.messages import NixlOffer
 from kvtransfer.records import Piece
@@ -75,7 +76,7 @@ MAX_NOTIFICATIONS = 256  # of one call to `progress`
 READ_ID_BYTES = 8
 
 
-class NixlUnavailable(Exception):
+class NixlUnavailable(BatonError):
     """NIXL cannot be used here, or not with that source; the message says why."""
 
 

@@ -52,7 +52,7 @@ WAYS = {  # in order of preference
 }
 
 
-class Unfit(Exception):
+class _Unfit(Exception):
     """A source cannot be read that way; the message says why."""
 
 
@@ -240,7 +240,7 @@ class SinkEnd:
         for way in WAYS[self._transport]:
             try:
                 link.reader = self._open_reader(way, use)
-            except Unfit as error:
+            except _Unfit as error:
                 refused.append(f"{way}: {error}")
                 continue
             self._machine.use_transport(use.address, link.reader.means)
@@ -251,19 +251,19 @@ class SinkEnd:
         return self._machine.refuse_source(use.address, f"no transport: {refused[-1]}")
 
     def _open_reader(self, way: Transport, use: UseSource) -> Reader:
-        """Raises Unfit."""
+        """Raises _Unfit."""
         match way:
             case Transport.SHM:
                 return self._open_shm(use)
             case Transport.NIXL:
                 return self._open_nixl(use)
         if not use.source.offers.sends:
-            raise Unfit("source cannot send what is in a GPU's memory")
+            raise _Unfit("source cannot send what is in a GPU's memory")
         return ZmqReader(use.wire, self._host_pool(), lambda read: self._send(use.address, read))
 
     def _host_pool(self) -> Blocks:
         if self._pool is None:
-            raise Unfit("KV here is in a GPU's memory")
+            raise _Unfit("KV here is in a GPU's memory")
         return self._pool
 
     def _open_shm(self, use: UseSource) -> Reader:
@@ -271,25 +271,25 @@ class SinkEnd:
         offer = use.source.offers.shm
         if offer is None:
             self._fall_back(Transport.SHM, "not_offered")
-            raise Unfit("source offers no shared memory")
+            raise _Unfit("source offers no shared memory")
         try:
             block_bytes = use.source.identity.layout.block_bytes
             blocks = map_offer(offer, use.source.num_blocks, block_bytes)
         except ShmUnavailable as error:
             self._fall_back(Transport.SHM, "unavailable")
-            raise Unfit(str(error)) from error
+            raise _Unfit(str(error)) from error
         return ShmReader(use.wire, blocks, pool)
 
     def _open_nixl(self, use: UseSource) -> Reader:
         offer = use.source.offers.nixl
         if self._nixl is None:
-            raise Unfit("no RDMA device here")
+            raise _Unfit("no RDMA device here")
         if offer is None:
             self._fall_back(Transport.NIXL, "not_offered")
-            raise Unfit("source is not on NIXL")
+            raise _Unfit("source is not on NIXL")
         if use.wire.pieces is None:
             self._fall_back(Transport.NIXL, "formats_differ")
-            raise Unfit("KV formats differ, and a one-sided read converts nothing")
+            raise _Unfit("KV formats differ, and a one-sided read converts nothing")
         try:
             reader = self._nixl.connect(
                 offer,
@@ -299,7 +299,7 @@ class SinkEnd:
             )
         except NixlUnavailable as error:
             self._fall_back(Transport.NIXL, "unavailable")
-            raise Unfit(str(error)) from error
+            raise _Unfit(str(error)) from error
         return OneSidedReader(use.wire, reader)
 
     def _fall_back(self, way: Transport, reason: str) -> None:

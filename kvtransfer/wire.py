@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from engine.errors import BatonError
 from engine.layout import KVFormat, KVLayout
 from kvtransfer.messages import Identity
 from kvtransfer.records import Piece, difference, packing, plan_pieces, shared_layout, unpacking
@@ -25,7 +26,7 @@ from kvtransfer.records import Piece, difference, packing, plan_pieces, shared_l
 WIDE = (KVFormat.FP32, KVFormat.BF16)
 
 
-class Disagreement(Exception):
+class Disagreement(BatonError):
     """Two workers cannot exchange blocks; `field` names the first reason."""
 
     def __init__(self, field: str) -> None:

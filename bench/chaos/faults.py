@@ -17,6 +17,7 @@ from bench.chaos.deployment import Deployment, OrderFailed, Seen
 from bench.chaos.plan import OF_GATEWAYS, STOPS, Fault, FaultKind, chosen, kinds_in_turn
 from bench.common.waiting import POLL_EVERY_S, holds_within, pause
 from engine.clock import Clock
+from engine.errors import BatonError
 from engine.messages import Role
 
 RUNS_S, STANDS_S = 0.02, 0.08  # of a slow worker
@@ -26,7 +27,7 @@ CONTROLLER = "controller"  # its name among victims
 RAREST_FIRST = 0.5  # share of its time for which a fault waits for the rarest kind to be possible
 
 
-class FaultFailed(Exception):
+class FaultFailed(BatonError):
     """A fault could not be injected, or not be undone."""
 
 

@@ -22,6 +22,7 @@ from bench.peers.driver import drive, stdout_for_answers
 from bench.peers.kv_memory import digest, fill
 from engine.clock import MonotonicClock
 from engine.config import Transport
+from engine.errors import BatonError
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, WorkerId
 from engine.net.trust import Secret
 from engine.worker.blocks import BlockId
@@ -48,7 +49,7 @@ TIMING = Timing(ttl_s=600.0)  # other movers have their turns while a lease or s
 _clock = MonotonicClock()
 
 
-class TransferError(Exception):
+class TransferError(BatonError):
     """A pull that did not end well; the message says why."""
 
 

@@ -24,7 +24,6 @@ from bench.router.plan import (
 from bench.router.results import PEER, is_met, results, warnings
 from bench.router.run import measure, measure_ingest
 from engine.errors import BatonError, ConfigError
-from engine.native_build import BuildError
 
 
 def router(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -70,7 +69,7 @@ def router(  # noqa: PLR0913 (one parameter for each option is how typer declare
             plot_bars(panels(report), plot, title=_title(plan))
         print_router(Console(), report, title=_title(plan))
         print_warnings(Console(), warnings(measured))
-    except (BatonError, BuildError, OSError) as error:
+    except (BatonError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 

@@ -31,6 +31,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from engine.errors import BatonError
+
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
@@ -60,7 +62,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 News = Started | NotStarted | Ended
 
 
-class NoChild(Exception):
+class NoChild(BatonError):
     """The nursery has not started a process; the text says why."""
 
 

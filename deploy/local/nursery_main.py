@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.local.nursery import Ended, News, NotStarted, Started
+from engine.errors import BatonError
 
 OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
 MAX_REQUEST_BYTES = 64
@@ -158,7 +159,7 @@ class _Children:
             _post(news, Ended(-ended.si_status if by_signal else ended.si_status))
 
 
-class UnsafeFork(Exception):
+class UnsafeFork(BatonError):
     """A fork would copy what must not be copied."""
 
 

@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Gener
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from engine.errors import Untrusted
+from engine.errors import BatonError, Untrusted
 from engine.messages import MAX_FRAME_BYTES
 from engine.net.challenge import NOISE_BYTES, Challenger, Claimant
 from engine.net.seldom import Seldom
@@ -160,7 +160,7 @@ class Outbox:
                 return
 
 
-class PeerSilent(ConnectionError):
+class PeerSilent(BatonError, ConnectionError):
     """Nothing has come for too long; `seconds` of it."""
 
     def __init__(self, seconds: float) -> None:

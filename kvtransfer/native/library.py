@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from engine.errors import BuildError
 from engine.layout import KVFormat
-from engine.native_build import BuildError, Sources, built_library, open_library
+from engine.native_build import Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 

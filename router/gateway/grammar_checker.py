@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from engine.clock import Clock
-from engine.errors import GrammarError
+from engine.errors import BatonError, GrammarError
 from engine.grammar.child import (
     MAX_WALL_S,
     Answered,
@@ -54,7 +54,7 @@ _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", 
 assert MAX_WALL_S < ANSWER_TIMEOUT_S
 
 
-class GrammarBusy(Exception):
+class GrammarBusy(BatonError):
     """There is no time to check a grammar now."""
 
 

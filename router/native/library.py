@@ -9,7 +9,8 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_int32, c_int64, c_u
 from functools import cache
 from pathlib import Path
 
-from engine.native_build import BuildError, Sources, built_library
+from engine.errors import BuildError
+from engine.native_build import Sources, built_library
 
 log = logging.getLogger(__name__)
 

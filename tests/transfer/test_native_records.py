@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import native_build
+from engine.errors import BuildError
 from kvtransfer.native import copying, library
 from kvtransfer.native.copying import copy_records
 from kvtransfer.records import Piece
@@ -213,7 +214,7 @@ def test_several_threads_copy_at_once():
 
 def test_without_a_compiler_numpy_copies_and_it_is_said_once(monkeypatch, caplog):
     def missing():
-        raise native_build.BuildError("no C++ compiler")
+        raise BuildError("no C++ compiler")
 
     monkeypatch.setattr(native_build, "find_compiler", missing)
     monkeypatch.setattr(library, "kernels", cache(library.kernels.__wrapped__))

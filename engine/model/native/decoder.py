@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.errors import BatonError
 from engine.layout import KVLayout
 from engine.model.attention.base import AttentionBatch, Scoring
 from engine.model.attention.hook import ForwardContext
@@ -36,7 +37,7 @@ ACTIVATIONS = (
 SAME = 1e-5  # measured constants that differ by less are one
 
 
-class NotFused(Exception):
+class NotFused(BatonError):
     """The model is not of the shape that the kernels compute; the text says what is missing."""
 
 

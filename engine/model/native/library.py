@@ -10,8 +10,9 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_vo
 from functools import cache
 from pathlib import Path
 
+from engine.errors import BuildError
 from engine.layout import KVFormat
-from engine.native_build import BuildError, Sources, built_library, open_library
+from engine.native_build import Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 

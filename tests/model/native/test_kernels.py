@@ -8,7 +8,7 @@ import torch
 
 from engine import native_build
 from engine.config import WeightFormat
-from engine.errors import ConfigError
+from engine.errors import BuildError, ConfigError
 from engine.layout import KVFormat
 from engine.messages import Sampling
 from engine.model import cpu
@@ -18,7 +18,7 @@ from engine.model.native.attention import NativeAttention
 from engine.model.native.linear import PackedLinear
 from engine.model.native.matrix import Team, exact_in_bf16
 from engine.model.runner import TorchRunner
-from engine.native_build import FLAGS, BuildError, built_library, open_library
+from engine.native_build import FLAGS, built_library, open_library
 from engine.worker.batch import BatchPlan, Row
 from tests.kits.checkpoints import KINDS, tiny_checkpoint
 from tests.kits.models.attention_cases import CASES, case_id, check_attend, check_company

@@ -1,7 +1,13 @@
-"""The fault is in an error's type, its facts are in its fields."""
+"""The fault is in an error's type, its facts are in its fields, and one tree shows them all."""
+
+import ast
+import builtins
+import re
+from pathlib import Path
 
 import pytest
 
+import engine.errors
 from engine.errors import (
     BatonError,
     CheckpointError,
@@ -11,6 +17,66 @@ from engine.errors import (
     OutOfBlocks,
     ProtocolError,
 )
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("engine", "kvtransfer", "prefill", "decode", "router", "bench", "deploy")
+BUILT_IN = {
+    name
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
+}
+NO_ERRORS = {
+    "StopAsked": "a signal that interrupts the start of a command",
+    "ClientGone": "control flow of the gateway: the client closed its connection",
+}
+
+
+def classes_of_the_source() -> list[tuple[str, list[str]]]:
+    """Each class with the names of its bases."""
+    trees = [ast.parse(p.read_text()) for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
+    return [
+        (node.name, [ast.unparse(base).rpartition(".")[2] for base in node.bases])
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def exceptions_of_the_source() -> dict[str, str]:
+    """Each public exception class and its parent: Baton's own where it has two."""
+    classes = classes_of_the_source()
+    ours: set[str] = set()
+    while found := {
+        name
+        for name, bases in classes
+        if name not in ours and not (BUILT_IN | ours).isdisjoint(bases)
+    }:
+        ours |= found
+    return {
+        name: next((base for base in bases if base in ours), bases[0])
+        for name, bases in classes
+        if name in ours and not name.startswith("_") and not (BUILT_IN | ours).isdisjoint(bases)
+    }
+
+
+def printed_tree() -> dict[str, str]:
+    """Each class in the tree that `engine.errors` prints, and its parent there."""
+    parents: dict[str, str] = {}
+    path = ["BatonError"]
+    for indent, name in re.findall(r"^([│ ]*)[├└]── (\w+)  ", engine.errors.__doc__, re.MULTILINE):
+        depth = len(indent) // 4 + 1
+        assert name not in parents, f"{name} is printed twice"
+        parents[name] = path[depth - 1]
+        path[depth:] = [name]
+    return parents
+
+
+def test_the_printed_tree_holds_every_public_exception_of_the_source():
+    found = exceptions_of_the_source()
+    assert found.pop("BatonError") == "Exception"
+    for name in NO_ERRORS:
+        assert found.pop(name) in ("Exception", "BaseException")
+    assert printed_tree() == found
 
 
 @pytest.mark.parametrize(
@@ -25,26 +91,26 @@ from engine.errors import (
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_all_errors_are_batons_and_say_what_happened(error):
+def test_every_error_is_a_baton_error_with_a_text(error):
     assert isinstance(error, BatonError)
     assert str(error)
 
 
-def test_an_unusable_checkpoint_is_the_operators_fault():
+def test_an_unusable_checkpoint_is_a_configuration_error():
     assert issubclass(CheckpointError, ConfigError)
 
 
-def test_an_invalid_request_names_its_field_and_its_status():
+def test_an_invalid_request_has_its_field_and_status():
     error = InvalidRequest("too long", param="prompt", status=413)
     assert (error.message, error.param, error.status) == ("too long", "prompt", 413)
     assert (InvalidRequest("no").param, InvalidRequest("no").status) == (None, 400)
 
 
-def test_a_layout_mismatch_names_the_field_and_both_values():
+def test_a_layout_mismatch_has_the_field_and_both_values():
     error = LayoutMismatch("block_size", 16, 32)
     assert str(error) == "block_size differs: ours 16, theirs 32"
     assert (error.field, error.ours, error.theirs) == ("block_size", 16, 32)
 
 
-def test_out_of_blocks_says_how_many_were_wanted_and_are_there():
+def test_out_of_blocks_has_both_counts():
     assert str(OutOfBlocks(3, 2)) == "wanted 3 blocks, 2 are free"

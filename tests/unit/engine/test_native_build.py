@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine import native_build
-from engine.native_build import FLAGS, BuildError, Sources, built_library, cache_folder
+from engine.errors import BuildError
+from engine.native_build import FLAGS, Sources, built_library, cache_folder
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo 1.0; exit 0; fi

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from engine.errors import BuildError
 from engine.messages import WorkerId
-from engine.native_build import BuildError
 from engine.worker.blocks import BlockHash, hash_blocks
 from router.native import index as index_module
 from router.native import library
