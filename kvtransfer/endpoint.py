@@ -35,10 +35,13 @@ from engine.worker.events import (
     RevokeLease,
     StartPull,
 )
+from kvtransfer.lease.effects import Peer
+from kvtransfer.lease.sink import SinkMachine
+from kvtransfer.lease.source import SourceMachine
+from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Pool, keep_freed_memory
 from kvtransfer.messages import Identity, Offers, ToSource
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
-from kvtransfer.protocol import Peer, SinkMachine, SourceMachine, Timing
 from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
 

@@ -21,12 +21,13 @@ import numpy as np
 from engine.config import Transport
 from engine.messages import LeaseId, SeqId
 from engine.worker.blocks import BlockId
+from kvtransfer.lease.effects import Fetch
+from kvtransfer.lease.pull import Means
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, Read
 from kvtransfer.native.copying import copy_records
 from kvtransfer.nixl_backend import NixlReader
 from kvtransfer.packing import convert_blocks, unpack
-from kvtransfer.protocol import Fetch, Means
 from kvtransfer.wire import Wire
 
 FRAME_BYTES = 2 * 2**20  # of one Data: fewer cost more in calls, more fall out of the caches

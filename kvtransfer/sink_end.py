@@ -18,18 +18,12 @@ from engine.messages import SeqId
 from engine.net.curve import Channel, secure_client
 from engine.net.trust import Secret
 from engine.worker.events import PullDone, PullFailed
+from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, SinkEffect, UseSource
+from kvtransfer.lease.sink import SinkMachine
+from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks, ShmUnavailable, map_offer
 from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
-from kvtransfer.protocol import (
-    CloseSource,
-    Fetch,
-    SendToSource,
-    SinkEffect,
-    SinkMachine,
-    Timing,
-    UseSource,
-)
 from kvtransfer.readers import (
     FRAME_BYTES,
     Arrived,

@@ -19,17 +19,12 @@ from engine.errors import ProtocolError
 from engine.net.curve import Channel, secure_server
 from engine.net.trust import Secret
 from engine.worker.events import LeaseEnded
+from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SourceEffect
+from kvtransfer.lease.source import SourceMachine
+from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, ToSource, decode_to_source, encode
 from kvtransfer.packing import pack
-from kvtransfer.protocol import (
-    Peer,
-    SendBlocks,
-    SendToSink,
-    SourceEffect,
-    SourceMachine,
-    Timing,
-)
 from kvtransfer.readers import FRAME_BYTES, num_records
 
 log = logging.getLogger(__name__)

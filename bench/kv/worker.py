@@ -37,9 +37,9 @@ from engine.worker.events import (
     StartPull,
 )
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import host_pool
 from kvtransfer.messages import Identity
-from kvtransfer.protocol import Timing
 
 SOURCE_SEED = 1
 PULL_TIMEOUT_S = 30.0

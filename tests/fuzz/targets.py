@@ -42,6 +42,9 @@ from engine.messages import (
 from engine.net.trust import Secret
 from engine.worker.blocks import BlockId
 from engine.worker.events import PullDone
+from kvtransfer.lease.sink import SinkMachine
+from kvtransfer.lease.source import SourceMachine
+from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import SharedPool
 from kvtransfer.messages import (
     AttachBody,
@@ -63,7 +66,6 @@ from kvtransfer.messages import (
     encode,
 )
 from kvtransfer.native.copying import checksum
-from kvtransfer.protocol import SinkMachine, SourceMachine, Timing
 from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
 from tests.fuzz.mutation import DECODE_ERRORS, Script, spoiled

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from kvtransfer import sink_end
-from kvtransfer.protocol import SinkMachine
+from kvtransfer.lease.sink import SinkMachine
 from tests.fuzz import targets
 
 NUM_RUNS = 5000

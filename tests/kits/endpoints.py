@@ -26,9 +26,9 @@ from engine.worker.events import (
     StartPull,
 )
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
 from kvtransfer.messages import Identity
-from kvtransfer.protocol import Timing
 from kvtransfer.records import Shard
 
 LAYOUT = KVLayout(

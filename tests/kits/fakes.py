@@ -87,6 +87,20 @@ from engine.worker.events import (
 )
 from engine.worker.intake import Intake
 from engine.worker.offers import PrefixOffers
+from kvtransfer.lease.effects import (
+    CloseSource,
+    Fetch,
+    SendBlocks,
+    SendToSink,
+    SendToSource,
+    SinkEffect,
+    SourceEffect,
+    UseSource,
+)
+from kvtransfer.lease.pull import Means
+from kvtransfer.lease.sink import SinkMachine
+from kvtransfer.lease.source import SourceMachine
+from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
     Data,
@@ -98,20 +112,6 @@ from kvtransfer.messages import (
     decode_to_sink,
     decode_to_source,
     encode,
-)
-from kvtransfer.protocol import (
-    CloseSource,
-    Fetch,
-    Means,
-    SendBlocks,
-    SendToSink,
-    SendToSource,
-    SinkEffect,
-    SinkMachine,
-    SourceEffect,
-    SourceMachine,
-    Timing,
-    UseSource,
 )
 from prefill.scheduler import PrefillScheduler
 

@@ -27,21 +27,21 @@ from hypothesis.stateful import (
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import LeaseRef, TransferAddress
 from engine.worker.events import LeaseEnded, PullDone, PullFailed
-from kvtransfer.messages import Data, Identity, Offers, Read, ToSink, ToSource
-from kvtransfer.protocol import (
+from kvtransfer.lease.effects import (
     CloseSource,
     Fetch,
-    Means,
     SendBlocks,
     SendToSink,
     SendToSource,
     SinkEffect,
-    SinkMachine,
     SourceEffect,
-    SourceMachine,
-    Timing,
     UseSource,
 )
+from kvtransfer.lease.pull import Means
+from kvtransfer.lease.sink import SinkMachine
+from kvtransfer.lease.source import SourceMachine
+from kvtransfer.lease.terms import Timing
+from kvtransfer.messages import Data, Identity, Offers, Read, ToSink, ToSource
 
 IDENTITY = Identity("model", KVLayout(4, KVFormat.FP32, (KVSection(1, 1, 2),)))
 TIMING = Timing(ttl_s=8.0, hold_every_s=1.0, reread_s=1.5, silence_s=3.0)

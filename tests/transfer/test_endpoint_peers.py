@@ -18,6 +18,8 @@ from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddre
 from engine.net.trust import Secret
 from engine.worker.events import AbortPull, LeaseEnded, PullDone, PullFailed
 from kvtransfer import sink_end, source_end
+from kvtransfer.lease.sink import MAX_DAMAGED
+from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import ShmUnavailable
 from kvtransfer.messages import (
     Attach,
@@ -41,7 +43,6 @@ from kvtransfer.messages import (
     encode,
 )
 from kvtransfer.native.copying import checksum
-from kvtransfer.protocol import MAX_DAMAGED, Timing
 from tests.kits.endpoints import (
     DEADLINE_S,
     LAYOUT,

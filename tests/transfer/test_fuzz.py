@@ -25,6 +25,10 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
 from engine.worker.blocks import BlockId
 from engine.worker.events import LeaseEnded, PullDone, PullFailed, RevokeLease
+from kvtransfer.lease.effects import SendToSink
+from kvtransfer.lease.sink import MAX_DAMAGED, SinkMachine
+from kvtransfer.lease.source import SourceMachine
+from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import SharedPool, ShmUnavailable, boot_id, map_offer
 from kvtransfer.messages import (
     AttachBody,
@@ -47,7 +51,6 @@ from kvtransfer.messages import (
     encode,
 )
 from kvtransfer.native.copying import checksum
-from kvtransfer.protocol import MAX_DAMAGED, SendToSink, SinkMachine, SourceMachine, Timing
 from kvtransfer.records import Shard
 from kvtransfer.wire import Disagreement, agree
 from tests.fuzz.mutation import DECODE_ERRORS, Message, Script, changed_once

@@ -5,6 +5,9 @@ import pytest
 
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.worker.events import LeaseEnded
+from kvtransfer.lease.effects import SendBlocks, SendToSink
+from kvtransfer.lease.source import SourceMachine
+from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
     TRANSFER_VERSION,
@@ -22,7 +25,6 @@ from kvtransfer.messages import (
     ShmOffer,
     attach,
 )
-from kvtransfer.protocol import SendBlocks, SendToSink, SourceMachine, Timing
 from kvtransfer.wire import agree
 
 LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64), KVSection(1, 1, 64)))
@@ -125,7 +127,7 @@ def test_attaching_twice_changes_nothing():
 
 
 def test_the_number_of_attached_sinks_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvtransfer.protocol.MAX_ATTACHED_PEERS", 2)
+    monkeypatch.setattr("kvtransfer.lease.source.MAX_ATTACHED_PEERS", 2)
     source = machine(b"a", b"b", b"c")
     assert answer(source, Hold("l", 0, 0), b"a") == SendToSink(b"a", AttachRefused("attach"))
     assert answer(source, Hold("l", 0, 0), b"c") == SendToSink(b"c", Ended("l", "unknown"))

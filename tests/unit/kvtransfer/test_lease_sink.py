@@ -5,6 +5,10 @@ import pytest
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import LeaseRef, TransferAddress
 from engine.worker.events import PullDone, PullFailed
+from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, UseSource
+from kvtransfer.lease.pull import Means
+from kvtransfer.lease.sink import MAX_DAMAGED, SinkMachine
+from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import (
     Attach,
     Attached,
@@ -18,16 +22,6 @@ from kvtransfer.messages import (
     Release,
     ShmOffer,
     decode_attach_body,
-)
-from kvtransfer.protocol import (
-    MAX_DAMAGED,
-    CloseSource,
-    Fetch,
-    Means,
-    SendToSource,
-    SinkMachine,
-    Timing,
-    UseSource,
 )
 from kvtransfer.wire import agree
 

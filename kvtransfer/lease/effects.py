@@ -1,0 +1,74 @@
+"""What the two machines ask the endpoint to do on the wire.
+
+Other effects (`LeaseEnded`, `PullDone`, `PullFailed`) go up to the worker's core: see
+`engine.worker.events`.
+"""
+
+from dataclasses import dataclass
+
+from engine.messages import LeaseId, SeqId
+from engine.worker.blocks import BlockId
+from engine.worker.events import LeaseEnded, PullDone, PullFailed
+from kvtransfer.messages import Attached, ToSink, ToSource
+from kvtransfer.wire import Wire
+
+Peer = bytes  # routing id of a sink's connection at the source's socket
+
+
+@dataclass(frozen=True, slots=True)
+class SendToSink:
+    """Source: send a message."""
+
+    peer: Peer
+    message: ToSink
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """Source: send these blocks in the agreed form, in as many `Data` as they need."""
+
+    peer: Peer
+    wire: Wire
+    lease_id: LeaseId
+    indices: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendToSource:
+    """Sink: send a message; open the connection if there is none."""
+
+    address: str
+    message: ToSource
+
+
+@dataclass(frozen=True, slots=True)
+class UseSource:
+    """Sink: the source accepted us; choose a transport for its blocks."""
+
+    address: str
+    wire: Wire
+    source: Attached
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Sink: bring these blocks here, then call `fetched`, `damaged` or `fetch_failed`."""
+
+    seq_id: SeqId
+    address: str
+    lease_id: LeaseId
+    indices: tuple[int, ...]  # in the lease
+    source_blocks: tuple[int, ...]  # block ids at the source
+    block_ids: tuple[BlockId, ...]  # block ids here
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSource:
+    """Sink: close the connection to a source and unmap its memory."""
+
+    address: str
+
+
+SourceEffect = SendToSink | SendBlocks | LeaseEnded
+SinkEffect = SendToSource | UseSource | Fetch | CloseSource | PullDone | PullFailed

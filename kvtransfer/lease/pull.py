@@ -1,0 +1,234 @@
+"""One pull at its sink, and a source as its sinks' machine knows it.
+
+The state of a pull changes here. `kvtransfer.lease.sink` decides when, and what is sent.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.messages import LeaseRef, SeqId, TransferAddress
+from engine.worker.blocks import BlockId
+from engine.worker.events import PullDone, PullFailed
+from kvtransfer.lease.effects import Fetch, SendToSource
+from kvtransfer.lease.terms import Timing
+from kvtransfer.messages import MAX_BLOCKS_PER_READ, Hold, Ready, Release, ToSource
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """How blocks of a source are fetched, and how many at once."""
+
+    transport: str  # named in PullDone
+    batch_blocks: int = MAX_BLOCKS_PER_READ  # of one Fetch
+    window_blocks: int = MAX_BLOCKS_PER_READ  # in flight, over all pulls from that source
+    resends: bool = False  # True if lost blocks must be asked for again
+
+
+@dataclass(slots=True)
+class KnownSource:
+    """A source with at least one lease held here, or recently held."""
+
+    address: TransferAddress
+    heard_s: float
+    asked_s: float | None = None  # the first message to it that is still unanswered
+    data_s: float = 0.0  # when it last sent blocks
+    attached: bool = False
+    given_up: list[Release] = field(default_factory=list)  # to be sent once it is attached
+    num_blocks: int = 0
+    means: Means = Means("")
+    num_asked: int = 0  # blocks in flight, over all pulls
+    pulls: dict[SeqId, "Pull"] = field(default_factory=dict)  # oldest first
+
+    def ask(self, message: ToSource, now_s: float) -> SendToSource:
+        """Sends a message. Each message is answered, so from now on the source owes an answer."""
+        if self.asked_s is None:
+            self.asked_s = now_s
+        return SendToSource(self.address.address, message)
+
+    def hear(self, now_s: float) -> None:
+        """Notes that a message of the source arrived."""
+        self.heard_s, self.asked_s = now_s, None
+
+    def deadline_s(self, timing: Timing) -> float:
+        """When to let go of the source: it owes an answer for too long, or no pull needs it."""
+        if self.asked_s is not None:
+            return self.asked_s + timing.silence_s
+        return math.inf if self.pulls else self.heard_s + timing.ttl_s
+
+    def validate(self) -> None:
+        """Asserts the source's invariants."""
+        assert self.num_asked == sum(len(pull.asked) for pull in self.pulls.values())
+        assert self.num_asked <= self.means.window_blocks
+        for seq_id, pull in self.pulls.items():
+            assert pull.seq_id == seq_id
+            assert pull.source is self
+            pull.validate()
+
+
+@dataclass(slots=True)
+class Pull:
+    """A lease held at the sink, and its blocks by index in the lease.
+
+    A wanted block moves from `todo` to `asked` to `here`, and back to `todo` if it was lost.
+    """
+
+    seq_id: SeqId
+    lease: LeaseRef
+    source: KnownSource
+    pull_id: int
+    next_hold_s: float
+    source_blocks: list[int] = field(default_factory=list)  # ids at the source, as far as ready
+    wanted: dict[int, BlockId] | None = None  # None while the sequence waits for memory
+    todo: deque[int] = field(default_factory=deque)  # to be asked for, in this order
+    asked: set[int] = field(default_factory=set)  # in flight
+    asked_s: float = 0.0  # when the latest of them were asked for
+    waiting_s: float = 0.0  # since when no block has arrived; asking again does not reset it
+    here: dict[int, None] = field(default_factory=dict)  # in order of arrival
+    good: set[int] = field(default_factory=set)  # of `here`: known to be what the lease promised
+    num_damaged: int = 0  # messages whose checksum was wrong
+    stamp: int = -1  # of the latest Hold
+    num_here_at_stamp: int = 0
+    releasing: bool = False  # all blocks are here and Release is sent
+    done: bool = False  # PullDone is reported; only the answer to Release is missing
+    busy_s: float | None = None  # since when blocks, or the confirmation, are in flight
+    transfer_s: float = 0.0  # total time in flight before that
+    hidden_s: float = 0.0  # of that, before the source had computed its last block
+
+    def start(self, blocks: Iterable[tuple[int, BlockId]]) -> None:
+        """Wants these blocks, each with its place here."""
+        self.wanted = dict(blocks)
+        self.todo.extend(self.wanted)
+
+    def learn(self, ready: Ready, now_s: float) -> str | None:
+        """Takes in which blocks are ready. Returns the source's fault, if it named bad blocks."""
+        if ready.stamp == self.stamp:
+            self.good.update(list(self.here)[: self.num_here_at_stamp])
+        if ready.first > len(self.source_blocks):
+            return None  # a gap that the next Hold will fill
+        blocks = ready.block_ids
+        if not all(0 <= b < self.source.num_blocks for b in blocks):
+            return "source named a block it has not"
+        if ready.first < 0 or ready.first + len(blocks) > self.lease.num_blocks:
+            return "source named too many blocks"
+        was_complete = len(self.source_blocks) == self.lease.num_blocks
+        self.source_blocks[ready.first : ready.first + len(blocks)] = blocks
+        if not was_complete and len(self.source_blocks) == self.lease.num_blocks:
+            self.hidden_s = self._transferred_s(now_s)
+        return None
+
+    def fetch_next(self, now_s: float) -> Fetch | None:
+        """Asks for the next batch; None if no block is ready or the window has no room for it."""
+        batch = self._next_batch()
+        if not batch:
+            return None
+        assert self.wanted is not None
+        if not self.asked:
+            self.waiting_s = now_s
+        self.asked.update(batch)
+        self.asked_s = now_s
+        self.busy(now_s)
+        self.source.num_asked += len(batch)
+        return Fetch(
+            self.seq_id,
+            self.source.address.address,
+            self.lease.lease_id,
+            indices=tuple(batch),
+            source_blocks=tuple([self.source_blocks[i] for i in batch]),
+            block_ids=tuple([self.wanted[i] for i in batch]),
+        )
+
+    def _next_batch(self) -> list[int]:
+        """Takes a batch, or the last blocks, from `todo` if the window has room for all of it.
+
+        It does not fill up the window: with a full window that would mean one block at a time.
+        """
+        means = self.source.means
+        room = means.window_blocks - self.source.num_asked
+        most = min(means.batch_blocks, means.window_blocks, len(self.todo))
+        num_ready = len(self.source_blocks)
+        if room < most and (room == 0 or self.todo[room] < num_ready):
+            return []
+        batch: list[int] = []
+        while len(batch) < most and self.todo[0] < num_ready:
+            batch.append(self.todo.popleft())
+        return batch
+
+    def arrive(self, indices: Iterable[int], now_s: float, *, sent_by_source: bool) -> None:
+        """Notes blocks that are in place. A block sent by the source is good already."""
+        arrived = [i for i in indices if i in self.asked]
+        self.source.num_asked -= len(set(arrived))
+        self.asked.difference_update(arrived)
+        self.here.update(dict.fromkeys(arrived))
+        if sent_by_source:
+            self.good.update(arrived)
+        self.waiting_s = now_s
+        if not self.asked:
+            self.idle(now_s)
+
+    def lose(self, indices: set[int]) -> None:
+        """Puts blocks that were asked for back to the front of `todo`."""
+        self.source.num_asked -= len(indices)
+        self.asked -= indices
+        self.todo.extendleft(sorted(indices, reverse=True))
+
+    # ------------------------------------------------------------ messages and reports
+
+    def hold(self, stamp: int) -> Hold:
+        """Returns a renewal. Its answer will prove that the blocks here by now are good."""
+        self.stamp, self.num_here_at_stamp = stamp, len(self.here)
+        return Hold(self.lease.lease_id, len(self.source_blocks), stamp)
+
+    def release(self) -> Release:
+        """Returns the message that gives the lease up."""
+        return Release(self.lease.lease_id, self.pull_id)
+
+    def finish(self, now_s: float) -> PullDone:
+        """Reports that all blocks are here and good."""
+        self.done = True
+        total_s = self._transferred_s(now_s)
+        transport = self.source.means.transport
+        return PullDone(self.seq_id, transport, total_s, total_s - self.hidden_s)
+
+    def fail(self, reason: str) -> list[PullFailed]:
+        """Reports the failure and the good blocks; nothing if `finish` came before."""
+        return [] if self.done else [PullFailed(self.seq_id, reason, tuple(sorted(self.good)))]
+
+    # ------------------------------------------------------------ time
+
+    def busy(self, now_s: float) -> None:
+        """Blocks or the confirmation are in flight from now on."""
+        if self.busy_s is None:
+            self.busy_s = now_s
+
+    def idle(self, now_s: float) -> None:
+        """Nothing is in flight any more."""
+        if self.busy_s is not None:
+            self.transfer_s += now_s - self.busy_s
+            self.busy_s = None
+
+    def _transferred_s(self, now_s: float) -> float:
+        return self.transfer_s + (0.0 if self.busy_s is None else now_s - self.busy_s)
+
+    def blocks_deadline_s(self, timing: Timing) -> float:
+        """When to give up on blocks in flight, if the source sends none of any pull."""
+        if not self.asked:
+            return math.inf
+        return max(self.waiting_s, self.source.data_s) + timing.silence_s
+
+    def reread_s(self, timing: Timing) -> float:
+        """When to ask again for blocks that the source is to send."""
+        if not self.asked or not self.source.means.resends:
+            return math.inf
+        return max(self.asked_s, self.source.data_s) + timing.reread_s
+
+    def validate(self) -> None:
+        """Asserts the pull's invariants."""
+        parts = (set(self.todo), self.asked, set(self.here))
+        assert set().union(*parts) == set(self.wanted or ())
+        assert sum(map(len, parts)) == len(self.wanted or ())
+        assert self.good <= set(self.here)
+        assert len(self.source_blocks) <= self.lease.num_blocks
+        assert not self.done or (self.releasing and len(self.good) == len(self.here))
+        assert (self.busy_s is not None) == bool(self.asked or self.releasing != self.done)

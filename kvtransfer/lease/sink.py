@@ -1,0 +1,350 @@
+"""The sink's end of the lease protocol.
+
+The life of a pull:
+
+    hold ──start──> pulling ──all wanted blocks here──> releasing ──Ended(released)──> PullDone
+      │                │                                    │
+      └── abort, Ended(other reason), refusal, source silent for `silence_s` ──> PullFailed
+
+If the source itself sent every block, pulling leads to PullDone at once. The pull is then only
+releasing until the source confirms.
+
+What each event does (— cannot happen, or changes nothing):
+
+    event            no such pull    held            pulling             releasing
+    start            PullFailed      pulling         —                   —
+    Ready            —               noted           fetches             noted
+    blocks arrive    —               —               fetches. All here:  —
+                                                     Release. All good:
+                                                     PullDone as well
+    our Release      —               PullFailed      PullFailed          PullDone
+    confirmed
+    other Ended      —               PullFailed      PullFailed          PullFailed
+    abort            —               Release and PullFailed in each of the three
+    renewal due      —               Hold            Hold                Release
+    reread_s over    —               —               asks again          —
+    silence_s over   —               PullFailed in each of the three
+                                     (a pull that was reported done reports nothing more)
+
+The sink holds a lease before it has memory for it, so the lease outlives a queue at the sink.
+
+A block is *good* when it is known to be what the lease promised. Blocks that the source sent are
+good, for it sends only blocks of an open lease. A block that the sink copied from the source's
+memory is good once the source confirms that the lease was open after the copy. The answer to a
+later Hold confirms that, and so does the answer to this pull's Release, which follows the last
+copy. If the source had given the blocks away meanwhile, what was read is thrown away. This needs
+nothing of the network: a late, lost, repeated or reordered message can only make a pull fail.
+
+A pull that fails reports its good blocks. Lost blocks are asked for again while the lease lasts.
+
+A source's deadline runs from the first message that it has not answered. So time in which the sink
+was paused does not count as the source's silence. `next_wake_s` says when to call `sweep`.
+
+The machine knows no socket, memory or block pool. Confirmation by the source is our own design.
+"""
+
+import math
+from collections.abc import Sequence
+
+from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId
+from engine.worker.blocks import BlockId
+from engine.worker.events import PullFailed
+from kvtransfer.lease.effects import CloseSource, SinkEffect, UseSource
+from kvtransfer.lease.pull import KnownSource, Means, Pull
+from kvtransfer.lease.terms import END_REASONS, RELEASED, Timing
+from kvtransfer.messages import (
+    AttachBody,
+    Attached,
+    AttachRefused,
+    Data,
+    Ended,
+    Hold,
+    Identity,
+    Ready,
+    ToSink,
+    attach,
+)
+from kvtransfer.wire import Disagreement, agree
+
+MAX_DAMAGED = 3  # messages of one pull; more are no accident
+
+
+class SinkMachine:
+    """All pulls of one worker. Only its methods change them."""
+
+    def __init__(self, *, incarnation: Incarnation, identity: Identity, timing: Timing) -> None:
+        self._incarnation = incarnation
+        self._identity = identity
+        self._timing = timing
+        self._pulls: dict[SeqId, Pull] = {}
+        self._by_lease: dict[LeaseId, Pull] = {}
+        self._sources: dict[str, KnownSource] = {}
+        self._next_pull_id = 0
+        self._next_stamp = 0
+        self.num_rereads = 0  # blocks asked for again
+
+    @property
+    def num_pulls(self) -> int:
+        """Leases held or being pulled."""
+        return len(self._pulls)
+
+    # ------------------------------------------------------------ orders of the worker
+
+    def hold(self, seq_id: SeqId, lease: LeaseRef, now_s: float) -> list[SinkEffect]:
+        """Keeps a lease alive until `start` or `abort`."""
+        assert seq_id not in self._pulls
+        assert lease.lease_id not in self._by_lease
+        effects: list[SinkEffect] = []
+        address = lease.source.address
+        source = self._sources.get(address)
+        if source is not None and source.address.incarnation != lease.source.incarnation:
+            effects += self._lose_source(address, "source restarted")
+            source = None
+        is_new = source is None
+        if source is None:
+            source = self._sources[address] = KnownSource(lease.source, heard_s=now_s)
+        pull = Pull(seq_id, lease, source, self._next_pull_id, now_s + self._timing.hold_every_s)
+        self._next_pull_id += 1
+        self._pulls[seq_id] = self._by_lease[lease.lease_id] = source.pulls[seq_id] = pull
+        if is_new:
+            body = AttachBody(self._incarnation, lease.source.incarnation, self._identity)
+            effects.append(source.ask(attach(body), now_s))
+        elif source.attached:
+            effects.append(source.ask(self._hold(pull), now_s))
+        return effects
+
+    def start(
+        self, seq_id: SeqId, blocks: tuple[tuple[int, BlockId], ...], now_s: float
+    ) -> list[SinkEffect]:
+        """Pulls these blocks (index in the lease, place here) in this order: memory is there."""
+        pull = self._pulls.get(seq_id)
+        if pull is None:
+            return [PullFailed(seq_id, "lease was lost while waiting")]
+        assert pull.wanted is None
+        if not all(0 <= index < pull.lease.num_blocks for index, _ in blocks):
+            return self._give_up(pull, "lease is too short", now_s)
+        pull.start(blocks)
+        return self._advance(pull, now_s)
+
+    def abort(self, seq_id: SeqId, now_s: float) -> list[SinkEffect]:
+        """Gives a lease up. The PullFailed says that nothing of the pull writes any more."""
+        pull = self._pulls.get(seq_id)
+        return [] if pull is None or pull.done else self._give_up(pull, "aborted", now_s)
+
+    # ------------------------------------------------------------ messages of sources
+
+    def receive(self, address: str, message: ToSink, now_s: float) -> list[SinkEffect]:
+        """Handles a source's message. For Data, call it after the blocks were written."""
+        source = self._sources.get(address)
+        if source is None:
+            return []
+        source.hear(now_s)
+        match message:
+            case Attached():
+                return self._on_attached(source, message, now_s)
+            case AttachRefused():
+                return self._lose_source(address, f"source refused: {message.field} differs")
+            case Ready():
+                return self._on_ready(source, message, now_s)
+            case Ended():
+                return self._on_ended(source, message, now_s)
+            case Data():
+                source.data_s = now_s
+                return []
+
+    def _on_attached(
+        self, source: KnownSource, message: Attached, now_s: float
+    ) -> list[SinkEffect]:
+        address = source.address.address
+        if message.incarnation != source.address.incarnation:
+            return self._lose_source(address, "source restarted")
+        if source.attached:
+            return []  # it was asked once; its first answer counts
+        try:
+            wire = agree(message.identity, self._identity)
+        except Disagreement as error:
+            return self._lose_source(address, f"source refused: {error.field} differs")
+        source.attached, source.num_blocks = True, message.num_blocks
+        effects: list[SinkEffect] = [UseSource(address, wire, message)]
+        effects += [source.ask(release, now_s) for release in source.given_up]
+        source.given_up = []
+        effects += [source.ask(self._hold(pull), now_s) for pull in source.pulls.values()]
+        return effects
+
+    def _on_ready(self, source: KnownSource, message: Ready, now_s: float) -> list[SinkEffect]:
+        pull = self._pull_from(source, message.lease_id)
+        if pull is None:
+            return []
+        fault = pull.learn(message, now_s)
+        return self._advance(pull, now_s) if fault is None else self._give_up(pull, fault, now_s)
+
+    def _on_ended(self, source: KnownSource, message: Ended, now_s: float) -> list[SinkEffect]:
+        pull = self._pull_from(source, message.lease_id)
+        if pull is None:
+            return []
+        confirmed = message.reason == RELEASED and message.pull_id == pull.pull_id
+        if pull.releasing and confirmed and not pull.done:
+            self._forget(pull)
+            return [pull.finish(now_s)]
+        reason = message.reason if message.reason in END_REASONS else "ended"
+        return [*self._drop(pull, f"lease {reason}"), *self._advance_all(source, now_s)]
+
+    def _pull_from(self, source: KnownSource, lease_id: LeaseId) -> Pull | None:
+        """Returns the pull of that lease, if it is a lease of that source."""
+        pull = self._by_lease.get(lease_id)
+        return pull if pull is not None and pull.source is source else None
+
+    # ------------------------------------------------------------ reports of the transport
+
+    def use_transport(self, address: str, means: Means) -> None:
+        """Sets how blocks of that source are fetched."""
+        self._sources[address].means = means
+
+    def refuse_source(self, address: str, reason: str) -> list[SinkEffect]:
+        """Drops a source whose blocks cannot be read from here."""
+        return self._lose_source(address, reason)
+
+    def places(self, address: str, message: Data) -> list[BlockId | None]:
+        """Returns the place of each block of a Data; None for a block that no pull waits for."""
+        pull = self._by_lease.get(message.lease_id)
+        if pull is None or pull.wanted is None or pull.lease.source.address != address:
+            return [None] * len(message.indices)
+        return [pull.wanted[i] if i in pull.asked else None for i in message.indices]
+
+    def fetched(
+        self, lease_id: LeaseId, indices: Sequence[int], now_s: float, *, sent_by_source: bool
+    ) -> list[SinkEffect]:
+        """Notes blocks of a lease that are in place."""
+        pull = self._by_lease.get(lease_id)
+        if pull is None:
+            return []
+        pull.arrive(indices, now_s, sent_by_source=sent_by_source)
+        return self._advance_all(pull.source, now_s)
+
+    def damaged(self, lease_id: LeaseId, indices: Sequence[int], now_s: float) -> list[SinkEffect]:
+        """Asks again for blocks whose checksum was wrong; gives up after `MAX_DAMAGED` times."""
+        pull = self._by_lease.get(lease_id)
+        if pull is None:
+            return []
+        pull.num_damaged += 1
+        if pull.num_damaged > MAX_DAMAGED:
+            return self._give_up(pull, "blocks arrive damaged", now_s)
+        return self._ask_again(pull, pull.asked.intersection(indices), now_s)
+
+    def fetch_failed(self, lease_id: LeaseId, reason: str, now_s: float) -> list[SinkEffect]:
+        """Gives up a pull whose blocks cannot be brought here."""
+        pull = self._by_lease.get(lease_id)
+        return [] if pull is None else self._give_up(pull, reason, now_s)
+
+    # ------------------------------------------------------------ deadlines
+
+    def sweep(self, now_s: float) -> list[SinkEffect]:
+        """Renews leases, asks again for lost blocks, and gives up silent sources."""
+        effects: list[SinkEffect] = []
+        for source in list(self._sources.values()):
+            if source.deadline_s(self._timing) <= now_s:
+                effects += self._lose_source(source.address.address, "source silent")
+        for pull in list(self._pulls.values()):
+            if pull.blocks_deadline_s(self._timing) <= now_s:
+                effects += self._give_up(pull, "source sends no blocks", now_s)
+                continue
+            if pull.reread_s(self._timing) <= now_s:
+                effects += self._ask_again(pull, set(pull.asked), now_s)
+            if pull.next_hold_s <= now_s:
+                pull.next_hold_s = now_s + self._timing.hold_every_s
+                effects += self._renew(pull, now_s)
+        return effects
+
+    def next_wake_s(self) -> float | None:
+        """Returns when the next renewal or deadline is due."""
+        wakes = [source.deadline_s(self._timing) for source in self._sources.values()]
+        for pull in self._pulls.values():
+            wakes += [
+                pull.next_hold_s,
+                pull.reread_s(self._timing),
+                pull.blocks_deadline_s(self._timing),
+            ]
+        wake_s = min(wakes, default=math.inf)
+        return None if wake_s == math.inf else wake_s
+
+    def validate(self) -> None:
+        """Asserts the machine's invariants."""
+        assert set(self._by_lease) == {p.lease.lease_id for p in self._pulls.values()}
+        assert sum(len(source.pulls) for source in self._sources.values()) == len(self._pulls)
+        for pull in self._pulls.values():
+            assert self._sources[pull.lease.source.address].pulls[pull.seq_id] is pull
+        for source in self._sources.values():
+            source.validate()
+
+    # ------------------------------------------------------------ pulling
+
+    def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
+        """Goes on with all pulls from a source, the oldest first: the window may have room."""
+        pulls = list(source.pulls.values())
+        return [effect for pull in pulls for effect in self._advance(pull, now_s)]
+
+    def _advance(self, pull: Pull, now_s: float) -> list[SinkEffect]:
+        """Fetches blocks that are ready, as far as the window allows; releases at the end."""
+        if pull.wanted is None or pull.releasing or not pull.source.attached:
+            return []
+        if len(pull.here) == len(pull.wanted):
+            pull.releasing = True
+            release = pull.source.ask(pull.release(), now_s)
+            if len(pull.good) == len(pull.wanted):
+                return [release, pull.finish(now_s)]
+            pull.busy(now_s)
+            return [release]
+        effects: list[SinkEffect] = []
+        while (fetch := pull.fetch_next(now_s)) is not None:
+            effects.append(fetch)
+        return effects
+
+    def _ask_again(self, pull: Pull, indices: set[int], now_s: float) -> list[SinkEffect]:
+        """Takes blocks for lost, and asks for them again without moving the deadline."""
+        waiting_s = pull.waiting_s
+        pull.lose(indices)
+        self.num_rereads += len(indices)
+        effects = self._advance(pull, now_s)
+        pull.waiting_s = waiting_s
+        if not pull.asked:
+            pull.idle(now_s)  # until other pulls leave room in the window
+        return effects
+
+    def _hold(self, pull: Pull) -> Hold:
+        self._next_stamp += 1
+        return pull.hold(self._next_stamp - 1)
+
+    def _renew(self, pull: Pull, now_s: float) -> list[SinkEffect]:
+        if not pull.source.attached:
+            return []
+        message = pull.release() if pull.releasing else self._hold(pull)
+        return [pull.source.ask(message, now_s)]
+
+    # ------------------------------------------------------------ ends
+
+    def _give_up(self, pull: Pull, reason: str, now_s: float) -> list[SinkEffect]:
+        """Ends a pull from this side and tells the source."""
+        source = pull.source
+        effects = self._drop(pull, reason)
+        if source.attached:
+            effects.append(source.ask(pull.release(), now_s))
+        else:
+            source.given_up.append(pull.release())
+        return [*effects, *self._advance_all(source, now_s)]
+
+    def _drop(self, pull: Pull, reason: str) -> list[SinkEffect]:
+        self._forget(pull)
+        return [*pull.fail(reason)]
+
+    def _forget(self, pull: Pull) -> None:
+        pull.source.num_asked -= len(pull.asked)
+        del pull.source.pulls[pull.seq_id]
+        del self._pulls[pull.seq_id]
+        del self._by_lease[pull.lease.lease_id]
+
+    def _lose_source(self, address: str, reason: str) -> list[SinkEffect]:
+        """Fails all pulls from a source and closes its connection."""
+        lost = list(self._sources[address].pulls.values())
+        effects: list[SinkEffect] = [e for pull in lost for e in self._drop(pull, reason)]
+        del self._sources[address]
+        return [*effects, CloseSource(address)]

@@ -1,0 +1,25 @@
+"""What both ends of the lease protocol have in common: deadlines, and reasons for a lease's end."""
+
+from dataclasses import dataclass
+
+RELEASED = "released"
+END_REASONS = {  # a source may give these; each names a counter at the sink
+    RELEASED,
+    "revoked",
+    "expired",
+    "unknown",
+    "held by another",
+    "bad read",
+    "bad message",
+    "unread answers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Deadlines of the protocol, seconds."""
+
+    ttl_s: float = 30.0  # a lease without a message from its sink ends
+    hold_every_s: float = 1.0  # a sink renews its leases at this interval
+    reread_s: float = 2.0  # if the source sends no block for so long, the sink asks again
+    silence_s: float = 6.0  # if a question stays unanswered for so long, the source counts as dead
