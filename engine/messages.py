@@ -1,17 +1,16 @@
-"""Every message that crosses a process boundary between gateway and workers: one schema.
+"""Every message that crosses a process boundary between gateways and workers, in one schema.
 
-A gateway opens one stream to each worker. Both directions carry *frames*, a frame being a list of
-messages, so that one decode step sends one frame whatever the number of its sequences. The first
-frame each way is the handshake, `Hello` and `Welcome`, whose version is compared before anything
-else is believed. By then each end has proved that it holds the secret (`engine.net.rpc`). (KV
-bytes and
-leases travel between workers: `kvtransfer.messages`.)
+A gateway opens one stream to each worker. Both directions carry *frames*. A frame is a list of
+messages, so one decode step sends one frame, however many sequences it has. The first frame each
+way is the handshake, `Hello` and `Welcome`; both ends compare the version before they believe
+anything else. Before that, each end proves that it holds the secret (`engine.net.rpc`). KV bytes
+and leases travel between workers: see `kvtransfer.messages`.
 
-A `SeqId` names one attempt of one request: when a request is placed again it gets a new one, so a
-late message of a lost attempt matches nothing.
+A `SeqId` names one attempt of one request. A request that is placed again gets a new one, so a late
+message of a lost attempt matches nothing.
 
-Token lengths are absolute (prompt included): `max_len` and `min_len` mean the same on whatever
-worker a request continues.
+Lengths are absolute, in tokens, prompt included. So `max_len` and `min_len` mean the same on every
+worker where a request goes on.
 """
 
 from collections.abc import Sequence
@@ -25,10 +24,11 @@ from engine.layout import KVFormat, KVLayout
 from engine.net.trust import SALT_BYTES
 
 PROTOCOL_VERSION = 9
-PREEMPTED = "preempted"  # why a sequence is given back for which there is no memory
-WRONG_ROLE = "wrong role"  # why one is that the worker is not there for
-PULL_FAILED = "pull failed"  # how the reason begins where its KV did not come
-ROLE_CHANGED = "role changed"  # the same, of one that it had accepted before
+# Reasons for which a worker gives a sequence back.
+PREEMPTED = "preempted"  # no memory is left for it
+WRONG_ROLE = "wrong role"  # the worker's role does not accept it
+PULL_FAILED = "pull failed"  # how the reason begins if its KV did not come
+ROLE_CHANGED = "role changed"  # the worker had accepted it in its earlier role
 MAX_FRAME_BYTES = 64 * 2**20
 
 RequestId = NewType("RequestId", str)
@@ -38,7 +38,7 @@ GatewayId = NewType("GatewayId", str)
 LeaseId = NewType("LeaseId", str)
 Incarnation = NewType("Incarnation", str)  # random, new at every start of a process
 
-# What hashing and the step loop rely on: a prompt is never empty, an id fits in 32 bits.
+# Hashing and the step loop rely on this: a prompt is never empty, an id fits in 32 bits.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 # The key of the tenant's block hashes: see `engine.net.trust.Secret.salt`.
@@ -46,21 +46,23 @@ Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 
 
 class Role(StrEnum):
-    """What a worker is there for. One that decodes may prefill too: see `Welcome.generates`."""
+    """The work that a worker accepts. A decode worker may compute prompts too: see
+    `Welcome.generates`.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
-    DRAINED = "drained"  # for nothing: it finishes what it has, or has it moved away
+    DRAINED = "drained"  # accepts nothing: its sequences end here or are moved away
 
     @property
     def prefills(self) -> bool:
-        """Whether prompts are computed here, also for others to go on from."""
+        """True if the worker computes prompts, also for other workers to go on from."""
         return self in (Role.PREFILL, Role.MIXED)
 
     @property
     def decodes(self) -> bool:
-        """Whether tokens can be generated here."""
+        """True if the worker can generate tokens."""
         return self in (Role.DECODE, Role.MIXED)
 
 
@@ -80,21 +82,23 @@ class GrammarKind(StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer must look like."""
+    """The rules that an answer must follow."""
 
     kind: GrammarKind
     source: str
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How one token is chosen from logits. Zero temperature is argmax; `top_k` 0 means all.
+    """How one token is chosen from logits. Zero temperature means argmax; `top_k` 0 means all.
 
-    Penalties and biases change logits before the temperature does, in this order: repetition (of
-    what prompt and answer hold: positive logits are divided by it, others multiplied), frequency
-    (of the answer: subtracted once for each time), presence (of the answer: subtracted once), bias
-    (added). With a `grammar` only what it allows can be chosen.
+    Penalties and biases change the logits before the temperature does, in this order. Repetition
+    concerns tokens of prompt and answer: positive logits are divided by it, others multiplied.
+    Frequency is subtracted once for each time the answer holds the token. Presence is subtracted
+    once if the answer holds it. The bias is added. With a `grammar`, only tokens that it allows can
+    be chosen.
 
-    With `logprobs`, each token comes with its log-probability and with so many of the likeliest.
+    With `logprobs`, each token comes with its log-probability and with that many of the likeliest
+    tokens.
     """
 
     temperature: float = 1.0
@@ -111,7 +115,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what is likely depends on which tokens there are already, beside the model."""
+        """True if earlier tokens change the logits beyond what the model does with them."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -120,7 +124,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """One token's place in the model's own distribution: softmax of the logits as they come.
+    """One token's place in the model's own distribution, the softmax of the unchanged logits.
 
     `rank` 1 is the likeliest. `top_ids` are the likeliest tokens, best first.
     """
@@ -132,10 +136,10 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """Where the answer begins and when it ends. Lengths in tokens, prompt included.
+    """Where the answer begins and when it ends. Lengths are in tokens, prompt included.
 
-    `prompt_len` is that of the client's prompt, also where a request goes on from an answer begun
-    elsewhere.
+    `prompt_len` is the length of the client's prompt, also when a request continues an answer that
+    began on another worker.
     """
 
     max_len: int
@@ -144,7 +148,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int = 0
 
     def finish_reason(self, length: int, last_token: int) -> FinishReason | None:
-        """Whether a sequence of this length that ends in `last_token` is complete."""
+        """The reason why a sequence of this length, ending in `last_token`, is complete, or None."""
         if last_token in self.stop_token_ids and length > self.min_len:
             return FinishReason.STOP
         if length >= self.max_len:
@@ -153,7 +157,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferAddress(msgspec.Struct, frozen=True):
-    """Where a worker's blocks can be pulled from."""
+    """Where other workers can pull a worker's blocks from."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -161,10 +165,10 @@ class TransferAddress(msgspec.Struct, frozen=True):
 
 
 class EventsAddress(msgspec.Struct, frozen=True):
-    """Where a worker tells which blocks it holds cached: see `engine.worker.block_events`."""
+    """Where a worker publishes which blocks it has cached: see `engine.worker.block_events`."""
 
     published: str  # ZeroMQ endpoint that batches of events come from
-    asked: str  # ZeroMQ endpoint that answers who missed some
+    asked: str  # ZeroMQ endpoint that sends missed batches again
 
 
 class LeaseRef(msgspec.Struct, frozen=True):
@@ -179,18 +183,18 @@ class LeaseRef(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a gateway."""
+    """A gateway's first message."""
 
     version: int
     gateway_id: GatewayId
 
 
-class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute the KV of `token_ids`, sample one token, and lease the blocks.
+class ComputePrompt(msgspec.Struct, frozen=True):
+    """Compute the KV of `token_ids` and sample one token.
 
-    Blocks under `prefix`, another worker's, may be pulled instead of computed. With
-    `prompt_logprobs` all is computed, and each token of the prompt but the first comes with its
-    log-probability and with so many of the likeliest.
+    The worker may pull the blocks under `prefix`, a lease of another worker, instead of computing
+    them. With `prompt_logprobs` it computes all blocks. Then each token of the prompt but the first
+    comes with its log-probability and with that many of the likeliest tokens.
     """
 
     seq_id: SeqId
@@ -202,31 +206,23 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     salt: Salt = b""
 
 
-class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Compute the KV of `token_ids` and go on generating in the same worker.
+class Prefill(ComputePrompt, frozen=True, tag=True):
+    """Compute a prompt and lease its blocks: another worker generates the answer."""
 
-    Blocks under `prefix`, another worker's, may be pulled instead of computed. With
-    `prompt_logprobs` all is computed, and each token of the prompt but the first comes with its
-    log-probability and with so many of the likeliest.
-    """
 
-    seq_id: SeqId
-    token_ids: Prompt
-    sampling: Sampling
-    limits: Limits
-    prefix: LeaseRef | None = None
-    prompt_logprobs: int | None = None
-    salt: Salt = b""
+class Generate(ComputePrompt, frozen=True, tag=True):
+    """Compute a prompt and go on generating in the same worker."""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Pull the KV of `token_ids` under `lease`; generate when `FirstToken` has come too.
+    """Pull the KV of `token_ids` under `lease`; generate once `FirstToken` has come too.
 
-    What was a running sequence elsewhere comes in the same way: its last token is the first here.
-    Where little of it is not here yet it `is_moved`: a step waits for it, as its client does in the
-    middle of its answer.
-    A copy is what one that still runs elsewhere may find here: it gets no first token, and is given
-    back before anybody waits for its memory.
+    A sequence that ran elsewhere arrives in the same way: its last token is the first one here. If
+    most of its KV is here already, it `is_moved`: steps wait for it, since its client is in the
+    middle of an answer.
+
+    A copy (`is_copy`) brings KV of a sequence that still runs elsewhere. It gets no first token,
+    and is given back before any sequence waits for its memory.
     """
 
     seq_id: SeqId
@@ -248,7 +244,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
-    """Lease the blocks that this worker holds of a prompt which another worker will compute."""
+    """Lease the blocks of a prompt that this worker holds; another worker computes the prompt."""
 
     seq_id: SeqId
     token_ids: Prompt
@@ -256,15 +252,15 @@ class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody wants this sequence, or what was offered for it, any more: free what it holds."""
+    """Free what this sequence, or an offer for it, holds: no gateway needs it any more."""
 
     seq_id: SeqId
 
 
 class HandOver(msgspec.Struct, frozen=True, tag=True):
-    """Stop decoding this sequence and lease out its KV: it goes on elsewhere, as `as_seq_id`.
+    """Stop decoding this sequence and lease its KV: it goes on elsewhere as `as_seq_id`.
 
-    What the lease covers is freed by `Cancel(as_seq_id)`, or when it has been pulled.
+    The leased blocks are freed by `Cancel(as_seq_id)`, or when they have been pulled.
     """
 
     seq_id: SeqId
@@ -272,10 +268,10 @@ class HandOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Be there for this from now on. Weights, KV and what is cached stay.
+    """Take this role from now on. Weights, KV and cached blocks stay.
 
-    New work of the old role is given back, and so is what waits; what runs goes on until it is done
-    or a gateway moves it away (`HandOver`).
+    New work of the old role, and work that waits, is given back. Running sequences go on until they
+    end or a gateway moves them away (`HandOver`).
     """
 
     role: Role
@@ -285,10 +281,10 @@ class SetRole(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """A worker's answer to `Hello`: who it is and what it can hold.
+    """A worker's answer to `Hello`: its identity and its capacity.
 
-    A decode worker that `prefills_locally` answers a prompt that it computes itself with the very
-    tokens that follow a hand-over.
+    If a decode worker `prefills_locally`, it may compute a prompt itself. It then answers with
+    exactly the tokens that would follow a hand-over.
     """
 
     version: int
@@ -299,14 +295,14 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     layout: KVLayout
     num_blocks: int
     max_running: int
-    kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
-    events: EventsAddress | None = None  # None: it does not tell what it caches
-    prefills_locally: bool = False  # said by decode workers alone
-    step: "StillStepping | None" = None  # as it would be said now
+    kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
+    events: EventsAddress | None = None  # None: it does not publish which blocks it caches
+    prefills_locally: bool = False  # only decode workers set this
+    step: "StillStepping | None" = None  # the step that runs now, if it is long
 
     @property
     def generates(self) -> bool:
-        """Whether it takes `Generate`: computes a prompt and goes on decoding."""
+        """True if the worker takes `Generate`: it computes a prompt and goes on decoding."""
         return self.role is Role.MIXED or self.prefills_locally
 
 
@@ -317,7 +313,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillStarted(msgspec.Struct, frozen=True, tag=True):
-    """The first chunk is about to run. `lease` is None where generation stays in this worker."""
+    """The first chunk is about to run. `lease` is None if generation stays in this worker."""
 
     seq_id: SeqId
     num_cached_tokens: int
@@ -330,14 +326,14 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token: int
     finish: FinishReason | None
-    logprobs: Logprobs | None = None  # of `token`, where asked for
+    logprobs: Logprobs | None = None  # of `token`, if requested
     prompt_logprobs: list[Logprobs] = []  # of the prompt from its second token on
 
 
 class KvReady(msgspec.Struct, frozen=True, tag=True):
     """All KV of a handed-over sequence is in the decode worker.
 
-    `transfer_s` and `exposed_s` as in `engine.worker.events.PullDone`.
+    `transfer_s` and `exposed_s` are those of `engine.worker.events.PullDone`.
     """
 
     seq_id: SeqId
@@ -355,32 +351,34 @@ class DecodeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """The next tokens of a sequence: as many as one step made.
+    """The next tokens of a sequence, all that one step made.
 
-    Of the `num_drafted` tokens that were proposed for this step, the first `num_accepted` were what
-    the model chose.
+    For this step `num_drafted` tokens were proposed; the model chose the first `num_accepted` of
+    them.
     """
 
     seq_id: SeqId
     token_ids: list[int]
     finish: FinishReason | None = None
-    logprobs: list[Logprobs] = []  # one a token, where asked for
+    logprobs: list[Logprobs] = []  # one a token, if requested
     num_drafted: int = 0
     num_accepted: int = 0
 
 
 class PrefixOffered(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `OfferPrefix`; None where no whole block of the prompt is held."""
+    """The answer to `OfferPrefix`; `lease` is None if the worker holds no whole block of the
+    prompt.
+    """
 
     seq_id: SeqId
     lease: LeaseRef | None
 
 
 class GivenBack(msgspec.Struct, frozen=True, tag=True):
-    """The worker runs this sequence no longer; the gateway places it again.
+    """The worker has stopped this sequence; the gateway places it again.
 
-    The KV of the first `num_kept_tokens` of its prompt stays cached in the worker. Where it is
-    `hopeless`, every other worker would give it back too.
+    The KV of the first `num_kept_tokens` of its prompt stays cached in the worker. A `hopeless`
+    sequence would be given back by every worker.
     """
 
     seq_id: SeqId
@@ -390,11 +388,11 @@ class GivenBack(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandedOver(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `HandOver`: the sequence has stopped, and no token of it will come any more.
+    """The answer to `HandOver`: the sequence has stopped and sends no more tokens.
 
-    `lease` covers the KV of all its tokens but the last, which was not fed back yet. None where it
-    does not decode here, or not yet. The draft model's KV is there of the first `num_draft_tokens`;
-    None: of as many.
+    `lease` covers the KV of all tokens but the last, which was not fed back yet. It is None if the
+    sequence does not decode here, or not yet. The draft model's KV exists for the first
+    `num_draft_tokens` tokens; None means for all.
     """
 
     seq_id: SeqId
@@ -403,17 +401,17 @@ class HandedOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoleChanged(msgspec.Struct, frozen=True, tag=True):
-    """The worker is there for something else than its `Welcome` said. Said to every gateway."""
+    """The worker's role is no longer that of its `Welcome`. Every gateway gets this message."""
 
     role: Role
     prefills_locally: bool = False  # as in `Welcome`
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a step was and how long it took: what its cost is learned from.
+    """The size of a step and how long it took; gateways learn costs from it.
 
-    Of the chunks of prompts, each from p to n, the sums of n - p and of n² - p²; of the sequences
-    that decoded, how many and the tokens of their contexts.
+    For prompt chunks, each from token p to n: the sums of n - p and of n² - p². For decoding
+    sequences: their number and the tokens of their contexts.
     """
 
     seconds: float
@@ -424,12 +422,12 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """What a worker holds now. Blocks are counted once each and sum to the pool.
+    """What a worker holds now. Each block counts once, and the counts sum to the pool.
 
-    Four numbers tell a gateway what others have promised to it: the tokens of all prompts that wait
-    or are being computed, cached ones included; the sequences that decode or wait to, the blocks
-    that their present lengths need, and the tokens of their contexts. `steps` are some of those
-    since the last report.
+    Four numbers tell a gateway what other gateways have sent: the tokens of all prompts that wait
+    or run, cached ones included; the sequences that decode or wait for it; the blocks that their
+    present lengths need; and the tokens of their contexts. `steps` is a sample of the steps since
+    the last report.
     """
 
     free_blocks: int
@@ -450,10 +448,10 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class StillStepping(msgspec.Struct, frozen=True, tag=True):
-    """A step has lasted so long, and goes on. Said once a second instead of `LoadReport`."""
+    """A step has lasted this long and goes on. Sent once a second instead of `LoadReport`."""
 
     seconds: float
-    is_early: bool = False  # one of the first of its kind, which may have something to compile
+    is_early: bool = False  # one of the first of its kind, which may have to compile kernels
 
 
 ToWorker = (
@@ -475,7 +473,7 @@ ToGateway = (
     | StillStepping
 )
 
-# What a decoder raises for bytes that are no message; text that is not UTF-8 is a case of its own.
+# Decoders raise these for bytes that are no message. UnicodeDecodeError stands for invalid UTF-8.
 _BAD_FRAME = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -484,12 +482,12 @@ _to_gateway = msgspec.msgpack.Decoder(list[ToGateway])
 
 
 def encode_frame(messages: Sequence[ToWorker] | Sequence[ToGateway]) -> bytes:
-    """One frame of either direction."""
+    """Encodes one frame of either direction."""
     return _encoder.encode(messages)
 
 
 def decode_to_worker(frame: bytes) -> list[ToWorker]:
-    """Messages of a gateway's frame. Raises ProtocolError."""
+    """Decodes the messages of a gateway's frame. Raises ProtocolError."""
     try:
         return _to_worker.decode(frame)
     except _BAD_FRAME as error:
@@ -497,7 +495,7 @@ def decode_to_worker(frame: bytes) -> list[ToWorker]:
 
 
 def decode_to_gateway(frame: bytes) -> list[ToGateway]:
-    """Messages of a worker's frame. Raises ProtocolError."""
+    """Decodes the messages of a worker's frame. Raises ProtocolError."""
     try:
         return _to_gateway.decode(frame)
     except _BAD_FRAME as error:

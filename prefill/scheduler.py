@@ -35,6 +35,7 @@ from engine.grammar.guide import OpenedGuide
 from engine.messages import (
     ROLE_CHANGED,
     Cancel,
+    ComputePrompt,
     FinishReason,
     GatewayId,
     Generate,
@@ -229,7 +230,7 @@ class PrefillScheduler:
     # ------------------------------------------------------------ arrival
 
     def _enqueue(
-        self, gateway_id: GatewayId, message: Prefill | Generate, guide: OpenedGuide | None
+        self, gateway_id: GatewayId, message: ComputePrompt, guide: OpenedGuide | None
     ) -> list[Effect]:
         if self._is_known(message.seq_id):
             return [Emit(gateway_id, GivenBack(message.seq_id, "the id is in use"))]

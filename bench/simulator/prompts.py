@@ -16,7 +16,7 @@ from itertools import chain, repeat
 from typing import cast, overload
 
 from bench.simulator.traces import Trace, TraceRequest, prompt_tokens
-from engine.messages import Decode, Generate, OfferPrefix, Prefill, RequestId, Sampling
+from engine.messages import ComputePrompt, Decode, OfferPrefix, RequestId, Sampling
 from engine.worker.blocks import HASH_BYTES, BlockHash, hash_block
 from engine.worker.intake import MAX_ID, PromptFacts, read_prompt
 from router.prefixes.map import PrefixHashes
@@ -105,9 +105,7 @@ class Prompts:
         """It is over."""
         self._hashes.pop(request_id, None)
 
-    def read(
-        self, message: Prefill | Generate | Decode | OfferPrefix, block_size: int
-    ) -> PromptFacts:
+    def read(self, message: ComputePrompt | Decode | OfferPrefix, block_size: int) -> PromptFacts:
         """An `engine.worker.intake.ReadPrompt`."""
         request_id, _, _ = message.seq_id.partition(".")
         known = self._hashes.get(request_id)

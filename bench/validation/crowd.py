@@ -12,7 +12,7 @@ from random import Random
 
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import Hardware, StepPrice
-from engine.messages import FirstToken, Generate, Prefill, ToWorker
+from engine.messages import ComputePrompt, FirstToken, ToWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Crowd:
     def delay_s(self, message: ToWorker) -> float:
         """What a message that is sent now takes longer than others."""
         table: Sequence[Sequence[float]] = ()
-        if isinstance(message, Prefill | Generate):
+        if isinstance(message, ComputePrompt):
             table = self._chances.prompt
         elif isinstance(message, FirstToken):
             table = self._chances.first_token

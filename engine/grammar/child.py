@@ -50,14 +50,14 @@ class Vocabulary(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class GrammarToCompile(msgspec.Struct, frozen=True):
     """One grammar, and the tokenizer to compile it for."""
 
     vocabulary: Vocabulary
     grammar: Grammar
 
 
-class Verdict(StrEnum):
+class GrammarVerdict(StrEnum):
     """What compiling a grammar came to."""
 
     FOLLOWED = "followed"
@@ -68,27 +68,27 @@ class Verdict(StrEnum):
     BUSY = "busy"  # nothing is known of the grammar: the machine had no time
 
 
-class Answered(msgspec.Struct, frozen=True):
+class GrammarResult(msgspec.Struct, frozen=True):
     """What became of a grammar. `message` is for the client; empty where it can be followed."""
 
-    verdict: Verdict
+    verdict: GrammarVerdict
     message: str = ""
 
 
 _MESSAGES = {
-    Verdict.SLOW: f"compiling it takes more than {MAX_CPU_S:g} s",
-    Verdict.LARGE: f"compiling it takes more than {MAX_BYTES // 2**20} MiB of memory",
-    Verdict.CRASHED: "compiling it ends the compiler",
-    Verdict.BUSY: "the server has no time to compile it now",
+    GrammarVerdict.SLOW: f"compiling it takes more than {MAX_CPU_S:g} s",
+    GrammarVerdict.LARGE: f"compiling it takes more than {MAX_BYTES // 2**20} MiB of memory",
+    GrammarVerdict.CRASHED: "compiling it ends the compiler",
+    GrammarVerdict.BUSY: "the server has no time to compile it now",
 }
 _SIGNALS = {
-    signal.SIGPROF: Verdict.SLOW,
-    signal.SIGKILL: Verdict.BUSY,  # by `_watched`, or by a kernel that is out of memory
-    signal.SIGABRT: Verdict.LARGE,  # Rust ends so where memory is refused
+    signal.SIGPROF: GrammarVerdict.SLOW,
+    signal.SIGKILL: GrammarVerdict.BUSY,  # by `_watched`, or by a kernel that is out of memory
+    signal.SIGABRT: GrammarVerdict.LARGE,  # Rust ends so where memory is refused
 }
 
 
-def judged(guides: LlGuides, grammar: Grammar) -> Answered:
+def judged(guides: LlGuides, grammar: Grammar) -> GrammarResult:
     """What compiling the grammar in a fork of this process comes to."""
     reader, writer = os.pipe()
     pid = os.fork()
@@ -101,16 +101,16 @@ def judged(guides: LlGuides, grammar: Grammar) -> Answered:
         os.close(reader)
     _, status = os.waitpid(pid, 0)
     if os.WIFEXITED(status) and data:
-        return msgspec.msgpack.decode(data, type=Answered)
+        return msgspec.msgpack.decode(data, type=GrammarResult)
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    verdict = Verdict.CRASHED if ended_by is None else _verdict_of(ended_by)
-    return Answered(verdict, _MESSAGES[verdict])
+    verdict = GrammarVerdict.CRASHED if ended_by is None else _verdict_of(ended_by)
+    return GrammarResult(verdict, _MESSAGES[verdict])
 
 
-def _verdict_of(signal_number: int) -> Verdict:
+def _verdict_of(signal_number: int) -> GrammarVerdict:
     with contextlib.suppress(ValueError):
-        return _SIGNALS.get(signal.Signals(signal_number), Verdict.CRASHED)
-    return Verdict.CRASHED
+        return _SIGNALS.get(signal.Signals(signal_number), GrammarVerdict.CRASHED)
+    return GrammarVerdict.CRASHED
 
 
 def _watched(pid: int, reader: int) -> bytes:
@@ -143,14 +143,14 @@ def _compile_and_exit(guides: LlGuides, grammar: Grammar, writer: int) -> NoRetu
         os._exit(status)
 
 
-def _compiled(guides: LlGuides, grammar: Grammar) -> Answered:
+def _compiled(guides: LlGuides, grammar: Grammar) -> GrammarResult:
     try:
         guides.prepare(grammar)
     except GrammarError as error:
-        return Answered(Verdict.REFUSED, str(error))
+        return GrammarResult(GrammarVerdict.REFUSED, str(error))
     except MemoryError:
-        return Answered(Verdict.LARGE, _MESSAGES[Verdict.LARGE])
-    return Answered(Verdict.FOLLOWED)
+        return GrammarResult(GrammarVerdict.LARGE, _MESSAGES[GrammarVerdict.LARGE])
+    return GrammarResult(GrammarVerdict.FOLLOWED)
 
 
 def _limit() -> None:
@@ -175,7 +175,7 @@ def _data_bytes() -> int:
 # ---------------------------------------------------------------- the process
 
 
-def send_frame(sock: socket.socket, message: Asked | Answered) -> None:
+def send_frame(sock: socket.socket, message: GrammarToCompile | GrammarResult) -> None:
     """Sends one struct. Raises OSError."""
     data = msgspec.msgpack.encode(message)
     sock.sendall(len(data).to_bytes(HEAD_BYTES, "big") + data)
@@ -228,11 +228,11 @@ class _Tokenizers:
 def _serve(sock: socket.socket) -> None:
     tokenizers = _Tokenizers()
     while data := receive_frame(sock):
-        asked = msgspec.msgpack.decode(data, type=Asked)
+        asked = msgspec.msgpack.decode(data, type=GrammarToCompile)
         try:
             answered = judged(tokenizers.guides(asked.vocabulary), asked.grammar)
         except GrammarError as error:
-            answered = Answered(Verdict.REFUSED, str(error))
+            answered = GrammarResult(GrammarVerdict.REFUSED, str(error))
         send_frame(sock, answered)
 
 

@@ -35,9 +35,9 @@ from engine.model.native.invariant import InvariantProducts
 from engine.model.native.library import INT8, INT8_AS_FLOAT, kernels
 from engine.model.native.linear import PackedLinear, Team, pack_linears
 from engine.model.native.sampling import sample as sample_natively
-from engine.model.sampling.changes import Choice
+from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.choosing import sample
-from engine.model.sampling.draft import Masks, Proposal, draft_step_by_step, has_guide
+from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step, has_guide
 from engine.model.sampling.verify import Verified, verify_by_parts
 from engine.model.threads import one_torch_thread
 from engine.worker.batch import Row
@@ -63,7 +63,7 @@ def resolve_weights(wanted: WeightFormat) -> WeightFormat:
     return wanted
 
 
-class Prepared(NamedTuple):
+class CpuPass(NamedTuple):
     """One forward pass, ready to be computed."""
 
     token_ids: Sequence[int]  # of the flat batch
@@ -139,15 +139,15 @@ class CpuForward:
         """Logits [len(keep), vocab] of the tokens of the flat batch whose indices are in `keep`."""
         return self.launch(self.prepare(rows, keep))
 
-    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> Prepared | PreparedCall:
+    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> CpuPass | PreparedCall:
         """The inputs of `launch`: those of `logits`."""
         if self._decoder is not None:
             return self._decoder.prepare(rows, keep)
         token_ids = [token for row in rows for token in row.token_ids]
         positions = [position for row in rows for position in range(row.start, row.end)]
-        return Prepared(token_ids, positions, keep, build_batch(rows, self._loaded.context.cache))
+        return CpuPass(token_ids, positions, keep, build_batch(rows, self._loaded.context.cache))
 
-    def launch(self, prepared: Prepared | PreparedCall) -> torch.Tensor:
+    def launch(self, prepared: CpuPass | PreparedCall) -> torch.Tensor:
         """Logits [len(keep), vocab]."""
         if self._decoder is not None:
             return self._decoder.launch(prepared)
@@ -156,13 +156,13 @@ class CpuForward:
         with self._own_code():
             return forward(self._loaded.model, *numbers)
 
-    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
         """Tokens [num_rows], as `engine.model.sampling.choosing.sample` chooses them."""
         if self._team is None:
             return sample(logits, choices)
         return sample_natively(logits, choices, team=self._team)
 
-    def draft(self, proposals: Sequence[Proposal], masks: Masks) -> None:
+    def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
         """Has this model, a draft, compute what it shall see of rows, and propose.
 
         Those that propose most come first. It is one call where no pass has to wait for a mask.
@@ -180,7 +180,7 @@ class CpuForward:
         for proposal, token_ids in zip(proposing, drafted, strict=True):
             proposal.token_ids = token_ids
 
-    def drafts_along(self, draft: "CpuForward", proposals: Sequence[Proposal]) -> bool:
+    def drafts_along(self, draft: "CpuForward", proposals: Sequence[DraftedRow]) -> bool:
         """Whether `verify` can have `draft` propose in the same call."""
         both = self._decoder is not None and draft._decoder is not None
         return both and not has_guide(proposals)
@@ -188,8 +188,8 @@ class CpuForward:
     def draft_and_verify(
         self,
         draft: "CpuForward",
-        seen: Sequence[Proposal],
-        proposals: Sequence[Proposal],
+        seen: Sequence[DraftedRow],
+        proposals: Sequence[DraftedRow],
         clock: Clock,
     ) -> Verified:
         """`draft.draft` of those of the proposals that are `seen`, and `verify`, as one call."""
@@ -209,7 +209,7 @@ class CpuForward:
         times = chosen.forward_s, chosen.prepare_s, chosen.draft_s
         return Verified(chosen.token_ids, chosen.logits, *times)
 
-    def verify(self, proposals: Sequence[Proposal], masks: Masks, clock: Clock) -> Verified:
+    def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
         """Has this model compute rows and what is proposed, and choose; one call where it can."""
         if self._decoder is None or has_guide(proposals):
             return verify_by_parts(self, proposals, masks, clock)
@@ -218,7 +218,7 @@ class CpuForward:
 
     def _verify(
         self,
-        proposals: Sequence[Proposal],
+        proposals: Sequence[DraftedRow],
         clock: Clock,
         drafting: speculate.Drafting | None = None,
     ) -> speculate.Chosen:

@@ -44,10 +44,10 @@ from engine.model.attention.base import Attend, AttentionBatch, Extent
 from engine.model.attention.hook import PAGED, paged_hook
 from engine.model.attention.kvcache import KVCache
 from engine.model.loading.checkpoint import LoadedModel, try_again
-from engine.model.packing import Inputs, Packing, Shape
-from engine.model.sampling.changes import Choice
+from engine.model.packing import Inputs, Packing, PackingShape
+from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.choosing import sample
-from engine.model.sampling.draft import Masks, Proposal, draft_step_by_step
+from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
 from engine.model.sampling.verify import Verified, verify_by_parts
 from engine.native_build import compiler_cache
 from engine.worker.batch import Row
@@ -86,7 +86,7 @@ class Staged:
             self._copied.record()
 
 
-class Prepared(NamedTuple):
+class CudaStep(NamedTuple):
     """A step that can be launched. Launch it before the next but one is prepared."""
 
     staged: Staged
@@ -195,18 +195,18 @@ class CudaForward:
         """
         return self.launch(self.prepare(rows, keep))
 
-    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> Prepared:
+    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> CudaStep:
         """Packs a step's inputs. Reads and writes host memory only."""
         num_tokens = sum(len(row.token_ids) for row in rows)
         is_decode = num_tokens == len(rows)
         size = packing.padded_size(len(rows), self._sizes) if is_decode else None
         if size is not None:
-            return self._prepare(rows, keep, Shape(size, size, size, self._table_width))
+            return self._prepare(rows, keep, PackingShape(size, size, size, self._table_width))
         width = max(self._num_blocks_for(row.end) for row in rows)
-        return self._prepare(rows, keep, Shape(len(rows), num_tokens, len(keep), width))
+        return self._prepare(rows, keep, PackingShape(len(rows), num_tokens, len(keep), width))
 
     @torch.inference_mode()
-    def launch(self, prepared: Prepared) -> torch.Tensor:
+    def launch(self, prepared: CudaStep) -> torch.Tensor:
         """Queues a step: its logits, as `logits` gives them."""
         captured = self._graphs.get(prepared.padded_rows)
         if captured is not None:
@@ -218,19 +218,19 @@ class CudaForward:
             return self._compute(inputs, batch, inputs.keep)
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
 
-    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
         """Tokens [num_rows], as `engine.model.sampling.choosing.sample` chooses them, on the
         GPU."""
         return sample(logits, choices)
 
-    def draft(self, proposals: Sequence[Proposal], masks: Masks) -> None:
+    def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
         """Has this model, a draft, compute what it shall see of rows, and propose.
 
         All passes but the first are decode steps, and captured. The host waits for each of them.
         """
         draft_step_by_step(self, proposals, masks)
 
-    def verify(self, proposals: Sequence[Proposal], masks: Masks, clock: Clock) -> Verified:
+    def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
         """Has this model compute rows and what is proposed, and choose.
 
         Where something is proposed, the pass is no decode step, so it runs eagerly.
@@ -238,8 +238,8 @@ class CudaForward:
         return verify_by_parts(self, proposals, masks, clock)
 
     def _prepare(
-        self, rows: Sequence[Row], keep: Sequence[int], shape: Shape, pad_len: int = 1
-    ) -> Prepared:
+        self, rows: Sequence[Row], keep: Sequence[int], shape: PackingShape, pad_len: int = 1
+    ) -> CudaStep:
         """Packs `rows`, filled up with rows of `pad_len` tokens to `shape`."""
         plan = packing.plan(shape)
         staged = self._staged[self._num_prepared % len(self._staged)]
@@ -255,7 +255,7 @@ class CudaForward:
         )
         is_padded = shape.num_rows in self._sizes and shape.num_tokens == shape.num_rows
         is_captured = is_padded and shape.num_rows in self._graphs
-        return Prepared(
+        return CudaStep(
             staged=staged,
             packing=plan,
             extents=() if is_captured else _extents(inputs),
@@ -265,7 +265,7 @@ class CudaForward:
         )
 
     def _bring(
-        self, prepared: Prepared, memory: torch.Tensor
+        self, prepared: CudaStep, memory: torch.Tensor
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
         """Queues the copy of a step's inputs to device `memory`: views of it."""
         prepared.staged.copy_to(memory)
@@ -309,7 +309,7 @@ class CudaForward:
         begin_s = MonotonicClock().now_s()
         self._sizes = self._wanted_sizes
         self._table_width = min(self._num_blocks_for(self._loaded.context_len), cache.num_blocks)
-        largest = packing.plan(Shape(*[self._sizes[-1]] * 3, self._table_width))
+        largest = packing.plan(PackingShape(*[self._sizes[-1]] * 3, self._table_width))
         self._memory = self._new(largest.num_bytes)
         self._warm_up()
         if self._is_cuda:
@@ -334,13 +334,15 @@ class CudaForward:
     def _run_padded(self) -> None:
         for size in reversed(self._sizes):  # the largest first: all later ones fit its memory
             for _ in range(WARM_UP_RUNS):
-                self._compute(*self._padding(Shape(size, size, size, self._table_width)), None)
+                self._compute(
+                    *self._padding(PackingShape(size, size, size, self._table_width)), None
+                )
         for length in WARM_UP_LENS:
-            inputs, batch = self._padding(Shape(1, length, 1, 1), pad_len=length)
+            inputs, batch = self._padding(PackingShape(1, length, 1, 1), pad_len=length)
             self._compute(inputs, batch, inputs.keep)
 
     def _padding(
-        self, shape: Shape, pad_len: int = 1, memory: torch.Tensor | None = None
+        self, shape: PackingShape, pad_len: int = 1, memory: torch.Tensor | None = None
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
         """A batch in which every row only fills up, brought to `memory` or to new memory."""
         prepared = self._prepare([], [], shape, pad_len)
@@ -362,7 +364,7 @@ class CudaForward:
 
     def _capture(self, size: int, pool: tuple[int, int]) -> Captured:
         """A decode step of `size` rows, over `_memory`."""
-        shape = Shape(size, size, size, self._table_width)
+        shape = PackingShape(size, size, size, self._table_width)
         inputs, batch = self._padding(shape, memory=self._memory)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -453,7 +455,7 @@ def _extents(inputs: Inputs[np.ndarray]) -> tuple[Extent, ...]:
     return tuple(map(Extent, starts.tolist(), lens.tolist(), inputs.context_lens.tolist()))
 
 
-def _kept(logits: torch.Tensor, keep: torch.Tensor, prepared: Prepared) -> torch.Tensor:
+def _kept(logits: torch.Tensor, keep: torch.Tensor, prepared: CudaStep) -> torch.Tensor:
     """Of a padded step's logits those that are wanted."""
     if prepared.keeps_all:
         return logits[: prepared.num_kept]

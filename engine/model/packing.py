@@ -45,7 +45,7 @@ class Inputs(NamedTuple, Generic[T]):
     block_tables: T
 
 
-class Place(NamedTuple):
+class ArrayPlace(NamedTuple):
     """Where an array lies."""
 
     offset_bytes: int
@@ -61,11 +61,11 @@ class Place(NamedTuple):
 class Packing(NamedTuple):
     """Where everything lies."""
 
-    places: Inputs[Place]
+    places: Inputs[ArrayPlace]
     num_bytes: int
 
 
-class Shape(NamedTuple):
+class PackingShape(NamedTuple):
     """The sizes on which a packing depends."""
 
     num_rows: int
@@ -93,7 +93,7 @@ def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
 
 
 @lru_cache(maxsize=256)
-def plan(shape: Shape) -> Packing:
+def plan(shape: PackingShape) -> Packing:
     """Where the inputs of a step of these sizes lie."""
     num_rows, num_tokens, num_kept, table_width = shape
     arrays = Inputs(
@@ -108,7 +108,7 @@ def plan(shape: Shape) -> Packing:
     places = []
     end = 0
     for dtype, size in arrays:
-        places.append(Place(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, dtype, size))
+        places.append(ArrayPlace(-(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, dtype, size))
         end = places[-1].end_bytes
     return Packing(Inputs(*places), end)
 

@@ -31,7 +31,7 @@ from engine.model.cpu import CpuForward
 from engine.model.cuda import CudaForward
 from engine.model.loading.checkpoint import LoadedModel, load, load_draft
 from engine.model.sampling import verify
-from engine.model.sampling.draft import Masks, Proposal
+from engine.model.sampling.draft import DraftedRow, Masks
 from engine.model.sampling.verify import Verified
 from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes
 from engine.worker.blocks import BlockId
@@ -212,7 +212,7 @@ class TorchRunner:
         )
         return BatchResult(results, self.last_times)
 
-    def _drafted_and_verified(self, proposals: Sequence[Proposal]) -> Verified:
+    def _drafted_and_verified(self, proposals: Sequence[DraftedRow]) -> Verified:
         """Runs the draft model over the rows that it shall see, and the target over all."""
         draft, clock = self.draft_forward, self._clock
         seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
@@ -293,14 +293,14 @@ def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int 
     return num_blocks
 
 
-def _proposed(row: Row) -> Proposal:
+def _proposed(row: Row) -> DraftedRow:
     """What is proposed to follow a row by whoever made it, as far as its grammar allows."""
     if not row.draft:
-        return Proposal(row)
+        return DraftedRow(row)
     assert row.num_to_draft == 0
     num_allowed = len(row.draft) if row.guide is None else row.guide.num_allowed(row.draft)
-    return Proposal(row, list(row.draft[:num_allowed]))
+    return DraftedRow(row, list(row.draft[:num_allowed]))
 
 
-def _num_to_draft(proposal: Proposal) -> int:
+def _num_to_draft(proposal: DraftedRow) -> int:
     return proposal.row.num_to_draft

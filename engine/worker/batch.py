@@ -1,12 +1,12 @@
-"""What a step computes, as integers: the seam between schedulers and the runner.
+"""What a step computes, in integers: the seam between schedulers and the runner.
 
-One shape serves everything: each row extends one sequence's context by `q` tokens, whether those
-are a prefill chunk (`q` = chunk), a decode step (`q` = 1) or the verification of a draft of k
-tokens (`q` = k + 1): the row's own token and the drafted ones behind it.
+One shape serves all steps. Each row extends one sequence's context by `q` tokens: a prefill chunk
+(`q` = chunk), a decode step (`q` = 1), or the verification of a draft of k tokens (`q` = k + 1, the
+row's own token and the drafted ones behind it).
 
-A drafted token is kept if it is what the target chooses there, with the noise of that position.
-What follows the last one kept is the target's choice too, so a row that drafts k tokens comes to
-between 1 and k + 1, and to the same ones that k + 1 steps without a draft would have come to.
+A drafted token is kept if the target chooses it there, with the noise of that position. The token
+after the last kept one is the target's choice too. So a row that drafts k tokens yields between 1
+and k + 1, and these equal the tokens of k + 1 steps without a draft.
 """
 
 from array import array
@@ -21,21 +21,21 @@ from engine.messages import Logprobs, Sampling, SeqId
 from engine.worker.blocks import BlockId
 
 
-class Row(msgspec.Struct, frozen=True):  # made in a fifth of a dataclass's time
+class Row(msgspec.Struct, frozen=True):  # takes a fifth of a dataclass's time to make
     """Compute `token_ids` at positions `start`, `start + 1`, …; K and V go into the block table.
 
     With `sampling`, also choose the token that follows; `banned` ids are never chosen. The block
-    table has room for the drafted tokens too. The rest is for some rows only:
+    table has room for the drafted tokens too. The other fields serve some rows only:
 
-    `draft`            tokens that may follow, proposed by whoever made this row; or
-    `num_to_draft`     how many the draft model shall propose
-    `draft_token_ids`  tokens that end with `token_ids`, whose K and V the draft model computes; it
-                       leaves a row out that has none, and proposes nothing for it
-    `history`          all tokens up to the last of `token_ids`, where penalties need to know them;
-                       the answer begins at `prompt_len`
-    `guide`            where a grammar stands after `token_ids`
-    `scored`           tokens known to follow each of `token_ids`, from the first on: their
-                       log-probabilities are wanted, and `num_top` of the likeliest beside each
+        `draft`            tokens proposed to follow; or
+        `num_to_draft`     how many tokens the draft model shall propose
+        `draft_token_ids`  tokens that end with `token_ids`, whose K and V the draft model computes;
+                           skips a row without any, and proposes nothing for it
+        `history`          all tokens up to the last of `token_ids`, if penalties need them;
+                           the answer begins at `prompt_len`
+        `guide`            where a grammar stands after `token_ids`
+        `scored`           tokens known to follow each of `token_ids`, from the first on: the result
+                           has their log-probabilities, and `num_top` of the likeliest beside each
     """
 
     seq_id: SeqId
@@ -55,12 +55,14 @@ class Row(msgspec.Struct, frozen=True):  # made in a fifth of a dataclass's time
 
     @property
     def end(self) -> int:
-        """Context length after this row, drafts aside: the position of the token it chooses."""
+        """Context length after this row, drafts excluded: the position of the token that it
+        chooses.
+        """
         return self.start + len(self.token_ids)
 
     @property
     def max_drafted(self) -> int:
-        """Tokens that are verified at most, beyond the row's own."""
+        """Most tokens that this row verifies, beyond its own."""
         return len(self.draft) + self.num_to_draft
 
 
@@ -71,28 +73,28 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """What a row came to: nothing where it chooses no token.
+    """The tokens of a row; empty if the row chooses no token.
 
     `token_ids` are the drafted tokens that were kept and the one that the target chose behind them.
     K and V of all of these but the last are in the block table now.
     """
 
     token_ids: tuple[int, ...] = ()
-    num_drafted: int = 0  # verified
-    logprobs: tuple[Logprobs, ...] = ()  # one a token, where the sampling asks for them
+    num_drafted: int = 0  # tokens that were verified
+    logprobs: tuple[Logprobs, ...] = ()  # one a token, if the sampling asks for them
     scored: tuple[Logprobs, ...] = ()  # one for each of the row's `scored`
 
     @property
     def num_accepted(self) -> int:
-        """Of the drafted tokens, those that were kept."""
+        """Number of drafted tokens that were kept."""
         return max(len(self.token_ids) - 1, 0)
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """Where a step's time went on the host, in seconds.
+    """How a step's time on the host divides, in seconds.
 
-    A GPU computes while the host goes on: there `forward_s` is the time until the passes are
-    queued, and `sample_s` holds the wait for them.
+    A GPU computes while the host goes on. There `forward_s` ends when the passes are queued, and
+    `sample_s` includes the wait for them.
     """
 
     prepare_s: float
@@ -107,14 +109,14 @@ class StepTimes(msgspec.Struct, frozen=True):
 
 
 class BatchResult(msgspec.Struct, frozen=True):
-    """What each row came to, and how long it took where the runner says."""
+    """The result of each row, and the step's times if the runner measures them."""
 
     rows: Sequence[RowResult]
     times: StepTimes | None = None
 
     @property
     def tokens(self) -> list[int | None]:
-        """The first token that each row chose, None where it chooses none."""
+        """The first token that each row chose; None for rows that choose none."""
         return [row.token_ids[0] if row.token_ids else None for row in self.rows]
 
 

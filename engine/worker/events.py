@@ -1,8 +1,8 @@
 """What goes into and comes out of a worker's core: events in, effects out.
 
-A worker's core is its schedulers. Messages of gateways are events; so is every report of the
-transfer endpoint. Effects are carried out by the worker host: messages to gateways, and orders to
-the transfer endpoint, which never sees a pool.
+A worker's core is its schedulers. Events are messages of gateways and reports of the transfer
+endpoint. The worker host carries effects out: messages to gateways, and orders to the transfer
+endpoint, which never sees a pool.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,8 @@ from engine.worker.sequence import Sequence
 # ---------------------------------------------------------------- events
 
 
-class FromGateway(msgspec.Struct, frozen=True):  # as `Emit`
-    """A gateway's message. `guide` is that of its grammar if the shell opened it, or why not."""
+class FromGateway(msgspec.Struct, frozen=True):  # a struct, as `Emit` is
+    """A gateway's message. `guide` is that of its grammar if the shell opened it, or the error."""
 
     gateway_id: GatewayId
     message: Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel | HandOver | SetRole
@@ -42,7 +42,7 @@ class FromGateway(msgspec.Struct, frozen=True):  # as `Emit`
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway's stream broke: its sequences are nobody's."""
+    """A gateway's stream broke, so its sequences are cancelled."""
 
     gateway_id: GatewayId
 
@@ -59,8 +59,8 @@ class LeaseEnded:
 class PullDone:
     """All blocks of a pull are here, and the source confirmed that the lease held throughout.
 
-    `transfer_s` counts the seconds in which blocks were on their way; of those, `exposed_s` came
-    after the source had computed the last block, the confirmation included: nothing hid them.
+    `transfer_s` is how long blocks were on their way, in seconds. Of those, `exposed_s` came after
+    the source had computed the last block, the confirmation included: no computation hid them.
     """
 
     seq_id: SeqId
@@ -71,7 +71,7 @@ class PullDone:
 
 @dataclass(frozen=True, slots=True)
 class PullFailed:
-    """A pull is over without success; it writes to no block any more.
+    """A pull ended without success; it writes to no block any more.
 
     `arrived` are the indices in the lease of blocks that are here and confirmed intact.
     """
@@ -83,14 +83,14 @@ class PullFailed:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A sequence prefilled in this worker goes on being decoded here."""
+    """A sequence that this worker prefilled goes on decoding here."""
 
     seq: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A sequence decoded in this worker goes on elsewhere, under another id; it owns its blocks."""
+    """A sequence decoded here goes on elsewhere, under another id; it owns its blocks."""
 
     seq: Sequence
     as_seq_id: SeqId
@@ -102,7 +102,7 @@ Event = FromGateway | GatewayLost | LeaseEnded | PullDone | PullFailed | PassedO
 # ---------------------------------------------------------------- effects
 
 
-class Emit(msgspec.Struct, frozen=True):  # one a token
+class Emit(msgspec.Struct, frozen=True):  # one for each token: structs are faster to make
     """Send a message to a gateway, in the frame of this step."""
 
     gateway_id: GatewayId
@@ -111,14 +111,16 @@ class Emit(msgspec.Struct, frozen=True):  # one a token
 
 @dataclass(frozen=True, slots=True)
 class EmitToAll:
-    """Send a message to every gateway. New ones are welcomed by who this has made the worker."""
+    """Send a message to every gateway. A gateway that connects later gets the new role in
+    `Welcome`.
+    """
 
     message: RoleChanged
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLease:
-    """Let the holder of `lease_id` pull, when they are ready, `num_blocks` blocks."""
+    """Let the holder of `lease_id` pull `num_blocks` blocks, each once it is ready."""
 
     lease_id: LeaseId
     num_blocks: int
@@ -141,7 +143,7 @@ class RevokeLease:
 
 @dataclass(frozen=True, slots=True)
 class HoldLease:
-    """Keep a foreign lease alive while its sequence waits for memory."""
+    """Keep another worker's lease alive while its sequence waits for memory."""
 
     seq_id: SeqId
     lease: LeaseRef
@@ -149,7 +151,7 @@ class HoldLease:
 
 @dataclass(frozen=True, slots=True)
 class StartPull:
-    """Pull blocks of a held lease: (index in the lease, block here). May be empty."""
+    """Pull blocks of a held lease: pairs of (index in the lease, block here). May be empty."""
 
     seq_id: SeqId
     blocks: tuple[tuple[int, BlockId], ...]
@@ -157,7 +159,7 @@ class StartPull:
 
 @dataclass(frozen=True, slots=True)
 class AbortPull:
-    """Give up a held lease or a running pull. After a start, `PullFailed` follows."""
+    """Give up a held lease or a running pull. A pull that started ends with `PullFailed`."""
 
     seq_id: SeqId
 

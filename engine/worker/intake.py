@@ -1,8 +1,8 @@
-"""What a worker checks before a gateway's message becomes a sequence.
+"""Checks a gateway's message and turns it into a sequence.
 
-Gateways check what clients send, and refuse it with a status. Here it is asked only whether a step
-could be carried out at all: one request that the runner cannot compute would end the worker, and
-every other request with it. What fails is given back with the reason.
+Gateways check what clients send and refuse it with a status. Here the only question is whether a
+step could run at all. A request that the runner cannot compute would end the worker, and every
+other request with it. A message that fails the check is given back with the reason.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,11 @@ from typing import NamedTuple
 from engine.errors import GrammarError
 from engine.grammar.guide import Guide, Guides, OpenedGuide
 from engine.messages import (
+    ComputePrompt,
     Decode,
     GatewayId,
-    Generate,
     GivenBack,
     OfferPrefix,
-    Prefill,
     Sampling,
 )
 from engine.worker.blocks import BlockHash, hash_blocks
@@ -30,9 +29,9 @@ MAX_SEED = 2**64 - 1
 
 
 class PromptFacts(NamedTuple):
-    """What is read off a message's tokens: hashes of all full blocks, and the largest id.
+    """Facts about a message's tokens: hashes of all full blocks, and the largest id.
 
-    `token_ids`, where they are given, are the tokens as the sequence shall keep them.
+    If `token_ids` are given, the sequence keeps these as its tokens.
     """
 
     block_hashes: Items[BlockHash]
@@ -40,27 +39,27 @@ class PromptFacts(NamedTuple):
     token_ids: list[int] | None = None
 
 
-ReadPrompt = Callable[[Prefill | Generate | Decode | OfferPrefix, int], PromptFacts]
+ReadPrompt = Callable[[ComputePrompt | Decode | OfferPrefix, int], PromptFacts]
 
 
 def _guide_of(opened: OpenedGuide) -> Guide:
-    """Raises the error if that is what came of opening the guide."""
+    """Returns the guide. Raises the error with which opening it ended."""
     if isinstance(opened, GrammarError):
         raise opened
     return opened
 
 
-def read_prompt(message: Prefill | Generate | Decode | OfferPrefix, block_size: int) -> PromptFacts:
-    """The facts of a message's tokens."""
+def read_prompt(message: ComputePrompt | Decode | OfferPrefix, block_size: int) -> PromptFacts:
+    """Reads the facts of a message's tokens."""
     token_ids = message.token_ids
     return PromptFacts(hash_blocks(token_ids, block_size, message.salt), max(token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Turns messages into sequences; None is an unknown bound, or no grammars.
+    """Turns messages into sequences. None means an unknown bound, or no grammars.
 
-    `read` may be another way to the same facts, for who knows them already.
+    A caller that knows the facts of prompts already passes another `read`.
     """
 
     block_size: int
@@ -72,12 +71,12 @@ class Intake:
     def open(
         self,
         gateway_id: GatewayId,
-        message: Prefill | Generate | Decode,
+        message: ComputePrompt | Decode,
         opened: OpenedGuide | None = None,
     ) -> Sequence | GivenBack:
-        """The sequence that a message asks for, or why there is none.
+        """Returns the sequence that a message asks for, or the reason why there is none.
 
-        `opened` is its guide if the shell has opened it.
+        `opened` is its guide, if the shell has opened it.
         """
         facts = self.read(message, self.block_size)
         fault = self._fault(message, facts.largest_id)
@@ -100,14 +99,14 @@ class Intake:
         )
 
     def knows(self, token: int) -> bool:
-        """Whether a token can be computed here."""
+        """True if this worker can compute the token."""
         return 0 <= token <= self._last_id
 
     @property
     def _last_id(self) -> int:
         return MAX_ID if self.vocab_size is None else self.vocab_size - 1
 
-    def _open_guide(self, message: Prefill | Generate | Decode) -> Guide | None:
+    def _open_guide(self, message: ComputePrompt | Decode) -> Guide | None:
         grammar = message.sampling.grammar
         if grammar is None:
             return None
@@ -117,7 +116,7 @@ class Intake:
             grammar, message.token_ids[message.limits.prompt_len :], message.salt
         )
 
-    def _fault(self, message: Prefill | Generate | Decode, largest_id: int) -> str | None:
+    def _fault(self, message: ComputePrompt | Decode, largest_id: int) -> str | None:
         limits, sampling, length = message.limits, message.sampling, len(message.token_ids)
         ids = (*limits.stop_token_ids, *(token for token, _ in sampling.logit_bias))
         if not all(map(self.knows, (largest_id, *ids))):
@@ -136,7 +135,7 @@ class Intake:
 
 
 def _is_sound(sampling: Sampling) -> bool:
-    """Whether the arithmetic of sampling is defined, whatever the outcome."""
+    """True if the arithmetic of sampling is defined for these parameters."""
     biases = [bias for _, bias in sampling.logit_bias]
     penalties = (sampling.presence_penalty, sampling.frequency_penalty)
     numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *penalties, *biases)

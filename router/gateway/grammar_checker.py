@@ -27,9 +27,9 @@ from engine.clock import Clock
 from engine.errors import BatonError, GrammarError
 from engine.grammar.child import (
     MAX_WALL_S,
-    Answered,
-    Asked,
-    Verdict,
+    GrammarResult,
+    GrammarToCompile,
+    GrammarVerdict,
     Vocabulary,
     receive_frame,
     send_frame,
@@ -113,9 +113,9 @@ def _refusal(param: str | None, error: GrammarError) -> ApiError:
 class _Waiting:
     """A grammar that nothing is known of yet, and the requests that wait for its verdict."""
 
-    asked: Asked
+    asked: GrammarToCompile
     key: bytes
-    done: "asyncio.Future[Answered]"
+    done: "asyncio.Future[GrammarResult]"
     num_waiters: int = 0
 
 
@@ -149,12 +149,12 @@ class GrammarChecker:
         self._clock = clock
         self._child = GrammarChild()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._verdicts: OrderedDict[bytes, Answered] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarResult] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}
         self._turns = _Turns()
         self._pump: asyncio.Task[None] | None = None
         self._next_log_s = 0.0
-        self.counters: Counter[str] = Counter(dict.fromkeys(Verdict, 0))
+        self.counters: Counter[str] = Counter(dict.fromkeys(GrammarVerdict, 0))
 
     async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
         """Raises GrammarError if workers cannot follow it, GrammarBusy if there is no time."""
@@ -162,15 +162,15 @@ class GrammarChecker:
             raise GrammarError("this model's tokenizer cannot guide answers")
         if len(grammar.source) > MAX_SOURCE_LEN:
             raise GrammarError(f"the grammar has more than {MAX_SOURCE_LEN} characters")
-        key = _digest(Asked(vocabulary, grammar), asker.salt)
+        key = _digest(GrammarToCompile(vocabulary, grammar), asker.salt)
         answered = self._verdicts.get(key)
         if answered is None:
-            answered = await self._asked(key, Asked(vocabulary, grammar), asker.tenant)
+            answered = await self._asked(key, GrammarToCompile(vocabulary, grammar), asker.tenant)
         else:
             self._verdicts.move_to_end(key)
-        if answered.verdict is Verdict.BUSY:
+        if answered.verdict is GrammarVerdict.BUSY:
             raise GrammarBusy(answered.message)
-        if answered.verdict is not Verdict.FOLLOWED:
+        if answered.verdict is not GrammarVerdict.FOLLOWED:
             raise GrammarError(answered.message)
 
     async def close(self) -> None:
@@ -182,7 +182,7 @@ class GrammarChecker:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._child.close)
         self._thread.shutdown(wait=False)
 
-    async def _asked(self, key: bytes, asked: Asked, tenant: str) -> Answered:
+    async def _asked(self, key: bytes, asked: GrammarToCompile, tenant: str) -> GrammarResult:
         waiting = self._waiting.get(key)
         if waiting is None:
             if len(self._waiting) >= MAX_WAITING:
@@ -212,20 +212,20 @@ class GrammarChecker:
             if not waiting.done.done():
                 waiting.done.set_result(answered)
 
-    def _note(self, key: bytes, answered: Answered) -> None:
+    def _note(self, key: bytes, answered: GrammarResult) -> None:
         self.counters[answered.verdict] += 1
-        if answered.verdict not in (Verdict.FOLLOWED, Verdict.REFUSED):
+        if answered.verdict not in (GrammarVerdict.FOLLOWED, GrammarVerdict.REFUSED):
             self._log(f"{answered.verdict}: {answered.message}")
-        if answered.verdict is Verdict.BUSY:
+        if answered.verdict is GrammarVerdict.BUSY:
             return
         self._verdicts[key] = answered
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
-    def _busy(self, message: str) -> Answered:
-        self.counters[Verdict.BUSY] += 1
+    def _busy(self, message: str) -> GrammarResult:
+        self.counters[GrammarVerdict.BUSY] += 1
         self._log(message)
-        return Answered(Verdict.BUSY, message)
+        return GrammarResult(GrammarVerdict.BUSY, message)
 
     def _log(self, message: str) -> None:
         now_s = self._clock.now_s()
@@ -234,7 +234,7 @@ class GrammarChecker:
             log.warning("a grammar was not accepted: %s", message)
 
 
-def _digest(asked: Asked, salt: bytes) -> bytes:
+def _digest(asked: GrammarToCompile, salt: bytes) -> bytes:
     """Raises GrammarError for text that is none."""
     try:
         return blake2b(msgspec.msgpack.encode((asked, salt)), digest_size=16).digest()
@@ -255,7 +255,7 @@ class GrammarChild:
         assert self._process is not None
         return self._process.pid
 
-    def ask(self, asked: Asked) -> Answered:
+    def ask(self, asked: GrammarToCompile) -> GrammarResult:
         """The verdict on one grammar; BUSY where the process ended or said nothing."""
         try:
             sock = self._opened()
@@ -266,9 +266,11 @@ class GrammarChild:
             data = b""
         if data:
             with contextlib.suppress(msgspec.DecodeError):
-                return msgspec.msgpack.decode(data, type=Answered)
+                return msgspec.msgpack.decode(data, type=GrammarResult)
         self.close()
-        return Answered(Verdict.BUSY, "the process that compiles grammars did not answer")
+        return GrammarResult(
+            GrammarVerdict.BUSY, "the process that compiles grammars did not answer"
+        )
 
     def kill(self) -> None:
         """Ends the process, from any thread. An `ask` that waits sees the socket end."""

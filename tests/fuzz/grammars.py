@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import GrammarError
-from engine.grammar.child import Asked, Verdict, Vocabulary
+from engine.grammar.child import GrammarToCompile, GrammarVerdict, Vocabulary
 from engine.grammar.guides import MAX_SOURCE_LEN, MAX_TOKEN_S
 from engine.messages import Grammar
 from router.gateway.grammar_checker import GrammarChild
@@ -46,13 +46,13 @@ def fuzz(first: int, runs: int) -> Counter[str]:
                 counts["too long"] += 1
                 continue
             begin_s = time.monotonic()
-            verdict = child.ask(Asked(VOCABULARY, grammar)).verdict
+            verdict = child.ask(GrammarToCompile(VOCABULARY, grammar)).verdict
             counts[verdict] += 1
-            if verdict in (Verdict.CRASHED, Verdict.BUSY):
+            if verdict in (GrammarVerdict.CRASHED, GrammarVerdict.BUSY):
                 raise Finding(f"seed {seed}: {verdict}")
             if time.monotonic() - begin_s > MAX_WALL_S:
                 raise Finding(f"seed {seed} took {time.monotonic() - begin_s:.1f} s")
-            if verdict is Verdict.FOLLOWED and rng.random() < FOLLOWED_SHARE:
+            if verdict is GrammarVerdict.FOLLOWED and rng.random() < FOLLOWED_SHARE:
                 follow(grammar, seed)
             num_bytes = resident_bytes(child.pid)
             floor_bytes = floor_bytes or num_bytes

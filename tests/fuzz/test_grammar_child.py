@@ -14,7 +14,7 @@ import pytest
 
 from engine.clock import MonotonicClock
 from engine.errors import GrammarError
-from engine.grammar.child import MAX_WALL_S, Verdict, Vocabulary
+from engine.grammar.child import MAX_WALL_S, GrammarVerdict, Vocabulary
 from engine.messages import Grammar, GrammarKind
 from router.gateway import grammar_checker
 from router.gateway.grammar_checker import (
@@ -119,7 +119,8 @@ def test_hostile_grammars_are_refused_and_stall_nothing():
             assert await watching < MAX_GAP_S
             assert resident_bytes(os.getpid()) - before < 32 * 2**20
             assert resident_bytes(pid_of(checker)) < 256 * 2**20
-            assert checker.counters[Verdict.CRASHED] == 0  # a busy machine may leave some BUSY
+            # A busy machine may leave some BUSY.
+            assert checker.counters[GrammarVerdict.CRASHED] == 0
 
     asyncio.run(run())
 
@@ -176,8 +177,8 @@ def test_whatever_a_fork_does_has_a_verdict():
 def test_random_hostile_grammars_end_in_verdicts():
     counts = fuzz(0, NUM_FUZZED)
     assert counts.total() == NUM_FUZZED
-    assert counts[Verdict.FOLLOWED] > NUM_FUZZED / 5
-    assert counts[Verdict.SLOW] > 0
+    assert counts[GrammarVerdict.FOLLOWED] > NUM_FUZZED / 5
+    assert counts[GrammarVerdict.SLOW] > 0
 
 
 def test_a_planted_bug_is_a_finding(monkeypatch):
@@ -211,7 +212,7 @@ def test_a_verdict_is_kept_and_waiters_of_one_grammar_share_it():
             grammar = schema({"enum": ["a"]})
             await asyncio.gather(*(verdict_of(checker, grammar) for _ in range(20)))
             await verdict_of(checker, grammar)
-            assert checker.counters[Verdict.FOLLOWED] == 1
+            assert checker.counters[GrammarVerdict.FOLLOWED] == 1
 
     asyncio.run(run())
 
@@ -221,7 +222,7 @@ def test_no_tenant_learns_by_time_what_another_one_used():
         async with opened_checker() as checker:
             for tenant in ("a", "b", "a"):
                 assert await verdict_of(checker, schema({"const": "secret"}), tenant) is None
-            return checker.counters[Verdict.FOLLOWED]
+            return checker.counters[GrammarVerdict.FOLLOWED]
 
     assert asyncio.run(run()) == 2  # compiled once for each
 
@@ -272,7 +273,7 @@ def test_who_leaves_is_not_compiled_for():
             for task in asked[1:]:
                 task.cancel()
             assert await first is None
-            assert checker.counters[Verdict.FOLLOWED] < 5
+            assert checker.counters[GrammarVerdict.FOLLOWED] < 5
 
     asyncio.run(run())
 

@@ -61,7 +61,7 @@ class Launch(NamedTuple):
     num_spare: int  # splits beyond one a unit; 0: contexts are not split
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """What is launched for a batch."""
 
     launches: tuple[Launch, ...]
@@ -146,7 +146,7 @@ def plan_launches(
     num_sms: int,
     fresh_len: int,
     all_rows_m: Sequence[int],
-) -> Plan:
+) -> LaunchPlan:
     """Sorts rows into launches; those of `fresh_len` queries and nothing before go to `fresh`.
 
     `group` is the number of query heads of a KV head, `all_rows_m` the tile rows of the launches.
@@ -176,7 +176,7 @@ def plan_launches(
                 )
             )
         min_len = max(min_len, max_len + 1)
-    return Plan(tuple(launches), fresh)
+    return LaunchPlan(tuple(launches), fresh)
 
 
 def tiling(kv_format: KVFormat, width: int, rows_m: int) -> Tiling:
@@ -318,7 +318,9 @@ def _fresh_len(
     return FLASH_MIN_LEN if reads_the_record and is_plain else NO_LEN
 
 
-def _plan_of(batch: AttentionBatch, query: torch.Tensor, cache: KVCache, fresh_len: int) -> Plan:
+def _plan_of(
+    batch: AttentionBatch, query: torch.Tensor, cache: KVCache, fresh_len: int
+) -> LaunchPlan:
     """The batch's plan, made once for all layers of a kind."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = cache.section.num_kv_heads

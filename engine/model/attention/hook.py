@@ -36,7 +36,7 @@ KNOWN = frozenset({"position_ids"})  # tensors that say nothing new to an attent
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """What one layer asked of its attention. K and V shapes are (num_kv_heads, head_dim)."""
 
     layer: int
@@ -55,7 +55,7 @@ class ForwardContext:
     cache: KVCache | None = None
     batch: AttentionBatch | None = None
     attend: Attend = torch_attention.attend
-    calls: list[Call] = field(default_factory=list)  # made under RECORDING
+    calls: list[AttentionCall] = field(default_factory=list)  # made under RECORDING
 
 
 def attach(model: torch.nn.Module, context: ForwardContext) -> None:
@@ -111,7 +111,7 @@ def recording_hook(
     if attention_mask is not None and not has_own_mask:
         mask_window = int(attention_mask.item()) or None
     module.baton.calls.append(
-        Call(
+        AttentionCall(
             layer=module.layer_idx,
             key_shape=(key.shape[1], key.shape[3]),
             value_shape=(value.shape[1], value.shape[3]),

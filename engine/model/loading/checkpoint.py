@@ -42,7 +42,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.model.attention.hook import PAGED, RECORDING, Call, ForwardContext, attach
+from engine.model.attention.hook import PAGED, RECORDING, AttentionCall, ForwardContext, attach
 from engine.model.loading import probe
 from engine.model.loading.files import check_files, fingerprint, read_json, weight_files
 from engine.model.loading.probe import Probe
@@ -318,7 +318,7 @@ def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
                 setattr(parent, name, None)
 
 
-def _why(calls: list[Call]) -> str:
+def _why(calls: list[AttentionCall]) -> str:
     """What may make a model's attention differ from ours."""
     terms = sorted(set().union(*(call.terms for call in calls)))
     if terms:
@@ -326,7 +326,7 @@ def _why(calls: list[Call]) -> str:
     return "its attention or its positions are not like ours, or it keeps a state besides K and V"
 
 
-def _section(model: PreTrainedModel, calls: list[Call]) -> KVSection:
+def _section(model: PreTrainedModel, calls: list[AttentionCall]) -> KVSection:
     """The KV shape, from what each layer asked of its attention."""
     who = _model_type(model.config)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -354,7 +354,9 @@ def _cached_windows(model: PreTrainedModel) -> dict[int, int | None]:
     return {i: getattr(layer, "sliding_window", None) for i, layer in enumerate(layers)}
 
 
-def _check_windows(calls: list[Call], cached: dict[int, int | None], context_len: int) -> None:
+def _check_windows(
+    calls: list[AttentionCall], cached: dict[int, int | None], context_len: int
+) -> None:
     """Raises CheckpointError where, within the context, a layer is not told what it sees.
 
     Its mask and the model's own cache say what it sees. The probe's few tokens do not reach the end

@@ -31,7 +31,7 @@ class NativeAttention:
         """Attention of fp32 queries; a model in another dtype is converted on the way."""
         inputs = [x.to(torch.float32).contiguous() for x in (query, key, value)]
         out = torch.empty_like(inputs[0])
-        score = native.Scoring(
+        score = native.NativeScoring(
             scaling=scoring.scaling, softcap=scoring.softcap or 0.0, window=scoring.window or 0
         )
         self._team.library.baton_attend(

@@ -153,7 +153,7 @@ class Decoder:
         *,
         draft: "Decoder",
         seen: PackedRows,
-        drafting: native.Drafting,
+        drafting: native.NativeDrafting,
     ) -> None:
         """As `verify`, after `draft`, which computes the rows `seen`, has made its proposals."""
         run = self._team.library.baton_decoder_speculate
@@ -309,7 +309,7 @@ class _Builder:
             layer.post_attention_norm = self._norm(module.post_attention_layernorm)
             layer.feed_forward_norm = self._norm(before)
             layer.post_feed_forward_norm = self._norm(module.post_feedforward_layernorm)
-        layer.scoring = native.Scoring(
+        layer.scoring = native.NativeScoring(
             scaling=scoring.scaling, softcap=scoring.softcap or 0.0, window=scoring.window or 0
         )
 

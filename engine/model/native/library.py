@@ -1,6 +1,6 @@
 """The C++ kernels as Python sees them: structures, signatures, and the loaded library.
 
-Structures mirror those of the same names in src/*.h, field by field. They hold addresses, so
+Structures mirror those of src/*.h, field by field. They hold addresses, so
 whoever makes one keeps the tensors alive (`keep`).
 """
 
@@ -42,7 +42,7 @@ class Weight(Structure):
     )
 
 
-class Scoring(Structure):
+class NativeScoring(Structure):
     """How queries and keys become scores; 0 is none."""
 
     _fields_ = (("scaling", c_float), ("softcap", c_float), ("window", c_int32))
@@ -63,7 +63,7 @@ class Layer(Structure):
         ("post_attention_norm", c_void_p),
         ("feed_forward_norm", c_void_p),
         ("post_feed_forward_norm", c_void_p),
-        ("scoring", Scoring),
+        ("scoring", NativeScoring),
         ("rope", c_int32),
         ("num_qkv", c_int32),
     )
@@ -205,7 +205,7 @@ class Choices(Structure):
     )
 
 
-class Drafting(Structure):
+class NativeDrafting(Structure):
     """Which rows of a verification a draft model proposes for first, and how many tokens."""
 
     _fields_ = (
@@ -241,7 +241,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             POINTER(Cache),
             POINTER(Batch),
             c_int32,
-            POINTER(Scoring),
+            POINTER(NativeScoring),
             c_int32,
             c_void_p,
             c_void_p,
@@ -264,7 +264,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (
             *(c_void_p, POINTER(Ragged), c_void_p, POINTER(Choices)),
-            *(c_void_p, POINTER(Ragged), POINTER(Drafting)),
+            *(c_void_p, POINTER(Ragged), POINTER(NativeDrafting)),
         ),
     ),
     "baton_sample": (

@@ -12,7 +12,7 @@ import torch
 from engine.messages import TokenId
 from engine.model.native.library import Changes
 from engine.model.native.matrix import Team
-from engine.model.sampling.changes import Choice, limited
+from engine.model.sampling.changes import TokenChoice, limited
 
 MASK_64 = 2**64 - 1
 CACHED_BIASES = 256
@@ -21,7 +21,7 @@ NUMBER_BYTES = 4
 DRAW = Struct("=dddQqiiQ")
 
 
-def sample(logits: torch.Tensor, choices: Sequence[Choice], *, team: Team) -> torch.Tensor:
+def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) -> torch.Tensor:
     """The token [num_rows] int64 of each row of `logits` [num_rows, vocab].
 
     Logits are fp32, or of a type that fp32 holds; a row with NaN gets some token. Raises IndexError
@@ -40,14 +40,14 @@ def sample(logits: torch.Tensor, choices: Sequence[Choice], *, team: Team) -> to
     return tokens
 
 
-def draws_of(choices: Sequence[Choice], vocab: int, kept: list[object]) -> int:
+def draws_of(choices: Sequence[TokenChoice], vocab: int, kept: list[object]) -> int:
     """Address of the choices as the kernels see them; good as long as what `kept` gets is kept."""
     draws = array("B", b"".join([_draw(choice, vocab, kept) for choice in choices]))
     kept.append(draws)
     return draws.buffer_info()[0]
 
 
-def _draw(choice: Choice, vocab: int, kept: list[object]) -> bytes:
+def _draw(choice: TokenChoice, vocab: int, kept: list[object]) -> bytes:
     sampling = choice.sampling
     return DRAW.pack(
         sampling.temperature,
@@ -61,7 +61,7 @@ def _draw(choice: Choice, vocab: int, kept: list[object]) -> bytes:
     )
 
 
-def _changes(choice: Choice, kept: list[object]) -> int:
+def _changes(choice: TokenChoice, kept: list[object]) -> int:
     """Address of what `choice` changes."""
     sampling = choice.sampling
     changes = Changes(prompt_len=choice.prompt_len, repetition=limited(sampling.repetition_penalty))

@@ -11,7 +11,7 @@ from engine.clock import Clock
 from engine.model.native import library as native
 from engine.model.native.decoder import Decoder, address_of
 from engine.model.native.sampling import draws_of
-from engine.model.sampling.changes import Choice
+from engine.model.sampling.changes import TokenChoice
 from engine.worker.batch import Row
 
 
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
 
 
 def draft(
-    decoder: Decoder, rows: Sequence[Row], choices: Sequence[Choice], counts: Sequence[int]
+    decoder: Decoder, rows: Sequence[Row], choices: Sequence[TokenChoice], counts: Sequence[int]
 ) -> list[list[int]]:
     """Computes `rows`; the first ones propose tokens, as many rows as there are `choices`.
 
@@ -62,7 +62,7 @@ def draft(
 def verify(
     decoder: Decoder,
     rows: Sequence[Row],
-    choices: Sequence[Choice | None],
+    choices: Sequence[TokenChoice | None],
     proposed: Sequence[Sequence[int]],
     clock: Clock,
     drafting: Drafting | None = None,
@@ -93,7 +93,7 @@ def verify(
         return Chosen(token_ids.tolist(), logits, struct.forward_s, prepared_s - begin_s)
     which = array("i", [*drafting.rows, *drafting.counts])
     num_drafting = len(drafting.rows)
-    order = native.Drafting(
+    order = native.NativeDrafting(
         rows=address_of(which),
         counts=address_of(which) + num_drafting * which.itemsize,
         logits=drafting.decoder.logits(num_drafting).data_ptr(),

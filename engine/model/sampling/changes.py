@@ -35,7 +35,7 @@ WORD_BITS = 32
 ALL_BITS = 0xFFFFFFFF
 
 
-class Choice(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of a dataclass's time
+class TokenChoice(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of a dataclass's time
     """What one row of logits is asked for: the token at `position`, in the way of `sampling`.
 
     `banned`      ids that are never chosen
@@ -65,7 +65,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of a dat
         )
 
 
-def changed(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+def changed(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
     """`logits` with what choices change about them; the same tensor where that is nothing."""
     rows = [row for row, choice in enumerate(choices) if not choice.is_plain]
     if not rows:
@@ -89,7 +89,7 @@ def changed(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
     return logits.index_copy(0, index, x)
 
 
-def _contexts(choices: Sequence[Choice], vocab: int) -> list[np.ndarray]:
+def _contexts(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
     """Places in the flat logits of what prompts and answers hold, and penalties [3, num_rows]."""
     prompts, answers = [], []
     for choice in choices:
@@ -108,7 +108,7 @@ def _contexts(choices: Sequence[Choice], vocab: int) -> list[np.ndarray]:
     return [_places(prompts, vocab), _places(answers, vocab), np.array(penalties, np.float64)]
 
 
-def _marks(choices: Sequence[Choice], vocab: int) -> list[np.ndarray]:
+def _marks(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
     """Places in the flat logits of biased ids, biases, places of banned ids, and masks as words.
 
     The words are those of all rows, or of none where no row has a mask.
@@ -183,7 +183,7 @@ def _allowed(words: torch.Tensor, vocab: int) -> torch.Tensor:
     return ((words.view(torch.int32)[..., None] >> bits) & 1).bool().flatten(1)[:, :vocab]
 
 
-def reference_changed(logits: Sequence[float], choice: Choice) -> list[float]:
+def reference_changed(logits: Sequence[float], choice: TokenChoice) -> list[float]:
     """Logits with what `choice` changes about them.
 
     Python computes in fp64. What fp64 gives for one operation on two numbers of fp32, rounded to

@@ -3,8 +3,8 @@
     token = argmax(mask(logits / T) + g(seed, position, token_id))      T = 0: argmax(mask(logits))
 
 This draws from softmax(mask(logits / T)). The noise `g` comes from a counter-based generator, so it
-needs no state: the same logits, `Choice` and position give the same token on any worker, in any
-batch, after any failure.
+needs no state. The same logits, `TokenChoice` and position give the same token on any worker, in
+any batch, after any failure.
 
 Before that, `changes` are made to the logits, where a choice asks for any: penalties, biases, and
 masks of banned ids and of a grammar. Where they leave nothing, or all logits are minus infinity,
@@ -40,7 +40,7 @@ from itertools import accumulate
 import torch
 
 from engine.messages import Logprobs, Sampling
-from engine.model.sampling.changes import Choice, changed, reference_changed
+from engine.model.sampling.changes import TokenChoice, changed, reference_changed
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -52,7 +52,7 @@ GPU_TILE = 2**22
 LOGPROBS_TILE = 2**22  # logits of which log-probabilities are made at once
 
 
-def sample(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+def sample(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
     """The token [num_rows] that each row of `logits` [num_rows, vocab] comes to.
 
     Raises IndexError where an id that a choice names is not in the vocabulary.
@@ -172,7 +172,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, ids: range) -> to
     return noise.add_(0.5).mul_(2.0**-32).log_().neg_().log_().neg_()
 
 
-def _draw(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
     """Tokens of rows whose temperature is not zero."""
     device = logits.device
     samplings = [choice.sampling for choice in choices]
@@ -259,7 +259,7 @@ def reference_philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def reference_sample(logits: Sequence[float], choice: Choice) -> int:
+def reference_sample(logits: Sequence[float], choice: TokenChoice) -> int:
     """What `sample` chooses for one row, said plainly."""
     sampling = choice.sampling
     if not choice.is_plain:

@@ -22,24 +22,24 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.model.sampling.changes import Choice
+from engine.model.sampling.changes import TokenChoice
 from engine.worker.batch import Row
 
 MASK_THREADS = 2
 
 
 @dataclass(slots=True)
-class Proposal:
+class DraftedRow:
     """A row, and the tokens that are proposed to follow it so far."""
 
     row: Row
     token_ids: list[int] = field(default_factory=list)
     masks: list[np.ndarray] = field(default_factory=list)  # for each of them, and behind the last
 
-    def choice(self, nth: int) -> Choice:
+    def choice(self, nth: int) -> TokenChoice:
         """How the token is chosen that follows the first `nth` of those proposed."""
         row = self.row
-        return Choice(
+        return TokenChoice(
             row.sampling,
             row.end + nth,
             row.banned,
@@ -70,7 +70,7 @@ class Masks:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
-    def begin(self, proposals: Sequence[Proposal]) -> Callable[[], None]:
+    def begin(self, proposals: Sequence[DraftedRow]) -> Callable[[], None]:
         """Begins to complete the masks of all that have a guide; what is returned waits for them.
 
         Meanwhile nobody may touch the proposals, or their guides.
@@ -107,12 +107,12 @@ class Forward(Protocol):
         """Logits of the tokens to keep."""
         ...
 
-    def sample(self, logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
         """One token for each row of logits."""
         ...
 
 
-def draft_step_by_step(forward: Forward, proposals: Sequence[Proposal], masks: Masks) -> None:
+def draft_step_by_step(forward: Forward, proposals: Sequence[DraftedRow], masks: Masks) -> None:
     """Computes the rows that the draft model sees, the ones that propose first, and proposes."""
     rows = [proposal.seen() for proposal in proposals]
     proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
@@ -136,7 +136,7 @@ def draft_step_by_step(forward: Forward, proposals: Sequence[Proposal], masks: M
         keep = range(len(rows))
 
 
-def has_guide(proposals: Sequence[Proposal]) -> bool:
+def has_guide(proposals: Sequence[DraftedRow]) -> bool:
     """Whether any of them has to follow a grammar."""
     return any(proposal.row.guide is not None for proposal in proposals)
 
@@ -156,7 +156,7 @@ def _bare(row: Row, token_ids: Sequence[int], start: int) -> Row:
     return Row(row.seq_id, token_ids, start, row.block_table, None)
 
 
-def _complete_masks(proposals: Sequence[Proposal]) -> None:
+def _complete_masks(proposals: Sequence[DraftedRow]) -> None:
     for proposal in proposals:
         made = proposal.row.guide.masks(proposal.token_ids)
         proposal.masks.extend(made[len(proposal.masks) :])

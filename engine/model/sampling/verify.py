@@ -17,9 +17,9 @@ import torch
 
 from engine.clock import Clock
 from engine.messages import Logprobs
-from engine.model.sampling.changes import Choice
+from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.choosing import logprobs_of
-from engine.model.sampling.draft import Forward, Masks, Proposal
+from engine.model.sampling.draft import DraftedRow, Forward, Masks
 from engine.model.threads import one_torch_thread
 from engine.worker.batch import RowResult
 
@@ -35,7 +35,7 @@ class Verified(NamedTuple):
 
 
 def verify_by_parts(
-    forward: Forward, proposals: Sequence[Proposal], masks: Masks, clock: Clock
+    forward: Forward, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock
 ) -> Verified:
     """One pass, while masks are made, and one choice after another of what it gives."""
     begin_s = clock.now_s()
@@ -50,7 +50,7 @@ def verify_by_parts(
     return Verified(chosen, logits, launched_s - prepared_s, prepared_s - begin_s)
 
 
-def wanted(proposals: Sequence[Proposal]) -> list[int]:
+def wanted(proposals: Sequence[DraftedRow]) -> list[int]:
     """Tokens, as indices in the flat batch of `verified` rows, whose logits are needed.
 
     First those after which a token is chosen, then those whose successors are scored.
@@ -69,7 +69,7 @@ def wanted(proposals: Sequence[Proposal]) -> list[int]:
     return chosen + scored
 
 
-def choices(proposals: Sequence[Proposal]) -> list[Choice]:
+def choices(proposals: Sequence[DraftedRow]) -> list[TokenChoice]:
     """How the tokens are chosen: one choice for each of the first that are `wanted`."""
     return [
         proposal.choice(nth)
@@ -80,7 +80,7 @@ def choices(proposals: Sequence[Proposal]) -> list[Choice]:
 
 
 def results(
-    proposals: Sequence[Proposal],
+    proposals: Sequence[DraftedRow],
     chosen: Sequence[int],
     logits: torch.Tensor,  # [wanted, vocab]
 ) -> list[RowResult]:
@@ -97,7 +97,7 @@ def results(
     ]
 
 
-def _kept(proposals: Sequence[Proposal], chosen: Sequence[int]) -> list[tuple[int, ...]]:
+def _kept(proposals: Sequence[DraftedRow], chosen: Sequence[int]) -> list[tuple[int, ...]]:
     """The tokens of each row: chosen as far as all before them were proposed."""
     kept: list[tuple[int, ...]] = []
     begin = 0
@@ -115,13 +115,13 @@ def _kept(proposals: Sequence[Proposal], chosen: Sequence[int]) -> list[tuple[in
     return kept
 
 
-def _asks_for_logprobs(proposal: Proposal) -> bool:
+def _asks_for_logprobs(proposal: DraftedRow) -> bool:
     row = proposal.row
     return bool(row.scored) or (row.sampling is not None and row.sampling.logprobs is not None)
 
 
 def _logprobs(
-    proposals: Sequence[Proposal], kept: Sequence[tuple[int, ...]], logits: torch.Tensor
+    proposals: Sequence[DraftedRow], kept: Sequence[tuple[int, ...]], logits: torch.Tensor
 ) -> dict[int, tuple[Logprobs, ...]]:
     """Of the rows that ask for them, by index."""
     asking: list[int] = []
@@ -140,7 +140,9 @@ def _logprobs(
     return _shared_out(logits[index], asking, [kept[i] for i in asking], nums)
 
 
-def _scored(proposals: Sequence[Proposal], logits: torch.Tensor) -> dict[int, tuple[Logprobs, ...]]:
+def _scored(
+    proposals: Sequence[DraftedRow], logits: torch.Tensor
+) -> dict[int, tuple[Logprobs, ...]]:
     """Of the rows that have tokens to be scored, by index; `logits` are those of all of these."""
     asking = [i for i, proposal in enumerate(proposals) if proposal.row.scored]
     if not asking:

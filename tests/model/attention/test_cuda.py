@@ -25,7 +25,7 @@ from engine.model.attention.hook import PAGED, ForwardContext, attach, forward
 from engine.model.attention.kvcache import KVCache, allocate_buffer, dequantise
 from engine.model.cuda import Captured, CudaForward, resolve_weights
 from engine.model.loading.checkpoint import LoadedModel, load
-from engine.model.packing import PAD_SLOT, Shape, Tables
+from engine.model.packing import PAD_SLOT, PackingShape, Tables
 from engine.model.runner import TorchRunner
 from engine.worker.batch import Row
 from tests.kits.checkpoints import COMMON, KINDS, tiny_checkpoint
@@ -152,7 +152,7 @@ def _stored(cache):
 
 
 sizes_of_steps = st.builds(
-    Shape, st.integers(1, 9), st.integers(1, 99), st.integers(0, 9), st.integers(1, 40)
+    PackingShape, st.integers(1, 9), st.integers(1, 99), st.integers(0, 9), st.integers(1, 40)
 )
 
 
@@ -200,7 +200,7 @@ def test_what_is_packed_is_what_a_batch_holds_and_padding(lengths, block_size, n
         for i, (before, now) in enumerate(lengths)
     ]
     num_tokens = sum(now for _, now in lengths)
-    shape = Shape(len(rows) + num_pads, num_tokens + num_pads * pad_len, 3, 60)
+    shape = PackingShape(len(rows) + num_pads, num_tokens + num_pads * pad_len, 3, 60)
     found = packing.plan(shape)
     memory = np.full(found.num_bytes, 255, np.uint8)  # whatever was there before
     inputs = packing.arrays(memory, found)
@@ -298,7 +298,7 @@ class Replayed:
 
     @torch.inference_mode()
     def __init__(self, forward, size):
-        shape = Shape(size, size, size, forward._table_width)
+        shape = PackingShape(size, size, size, forward._table_width)
         self.forward = forward
         self.inputs = forward._padding(shape, memory=forward._memory)
         self.logits = forward._compute(*self.inputs, None).clone()

@@ -13,7 +13,7 @@ from engine.model import cpu
 from engine.model.native.sampling import sample
 from engine.model.runner import TorchRunner
 from engine.model.sampling import choosing as definition
-from engine.model.sampling.choosing import Choice
+from engine.model.sampling.choosing import TokenChoice
 from engine.worker.batch import BatchPlan, Row
 from tests.kits.checkpoints import tiny_checkpoint
 from tests.kits.models.teams import team_of
@@ -41,7 +41,7 @@ def check(team, logits, samplings, *, positions=None, banned=None):
 
 
 def choices_of(samplings, positions, banned):
-    return [Choice(*drawn) for drawn in zip(samplings, positions, banned, strict=True)]
+    return [TokenChoice(*drawn) for drawn in zip(samplings, positions, banned, strict=True)]
 
 
 def check_choices(team, logits, choices):
@@ -263,7 +263,7 @@ def test_a_runner_gives_the_tokens_of_the_definition(tmp_path_factory, monkeypat
     ]
     with torch.inference_mode():
         logits = runner._forward.logits(rows, [3 * i + 2 for i in range(len(rows))])
-    expected = definition.sample(logits, [Choice(row.sampling, 3, row.banned) for row in rows])
+    expected = definition.sample(logits, [TokenChoice(row.sampling, 3, row.banned) for row in rows])
     assert list(runner.run(BatchPlan(rows)).tokens) == expected.tolist()
     runner.close()
 

@@ -15,7 +15,7 @@ from engine.model.native import library as native_library
 from engine.model.native import sampling as native
 from engine.model.sampling import choosing as definition
 from engine.model.sampling.changes import GREATEST, changed, reference_changed
-from engine.model.sampling.choosing import Choice, reference_sample
+from engine.model.sampling.choosing import TokenChoice, reference_sample
 from tests.kits.models.teams import team_of
 
 pytestmark = pytest.mark.torch
@@ -48,7 +48,7 @@ def sampler(request):
 
 
 def changed_row(logits, sampling, **choice):
-    return changed(torch.tensor([logits]), [Choice(sampling, 0, **choice)])[0].tolist()
+    return changed(torch.tensor([logits]), [TokenChoice(sampling, 0, **choice)])[0].tolist()
 
 
 def mask_of(allowed, num_words):
@@ -93,7 +93,7 @@ def test_repetition_is_penalised_as_by_transformers():
     contexts = torch.randint(VOCAB, (7, 25), generator=torch.Generator().manual_seed(3))
     expected = RepetitionPenaltyLogitsProcessor(1.3)(contexts, logits.clone())
     sampling = Sampling(repetition_penalty=1.3)
-    choices = [Choice(sampling, 0, history=row.tolist(), prompt_len=9) for row in contexts]
+    choices = [TokenChoice(sampling, 0, history=row.tolist(), prompt_len=9) for row in contexts]
     assert torch.equal(changed(logits, choices), expected)
 
 
@@ -112,10 +112,10 @@ def test_a_mask_allows_the_ids_whose_bits_are_set_and_none_beyond_its_words():
 
 def test_logits_are_left_alone_where_nothing_is_asked_for():
     logits = torch.randn(3, 5)
-    assert changed(logits, [Choice(Sampling(), 0, history=[1, 2])] * 3) is logits
+    assert changed(logits, [TokenChoice(Sampling(), 0, history=[1, 2])] * 3) is logits
     before = logits.clone()
-    plain = Choice(Sampling(), 0)
-    some = changed(logits, [plain, Choice(Sampling(), 0, (1,)), plain])
+    plain = TokenChoice(Sampling(), 0)
+    some = changed(logits, [plain, TokenChoice(Sampling(), 0, (1,)), plain])
     assert torch.equal(logits, before)
     assert torch.equal(some[[0, 2]], before[[0, 2]])
 
@@ -128,10 +128,10 @@ def test_where_nothing_is_allowed_the_first_id_is_chosen(sampler, temperature):
     found = sampler(
         logits,
         [
-            Choice(sampling, 0, mask=nothing),
-            Choice(sampling, 0, mask=nothing[:0]),
-            Choice(sampling, 0, banned=(2, 0, 1)),
-            Choice(sampling, 0, banned=(1,), mask=mask_of({1}, 1)),
+            TokenChoice(sampling, 0, mask=nothing),
+            TokenChoice(sampling, 0, mask=nothing[:0]),
+            TokenChoice(sampling, 0, banned=(2, 0, 1)),
+            TokenChoice(sampling, 0, banned=(1,), mask=mask_of({1}, 1)),
         ],
     )
     assert found.tolist() == [0] * 4
@@ -141,22 +141,22 @@ def test_where_nothing_is_allowed_the_first_id_is_chosen(sampler, temperature):
 def test_an_allowed_id_is_chosen_whatever_its_logit_and_its_penalties(sampler, temperature):
     logits = torch.tensor([[3.0, -INF, 3.0], [3.0, -3e38, 3.0], [-INF] * 3])
     sampling = Sampling(temperature=temperature, repetition_penalty=1e30, frequency_penalty=1e300)
-    choice = Choice(sampling, 0, history=[1, 1, 0], mask=mask_of({1}, 1))
+    choice = TokenChoice(sampling, 0, history=[1, 1, 0], mask=mask_of({1}, 1))
     assert sampler(logits, [choice] * 3).tolist() == [1] * 3
 
 
 def with_an_id_outside(outside):
     penalty = Sampling(presence_penalty=1.0)
-    yield Choice(penalty, 0, history=[1, outside])
-    yield Choice(penalty, 0, history=[1], drafted=[outside], prompt_len=2)
-    yield Choice(Sampling(), 0, banned=(outside,))
-    yield Choice(Sampling(logit_bias=((outside, 1.0),)), 0)
+    yield TokenChoice(penalty, 0, history=[1, outside])
+    yield TokenChoice(penalty, 0, history=[1], drafted=[outside], prompt_len=2)
+    yield TokenChoice(Sampling(), 0, banned=(outside,))
+    yield TokenChoice(Sampling(logit_bias=((outside, 1.0),)), 0)
 
 
 @pytest.mark.parametrize("outside", [-1, 4, 2**31 - 1, 2**31, 2**32 - 1])
 def test_ids_outside_the_vocabulary_are_refused_and_do_no_harm(sampler, outside):
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0]])
-    fine = Choice(Sampling(temperature=0.0, presence_penalty=0.5), 0, history=[1, 1])
+    fine = TokenChoice(Sampling(temperature=0.0, presence_penalty=0.5), 0, history=[1, 1])
     for choice in with_an_id_outside(outside):
         with pytest.raises(IndexError):
             sampler(logits, [choice])
@@ -170,7 +170,7 @@ def test_a_history_may_grow_when_its_token_has_been_chosen(sampler):
     logits = torch.tensor([[1.0, 0.9, 0.8, 0.7]])
     history = array("i")
     for _ in range(4):
-        history.append(int(sampler(logits, [Choice(sampling, 0, history=history)])))
+        history.append(int(sampler(logits, [TokenChoice(sampling, 0, history=history)])))
     assert history.tolist() == [0, 1, 2, 3]
 
 
@@ -192,7 +192,7 @@ samplings = st.builds(
     logit_bias=st.lists(st.tuples(favourites, numbers | penalties), max_size=6).map(tuple),
 )
 choices = st.builds(
-    Choice,
+    TokenChoice,
     samplings,
     st.integers(0, 2**20),
     banned=st.just(()) | st.lists(ids, max_size=5),
@@ -247,7 +247,7 @@ def random_choices(num_rows, vocab, rng):
             if is_biased
             else (),
         )
-        yield Choice(
+        yield TokenChoice(
             sampling,
             len(history),
             history=history,

@@ -16,7 +16,7 @@ from engine.messages import Sampling
 from engine.model.native import sampling as native
 from engine.model.sampling import choosing as definition
 from engine.model.sampling.changes import reference_changed
-from engine.model.sampling.choosing import Choice
+from engine.model.sampling.choosing import TokenChoice
 from tests.kits.models.teams import team_of
 
 pytestmark = pytest.mark.torch
@@ -49,7 +49,7 @@ def choices_of_seeds(kind, **others):
     """The same choice with every seed."""
     values = {name: getattr(kind, name) for name in kind.__struct_fields__ if name != "seed"}
     for seed in range(NUM_SAMPLES):
-        yield Choice(Sampling(seed=seed, **values), POSITION, **others)
+        yield TokenChoice(Sampling(seed=seed, **values), POSITION, **others)
 
 
 def counts_of(sampler, choices):
@@ -64,7 +64,7 @@ def counts_of(sampler, choices):
 
 def expected_probabilities(kind, **others):
     """Softmax of the changed logits at the temperature, cut by top_k and top_p."""
-    logits = np.array(reference_changed(LOGITS.tolist(), Choice(kind, POSITION, **others)))
+    logits = np.array(reference_changed(LOGITS.tolist(), TokenChoice(kind, POSITION, **others)))
     weights = np.exp((logits - logits.max()) / kind.temperature)
     order = np.argsort(-weights)
     order = order[: kind.top_k or VOCAB]
@@ -110,7 +110,7 @@ def test_samples_of_many_seeds_follow_softmax_and_no_other(sampler, temperature)
 
 def test_samples_of_many_positions_follow_softmax():
     kind = Sampling(seed=5)
-    choices = (Choice(kind, position) for position in range(NUM_SAMPLES))
+    choices = (TokenChoice(kind, position) for position in range(NUM_SAMPLES))
     assert follow(counts_of(native_sampler, choices), kind)
 
 

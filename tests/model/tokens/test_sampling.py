@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.messages import Sampling
 from engine.model.sampling import choosing as module
 from engine.model.sampling.choosing import (
-    Choice,
+    TokenChoice,
     gumbel_noise,
     philox,
     reference_philox,
@@ -49,14 +49,14 @@ def test_noise_is_the_word_of_the_token_id_and_tiles_fit_together(monkeypatch):
             -math.log(-math.log((word + 0.5) / 2**32))
         )
     logits = torch.randn(3, 1001)
-    choices = [Choice(Sampling(seed=i), 5 + i) for i in range(3)]
+    choices = [TokenChoice(Sampling(seed=i), 5 + i) for i in range(3)]
     whole = sample(logits, choices)
     monkeypatch.setattr(module, "CPU_TILE", 64)
     assert torch.equal(sample(logits, choices), whole)
 
 
 def counts_over_positions(logits, sampling, num_positions):
-    choices = [Choice(sampling, position) for position in range(num_positions)]
+    choices = [TokenChoice(sampling, position) for position in range(num_positions)]
     tokens = sample(logits.expand(num_positions, -1), choices)
     return torch.bincount(tokens, minlength=logits.numel())
 
@@ -82,7 +82,7 @@ rows = st.tuples(
 @given(st.lists(rows, min_size=1, max_size=6))
 @settings(max_examples=150, deadline=None)
 def test_every_row_of_a_batch_gets_the_token_of_the_plain_twin(batch):
-    choices = [Choice(*drawn) for _, *drawn in batch]
+    choices = [TokenChoice(*drawn) for _, *drawn in batch]
     logits = [row[0] for row in batch]
     assert sample(torch.tensor(logits), choices).tolist() == [
         reference_sample(*row) for row in zip(logits, choices, strict=True)
@@ -102,7 +102,7 @@ def test_a_row_gets_the_same_token_alone_and_in_any_company():
         Sampling(top_k=7, seed=9),
     ]
     choices = [
-        Choice(kinds[i % len(kinds)], 100 + i // 3, (i, i + 1) if i % 5 == 0 else ())
+        TokenChoice(kinds[i % len(kinds)], 100 + i // 3, (i, i + 1) if i % 5 == 0 else ())
         for i in range(24)
     ]
     alone = [sample(logits[i : i + 1], choices[i : i + 1]).item() for i in range(24)]
@@ -120,20 +120,20 @@ def test_noise_has_the_same_bits_alone_and_in_any_company():
 def test_zero_temperature_makes_no_noise(monkeypatch):
     monkeypatch.setattr(module, "gumbel_noise", None)
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
-    assert sample(logits, [Choice(Sampling(temperature=0.0), 0)]).tolist() == [1]
-    assert sample(logits, [Choice(Sampling(temperature=0.0), 0, (1,))]).tolist() == [2]
+    assert sample(logits, [TokenChoice(Sampling(temperature=0.0), 0)]).tolist() == [1]
+    assert sample(logits, [TokenChoice(Sampling(temperature=0.0), 0, (1,))]).tolist() == [2]
     assert logits.tolist() == [[0.0, 3.0, 3.0, 1.0]]
 
 
 def test_without_top_k_and_top_p_nothing_is_sorted(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "topk", None)
-    sample(torch.randn(2, 9), [Choice(Sampling(min_p=0.1), 0), Choice(Sampling(), 0)])
+    sample(torch.randn(2, 9), [TokenChoice(Sampling(min_p=0.1), 0), TokenChoice(Sampling(), 0)])
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9, 1e9])
 def test_extreme_temperatures_choose_an_id(temperature):
     logits = torch.tensor([[-50.0, 20.0, 19.0]])
-    token = sample(logits, [Choice(Sampling(temperature=temperature, top_p=0.5), 0)]).item()
+    token = sample(logits, [TokenChoice(Sampling(temperature=temperature, top_p=0.5), 0)]).item()
     assert token == 1 if temperature < 1 else token in (0, 1, 2)
 
 
@@ -143,7 +143,7 @@ def test_extreme_temperatures_choose_an_id(temperature):
 )
 def test_the_best_id_survives_every_mask(sampling):
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(1))
-    tokens = sample(logits, [Choice(sampling, position) for position in range(50)])
+    tokens = sample(logits, [TokenChoice(sampling, position) for position in range(50)])
     assert torch.equal(tokens, logits.argmax(dim=-1))
 
 

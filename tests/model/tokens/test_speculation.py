@@ -22,7 +22,7 @@ from engine.messages import Sampling
 from engine.model import bundled, cpu, cuda
 from engine.model import runner as runner_module
 from engine.model.runner import TorchRunner
-from engine.model.sampling.draft import Masks, Proposal, draft_step_by_step
+from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
 from engine.model.sampling.verify import verify_by_parts
 from engine.worker.batch import BatchPlan, Row
 from engine.worker.blocks import BlockId
@@ -376,7 +376,7 @@ def drafting(pair):
 
 
 def drafted(forward, rows, draft):
-    proposals = [Proposal(row) for row in rows]
+    proposals = [DraftedRow(row) for row in rows]
     with torch.inference_mode():
         draft(proposals, Masks())
     return [proposal.token_ids for proposal in proposals]
@@ -413,7 +413,7 @@ def test_one_call_verifies_as_it_is_done_by_parts(pair):
             scored=tokens[1 : i + 1] if i % 3 else (),
         )
         proposed = rng.choices(range(VOCAB_SIZE), k=i % 5) if sampling else []
-        proposals.append(Proposal(row, proposed))
+        proposals.append(DraftedRow(row, proposed))
     steps = proposals, Masks(), MonotonicClock()
     with torch.inference_mode():
         expected = verify_by_parts(pair._forward, *steps)
