@@ -148,7 +148,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int = 0
 
     def finish_reason(self, length: int, last_token: int) -> FinishReason | None:
-        """The reason why a sequence of this length, ending in `last_token`, is complete, or None."""
+        """The reason why a sequence this long, ending in `last_token`, is complete, or None."""
         if last_token in self.stop_token_ids and length > self.min_len:
             return FinishReason.STOP
         if length >= self.max_len:
