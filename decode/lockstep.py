@@ -13,12 +13,21 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
+from typing import NamedTuple
 
 from engine.messages import SeqId
 from engine.worker.blocks import BlockPool
 from engine.worker.sequence import Sequence
 
 NextTokens = Callable[[Sequence, int], Items[int]]
+
+
+class Alike(NamedTuple):
+    """Steps of the same rows, one token each. The context is that of the first step."""
+
+    num_rows: int
+    num_context_tokens: int
+    num_steps: int
 
 
 @dataclass(slots=True)

@@ -579,9 +579,10 @@ class FakeWorker:
         """Every hold on a block is somebody's: no block can leak or be let go twice."""
         prefill, decode = self.prefill, self.decode
         pulling = [*prefill._pulling.values(), *prefill._aborting.values()]
-        arriving = [*decode._arriving.values(), *decode._aborting.values()]
-        holders = [*prefill._computing.values(), *pulling, *arriving, *decode._running.values()]
-        tables = [holder.seq.block_table for holder in holders]
+        arriving = [*decode.arrivals.arriving.values(), *decode.arrivals.aborting.values()]
+        holders = [*prefill._computing.values(), *pulling, *arriving]
+        seqs = [*(holder.seq for holder in holders), *decode.running.seqs()]
+        tables = [seq.block_table for seq in seqs]
         leases = [lease.block_ids for lease in prefill._leases.values()]
         leases += [offer.block_ids for offer in self.offers._offers.values()]
         pulls = [job.pulled for job in pulling]
@@ -604,7 +605,8 @@ class FakeWorker:
         prefill, decode = self.prefill, self.decode
         waiting = {job.seq.seq_id for job in prefill._waiting}
         prefilling = {*prefill._pulling, *prefill._computing}
-        return waiting | prefilling | {*decode._queued, *decode._arriving, *decode._running}
+        arriving = {*decode.arrivals.queued, *decode.arrivals.arriving}
+        return waiting | prefilling | arriving | {seq.seq_id for seq in decode.running.seqs()}
 
     def is_at_rest(self) -> bool:
         """Holds nothing."""

@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from decode.arrivals import Arrivals
+from decode.drafts import DraftPlanner
 from decode.scheduler import DecodeScheduler
 from engine.config import Speculate
 from engine.messages import Grammar, GrammarKind, Limits, Role, Sampling, WorkerId
@@ -452,7 +454,7 @@ def _grow_too_early(self, job, num_ready):
 def _forget_the_aborted(self, seq_id):
     """A cancelled pull is forgotten before it has ended."""
     effects = _cancel(self, seq_id)
-    if (arriving := self._aborting.pop(seq_id, None)) is not None:
+    if (arriving := self.aborting.pop(seq_id, None)) is not None:
         self._pool.end_write(arriving.pulled)
         arriving.seq.release(self._pool)
     return effects
@@ -460,7 +462,7 @@ def _forget_the_aborted(self, seq_id):
 
 def _see_all_that_was_accepted(self, row, result, seq):
     """The draft model is thought to have computed the last token that it proposed."""
-    if not self._has_draft_model or not row.draft_token_ids:
+    if not self.has_draft_model or not row.draft_token_ids:
         return _num_seen(self, row, result, seq)
     return min(row.end + result.num_accepted, len(seq.token_ids))
 
@@ -496,20 +498,20 @@ def _append_without_guide(self, token):
 
 
 _append = EngineSequence.append
-_num_seen = DecodeScheduler._num_seen
+_num_seen = DraftPlanner.num_seen
 _advance = DecodeScheduler.advance
 _lease = BlockPool.lease
 _keep = EngineSequence.keep_pulled
 _cancel_prompt = PrefillScheduler._cancel
 _on_pull_ended = PrefillScheduler._on_pull_ended
 _grow = PrefillScheduler._grow
-_cancel = DecodeScheduler._cancel
+_cancel = Arrivals.cancel
 
 MISTAKES = {
     "an evicted block is still found": (BlockPool, "_forget", lambda self, block: None),
     "a stop is not banned": (EngineSequence, "banned", lambda self: ()),
     "a half computed block is leased": (PrefillScheduler, "_grow", _grow_too_early),
-    "an aborted pull holds nothing": (DecodeScheduler, "_cancel", _forget_the_aborted),
+    "an aborted pull holds nothing": (Arrivals, "cancel", _forget_the_aborted),
     "a cancelled prefix pull holds nothing": (
         PrefillScheduler,
         "_cancel",
@@ -524,13 +526,13 @@ MISTAKES = {
     "an offered prefix is not leased": (BlockPool, "lease", _lease_no_idle_block),
     "a finished lease keeps its blocks": (BlockPool, "end_lease", lambda self, blocks: None),
     "the draft model has seen its last proposal": (
-        DecodeScheduler,
-        "_num_seen",
+        DraftPlanner,
+        "num_seen",
         _see_all_that_was_accepted,
     ),
     "the draft model has seen what it left out": (
-        DecodeScheduler,
-        "_num_seen",
+        DraftPlanner,
+        "num_seen",
         _see_what_was_left_out,
     ),
     "a draft goes on when a stop is banned no longer": (

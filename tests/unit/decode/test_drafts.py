@@ -94,7 +94,7 @@ def test_what_came_of_a_draft_is_learned_and_forgotten_with_the_sequence():
     arrive(r, "a", 6)
     r.step((7, 8, 9))
     r.take(cancel("a"))
-    speculator = r.decode._speculator
+    speculator = r.decode.drafts.speculator
     assert speculator.learned == [("a", 3, 2)]
     assert speculator.forgotten == ["a"]
 
@@ -174,7 +174,7 @@ def test_a_draft_takes_nothing_that_others_will_need_soon():
     r = rig(num_blocks=7, num_tokens=8, growth=4, budget=64)
     arrive(r, "a", 6)
     arrive(r, "b", range(20, 26))
-    r.decode._growth_tokens = 8  # now there are only 3 blocks for the 4 that they may need
+    r.decode.memory.growth_tokens = 8  # now there are only 3 blocks for the 4 that they may need
     r.step()
     assert [row.max_drafted for row in r.rows] == [4, 5]
 
@@ -259,7 +259,7 @@ def test_tokens_that_the_draft_model_left_out_are_made_up_for_when_a_block_is_fu
 def test_a_block_is_found_when_both_models_have_computed_it():
     r = rig(None)
     arrive(r, "a", 6)
-    r.decode._speculator.may_see = False
+    r.decode.drafts.speculator.may_see = False
     for chosen in range(1, 6):
         r.step(chosen)
     r.play([(Blocks(), blocks(free=5, owned=3)), (cancel("a"), [])])

@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.scheduler import HOLD_S, DecodeScheduler
+from decode.hold import HOLD_S
+from decode.scheduler import DecodeScheduler
 from engine.messages import (
     Cancel,
     Decode,

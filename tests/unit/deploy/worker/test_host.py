@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from decode.scheduler import HOLD_S
+from decode.hold import HOLD_S
 from deploy.worker import host as worker_host
 from deploy.worker.host import MAX_UNSENT_FRAMES, ModelFacts, WorkerHost, WorkerIdentity
 from deploy.worker.step_watch import StepWatch

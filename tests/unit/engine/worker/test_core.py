@@ -443,7 +443,7 @@ def test_steps_with_drafts_are_not_told_for_they_cost_more_than_their_rows_say(p
         timed_step(rig, token=6 - number % 2)
         assert any(row.max_drafted for row in rig.rows)
     assert reported(rig).steps == []
-    speculator = rig.decode._speculator
+    speculator = rig.decode.drafts.speculator
     speculator.proposer, speculator.may_see = None, False
     timed_step(rig)
     assert [step.num_rows for step in reported(rig).steps] == [1]

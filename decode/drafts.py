@@ -1,0 +1,216 @@
+"""What is drafted for each running sequence in a step, and what came of it.
+
+A `Speculator` chooses. Here its choice is cut to the budget and to memory, and carried out: tokens
+of the sequence's own n-grams, or a number of tokens for the draft model to propose. Blocks for
+drafted tokens are those that no other sequence will need soon. Blocks of rejected tokens go back
+after the step.
+
+The draft model may leave sequences out. Their K and V are computed when it drafts for them again,
+or when a block is full, which other workers cannot find before.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from decode.acceptance import Proposer
+from decode.memory import DecodeMemory
+from decode.ngram import Match, NgramIndex
+from decode.speculation import MAX_UNSEEN_TOKENS, Candidate, Proposal, Speculator
+from engine.messages import SeqId
+from engine.worker.batch import Row, RowResult
+from engine.worker.sequence import Sequence
+
+INDEXED_TOKENS = 256  # of long prompts together, in one step
+CATCH_UP_TOKENS = 512  # of left-out sequences, that the draft model computes in one step
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The state of one running sequence. All but `ngrams` is of the step planned last."""
+
+    seq: Sequence
+    ngrams: NgramIndex | None
+    match: Match | None = None
+    proposal: Proposal | None = None
+    is_seen: bool = False  # by the draft model
+
+    @property
+    def is_proposed_by_model(self) -> bool:
+        return self.proposal is not None and self.proposal.proposer is Proposer.DRAFT
+
+
+class RowDraft(NamedTuple):
+    """What a row says about drafting: see `engine.worker.batch.Row`."""
+
+    draft: Items[int] = ()
+    num_to_draft: int = 0
+    draft_token_ids: Items[int] = ()
+
+
+NO_DRAFT = RowDraft()
+
+
+class DraftPlanner:
+    """Plans the drafts of running sequences. Without a speculator it drafts nothing."""
+
+    def __init__(
+        self, speculator: Speculator | None, memory: DecodeMemory, counters: Counter[str]
+    ) -> None:
+        self.speculator = speculator
+        self.has_draft_model = speculator is not None and speculator.has_draft_model
+        self._memory = memory
+        self._block_size = memory.block_size
+        self._counters = counters
+        self._drafts: dict[SeqId, _Draft] = {}
+
+    def join(self, seq: Sequence) -> None:
+        """A sequence runs from now on."""
+        if self.speculator is not None:
+            ngrams = NgramIndex(seq.token_ids) if self.speculator.uses_ngrams else None
+            self._drafts[seq.seq_id] = _Draft(seq, ngrams)
+
+    def leave(self, seq_id: SeqId) -> None:
+        """A sequence does not run any more."""
+        if self.speculator is not None:
+            self.speculator.forget(seq_id)
+            del self._drafts[seq_id]
+
+    # ------------------------------------------------------------ before a step
+
+    def plan(
+        self,
+        chosen: Items[Sequence],
+        budget_tokens: int,
+        admitted: Callable[[], list[Sequence]],
+    ) -> bool:
+        """Decides what is drafted for the chosen sequences, and which the draft model sees.
+
+        `admitted` returns the sequences that may need memory soon. Returns True if anything is
+        drafted.
+        """
+        speculator = self.speculator
+        if speculator is None or not chosen:
+            return False
+        drafts = [self._drafts[seq.seq_id] for seq in chosen]
+        if speculator.is_on and not speculator.rests():
+            self._propose(drafts, speculator, budget_tokens, admitted)
+        else:
+            for draft in drafts:
+                draft.proposal = None
+        if self.has_draft_model:
+            self._look(drafts, speculator)
+        return any(draft.proposal is not None for draft in drafts)
+
+    def _propose(
+        self,
+        drafts: list[_Draft],
+        speculator: Speculator,
+        budget_tokens: int,
+        admitted: Callable[[], list[Sequence]],
+    ) -> None:
+        candidates = self._candidates(drafts, speculator)
+        for proposal, draft in zip(speculator.plan(candidates), drafts, strict=True):
+            draft.proposal = None
+            if proposal is None:
+                continue
+            num_tokens = min(proposal.num_tokens, budget_tokens)
+            num_tokens = self._memory.take_for_draft(draft.seq, num_tokens, admitted)
+            budget_tokens -= num_tokens
+            if num_tokens == proposal.num_tokens:
+                draft.proposal = proposal
+            elif num_tokens:
+                draft.proposal = msgspec.structs.replace(proposal, num_tokens=num_tokens)
+
+    def _candidates(self, drafts: list[_Draft], speculator: Speculator) -> list[Candidate]:
+        to_index = INDEXED_TOKENS
+        candidates = []
+        for draft in drafts:
+            seq = draft.seq
+            if draft.ngrams is not None:
+                # An answer's own new tokens are indexed even if others have long prompts.
+                to_index -= draft.ngrams.index(max(to_index, speculator.max_draft_tokens + 1))
+                draft.match = draft.ngrams.find()
+            candidates.append(
+                Candidate(
+                    seq_id=seq.seq_id,
+                    context_len=len(seq.token_ids),
+                    max_tokens=min(speculator.max_draft_tokens, seq.max_drafted()),
+                    match_len=draft.match.length if draft.match is not None else 0,
+                    num_unseen=seq.num_unseen_tokens,
+                )
+            )
+        return candidates
+
+    def _look(self, drafts: list[_Draft], speculator: Speculator) -> None:
+        """Chooses the sequences that the draft model computes.
+
+        These are the ones it drafts for, and others for which it would complete a block.
+        """
+        late: list[_Draft] = []
+        num_passes = 1
+        for draft in drafts:
+            seq = draft.seq
+            draft.is_seen = draft.is_proposed_by_model
+            if draft.is_seen:
+                num_passes = 0
+            elif len(seq.token_ids) // self._block_size > seq.num_draft_tokens // self._block_size:
+                late.append(draft)
+        late.sort(key=lambda draft: draft.seq.num_unseen_tokens)
+        num_tokens, num_seen = 0, 0
+        for draft in late:
+            num_unseen = draft.seq.num_unseen_tokens
+            if num_unseen > MAX_UNSEEN_TOKENS or (num_tokens and num_tokens > CATCH_UP_TOKENS):
+                break
+            num_tokens += num_unseen + 1
+            num_seen += 1
+        if num_seen and speculator.may_catch_up(num_tokens, num_passes):
+            for draft in late[:num_seen]:
+                draft.is_seen = True
+
+    def row_draft(self, seq: Sequence) -> RowDraft:
+        """Returns what the sequence's row of the planned step says about drafting."""
+        draft = self._drafts.get(seq.seq_id)
+        if draft is None:
+            return NO_DRAFT
+        unseen = seq.token_ids[seq.num_draft_tokens :] if draft.is_seen else ()
+        if draft.proposal is None:
+            return RowDraft(draft_token_ids=unseen)
+        if draft.is_proposed_by_model:
+            return RowDraft(num_to_draft=draft.proposal.num_tokens, draft_token_ids=unseen)
+        assert draft.ngrams is not None
+        assert draft.match is not None
+        tokens = draft.ngrams.follow(draft.match, draft.proposal.num_tokens)
+        return RowDraft(draft=tokens, draft_token_ids=unseen)
+
+    # ------------------------------------------------------------ after a step
+
+    def num_seen(self, row: Row, result: RowResult, seq: Sequence) -> int | None:
+        """Returns how many tokens the draft model has K and V of; None without a draft model.
+
+        It has proposed its last token without computing it.
+        """
+        if not self.has_draft_model:
+            return None
+        if not row.draft_token_ids:
+            return seq.num_draft_tokens
+        proposed = result.num_drafted if row.num_to_draft else 0
+        num_seen = row.end + min(result.num_accepted, max(proposed - 1, 0))
+        return min(num_seen, len(seq.token_ids))
+
+    def learn(self, seq_id: SeqId, result: RowResult, num_accepted: int) -> None:
+        """Learns from a verified draft; `num_accepted` is cut at the answer's end."""
+        draft = self._drafts.get(seq_id)
+        if draft is None or draft.proposal is None or self.speculator is None:
+            return
+        proposal = draft.proposal
+        self._counters[f"drafted:{proposal.proposer}"] += result.num_drafted
+        self._counters[f"accepted:{proposal.proposer}"] += num_accepted
+        self._counters[f"accepted_len:{num_accepted}"] += 1
+        self.speculator.learn(
+            seq_id, proposal, num_drafted=result.num_drafted, num_accepted=result.num_accepted
+        )

@@ -1,0 +1,183 @@
+"""The running batch: sequences with a row in every step, and the memory for their next tokens.
+
+If memory runs short, copies go first. Then the youngest running sequence is given back to the
+gateway, which continues it elsewhere or later with the same tokens; its blocks stay cached here.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from decode.drafts import DraftPlanner
+from decode.lockstep import Lockstep, NextTokens
+from engine.messages import PREEMPTED, DecodeStarted, GivenBack, SeqId
+from engine.worker.batch import Row
+from engine.worker.blocks import BlockPool
+from engine.worker.events import Effect, Emit
+from engine.worker.sequence import Sequence
+
+
+@dataclass(slots=True)
+class RunningSequence:
+    """A sequence that generates tokens."""
+
+    seq: Sequence
+    has_run: bool = False
+
+
+class RunningBatch:
+    """Sequences that run, oldest first. Owns their blocks.
+
+    While a lockstep counts their steps, sequences are behind: `catch_up` brings them up to date.
+    """
+
+    def __init__(self, pool: BlockPool, drafts: DraftPlanner, counters: Counter[str]) -> None:
+        self._pool = pool
+        self._drafts = drafts
+        self._counters = counters
+        self._members: dict[SeqId, RunningSequence] = {}
+        self.lockstep: Lockstep | None = None
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        return seq_id in self._members
+
+    def __getitem__(self, seq_id: SeqId) -> Sequence:
+        return self._members[seq_id].seq
+
+    def seqs(self) -> list[Sequence]:
+        """Returns the sequences at their present lengths, oldest first."""
+        self.catch_up()
+        return [running.seq for running in self._members.values()]
+
+    # ------------------------------------------------------------ who runs
+
+    def join(self, seq: Sequence) -> None:
+        """A sequence whose KV is here runs from the next step on."""
+        self._drafts.join(seq)
+        self._members[seq.seq_id] = RunningSequence(seq)
+        if self.lockstep is not None:
+            self.lockstep.join(seq)
+
+    def leave(self, seq_id: SeqId) -> Sequence:
+        """Removes a sequence and returns it, with its blocks."""
+        if self.lockstep is not None:
+            self.lockstep.leave(seq_id)
+        self._drafts.leave(seq_id)
+        return self._members.pop(seq_id).seq
+
+    def end(self, seq_id: SeqId) -> Sequence:
+        """Removes a sequence and lets go of its blocks."""
+        seq = self.leave(seq_id)
+        seq.release(self._pool)
+        return seq
+
+    def start(self, seqs: Iterable[Sequence]) -> tuple[list[SeqId], list[Effect]]:
+        """Marks sequences as run; returns the ids of those that run for the first time."""
+        new: list[SeqId] = []
+        effects: list[Effect] = []
+        for seq in seqs:
+            running = self._members[seq.seq_id]
+            if not running.has_run:
+                running.has_run = True
+                new.append(seq.seq_id)
+                effects.append(Emit(seq.gateway_id, DecodeStarted(seq.seq_id)))
+        return new, effects
+
+    def row(self, seq: Sequence) -> Row:
+        """Returns the sequence's row in the planned step."""
+        draft = self._drafts.row_draft(seq)
+        return Row(
+            seq_id=seq.seq_id,
+            token_ids=seq.token_ids[-1:],
+            start=seq.num_computed_tokens,
+            block_table=seq.block_table,
+            sampling=seq.sampling,
+            banned=seq.banned(),
+            draft=draft.draft,
+            num_to_draft=draft.num_to_draft,
+            draft_token_ids=draft.draft_token_ids,
+            history=seq.history,
+            prompt_len=seq.limits.prompt_len,
+            guide=seq.guide,
+        )
+
+    # ------------------------------------------------------------ memory
+
+    def make_room(self, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
+        """Gives every sequence the blocks of its next tokens; see `give_blocks`."""
+        effects: list[Effect] = []
+        for seq_id in list(self._members):
+            effects += self.give_blocks(seq_id, drop_copy)
+        return effects
+
+    def give_blocks(self, seq_id: SeqId, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
+        """Gives a sequence the blocks that it lacks; nothing if it does not run any more.
+
+        Without memory `drop_copy` is called. If that frees nothing (None), the youngest running
+        sequence is given back, which may be this one.
+        """
+        if seq_id not in self._members:
+            return []
+        effects: list[Effect] = []
+        seq = self[seq_id]
+        while len(seq.block_table) < seq.num_blocks:
+            if self._pool.num_idle:
+                seq.block_table += self._pool.allocate(1)
+            elif (dropped := drop_copy()) is not None:
+                effects.append(dropped)
+            else:
+                youngest = next(reversed(self._members))
+                effects.append(self._preempt(youngest))
+                if youngest == seq_id:
+                    break
+        return effects
+
+    def _preempt(self, seq_id: SeqId) -> Effect:
+        self._counters["preempted"] += 1
+        seq = self.end(seq_id)
+        return Emit(seq.gateway_id, GivenBack(seq_id, PREEMPTED))
+
+    # ------------------------------------------------------------ counted steps
+
+    def count_steps(self, choose: NextTokens) -> Lockstep:
+        """Returns the lockstep that counts steps from now on, made at the first call."""
+        if self.lockstep is None:
+            assert self._drafts.speculator is None
+            self.lockstep = Lockstep(self._pool, choose)
+            for running in self._members.values():
+                self.lockstep.join(running.seq)
+        return self.lockstep
+
+    def catch_up(self) -> None:
+        """Writes down in all sequences the steps that were only counted."""
+        if self.lockstep is not None:
+            self.lockstep.catch_up()
+
+    def write_steps(self) -> None:
+        """Counts steps no longer: each is written down from now on."""
+        self.catch_up()
+        self.lockstep = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the present lengths need."""
+        if self.lockstep is not None:
+            return self.lockstep.num_blocks
+        return sum(running.seq.num_blocks for running in self._members.values())
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of all sequences."""
+        if self.lockstep is not None:
+            return self.lockstep.num_context_tokens
+        return sum(len(running.seq.token_ids) for running in self._members.values())
+
+    def validate(self) -> None:
+        """Asserts the invariants of running sequences."""
+        for seq in self.seqs():
+            assert seq.num_computed_tokens == len(seq.token_ids) - 1
+            assert len(seq.block_table) <= seq.num_blocks
+            assert self._drafts.has_draft_model or seq.num_unseen_tokens == 0
