@@ -578,12 +578,12 @@ class FakeWorker:
     def _check_holders(self) -> None:
         """Every hold on a block is somebody's: no block can leak or be let go twice."""
         prefill, decode = self.prefill, self.decode
-        pulling = [*prefill._pulling.values(), *prefill._aborting.values()]
+        pulling = [*prefill.waiting.pulling.values(), *prefill.waiting.aborting.values()]
         arriving = [*decode.arrivals.arriving.values(), *decode.arrivals.aborting.values()]
-        holders = [*prefill._computing.values(), *pulling, *arriving]
+        holders = [*prefill.computing.values(), *pulling, *arriving]
         seqs = [*(holder.seq for holder in holders), *decode.running.seqs()]
         tables = [seq.block_table for seq in seqs]
-        leases = [lease.block_ids for lease in prefill._leases.values()]
+        leases = [lease.block_ids for lease in prefill.leases.open_leases.values()]
         leases += [offer.block_ids for offer in self.offers._offers.values()]
         pulls = [job.pulled for job in pulling]
         pulls += [a.pulled or () for a in arriving if not a.kv_here]
@@ -603,10 +603,10 @@ class FakeWorker:
     def seq_ids(self) -> set[SeqId]:
         """Sequences that wait or run here."""
         prefill, decode = self.prefill, self.decode
-        waiting = {job.seq.seq_id for job in prefill._waiting}
-        prefilling = {*prefill._pulling, *prefill._computing}
+        prompts = [*prefill.waiting.prompts(), *prefill.computing.values()]
+        prefilling = {prompt.seq.seq_id for prompt in prompts}
         arriving = {*decode.arrivals.queued, *decode.arrivals.arriving}
-        return waiting | prefilling | arriving | {seq.seq_id for seq in decode.running.seqs()}
+        return prefilling | arriving | {seq.seq_id for seq in decode.running.seqs()}
 
     def is_at_rest(self) -> bool:
         """Holds nothing."""
@@ -1148,7 +1148,9 @@ class FakeCluster:
             assert worker.seq_ids() <= wanted, "a sequence goes on that nobody wants"
             moved = {i.removesuffix(".moved") for i in worker.offers._offers if "moved" in i}
             assert moved <= wanted, "a sequence is handed over to nobody"
-            assert set(worker.prefill._leases) <= wanted, "a lease goes on that nobody wants"
+            assert set(worker.prefill.leases.open_leases) <= wanted, (
+                "a lease goes on that nobody wants"
+            )
 
     def _moves_of(self, worker: FakeWorker) -> list[Move]:
         acts: list[Callable[[], None]] = []

@@ -22,7 +22,8 @@ from engine.config import Speculate
 from engine.messages import Grammar, GrammarKind, Limits, Role, Sampling, WorkerId
 from engine.worker.blocks import BlockPool
 from engine.worker.sequence import Sequence as EngineSequence
-from prefill.scheduler import PrefillScheduler
+from prefill.leases import PromptLeases
+from prefill.prompts import WaitingPrompts
 from tests.kits.fakes import (
     PARTS,
     VOCAB_SIZE,
@@ -147,7 +148,7 @@ class Traffic:
         """Those whose prefix is being written: a moment that a blind choice seldom meets."""
         for gateway in self.gateways:
             for ask in list(gateway.asks.values()):
-                if ask.seq_id in self.cluster.workers[ask.route.prefill].prefill._pulling:
+                if ask.seq_id in self.cluster.workers[ask.route.prefill].prefill.waiting.pulling:
                     gateway.cancel(ask)
 
     def retry(self, which: int) -> None:
@@ -429,7 +430,7 @@ def _keep_what_has_not_arrived(self, arrived, pool):
 def _forget_the_aborted_prefix(self, seq_id):
     """A cancelled prompt lets go of blocks that its pull still writes to."""
     effects = _cancel_prompt(self, seq_id)
-    if (job := self._aborting.pop(seq_id, None)) is not None:
+    if (job := self.aborting.pop(seq_id, None)) is not None:
         self._pool.end_write(job.pulled)
         job.seq.release(self._pool)
     return effects
@@ -437,7 +438,7 @@ def _forget_the_aborted_prefix(self, seq_id):
 
 def _count_all_as_pulled(self, seq_id, failed):
     """A prefix pull that failed is taken for done."""
-    return _on_pull_ended(self, seq_id, None)
+    return _end_pull(self, seq_id, None)
 
 
 def _lease_no_idle_block(self, blocks):
@@ -502,24 +503,24 @@ _num_seen = DraftPlanner.num_seen
 _advance = DecodeScheduler.advance
 _lease = BlockPool.lease
 _keep = EngineSequence.keep_pulled
-_cancel_prompt = PrefillScheduler._cancel
-_on_pull_ended = PrefillScheduler._on_pull_ended
-_grow = PrefillScheduler._grow
+_cancel_prompt = WaitingPrompts.cancel
+_end_pull = WaitingPrompts.end_pull
+_grow = PromptLeases.grow
 _cancel = Arrivals.cancel
 
 MISTAKES = {
     "an evicted block is still found": (BlockPool, "_forget", lambda self, block: None),
     "a stop is not banned": (EngineSequence, "banned", lambda self: ()),
-    "a half computed block is leased": (PrefillScheduler, "_grow", _grow_too_early),
+    "a half computed block is leased": (PromptLeases, "grow", _grow_too_early),
     "an aborted pull holds nothing": (Arrivals, "cancel", _forget_the_aborted),
     "a cancelled prefix pull holds nothing": (
-        PrefillScheduler,
-        "_cancel",
+        WaitingPrompts,
+        "cancel",
         _forget_the_aborted_prefix,
     ),
     "a failed prefix pull is taken for done": (
-        PrefillScheduler,
-        "_on_pull_ended",
+        WaitingPrompts,
+        "end_pull",
         _count_all_as_pulled,
     ),
     "what has not arrived is kept": (EngineSequence, "keep_pulled", _keep_what_has_not_arrived),

@@ -1,0 +1,195 @@
+"""Prompts that wait for memory or for their prefix, and a prompt's state in general.
+
+    waiting    has nothing; starts when the pool has blocks for the whole prompt
+    pulling    owns its blocks; the beginning of its prefix, which another worker offered, is being
+               pulled into some of them, while later prompts go ahead
+    aborting   cancelled, but its pull may still write into its blocks
+
+An offered prefix is held from arrival on, but not while memory is short. Otherwise two workers that
+wait for memory and hold each other's blocks could wait for ever. Nothing depends on the pull: what
+it does not bring is computed.
+
+Source: two owners of a block, sglang#24527.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from engine.messages import Generate, LeaseId, LeaseRef, Logprobs, Prefill, SeqId
+from engine.worker.blocks import BlockId, BlockPool
+from engine.worker.events import AbortPull, Effect, HoldLease, PullFailed, StartPull
+from engine.worker.sequence import Sequence
+
+
+@dataclass(slots=True)
+class PendingPrompt:
+    """A sequence whose prompt is not computed yet."""
+
+    seq: Sequence
+    hands_over: bool  # its KV is leased to another worker, which decodes
+    place: int  # in the order of arrival
+    prefix: LeaseRef | None = None  # held until its pull starts or it is given up
+    pulled: tuple[BlockId, ...] = ()  # being written, from the first block that was not cached
+    lease_id: LeaseId | None = None  # open from the first chunk until the lease ends
+    num_leased_ready: int = 0  # blocks by which the lease has grown
+    num_top: int | None = None  # log-probabilities of the prompt are wanted, with so many others
+    scored: list[Logprobs] = field(default_factory=list)  # those of the chunks computed so far
+
+    @property
+    def kind(self) -> type:
+        """The type of message that brought it."""
+        return Prefill if self.hands_over else Generate
+
+
+class WaitingPrompts:
+    """Prompts of which nothing is computed here, and their prefixes."""
+
+    def __init__(self, pool: BlockPool, *, block_size: int, counters: Counter[str]) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._counters = counters
+        self.waiting: deque[PendingPrompt] = deque()
+        self.pulling: dict[SeqId, PendingPrompt] = {}
+        self.aborting: dict[SeqId, PendingPrompt] = {}
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        return (
+            seq_id in self.pulling
+            or seq_id in self.aborting
+            or any(prompt.seq.seq_id == seq_id for prompt in self.waiting)
+        )
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.pulling)
+
+    def prompts(self) -> list[PendingPrompt]:
+        """Returns the prompts that are not cancelled."""
+        return [*self.waiting, *self.pulling.values()]
+
+    def late(self, accepts: Callable[[type], bool]) -> list[PendingPrompt]:
+        """Returns the waiting prompts of a kind that is not accepted any more."""
+        return [prompt for prompt in self.waiting if not accepts(prompt.kind)]
+
+    # ------------------------------------------------------------ arrival and start
+
+    def enqueue(self, prompt: PendingPrompt, prefix: LeaseRef | None) -> list[Effect]:
+        """Takes a prompt in and holds the prefix that it was offered."""
+        self.waiting.append(prompt)
+        if prefix is None:
+            return []
+        held: Effect = HoldLease(prompt.seq.seq_id, prefix)
+        if prompt.num_top is not None:
+            return [held, AbortPull(prompt.seq.seq_id)]  # frees the source from keeping it
+        prompt.prefix = prefix
+        return [held]
+
+    def start_next(self) -> tuple[PendingPrompt | None, list[Effect]]:
+        """Gives the first waiting prompt its blocks, and starts to pull its prefix.
+
+        Returns the prompt, whose next chunk can run unless it is `pulling`. If memory is short,
+        returns None: the prompt stays first, and all held prefixes are given up.
+        """
+        prompt = self.waiting[0]
+        if not self._take_blocks(prompt):
+            return None, self._give_up_prefixes()
+        self.waiting.popleft()
+        effects: list[Effect] = []
+        if prompt.prefix is not None:
+            effects.append(self._start_pull(prompt, prompt.prefix))
+        if prompt.pulled:
+            self.pulling[prompt.seq.seq_id] = prompt
+        return prompt, effects
+
+    def _take_blocks(self, prompt: PendingPrompt) -> bool:
+        """Takes blocks for a whole prompt. Returns False if memory is short."""
+        seq = prompt.seq
+        num_reusable = self._reusable_blocks(seq) if prompt.num_top is None else 0
+        cached = self._pool.match(seq.block_hashes[:num_reusable])
+        seq.adopt_cached(cached, self._pool)
+        missing = seq.num_blocks - len(cached)
+        if missing > self._pool.num_idle:
+            seq.release(self._pool)
+            return False
+        seq.block_table += self._pool.allocate(missing)
+        return True
+
+    def _reusable_blocks(self, seq: Sequence) -> int:
+        """Returns how many full blocks need not be computed: at least one token must be."""
+        return (len(seq.token_ids) - 1) // self._block_size
+
+    def _start_pull(self, prompt: PendingPrompt, prefix: LeaseRef) -> Effect:
+        """Pulls the offered blocks that are not cached here; aborts the pull if all are."""
+        seq = prompt.seq
+        first = seq.num_computed_tokens // self._block_size
+        indices = range(first, min(prefix.num_blocks, self._reusable_blocks(seq)))
+        prompt.prefix = None
+        if not indices:
+            return AbortPull(seq.seq_id)
+        prompt.pulled = tuple(seq.block_table[indices.start : indices.stop])
+        self._pool.begin_write(prompt.pulled)
+        return StartPull(seq.seq_id, tuple(zip(indices, prompt.pulled, strict=True)))
+
+    def _give_up_prefixes(self) -> list[Effect]:
+        """Gives up all held prefixes: a prompt that waits for memory must not hold others'."""
+        effects: list[Effect] = []
+        for prompt in self.waiting:
+            if prompt.prefix is not None:
+                prompt.prefix = None
+                self._counters["fallbacks:prefix_without_memory"] += 1
+                effects.append(AbortPull(prompt.seq.seq_id))
+        return effects
+
+    # ------------------------------------------------------------ ends
+
+    def end_pull(self, seq_id: SeqId, failed: PullFailed | None) -> PendingPrompt | None:
+        """Keeps what arrived of a prefix. Returns its prompt, whose rest can be computed now."""
+        prompt = self.pulling.get(seq_id) or self.aborting.get(seq_id)
+        if prompt is None:
+            if failed is not None:
+                self._lose_offer(seq_id)
+            return None
+        seq = prompt.seq
+        self._pool.end_write(prompt.pulled)
+        first = seq.num_computed_tokens // self._block_size
+        everything = range(first, first + len(prompt.pulled))
+        arrived: Collection[int] = everything if failed is None else frozenset(failed.arrived)
+        seq.keep_pulled(arrived, self._pool)
+        prompt.pulled = ()
+        self._counters["pulled_prefix_blocks"] += (
+            seq.num_computed_tokens // self._block_size - first
+        )
+        if self.aborting.pop(seq_id, None) is not None:
+            seq.release(self._pool)
+            return None
+        if failed is not None:
+            self._counters["fallbacks:prefix_pull_failed"] += 1
+        return self.pulling.pop(seq_id)
+
+    def _lose_offer(self, seq_id: SeqId) -> None:
+        """Notes that the lease on a prefix ended before there was memory for it."""
+        for prompt in self.waiting:
+            if prompt.seq.seq_id == seq_id and prompt.prefix is not None:
+                prompt.prefix = None
+                self._counters["fallbacks:prefix_pull_failed"] += 1
+
+    def cancel(self, seq_id: SeqId) -> list[Effect]:
+        """Forgets a prompt; the blocks of one that pulls stay until the pull is over."""
+        if (prompt := self.pulling.pop(seq_id, None)) is not None:
+            self.aborting[seq_id] = prompt
+            return [AbortPull(seq_id)]
+        dropped = [prompt for prompt in self.waiting if prompt.seq.seq_id == seq_id]
+        self.waiting = deque(p for p in self.waiting if p.seq.seq_id != seq_id)
+        return [AbortPull(seq_id) for prompt in dropped if prompt.prefix is not None]
+
+    def validate(self) -> None:
+        """Asserts the invariants of waiting prompts."""
+        for prompt in self.waiting:
+            assert not prompt.seq.block_table
+            assert prompt.seq.num_computed_tokens == 0
+            assert not prompt.pulled
+        assert not set(self.pulling) & set(self.aborting)
+        for prompt in (*self.pulling.values(), *self.aborting.values()):
+            assert prompt.pulled
+            assert prompt.lease_id is None
+            assert prompt.prefix is None
