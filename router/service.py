@@ -54,7 +54,6 @@ from router.machine.machine import (
     FromWorker,
     RouterEffect,
     RouterEvent,
-    RouterMachine,
     SendTo,
     Tick,
     WorkerJoined,
@@ -70,6 +69,7 @@ from router.machine.requests import (
     take_no_tokens,
     take_nothing,
 )
+from router.native.machine import native_machine
 from router.prefixes.news import Apply, Unheard
 from router.recording.file import RecordingFile
 
@@ -150,7 +150,7 @@ class Router:
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         seeded = _seeded(config, self.gateway_id)
-        self.machine = RouterMachine(seeded, estimates=estimates)
+        self.machine = native_machine(seeded, estimates=estimates)
         self._recording: RecordingFile | None = None
         if record_dir is not None:
             self._recording = RecordingFile(record_dir / f"{self.gateway_id}.jsonl", seeded)

@@ -26,7 +26,7 @@ from bench.simulator.hardware import Hardware
 from bench.simulator.results import latencies_of
 from bench.simulator.traces import Trace, infinite_cache_hits
 from engine.config import RouterConfig, RouterPolicy
-from router.machine.machine import RouterMachine
+from router.native.machine import native_machine
 
 GOALS = {
     "sim/ttft_x1": 0.575,
@@ -140,7 +140,7 @@ def play(
     pools = Pools(shape.prefill, shape.decode)
     setup = Setup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
     began_s = time.perf_counter()
-    run = simulate(trace.sped_up(shape.speed_up), setup, RouterMachine(config))
+    run = simulate(trace.sped_up(shape.speed_up), setup, native_machine(config))
     return _played(run, time.perf_counter() - began_s)
 
 

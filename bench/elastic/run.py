@@ -37,8 +37,8 @@ from bench.simulator.hardware import Hardware
 from bench.simulator.results import latencies_of, meets
 from bench.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRequest
 from engine.config import RouterConfig
-from router.machine.machine import RouterMachine
 from router.machine.requests import Failed
+from router.native.machine import native_machine
 from router.planning.planner import Rules
 
 GOALS = {"ratio": 1.3, "lost": 0.0}
@@ -205,7 +205,7 @@ def play(plan: Plan, trace: Trace, num_prefill: int, rules: Rules | None) -> Pla
     )
     pools = Pools(num_prefill, plan.num_workers - num_prefill)
     setup = Setup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS, rules=rules)
-    machine = RouterMachine(config)
+    machine = native_machine(config)
     run = simulate(trace, setup, machine)
     num_moved = sum(n for (name, _), n in machine.counters.items() if name == "moved")
     return _played(run, plan.slo, num_moved)

@@ -29,7 +29,7 @@ from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Record, Run, Setup
 from bench.simulator.results import latencies_of, meets
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy
-from router.machine.machine import RouterMachine
+from router.native.machine import native_machine
 
 NEEDED = 0.9  # of requests
 SPANS = 4  # times an answer's longest time
@@ -140,7 +140,7 @@ class Search:
                 slo_tpot_s=self._slo.tpot_s,
             )
             setup = Setup(self._worker.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
-            run = simulate(self._trace, setup, RouterMachine(router))
+            run = simulate(self._trace, setup, native_machine(router))
             self._seen[pools] = _judged(run, self._slo, self._cells)
         return self._seen[pools]
 

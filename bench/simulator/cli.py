@@ -23,7 +23,7 @@ from bench.simulator.results import figures_of, series_ms
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
 from engine.config import RouterConfig, RouterPolicy
 from engine.errors import BatonError, ConfigError
-from router.machine.machine import RouterMachine
+from router.native.machine import native_machine
 
 SYNTHETIC = "synthetic"
 
@@ -111,12 +111,12 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             write_trace(played, write_trace_)
         if write_hardware_:
             write_hardware(profile, write_hardware_)
-        run = simulate(played, setup, RouterMachine(router))
+        run = simulate(played, setup, native_machine(router))
         price = profile.usd_per_gpu_hour if gpu_hour_usd is None else gpu_hour_usd
         figures = figures_of(run, slo, usd_per_gpu_hour=price)
         figures |= distserve_goodput(
             played.first(goodput_requests),
-            lambda sped_up: simulate(sped_up, setup, RouterMachine(router)),
+            lambda sped_up: simulate(sped_up, setup, native_machine(router)),
             slo,
             gpus=setup.pools.total * profile.gpus,
         )

@@ -41,7 +41,7 @@ from bench.validation.live import deployment, play
 from bench.validation.recordings import Told
 from engine.config import RouterConfig, WorkerConfig
 from engine.errors import ConfigError
-from router.machine.machine import RouterMachine
+from router.native.machine import native_machine
 
 MODEL = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
 BLOCK_TOKENS = 16
@@ -179,7 +179,7 @@ def simulated(
         leaps=False,
         prefills_locally=True,
     )
-    return simulated_samples(simulate(trace, setup, RouterMachine(router)))
+    return simulated_samples(simulate(trace, setup, native_machine(router)))
 
 
 # ---------------------------------------------------------------- loads

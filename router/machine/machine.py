@@ -72,12 +72,13 @@ from router.machine.moving import Moving
 from router.machine.placing import Placing
 from router.machine.progress import Progress
 from router.machine.requests import Cancelled, Failed, Forecast, Rejected, Request
-from router.machine.state import RouterState
+from router.machine.state import MakePlacer, RouterState
 from router.machine.turns import Turns
-from router.native.index import Prefixes, prefix_index
 from router.planning.demand import Demand
 from router.policies.base import Policy
 from router.policies.candidates import longest_predicted_s, predicted_ready_s
+from router.prefixes.base import Prefixes
+from router.prefixes.map import PrefixMap
 from router.prefixes.news import apply_events
 
 STUCK_FACTOR = 20.0  # nothing takes so many times what is predicted, not on the busiest machine
@@ -109,14 +110,18 @@ class RouterMachine:
         estimates: Estimates | None = None,
         rng: random.Random | None = None,
         prefixes: Prefixes | None = None,
+        make_placer: MakePlacer | None = None,
     ) -> None:
-        """`estimates` may know what workers cost before they have shown it."""
-        seed = config.seed or 0
+        """Starts without workers. `estimates` may hold costs that were measured before.
+
+        `prefixes` and `make_placer` are faster implementations (`router.native.machine`).
+        """
         self.state = RouterState(
             config,
             estimates=estimates or Estimates(),
-            rng=rng or random.Random(seed),
-            prefixes=prefix_index(seed=seed) if prefixes is None else prefixes,
+            rng=rng or random.Random(config.seed or 0),
+            prefixes=PrefixMap() if prefixes is None else prefixes,
+            make_placer=make_placer or (lambda *_: None),
         )
         self._ends = Ends(self.state)
         self._placing = Placing(self.state, self._ends)

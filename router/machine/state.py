@@ -5,7 +5,7 @@ One owner: only what `RouterMachine.handle` calls changes it.
 
 import random
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from engine.config import RouterConfig
 from engine.messages import RequestId, RoleChanged, SeqId, WorkerId
@@ -16,11 +16,9 @@ from router.machine.deadlines import Deadlines
 from router.machine.flight import Attempt, Flight, MoveStage
 from router.machine.groups import HeldBack
 from router.machine.queue import FairQueue
-from router.native.fleet import Fleet
-from router.native.index import Prefixes, PrefixIndex
 from router.policies import make_policy
-from router.policies.base import Busy, Policy
-from router.policies.slo import Slo
+from router.policies.base import Busy, Placer, Policy
+from router.prefixes.base import Prefixes
 
 # A tenant's turn, in tokens of prompts and predicted answers: the larger, the fewer turns it takes
 # to reach a long request; the smaller, the finer the sharing.
@@ -29,6 +27,10 @@ MOVE_AGAIN_S = 1.0  # about the time between two load reports
 SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
 HEDGE_SHARE = 0.05  # of all placements, second attempts at the most
 HEDGE_BURST = 8.0  # that many may have been saved up
+
+
+# Makes what places requests in the policy's stead, if there is one for this policy.
+MakePlacer = Callable[[Policy, ClusterView, Prefixes, Estimates], Placer | None]
 
 
 class RouterState:
@@ -41,6 +43,7 @@ class RouterState:
         estimates: Estimates,
         rng: random.Random,
         prefixes: Prefixes,
+        make_placer: MakePlacer,
     ) -> None:
         self.config = config
         self.estimates = estimates
@@ -48,7 +51,7 @@ class RouterState:
         self.policy: Policy = make_policy(config.policy)
         self.view = ClusterView()
         self.prefixes = prefixes
-        self.fleet = _fleet(self)
+        self.fleet = make_placer(self.policy, self.view, prefixes, estimates)
         self.lengths = AnswerLengths()
         self.flights: dict[RequestId, Flight] = {}
         self.num_arrived = 0  # requests, let in or not
@@ -325,19 +328,6 @@ class RouterState:
         assert second.hedge_due_s is None
         assert second.holder is None
         assert second.move is None
-
-
-def _fleet(state: RouterState) -> Fleet | None:
-    """The policy in C++, where there is that policy and C++."""
-    if not isinstance(state.policy, Slo) or not isinstance(state.prefixes, PrefixIndex):
-        return None
-    return Fleet(
-        state.view,
-        state.prefixes,
-        state.estimates,
-        backlog_s=state.config.prefill_backlog_s,
-        seed=state.config.seed or 0,
-    )
 
 
 def outgrown(length: int, prompt_len: int) -> int:

@@ -1,10 +1,9 @@
 """All workers' cached blocks by hash, fed by the workers' own news of stored and evicted blocks.
 
-`PrefixIndex` knows what `router.prefixes.map.PrefixMap` knows and is asked in the same words, but
-one
-walk along a prompt finds what all workers hold, a block takes some forty bytes however long the
-names of its workers are, and a million news a second are taken in. C++ does it (`router.native`);
-where that cannot be built, `prefix_index` gives a `PrefixMap`.
+`PrefixIndex` has the interface of `router.prefixes.map.PrefixMap`. One walk along a prompt finds
+what all workers hold. A block takes some forty bytes, however long the names of its workers are.
+A million block events a second are taken in. `router.native.machine` falls back to a `PrefixMap`
+where C++ cannot be built.
 
 Workers are numbered by *slots*, of which there are 65,535. Only the first eight of a hash's sixteen
 bytes are its key. If two blocks share them (one chance in 10⁵ that any two of ten million do), a
@@ -18,70 +17,16 @@ put an end to that.
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence, Set
-from typing import Protocol
 from weakref import finalize
 
 from engine.errors import BatonError
 from engine.messages import WorkerId
 from engine.worker.blocks import HASH_BYTES, BlockHash
 from router.native import library
-from router.prefixes.map import PrefixMap
 
 
 class TooManyWorkers(BatonError):
     """The index cannot tell so many workers apart."""
-
-
-class Prefixes(Protocol):
-    """What is known of prefixes elsewhere: a `PrefixMap` or a `PrefixIndex`."""
-
-    @property
-    def workers(self) -> Set[WorkerId]:
-        """Those that have been added and not forgotten."""
-        ...
-
-    def add(self, worker_id: WorkerId, num_blocks: int) -> None:
-        """A worker with so large a pool has come; nothing is known of it yet."""
-        ...
-
-    def forget(self, worker_id: WorkerId) -> None:
-        """A worker is gone with all it held."""
-        ...
-
-    def record(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker was seen to hold these leading blocks of a prompt."""
-        ...
-
-    def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker was asked for these blocks and does not hold them."""
-        ...
-
-    def stored(
-        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
-    ) -> None:
-        """A worker says that it holds these blocks."""
-        ...
-
-    def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker says that it holds these blocks no longer."""
-        ...
-
-    def cleared(self, worker_id: WorkerId) -> None:
-        """A worker holds nothing, or nothing is known of it any more."""
-        ...
-
-    def longest(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """How many leading blocks each worker holds, without those that hold none."""
-        ...
-
-    def validate(self) -> None:
-        """Asserts the invariants."""
-        ...
-
-
-def prefix_index(*, seed: int = 0) -> Prefixes:
-    """A `PrefixIndex`, or where C++ cannot be built a `PrefixMap`."""
-    return PrefixIndex(seed=seed) if library.is_native() else PrefixMap()
 
 
 class PrefixIndex:

@@ -6,12 +6,13 @@ only state beside a turn to take.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar, Protocol
 
 from engine.messages import Role, WorkerId
+from engine.worker.blocks import BlockHash
 from router.cluster.view import ClusterView, WorkerView
 
 Worker = tuple[WorkerId, WorkerView]
@@ -167,4 +168,27 @@ class Policy(Protocol):
 
     def choose(self, asked: Asked) -> Choice | Busy:
         """The best placement. `Busy` where a better one is worth waiting for."""
+        ...
+
+
+class Placer(Protocol):
+    """A policy's decisions, made faster than the policy makes them: `Fleet`, in C++.
+
+    The view stays the owner of what is promised to workers.
+    """
+
+    def add(self, worker: WorkerView) -> None:
+        """Adds a worker that the prefix index knows already."""
+        ...
+
+    def forget(self, worker: WorkerView) -> None:
+        """Removes a worker."""
+        ...
+
+    def choose(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Choice | Busy | None:
+        """Places a request with these hashes of full blocks. None: ask the policy itself."""
+        ...
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
         ...

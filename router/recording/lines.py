@@ -38,6 +38,7 @@ from router.machine.events import (
 )
 from router.machine.machine import RouterMachine
 from router.native.library import is_native
+from router.native.machine import native_machine
 
 _EVENTS: dict[str, type[RouterEvent]] = {
     kind.__name__: kind
@@ -140,7 +141,7 @@ def read_events(lines: Iterable[bytes]) -> Iterator[tuple[float, RouterEvent]]:
 
 
 def replay(
-    lines: Iterable[bytes], make_machine: Callable[[RouterConfig], RouterMachine] = RouterMachine
+    lines: Iterable[bytes], make_machine: Callable[[RouterConfig], RouterMachine] = native_machine
 ) -> Iterator[Mismatch]:
     """Feeds recorded events to a fresh machine.
 

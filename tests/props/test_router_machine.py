@@ -74,7 +74,7 @@ from router.machine.machine import (
 )
 from router.machine.moving import DRAINED
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
-from router.prefixes.map import PrefixMap
+from router.native.machine import native_machine
 from router.recording.lines import Recorder, replay
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
@@ -723,11 +723,11 @@ def test_days_of_flips_come_to_all_that_can_become_of_a_move():
 
 
 def fresh_machine(config: RouterConfig) -> RouterMachine:
-    return RouterMachine(config, estimates=EverythingPays())
+    return native_machine(config, estimates=EverythingPays())
 
 
 def machine_in_python(config: RouterConfig) -> RouterMachine:
-    return RouterMachine(config, estimates=EverythingPays(), prefixes=PrefixMap())
+    return RouterMachine(config, estimates=EverythingPays())
 
 
 @pytest.mark.parametrize("policy", RouterPolicy)

@@ -10,8 +10,8 @@ from engine.config import RouterConfig, RouterPolicy
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from router.cluster.costs import PrefillCost, PullCost
-from router.machine.machine import RouterMachine
 from router.machine.requests import Finished
+from router.native.machine import native_machine
 
 BLOCK_SIZE = 4
 
@@ -55,7 +55,7 @@ def test_leaping_is_stepping_and_every_answer_is_complete(trace, setup, policy, 
         simulate(
             trace,
             Setup(hardware, pools, latency_s, leaps=leaps),
-            RouterMachine(RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4)),
+            native_machine(RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4)),
         )
         for leaps in (True, False)
     )

@@ -33,6 +33,7 @@ from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.machine import Arrived, RouterMachine
 from router.machine.requests import Finished
+from router.native.machine import native_machine
 
 TINY = Hardware(
     name="tiny",
@@ -66,7 +67,7 @@ def busy_trace(num_requests, seed=0):
 
 
 def run_of(trace, setup, policy=RouterPolicy.LEAST_LOADED, **config):
-    return simulate(trace, setup, RouterMachine(RouterConfig(policy=policy, **config)))
+    return simulate(trace, setup, native_machine(RouterConfig(policy=policy, **config)))
 
 
 # ---------------------------------------------------------------- one request
@@ -310,7 +311,7 @@ def test_a_lease_that_nobody_knows_cannot_be_held():
 
 def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
     """A run in which workers are given other roles: (when, whom, what). The machine's counters."""
-    machine = RouterMachine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
+    machine = native_machine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
     cluster = Cluster(with_ids(trace), setup, machine)
     for at_s, worker_id, role in changes:
         events = [FromGateway(GATEWAY, SetRole(role))]

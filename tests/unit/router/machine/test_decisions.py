@@ -33,9 +33,9 @@ from router.machine.events import (
     Tick,
     WorkerLost,
 )
-from router.machine.machine import RouterMachine
 from router.machine.requests import Request
 from router.native import library
+from router.native.machine import native_machine
 from tests.unit.router.machine.test_machine import LEASE, Driver, First, ends, sent
 
 # a token of a prompt takes 10 ms, a step 10 ms and one for each sequence, a pull only its overhead
@@ -55,7 +55,7 @@ class Predicting(Driver):
 
     def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
         super().__init__()
-        self.machine = RouterMachine(
+        self.machine = native_machine(
             RouterConfig(**config), estimates=Estimates(COSTS), rng=First()
         )
         for name in workers:

@@ -21,10 +21,11 @@ from engine.messages import (
 from router.cluster.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.hedging import AGAIN_S
-from router.machine.machine import ClientGone, Deliver, RouterMachine, Tick, WorkerLost
+from router.machine.machine import ClientGone, Deliver, Tick, WorkerLost
 from router.machine.placing import HEDGE_LEAST_S
 from router.machine.requests import Cancelled, Finished
 from router.machine.state import HEDGE_BURST, HEDGE_SHARE
+from router.native.machine import native_machine
 from tests.unit.router.machine.test_machine import LEASE, Driver, First, ends, sent
 
 COSTS = WorkerCosts(
@@ -37,7 +38,7 @@ PREDICTED_S = 0.5  # five tokens
 def cluster(*workers: str, **config) -> Driver:
     """Workers whose costs are known."""
     driver = Driver(**config)
-    driver.machine = RouterMachine(RouterConfig(**config), rng=First(), estimates=Estimates(COSTS))
+    driver.machine = native_machine(RouterConfig(**config), rng=First(), estimates=Estimates(COSTS))
     for name in workers or FOUR:
         driver.join(name)
     return driver

@@ -34,13 +34,13 @@ from router.machine.machine import (
     Deliver,
     End,
     FromWorker,
-    RouterMachine,
     SendTo,
     Tick,
     WorkerJoined,
     WorkerLost,
 )
 from router.machine.requests import Cancelled, Failed, Finished, Rejected, Request
+from router.native.machine import native_machine
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 LEASE = LeaseRef("lease", TransferAddress("p0", "inc", "tcp://x"), 2)
@@ -57,7 +57,7 @@ class Driver:
     """A machine, the time, and short words for what happens to it."""
 
     def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
-        self.machine = RouterMachine(RouterConfig(**config), rng=First())
+        self.machine = native_machine(RouterConfig(**config), rng=First())
         self.now_s = 10.0
         for name in workers:
             self.join(name, num_blocks)

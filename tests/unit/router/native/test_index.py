@@ -4,12 +4,13 @@ import random
 
 import pytest
 
+from engine.config import RouterConfig
 from engine.errors import BuildError
 from engine.messages import WorkerId
 from engine.worker.blocks import BlockHash, hash_blocks
-from router.native import index as index_module
 from router.native import library
-from router.native.index import PrefixIndex, TooManyWorkers, pack, prefix_index
+from router.native.index import PrefixIndex, TooManyWorkers, pack
+from router.native.machine import native_machine
 from router.prefixes.map import PrefixMap
 
 A, B = WorkerId("a"), WorkerId("b")
@@ -206,9 +207,9 @@ def test_more_workers_than_can_be_told_apart_are_refused(monkeypatch):
         index.add(WorkerId("c"), 1)
 
 
-def test_without_a_compiler_a_prefix_map_does_the_same(monkeypatch):
-    assert isinstance(prefix_index(), PrefixIndex)
+def test_machine_without_a_compiler_has_a_prefix_map(monkeypatch):
+    assert isinstance(native_machine(RouterConfig()).prefixes, PrefixIndex)
     monkeypatch.setattr(library, "core", lambda: None)
-    assert isinstance(index_module.prefix_index(), PrefixMap)
+    assert isinstance(native_machine(RouterConfig()).prefixes, PrefixMap)
     with pytest.raises(BuildError):
         PrefixIndex()

@@ -20,8 +20,8 @@ from engine.messages import (
 from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.events import Arrived, FromWorker, Tick, WorkerJoined
-from router.machine.machine import RouterMachine
 from router.machine.requests import Rejected, Request
+from router.native.machine import native_machine
 from router.planning.demand import Observer, members
 from router.planning.planner import Planner, Pools, Rules
 from tests.unit.router.machine.test_machine import LAYOUT
@@ -30,7 +30,7 @@ COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCo
 
 
 def machine_of(*roles, num_blocks=100, locally=False, **config):
-    machine = RouterMachine(
+    machine = native_machine(
         RouterConfig(**config), estimates=Estimates(COSTS), rng=random.Random(0)
     )
     for number, role in enumerate(roles):

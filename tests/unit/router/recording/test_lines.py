@@ -32,8 +32,8 @@ from router.machine.events import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.machine import RouterMachine
 from router.machine.requests import Request
+from router.native.machine import native_machine
 from router.recording.lines import Recorder, read_events, replay
 from tests.unit.router.machine.test_machine import LAYOUT, LEASE
 
@@ -80,7 +80,7 @@ SCRIPT = [
 
 def recorded(config: RouterConfig = CONFIG, script=SCRIPT) -> list[bytes]:
     lines: list[bytes] = []
-    machine, recorder = RouterMachine(config), Recorder(config, lines.append)
+    machine, recorder = native_machine(config), Recorder(config, lines.append)
     for now_s, event in script:
         recorder.note(event, now_s, machine.handle(event, now_s))
     return lines
@@ -98,7 +98,7 @@ def test_events_are_read_as_they_were():
 
 def test_a_machine_that_decides_otherwise_is_told_from_the_first():
     lines = recorded()
-    first, *_ = replay(lines, lambda config: RouterMachine(RouterConfig(seed=config.seed)))
+    first, *_ = replay(lines, lambda config: native_machine(RouterConfig(seed=config.seed)))
     assert first.recorded != first.replayed
     line = json.loads(lines[first.line - 1])
     assert line["kind"] == first.kind
