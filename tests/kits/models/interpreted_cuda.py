@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from engine.layout import KVFormat
 from engine.model import cuda
 from engine.model.attention import cuda as triton_attention
-from tests.model.attention.test_cuda import (
+from tests.kits.models.cuda_forward import (
     check_like_the_hook,
     logits_of_the_hook,
     opened,

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.config import WeightFormat
 from engine.errors import CheckpointError
 from tests.kits.checkpoints import COMMON, SLIDING_WINDOW, save_checkpoint
-from tests.model.loading.test_right_or_refused import Served, generate, prompt, store_as
+from tests.kits.models.served import Served, generate, prompt, store_as
 
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

@@ -16,7 +16,7 @@ from engine.model.runner import TorchRunner
 from engine.model.threads import one_torch_thread
 from engine.worker.batch import Row
 from tests.kits.checkpoints import OWN_CODE, save_checkpoint
-from tests.model.loading.test_right_or_refused import check_equals_generate
+from tests.kits.models.served import check_equals_generate
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 

@@ -28,7 +28,7 @@ from tests.kits.checkpoints import (
     save_checkpoint,
     tiny_checkpoint,
 )
-from tests.model.attention.test_cuda import attend_but_pads
+from tests.kits.models.cuda_forward import attend_but_pads
 
 pytestmark = pytest.mark.torch
 

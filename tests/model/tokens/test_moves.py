@@ -39,7 +39,7 @@ from engine.worker.events import (
     StartPull,
 )
 from tests.kits.models.pools import GATEWAY, MAX_STEPS, Asked, KeenSpeculator, Worker
-from tests.model.tokens.test_same_tokens import EOS, NUM_BLOCKS, check, requests
+from tests.kits.models.requests import EOS, NUM_BLOCKS, check, requests
 
 pytestmark = pytest.mark.torch
 

@@ -1,7 +1,5 @@
 """Speculation, handoff and memory pressure change no token: 200 requests of every kind."""
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,16 +7,13 @@ from hypothesis import strategies as st
 from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from engine.config import Speculate, WeightFormat
 from engine.grammar.guides import LlGuides
-from engine.messages import Grammar, GrammarKind, Role, Sampling
-from tests.kits.models.pools import Asked, KeenSpeculator, Pools, Worker, counted
+from engine.messages import Role
+from tests.kits.models.pools import KeenSpeculator, Pools, Worker, counted
+from tests.kits.models.requests import EOS, NUM_BLOCKS, check, requests
 
 pytestmark = pytest.mark.torch
 
 NUM_REQUESTS = 200
-NUM_BLOCKS = 1024
-SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
-TEXTS = ("import os\n", "def f(", "class A:\n    def __init__(self", "    return ", "for i in ")
-EOS = (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -45,65 +40,11 @@ def guides(runners):
     )
 
 
-def requests(num_requests: int, seed: int) -> list[Asked]:
-    """Mixed temperatures, masks, penalties, biases, grammars, lengths; some with one prompt."""
-    from router.text.tokenizer import load_text_model
-
-    text = load_text_model(BUNDLED_MODEL)
-    rng = random.Random(seed)
-    asked: list[Asked] = []
-    while len(asked) < num_requests:
-        prompt = text.encode_text(rng.choice(TEXTS) * rng.randint(1, 9), 4096)
-        sampling = _sampling(rng)
-        stops = () if rng.random() < 0.3 else EOS
-        for i in range(rng.choice((1, 1, 1, 3))):  # n
-            each = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
-            asked.append(
-                Asked(
-                    tuple(prompt),
-                    Sampling(**{**each, "seed": sampling.seed + i}),
-                    max_tokens=rng.randint(1, 32),
-                    min_tokens=rng.choice((0, 0, 1)),
-                    stop_token_ids=EOS if sampling.grammar is not None else stops,
-                )
-            )
-    return asked[:num_requests]
-
-
-def _sampling(rng: random.Random) -> Sampling:
-    penalised, biased = rng.random() < 0.3, rng.random() < 0.2
-    grammar = None
-    if rng.random() < 0.2:
-        grammar = rng.choice(
-            (Grammar(GrammarKind.JSON_SCHEMA, SCHEMA), Grammar(GrammarKind.REGEX, "[a-z]{3,30}"))
-        )
-    return Sampling(
-        temperature=rng.choice((0.0, 0.0, 0.5, 1.0, 1.5)),
-        top_p=rng.choice((1.0, 0.9)),
-        top_k=rng.choice((0, 40)),
-        min_p=rng.choice((0.0, 0.05)),
-        seed=rng.getrandbits(32),
-        repetition_penalty=1.2 if penalised else 1.0,
-        frequency_penalty=0.4 if penalised else 0.0,
-        presence_penalty=-0.3 if penalised else 0.0,
-        logit_bias=((11, 3.0), (200, -5.0)) if biased else (),
-        grammar=grammar,
-        logprobs=rng.choice((None, None, 2)),
-    )
-
-
 @pytest.fixture(scope="module")
 def expected(runners, guides):
     """Colocated, without speculation."""
     worker = Worker("mixed", Role.MIXED, runners[0], guides=guides)
     return Pools(worker, worker).answer(requests(NUM_REQUESTS, seed=1))
-
-
-def check(found: list[Asked], expected: list[Asked]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.answer == other.answer, one.sampling
-        assert one.logprobs == other.logprobs
-        assert one.is_finished
 
 
 @pytest.mark.parametrize("speculate", [Speculate.NGRAM, Speculate.DRAFT, Speculate.AUTO])

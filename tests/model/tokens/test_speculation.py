@@ -27,7 +27,7 @@ from engine.model.sampling.verify import verify_by_parts
 from engine.worker.batch import BatchPlan, Row
 from engine.worker.blocks import BlockId
 from tests.kits.checkpoints import tiny_checkpoint
-from tests.model.attention.test_cuda import attend_but_pads
+from tests.kits.models.cuda_forward import attend_but_pads
 
 pytestmark = pytest.mark.torch
 
