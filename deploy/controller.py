@@ -27,6 +27,16 @@ from deploy.links import (
 )
 from deploy.local.launcher import Launcher
 from deploy.model_source import FETCH_TIMEOUT_S, name_of
+from deploy.pools.effects import (
+    PoolEffect,
+    Publish,
+    SetWorkerRole,
+    StartGateway,
+    StartWorker,
+    StopGateway,
+    StopWorker,
+    Tell,
+)
 from deploy.pools.events import (
     Died,
     Found,
@@ -36,30 +46,21 @@ from deploy.pools.events import (
     GatewayStarted,
     GatewayStopped,
     GatewayUnheard,
-    Order,
-    OrderRefused,
     Overtaken,
-    PoolEffect,
     PoolEvent,
-    Publish,
+    PoolTick,
     RoomSeen,
-    SetPlanner,
-    SetWorkerRole,
-    Started,
-    StartFailed,
-    StartGateway,
-    StartWorker,
-    StopGateway,
-    Stopped,
-    StopWorker,
-    Tell,
-    Tick,
-    WorkerState,
+    WorkerStarted,
+    WorkerStartFailed,
+    WorkerStopped,
 )
 from deploy.pools.formats import config_of
-from deploy.pools.machine import PoolLimits, PoolMachine
+from deploy.pools.machine import PoolMachine
+from deploy.pools.orders import Order, OrderRefused, SetPlanner
 from deploy.pools.placement import NoPlace
 from deploy.pools.planning import Planning, rules_of
+from deploy.pools.wanted import PoolLimits
+from deploy.pools.workers.record import WorkerState
 from deploy.processes import (
     READY_TIMEOUT_S,
     GatewayReady,
@@ -202,7 +203,7 @@ class PoolController:
                     f"{limits.why_no_more}"
                 )
             self._report(f"starting {intent.pools.total} workers")
-        self._handle(Tick())
+        self._handle(PoolTick())
         self._spawn(self._watch())
         self._spawn(self._watch_room())
         if is_first:
@@ -339,14 +340,14 @@ class PoolController:
                 self._note_failure(reason)
             if not isinstance(error, ConfigError):  # something of it may be left
                 await self._end(worker_id, by_force=True)
-            self._handle(StartFailed(worker_id, start, reason, waits))
+            self._handle(WorkerStartFailed(worker_id, start, reason, waits))
             return
         worker = self.machine.workers.get(worker_id)
         if worker is None or worker.start != start or worker.state is not WorkerState.STARTING:
             await self._end(worker_id, by_force=True)  # it was stopped while it started
             return
         self.workers[worker_id] = ready
-        self._handle(Started(worker_id, start, ready.address, ready.context_len))
+        self._handle(WorkerStarted(worker_id, start, ready.address, ready.context_len))
         self._dial_worker(worker_id)
 
     async def _stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
@@ -358,7 +359,7 @@ class PoolController:
             await asyncio.wait([start], timeout=WATCH_EVERY_S)
             await self._end(worker_id, by_force=True)
         self._starts.pop(worker_id, None)
-        self._handle(Stopped(worker_id))
+        self._handle(WorkerStopped(worker_id))
 
     async def _end(self, name: str, *, by_force: bool) -> None:
         """Until nothing of it is left, whatever goes wrong meanwhile."""
@@ -407,7 +408,7 @@ class PoolController:
                 for name, how in (await self._in_thread(self._launcher.dead)).items():
                     self._hang_up(name)
                     self._handle(Died(name, how))
-                self._handle(Tick())
+                self._handle(PoolTick())
                 self._plan_pools()
             except Exception as error:
                 self._note_bug(error)

@@ -8,9 +8,9 @@ import msgspec
 
 from deploy.admin.schema import PoolCounts, UpdateBody
 from deploy.model_source import pinned
-from deploy.pools.events import AddVersion
 from deploy.pools.formats import check_formats, config_of
-from deploy.pools.rollout import least
+from deploy.pools.orders import AddVersion
+from deploy.pools.versions.rollout import least
 from engine.config import WorkerConfig
 from engine.control import SERVING_ROLES, Intent, Pools, Version
 from engine.errors import ConfigError

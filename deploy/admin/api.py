@@ -42,7 +42,7 @@ from deploy.admin.schema import (
 )
 from deploy.controller import PoolController
 from deploy.local.run_dir import AdminAccess, announce, run_directory
-from deploy.pools.events import (
+from deploy.pools.orders import (
     Abort,
     Drain,
     Finish,
@@ -53,10 +53,10 @@ from deploy.pools.events import (
     SetPools,
     SetWeights,
     Stop,
-    Worker,
 )
 from deploy.pools.planning import Decision
-from deploy.pools.rollout import known
+from deploy.pools.versions.orders import known
+from deploy.pools.workers.record import PoolWorker
 from deploy.updates import order_of, pools_of
 from engine.clock import Clock
 from engine.config import AdminConfig, is_loopback
@@ -307,7 +307,7 @@ class _Pages:
         workers = self._controller.machine.workers
         return [self._worker(workers[name]) for name in sorted(workers)]
 
-    def _worker(self, worker: Worker) -> WorkerInfo:
+    def _worker(self, worker: PoolWorker) -> WorkerInfo:
         load, restarts = worker.load, self._controller.machine.restarts
         ready = self._controller.workers.get(worker.worker_id)
         runs = worker.address is not None and ready is not None

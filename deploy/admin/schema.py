@@ -4,9 +4,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from deploy.pools.events import GatewayState, WorkerState
+from deploy.pools.gateways import GatewayState
 from deploy.pools.planning import Outcome
-from deploy.pools.rollout import MAX_WEIGHT
+from deploy.pools.versions.orders import MAX_WEIGHT
+from deploy.pools.workers.record import WorkerState
 from engine.config import PlannerMode, WorkerConfig
 from engine.control import Pools, RequestInfo
 from engine.messages import EventsAddress, Role, WorkerId

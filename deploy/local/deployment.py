@@ -14,8 +14,8 @@ from deploy.commands.defaults import pools_of
 from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
 from deploy.local.launcher import Launcher
 from deploy.model_source import default_cache, local_model, pinned
-from deploy.pools.events import OrderRefused
 from deploy.pools.formats import check_formats, config_of
+from deploy.pools.orders import OrderRefused
 from deploy.processes import GatewayReady, ServiceThread
 from deploy.worker.memory import available_bytes
 from engine.clock import MonotonicClock

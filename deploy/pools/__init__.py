@@ -1,1 +1,1 @@
-"""Which workers and gateways are started, flipped, drained and stopped. Pure."""
+"""Decides which workers and gateways are started, flipped, drained and stopped; does no I/O."""

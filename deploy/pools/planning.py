@@ -24,9 +24,10 @@ from operator import add
 
 import msgspec
 
-from deploy.pools.events import OrderRefused, SetPools, Worker, WorkerState
 from deploy.pools.formats import formats_of
 from deploy.pools.machine import PoolMachine
+from deploy.pools.orders import OrderRefused, SetPools
+from deploy.pools.workers.record import PoolWorker, WorkerState
 from engine.config import Config, PlannerMode
 from engine.control import GatewayReport, Pools
 from engine.messages import Role, Welcome, WorkerId
@@ -248,7 +249,7 @@ def pools_of(
     )
 
 
-def _is_changing(worker: Worker) -> bool:
+def _is_changing(worker: PoolWorker) -> bool:
     """Whether it was told to come, to go, or to take another role, and has not done so yet."""
     if worker.target in SPLIT_ROLES:
         serves = worker.state is WorkerState.SERVING and worker.is_connected

@@ -1,4 +1,4 @@
-"""When services that ended are started again: later each time, until one lives for a while."""
+"""When a service that ended is started again: later after each failure, until it lives a while."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ LOOPS_AFTER = 3  # failures in a row
 
 @dataclass(slots=True)
 class _Restart:
-    """One service: how often it failed in a row, and when it is due or was started."""
+    """One service: its failures in a row, and when it is due or was started."""
 
     num_failed: int = 0
     due_s: float | None = None  # None while it runs
@@ -19,15 +19,15 @@ class _Restart:
 
 
 class Restarts:
-    """Workers and gateways alike, by name. Pure: seconds come from outside."""
+    """Failures of workers and gateways, by name. Pure: the clock comes from outside."""
 
     def __init__(self, steady_s: float = STEADY_S) -> None:
-        """Who lived for `steady_s` ended for a new reason."""
+        """After a run of `steady_s` a failure counts as the first again."""
         self._steady_s = steady_s
         self._restarts: dict[str, _Restart] = {}
 
     def failed(self, name: str, now_s: float) -> float:
-        """It ended, or did not start; in how many seconds it is due."""
+        """Notes that a service ended or did not start. Returns in how many seconds it is due."""
         restart = self._restarts.setdefault(name, _Restart())
         started_s, restart.started_s = restart.started_s, None
         if started_s is not None and now_s - started_s >= self._steady_s:
@@ -39,7 +39,7 @@ class Restarts:
         return delay_s
 
     def note_end(self, name: str, now_s: float) -> str:
-        """As `failed`; what an operator is told of it."""
+        """Like `failed`, but returns the sentence that operators read."""
         delay_s = self.failed(name, now_s)
         looping = ""
         if self.is_looping(name):
@@ -47,25 +47,25 @@ class Restarts:
         return f"{looping}it is started again in {delay_s:g} s"
 
     def started(self, name: str, now_s: float) -> None:
-        """It runs."""
+        """Notes that a service runs."""
         restart = self._restarts.setdefault(name, _Restart())
         restart.due_s = None
         restart.started_s = now_s
 
     def is_due(self, name: str, now_s: float) -> bool:
-        """Whether it may be started; who never failed may."""
+        """Whether a service may be started now. A service that never failed may."""
         restart = self._restarts.get(name)
         return restart is None or restart.due_s is None or restart.due_s <= now_s
 
     def num_failed(self, name: str) -> int:
-        """Failures in a row."""
+        """Returns the failures in a row."""
         restart = self._restarts.get(name)
         return 0 if restart is None else restart.num_failed
 
     def is_looping(self, name: str) -> bool:
-        """Whether it ends again and again: a new start is not likely to help."""
+        """Whether a service fails so often that another start is not likely to help."""
         return self.num_failed(name) >= LOOPS_AFTER
 
     def forget(self, name: str) -> None:
-        """It is not wanted any more."""
+        """Forgets a service that is not wanted any more."""
         self._restarts.pop(name, None)

@@ -19,7 +19,7 @@ from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.controller import Plan, PoolController
 from deploy.local.deployment import with_admin_key
 from deploy.local.launcher import ProcessLauncher
-from deploy.pools.events import SetPools
+from deploy.pools.orders import SetPools
 from engine.clock import MonotonicClock
 from engine.config import Config, GatewayConfig, PoolsConfig, WorkerConfig
 from engine.control import Pools

@@ -25,16 +25,12 @@ from deploy.commands.operator import check_role, parse_counts, planner_view, poo
 from deploy.commands.versions import versions_table
 from deploy.controller import PoolController
 from deploy.local.run_dir import AdminAccess, announce, announced, run_directory
-from deploy.pools.events import (
-    Connected,
-    OrderRefused,
-    SetPlanner,
-    Started,
-    StartWorker,
-    Tick,
-)
-from deploy.pools.machine import PoolLimits, PoolMachine
+from deploy.pools.effects import StartWorker
+from deploy.pools.events import Connected, PoolTick, WorkerStarted
+from deploy.pools.machine import PoolMachine
+from deploy.pools.orders import OrderRefused, SetPlanner
 from deploy.pools.planning import Planning
+from deploy.pools.wanted import PoolLimits
 from engine.config import PlannerMode, WorkerConfig
 from engine.control import GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
@@ -60,10 +56,10 @@ class FakeController:
         self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
         self.planning = Planning(self.machine, Rules(), order=self._handle)
         self.workers, self.gateways, self.gateway_links, self.counters = {}, {}, {}, {}
-        for effect in self.machine.handle(Tick(), 0.0):
+        for effect in self.machine.handle(PoolTick(), 0.0):
             if isinstance(effect, StartWorker):
                 name = effect.worker_id
-                self.machine.handle(Started(name, effect.start, name), 1.0)
+                self.machine.handle(WorkerStarted(name, effect.start, name), 1.0)
                 self.machine.handle(Connected(name, name, effect.role, KVFormat.FP32), 2.0)
 
     order = PoolController.order
@@ -219,7 +215,7 @@ def test_pools_that_cannot_be_flipped_are_not_planned():
     controller = FakeController(Pools(1, 1))
     controller.order(SetPlanner(PlannerMode.DRY_RUN))
     apart = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
-    controller.machine.intent = Intent((Version(worker=apart),))
+    controller.machine.wanted.intent = Intent((Version(worker=apart),))
     with pytest.raises(OrderRefused, match="as fp32, decode workers as int8: none can be flipped"):
         controller.order(SetPlanner(PlannerMode.ON))
     controller.order(SetPlanner(PlannerMode.OFF))

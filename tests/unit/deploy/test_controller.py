@@ -13,8 +13,10 @@ from deploy.admin import api as admin
 from deploy.admin.api import AdminService
 from deploy.controller import Plan, PoolController
 from deploy.links import GatewayLink
-from deploy.pools.events import Connected, SetPlanner, SetPools, Stop, WorkerState
+from deploy.pools.events import Connected
+from deploy.pools.orders import SetPlanner, SetPools, Stop
 from deploy.pools.placement import NoPlace
+from deploy.pools.workers.record import WorkerState
 from deploy.processes import GatewayReady, WorkerReady
 from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode, PoolsConfig
 from engine.control import (

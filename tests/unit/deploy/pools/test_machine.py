@@ -10,44 +10,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.pools.effects import (
+    Publish,
+    SetWorkerRole,
+    StartGateway,
+    StartWorker,
+    StopGateway,
+    StopWorker,
+    Tell,
+)
 from deploy.pools.events import (
     Connected,
     Died,
     Disconnected,
-    Drain,
-    Flip,
     Found,
     GatewayFailed,
     GatewayHeard,
     GatewaySeen,
     GatewayStarted,
-    GatewayState,
     GatewayStopped,
     GatewayUnheard,
     LoadSeen,
-    OrderRefused,
     Overtaken,
-    Publish,
+    PoolTick,
     RoleSeen,
     RoomSeen,
-    SetPlanner,
-    SetPools,
-    SetWorkerRole,
-    Started,
-    StartFailed,
-    StartGateway,
-    StartWorker,
-    Stop,
-    StopGateway,
-    Stopped,
-    StopWorker,
-    Tell,
-    Tick,
-    WorkerState,
+    WorkerStarted,
+    WorkerStartFailed,
+    WorkerStopped,
 )
 from deploy.pools.formats import formats_of
-from deploy.pools.gateways import GATEWAY_UNREACHABLE_S
-from deploy.pools.machine import FLIP_TIMEOUT_S, UNREACHABLE_S, PoolLimits, PoolMachine
+from deploy.pools.gateways import GATEWAY_UNREACHABLE_S, GatewayState
+from deploy.pools.machine import PoolMachine
+from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools, Stop
+from deploy.pools.wanted import PoolLimits
+from deploy.pools.workers.record import WorkerState
+from deploy.pools.workers.sightings import FLIP_TIMEOUT_S, UNREACHABLE_S
 from engine.config import PlannerMode, WorkerConfig
 from engine.control import GatewayReport, Intent, Member, Members, Pools, Version, VersionReport
 from engine.layout import KVFormat
@@ -126,7 +124,7 @@ class World:
                     load = msgspec.structs.replace(load, decode_seqs=process.num_decoding)
                     self.feed(LoadSeen(WorkerId(name), self.addresses[name], load))
             self.report()
-            self.feed(Tick())
+            self.feed(PoolTick())
 
     def report(self) -> None:
         """Gateways that serve say what they do with the members of now."""
@@ -161,7 +159,7 @@ class World:
             case StopWorker(worker_id):
                 self.check_not_last(worker_id, Role.DRAINED)
                 self.processes.pop(worker_id, None)
-                self.later(Stopped(worker_id))
+                self.later(WorkerStopped(worker_id))
             case SetWorkerRole(worker_id, role):
                 self.set_role(worker_id, role)
             case StartGateway(name):
@@ -182,17 +180,17 @@ class World:
         assert worker_id not in self.processes
         self.started.append((self.now_s, worker_id))
         if worker_id in self.has_no_place:
-            self.later(StartFailed(worker_id, start, "no node", waits_for_node=True))
+            self.later(WorkerStartFailed(worker_id, start, "no node", waits_for_node=True))
             return
         is_bad = role in self.fails_always or wanted.version.name in self.bad_versions
         if self.fails or is_bad:
             reason = self.fails.pop() if self.fails else "it never does"
-            self.later(StartFailed(worker_id, start, reason))
+            self.later(WorkerStartFailed(worker_id, start, reason))
             return
         address = f"{worker_id}@{start}"
         self.processes[worker_id] = FakeProcess(role, wanted.version.name)
         self.addresses[worker_id] = address
-        self.later(Started(worker_id, start, address), self.start_s)
+        self.later(WorkerStarted(worker_id, start, address), self.start_s)
         kv_format = formats_of(wanted.version.worker)[role]
         if wanted.version.name in self.unreachable_versions:
             self.processes[worker_id].is_deaf = True
@@ -249,7 +247,7 @@ class World:
 
 def settled(*arguments, **options) -> World:
     world = World(*arguments, **options)
-    world.feed(Tick())
+    world.feed(PoolTick())
     world.settle()
     world.told.clear()
     world.started.clear()
@@ -270,7 +268,7 @@ P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 def test_what_is_wanted_is_started_then_the_gateways_the_first_one_by_itself():
     world = World(Pools(2, 1), gateways=("gateway-0", "gateway-1"))
-    world.feed(Tick())
+    world.feed(PoolTick())
     world.settle()
     assert world.roles() == {"prefill-0": P, "prefill-1": P, "decode-0": D}
     order = [line.split()[0] for line in world.told if "gateway" in line]
@@ -281,7 +279,7 @@ def test_what_is_wanted_is_started_then_the_gateways_the_first_one_by_itself():
 def test_gateways_are_started_although_some_workers_wait_for_nodes_that_come_later():
     world = World(Pools(1, 2))
     world.has_no_place = {"decode-0", "decode-1"}
-    world.feed(Tick())
+    world.feed(PoolTick())
     world.run(20)
     assert not world.machine.has_begun  # nobody decodes
     world.has_no_place = {"decode-1"}
@@ -454,7 +452,7 @@ def test_who_was_cut_off_while_it_was_flipped_has_time_to_answer_when_it_is_back
     world.run(FLIP_TIMEOUT_S + 5)
     world.processes["prefill-0"].is_mute = world.processes["prefill-0"].is_deaf = False
     world.feed(Connected(WorkerId("prefill-0"), world.addresses["prefill-0"], P, SAME.kv_dtype))
-    world.feed(Tick())
+    world.feed(PoolTick())
     world.settle()
     assert world.roles()["prefill-0"] is D
     assert not world.machine.counters["flips failed"]
@@ -721,12 +719,12 @@ def taken_over(world: World) -> Members:
     """Another controller finds workers of a version that it does not know, and a gateway that is
     silent. What that gateway was told.
     """
-    world.machine.intent = Intent((Version("v2", pools=Pools(1, 1)),))
+    world.machine.wanted.intent = Intent((Version("v2", pools=Pools(1, 1)),))
     for worker in world.machine.workers.values():
         worker.version = "v2"
     for process in world.processes.values():
         process.version = "v2"
-    world.feed(Tick())
+    world.feed(PoolTick())
     known = world.machine.members
     world.machine = PoolMachine(
         Intent(wanting(1, 1)), limits=world.machine.limits, gateways=["gateway"], is_guess=True
@@ -791,9 +789,9 @@ def test_news_of_an_earlier_start_of_the_same_name_count_for_nothing():
     before = repr(world.machine.workers)
     world.feed(Disconnected(WorkerId("decode-0"), old, "late"))
     world.feed(RoleSeen(WorkerId("decode-0"), old, P))
-    world.feed(Started(WorkerId("decode-0"), 1, old))
-    world.feed(StartFailed(WorkerId("decode-0"), 1, "late"))
-    world.feed(Stopped(WorkerId("decode-0")))
+    world.feed(WorkerStarted(WorkerId("decode-0"), 1, old))
+    world.feed(WorkerStartFailed(WorkerId("decode-0"), 1, "late"))
+    world.feed(WorkerStopped(WorkerId("decode-0")))
     assert repr(world.machine.workers) == before
 
 
@@ -826,7 +824,7 @@ actions = st.one_of(
 def test_whatever_happens_the_pools_come_to_be_what_is_wanted(first, script, config, seed):
     world = World(first, max_workers=6, config=config)
     world.rng = random.Random(seed)
-    world.feed(Tick())
+    world.feed(PoolTick())
     for what, argument in script:
         process = world.processes.get(argument) if isinstance(argument, str) else None
         connected = process is not None and world.machine.workers[argument].is_connected

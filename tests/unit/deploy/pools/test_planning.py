@@ -5,23 +5,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from deploy.pools.events import (
-    Connected,
-    Disconnected,
-    Drain,
-    Flip,
-    OrderRefused,
-    RoleSeen,
-    RoomSeen,
-    SetPlanner,
-    SetPools,
-    SetWorkerRole,
-    Started,
-    StartWorker,
-    Tick,
-)
-from deploy.pools.machine import PoolLimits, PoolMachine
+from deploy.pools.effects import SetWorkerRole, StartWorker
+from deploy.pools.events import Connected, Disconnected, PoolTick, RoleSeen, RoomSeen, WorkerStarted
+from deploy.pools.machine import PoolMachine
+from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools
 from deploy.pools.planning import Outcome, Planning, rules_of
+from deploy.pools.wanted import PoolLimits
 from engine.config import (
     Config,
     PlannerConfig,
@@ -59,7 +48,7 @@ class World:
         self.now_s = 0.0
         self.obeys = True
         self.planning = Planning(self.machine, rules, order=self.feed, **more)
-        self.feed(Tick())
+        self.feed(PoolTick())
         self.rest()
 
     def rest(self):
@@ -72,7 +61,7 @@ class World:
         for effect in self.machine.handle(event, self.now_s):
             match effect:
                 case StartWorker(name, role, start) if self.obeys:
-                    self.feed(Started(name, start, name))
+                    self.feed(WorkerStarted(name, start, name))
                     self.feed(Connected(name, name, role, KVFormat.FP32))
                 case SetWorkerRole(name, role) if self.obeys:
                     self.feed(RoleSeen(name, name, role))
@@ -182,7 +171,7 @@ def test_an_operator_s_order_is_taken_and_not_taken_back_at_once():
 def test_the_history_is_bounded(monkeypatch):
     world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
     for number in range(600):
-        world.machine.intent = intent_of(Pools(2, 2, number), PlannerMode.DRY_RUN)
+        world.machine.wanted.intent = intent_of(Pools(2, 2, number), PlannerMode.DRY_RUN)
         world.tick(READING)
     decisions = world.planning.decisions
     assert len(decisions) == 200
@@ -249,10 +238,10 @@ def test_while_there_are_two_versions_nothing_is_planned_and_then_it_begins_anew
     world = World(Pools(2, 2))
     alone = world.machine.intent
     other = msgspec.structs.replace(alone.current, name="other", weight=0)
-    world.machine.intent = msgspec.structs.replace(alone, versions=(*alone.versions, other))
+    world.machine.wanted.intent = msgspec.structs.replace(alone, versions=(*alone.versions, other))
     assert world.tick(READING) is None
     assert "several versions" in world.planning.reasons[0]
-    world.machine.intent = alone
+    world.machine.wanted.intent = alone
     assert world.tick(READING, seconds=15) is None  # who knows what was ordered meanwhile
     assert world.tick(READING).after == Pools(3, 1)
 

@@ -7,28 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.pools.events import (
+from deploy.pools.effects import Publish, StartWorker
+from deploy.pools.events import Connected, Died, Found, GatewaySeen, PoolTick, RoomSeen
+from deploy.pools.machine import PoolMachine
+from deploy.pools.orders import (
     Abort,
     AddVersion,
-    Connected,
-    Died,
     Drain,
     Finish,
     Flip,
-    Found,
-    GatewaySeen,
     OrderRefused,
-    Publish,
-    RoomSeen,
     SetPools,
     SetWeights,
-    StartWorker,
     Stop,
-    Tick,
-    WorkerState,
 )
-from deploy.pools.machine import PoolMachine
-from deploy.pools.rollout import MAX_VERSIONS
+from deploy.pools.versions.rollout import MAX_VERSIONS
+from deploy.pools.workers.record import WorkerState
 from engine.config import WorkerConfig
 from engine.control import GatewayReport, Member, Pools, Version
 from engine.layout import KVFormat
@@ -263,7 +257,7 @@ def test_what_gateways_said_before_an_abort_ends_no_workers():
         world.report()
     before = world.roles()  # v2 has no request, and may get one before gateways hear that it leaves
     world.feed(Abort("v2"))
-    world.feed(Tick())
+    world.feed(PoolTick())
     assert world.roles() == before
     world.report()
     gone = [name for name, role in world.roles().items() if role is not before[name]]
@@ -559,7 +553,7 @@ def test_whatever_is_ordered_it_comes_to_be_and_no_version_with_requests_loses_i
 ):
     world = World(first, max_workers=7)
     world.rng = random.Random(seed)
-    world.feed(Tick())
+    world.feed(PoolTick())
     world.run(20)
     for each in script:
         match each:

@@ -1,25 +1,24 @@
-"""The next thing to do so that pools come to be what is wanted. Pure.
+"""Chooses the next move that brings the pools closer to what is wanted. Pure.
 
-In this order, and each only where the ones before find nothing to do:
+Moves in this order; each only if there is none of the kinds before it:
 
-1. drop a worker that is too much and was yet to be started;
-2. flip a worker of a pool that has too many into one that has too few, the least loaded one;
-3. start a worker, unless one that is too much elsewhere can be flipped a little later: it is just
-   being started, say;
-4. drain a worker that is too much, after which it is stopped.
+1. Drop a surplus worker that waits for its start.
+2. Flip the least loaded worker of a pool that has too many into a role that has too few.
+3. Start a worker, unless a surplus worker can be flipped soon: it may still be starting.
+4. Retire a surplus worker: drain it, then stop it.
 
-No step takes the last worker of a version that prefills, or the last one that decodes: where a
-pool is to be emptied it waits until others serve. A worker that waits for its next start counts as
-one of its pool, so that no other is started in its place each time it fails.
+No move takes the last worker of a version that prefills, or the last that decodes. A pool that is
+to be emptied waits until another pool serves. A worker that waits for its next start still counts
+towards its pool, so no other worker is started in its place after each failure.
 
-Versions have nothing in common but the room. All workers of one that is over go, whatever they do.
+Versions share nothing but the room. All workers of a version that is over go, whatever they do.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.pools.events import Worker, WorkerState
 from deploy.pools.formats import formats_of
+from deploy.pools.workers.record import PoolWorker, WorkerState
 from engine.control import SERVING_ROLES, Version
 from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
@@ -30,14 +29,14 @@ _COMING = (WorkerState.STARTING, WorkerState.JOINING, WorkerState.SERVING, Worke
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Start it no more."""
+    """Do not start a waiting worker."""
 
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class FlipTo:
-    """Give it this role."""
+    """Give a worker another role."""
 
     worker_id: WorkerId
     role: Role
@@ -53,30 +52,30 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Drain it, then stop it."""
+    """Drain a worker, then stop it."""
 
     worker_id: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Stop it while it starts."""
+    """Stop a worker while it starts."""
 
     worker_id: WorkerId
 
 
-Move = Drop | FlipTo | Begin | Retire | Abandon
+PoolMove = Drop | FlipTo | Begin | Retire | Abandon
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What limits the choice. A worker's KV format stays; a role wants its own."""
+class _FleetRules:
+    """What limits the moves. A worker keeps its KV format; each role needs its own."""
 
     formats: Mapping[Role, KVFormat]
     has_room: bool  # for one more worker
 
-    def can_become(self, worker: Worker, role: Role) -> bool:
-        """Whether a worker could take that role in place, sooner or later."""
+    def can_become(self, worker: PoolWorker, role: Role) -> bool:
+        """Whether a worker could be flipped to that role, now or later."""
         kv_format = worker.kv_format
         if kv_format is None and worker.target is not None:
             kv_format = self.formats.get(worker.target)
@@ -84,11 +83,11 @@ class Rules:
 
 
 def next_move(
-    workers: Mapping[WorkerId, Worker], versions: Sequence[Version], max_workers: int
-) -> Move | None:
-    """None where nothing is to be done now."""
+    workers: Mapping[WorkerId, PoolWorker], versions: Sequence[Version], max_workers: int
+) -> PoolMove | None:
+    """Returns the next move; None if there is nothing to do now."""
     if any(worker.target is None for worker in workers.values()):
-        return None  # who it is will be known soon: nothing is to be started in its place
+        return None  # a found worker tells its role soon: until then it may fill any pool
     there = {version.name for version in versions if not version.is_over}
     for worker in workers.values():
         if worker.version not in there and (move := _clear(worker)) is not None:
@@ -97,14 +96,16 @@ def next_move(
     for version in versions:
         if not version.is_over:
             own = {name: w for name, w in workers.items() if w.version == version.name}
-            move = _Fleet(own, version, Rules(formats_of(version.worker), has_room)).next_move()
+            move = _Fleet(
+                own, version, _FleetRules(formats_of(version.worker), has_room)
+            ).next_move()
             if move is not None:
                 return move
     return None
 
 
-def _clear(worker: Worker) -> Move | None:
-    """What becomes next of one that nobody needs; None while it goes."""
+def _clear(worker: PoolWorker) -> PoolMove | None:
+    """Chooses the next move for a worker of a version that is over; None while it goes."""
     match worker.state:
         case WorkerState.WAITING:
             return Drop(worker.worker_id)
@@ -114,13 +115,15 @@ def _clear(worker: Worker) -> Move | None:
             return Retire(worker.worker_id)
         case WorkerState.DRAINING | WorkerState.DRAINED if not worker.leaves:
             return Retire(worker.worker_id)
-    return None  # one that joins is retired when it has; who is lost for long is stopped
+    return None  # a joining worker is retired later; a lost worker is stopped by its deadline
 
 
 class _Fleet:
-    """Which pools of a version have too many workers and which too few."""
+    """Finds which pools of a version have too many workers, and which too few."""
 
-    def __init__(self, workers: Mapping[WorkerId, Worker], version: Version, rules: Rules) -> None:
+    def __init__(
+        self, workers: Mapping[WorkerId, PoolWorker], version: Version, rules: _FleetRules
+    ) -> None:
         self._workers = workers
         self._version = version.name
         self._rules = rules
@@ -135,7 +138,7 @@ class _Fleet:
             role: max(len(pool) - pools.of(role), 0) for role, pool in self._pool.items()
         }
 
-    def next_move(self) -> Move | None:
+    def next_move(self) -> PoolMove | None:
         return self._drop() or self._flip() or self._begin() or self._retire()
 
     def _drop(self) -> Drop | None:
@@ -158,7 +161,7 @@ class _Fleet:
         num_missing = sum(self._missing.values())
         if not self._rules.has_room or num_missing <= self._num_to_be_flipped(self._lacking()):
             return None
-        # First the roles that a flip is least likely to fill.
+        # Roles that a flip is least likely to fill come first.
         role = min(self._lacking(), key=lambda role: self._num_to_be_flipped([role]))
         return Begin(self._version, role)
 
@@ -176,12 +179,12 @@ class _Fleet:
     def _lacking(self) -> list[Role]:
         return [role for role, count in self._missing.items() if count]
 
-    def _surplus(self) -> list[Worker]:
-        """All workers of pools that have too many."""
+    def _surplus(self) -> list[PoolWorker]:
+        """Returns all workers of pools that have too many."""
         return [w for role, count in self._excess.items() if count for w in self._pool[role]]
 
     def _num_to_be_flipped(self, roles: Iterable[Role]) -> int:
-        """Workers too much that can take one of these roles, now or when they have come."""
+        """Counts surplus workers that can take one of these roles, now or once they serve."""
         wanted = list(roles)
         total = 0
         for role, excess in self._excess.items():
@@ -194,26 +197,26 @@ class _Fleet:
             total += min(excess, len(able))
         return total
 
-    def _least_loaded(self, workers: Iterable[Worker]) -> Worker | None:
+    def _least_loaded(self, workers: Iterable[PoolWorker]) -> PoolWorker | None:
         ready = [w for w in workers if w.state is WorkerState.SERVING and w.is_connected]
         return min(ready, key=lambda w: order_of_leaving(w.worker_id, w.work_tokens), default=None)
 
 
-def takes_last(worker: Worker, role: Role, workers: Iterable[Worker]) -> bool:
-    """Whether nobody of its version would prefill, or decode, any more if it took that role."""
+def takes_last(worker: PoolWorker, role: Role, workers: Iterable[PoolWorker]) -> bool:
+    """Whether its version could not prefill, or not decode, if the worker took that role."""
     return last_that(worker, role, workers) is not None
 
 
-def last_that(worker: Worker, role: Role, workers: Iterable[Worker]) -> str | None:
-    """What nobody of its version would do any more if it took that role."""
+def last_that(worker: PoolWorker, role: Role, workers: Iterable[PoolWorker]) -> str | None:
+    """Returns what its version could not do if the worker took that role: a verb, or None."""
     others = [
         other
         for other in workers
         if other.worker_id != worker.worker_id and other.version == worker.version
     ]
-    checks: list[tuple[str, Callable[[Worker], bool], bool]] = [
-        ("prefills", Worker.prefills, role.prefills),
-        ("decodes", Worker.decodes, role.decodes),
+    checks: list[tuple[str, Callable[[PoolWorker], bool], bool]] = [
+        ("prefills", PoolWorker.prefills, role.prefills),
+        ("decodes", PoolWorker.decodes, role.decodes),
     ]
     for what, does, will in checks:
         if does(worker) and not will and not any(does(other) for other in others):

@@ -1,0 +1,77 @@
+"""What the machine of the pools asks its shell to do."""
+
+from dataclasses import dataclass
+
+from engine.control import Members, Version
+from engine.messages import Role, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start a worker. `WorkerStarted` or `WorkerStartFailed` with the same `start` answers it."""
+
+    worker_id: WorkerId
+    role: Role
+    start: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """End a worker's process, `by_force` if it cannot be asked. `WorkerStopped` answers it."""
+
+    worker_id: WorkerId
+    by_force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SetWorkerRole:
+    """Tell a worker its role."""
+
+    worker_id: WorkerId
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class StartGateway:
+    """Start a gateway. `GatewayStarted` or `GatewayFailed` answers it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopGateway:
+    """End a gateway's process by force. `GatewayStopped` answers it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tell all gateways which workers there are."""
+
+    members: Members
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryStep:
+    """One line of the history of the pools."""
+
+    number: int
+    at_s: float
+    subject: str  # worker, gateway, or "pools"
+    what: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.subject} {self.what}" + (f": {self.why}" if self.why else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Report a step to the operator."""
+
+    step: HistoryStep
+
+
+PoolEffect = StartWorker | StopWorker | SetWorkerRole | StartGateway | StopGateway | Publish | Tell

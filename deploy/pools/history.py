@@ -1,0 +1,23 @@
+"""What happened to the pools, for operators: the latest steps, and counters."""
+
+from collections import Counter, deque
+
+from deploy.pools.effects import HistoryStep, Tell
+
+MAX_STEPS_KEPT = 1000
+
+
+class PoolHistory:
+    """The latest steps in order, and how often each kind of trouble happened."""
+
+    def __init__(self) -> None:
+        self.steps: deque[HistoryStep] = deque(maxlen=MAX_STEPS_KEPT)
+        self.counters: Counter[str] = Counter()
+        self._num_steps = 0
+
+    def tell(self, now_s: float, subject: str, what: str, why: str = "") -> Tell:
+        """Records a step. Returns the effect that reports it."""
+        self._num_steps += 1
+        step = HistoryStep(self._num_steps, now_s, subject, what.removeprefix(f"{subject} "), why)
+        self.steps.append(step)
+        return Tell(step)

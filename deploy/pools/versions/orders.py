@@ -1,0 +1,191 @@
+"""What each order makes of the intent. Functions return a new intent or raise OrderRefused."""
+
+from msgspec.structs import replace
+
+from deploy.pools.orders import AddVersion, OrderRefused, SetWeights
+from deploy.pools.versions.rollout import MAX_VERSIONS, least, named, with_weights, without
+from deploy.pools.workers.record import PoolWorker
+from engine.control import FULL_WEIGHT, SERVING_ROLES, Intent, Pools, Rollout, Version
+from engine.errors import ConfigError
+from engine.messages import Role
+
+MAX_WEIGHT = 1_000_000
+MAX_NAME_LEN = 64
+
+
+def weighed(intent: Intent, order: SetWeights) -> Intent:
+    """Sets the shares of new requests."""
+    not_rolling(intent)
+    for name, weight in order.weights.items():
+        if known(intent, name).is_leaving:
+            raise OrderRefused(f"{name} is leaving and takes no requests")
+        if not 0 <= weight <= MAX_WEIGHT:
+            raise OrderRefused(f"a weight is between 0 and {MAX_WEIGHT}", status=400)
+    changed = with_weights(intent, order.weights)
+    if not any(version.weight for version in changed.versions):
+        raise OrderRefused("one version at least must have a weight above 0", status=400)
+    return changed
+
+
+def added(intent: Intent, order: AddVersion, room: int) -> Intent:
+    """Adds a version. With `takes_over` it starts with the least pools and a rollout begins."""
+    not_rolling(intent)
+    version = order.version
+    if not version.name or len(version.name) > MAX_NAME_LEN or not version.name.isprintable():
+        raise OrderRefused(f"{version.name!r} cannot be the name of a version", status=400)
+    if intent.version(version.name) is not None:
+        raise OrderRefused(f"there is a version {version.name} already")
+    if len(intent.versions) >= MAX_VERSIONS:
+        there = ", ".join(each.name for each in intent.versions)
+        raise OrderRefused(f"there are {MAX_VERSIONS} versions, and no more can be: {there}")
+    if not 0 <= version.weight <= MAX_WEIGHT:
+        raise OrderRefused(f"a weight is between 0 and {MAX_WEIGHT}", status=400)
+    wanted = _checked(version.pools)
+    first = least(wanted) if order.takes_over else wanted
+    _check_room(intent, version.name, first, room)
+    if not order.takes_over:
+        return replace(intent, versions=(*intent.versions, version))
+    newcomer = replace(version, pools=first, weight=0)
+    if wanted.total > room:
+        raise OrderRefused(f"{wanted.total} workers are more than the {room} there can be")
+    return replace(
+        intent,
+        versions=(*intent.versions, newcomer),
+        rollout=Rollout(version.name, wanted, before=intent.versions),
+    )
+
+
+def _check_room(intent: Intent, name: str, first: Pools, room: int) -> None:
+    there = sum(version.pools.total for version in intent.versions)
+    if there + first.total <= room:
+        return
+    why = (
+        f"{name} needs {first.total} workers beside the {there} of other versions, and there can "
+        f"be {room}: "
+    )
+    smaller: Pools | None = intent.current.pools
+    while smaller is not None and there - intent.pools.total + smaller.total + first.total > room:
+        role = max(SERVING_ROLES, key=smaller.of)
+        smaller = without(smaller, role)
+    if smaller is None:
+        raise OrderRefused(why + "more room is needed, see pools.max_workers")
+    counts = " ".join(f"{role}={smaller.of(role)}" for role in SERVING_ROLES if smaller.of(role))
+    raise OrderRefused(why + f"`baton pools set {counts}` would make room, or pools.max_workers")
+
+
+def finished(intent: Intent, name: str, pools: Pools | None, room: int) -> Intent:
+    """Lets a version replace all others."""
+    not_rolling(intent)
+    version = known(intent, name)
+    if version.is_leaving:
+        raise OrderRefused(f"{name} is leaving")
+    if len(intent.versions) == 1:
+        raise OrderRefused(f"{name} is all there is")
+    wanted = _checked(pools or _as_many(version.pools, intent.pools))
+    if wanted.total > room:
+        raise OrderRefused(f"{wanted.total} workers are more than the {room} there can be")
+    return replace(intent, rollout=Rollout(name, wanted, before=intent.versions))
+
+
+def _as_many(own: Pools, others: Pools) -> Pools:
+    """Returns the larger pool of each role, if both pools are of the same kind."""
+    if bool(own.mixed) != bool(others.mixed):
+        return own
+    return Pools(*(max(own.of(role), others.of(role)) for role in SERVING_ROLES))
+
+
+def aborted(intent: Intent, name: str) -> Intent:
+    """Removes a version and lets the current version go on with what it had."""
+    version, current, rollout = known(intent, name), intent.current, intent.rollout
+    if version is current:
+        raise OrderRefused(f"{name} is the current version: finish another one to end it")
+    if current.is_over:
+        raise OrderRefused(
+            f"{current.name} has no workers any more, to which {name} could give all"
+        )
+    if rollout is not None and rollout.to == name:
+        intent = _given_back(intent, rollout)
+    elif version.is_leaving:
+        raise OrderRefused(f"{name} is leaving already")
+    changed = intent.changed(name, weight=0, is_leaving=True)
+    if not any(each.weight for each in changed.versions):
+        changed = changed.changed(current.name, weight=FULL_WEIGHT)
+    return changed
+
+
+def _given_back(intent: Intent, rollout: Rollout) -> Intent:
+    """Undoes a rollout as far as the other versions still run; their lost workers come back."""
+    lost = [
+        was
+        for was in rollout.before
+        if was.name != rollout.to
+        and not was.is_leaving
+        and intent.version(was.name) not in (None, was)
+    ]
+    changed = replace(intent, rollout=None)
+    for was in lost:
+        if not named(intent, was.name).is_over:
+            changed = changed.changed(was.name, weight=was.weight, is_leaving=False)
+    if not lost:
+        return changed
+    current = changed.current
+    had = next(was.pools for was in rollout.before if was.name == current.name)
+    stay = tuple(
+        each.name
+        for each in changed.versions
+        if each.name not in (current.name, rollout.to) and not each.is_leaving
+    )
+    return replace(changed, rollout=Rollout(current.name, had, rollout.before, stay))
+
+
+def resized(intent: Intent, name: str, pools: Pools) -> Intent:
+    """Sets the pools of a version."""
+    not_rolling(intent)
+    _staying(intent, name)
+    return intent.changed(name, pools=_checked(pools))
+
+
+def moved(intent: Intent, worker: PoolWorker, role: Role) -> Intent:
+    """Takes a worker from its pool and adds one to the pool of `role`.
+
+    During a rollout only workers of the new version may move. Its final pools change alike.
+    """
+    version, rollout, is_now = _staying(intent, worker.version), intent.rollout, worker.target
+    assert is_now is not None
+    if rollout is not None:
+        if rollout.to != version.name:
+            not_rolling(intent)
+        in_the_end = _checked(rollout.pools.moved(is_now, role), status=409)
+        intent = replace(intent, rollout=replace(rollout, pools=in_the_end))
+    pools = _checked(version.pools.moved(is_now, role), status=409)
+    return intent.changed(version.name, pools=pools)
+
+
+def _staying(intent: Intent, name: str) -> Version:
+    version = known(intent, name)
+    if version.is_leaving:
+        raise OrderRefused(f"{name} is leaving, its workers go")
+    return version
+
+
+def not_rolling(intent: Intent) -> None:
+    """Raises OrderRefused while a rollout is under way."""
+    if intent.rollout is not None:
+        to = intent.rollout.to
+        raise OrderRefused(f"{to} is taking over: wait until that is done, or abort it")
+
+
+def known(intent: Intent, name: str) -> Version:
+    """Returns the version of that name. Raises OrderRefused if there is none."""
+    version = intent.version(name)
+    if version is None:
+        there = ", ".join(each.name for each in intent.versions)
+        raise OrderRefused(f"no version is called {name}; there are: {there}", status=404)
+    return version
+
+
+def _checked(pools: Pools, *, status: int = 400) -> Pools:
+    try:
+        return pools.check()
+    except ConfigError as error:
+        raise OrderRefused(str(error), status=status) from error

@@ -1,0 +1,262 @@
+"""How a version comes, takes over from the others, and goes. Pure: from an `Intent` the next one.
+
+A version takes over by these steps. Each waits until the step before has come true.
+
+1. Its least pools are started beside all other versions, at weight 0.
+2. Its share of new requests rises to its share of the workers.
+3. It gets one more worker if there is room. Otherwise another version loses one worker, but never
+   the last of a role. Then step 2 follows again.
+4. Once it has all its workers, or no more room can be made, it gets all new requests. The other
+   versions leave.
+5. A version that leaves is over when no gateway has a request of it. Then its workers go.
+6. A version without workers is removed. If room was short, step 3 goes on.
+
+A version that leaves takes no new requests. It keeps the workers that its running requests need.
+
+An abort begins with step 4 in the other direction. The other versions get their shares of requests
+back at once. The current version gets its workers back by step 3, then the others do.
+If no worker has changed hands yet, the new version just leaves.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from deploy.pools.workers.record import PoolWorker, WorkerState
+from engine.control import (
+    FULL_WEIGHT,
+    SERVING_ROLES,
+    GatewayReport,
+    Intent,
+    Pools,
+    Version,
+)
+from engine.errors import ConfigError
+from engine.messages import Role, WorkerId
+
+MAX_VERSIONS = 4  # at once; each has a router, a tokenizer and series of metrics in each gateway
+NOTHING = Pools(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What was seen of workers and gateways.
+
+    `reports` has an entry for each gateway: None if its report predates the present members.
+    """
+
+    workers: Mapping[WorkerId, PoolWorker]
+    reports: Sequence[GatewayReport | None]
+    room: int  # for workers that are to serve
+
+    def serving(self, name: str) -> Counter[Role | None]:
+        """Counts the workers of a version that serve, by role."""
+        return Counter(
+            worker.target
+            for worker in self.workers.values()
+            if worker.version == name
+            and worker.state is WorkerState.SERVING
+            and worker.is_connected
+        )
+
+    def is_quiet(self, versions: Sequence[Version]) -> bool:
+        """Whether these versions have all their workers, and no worker is changing."""
+        names = {version.name for version in versions}
+        return all(is_complete(self.serving(v.name), v.pools) for v in versions) and all(
+            worker.state in (WorkerState.SERVING, WorkerState.DRAINED) and worker.is_connected
+            for worker in self.workers.values()
+            if worker.version in names
+        )
+
+    def is_served(self, name: str) -> bool:
+        """Whether every gateway can place requests of a version."""
+        return all(
+            report is not None
+            and (said := report.versions.get(name)) is not None
+            and said.missing is None
+            for report in self.reports
+        )
+
+    def is_deserted(self, name: str) -> bool:
+        """Whether no gateway has a request of a version."""
+        return all(
+            report is not None
+            and ((said := report.versions.get(name)) is None or said.num_requests == 0)
+            for report in self.reports
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStep:
+    """A new intent, and the step that operators read."""
+
+    intent: Intent
+    subject: str
+    what: str
+    why: str = ""
+
+
+def is_complete(serving: Mapping[Role | None, int], pools: Pools) -> bool:
+    """Whether each pool has its wanted number of serving workers."""
+    return all(serving.get(role, 0) == pools.of(role) for role in SERVING_ROLES)
+
+
+def least(pools: Pools) -> Pools:
+    """Returns the smallest pools that can serve: a pair, or one mixed worker."""
+    if pools.prefill and pools.decode:
+        return Pools(1, 1)
+    return Pools(0, 0, 1)
+
+
+def next_change(intent: Intent, scene: Scene) -> RolloutStep | None:
+    """Returns the next step; None while there is none."""
+    return _gone(intent, scene) or _over(intent, scene) or _rolled(intent, scene)
+
+
+def _gone(intent: Intent, scene: Scene) -> RolloutStep | None:
+    for version in intent.versions:
+        if version.is_over and not any(w.version == version.name for w in scene.workers.values()):
+            others = tuple(each for each in intent.versions if each is not version)
+            changed = msgspec.structs.replace(intent, versions=others)
+            return RolloutStep(changed, version.name, "is gone")
+    return None
+
+
+def _over(intent: Intent, scene: Scene) -> RolloutStep | None:
+    for version in intent.versions:
+        if version.is_leaving and not version.is_over and scene.is_deserted(version.name):
+            changed = intent.changed(version.name, pools=NOTHING)
+            return RolloutStep(
+                changed, version.name, "is over", "the last of its requests has ended"
+            )
+    return None
+
+
+def _rolled(intent: Intent, scene: Scene) -> RolloutStep | None:
+    rollout = intent.rollout
+    if rollout is None:
+        return None
+    to = named(intent, rollout.to)
+    concerned = [version for version in intent.versions if version.name not in rollout.stay]
+    there = [version for version in concerned if not version.is_over]
+    if not scene.is_quiet(there) or not scene.is_served(to.name):
+        return None
+    others = [version for version in concerned if version is not to]
+    if not others and to.pools == rollout.pools:
+        if rollout.stay:
+            return RolloutStep(ended(intent), to.name, "has its workers back")
+        return RolloutStep(ended(intent), to.name, "is all there is", "the update is complete")
+    return (
+        _shared(intent, to, others)
+        or _grown(intent, to, others, scene.room)
+        or _alone(intent, to, others)
+    )
+
+
+def ended(intent: Intent) -> Intent:
+    """Ends the rollout. Versions that stayed get their former pools back."""
+    rollout = intent.rollout
+    assert rollout is not None
+    for was in rollout.before:
+        version = intent.version(was.name)
+        if was.name in rollout.stay and version is not None and not version.is_leaving:
+            intent = intent.changed(was.name, pools=was.pools)
+    return msgspec.structs.replace(intent, rollout=None)
+
+
+def _shared(intent: Intent, to: Version, others: Sequence[Version]) -> RolloutStep | None:
+    """Step 2: the share of requests."""
+    staying = [v for v in others if not v.is_leaving]
+    if not staying:
+        return None
+    own, of_others = to.pools.total, sum(v.pools.total for v in staying)
+    total = to.weight + sum(v.weight for v in staying)
+    weight = max(
+        round(FULL_WEIGHT * to.weight / total) if total else 0,
+        round(FULL_WEIGHT * own / (own + of_others)),
+    )
+    rest = dict(_scaled({v.name: v.weight for v in staying}, FULL_WEIGHT - weight))
+    weights = {to.name: weight, **rest}
+    if all(v.weight == weights[v.name] for v in [to, *staying]):
+        return None
+    why = f"it has {own} of {own + of_others} workers"
+    return RolloutStep(
+        with_weights(intent, weights), to.name, f"has {weight} % of the requests", why
+    )
+
+
+def _scaled(parts: Mapping[str, int], total: int) -> Iterator[tuple[str, int]]:
+    """Scales parts to whole numbers whose sum is `total`."""
+    rest, left = sum(parts.values()), total
+    for name, part in parts.items():
+        share = round(left * part / rest) if rest else 0
+        yield name, share
+        rest, left = rest - part, left - share
+
+
+def _grown(intent: Intent, to: Version, others: Sequence[Version], room: int) -> RolloutStep | None:
+    """Step 3: one more worker."""
+    assert intent.rollout is not None
+    lacking = {role: intent.rollout.pools.of(role) - to.pools.of(role) for role in SERVING_ROLES}
+    role = max(SERVING_ROLES, key=lambda each: lacking[each])
+    lacks = lacking[role] > 0
+    for each in SERVING_ROLES:
+        if lacks and lacking[each] < 0 and (other := without(to.pools, each, role)) is not None:
+            changed = intent.changed(to.name, pools=other)
+            return RolloutStep(changed, to.name, f"has a {role} worker in place of a {each} worker")
+    if lacks and sum(version.pools.total for version in intent.versions) < room:
+        changed = intent.changed(to.name, pools=to.pools.moved(Role.DRAINED, role))
+        return RolloutStep(changed, to.name, f"gets one more {role} worker")
+    for each in SERVING_ROLES:
+        if lacking[each] < 0 and (fewer := without(to.pools, each)) is not None:
+            changed = intent.changed(to.name, pools=fewer)
+            return RolloutStep(changed, to.name, f"has one {each} worker less")
+    if not lacks:
+        return None
+    spare = [
+        (version, each, smaller)
+        for version in others
+        for each in SERVING_ROLES
+        if (smaller := without(version.pools, each)) is not None
+    ]
+    if not spare:
+        return None
+    version, each, smaller = max(spare, key=lambda s: (s[1] is role, s[0].pools.of(s[1])))
+    changed = intent.changed(version.name, pools=smaller)
+    return RolloutStep(changed, version.name, f"has one {each} worker less", f"{to.name} gets it")
+
+
+def without(pools: Pools, role: Role, other: Role = Role.DRAINED) -> Pools | None:
+    """Moves one worker from `role` to `other`, or away; None if too few would be left."""
+    try:
+        return pools.moved(role, other).check()
+    except ConfigError:
+        return None
+
+
+def _alone(intent: Intent, to: Version, others: Sequence[Version]) -> RolloutStep | None:
+    """Step 4: all new requests."""
+    names = [version.name for version in others if not version.is_leaving]
+    if not names:
+        return None
+    changed = intent.changed(to.name, weight=FULL_WEIGHT)
+    for name in names:
+        changed = changed.changed(name, weight=0, is_leaving=True)
+    what = f"leaves: all new requests are for {to.name}"
+    return RolloutStep(changed, ", ".join(names), what)
+
+
+def with_weights(intent: Intent, weights: Mapping[str, int]) -> Intent:
+    """Sets the weights of the named versions."""
+    for name, weight in weights.items():
+        intent = intent.changed(name, weight=weight)
+    return intent
+
+
+def named(intent: Intent, name: str) -> Version:
+    """Returns the version of that name, which must be there."""
+    version = intent.version(name)
+    assert version is not None
+    return version

@@ -1,0 +1,1 @@
+"""Workers of the pools: what is known of each, and what is done with each next."""

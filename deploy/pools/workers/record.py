@@ -1,0 +1,97 @@
+"""What the pools know of one worker."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.control import FIRST_VERSION
+from engine.layout import KVFormat
+from engine.messages import LoadReport, Role, WorkerId
+
+
+class WorkerState(StrEnum):
+    """Where a worker is in its life."""
+
+    WAITING = "waiting"  # does not run; is started when its restart is due
+    STARTING = "starting"
+    JOINING = "joining"  # runs, but has no session with the controller yet
+    SERVING = "serving"
+    FLIPPING = "flipping"  # was told its new role and has not confirmed it
+    DRAINING = "draining"  # was told to drain, and still holds work
+    DRAINED = "drained"  # holds no work; stays so until the operator orders something else
+    STOPPING = "stopping"
+
+
+RUNNING = (
+    WorkerState.JOINING,
+    WorkerState.SERVING,
+    WorkerState.FLIPPING,
+    WorkerState.DRAINING,
+    WorkerState.DRAINED,
+)
+
+
+@dataclass(slots=True)
+class PoolWorker:
+    """One worker as the controller knows it."""
+
+    worker_id: WorkerId
+    target: Role | None  # its wanted role; DRAINED if it is to go; None: found, role not known yet
+    since_s: float  # when it entered its state
+    state: WorkerState = WorkerState.WAITING
+    version: str = FIRST_VERSION
+    context_len: int = 0  # tokens; 0 until it runs
+    start: int = 0  # the number of its latest start
+    address: str | None = None  # None while it does not run
+    role: Role | None = None  # as it last reported
+    kv_format: KVFormat | None = None
+    load: LoadReport | None = None
+    is_connected: bool = False
+    lost_s: float | None = None  # when its session ended; None while it has one
+    leaves: bool = False  # is stopped once it is drained
+    refuses: set[Role] = field(default_factory=set)  # roles that it did not take
+    has_run: bool = False  # so its model is on its machine
+    moves_since_s: float | None = None  # since this flip, sequences that decode here move away
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process listens and was not told to stop."""
+        return self.state in RUNNING
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that it holds, by its last report."""
+        return 0 if self.load is None else self.load.waiting_seqs + self.load.running_seqs
+
+    @property
+    def num_leaving_seqs(self) -> int:
+        """Sequences that decode here although its role does not decode: they are moved away."""
+        decodes = self.role is None or self.role.decodes
+        return 0 if self.load is None or decodes else self.load.decode_seqs
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds no sequence, no lease and no pull."""
+        load = self.load
+        return load is not None and not (
+            load.waiting_seqs or load.running_seqs or load.open_leases or load.in_flight_blocks
+        )
+
+    @property
+    def work_tokens(self) -> int:
+        """Its work: tokens of prompts to compute, and of contexts that it decodes."""
+        return 0 if self.load is None else self.load.prompt_tokens + self.load.context_tokens
+
+    def prefills(self) -> bool:
+        """Whether it computes prompts now, and its wanted role does too."""
+        return self._serves() and _both(self.role, self.target, "prefills")
+
+    def decodes(self) -> bool:
+        """Whether it generates tokens now, and its wanted role does too."""
+        return self._serves() and _both(self.role, self.target, "decodes")
+
+    def _serves(self) -> bool:
+        return self.is_connected and self.state in (WorkerState.SERVING, WorkerState.FLIPPING)
+
+
+def _both(role: Role | None, target: Role | None, what: str) -> bool:
+    return all(each is not None and getattr(each, what) for each in (role, target))

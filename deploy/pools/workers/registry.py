@@ -1,0 +1,168 @@
+"""All workers of the pools, and the changes of state that orders, moves and deadlines share."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from deploy.pools.effects import PoolEffect, SetWorkerRole, StartWorker, StopWorker
+from deploy.pools.history import PoolHistory
+from deploy.pools.restarts import Restarts
+from deploy.pools.wanted import Wanted
+from deploy.pools.workers.record import PoolWorker, WorkerState
+from engine.control import SERVING_ROLES, Member
+from engine.messages import Role, WorkerId
+
+
+class PoolWorkers:
+    """Owns the record of each worker. Methods that yield effects change the record first."""
+
+    def __init__(self, wanted: Wanted, restarts: Restarts, history: PoolHistory) -> None:
+        self.by_id: dict[WorkerId, PoolWorker] = {}
+        self.took_over = False  # an earlier controller left workers: any that serve are enough
+        self.waits_for_nodes = False  # some workers need nodes that come later: the same
+        self._wanted = wanted
+        self._restarts = restarts
+        self._history = history
+        self._num_starts = 0
+
+    # ------------------------------------------------------------ questions
+
+    def starting(self, worker_id: WorkerId, start: int) -> PoolWorker | None:
+        """Returns the worker if this is its latest start and it has not ended."""
+        worker = self.by_id.get(worker_id)
+        if worker is None or worker.state is not WorkerState.STARTING or worker.start != start:
+            return None
+        return worker
+
+    def at(self, worker_id: WorkerId, address: str) -> PoolWorker | None:
+        """Returns the worker if it still runs at that address."""
+        worker = self.by_id.get(worker_id)
+        if worker is None or worker.address != address or not worker.runs:
+            return None
+        return worker
+
+    def members(self) -> tuple[Member, ...]:
+        """Returns the workers that run, in the order of their names, as gateways are told them."""
+        return tuple(
+            Member(worker.worker_id, worker.address, worker.version, worker.context_len)
+            for worker in sorted(self.by_id.values(), key=lambda w: w.worker_id)
+            if worker.runs and worker.address is not None
+        )
+
+    def kept(self) -> list[WorkerId]:
+        """Returns the workers that the operator drained and wants to keep running."""
+        return [worker.worker_id for worker in self.by_id.values() if self._is_kept(worker)]
+
+    def room(self) -> int:
+        """Returns how many workers can serve: the limit without those that are kept drained."""
+        return self._wanted.limits.max_workers - len(self.kept())
+
+    def serve_enough(self) -> bool:
+        """Whether gateways may start: on a first start, only once all wanted workers serve."""
+        workers = self.by_id.values()
+        if self.took_over or self.waits_for_nodes:
+            return any(w.prefills() for w in workers) and any(w.decodes() for w in workers)
+        current = self._wanted.intent.current
+        serving = Counter(w.target for w in workers if w.is_connected and w.version == current.name)
+        return all(serving[role] >= current.pools.of(role) for role in SERVING_ROLES)
+
+    def _is_kept(self, worker: PoolWorker) -> bool:
+        if worker.target is None:
+            return worker.worker_id in self._wanted.intent.drained
+        return worker.target is Role.DRAINED and not worker.leaves
+
+    # ------------------------------------------------------------ starts
+
+    def begin(self, version: str, role: Role, now_s: float) -> WorkerId:
+        """Adds a worker that waits for its first start. Returns its name."""
+        worker_id = self._free_name(role)
+        self._restarts.forget(worker_id)
+        self.by_id[worker_id] = PoolWorker(worker_id, role, now_s, version=version)
+        return worker_id
+
+    def start_due(self, now_s: float) -> Iterator[PoolEffect]:
+        """Starts all waiting workers whose restart is due."""
+        for worker in list(self.by_id.values()):
+            is_due = self._restarts.is_due(worker.worker_id, now_s)
+            version = self._wanted.intent.version(worker.version)
+            if worker.state is WorkerState.WAITING and is_due and version is not None:
+                self._num_starts += 1
+                worker.start = self._num_starts
+                self.enter(worker, WorkerState.STARTING, now_s)
+                assert worker.target is not None
+                yield StartWorker(worker.worker_id, worker.target, worker.start, version)
+
+    # ------------------------------------------------------------ changes of state
+
+    def enter(self, worker: PoolWorker, state: WorkerState, now_s: float) -> None:
+        """Sets a worker's state."""
+        worker.state, worker.since_s = state, now_s
+
+    def flip(self, worker: PoolWorker, role: Role, why: str, now_s: float) -> Iterator[PoolEffect]:
+        """Tells a worker its new role."""
+        self._history.counters["flips"] += 1
+        what = f"is flipped from {worker.role} to {role}"
+        yield self._history.tell(now_s, worker.worker_id, what, why)
+        worker.target = role
+        self.enter(worker, WorkerState.FLIPPING, now_s)
+        yield SetWorkerRole(worker.worker_id, role)
+
+    def give_up_flip(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
+        """Leaves a worker its present role. Another worker takes the role that is missing."""
+        if worker.state is not WorkerState.FLIPPING:
+            return
+        assert worker.target is not None
+        assert worker.role is not None
+        self._history.counters["flips failed"] += 1
+        yield self._history.tell(now_s, worker.worker_id, f"did not become {worker.target}", why)
+        worker.refuses.add(worker.target)
+        worker.target = worker.role
+        drained = worker.role is Role.DRAINED
+        self.enter(worker, WorkerState.DRAINED if drained else WorkerState.SERVING, now_s)
+
+    def drain(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
+        """Tells a worker to finish or hand over its work and to take no more."""
+        self._history.counters["drains"] += 1
+        yield self._history.tell(now_s, worker.worker_id, "is drained of its work", why)
+        worker.target = Role.DRAINED
+        self.enter(worker, WorkerState.DRAINING, now_s)
+        yield SetWorkerRole(worker.worker_id, Role.DRAINED)
+
+    def end(self, worker: PoolWorker, now_s: float, *, by_force: bool = False) -> PoolEffect:
+        """Stops a worker's process."""
+        self.enter(worker, WorkerState.STOPPING, now_s)
+        worker.is_connected, worker.lost_s, worker.load = False, None, None
+        return StopWorker(worker.worker_id, by_force=by_force)
+
+    def lose(self, worker: PoolWorker, how: str, now_s: float) -> Iterator[PoolEffect]:
+        """Notes that a wanted worker ended. It waits for its next start."""
+        worker_id = worker.worker_id
+        outlook = self._restarts.note_end(worker_id, now_s)
+        yield self._history.tell(now_s, worker_id, how, outlook)
+        self.by_id[worker_id] = PoolWorker(
+            worker_id, worker.target, now_s, version=worker.version, has_run=worker.has_run
+        )
+
+    def forget(self, worker: PoolWorker) -> None:
+        """Removes a worker that has ended and is not wanted."""
+        del self.by_id[worker.worker_id]
+        self._restarts.forget(worker.worker_id)
+
+    def validate(self) -> None:
+        """Asserts the invariants of each worker."""
+        for worker in self.by_id.values():
+            runs = worker.runs
+            assert worker.address is not None or not runs
+            assert runs or not worker.is_connected
+            assert worker.is_connected or worker.lost_s is not None or not runs
+            unasked = (WorkerState.JOINING, WorkerState.STOPPING)
+            assert worker.target is not None or worker.state in unasked
+            going = (WorkerState.DRAINING, WorkerState.DRAINED)
+            assert (worker.target is Role.DRAINED) >= (worker.state in going)
+            assert worker.leaves <= (worker.target is Role.DRAINED)
+            assert worker.moves_since_s is None or worker.role is Role.PREFILL
+
+    def _free_name(self, role: Role) -> WorkerId:
+        number = 0
+        while WorkerId(f"{role}-{number}") in self.by_id:
+            number += 1
+        return WorkerId(f"{role}-{number}")
