@@ -98,7 +98,7 @@ T = TypeVar("T")
 Report = Callable[[str], None]
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ControllerPlan(msgspec.Struct, frozen=True):
     """All that a controller is started with; as JSON it starts one again."""
 
     model: str  # as `model_source` reads it
@@ -130,7 +130,7 @@ class PoolController:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ControllerPlan,
         *,
         launcher: Launcher,
         clock: Clock,

@@ -130,7 +130,7 @@ class LateStart(ConfigError):
     """A service takes too long to open; it may only have had much to do."""
 
 
-class Service(Protocol[T]):
+class LoopService(Protocol[T]):
     """Something that runs on an event loop between open and close."""
 
     async def open(self) -> T:
@@ -393,7 +393,9 @@ def _directory_of(model: str, parts: Parts) -> Path:
     return local_model(model, cache=default_cache(os.environ), parts=parts, report=log.warning)
 
 
-def service_of(kind: str, spec: bytes, *, host: str | None = None) -> tuple[Service[object], str]:
+def service_of(
+    kind: str, spec: bytes, *, host: str | None = None
+) -> tuple[LoopService[object], str]:
     """The service that an encoded spec describes, and its log level.
 
     `host` is the address of this node among those of its cluster, if it is part of one.
@@ -481,7 +483,7 @@ class ServiceThread(Generic[T]):
     """Runs a service on an event loop in a thread of its own."""
 
     def __init__(
-        self, service: Service[T], name: str, *, open_timeout_s: float = READY_TIMEOUT_S
+        self, service: LoopService[T], name: str, *, open_timeout_s: float = READY_TIMEOUT_S
     ) -> None:
         self._service = service
         self._open_timeout_s = open_timeout_s
@@ -523,7 +525,7 @@ class ServiceThread(Generic[T]):
         self._thread.join(CLOSE_TIMEOUT_S)
 
 
-async def _open(service: Service[T]) -> T:
+async def _open(service: LoopService[T]) -> T:
     return await service.open()
 
 

@@ -54,7 +54,7 @@ from deploy.pools.orders import (
     SetWeights,
     Stop,
 )
-from deploy.pools.planning import Decision
+from deploy.pools.planning import PlannerDecision
 from deploy.pools.versions.orders import known
 from deploy.pools.workers.record import PoolWorker
 from deploy.updates import order_of, pools_of
@@ -354,7 +354,7 @@ class _Pages:
         return found
 
 
-def _decision(decision: Decision, now_s: float) -> DecisionInfo:
+def _decision(decision: PlannerDecision, now_s: float) -> DecisionInfo:
     return DecisionInfo(
         number=decision.number,
         age_s=now_s - decision.at_s,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from deploy.pools.gateways import GatewayState
-from deploy.pools.planning import Outcome
+from deploy.pools.planning import DecisionOutcome
 from deploy.pools.versions.orders import MAX_WEIGHT
 from deploy.pools.workers.record import WorkerState
 from engine.config import PlannerMode, WorkerConfig
@@ -138,7 +138,7 @@ class DecisionInfo(msgspec.Struct, frozen=True):
     before: Pools
     after: Pools
     num_workers: int
-    outcome: Outcome
+    outcome: DecisionOutcome
     why_refused: str
     summary: str  # all of that, as one line
     reasons: tuple[str, ...]

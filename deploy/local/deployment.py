@@ -11,7 +11,7 @@ import msgspec
 
 from deploy.admin.api import AdminService
 from deploy.commands.defaults import pools_of
-from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
+from deploy.controller import OPEN_TIMEOUT_S, ControllerPlan, PoolController
 from deploy.local.launcher import Launcher
 from deploy.model_source import default_cache, local_model, pinned
 from deploy.pools.formats import check_formats, config_of
@@ -37,7 +37,7 @@ def with_admin_key(config: Config) -> Config:
     return msgspec.structs.replace(config, admin=admin)
 
 
-def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None) -> Plan:
+def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None) -> ControllerPlan:
     """What a controller is started with, checked before anything is. Raises ConfigError."""
     source = pinned(model)
     draft = config.worker.draft_path
@@ -46,7 +46,7 @@ def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None)
     pools = pools_of(config.pools)
     wanted = [role for role in SERVING_ROLES if pools.of(role)]
     check_formats({role: config_of(role, config.worker) for role in wanted})
-    return Plan(
+    return ControllerPlan(
         model=source,
         config=with_admin_key(config),
         pools=pools,

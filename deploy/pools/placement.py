@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class NodePlacement:
     """What workers need of their nodes, and how they are spread over them."""
 
     num_gpus: float = 0.0
@@ -56,11 +56,11 @@ class Placement:
     spread: Spread = Spread.PACK
 
     @classmethod
-    def of(cls, pools: PoolsConfig) -> "Placement":
+    def of(cls, pools: PoolsConfig) -> "NodePlacement":
         """As configured."""
         return cls(pools.num_gpus, pools.prefill_resource, pools.decode_resource, pools.placement)
 
-    def with_gpus(self, num_gpus: float) -> "Placement":
+    def with_gpus(self, num_gpus: float) -> "NodePlacement":
         """For workers with so many GPUs."""
         return replace(self, num_gpus=num_gpus)
 
@@ -151,7 +151,7 @@ class Placement:
         return most
 
 
-NOWHERE_SPECIAL = Placement()
+ANYWHERE = NodePlacement()
 
 
 def nodes_to_start_on(there: Iterable[Node], config: PoolsConfig, wanted: Pools) -> list[Node]:
@@ -159,7 +159,7 @@ def nodes_to_start_on(there: Iterable[Node], config: PoolsConfig, wanted: Pools)
 
     With `max_workers`, which may count on nodes that come later, one of each role is enough.
     """
-    placement = Placement.of(config)
+    placement = NodePlacement.of(config)
     usable = placement.usable(there)
     for role in SERVING_ROLES:
         num_wanted = wanted.of(role) if config.max_workers is None else min(wanted.of(role), 1)

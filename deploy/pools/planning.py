@@ -39,7 +39,7 @@ SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
 _PRESENT = (WorkerState.SERVING, WorkerState.FLIPPING)
 
 
-class Outcome(StrEnum):
+class DecisionOutcome(StrEnum):
     """What became of a proposal."""
 
     DONE = "done"  # ordered: what follows is among the steps of the pools
@@ -48,7 +48,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PlannerDecision:
     """A proposal that would change something. `num_workers` is how many there should be in all; if
     that is more than `after` has, there is no room for them yet.
     """
@@ -59,7 +59,7 @@ class Decision:
     before: Pools
     after: Pools
     num_workers: int
-    outcome: Outcome
+    outcome: DecisionOutcome
     why_refused: str
     reasons: tuple[str, ...]
 
@@ -131,7 +131,7 @@ class Planning:
         self._num_decisions = 0
         self.reasons: tuple[str, ...] = ()  # of its latest words, also where nothing changes
         self.room_for: int | None = None  # workers of all kinds; None: nothing is to be said
-        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self.decisions: deque[PlannerDecision] = deque(maxlen=MAX_DECISIONS)
 
     def check(self, mode: PlannerMode) -> None:
         """Raises OrderRefused where pools cannot be planned."""
@@ -148,7 +148,7 @@ class Planning:
         reports: Sequence[GatewayReport | None],
         workers: Mapping[WorkerId, Welcome],
         now_s: float,
-    ) -> Decision | None:
+    ) -> PlannerDecision | None:
         """A decision, if it is a new one. To be called about once a second.
 
         `reports`: of each gateway that should say something, None where one is silent. `workers`:
@@ -178,7 +178,7 @@ class Planning:
         self.reasons = plan.reasons
         return None if plan.is_held else self._decided(plan, pools, now_s)
 
-    def _decided(self, plan: Plan, pools: planner.Pools, now_s: float) -> Decision | None:
+    def _decided(self, plan: Plan, pools: planner.Pools, now_s: float) -> PlannerDecision | None:
         mode, before = self._machine.intent.planner, self._machine.intent.pools
         after = msgspec.structs.replace(  # who is missing is wanted all the same
             before,
@@ -189,12 +189,12 @@ class Planning:
         num_drained = len(self._machine.intent.drained)
         if self._max_workers is not None:
             num_workers = max(min(num_workers, self._max_workers - num_drained), after.total)
-        outcome, why = Outcome.ONLY_TOLD, ""
+        outcome, why = DecisionOutcome.ONLY_TOLD, ""
         if mode is PlannerMode.ON:
             if self._rules.max_total is not None:
                 self.room_for, self._may_have_asked = num_workers + num_drained, True
             outcome, why = self._ordered(before, after)
-        decision = Decision(
+        decision = PlannerDecision(
             self._num_decisions + 1,
             now_s,
             mode=mode,
@@ -207,19 +207,19 @@ class Planning:
         )
         return self._kept(decision) if decision.changes_something else None
 
-    def _ordered(self, before: Pools, after: Pools) -> tuple[Outcome, str]:
+    def _ordered(self, before: Pools, after: Pools) -> tuple[DecisionOutcome, str]:
         if after != before:
             try:
                 self._order(SetPools(after, why="planned"))
             except OrderRefused as refusal:
-                return Outcome.REFUSED, str(refusal)
-        return Outcome.DONE, ""
+                return DecisionOutcome.REFUSED, str(refusal)
+        return DecisionOutcome.DONE, ""
 
-    def _kept(self, decision: Decision) -> Decision | None:
+    def _kept(self, decision: PlannerDecision) -> PlannerDecision | None:
         """It, unless it was the last one too: what is refused, or only told, is wanted again. What
         was ordered is always news.
         """
-        is_order = decision.outcome is Outcome.DONE and decision.after != decision.before
+        is_order = decision.outcome is DecisionOutcome.DONE and decision.after != decision.before
         if not is_order and self.decisions and decision.what == self.decisions[-1].what:
             return None
         self._num_decisions += 1

@@ -16,10 +16,10 @@ import ray
 from deploy.admin.api import AdminService
 from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.schema import PoolsAnswer
-from deploy.controller import OPEN_TIMEOUT_S, Plan, PoolController
+from deploy.controller import OPEN_TIMEOUT_S, ControllerPlan, PoolController
 from deploy.local.run_dir import run_directory
 from deploy.logs import configure_logging
-from deploy.pools.placement import NOWHERE_SPECIAL, Placement
+from deploy.pools.placement import ANYWHERE, NodePlacement
 from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread
 from deploy.ray.launcher import CONTROLLER, ON_HEAD, RayLauncher
 from deploy.ray.own_ray import NAMESPACE
@@ -39,11 +39,11 @@ class _ControllerActor:
     """Opens the controller when it is made: that is all that Ray repeats."""
 
     def __init__(self, plan_json: bytes) -> None:
-        plan = _with_siblings(msgspec.json.decode(plan_json, type=Plan))
+        plan = _with_siblings(msgspec.json.decode(plan_json, type=ControllerPlan))
         configure_logging(plan.log_level, MonotonicClock())
         pools = plan.config.pools
         clock = MonotonicClock()
-        self._launcher = RayLauncher.of_cluster(Placement.of(pools))
+        self._launcher = RayLauncher.of_cluster(NodePlacement.of(pools))
         controller = PoolController(
             plan, launcher=self._launcher, clock=clock, report=lambda line: log.warning("%s", line)
         )
@@ -99,7 +99,7 @@ class _ControllerActor:
             shutil.rmtree(self._plan.siblings, ignore_errors=True)
 
 
-def start_controller(plan: Plan) -> tuple[str, int]:
+def start_controller(plan: ControllerPlan) -> tuple[str, int]:
     """Starts a deployment in the Ray that this process is connected to; returns when it serves.
 
     The URL of the admin API, and the process that answers there, for now. The plan must hold the
@@ -169,7 +169,7 @@ def stop_deployment() -> None:
     try:
         actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
     except ValueError as error:
-        if RayLauncher.of_cluster(NOWHERE_SPECIAL).sweep() == 0:
+        if RayLauncher.of_cluster(ANYWHERE).sweep() == 0:
             raise ConfigError("no deployment runs in this cluster") from error
         return
     _end(actor)
@@ -187,10 +187,10 @@ def _end(actor: Any) -> None:
     except ray.exceptions.RayError as error:
         log.warning("the controller did not stop by itself: %s", error)
     ray.kill(actor)
-    RayLauncher.of_cluster(NOWHERE_SPECIAL).sweep()  # what it was too slow to end
+    RayLauncher.of_cluster(ANYWHERE).sweep()  # what it was too slow to end
 
 
-def _with_siblings(plan: Plan) -> Plan:
+def _with_siblings(plan: ControllerPlan) -> ControllerPlan:
     """With a directory on this node for the gateways, the same one at every start."""
     if plan.config.gateway.processes == 1:
         return plan

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.logs import configure_logging
 from deploy.model_source import FETCH_TIMEOUT_S
-from deploy.pools.placement import NOWHERE_SPECIAL, Placement
+from deploy.pools.placement import ANYWHERE, NodePlacement
 from deploy.processes import (
     READY_TIMEOUT_S,
     GatewayReady,
@@ -102,7 +102,7 @@ class RayLauncher:
     def __init__(self) -> None:
         self.is_detached = False
         self._ray = OwnRay()
-        self._places = RayPlaces(NOWHERE_SPECIAL)
+        self._places = RayPlaces(ANYWHERE)
         self._actors: dict[str, Any] = {}
         self._kinds: dict[str, str] = {}
         self._pings: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class RayLauncher:
         self._hurry = threading.Event()
 
     @classmethod
-    def of_cluster(cls, placement: Placement) -> "RayLauncher":
+    def of_cluster(cls, placement: NodePlacement) -> "RayLauncher":
         """To be used where Ray is connected; `open` and `close` leave Ray and its actors alone."""
         launcher = cls()
         launcher.is_detached = True
@@ -287,7 +287,7 @@ class RayLauncher:
             self._ready[name] = msgspec.json.decode(answer, type=GatewayReady)
         self._ping(name)
 
-    def _placement(self, num_gpus: float) -> Placement:
+    def _placement(self, num_gpus: float) -> NodePlacement:
         return self._places.placement.with_gpus(num_gpus)
 
     def _options(self, held: Held | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ Each worker has a placement group of its own, detached and called by the worker'
     it is stopped           the group is removed
     the controller dies     the next one finds the groups by their names
 
-That costs some milliseconds a start. `Placement.choose` says which node; where others than Baton
+That costs some milliseconds a start. `NodePlacement.choose` says which node; where others than Baton
 have taken what it counts on, Ray is left to find one, or an autoscaler to make one.
 """
 
@@ -28,7 +28,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from deploy.pools.placement import Node, NoPlace, Place, Placement
+from deploy.pools.placement import Node, NodePlacement, NoPlace, Place
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 from engine.messages import Role
@@ -64,7 +64,7 @@ class RayPlaces:
     and never do: who only writes in them goes on while a cluster gives no answer.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: NodePlacement) -> None:
         self.placement = placement
         self._held: dict[str, Held] = {}  # by worker
         self._in_use: set[str] = set()  # workers that run, or are being started

@@ -16,7 +16,7 @@ import pytest
 
 from deploy.admin.client import AdminClient, AdminError, find_deployment
 from deploy.commands.defaults import BUNDLED_MODEL
-from deploy.controller import Plan, PoolController
+from deploy.controller import ControllerPlan, PoolController
 from deploy.local.deployment import with_admin_key
 from deploy.local.launcher import ProcessLauncher
 from deploy.pools.orders import SetPools
@@ -260,7 +260,7 @@ def test_another_controller_finds_everything_and_nothing_is_lost():
             pools=PoolsConfig(),
         )
     )
-    plan = Plan(str(BUNDLED_MODEL), config, Pools(1, 1), secrets.token_hex(16), cores=2)
+    plan = ControllerPlan(str(BUNDLED_MODEL), config, Pools(1, 1), secrets.token_hex(16), cores=2)
     launcher = ProcessLauncher(NURSERY)
     told: list[str] = []
 

@@ -13,7 +13,7 @@ import pytest
 
 import deploy
 from deploy.local.launcher import STOP_TIMEOUT_S
-from deploy.pools.placement import Node, Placement, nodes_to_start_on
+from deploy.pools.placement import Node, NodePlacement, nodes_to_start_on
 from deploy.ray.files import CONSTRAINTS
 from engine.config import GatewayConfig, PoolsConfig
 from engine.control import Pools
@@ -168,7 +168,7 @@ def test_nodes_of_a_cloud_hold_what_baton_yaml_asks_for(name):
     given = read("baton")["pools"]
     pools = msgspec.convert({**given, "num_gpus": 1}, PoolsConfig)
     usable = nodes_to_start_on(node_types(name), pools, Pools(4, 4))
-    assert Placement.of(pools).room(usable) == 8  # as many as there are GPUs
+    assert NodePlacement.of(pools).room(usable) == 8  # as many as there are GPUs
     assert len(usable) == 2  # not the head
 
 

@@ -63,7 +63,7 @@ START = (
 SCRIPT = """
 import ray
 from deploy.ray.own_ray import NAMESPACE
-from deploy.pools.placement import Placement
+from deploy.pools.placement import NodePlacement
 from deploy.ray.launcher import RayLauncher
 from deploy.ray.places import RayPlaces
 from engine.control import Pools
@@ -71,7 +71,7 @@ from engine.messages import Role
 from tests.kits.services.served import poll_until
 
 ray.init(address="127.0.0.1:6379", namespace=NAMESPACE, log_to_driver=False)
-placement = Placement(1, "prefill_node", "decode_node")
+placement = NodePlacement(1, "prefill_node", "decode_node")
 launcher = RayLauncher.of_cluster(placement)
 rooms = [launcher.room(1)]
 for num_workers, room in ((3, 4), (0, 0)):

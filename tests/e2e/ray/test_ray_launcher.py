@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.pools.placement import Placement
+from deploy.pools.placement import NodePlacement
 from deploy.processes import GatewayReady, GatewaySpec
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Members
@@ -75,7 +75,7 @@ def test_nodes_are_not_asked_for_any_more_when_all_is_stopped(monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(ray_launcher, "request_resources", lambda *, bundles: asked.append(bundles))
     monkeypatch.setattr(ray_places, "reserved", list)
-    ray_launcher.RayLauncher.of_cluster(Placement(1)).stop_all()
+    ray_launcher.RayLauncher.of_cluster(NodePlacement(1)).stop_all()
     assert asked == [[]]
 
 
@@ -92,7 +92,7 @@ def test_that_somebody_died_is_noted_while_ray_gives_no_answer(monkeypatch):
     monkeypatch.setattr(ray_places, "_reserve", reserve)
     monkeypatch.setattr(ray_places, "nodes", list)
     monkeypatch.setattr(ray_places, "reserved", list)
-    places = ray_places.RayPlaces(Placement(1))
+    places = ray_places.RayPlaces(NodePlacement(1))
     with ThreadPoolExecutor(2) as threads:
         taking = threads.submit(places.take, "d0", Role.DECODE)
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.pools.placement import Node, NoPlace, Placement
+from deploy.pools.placement import Node, NodePlacement, NoPlace
 from engine.config import Spread
 from engine.errors import ConfigError
 from engine.messages import Role
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.long,  # several nodes; test_placement has the rules, test_ray_pools one node
 ]
 
-BY_ROLE = Placement(1, "prefill_node", "decode_node")
+BY_ROLE = NodePlacement(1, "prefill_node", "decode_node")
 P, D = Role.PREFILL, Role.DECODE
 
 
@@ -80,7 +80,7 @@ def places(nodes) -> Iterator[Any]:
 
     made: list[RayPlaces] = []
 
-    def make(placement: Placement) -> RayPlaces:
+    def make(placement: NodePlacement) -> RayPlaces:
         made.append(RayPlaces(placement))
         return made[-1]
 
@@ -123,16 +123,16 @@ def test_workers_are_put_where_their_role_may_be_started(places):
 
 
 def test_workers_are_packed_on_few_nodes_or_spread_over_all(places):
-    pack = places(Placement(1))
+    pack = places(NodePlacement(1))
     take(pack, ("p0", P), ("d0", D))
     assert len(set(reserved().values())) == 1
     pack.give_up_all()
-    take(places(Placement(1, spread=Spread.SPREAD)), ("p0", P), ("p1", P))
+    take(places(NodePlacement(1, spread=Spread.SPREAD)), ("p0", P), ("p1", P))
     assert len(set(reserved().values())) == 2
 
 
 def test_the_gpu_of_a_worker_that_died_is_its_next_ones_until_nobody_wants_it(places):
-    mine = places(Placement(1))
+    mine = places(NodePlacement(1))
     first = mine.take("d0", D)
     before = reserved()
     mine.leave("d0")
@@ -146,7 +146,7 @@ def test_the_gpu_of_a_worker_that_died_is_its_next_ones_until_nobody_wants_it(pl
 
 
 def test_a_start_that_was_given_up_does_not_take_the_place_of_the_next_one_along(places):
-    mine = places(Placement(1))
+    mine = places(NodePlacement(1))
     first = mine.take("d0", D)
     mine.give_up("d0")
     second = mine.take("d0", D)
@@ -157,9 +157,9 @@ def test_a_start_that_was_given_up_does_not_take_the_place_of_the_next_one_along
 
 
 def test_another_controller_finds_what_was_reserved(places):
-    take(places(Placement(1)), ("p0", P), ("d0", D), ("d1", D))
+    take(places(NodePlacement(1)), ("p0", P), ("d0", D), ("d1", D))
     before = reserved()
-    other = places(Placement(1))
+    other = places(NodePlacement(1))
     other.adopt()
     assert sorted(other.roles()) == [D, D, P]
     other.use("p0")
@@ -198,7 +198,7 @@ def test_where_a_role_has_no_room_a_worker_takes_what_another_has_left(places, m
 def test_a_node_that_others_have_taken_is_left_to_them(places):
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    mine = places(Placement(2))
+    mine = places(NodePlacement(2))
     chosen = mine.placement.choose(P, everywhere(), [])
     theirs = placement_group([{"GPU": 1}], bundle_label_selector=[{"ray.io/node-id": str(chosen)}])
     assert theirs.wait(10)
@@ -210,7 +210,7 @@ def test_a_node_that_others_have_taken_is_left_to_them(places):
 
 
 def test_a_node_goes_and_who_was_there_is_put_elsewhere(nodes, places):
-    mine = places(Placement(1, "spare_node", "spare_node", Spread.SPREAD))
+    mine = places(NodePlacement(1, "spare_node", "spare_node", Spread.SPREAD))
     lost = nodes.add(spare_node=1)
     take(mine, ("d0", D), ("d1", D))
     (gone,) = (name for name, node_id in reserved().items() if node_id == lost.node_id)

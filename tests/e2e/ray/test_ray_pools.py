@@ -8,7 +8,7 @@ import pytest
 
 from deploy.admin.client import AdminClient
 from deploy.commands.defaults import BUNDLED_MODEL
-from deploy.controller import Plan
+from deploy.controller import ControllerPlan
 from deploy.local.deployment import with_admin_key
 from deploy.ray.own_ray import OwnRay
 from engine.config import Config, GatewayConfig, WorkerConfig
@@ -32,7 +32,7 @@ def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch
         Config(worker=WorkerConfig(kv_mib=64), gateway=GatewayConfig(port=0, model_name="tiny"))
     )
     pools = Pools(0, 0, mixed=1)  # as few as will do
-    plan = Plan(str(BUNDLED_MODEL), config, pools, secrets.token_hex(16), cores=2)
+    plan = ControllerPlan(str(BUNDLED_MODEL), config, pools, secrets.token_hex(16), cores=2)
     own_ray = OwnRay()
     own_ray.open()
     try:

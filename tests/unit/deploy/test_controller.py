@@ -11,7 +11,7 @@ import pytest
 from deploy import controller
 from deploy.admin import api as admin
 from deploy.admin.api import AdminService
-from deploy.controller import Plan, PoolController
+from deploy.controller import ControllerPlan, PoolController
 from deploy.links import GatewayLink
 from deploy.pools.events import Connected
 from deploy.pools.orders import SetPlanner, SetPools, Stop
@@ -122,7 +122,7 @@ class World:
         self.clock = SetClock()
         self.launcher = FakeLauncher(running)
         self.told: list[str] = []
-        plan = Plan("model", config, Pools(1, 1), "token", cores=1)
+        plan = ControllerPlan("model", config, Pools(1, 1), "token", cores=1)
         self.controller = PoolController(
             plan, launcher=self.launcher, clock=self.clock, report=self.told.append
         )

@@ -5,8 +5,8 @@ import pytest
 from deploy.pools.placement import (
     HARDLY_ANYTHING,
     Node,
+    NodePlacement,
     Place,
-    Placement,
     nodes_to_start_on,
 )
 from engine.config import PoolsConfig, Spread
@@ -14,7 +14,7 @@ from engine.control import Pools
 from engine.errors import ConfigError
 from engine.messages import Role
 
-BY_ROLE = Placement(1, "prefill_node", "decode_node")
+BY_ROLE = NodePlacement(1, "prefill_node", "decode_node")
 HEAD = {"CPU": 4.0}
 
 
@@ -23,7 +23,7 @@ def nodes(*each: dict[str, float]) -> list[Node]:
     return [Node(chr(ord("a") + i), f"10.0.0.{i}", has) for i, has in enumerate(each)]
 
 
-def started(placement: Placement, roles: list[Role], there: list[Node]) -> list[str | None]:
+def started(placement: NodePlacement, roles: list[Role], there: list[Node]) -> list[str | None]:
     """Where workers of these roles are put, one after the other."""
     places: list[Place] = []
     for i, role in enumerate(roles):
@@ -38,7 +38,7 @@ P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 def test_a_worker_takes_its_gpus_and_the_resource_of_its_role():
     assert BY_ROLE.needs(P) == {"GPU": 1, "prefill_node": 1}
     assert BY_ROLE.needs(D) == BY_ROLE.needs(M) == {"GPU": 1, "decode_node": 1}
-    assert Placement().needs(P) == HARDLY_ANYTHING
+    assert NodePlacement().needs(P) == HARDLY_ANYTHING
 
 
 @pytest.mark.parametrize(
@@ -53,20 +53,20 @@ def test_a_worker_takes_its_gpus_and_the_resource_of_its_role():
 )
 def test_there_are_as_many_workers_as_each_nodes_gpus_suffice_for(num_gpus, has, expected):
     there = nodes(*({"CPU": 1.0, "GPU": float(num)} for num in has))
-    assert Placement(num_gpus).room(there) == expected
+    assert NodePlacement(num_gpus).room(there) == expected
 
 
 @pytest.mark.parametrize(
     ("placement", "has", "expected"),
     [
-        (Placement(), [{"CPU": 8.0}, {"CPU": 2.0}], 10),
-        (Placement(), [{"CPU": 1.0}], 4),
-        (Placement(), [{"CPU": 8.0}, {}], 8),  # nobody is put where nothing is
+        (NodePlacement(), [{"CPU": 8.0}, {"CPU": 2.0}], 10),
+        (NodePlacement(), [{"CPU": 1.0}], 4),
+        (NodePlacement(), [{"CPU": 8.0}, {}], 8),  # nobody is put where nothing is
         (BY_ROLE, [HEAD, {"GPU": 4.0, "prefill_node": 1.0}, {"GPU": 4.0, "decode_node": 2.0}], 3),
         (BY_ROLE, [{"GPU": 2.0, "prefill_node": 2.0, "decode_node": 2.0}], 2),
-        (Placement(0, "node", "node"), [HEAD, {"CPU": 8.0, "node": 3.0}], 3),
-        (Placement(0, "node", "node"), [HEAD, {"CPU": 8.0, "node": 1000.0}], 8),
-        (Placement(0, "prefill_node"), [HEAD, {"CPU": 8.0, "prefill_node": 1.0}], 12),
+        (NodePlacement(0, "node", "node"), [HEAD, {"CPU": 8.0, "node": 3.0}], 3),
+        (NodePlacement(0, "node", "node"), [HEAD, {"CPU": 8.0, "node": 1000.0}], 8),
+        (NodePlacement(0, "prefill_node"), [HEAD, {"CPU": 8.0, "prefill_node": 1.0}], 12),
         (BY_ROLE, [HEAD], 0),
     ],
 )
@@ -79,35 +79,35 @@ def test_what_limits_the_number_is_said():
     assert BY_ROLE.scarce(there) == (
         "nodes have 4 GPU, 2 decode_node, 2 prefill_node, of which a worker takes 1 GPU"
     )
-    assert Placement().scarce(nodes(HEAD)) == "nodes have 4 CPU"
+    assert NodePlacement().scarce(nodes(HEAD)) == "nodes have 4 CPU"
 
 
 def test_workers_are_packed_on_the_node_that_has_some():
     there = nodes(*[{"GPU": 2.0}] * 3)
-    assert started(Placement(1), [P, D, D, P, D], there) == ["a", "a", "b", "b", "c"]
+    assert started(NodePlacement(1), [P, D, D, P, D], there) == ["a", "a", "b", "b", "c"]
 
 
 def test_each_role_is_spread_by_itself_and_all_together():
     there = nodes(*[{"GPU": 4.0}] * 3)
-    spread = Placement(1, spread=Spread.SPREAD)
+    spread = NodePlacement(1, spread=Spread.SPREAD)
     assert started(spread, [P, P, D, D, D, P], there) == ["a", "b", "c", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("spread", Spread)
 def test_roles_are_started_where_their_resource_is(spread):
     there = nodes(HEAD, {"GPU": 4.0, "prefill_node": 1.0}, {"GPU": 2.0, "decode_node": 4.0})
-    placement = Placement(1, "prefill_node", "decode_node", spread)
+    placement = NodePlacement(1, "prefill_node", "decode_node", spread)
     assert started(placement, [P, P, D, M, D], there) == ["b", None, "c", "c", None]
 
 
 def test_parts_of_a_gpu_are_not_put_together():
-    assert started(Placement(0.4), [P] * 5, nodes({"GPU": 2.0})) == ["a"] * 4 + [None]
+    assert started(NodePlacement(0.4), [P] * 5, nodes({"GPU": 2.0})) == ["a"] * 4 + [None]
 
 
 @pytest.mark.parametrize("spread", Spread)
 def test_without_gpus_a_core_to_spare_comes_first(spread):
     there = nodes({"CPU": 1.0}, {"CPU": 2.0})
-    found = started(Placement(spread=spread), [P, D, D, D], there)
+    found = started(NodePlacement(spread=spread), [P, D, D, D], there)
     assert sorted(str(node_id) for node_id in found[:3]) == ["a", "b", "b"]
     assert found[3] is not None
 
@@ -124,7 +124,7 @@ def test_nodes_are_asked_for_by_the_roles_that_are_missing():
     assert decode_nodes(2, [P, P, D], Pools(2, 1)) == [0, 0]
     assert decode_nodes(0, [P, D], Pools()) == []
     assert BY_ROLE.bundles(1, [], Pools(1, 0)) == [{"GPU": 1, "prefill_node": 1}]
-    assert Placement().bundles(2, [], Pools()) == [{"CPU": 1.0}] * 2
+    assert NodePlacement().bundles(2, [], Pools()) == [{"CPU": 1.0}] * 2
 
 
 def test_who_finds_no_room_takes_what_another_role_has_left():
@@ -134,7 +134,7 @@ def test_who_finds_no_room_takes_what_another_role_has_left():
     assert BY_ROLE.stand_in(D, there, full) is P
     full.append(Place("d1", P, "a", BY_ROLE.needs(P)))
     assert BY_ROLE.stand_in(D, there, full) is BY_ROLE.stand_in(P, there, full) is None
-    assert Placement(1).stand_in(D, nodes({"GPU": 1.0}), []) is None  # there are no others
+    assert NodePlacement(1).stand_in(D, nodes({"GPU": 1.0}), []) is None  # there are no others
 
 
 def test_the_first_workers_must_all_find_a_node():

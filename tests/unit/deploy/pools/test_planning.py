@@ -9,7 +9,7 @@ from deploy.pools.effects import SetWorkerRole, StartWorker
 from deploy.pools.events import Connected, Disconnected, PoolTick, RoleSeen, RoomSeen, WorkerStarted
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools
-from deploy.pools.planning import Outcome, Planning, rules_of
+from deploy.pools.planning import DecisionOutcome, Planning, rules_of
 from deploy.pools.wanted import PoolLimits
 from engine.config import (
     Config,
@@ -95,7 +95,7 @@ def test_a_load_that_turns_flips_workers_there_and_back():
     world = World(Pools(2, 2))
     first = world.tick(READING)
     assert (first.before, first.after) == (Pools(2, 2), Pools(3, 1))
-    assert first.outcome is Outcome.DONE
+    assert first.outcome is DecisionOutcome.DONE
     assert world.wanted == Pools(3, 1)
     assert [w.role for w in world.machine.workers.values()].count(Role.PREFILL) == 3
     assert world.tick(WRITING, seconds=14) is None  # it cools down
@@ -108,14 +108,14 @@ def test_a_load_that_turns_flips_workers_there_and_back():
 def test_a_dry_run_tells_what_it_would_do_once_and_does_nothing():
     world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
     told = world.tick(READING)
-    assert (told.after, told.outcome) == (Pools(3, 1), Outcome.ONLY_TOLD)
+    assert (told.after, told.outcome) == (Pools(3, 1), DecisionOutcome.ONLY_TOLD)
     assert str(told) == "prefill 2 → 3, decode 2 → 1: only told"
     assert any("requests/s" in reason for reason in told.reasons)
     assert world.tick(READING, seconds=20) is None
     assert len(world.planning.decisions) == 1
     assert world.wanted == Pools(2, 2)
     world.feed(SetPlanner(PlannerMode.ON))
-    assert world.tick(READING).outcome is Outcome.DONE
+    assert world.tick(READING).outcome is DecisionOutcome.DONE
 
 
 def test_what_is_done_is_news_also_where_the_same_was_done_before():
@@ -151,7 +151,7 @@ def test_what_is_refused_is_kept_with_the_reason_and_told_once():
     planning = world.planning = Planning(world.machine, RULES, order=refuse)
     world.rest()
     decision = world.tick(READING, seconds=5)
-    assert (decision.outcome, decision.why_refused) == (Outcome.REFUSED, "not now")
+    assert (decision.outcome, decision.why_refused) == (DecisionOutcome.REFUSED, "not now")
     assert str(decision).endswith("refused (not now)")
     assert len(planning.decisions) == 1
     assert world.wanted == Pools(2, 2)
