@@ -10,8 +10,8 @@ Each worker has a placement group of its own, detached and called by the worker'
     it is stopped           the group is removed
     the controller dies     the next one finds the groups by their names
 
-That costs some milliseconds a start. `NodePlacement.choose` says which node; where others than Baton
-have taken what it counts on, Ray is left to find one, or an autoscaler to make one.
+A start takes some milliseconds longer so. `NodePlacement.choose` says which node. If programs other
+than Baton took what it counts on, Ray finds a node, or an autoscaler makes one.
 """
 
 import logging
