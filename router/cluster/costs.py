@@ -1,24 +1,24 @@
-"""What work costs on a worker, in seconds: the formulas, and their coefficients learned in passing.
+"""The seconds that work costs on a worker: formulas whose coefficients are learned online.
 
     prefill   A + B·(n - p) + C·(n² - p²)     n tokens of a prompt, of which p are cached
     decode    D + E·b + F·kv                  a step of b sequences with kv tokens of context in all
     pull      t0 + t_block·k + bytes / rate   k blocks
 
-A chunk of a prompt is priced like a prompt of which all before the chunk is cached, so the sum over
-a prompt's chunks is the price of the prompt with A paid once a chunk.
+A chunk is priced like a prompt of which everything before the chunk is cached. So the prices of a
+prompt's chunks sum to the price of the prompt, if A is paid once a chunk.
 
-Coefficients are learned for each class of workers (those of one role, model and machine) from
-reports of their steps and pulls. Each fit keeps sums of products, in which old observations count
-less and less, and is their weighted least-squares solution without negative coefficients. Errors
-are relative, since times span decades. An observation far from what was expected is cut, for a step
-that was interrupted says nothing of the next; when many in a row are far off to the same side the
-workers have changed, and what was learned before them is forgotten.
+Coefficients are learned for each class of workers (one role, model and machine) from reports of
+their steps and pulls. Each fit keeps sums of products in which old observations fade. Its solution
+is the weighted least-squares one without negative coefficients. Errors are relative, since times
+span decades.
 
-How far the fit is from what was observed next is kept beside it: nobody should believe a prediction
-without asking for its error.
+An observation far from the expected one is cut, because an interrupted step says nothing about the
+next. After many in a row on the same side the workers have changed, and the fit starts anew.
+
+Each fit also keeps its recent prediction errors. Read them before you trust a prediction.
 
 Pure: no clock, no tensor. Sources: the shape of the formulas, DistServe (Zhong et al., OSDI 2024,
-appendix A) and AIConfigurator's tables; the pull's, NIXL's cost of a descriptor.
+appendix A) and AIConfigurator's tables; that of the pull, NIXL's cost of a descriptor.
 """
 
 import math
@@ -63,7 +63,7 @@ class PullCost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
-    """What a class of workers costs; None where nothing is known yet."""
+    """The costs of a class of workers; None where nothing is known yet."""
 
     prefill: PrefillCost | None = None
     decode: DecodeCost | None = None
@@ -72,7 +72,7 @@ class WorkerCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostErrors:
-    """How far predictions were off lately, as shares of the truth; None before there were any."""
+    """Recent prediction errors, as shares of the true times; None before any prediction."""
 
     prefill: float | None = None
     decode: float | None = None
@@ -100,11 +100,11 @@ class StepSample:
 _MEMORY = 0.995  # what an observation weighs when the next has come
 _ERROR_MEMORY = 0.95
 _LARGEST_ERROR = 0.5  # as a share of the prediction; what is beyond is cut
-_NUM_SURPRISES = 4  # errors cut in a row on one side, until all before them is forgotten
+_NUM_SURPRISES = 4  # errors cut in a row on one side before the fit starts anew
 _NUM_YOUNG = 8  # so many observations are taken as they are
-_NUM_EAGER = 16  # so many observations are each solved for, then one in _SOLVE_EVERY
+_NUM_EAGER = 16  # the first observations are each solved for, later one in _SOLVE_EVERY
 _SOLVE_EVERY = 8
-_RIDGE = 1e-6  # of the average observation: keeps what cannot be told apart finite
+_RIDGE = 1e-6  # of the average observation: keeps coefficients of collinear features finite
 
 
 class Fit:
@@ -122,7 +122,7 @@ class Fit:
 
     @property
     def is_known(self) -> bool:
-        """Whether there was any observation."""
+        """True if there was any observation."""
         return self._num_seen > 0
 
     @property
@@ -136,7 +136,7 @@ class Fit:
         return self._weights
 
     def predict(self, x: Sequence[float]) -> float:
-        """What an observation with these features would be."""
+        """Predicts an observation with these features."""
         return sum(w * f for w, f in zip(self.weights, x, strict=True))
 
     def observe(self, x: Sequence[float], y: float) -> None:
@@ -151,7 +151,7 @@ class Fit:
         self._add(x, y)
 
     def _cut(self, y: float, expected: float) -> float:
-        """What is believed of an observation."""
+        """Limits an observation that is far from the expected one."""
         low, high = expected * (1 - _LARGEST_ERROR), expected * (1 + _LARGEST_ERROR)
         side = (y > high) - (y < low)
         self._surprises = self._surprises + side if side and self._surprises * side >= 0 else side
@@ -181,9 +181,9 @@ def _mix(mean: float, value: float) -> float:
 
 
 def _solve(products: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
-    """Minimises wᵀ·products·w - 2·targets·w over w ≥ 0: the best of all choices of zeros.
+    """Minimises wᵀ·products·w - 2·targets·w over w ≥ 0, by trying every choice of zeros.
 
-    There are few features, so all choices are tried: that is exact, and it ends.
+    There are few features, so this is exact and ends.
     """
     num = len(targets)
     scale = np.sqrt(np.diagonal(products))
@@ -219,10 +219,10 @@ class OnlineCosts:
         self._fits: dict[Hashable, _Fits] = {}
 
     def observe_step(self, worker_class: Hashable, step: StepSample) -> None:
-        """A worker of this class took a step.
+        """Learns from one step of a worker of this class.
 
-        Of a step that computes prompts and decodes, what decoding is known to add is taken off
-        before prefill learns from it: the fixed part is paid once.
+        If the step also decodes, the known cost of decoding is subtracted before prefill learns
+        from it. So the fixed part is paid once.
         """
         fits = self._of(worker_class)
         decode = (1.0, step.num_rows, step.num_context_tokens)
@@ -245,7 +245,7 @@ class OnlineCosts:
             self._of(worker_class).pull.observe((1.0, num_blocks, num_bytes), seconds)
 
     def costs(self, worker_class: Hashable) -> WorkerCosts:
-        """What is known of a class."""
+        """Returns the known costs of a class."""
         fits = self._fits.get(worker_class)
         if fits is None:
             return WorkerCosts()
@@ -254,13 +254,13 @@ class OnlineCosts:
         return fits.costs
 
     def num_forgotten(self, kind: str, worker_class: Hashable) -> int:
-        """How often all that was known of "prefill", "decode" or "pull" was forgotten."""
+        """Counts how often the fit of "prefill", "decode" or "pull" started anew."""
         fits = self._fits.get(worker_class)
         fit: Fit | None = None if fits is None else getattr(fits, kind)
         return 0 if fit is None else fit.num_forgotten
 
     def errors(self, worker_class: Hashable) -> CostErrors:
-        """How far off the predictions for a class are."""
+        """Returns the prediction errors of a class."""
         fits = self._fits.get(worker_class)
         if fits is None:
             return CostErrors()

@@ -1,13 +1,13 @@
-"""What a gateway predicts of its workers, in seconds, from what it has seen of them.
+"""A gateway's predictions of its workers' times, in seconds, from its own observations.
 
-Two models, by how much is known. At first a rate: seconds per token computed, per byte pulled, or
-per decode step, over all workers. Then, for a class of workers that has shown work of different
-sizes, the formulas of `router.cluster.costs`. No observation, no prediction.
+There are two models. At first a rate over all workers: seconds per computed token, per pulled byte,
+per decode step. Then, for a class of workers that has shown work of different sizes, the formulas
+of `router.cluster.costs`. Without an observation there is no prediction.
 
-Prompts are timed from their first chunk to their first token, pulls by the decode workers' word,
-decode steps by the workers' reports.
+Prompts are timed from their first chunk to their first token. Decode workers report the times of
+pulls, and all workers those of decode steps.
 
-Fits are not free: once a class is well known only every so many of its observations are taken.
+Fits cost time. For a well-known class only one in `EVERY` observations is used.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ FIRST_OFFER_S = 0.1  # until a worker in the middle of a step answers, by guess
 RATE_MEMORY = 0.9  # weight of all earlier observations against the latest
 ENOUGH = 12  # observations until formulas are believed
 SPREAD = 3.0  # and the largest of them must be so many times the smallest
-EVERY = 8  # of the observations of what is well known, one in so many is taken
+EVERY = 8  # of a well-known class, one in so many observations is used
 WELL_KNOWN = 64
 
 WorkerClass = tuple[Role, int, int]
@@ -66,7 +66,7 @@ class Rate:
 
 @dataclass(slots=True)
 class _Sizes:
-    """How many observations there were since all was forgotten, and of what sizes."""
+    """The number of observations since the last new start, and the range of their sizes."""
 
     num_forgotten: int = 0  # times
     number: int = 0
@@ -74,7 +74,7 @@ class _Sizes:
     most: float = 0.0
 
     def note(self, size: float) -> bool:
-        """Whether this observation is to be taken."""
+        """Notes an observation of this size. Returns True if the fit should use it."""
         self.number += 1
         self.least, self.most = min(self.least, size), max(self.most, size)
         return self.number <= WELL_KNOWN or self.number % EVERY == 0
@@ -115,7 +115,8 @@ class Estimates:
             self._online.observe_step(worker_class(worker), sample)
 
     def observe_pull(self, worker: WorkerView, num_blocks: int, *, seconds: float) -> None:
-        """So many blocks were on their way for so long; zero seconds: nobody measured."""
+        """Learns from a pull of `num_blocks` blocks. Zero seconds mean that no time was measured.
+        """
         if num_blocks <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -149,8 +150,9 @@ class Estimates:
         return self._of(kind, worker).note(size)
 
     def _of(self, kind: str, worker: WorkerView) -> _Sizes:
-        """Of what the formula was learned from: of one size alone, it would say of others nothing
-        that is true.
+        """Returns the sizes from which a formula was learned.
+
+        A formula that has seen one size only predicts nothing true for others.
         """
         key = kind, worker_class(worker)
         sizes = self._sizes.setdefault(key, _Sizes())
@@ -218,10 +220,11 @@ class Estimates:
         return self._offer_s
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """One decode step of so many sequences with so much context in all."""
+        """Predicts one decode step of `num_seqs` sequences with `context_tokens` of context in all.
+        """
         cost = self.decode_cost(worker)
         return None if cost is None else cost.seconds(num_seqs, context_tokens)
 
     def errors(self, worker: WorkerView) -> CostErrors:
-        """How far the formulas for workers like this one were off lately."""
+        """Returns the recent errors of the formulas for the class of this worker."""
         return self._online.errors(worker_class(worker))

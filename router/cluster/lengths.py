@@ -1,10 +1,11 @@
-"""How long answers become, judged by those that ended.
+"""Predicted lengths of answers, from the answers that ended.
 
-Clients say how long an answer may be, not how long it will be; many say nothing, which means all
-that the context allows. What answers with a like bound came to is the better guess: memory is
-reserved for nearly the longest of them, and what is yet to come of one is predicted by those that
-were longer than it is now: some kinds of answers are nearly complete when they are long, others
-have only begun. Bounds are alike that have the same number of binary digits.
+Clients say how long an answer may be, and many say nothing, which means the whole context. Answers
+with a similar bound are a better guide. Memory is reserved for nearly the longest of them. The rest
+of a running answer is predicted from those that were longer than it is now: some kinds of answers
+are nearly complete when they are long, others have only begun.
+
+Bounds are similar if they have the same number of binary digits.
 """
 
 from bisect import bisect_right

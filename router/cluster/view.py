@@ -1,10 +1,11 @@
 """The cluster as one gateway sees it: live workers, and what is promised to each.
 
-Claims are debits on predicted capacity, made when a request is placed and credited back when its
-need ends. They are exact for what this gateway sends, whatever the workers last reported. What
-other gateways claim is learned from the workers' reports: what is there, less what is our own.
-Promises that cross a report on the way count as the other gateways' too little, never twice; the
-next report puts that right.
+Claims are debits on predicted capacity. They are made when a request is placed, and returned when
+its need ends. They are exact for the requests of this gateway, whatever the workers last reported.
+
+Claims of other gateways come from the workers' reports: the reported load less our own. A promise
+that crosses a report is missing from the others' share until the next report. It is never counted
+twice.
 """
 
 from dataclasses import dataclass, field
@@ -37,13 +38,13 @@ class DecodeClaim:
 
     @property
     def num_tokens(self) -> int:
-        """Of the answer, so far."""
+        """Tokens of the answer so far."""
         return self.context_tokens - self.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """What other gateways hold of a worker, when it last reported."""
+    """Other gateways' share of a worker at its last report."""
 
     prompt_tokens: int = 0  # of prompts that wait or are being computed
     seqs: int = 0  # that decode, or will
@@ -176,12 +177,13 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def ready(self, foreign_s: float = 0.0) -> tuple[float, float]:
-        """When it is predicted to have computed all prompts that it was given, and how many seconds
-        from now at least: the first may take longer than predicted, those behind it do not begin
-        before it is done.
+        """Returns when the worker has computed all its prompts, and the least seconds from now.
 
-        `foreign_s` is what those of other gateways took when it last reported; it works on all of
-        them in turn, and what it has done for us since then it has not done for them.
+        The first prompt may take longer than predicted, and the others do not begin before it is
+        done.
+
+        `foreign_s` are the seconds of other gateways' prompts at the last report. The worker takes
+        turns among gateways, so its work for us since then is not work for them.
         """
         if not self.prefills:
             return (self.reported_s + foreign_s if foreign_s > 0.0 else -inf), 0.0
@@ -223,7 +225,7 @@ class WorkerView:
         return self.reserved_tokens + self.foreign.prompt_tokens
 
     def can_pull_from(self, source: "WorkerView") -> bool:
-        """Whether blocks of the other mean the same here, and arrive as they were.
+        """True if the source's blocks mean the same here, and arrive as they were.
 
         A prefix that was rounded on its way would be cached as if it had been computed.
         """
@@ -238,9 +240,9 @@ class WorkerView:
 class ClusterView:
     """All live workers; only the router machine changes it.
 
-    `severed` are pairs of a source and a sink between which KV lately did not arrive though both
-    live, each with the time at which it will be tried again. Who has `touched` workers' claims or
-    loads is found there until somebody takes note of it.
+    `severed` holds pairs of a source and a sink between which KV lately did not arrive though both
+    live. Each has the time at which the pair is tried again. `touched` holds workers whose claims
+    or loads changed since a reader last cleared it.
 
     `capacity_tokens` is the length of the longest request that the workers could hold.
     """
@@ -266,8 +268,8 @@ class ClusterView:
     def measure(self) -> None:
         """Sets the length of the longest request that the workers could hold.
 
-        Some worker must have memory for its prompt, and some worker for its end. While one of the
-        roles has no worker, the length stays: its workers are likely to come back as they were.
+        One worker must have memory for its prompt, and one for its end. While a role has no worker,
+        the length stays: its workers are likely to come back as they were.
         """
         workers = [worker for _, worker in self.prefillers()]
         prompt_tokens = max((w.num_tokens for w in workers), default=0)
@@ -277,13 +279,13 @@ class ClusterView:
             self.capacity_tokens = min(prompt_tokens, end_tokens)
 
     def prefillers(self) -> list[tuple[WorkerId, WorkerView]]:
-        """Workers that are there to prefill or, where nobody is, those that can do so locally."""
+        """Workers that prefill; if there are none, decode workers that can do it locally."""
         workers = self.workers.items()
         found = [(i, w) for i, w in workers if w.info.role.prefills]
         return found or [(i, w) for i, w in workers if w.info.prefills_locally]
 
     def missing(self) -> str | None:
-        """Whose absence keeps requests from being served. None: they can be."""
+        """The role whose absence keeps requests from being served; None if they can be served."""
         if not self.prefillers():
             return "no prefill worker"
         if not any(worker.info.role.decodes for worker in self.workers.values()):

@@ -6,7 +6,7 @@ from router.policies.base import Asked, Busy, Choice, Placement
 
 
 class AtRandom:
-    """What every other policy is to be better than."""
+    """The baseline for every other policy."""
 
     name: ClassVar[str] = "random"
     binds_late: ClassVar[bool] = False

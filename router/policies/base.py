@@ -1,8 +1,8 @@
-"""What a placement policy is asked, and what it may answer.
+"""The question that a placement policy gets, and its possible answers.
 
-A policy chooses among candidates, workers that could serve the request now (`candidates.py`). It
-is a function of the view, the need and the costs; ties fall by a seeded generator, which is its
-only state beside a turn to take.
+A policy chooses among candidates, the workers that could serve the request now (`candidates.py`).
+It is a function of the view, the need and the costs. A seeded generator breaks ties. That generator
+and a turn counter are its only state.
 """
 
 import random
@@ -28,7 +28,8 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompt:
-    """Where another request had the same prompt computed, and how much of it is found there."""
+    """The placement of another request with the same prompt, and the prompt's tokens found there.
+    """
 
     placement: Placement
     num_tokens: int
@@ -36,14 +37,14 @@ class SharedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a placement must provide for."""
+    """The room that a placement must provide."""
 
     num_tokens: int  # to prefill
     max_len: int  # tokens at the end of the answer, prompt included
     predicted_len: int | None = None  # the same, as answers like it ended; None: `max_len`
     kept_tokens: Mapping[WorkerId, int] = field(default_factory=dict)  # left by earlier attempts
     shared: SharedPrompt | None = None
-    preempted_s: Mapping[WorkerId, float] = field(default_factory=dict)  # when, and by whom
+    preempted_s: Mapping[WorkerId, float] = field(default_factory=dict)  # when, by worker
     tpot_bound_s: float | None = None
     may_pull: bool = True
 
@@ -61,7 +62,7 @@ class Need:
 
 
 class Known(Protocol):
-    """Which leading tokens of the prompt are where, looked up when a policy first asks."""
+    """The prompt's leading tokens that workers hold, looked up when a policy first asks."""
 
     def matched_tokens(self) -> Mapping[WorkerId, int]:
         """Leading tokens in full blocks that each worker holds; one token is always left over."""
@@ -84,7 +85,9 @@ class Costs(Protocol):
         ...
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """One decode step of so many sequences with so much context in all."""
+        """Seconds of one decode step of `num_seqs` sequences with `context_tokens` of context in
+        all.
+        """
         ...
 
 
@@ -124,11 +127,13 @@ class Impossible:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Workers that could take a request now. `partners` are, of each prefill worker, the decode
-    workers that have room and that KV can reach from it; one that decodes too goes on by itself.
+    """Workers that could take a request now.
 
-    There may be no prefill worker, if the policy asks decode workers to prefill locally; where none
-    of these does so, `busy` is what is waited for.
+    `partners` maps each prefill worker to the decode workers that have room and that its KV can
+    reach. A worker that also decodes is its own partner.
+
+    There may be no prefill worker, if the policy asks decode workers to prefill locally. If none of
+    these can, `busy` says what the request waits for.
     """
 
     prefillers: list[Worker]

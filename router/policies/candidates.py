@@ -1,20 +1,20 @@
-"""Which workers could take a request now, whatever the policy.
+"""The workers that could take a request now, for every policy.
 
-A prompt waits in the router until some prefill worker has little left to do, so nobody waits behind
-a long prompt while another worker idles. Little is a number of predicted seconds, or of tokens as
-long as nobody knows how long they take. Policies that do not bind late are not held up by that.
+A prompt waits in the router until a prefill worker has little left to do. So no prompt waits behind
+a long one while another worker is idle. "Little" is a number of predicted seconds, or of tokens
+while there is no prediction. Policies that do not bind late skip this.
 
-Memory at a decode worker is counted at the length that answers are predicted to reach, for those
-that are there as for the one that comes. Predictions fail: then the worker gives its youngest back.
+Memory at a decode worker is counted at the predicted lengths of answers, for running requests and
+for the new one. If a prediction fails, the worker returns its youngest sequence.
 
-A decode worker that ran out of memory under this request is open to it again when it has reported
+A decode worker that ran out of memory under this request may take it again after it has reported
 room for all of it.
 
-A mixed worker decodes what it prefills. Where nobody is there to prefill, decode workers that do so
+A mixed worker decodes what it prefills. If there is no prefill worker, decode workers that prefill
 locally stand in, however long it takes.
 
-Severed workers are not put together while there are others, even if those are busy: to wait for
-them is quicker than to fail again.
+Severed workers are not combined while there are others, even if those are busy. To wait is quicker
+than to fail again.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ LEAST_WAIT_S = 1e-3  # predictions are no finer, and sums of times no truer
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """How much a prefill worker may still have to do when it is given another prompt."""
+    """The most work that a prefill worker may still have when it gets another prompt."""
 
     tokens: int  # with the new one; one prompt may always be there
     seconds: float  # without it, where they are known
@@ -37,8 +37,10 @@ class Backlog:
     now_s: float
 
     def wait_s(self, worker: WorkerView, num_tokens: int) -> float:
-        """Seconds until it has room; 0 if it has now, infinity if nobody knows, or if time alone
-        does not help: its first prompt takes longer than predicted, and the others wait for it.
+        """Seconds until the worker has room; 0 if it has room now.
+
+        Infinity if no time is known, or if time alone does not help: its first prompt takes longer
+        than predicted, and the others wait for it.
         """
         ready_s = predicted_ready_s(worker, self.costs, self.now_s)
         if ready_s is not None:
@@ -53,7 +55,7 @@ class Backlog:
 
 
 def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float | None:
-    """Seconds until it has computed all that it was given. None where nobody knows."""
+    """Seconds until the worker has computed all that it was given. None if unknown."""
     if worker.prefills and not worker.reserved_s:
         return None
     foreign_s = foreign_prefill_s(worker, costs)
@@ -61,9 +63,9 @@ def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float |
 
 
 def longest_predicted_s(worker: WorkerView, costs: Costs) -> float | None:
-    """What a step there takes at the most: one with all that it was given, prompts whole.
+    """The longest predicted step there: all that it was given, with whole prompts.
 
-    None where nobody knows.
+    None if unknown.
     """
     foreign_s = foreign_prefill_s(worker, costs)
     if foreign_s is None or (worker.prefills and not worker.reserved_s):
@@ -77,7 +79,7 @@ def longest_predicted_s(worker: WorkerView, costs: Costs) -> float | None:
 
 
 def foreign_prefill_s(worker: WorkerView, costs: Costs) -> float | None:
-    """What prompts of other gateways took there when it last reported. None where nobody knows."""
+    """Seconds of other gateways' prompts at the worker's last report. None if unknown."""
     if not worker.foreign.prompt_tokens:
         return 0.0
     return costs.prefill_s(worker, worker.foreign.prompt_tokens, 0)
@@ -91,10 +93,10 @@ def find(
     locally: bool = False,
     other_than: WorkerId | None = None,
 ) -> Candidates | Busy | Impossible:
-    """Workers that have room; with `backlog`, only prefill workers with little to do.
+    """Finds workers that have room; with `backlog`, only prefill workers with little to do.
 
-    With `locally` there need not be any, if a decode worker with room can prefill. One worker is
-    not asked.
+    With `locally` there may be no prefill worker, if a decode worker with room can prefill.
+    `other_than` is left out.
     """
     workers = view.workers.items()
     decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
@@ -189,7 +191,7 @@ def decode_blocks(worker: WorkerView, need: Need) -> int:
 
 
 def has_memory(worker: WorkerView, num_tokens: int) -> bool:
-    """Whether it could hold so many tokens if it held nothing else."""
+    """True if the worker could hold this many tokens if it held nothing else."""
     return worker.info.layout.num_blocks_for(num_tokens) <= worker.info.num_blocks
 
 
@@ -198,19 +200,19 @@ def _fits_empty(worker: WorkerView, need: Need) -> bool:
 
 
 def _could_prefill(worker: WorkerView, need: Need) -> bool:
-    """Whether it holds the prompt; one that goes on decoding, the whole answer."""
+    """True if the worker holds the prompt or, if it goes on decoding, the whole answer."""
     if worker.info.role.decodes:
         return _fits_empty(worker, need)
     return has_memory(worker, need.num_tokens)
 
 
 def promised_share(worker: WorkerView) -> float:
-    """Of its KV, how much is promised."""
+    """The promised share of a worker's KV."""
     return worker.promised_blocks / worker.info.num_blocks
 
 
 def has_room(worker: WorkerView, need: Need) -> bool:
-    """Whether a decode worker has memory and a place for it."""
+    """True if a decode worker has memory and a place for the request."""
     blocks = worker.promised_blocks + decode_blocks(worker, need)
     if blocks > worker.info.num_blocks or worker.num_decodes >= worker.info.max_running:
         return False
@@ -226,7 +228,7 @@ def _has_reported_room(worker: WorkerView, need: Need, since_s: float) -> bool:
 
 
 def least(workers: Sequence[Worker], cost: Callable[[Worker], tuple[float, ...]]) -> list[Worker]:
-    """Those of the least cost, in order of name."""
+    """Returns the workers of least cost, in order of name."""
     costs = [cost(item) for item in workers]
     lowest = min(costs)
     return sorted(

@@ -1,8 +1,8 @@
-"""Which decode worker a sequence that runs already goes on in.
+"""The decode worker in which a running sequence goes on.
 
-The same that a policy says of a new one: room at its predicted end, and the least time per token
-once it has joined or, as long as nobody knows that, the one of whose KV the smallest share is
-promised. Its pace is kept up as well as can be: it is not held back for a bound.
+The rule is the policy's for a new sequence: room at its predicted end, then the least time per
+token after it has joined. While that is unknown, the worker with the smallest promised share of KV
+is taken. The sequence is not held back for a bound on its pace.
 """
 
 import random
@@ -17,7 +17,7 @@ from router.policies.slo import tpot_s
 def next_decoder(
     view: ClusterView, need: Need, *, source: WorkerId, costs: Costs, rng: random.Random
 ) -> WorkerId | None:
-    """Where a sequence at `source` goes. None where there is no room for it now."""
+    """Chooses where a sequence at `source` goes on. None if there is no room for it now."""
     able = [item for item in _others(view, source) if has_room(item[1], need)]
     if not able:
         return None

@@ -1,8 +1,8 @@
-"""The prefill worker with the shortest backlog, the decode worker with the most free KV.
+"""The prefill worker with the shortest backlog, and the decode worker with the most free KV.
 
-If the two workers that share the prompt have room, it is these. A decode worker where an earlier
-attempt left KV goes before the others: it pulls only the rest. Among prefill workers with equal
-backlogs, one from which it can pull is taken. A prefix is pulled where that is quicker.
+If the two workers of a shared prompt have room, the policy takes them. A decode worker where an
+earlier attempt left KV goes first, as it pulls the rest only. Among prefill workers with equal
+backlogs, one from which that worker can pull is taken. A prefix is pulled where that is quicker.
 """
 
 from typing import ClassVar

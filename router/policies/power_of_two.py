@@ -1,4 +1,4 @@
-"""Of two workers drawn by chance the less loaded one, for prefill and for decode.
+"""The less loaded of two random workers, for prefill and for decode.
 
 Source: Mitzenmacher, The power of two choices in randomized load balancing, 2001.
 """

@@ -1,7 +1,8 @@
-"""The prefill worker with the least to compute before the prompt is done, what it holds left out.
+"""The prefill worker with the fewest tokens to compute before the prompt is done.
 
-Affinity against balance by one sum of tokens: its backlog and what it would have to compute of this
-prompt. Nothing is pulled and nobody waits in the router, so a hot prefix has a queue where it is.
+One sum weighs affinity against balance: a worker's backlog, plus the part of this prompt that it
+does not hold. Nothing is pulled and no prompt waits in the router, so a hot prefix has a queue
+where it is.
 
 Source: the cost of Dynamo's KV router, with a credit of one for each cached token.
 """

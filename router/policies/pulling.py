@@ -1,4 +1,4 @@
-"""Where a prompt's prefix could be pulled from before a worker computes the rest."""
+"""Workers from which a prompt's prefix could be pulled before another one computes the rest."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Holders:
         here = self.matched.get(sink_id, 0)
         if not self._asked.need.may_pull or not self._ranked or -self._ranked[0][0] <= here:
             return None
-        # What workers alike can pull is looked up once: there may be a thousand of them.
+        # Workers of one kind can pull the same: looked up once, as there may be a thousand of them.
         info = worker.info
         kind = (info.fingerprint, info.kv_wire_dtype, info.layout)
         if kind not in self._found:
@@ -61,7 +61,7 @@ class Holders:
         return Holder(self._asked.rng.choice(found.workers), found.num_tokens, found.answers_s)
 
     def _most_for(self, sink: WorkerView) -> tuple[int, list[WorkerId]]:
-        """Of those that it could pull from, the ones that hold most, and how much that is."""
+        """Returns the workers with the longest prefix that this sink can pull, and its tokens."""
         most: int = 0
         equals: list[WorkerId] = []
         for negative, worker_id in self._ranked:
@@ -73,7 +73,7 @@ class Holders:
         return most, equals
 
     def _soonest(self, holders: tuple[int, list[WorkerId]]) -> "_Found":
-        """Those that can answer first: a worker hears nothing before its step is over."""
+        """Returns the workers that can answer first: a worker handles no event during a step."""
         num_tokens, equals = holders
         waits_s = [self._answers_s(worker_id) for worker_id in equals]
         least_s = min(waits_s, default=0.0)
@@ -88,14 +88,14 @@ class Holders:
 
 @dataclass(frozen=True, slots=True)
 class Bid:
-    """What it takes a worker to have a prompt computed, and whether it pulls a prefix first."""
+    """The cost of having a worker compute a prompt, and the prefix that it pulls first, if any."""
 
     seconds: float
     source: Holder | None = None
 
 
 def bid(asked: Asked, sink: Worker, num_cached: int, holder: Holder | None) -> Bid | None:
-    """The quicker of computing all that is not here and of pulling first. None: nobody knows."""
+    """Returns the quicker of computing all and of pulling first. None if no time is known."""
     worker, num_tokens = sink[1], asked.need.num_tokens
     compute_s = asked.costs.prefill_s(worker, num_tokens, num_cached)
     if compute_s is None:

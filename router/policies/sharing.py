@@ -1,4 +1,4 @@
-"""What every policy does with the followers of a group, and with a decode worker to choose."""
+"""Rules of every policy: for followers of a group, and for the choice of a decode worker."""
 
 from engine.messages import WorkerId
 from router.policies.base import Asked, Choice, Placement, Worker
@@ -23,7 +23,7 @@ def with_leader(asked: Asked) -> Choice | None:
 
 
 def _has_time(asked: Asked, worker_id: WorkerId) -> bool:
-    """Whether it takes another prompt now: a prefill worker, or a decode worker that prefilled."""
+    """True if the worker takes another prompt now, as a prefill worker or locally."""
     if any(worker_id == candidate for candidate, _ in asked.candidates.prefillers):
         return True
     worker = asked.view.workers.get(worker_id)
@@ -35,8 +35,10 @@ def _has_time(asked: Asked, worker_id: WorkerId) -> bool:
 
 
 def emptiest_decoder(asked: Asked, prefill: Worker) -> Placement:
-    """With the decode worker that kept most of the prompt; among equals, the one of whose KV the
-    smallest share is promised. A mixed worker that prefills goes on decoding.
+    """Returns a placement with the decode worker that kept most of the prompt.
+
+    Among equals, the one with the smallest promised share of KV. A mixed worker that prefills goes
+    on decoding.
     """
     prefill_id, worker = prefill
     if worker.info.role.decodes:

@@ -1,27 +1,25 @@
-"""The placement of the least predicted time to first token, as long as tokens keep their pace.
+"""The placement with the least predicted time to first token that keeps the pace of tokens.
 
 For each prefill worker that has little left to do:
 
     TTFT = its wait + min(prefill(n, held here), pull(best - held here) + prefill(n, best held))
 
-so a prefix is pulled where that is quicker than to compute it, which copies hot prefixes to where
-they are wanted. A mixed worker is one of these, unless it could not go on with the answer within
-the bound on the time per output token (TPOT), or those that decode there would wait for longer:
-then it is taken only if nobody else can be.
+So a prefix is pulled where that is quicker than to compute it, which copies hot prefixes to where
+they are wanted. A mixed worker counts as a prefill worker. It is a last resort if it could not keep
+the bound on the time per output token (TPOT), or if its running sequences would wait too long.
 
-The decode worker is that of the least TPOT after joining, D + E (b + 1) + F kv, with kv in the
-middle of the growth that is predicted for the sequences there and for this one. Where none keeps
-the bound the request waits, unless even an empty worker would not keep it.
+The decode worker is that of the least TPOT after joining, D + E (b + 1) + F kv. Here kv is taken in
+the middle of the predicted growth of all sequences there. If no worker keeps the bound the request
+waits, unless even an empty worker would not keep it.
 
-A decode worker that prefills locally does so where the first token comes sooner from it than from
-any other worker, prefill workers' queues included, and its own queue is short. What it computes is
-no more than its steps have time for: what the bound leaves beside the present batch or, without a
-bound, as long again as a step. Asked are the worker that would decode anyway, and those that hold
-most of the prompt of all.
+A decode worker prefills locally if the first token then comes sooner than from any other worker,
+queues included, and if its own queue is short. It computes no more than its steps have time for.
+That is what the bound leaves beside the present batch or, without a bound, once more the time of a
+step. The policy asks the worker that would decode anyway, and those that hold most of the prompt.
 
-Nothing is predicted before something was measured: until then it is `least-loaded`.
+Before anything was measured the policy is `least-loaded`.
 
-`router.native.fleet` decides the same in C++, and is asked first.
+`router.native.fleet` makes the same decision in C++, and is asked first.
 
 Sources: Algorithm 1 of Mooncake, Qin et al., FAST 2025; both bounds at once, DistServe, Zhong et
 al., OSDI 2024.
@@ -43,7 +41,7 @@ from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """What a worker that prefills comes to."""
+    """A worker that could prefill, with its predicted times."""
 
     worker: Worker
     wait_s: float
@@ -68,7 +66,7 @@ class Slo:
 
 
 class _Question:
-    """One request, its bound, and the pace of each decode worker that has room once it joined."""
+    """One request, its bound, and the pace of each decode worker with room after it joined."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
@@ -110,14 +108,15 @@ class _Question:
         return self._bound_s is None or pace_s <= self._bound_s
 
     def _can_go_on(self, item: Worker) -> bool:
-        """Whether one that goes on decoding keeps the bound with one more; others hand over."""
+        """True if a worker that goes on decoding keeps the bound with one more. Others hand over.
+        """
         worker_id, worker = item
         if not worker.info.role.decodes or not self._all_paces_known:
             return True
         return self._is_kept(self._paces_s[worker_id])
 
     def _is_in_the_way(self, prefill: _Prefill) -> bool:
-        """Whether sequences that decode there would wait for it for too long."""
+        """True if the sequences that decode there would wait too long for the prompt."""
         worker = prefill.worker[1]
         if not worker.info.role.decodes or not worker.num_decodes or self._bound_s is None:
             return False
@@ -169,7 +168,7 @@ class _Question:
         return self._choice(prefill, decode)
 
     def _steadiest(self, decoders: Sequence[Worker]) -> WorkerId:
-        """That which kept most of the prompt; among equals, that of the least TPOT."""
+        """Returns the worker that kept most of the prompt; among equals, that of the least TPOT."""
         kept = self._asked.need.kept_tokens
         costs = {i: (-kept.get(i, 0), self._paces_s[i]) for i, _ in decoders}
         lowest = min(costs.values())
@@ -213,7 +212,7 @@ def present_tpot_s(worker: WorkerView, costs: Costs) -> float | None:
 
 
 def spare_s(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
-    """How much of a prompt a decode worker has time for in one step; nothing where nobody knows."""
+    """Seconds that a decode worker has for a prompt in one step; 0 if unknown."""
     pace_s = present_tpot_s(worker, costs)
     if pace_s is None:
         return -inf
