@@ -115,8 +115,7 @@ class Estimates:
             self._online.observe_step(worker_class(worker), sample)
 
     def observe_pull(self, worker: WorkerView, num_blocks: int, *, seconds: float) -> None:
-        """Learns from a pull of `num_blocks` blocks. Zero seconds mean that no time was measured.
-        """
+        """Learns from a pull of `num_blocks` blocks. Zero seconds mean that the time is unknown."""
         if num_blocks <= 0 or seconds <= 0:
             return
         self.version += 1
@@ -220,7 +219,8 @@ class Estimates:
         return self._offer_s
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """Predicts one decode step of `num_seqs` sequences with `context_tokens` of context in all.
+        """Predicts a decode step of `num_seqs` sequences with `context_tokens` of
+        context in all.
         """
         cost = self.decode_cost(worker)
         return None if cost is None else cost.seconds(num_seqs, context_tokens)

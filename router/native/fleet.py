@@ -1,20 +1,19 @@
 """The `slo` policy in C++: a placement among thousands of workers in microseconds.
 
-`Fleet` keeps each worker's load beside the index of all blocks, so that one call finds what every
-worker holds of a prompt, predicts what each would take, chooses, and reserves that for the next
-call. The rule is that of `router.policies.slo`, which is also the fallback: it is asked where C++
-cannot be built, and about what the fleet does not know: requests that follow another, of which an
-earlier attempt left something, or that back off; workers that do not reach each other or whose
-blocks have another size; costs that nobody has measured; what nobody could hold.
+`Fleet` keeps each worker's load beside the index of all blocks. One call finds what every worker
+holds of a prompt, predicts the times, chooses, and reserves for the next call.
 
-What is promised to workers is kept by `router.cluster.view` alone. The fleet is told of a worker
-before the
-next decision when anything but the number of tokens has changed there; these are told with the
-worker's next report.
+The rule is that of `router.policies.slo`, which is also the fallback. The policy in Python decides
+where C++ cannot be built, and these cases: followers of a group, requests with kept tokens or a
+back-off, severed workers, blocks of another size, unmeasured costs, requests that no worker could
+hold.
 
-Ties fall by a seeded generator: several idle workers are as good as each other, and so are several
-that hold the same prefix; among idle workers that hold nothing, the search starts anywhere and ends
-at the first.
+`router.cluster.view` alone owns what is promised to workers. If anything but the number of tokens
+changed at a worker, the fleet hears of it before the next decision. The number of tokens comes with
+the worker's next report.
+
+A seeded generator breaks ties, among idle workers and among holders of the same prefix. Among idle
+workers that hold nothing, the search starts at a random one and ends at the first.
 """
 
 import math
@@ -44,7 +43,7 @@ _PLACED, _NO_PREFILL = 0, 1
 
 
 class Decision(NamedTuple):
-    """What C++ says. Of workers the slot, `library.NONE` in place of one."""
+    """The answer of C++. Workers are slots; `library.NONE` stands for no worker."""
 
     status: int
     prefill: int
@@ -52,7 +51,7 @@ class Decision(NamedTuple):
     source: int  # more is pulled from there first
     matched_blocks: int  # of the prompt in the prefill worker
     pulled_blocks: int
-    wait_s: float  # until the prefill worker is ready; if there is none, the soonest
+    wait_s: float  # until the prefill worker is ready, or else the soonest worker
     ttft_s: float  # from now, the wait included
     tpot_s: float
 
@@ -98,7 +97,7 @@ class Fleet:
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
         self._odd: set[WorkerId] = set()  # with blocks of another size, or of one kind too many
-        self._unsure: set[WorkerId] = set()  # nobody knows how long they will compute
+        self._unsure: set[WorkerId] = set()  # with an unknown time to compute
         self._shared: set[WorkerId] = set()  # they compute for other gateways too
         self._version = -1  # of the estimates that C++ has
         self._has_new_costs = False  # since workers' loads were told
@@ -155,16 +154,14 @@ class Fleet:
         self._measure()
 
     def choose(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Choice | Busy | None:
-        """Where a request goes, of whose full blocks these are the hashes. None: the policy itself
-        has to be asked.
-        """
+        """Places a request with these hashes of full blocks. None: ask the policy itself."""
         self.tell()
         if not self._is_plain(need):
             return None
         return self.choice(self.decide(need, hashes, now_s), now_s)
 
     def decide(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Decision:
-        """What C++ says, of a request about which it knows all that matters."""
+        """Returns the decision of C++ for a request about which it knows all that matters."""
         _ASK.pack_into(
             self._call,
             0,
@@ -224,7 +221,7 @@ class Fleet:
         self._core.baton_fleet_loads(self._handle, library.address_of(self._news), count)
 
     def validate(self) -> None:
-        """Asserts that C++ finds its arrays sound, and knows whom we know. Slow."""
+        """Asserts that C++ finds its arrays sound and knows the same workers. Slow."""
         assert self._homes.keys() | self._odd == self._view.workers.keys()
         assert sum(home.size for home in self._classes.values()) == len(self._homes)
         assert all(home.size for home in self._classes.values())
@@ -235,7 +232,7 @@ class Fleet:
     # ------------------------------------------------------------ decisions
 
     def _is_plain(self, need: Need) -> bool:
-        """Whether C++ knows all that matters, and somebody could serve this at all."""
+        """True if C++ knows all that matters, and some worker could serve the request."""
         if self._odd or self._unsure or self._view.severed or not self._is_known:
             return False
         if need.shared is not None or need.kept_tokens or need.preempted_s or not need.may_pull:
@@ -266,8 +263,9 @@ class Fleet:
     # ------------------------------------------------------------ what C++ is told
 
     def _tell_costs(self) -> None:
-        """What the work of each class costs, and whether all of that is known. Few of many
-        observations change any of it.
+        """Sends new costs of each class to C++, and notes if all of them are known.
+
+        Few of many observations change any of them.
         """
         self._is_known = bool(self._classes)
         for home in self._classes.values():
@@ -303,13 +301,15 @@ class Fleet:
     def _open(self, block_size: int) -> None:
         self._block_size = block_size
         self._handle = self._core.baton_fleet_open(self._index.handle, block_size, self._seed)
-        # It looks into the index, which therefore may not be closed before it.
+        # The fleet reads the index, so the index must not be closed first.
         finalize(self, _close, self._core, self._handle, self._index)
 
     def _kind(self, number: int, worker: WorkerView) -> int | None:
-        """What C++ calls workers like this, of class `number`; None if it has no room for it."""
+        """Returns C++'s number for workers like this one, of class `number`; None if it has no
+        room.
+        """
         info = worker.info
-        # Blocks mean the same to all of a group: see `WorkerView.can_pull_from`.
+        # Blocks mean the same to all workers of a group: see `WorkerView.can_pull_from`.
         group = self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
         pulls = info.kv_wire_dtype in (None, info.layout.kv_format)
         key = (number, group, info.prefills_locally, pulls)
@@ -339,7 +339,7 @@ def _class_of(worker: WorkerView) -> Hashable:
 
 
 def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None:
-    """What work costs on workers like this, as `library.Costs`; None while not all is known."""
+    """Costs of workers like this one, as `library.Costs`; None while some are unknown."""
     info = worker.info
     prefill = estimates.prefill_cost(worker)
     decode = estimates.decode_cost(worker)
@@ -351,7 +351,7 @@ def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None
         prefill.token_s,
         prefill.square_s,
         *((0.0, 0.0, 0.0) if decode is None else (decode.fixed_s, decode.row_s, decode.context_s)),
-        # Of what nobody has measured nothing is expected.
+        # Without a measurement the expected time is zero.
         math.inf if pull is None else pull.fixed_s,
         0.0 if pull is None else pull.block_s + info.layout.block_bytes / pull.bytes_per_s,
     )

@@ -1,17 +1,16 @@
-"""All workers' cached blocks by hash, fed by the workers' own news of stored and evicted blocks.
+"""All workers' cached blocks by hash, fed by the workers' events of stored and evicted blocks.
 
 `PrefixIndex` has the interface of `router.prefixes.map.PrefixMap`. One walk along a prompt finds
-what all workers hold. A block takes some forty bytes, however long the names of its workers are.
-A million block events a second are taken in. `router.native.machine` falls back to a `PrefixMap`
-where C++ cannot be built.
+what all workers hold. A block takes some forty bytes, however long the names of its workers are. It
+takes in a million block events a second. `router.native.machine` falls back to a `PrefixMap` where
+C++ cannot be built.
 
-Workers are numbered by *slots*, of which there are 65,535. Only the first eight of a hash's sixteen
-bytes are its key. If two blocks share them (one chance in 10⁵ that any two of ten million do), a
-worker may be thought to hold a block that it does not hold: it says so when asked, and computes it.
+Workers are numbered by *slots*, of which there are 65,535. The first eight bytes of a hash are its
+key. Two of ten million blocks share a key with a chance of 10⁻⁵. Then a worker may be asked for a
+block that it does not hold; it says so and computes it.
 
-A worker's news come after the fact and may not come at all. A worker that has sent none since it
-was added or cleared is credited with what it was seen to use, as in a `PrefixMap`; its first news
-put an end to that.
+Events come late and may be lost. A worker that has sent none since it was added or cleared is
+credited with the blocks that it was seen to use, as in a `PrefixMap`. Its first event ends that.
 """
 
 from array import array
@@ -30,10 +29,10 @@ class TooManyWorkers(BatonError):
 
 
 class PrefixIndex:
-    """Which worker holds which blocks. Unknown workers, and news that come twice, are ignored.
+    """The blocks that each worker holds. Unknown workers and repeated events are ignored.
 
     Raises BuildError where C++ cannot be built. The seed keeps clients from choosing prompts whose
-    blocks crowd one place of the table; nothing that is answered depends on it.
+    blocks crowd one place of the table. No answer depends on it.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
@@ -43,13 +42,13 @@ class PrefixIndex:
         self.slots: dict[WorkerId, int] = {}
         self.names: list[WorkerId | None] = []  # by slot
         self._num_blocks: dict[WorkerId, int] = {}
-        # By worker without news, the blocks that it was last seen to use, latest last.
+        # For workers without events: the blocks last seen in use, latest last.
         self._seen: dict[WorkerId, OrderedDict[BlockHash, None]] = {}
         self._found = array("i")  # slot and blocks of each worker
 
     @property
     def workers(self) -> Set[WorkerId]:
-        """Those that have been added and not forgotten."""
+        """Workers that were added and not forgotten."""
         return self.slots.keys()
 
     @property
@@ -94,10 +93,10 @@ class PrefixIndex:
         self._core.baton_index_forget(self.handle, slot)
 
     def record(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker was seen to hold these leading blocks of a prompt.
+        """Notes that a worker was seen to hold these leading blocks of a prompt.
 
-        It is credited with as many as fit into its pool, those used last. One that sends news of
-        its own is not: it may have evicted them since, and would not say so again.
+        It is credited with the latest blocks that fit into its pool. A worker that sends events
+        gets no such credit: it may have evicted these blocks, and would not say so again.
         """
         seen = self._seen.get(worker_id)
         if seen is None:
@@ -148,7 +147,7 @@ class PrefixIndex:
         self._seen[worker_id] = OrderedDict()
 
     def longest(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """How many leading blocks of a prompt each worker holds, without those that hold none."""
+        """Returns how many leading blocks each worker holds, without workers that hold none."""
         address, _ = self._found.buffer_info()
         packed = pack(hashes)
         count = self._core.baton_index_longest(self.handle, packed, len(hashes), address)

@@ -1,4 +1,4 @@
-"""The C++ functions as Python sees them: structures, signatures, and the loaded library.
+"""The C++ functions in Python: structures, signatures, and the loaded library.
 
 Structures mirror those of the same names in src/fleet.h, field by field.
 """
@@ -21,7 +21,7 @@ NONE = -1  # in place of a slot
 
 
 class Costs(Structure):
-    """What work costs on workers of one class."""
+    """Costs of workers of one class."""
 
     _fields_ = (
         ("prefill", c_double),
@@ -36,7 +36,7 @@ class Costs(Structure):
 
 
 class Kind(Structure):
-    """What workers have in common."""
+    """Properties that workers of one kind share."""
 
     _fields_ = (
         ("costs", c_int32),
@@ -102,10 +102,10 @@ def opened() -> Core:
 
 
 def is_native() -> bool:
-    """Whether there is a library; builds it if that has not been tried yet."""
+    """True if there is a library. The first call builds it."""
     return core() is not None
 
 
 def address_of(buffer: bytearray) -> int:
-    """Where its bytes are. Whoever asks keeps it, at its length."""
+    """Returns the address of a buffer's bytes. The caller keeps the buffer, at its length."""
     return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))

@@ -1,11 +1,11 @@
-"""What is asked of the workers, as one gateway sees it: what the planner of pools is told.
+"""One gateway's demand on the workers, for the planner of pools.
 
-Requests count when they arrive, refused ones too, by what is predicted then: the seconds that a
-worker would compute the prompt, what is cached somewhere left out, and the tokens of the answer.
-Prompts that a decode worker computed by itself are taken off again.
+A request counts when it arrives, also if it is refused. It counts as predicted then: the seconds to
+compute its prompt without what is cached somewhere, and the tokens of its answer. Prompts that a
+decode worker computed locally are subtracted again.
 
-Who waits for a decode worker does not wait for a prefill worker: of the queue, only what its head
-waits for is counted as the one or the other.
+A request that waits for a decode worker does not wait for a prefill worker. So the queue counts
+towards the pool that its head waits for.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def members(view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE) ->
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Since somebody first observed."""
+    """Sums since the first observation."""
 
     num_requests: int = 0
     prefill_s: float = 0.0
@@ -49,7 +49,7 @@ class Sums:
 
     @property
     def sent_s(self) -> float:
-        """What was asked of prefill workers, seconds."""
+        """Seconds of work that prefill workers were asked for."""
         return self.prefill_s - self.locally_s
 
 
@@ -63,8 +63,9 @@ class Demand:
         self._taken_s: float | None = None
 
     def arrived(self, flight: Flight) -> None:
-        """A request has come, whatever will be done with it. Until somebody observes, nothing is
-        looked up for it: most gateways have no planner.
+        """Counts a new request, whatever becomes of it.
+
+        Until an observation is asked for, nothing is looked up: most gateways have no planner.
         """
         if self._taken_s is None:
             return
@@ -77,7 +78,7 @@ class Demand:
         )
 
     def _prefill_s(self, flight: Flight) -> float:
-        """0 where nobody knows. Who shares a prompt with a leader does not have it computed."""
+        """Predicted seconds of a prompt; 0 if unknown, or if a leader computes it."""
         state = self._state
         workers = state.view.workers.values()
         if flight.request.leader is not None or not workers:
@@ -87,16 +88,16 @@ class Demand:
         return state.estimates.prefill_s(worker, flight.length, cached) or 0.0
 
     def rest(self) -> None:
-        """Nobody observes any more, for now."""
+        """Stops summing until the next observation."""
         self._taken_s = None
 
     def observe(self, now_s: float) -> Observation:
-        """What was asked since the last call, and what there is now."""
+        """Returns the demand since the last call, and the present state."""
         state, before = self._state, self._taken
         sums = replace(self._sums, locally_s=state.locally_s)
         queued = [state.flights[request_id] for request_id in state.queue]
         if self._taken_s is None:
-            for one in queued:  # they came while nobody observed
+            for one in queued:  # they came while no planner observed
                 one.compute_s = self._prefill_s(one)
         over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
         self._taken, self._taken_s = sums, now_s
@@ -133,7 +134,7 @@ class Observer:
         self._latest: Observation | None = None
 
     def latest(self, now_s: float) -> Observation | None:
-        """What was seen last. None until a second has been."""
+        """Returns the last observation. None before the first second is over."""
         if self._looked_s is None:
             self._demand.observe(now_s)
             self._looked_s = now_s
@@ -143,6 +144,6 @@ class Observer:
         return self._latest
 
     def rest(self) -> None:
-        """Nobody asks for now: nothing is summed up meanwhile."""
+        """Stops summing, as no planner asks."""
         self._demand.rest()
         self._looked_s = self._latest = None

@@ -1,41 +1,39 @@
-"""How many workers should prefill and how many decode, from what has been measured.
+"""The number of prefill and decode workers, from measured demand and costs.
 
-Every second or so it is told what gateways saw (`Observation`) and which workers there are
-(`Pools`), and says what there should be (`Plan`), with its reasons in numbers. It only proposes:
-whether a proposal is carried out, and which worker it meets, is its caller's affair.
+About once a second the planner gets what gateways saw (`Observation`) and which workers there are
+(`Pools`). It returns the sizes that the pools should have (`Plan`), with reasons in numbers. It
+only proposes. Its caller carries a proposal out, and chooses the workers.
 
     prefill   rate of prompts / BUSY + what waits / PATIENCE of the bound on TTFT
     decode    (E·b + F·kv) / (t - D), so that a step of b sequences that are evenly spread takes t,
               PACE of the bound on TPOT; or what their KV needs, if that is more workers
 
-A prompt counts in predicted seconds of one worker, what is cached left out. Sequences are those of
-now, those that wait for a decode worker, and those that are predicted to come within `horizon_s`:
-by the slope of their number or, if that is more, as it would approach rate · length · t (Little).
-How long answers become is known only when they have ended; how many there are is a fact.
+A prompt counts in predicted seconds of one worker, without its cached part. Sequences are those
+that run, those that wait for a decode worker, and those predicted to come within `horizon_s`. That
+prediction is the slope of their number or, if more, its approach to rate · length · t (Little).
+Lengths of answers are known only at their ends; the number of sequences is a fact.
 
-*Flips first.* The total is kept: one pool grows as the other shrinks, in one proposal. There are
-flips only if a pool is short, and then as many as make both equally short, or equally idle. What
-is idle and not wanted elsewhere stays where it is. A pool that decodes is never made smaller than
-what decodes there now needs to keep its pace: to spoil what is half done gains nothing. As it
-ends, the other pool gets more.
+*Flips first.* One proposal grows a pool and shrinks the other, so the total stays. There are flips
+only if a pool is short, and as many as make both equally short or equally idle. An idle worker that
+the other pool does not need stays. A decode pool never shrinks below what its present sequences
+need to keep their pace. As they end, the other pool gets more.
 
-*Cost of a flip.* Sequences move, prompts are given back, and a worker is new to its pool. So the
-greater of the two shortages must shrink by `least_gain`, no worker goes back within `cool_down_s`
-of a flip in the other direction, and at most half of a pool goes at once.
+*Cost of a flip.* Sequences move, prompts are returned, and a worker is new to its pool. So the
+greater shortage must shrink by `least_gain`. No worker goes back within `cool_down_s`, and at most
+half of a pool flips at once.
 
-*Nodes after.* If both pools together lack workers for `grow_after_s`, more are asked for; if both
-together could do with fewer for `shrink_after_s`, some are given back. Who comes or goes does so
-where the shorter pool is then least short.
+*Nodes after.* If both pools lack workers for `grow_after_s`, the planner asks for more. If both
+need fewer for `shrink_after_s`, it gives some back. A worker comes or goes where the shorter pool
+is then least short.
 
-*What it does not do.* It decides nothing while a change is under way, until a deadline: who has not
-come by then is still wanted, and takes a place, but is no capacity. It decides nothing on missing
-reports, until gateways have been silent for so long that they are taken to be idle; and it never
-looks at what it proposed before, only at what there is: an operator may change the pools by hand at
-any time, and that counts as any change. What was changed, or found at the first look, stays for
-`cool_down_s`, also if it is outside of the bounds; a total that grew is idle, and one that shrank
-lacks workers, only from then on.
+*What it does not do.* It decides nothing while a change is under way, until a deadline. A worker
+that has not come by then still counts towards the target size, not as capacity. It decides nothing
+on missing reports, until gateways were silent so long that they count as idle. It never looks at
+its old proposals, only at the pools: an operator may change them at any time, and that counts as
+any change. A changed total stays for `cool_down_s`, even outside of the bounds, and it counts as
+idle or short only from then on.
 
-Pure and deterministic: time comes in, nothing is known of loads to come.
+Pure and deterministic: time is an argument, and future load is unknown.
 
 Sources: Dynamo's planner (`dynamo/planner/core`): capacity from rate and from queue, prediction,
 hysteresis; a full budget is kept by one proposal for both pools (dynamo#12428, #14231), a worker
@@ -55,7 +53,7 @@ PATIENCE = 0.5  # of the bound on TTFT, in which what waits is to be computed
 PACE = 0.95  # of the bound on TPOT
 MEMORY = 0.95  # of a worker's KV
 NO_BOUND_TTFT_S = 2.0  # instead of a bound on TTFT, where there is none
-IDLE = 0.7  # of what there is; if less is needed, nodes can be given back
+IDLE = 0.7  # if less than this share is needed, nodes can be given back
 SOON_S, LATER_S = 5.0, 15.0  # rates are means over these: quick to rise, prompts slow to fall
 
 
@@ -72,18 +70,18 @@ class Pools:
     kv_tokens: int = 0  # that one worker holds
     max_running: int = 0  # sequences of one worker
     num_gateways: int = 1  # that should report
-    absent_prefill: int = 0  # of `prefill`, those that do not serve; they are changing too
+    absent_prefill: int = 0  # workers of `prefill` that do not serve yet; they are changing too
     absent_decode: int = 0
     room: int | None = None  # for workers of both pools; None: for those that there are
 
     @property
     def total(self) -> int:
-        """Of both pools."""
+        """Workers of both pools."""
         return self.prefill + self.decode
 
     @property
     def num_absent(self) -> int:
-        """Of both pools."""
+        """Workers of both pools that do not serve yet."""
         return self.absent_prefill + self.absent_decode
 
     @property
@@ -99,7 +97,7 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the planner is to keep to. Times are seconds."""
+    """The planner's rules. Times are seconds."""
 
     ttft_s: float | None = None  # bounds that requests should meet
     tpot_s: float | None = None
@@ -120,9 +118,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What there should be, and why. `nodes` is how many workers there should be in all, and
-    `prefill + decode` are as many of them as there is room for. Where nothing can be decided now,
-    all is as it was (`is_held`).
+    """The sizes that the pools should have, and why.
+
+    `nodes` is the wanted number of workers in all. `prefill + decode` are as many of them as there
+    is room for. If nothing can be decided now, the sizes stay (`is_held`).
     """
 
     prefill: int
@@ -142,7 +141,7 @@ class Needs:
     coming: float  # sequences that are predicted at the horizon
 
     def pressure(self, prefill: int, decode: int) -> float:
-        """How short the shorter pool is: above 1, there are too few."""
+        """The shortage of the shorter pool; above 1, workers are missing."""
         return max(self.prefill / max(prefill, 0.5), self.decode / max(decode, 0.5))
 
 
@@ -161,7 +160,7 @@ class Planner:
         self._idle_since_s: float | None = None
 
     def decide(self, seen: Observation | None, pools: Pools, now_s: float) -> Plan:
-        """What there should be now. None was seen where no gateway reports."""
+        """Decides the sizes of the pools. `seen` is None if no gateway reports."""
         self._note(seen, pools, now_s)
         held = self._held(seen, pools, now_s)
         if held is not None or seen is None:
@@ -183,7 +182,7 @@ class Planner:
     # ------------------------------------------------------------ when not to decide
 
     def _note(self, seen: Observation | None, pools: Pools, now_s: float) -> None:
-        """Who changed the pools does not matter."""
+        """Notes a change of the pools, whoever made it."""
         sizes = pools.prefill, pools.decode
         if sizes != self._sizes:
             self._resize(self._sizes or (0, 0), sizes, now_s)
@@ -257,7 +256,7 @@ class Planner:
         return max(number + max(slope, 0.0) * horizon_s, self._approached(seen, now_s))
 
     def _approached(self, seen: Observation, now_s: float) -> float:
-        """Where their number would be at the horizon if answers become as long as others did."""
+        """Predicts the number of sequences at the horizon, if answers become as long as before."""
         bound_s = self._rules.tpot_s
         requests_per_s = self._mean(now_s, SOON_S, lambda one: one.requests_per_s)
         tokens_per_s = self._mean(now_s, SOON_S, lambda one: one.output_tokens_per_s)
@@ -269,7 +268,7 @@ class Planner:
     # ------------------------------------------------------------ decisions
 
     def _split(self, needs: Needs, pools: Pools, now_s: float) -> tuple[int, str]:
-        """How many should prefill, of the workers that there are."""
+        """Returns how many of the present workers should prefill, and why."""
         here, total = pools.prefill, pools.total
         fewest, most = self._limits(total)
         if fewest > most:
@@ -301,7 +300,7 @@ class Planner:
         return best, f"{abs(best - here)} flips from {giver}: they gain {shortage}"
 
     def _is_cool(self, now_s: float) -> bool:
-        """Whether the pools are what they are for long enough to be brought inside of bounds."""
+        """True if the pools have been unchanged long enough to be brought inside of the bounds."""
         return now_s - self._changed_s >= self._rules.cool_down_s
 
     def _changed(self, now_s: float) -> str:
@@ -319,7 +318,7 @@ class Planner:
         return fewest, most
 
     def _nodes(self, needs: Needs, pools: Pools, now_s: float) -> tuple[int, str]:
-        """How many workers there should be in all."""
+        """Returns the wanted number of workers in all, and why."""
         rules = self._rules
         wanted = ceil(needs.prefill) + ceil(needs.decode)
         if rules.max_total is None:
@@ -353,7 +352,7 @@ class Planner:
         return min(least, max_total), max_total
 
     def _resized(self, prefill: int, needs: Needs, before: int, total: int) -> int:
-        """How many should prefill when all are `total`, if so many of `before` did."""
+        """Returns how many of `total` workers should prefill, if `prefill` of `before` did."""
         fewest, most = self._limits(total)
         low, high = sorted((prefill, max(prefill + total - before, 0)))
         low = min(max(low, fewest), high)
@@ -387,7 +386,7 @@ def _decoders(seen: Observation, pools: Pools, bound_s: float | None) -> float:
 
 
 def _told(seen: Observation, pools: Pools, needs: Needs) -> tuple[str, str]:
-    """What each pool needs, and why."""
+    """Returns what each pool needs, and why."""
     cost = seen.decode_cost
     pace = "unknown"
     if cost is not None:
@@ -408,8 +407,10 @@ def _told(seen: Observation, pools: Pools, needs: Needs) -> tuple[str, str]:
 
 
 def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, WorkerId]:
-    """By which the workers of a pool are put in order, those that are to leave it first: with the
-    fewest tokens to move or to give back. Here, and where pools are live.
+    """Key that sorts the workers of a pool, the first to leave first.
+
+    Workers with the fewest tokens to move or to return leave first. The controller uses the same
+    order.
     """
     return work_tokens, worker_id
 

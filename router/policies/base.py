@@ -28,8 +28,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompt:
-    """The placement of another request with the same prompt, and the prompt's tokens found there.
-    """
+    """The placement of another request with the same prompt, and the tokens found there."""
 
     placement: Placement
     num_tokens: int

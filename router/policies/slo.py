@@ -108,8 +108,7 @@ class _Question:
         return self._bound_s is None or pace_s <= self._bound_s
 
     def _can_go_on(self, item: Worker) -> bool:
-        """True if a worker that goes on decoding keeps the bound with one more. Others hand over.
-        """
+        """True if a worker that goes on decoding keeps the bound with one more sequence."""
         worker_id, worker = item
         if not worker.info.role.decodes or not self._all_paces_known:
             return True

@@ -1,9 +1,10 @@
-"""Which worker holds which prefix, as far as one gateway knows.
+"""The prefixes that each worker holds, as far as one gateway knows.
 
-Workers tell which blocks they store and evict. Of one that does not, a gateway learns what it holds
-from what it had it do: who computed or pulled a prompt holds its full blocks. It is then not told
-of evictions, nor of what other gateways do. So each worker is credited with the blocks it was last
-seen to use, as many as fit into its pool; a wrong guess costs one unanswered question.
+Workers publish the blocks that they store and evict. For a worker that does not, the gateway uses
+what it had the worker do: a worker that computed or pulled a prompt holds its full blocks. Then the
+gateway hears of no evictions, and of nothing that other gateways do. So each worker is credited
+with the blocks that it was last seen to use, as many as fit into its pool. A wrong guess costs one
+unanswered question.
 
 Sources: cache-aware placement, Qin et al., Mooncake, FAST 2025, §6; the block hashes are those of
 `engine.worker.blocks`.
@@ -26,7 +27,7 @@ class PrefixMap:
 
     @property
     def workers(self) -> Set[WorkerId]:
-        """Those that have been added and not forgotten."""
+        """Workers that were added and not forgotten."""
         return self._held.keys()
 
     def add(self, worker_id: WorkerId, num_blocks: int) -> None:
@@ -74,7 +75,7 @@ class PrefixMap:
             held.pop(block_hash, None)
 
     def longest(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """How many leading blocks of a prompt each worker holds, without those that hold none."""
+        """Returns how many leading blocks each worker holds, without workers that hold none."""
         if not hashes:
             return {}
         return {

@@ -1,19 +1,19 @@
-"""What one worker tells of its cached blocks, put in order. No I/O.
+"""Puts one worker's block events in order. No I/O.
 
     waiting ──snapshot──> following ──a number is missing──> asks again ──> following
        ^                      │                                  │
        └──────────────────────┴─────────── no answer in time ────┘
 
-A worker's batches of events are numbered. In order they are applied as they come. Where one is
-missing, those behind it are kept and it is asked for; if it is not among the worker's recent ones
-any more, a snapshot is. The worker's own count of what it published, which comes another way, shows
-what was lost with nothing behind it.
+A worker numbers its batches of events, and they are applied in order. On a gap, later batches are
+buffered and the missing one is requested. If the worker no longer has it, a snapshot is requested.
+The worker's own count of published batches, which comes with its load reports, shows a loss at the
+end.
 
-No answer in time means that the worker is *unheard*: what it told is believed no longer, and the
-gateway goes by what it had the worker do. A snapshot is asked for again after a pause that grows.
+Without an answer in time the worker is *unheard*. Its events are no longer believed, and the
+gateway uses what it had the worker do. A snapshot is requested again after a pause that grows.
 
-What comes twice, late or in disorder changes nothing: batches behind the next one are dropped, and
-a snapshot counts only if it is not older than what has been applied.
+Repeated, late and disordered batches change nothing. A snapshot counts only if it is not older than
+what was applied.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ MAX_EARLY_BATCHES = 1024  # kept while one before them is missing
 
 
 class BlockIndex(Protocol):
-    """What is known of all workers' cached blocks."""
+    """The index of all workers' cached blocks."""
 
     def stored(
         self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
@@ -89,7 +89,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnded:
-    """That was the last piece."""
+    """The last piece of an answer has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class AskSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Unheard:
-    """What the worker told is out of date, until the next `Apply`."""
+    """The applied events are out of date, until the next `Apply`."""
 
     reason: str
 
@@ -147,7 +147,7 @@ NewsEffect = Apply | AskBatches | AskSnapshot | Unheard
 
 @dataclass(slots=True)
 class _Ask:
-    """What the worker has been asked."""
+    """A request to the worker that waits for an answer."""
 
     due_s: float
     wants_all: bool
@@ -167,11 +167,11 @@ class BlockNews:
         self._overdue_s: float | None = None
         self._ask_again_s: float | None = None
         self._num_failures = 0
-        self._is_heard = True  # nobody has been told otherwise
+        self._is_heard = True  # until an `Unheard` is returned
 
     @property
     def is_following(self) -> bool:
-        """Whether all that is known to have been published has been applied."""
+        """True if everything known to be published has been applied."""
         return self._next is not None and self._next >= self._num_published
 
     def open(self, now_s: float) -> list[NewsEffect]:
@@ -239,7 +239,7 @@ class BlockNews:
     # ------------------------------------------------------------ asks and answers
 
     def _chase(self, now_s: float) -> list[NewsEffect]:
-        """Asks for what is missing, if anything is and nobody has been asked."""
+        """Requests what is missing, unless a request is under way."""
         if self._ask is not None:
             return []
         if self._ask_again_s is not None:
@@ -253,7 +253,7 @@ class BlockNews:
         return []
 
     def _is_overdue(self, now_s: float) -> bool:
-        """Whether something that was published has not come for too long."""
+        """True if a published batch is missing for too long."""
         if self.is_following:
             self._overdue_s = None
             return False
@@ -312,7 +312,7 @@ class BlockNews:
         return [Apply(ask.pieces), *self._take_early()]
 
     def _fail(self, reason: str, now_s: float) -> list[NewsEffect]:
-        """What was applied is not believed any more; after a pause all is asked for."""
+        """Stops believing what was applied. After a pause everything is requested again."""
         pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, MAX_PAUSE_S)
         self._num_failures = min(self._num_failures + 1, 16)
         self._ask, self._ask_again_s = None, now_s + pause_s

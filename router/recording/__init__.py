@@ -1,1 +1,1 @@
-"""What went into a request machine and what came out, kept so that it can be replayed."""
+"""A request machine's events and effects, recorded so that they can be replayed."""

@@ -1,11 +1,10 @@
 """A recording on disk, written beside the gateway's work.
 
-What the event loop does is to encode a line and to put it down; a thread of its own writes what
-has come, every so often and at the end. Where the disk is full, or slower than what comes, or
-something cannot be encoded, the recording ends there: it never has a hole, for what comes after one
-cannot be replayed. Serving goes on.
+The event loop encodes a line and appends it to a list. A thread writes the list from time to time
+and at the end. The recording ends if the disk is full or too slow, or if something cannot be
+encoded. It never has a hole, for nothing behind a hole can be replayed. Serving goes on.
 
-Only whom the gateway runs as may read the file: it holds prompts and answers.
+Only the user that runs the gateway may read the file: it holds prompts and answers.
 """
 
 import logging
@@ -29,7 +28,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Disk(Protocol):
-    """Where lines end up: a file that is written through at `flush`."""
+    """A file for lines, written through at `flush`."""
 
     def write(self, data: bytes) -> object:
         """Takes lines. Raises OSError."""
@@ -110,7 +109,7 @@ class RecordingFile:
                 work()
             except Exception as error:  # memory may be short too
                 self._fail(_reason(error))
-        with self._lock:  # nobody will write it
+        with self._lock:  # the thread will not write it
             self._unwritten.clear()
 
     def _write_all(self) -> None:

@@ -1,16 +1,17 @@
-"""What went into a request machine and what came out, one JSON line an event.
+"""A request machine's events and effects, one JSON line an event.
 
     {"version": 6, "config": {...}, "is_native": true}           first line
     {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
 
-A machine is a function of its configuration and its events: a fresh one, fed the recorded events at
-the recorded times, must come to the same effects. `replay` says where it does not. That is how the
-simulator's claim to run the very same router is checked, and how a bug seen once is seen again.
-With `slo` both must have the router's C++ or both not: ties fall by another generator there. A
-recording says which it was, and is not replayed by the other.
+A machine is a function of its configuration and its events. A fresh one that gets the recorded
+events at the recorded times must return the same effects. `replay` finds the differences. That
+checks the simulator's claim to run the same router, and it reproduces bugs.
 
-A recording holds prompts and answers: it is as confidential as they are. The end of one that was
-cut off in the middle of a line is left out where lines are read from a file.
+With `slo` both machines must have the router's C++ or both not, since another generator breaks ties
+there. A recording says which, and `replay` refuses the other.
+
+A recording holds prompts and answers, so it is as confidential as they are. A line that was cut off
+at the end of a file is left out.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -120,7 +121,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def is_recording(first_line: bytes) -> bool:
-    """Whether a file that begins so may be a recording."""
+    """True if a file with this first line may be a recording."""
     try:
         return set(msgspec.json.decode(first_line, type=dict[str, msgspec.Raw])) >= _HEAD_FIELDS
     except msgspec.DecodeError:
@@ -128,7 +129,7 @@ def is_recording(first_line: bytes) -> bool:
 
 
 def read(lines: Iterable[bytes]) -> Iterator[Recorded]:
-    """What was recorded, in order. Raises ProtocolError."""
+    """Returns the recorded events, in order. Raises ProtocolError."""
     for _, line, event in _parse(_after_head(lines)):
         effects = msgspec.json.decode(line.effects, type=list[tuple[str, msgspec.Raw]])
         yield Recorded(line.now_s, event, tuple((kind, bytes(raw)) for kind, raw in effects))
