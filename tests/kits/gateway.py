@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.messages import FinishReason, WorkerId
@@ -317,6 +318,19 @@ def complete(router: FakeRouter, fields: Mapping[str, Any] | None = None, **head
     return post(make_app(router), "/v1/completions", body, **headers)
 
 
+def samples(app: Any) -> dict[str, dict[Any, float]]:
+    """Returns all samples of /metrics, by name and then by labels."""
+    text = get(app, "/metrics").body.decode()
+    found: dict[str, dict[Any, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            series = found.setdefault(sample.name, {})
+            key = tuple(sorted(sample.labels.items()))
+            assert key not in series, f"{sample.name} {key} comes twice"
+            series[key] = sample.value
+    return found
+
+
 def run_alone(work: Coroutine[Any, Any, None]) -> None:
     """Runs `work`, and checks that it leaves no task behind."""
 
@@ -325,8 +339,3 @@ def run_alone(work: Coroutine[Any, Any, None]) -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(checked())
-
-
-def test_the_tiny_tokenizer_has_one_token_for_each_byte():
-    assert TOKENIZER.encode("é<|user|>").ids == [0xC3, 0xA9, 258]
-    assert TOKENIZER.decode([0xC3, 0xA9, EOS]) == "é"

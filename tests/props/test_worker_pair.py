@@ -24,15 +24,10 @@ from engine.worker.blocks import BlockPool
 from engine.worker.sequence import Sequence as EngineSequence
 from prefill.leases import PromptLeases
 from prefill.prompts import WaitingPrompts
-from tests.kits.fakes import (
-    PARTS,
-    VOCAB_SIZE,
-    WILFUL,
-    Ask,
-    FakeCluster,
-    FakeGateway,
-    WorkerShape,
-)
+from tests.kits.fakes.cluster import FakeCluster
+from tests.kits.fakes.gateway import Ask, FakeGateway
+from tests.kits.fakes.model import VOCAB_SIZE
+from tests.kits.fakes.worker import PARTS, WILFUL, WorkerShape
 
 NUM_GATEWAYS = 2
 ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)

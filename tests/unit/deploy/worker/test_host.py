@@ -25,7 +25,7 @@ from engine.net.trust import Secret
 from engine.worker.batch import BatchResult, RowResult
 from engine.worker.core import WorkerCore
 from engine.worker.events import GatewayLost
-from tests.kits.fakes import VOCAB_SIZE, FakeGuides, FakeRunner
+from tests.kits.fakes.model import VOCAB_SIZE, FakeGuides, FakeRunner
 from tests.kits.worker_core import HERE, decode, generate, given_back, hold, prefill
 
 EVENTS = {"prefill": prefill("a", 5), "generate": generate("a", 5), "decode": decode("a", 5)}

@@ -2,7 +2,7 @@
 
 from engine.messages import GivenBack, Grammar, GrammarKind, LeaseId, Role, Sampling, SeqId
 from engine.worker.events import Emit, RevokeLease
-from tests.kits.fakes import FakeGuide
+from tests.kits.fakes.model import FakeGuide
 from tests.kits.worker_core import Rig, decode, first, prefill, pull_done
 
 GUIDED = Sampling(grammar=Grammar(GrammarKind.REGEX, "3"))

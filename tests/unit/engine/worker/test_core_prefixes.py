@@ -6,14 +6,10 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from engine.messages import Limits, Role, WorkerId
-from tests.kits.fakes import (
-    BLOCK_SIZE,
-    Ask,
-    FakeCluster,
-    FakeGateway,
-    FakeWorker,
-    WorkerShape,
-)
+from tests.kits.fakes.cluster import FakeCluster
+from tests.kits.fakes.gateway import Ask, FakeGateway
+from tests.kits.fakes.model import BLOCK_SIZE
+from tests.kits.fakes.worker import FakeWorker, WorkerShape
 
 PROMPT = tuple(i % 7 for i in range(14))  # three full blocks and a half
 SUFFIX = (8, 9, 10)

@@ -22,9 +22,9 @@ from tests.kits.gateway import (
     make_app,
     post,
     run_alone,
+    samples,
     tokens,
 )
-from tests.unit.router.gateway.test_pages import samples
 
 
 def scored(text: str, logprob: float) -> list[Update]:

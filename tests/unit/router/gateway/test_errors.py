@@ -7,6 +7,7 @@ import pytest
 
 from router.machine.requests import Cancelled, Failed, Rejected, Update
 from tests.kits.access import key_file
+from tests.kits.bodies import BAD_MESSAGES, BAD_PROMPTS, TOO_LONG, UNSUPPORTED, VALUE
 from tests.kits.gateway import (
     CONTEXT_LEN,
     TIMELINE,
@@ -22,9 +23,6 @@ from tests.kits.gateway import (
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-VALUE = "invalid_value"
-UNSUPPORTED = "unsupported_parameter"
-TOO_LONG = "context_length_exceeded"
 
 # field, value, status, code; both endpoints; the error's param is the field unless it says more
 BAD_FIELDS = [
@@ -133,48 +131,6 @@ BAD_COMPLETION_FIELDS = [
     ({"echo": True, "logprobs": 0, "stream": True}, "echo", UNSUPPORTED),
     ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
     ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
-]
-
-BAD_PROMPTS = [
-    ("", "prompt", VALUE),
-    ([], "prompt", VALUE),
-    ([""], "prompt", VALUE),
-    ([[]], "prompt", VALUE),
-    (None, "prompt", VALUE),
-    (5, "prompt", VALUE),
-    ({}, "prompt", VALUE),
-    ([1.5], "prompt[0]", VALUE),
-    ([True], "prompt[0]", VALUE),
-    ([-1], "prompt", VALUE),
-    ([260], "prompt", VALUE),
-    ([[260]], "prompt", VALUE),
-    ([10**30], "prompt", VALUE),
-    (["a", "b"], "prompt", UNSUPPORTED),
-    ([[1], [2]], "prompt", UNSUPPORTED),
-    ([1, "a"], "prompt", UNSUPPORTED),
-    ("x" * CONTEXT_LEN, "prompt", TOO_LONG),
-    ([1] * CONTEXT_LEN, "prompt", TOO_LONG),
-]
-
-BAD_MESSAGES = [
-    ([], "messages", VALUE),
-    (None, "messages", VALUE),
-    ("hi", "messages", VALUE),
-    (["hi"], "messages[0]", VALUE),
-    ([{"content": "x"}], "messages[0]", VALUE),
-    ([{"role": "king", "content": "x"}], "messages[0].role", VALUE),
-    ([{"role": "user"}], "messages[0].content", VALUE),
-    ([{"role": "user", "content": None}], "messages[0].content", VALUE),
-    ([{"role": "user", "content": 5}], "messages[0].content", VALUE),
-    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content", VALUE),
-    ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", VALUE),
-    (
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        "messages[0].content",
-        "unsupported_content",
-    ),
-    ([{"role": "user", "content": "x" * CONTEXT_LEN}], "messages", TOO_LONG),
-    ([{"role": "tool", "content": "x"}], "messages", None),  # this template raises
 ]
 
 BAD_BODIES = [

@@ -1,7 +1,6 @@
 """Health, readiness, models, version and metrics."""
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.costs import CostErrors
@@ -17,21 +16,9 @@ from tests.kits.gateway import (
     get,
     make_app,
     post,
+    samples,
     tokens,
 )
-
-
-def samples(app):
-    """All samples of /metrics: by name, then by labels."""
-    text = get(app, "/metrics").body.decode()
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            series = found.setdefault(sample.name, {})
-            key = tuple(sorted(sample.labels.items()))
-            assert key not in series, f"{sample.name} {key} comes twice"
-            series[key] = sample.value
-    return found
 
 
 def ask(app, **fields):

@@ -15,22 +15,11 @@ from router.gateway.openai_schema import (
 from router.inbox.api_errors import ApiError
 from router.inbox.json_fields import SHORT_BODY_BYTES, decode_fields
 from router.inbox.json_values import MAX_CONTAINERS
-from tests.kits.gateway import FakeRouter, make_app, post
-from tests.unit.router.gateway.test_errors import BAD_MESSAGES, BAD_PROMPTS, complete
+from tests.kits.bodies import BAD_MESSAGES, BAD_PROMPTS, NUM_BYTES, filled, keyed
+from tests.kits.gateway import FakeRouter, complete, make_app, post
 
-NUM_BYTES = 2**20
 PADDING = {"padding": "x" * SHORT_BODY_BYTES}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
-
-
-def filled(head: bytes, item: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
-    """A body of so many bytes, of as many items as it takes."""
-    number = (num_bytes - len(head) - len(tail)) // (len(item) + 1)
-    return head + b",".join([item] * number) + tail
-
-
-def keyed(head: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
-    return head + b",".join(b'"%d":1' % i for i in range(num_bytes // 11)) + tail
 
 
 # What makes as many objects as a body can.

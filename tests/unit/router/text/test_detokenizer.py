@@ -1,78 +1,37 @@
 """Text from tokens: equal to decoding all at once, wherever characters and stop strings are cut."""
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from engine.messages import Limits
 from router.text.detokenizer import (
     MAX_PENDING_TOKENS,
-    AnswerText,
-    ByteDetokenizer,
     ContextDetokenizer,
     Detokenizer,
     StopFinder,
 )
 from router.text.token_bytes import byte_table
-
-FEW = settings(max_examples=20, deadline=None)  # a unit test has 50 ms
-SPECIAL = frozenset({0, 1})
-
-
-def byte_level_tokenizer() -> Tokenizer:
-    """Special tokens, all bytes, and pieces of one to three bytes that cut characters anywhere."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    rng = random.Random(5)
-    pieces = ["".join(rng.choices(alphabet, k=rng.choice((2, 3)))) for _ in range(200)]
-    names = dict.fromkeys(["<s>", "</s>", *alphabet, *pieces])
-    tokenizer = Tokenizer(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    return tokenizer
-
-
-def byte_fallback_tokenizer() -> Tokenizer:
-    """As Llama 2 has it: words begin with ▁, what is not in the vocabulary falls back to bytes."""
-    words = ["<s>", "</s>", "<unk>", "▁", "▁a", "b", "▁the"]
-    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {name: i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    return tokenizer
-
-
-BYTE_LEVEL = byte_level_tokenizer()
-BYTE_FALLBACK = byte_fallback_tokenizer()
-VOCAB_SIZE = BYTE_LEVEL.get_vocab_size()
-TOKEN_OF_BYTE = {  # as ByteLevel writes them
-    byte: BYTE_LEVEL.token_to_id(letter)
-    for byte, letter in zip(
-        (b"\xf0", b"\xe2", b"\x9f", b"\x82", b"\xac", b"\xff"), "ðâŁĤ¬ÿ", strict=True
-    )
-}
+from tests.kits.tokenizers import (
+    BYTE_FALLBACK,
+    BYTE_LEVEL,
+    FEW,
+    SPECIAL,
+    TOKEN_OF_BYTE,
+    VOCAB_SIZE,
+    by_bytes,
+    byte_answer,
+    byte_level_tokenizer,
+    fallback_ids,
+    short,
+)
 
 
 def by_context(tokenizer: Tokenizer, prompt_ids: tuple[int, ...] = ()) -> Detokenizer:
     return ContextDetokenizer(tokenizer, prompt_ids=prompt_ids, hidden_ids=SPECIAL)
-
-
-def by_bytes(tokenizer: Tokenizer, prompt_ids: tuple[int, ...] = ()) -> Detokenizer:
-    table = byte_table(tokenizer)
-    assert table is not None
-    return ByteDetokenizer(table, prompt_ids=prompt_ids, hidden_ids=SPECIAL)
 
 
 BOTH = pytest.mark.parametrize("way", [by_context, by_bytes])
@@ -83,10 +42,6 @@ def stream(
 ) -> list[str]:
     detokenizer = way(tokenizer, prompt_ids)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
-
-
-def fallback_ids(text: str) -> list[int]:
-    return [BYTE_FALLBACK.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
 
 
 @BOTH
@@ -194,9 +149,6 @@ def cut_at_first(text: str, stop: list[str]) -> str:
     return text
 
 
-short = st.text("ab", min_size=1, max_size=4)
-
-
 @FEW
 @given(st.lists(st.text("abc", max_size=4), max_size=8), st.lists(short, max_size=3))
 def test_text_in_pieces_is_cut_where_the_whole_would_be(pieces, stop):
@@ -220,10 +172,6 @@ def test_only_what_could_begin_a_stop_string_is_held_back():
 
 
 # ---------------------------------------------------------------- one answer
-
-
-def byte_answer(stop: list[str], limits: Limits) -> AnswerText:
-    return AnswerText(by_bytes(BYTE_LEVEL), prompt_len=10, limits=limits, stop=stop)
 
 
 def ids_of(text: str) -> list[int]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from engine.messages import Limits, Logprobs
 from router.text.logprobs import ScoredText
 from router.text.token_bytes import TokenBytes
-from tests.unit.router.text.test_detokenizer import (
+from tests.kits.tokenizers import (
     BYTE_FALLBACK,
     BYTE_LEVEL,
     FEW,

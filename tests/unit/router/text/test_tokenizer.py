@@ -7,7 +7,7 @@ from tokenizers import processors
 
 from engine.errors import CheckpointError, InvalidRequest
 from router.text.tokenizer import load_text_model
-from tests.kits.gateway import byte_tokenizer
+from tests.kits.gateway import EOS, TOKENIZER, byte_tokenizer
 
 USER = [{"role": "user", "content": "yo"}]
 
@@ -140,3 +140,8 @@ def test_without_a_template_chat_is_refused(tmp_path):
     model = load_text_model(checkpoint(tmp_path))
     with pytest.raises(InvalidRequest, match="no chat template"):
         model.encode_chat(USER, 4096)
+
+
+def test_the_tiny_tokenizer_has_one_token_for_each_byte():
+    assert TOKENIZER.encode("é<|user|>").ids == [0xC3, 0xA9, 258]
+    assert TOKENIZER.decode([0xC3, 0xA9, EOS]) == "é"

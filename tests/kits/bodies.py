@@ -1,0 +1,62 @@
+"""Request bodies: prompts and messages that are refused, and long bodies of many items."""
+
+from tests.kits.gateway import CONTEXT_LEN
+
+VALUE = "invalid_value"
+UNSUPPORTED = "unsupported_parameter"
+TOO_LONG = "context_length_exceeded"
+NUM_BYTES = 2**20
+
+# prompt, the field that the error names, its code
+BAD_PROMPTS = [
+    ("", "prompt", VALUE),
+    ([], "prompt", VALUE),
+    ([""], "prompt", VALUE),
+    ([[]], "prompt", VALUE),
+    (None, "prompt", VALUE),
+    (5, "prompt", VALUE),
+    ({}, "prompt", VALUE),
+    ([1.5], "prompt[0]", VALUE),
+    ([True], "prompt[0]", VALUE),
+    ([-1], "prompt", VALUE),
+    ([260], "prompt", VALUE),
+    ([[260]], "prompt", VALUE),
+    ([10**30], "prompt", VALUE),
+    (["a", "b"], "prompt", UNSUPPORTED),
+    ([[1], [2]], "prompt", UNSUPPORTED),
+    ([1, "a"], "prompt", UNSUPPORTED),
+    ("x" * CONTEXT_LEN, "prompt", TOO_LONG),
+    ([1] * CONTEXT_LEN, "prompt", TOO_LONG),
+]
+
+# messages, the field that the error names, its code
+BAD_MESSAGES = [
+    ([], "messages", VALUE),
+    (None, "messages", VALUE),
+    ("hi", "messages", VALUE),
+    (["hi"], "messages[0]", VALUE),
+    ([{"content": "x"}], "messages[0]", VALUE),
+    ([{"role": "king", "content": "x"}], "messages[0].role", VALUE),
+    ([{"role": "user"}], "messages[0].content", VALUE),
+    ([{"role": "user", "content": None}], "messages[0].content", VALUE),
+    ([{"role": "user", "content": 5}], "messages[0].content", VALUE),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content", VALUE),
+    ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", VALUE),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        "messages[0].content",
+        "unsupported_content",
+    ),
+    ([{"role": "user", "content": "x" * CONTEXT_LEN}], "messages", TOO_LONG),
+    ([{"role": "tool", "content": "x"}], "messages", None),  # this template raises
+]
+
+
+def filled(head: bytes, item: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
+    """A body of so many bytes, of as many items as it takes."""
+    number = (num_bytes - len(head) - len(tail)) // (len(item) + 1)
+    return head + b",".join([item] * number) + tail
+
+
+def keyed(head: bytes, tail: bytes, num_bytes: int = NUM_BYTES) -> bytes:
+    return head + b",".join(b'"%d":1' % i for i in range(num_bytes // 11)) + tail

@@ -1,0 +1,265 @@
+"""A worker in memory: the real `WorkerCore` and schedulers around the fake model."""
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from decode.acceptance import Proposer
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Candidate, Proposal, Speculator
+from engine.config import Speculate
+from engine.messages import Role, SeqId, WorkerId, encode_frame
+from engine.worker.batch import BatchPlan, BatchResult
+from engine.worker.blocks import BlockHash, BlockId, BlockPool
+from engine.worker.core import Duties, WorkerCore
+from engine.worker.events import Effect, Emit, EmitToAll, Event
+from engine.worker.intake import Intake
+from engine.worker.offers import PrefixOffers
+from kvtransfer.messages import MAX_BLOCKS_PER_READ
+from prefill.scheduler import PrefillScheduler
+from tests.kits.fakes.endpoint import FakeEndpoint
+from tests.kits.fakes.model import BLOCK_SIZE, VOCAB_SIZE, FakeGuides, FakeRunner
+
+if TYPE_CHECKING:
+    from tests.kits.fakes.cluster import FakeCluster
+
+PARTS = ("steps", "transfer", "orders", "events")  # two threads, and the queue of each
+WILFUL = "wilful"  # beside the modes of `Speculate`
+
+
+class WilfulSpeculator:
+    """In place of a `Speculator`: who drafts how much is decided by lot."""
+
+    def __init__(self, rng: random.Random, *, has_draft_model: bool) -> None:
+        self._rng = rng
+        self.max_draft_tokens = rng.randint(1, 5)
+        self.has_draft_model = has_draft_model
+        self.uses_ngrams = self.is_on = True
+
+    def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
+        return [self._propose(candidate) for candidate in candidates]
+
+    def _propose(self, candidate: Candidate) -> Proposal | None:
+        ways = [Proposer.DRAFT] if self.has_draft_model else []
+        ways += [Proposer.NGRAM] if candidate.match_len else []
+        if not ways or candidate.max_tokens == 0 or self._rng.randrange(3) == 0:
+            return None
+        num_tokens = self._rng.randint(1, candidate.max_tokens)
+        return Proposal(self._rng.choice(ways), num_tokens, candidate.match_len)
+
+    def rests(self):
+        return False
+
+    def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
+        return self._rng.randrange(2) == 0
+
+    def learn(
+        self, seq_id: SeqId, proposal: Proposal, *, num_drafted: int, num_accepted: int
+    ) -> None:
+        assert 0 <= num_accepted <= num_drafted <= proposal.num_tokens
+
+    def forget(self, seq_id: SeqId) -> None:
+        pass
+
+    def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:
+        pass
+
+
+# ---------------------------------------------------------------- a worker
+
+
+class SpoilingPool(BlockPool):
+    """A pool that spoils blocks when it hands them out and when nobody may read them any more."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        super().__init__(runner.num_blocks)
+        self._runner = runner
+
+    def allocate(self, num_blocks: int) -> list[BlockId]:
+        blocks = super().allocate(num_blocks)
+        self._runner.spoil(blocks)
+        return blocks
+
+    def disown(self, blocks: Sequence[BlockId]) -> None:
+        super().disown(blocks)
+        self._spoil_free(blocks)
+
+    def end_lease(self, blocks: Sequence[BlockId]) -> None:
+        super().end_lease(blocks)
+        self._spoil_free(blocks)
+
+    def end_write(self, blocks: Sequence[BlockId]) -> None:
+        super().end_write(blocks)
+        self._spoil_free(blocks)
+
+    def is_leased(self, block: BlockId) -> bool:
+        return self._leased[block] > 0
+
+    def is_in_flight(self, block: BlockId) -> bool:
+        return self._in_flight[block] > 0
+
+    def holders(self) -> tuple[list[int], list[int], list[int]]:
+        """How often each block is owned, leased and in flight."""
+        return self._owned, self._leased, self._in_flight
+
+    def known(self) -> Iterator[tuple[BlockId, BlockHash]]:
+        """Blocks that a prefix match can find."""
+        return ((block, block_hash) for block_hash, block in self._by_hash.items())
+
+    def _spoil_free(self, blocks: Sequence[BlockId]) -> None:
+        self._runner.spoil(b for b in blocks if b in self._idle and self._hash[b] is None)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShape:
+    """How large a fake worker is. What it does says which schedulers it has."""
+
+    role: Role
+    prefills_locally: bool = False
+    num_blocks: int = 10
+    max_batch_tokens: int = 8
+    chunk_tokens: int = 6
+    max_running: int = 3
+    growth_tokens: int = 4
+    copies_at_once: bool = True  # as shared memory does; otherwise bytes travel in Data
+    window_blocks: int = MAX_BLOCKS_PER_READ
+    has_draft_model: bool = True  # the same in all workers of a cluster
+    speculate: Speculate | str = Speculate.OFF  # or WILFUL
+
+    def speculator(self) -> Speculator:
+        """What decides about drafts in such a worker."""
+        if self.speculate == WILFUL:
+            rng = random.Random(self.num_blocks)
+            return WilfulSpeculator(rng, has_draft_model=self.has_draft_model)  # type: ignore[return-value]
+        return Speculator(
+            Speculate(self.speculate), max_draft_tokens=5, has_draft_model=self.has_draft_model
+        )
+
+
+class FakeWorker:
+    """One worker: events wait in `inbox`, orders in its endpoint, a step lies between two moves."""
+
+    def __init__(self, name: str, shape: WorkerShape, cluster: "FakeCluster") -> None:
+        self.worker_id = WorkerId(name)
+        self.shape = shape
+        self._cluster = cluster
+        self.runner = FakeRunner(shape.num_blocks, has_draft_model=shape.has_draft_model)
+        self.pool = SpoilingPool(self.runner)
+        self.endpoint = FakeEndpoint(self, cluster)
+        speculator = shape.speculator()
+        intake = Intake(BLOCK_SIZE, FakeGuides(), VOCAB_SIZE)
+        self.decode = DecodeScheduler(
+            self.pool,
+            intake=intake,
+            max_running=shape.max_running,
+            growth_tokens=shape.growth_tokens,
+            speculator=speculator,
+        )
+        self.prefill = PrefillScheduler(
+            self.pool,
+            intake=intake,
+            chunk_tokens=shape.chunk_tokens,
+            address=self.endpoint.address,
+        )
+        self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=self.endpoint.address)
+        self.core = WorkerCore(
+            [self.decode, self.prefill, self.offers],
+            self.pool,
+            shape.max_batch_tokens,
+            duties=Duties(shape.role, prefills_locally=shape.prefills_locally),
+            observe=speculator.observe,
+        )
+        self.inbox: deque[Event] = deque()
+        self.plan: BatchPlan | None = None  # what runs now
+        self.stuck: set[str] = set()  # what stands still: see PARTS
+
+    def take_event(self) -> None:
+        self._perform(self.core.handle(self.inbox.popleft(), self._cluster.now_s))
+
+    def begin_step(self) -> None:
+        self.plan, effects = self.core.plan(self._cluster.now_s)
+        self._perform(effects)
+        if self.plan is not None:
+            rows = self.plan.rows
+            lengths = [len(row.token_ids) for row in rows]
+            num_drafted = sum(row.max_drafted for row in rows)
+            assert sum(lengths) + num_drafted <= self.shape.max_batch_tokens
+            assert max(lengths) <= self.shape.chunk_tokens
+            assert len({row.seq_id for row in rows}) == len(rows)
+            self._early = self.runner.compute(self.plan)
+
+    def end_step(self) -> None:
+        assert self.plan is not None
+        late = self.runner.compute(self.plan)
+        assert late == self._early, "a block changed while a step used it"
+        result = self.runner.run(self.plan)
+        self.plan = None
+        self._perform(self.core.finish(result, self._cluster.now_s))
+
+    def validate(self) -> None:
+        """The worker's own invariants, and those that need a look into all its parts."""
+        if self.plan is None:
+            self.core.validate()
+        self.endpoint.source.validate()
+        self.endpoint.sink.validate()
+        self._check_holders()
+        for block, block_hash in self.pool.known():
+            kvs = self._cluster.block_contents.get(block_hash)
+            assert self.runner.memory[block] == kvs, f"block {block} holds something else"
+
+    def _check_holders(self) -> None:
+        """Every hold on a block is somebody's: no block can leak or be let go twice."""
+        prefill, decode = self.prefill, self.decode
+        pulling = [*prefill.waiting.pulling.values(), *prefill.waiting.aborting.values()]
+        arriving = [*decode.arrivals.arriving.values(), *decode.arrivals.aborting.values()]
+        holders = [*prefill.computing.values(), *pulling, *arriving]
+        seqs = [*(holder.seq for holder in holders), *decode.running.seqs()]
+        tables = [seq.block_table for seq in seqs]
+        leases = [lease.block_ids for lease in prefill.leases.open_leases.values()]
+        leases += [offer.block_ids for offer in self.offers._offers.values()]
+        pulls = [job.pulled for job in pulling]
+        pulls += [a.pulled or () for a in arriving if not a.kv_here]
+        owned, leased, in_flight = self.pool.holders()
+        assert owned == self._tally(tables)
+        assert leased == self._tally(leases)
+        assert in_flight == self._tally(pulls)
+        assert max(in_flight) <= 1, "two pulls write to one block"
+
+    def _tally(self, holds: Iterable[Iterable[BlockId]]) -> list[int]:
+        """How many holds there are on each block."""
+        tally = [0] * self.pool.num_blocks
+        for block in chain.from_iterable(holds):
+            tally[block] += 1
+        return tally
+
+    def seq_ids(self) -> set[SeqId]:
+        """Sequences that wait or run here."""
+        prefill, decode = self.prefill, self.decode
+        prompts = [*prefill.waiting.prompts(), *prefill.computing.values()]
+        prefilling = {prompt.seq.seq_id for prompt in prompts}
+        arriving = {*decode.arrivals.queued, *decode.arrivals.arriving}
+        return prefilling | arriving | {seq.seq_id for seq in decode.running.seqs()}
+
+    def is_at_rest(self) -> bool:
+        """Holds nothing."""
+        counts = self.pool.counts()
+        return (
+            counts.free + counts.cached == counts.total
+            and self.endpoint.source.num_leases == self.endpoint.sink.num_pulls == 0
+            and not self.seq_ids()
+        )
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Emit):
+                gateway = self._cluster.gateways.get(effect.gateway_id)
+                if gateway is not None:
+                    gateway.links[self.worker_id].to_gateway.append(encode_frame([effect.message]))
+            elif isinstance(effect, EmitToAll):
+                for gateway in self._cluster.gateways.values():
+                    gateway.links[self.worker_id].to_gateway.append(encode_frame([effect.message]))
+            else:
+                self.endpoint.orders.append(effect)
