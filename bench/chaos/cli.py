@@ -1,6 +1,5 @@
 """`baton bench chaos`: its options, and what is printed and written."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,10 +9,17 @@ from rich.text import Text
 from bench.chaos.plan import ChaosPlan, FaultKind, check, config_of, quick
 from bench.chaos.results import complaints, has_passed, results, story
 from bench.chaos.run import measure
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, write_json
+from bench.common.command import (
+    JsonOption,
+    SeedOption,
+    printed_errors,
+    quick_option,
+    save,
+    values_of,
+)
+from bench.common.machine import report_here
+from bench.common.progress import say_on_stderr
 from bench.common.tables import print_report
-from engine.errors import BatonError, ConfigError
 
 WITHOUT_ROOT = ",".join(kind for kind in FaultKind if kind is not FaultKind.PARTITION)
 
@@ -33,15 +39,14 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
             " iproute2: each worker is in a network namespace of its own."
         ),
     ] = WITHOUT_ROOT,
-    seed: Annotated[int, typer.Option(help="Seed of requests, arrivals and faults.")] = 0,
-    quick_: Annotated[bool, typer.Option("--quick", help="60 requests: under 50 s.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("60 requests: under 50 s.")] = False,
+    json: JsonOption = None,
 ) -> None:
     """Kill, stop, slow down and cut off services under load; exit 1 if a request or a block is
     lost, or a fault that was to come did not.
     """
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = check(
             ChaosPlan(
                 num_requests=requests,
@@ -50,18 +55,14 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
                 prefill=prefill,
                 decode=decode,
                 gateways=gateways,
-                kinds=_kinds(faults),
+                kinds=values_of("--faults", faults, FaultKind, f"a list of {', '.join(FaultKind)}"),
                 seed=seed,
             )
         )
         plan = quick(plan) if quick_ else plan
-        run = measure(plan, lambda line: log.print(line, style="dim"))
-        report = Report("chaos", commit(), hardware(), seed, config_of(plan), results(run))
-        if json:
-            write_json(report, json)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+        run = measure(plan, say_on_stderr())
+        report = report_here("chaos", seed=seed, config=config_of(plan), results=results(run))
+        save(report, json)
     console = Console()
     title = (
         f"{plan.num_requests} requests at {plan.rate_per_s:g}/s, {plan.prefill} + {plan.decode}"
@@ -74,11 +75,3 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
         console.print(Text(line, style="red"), soft_wrap=True)
     if not has_passed(report.results):
         raise typer.Exit(1)
-
-
-def _kinds(text: str) -> tuple[FaultKind, ...]:
-    """Raises ConfigError."""
-    try:
-        return tuple(dict.fromkeys(FaultKind(name.strip()) for name in text.split(",")))
-    except ValueError as error:
-        raise ConfigError(f"--faults: {error}; there are: {', '.join(FaultKind)}") from error

@@ -31,6 +31,7 @@ from bench.chaos.faults import Cuts, Director, Injector, Orders, Signals
 from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times_s, faults_of
 from bench.chaos.streams import Stream
+from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.serving import BATON, Options, serving
 from bench.common.waiting import holds_within, pause
@@ -48,8 +49,6 @@ STEADY_AFTER_S = 5.0  # of work: who is killed after that is not taken for one t
 GONE_WITHIN_S = 60.0
 GONE_AFTER_S = 5.0  # what the end of the command does not wait for
 WATCH_EVERY_S = 0.5
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class Run:
         return [i for i, verdict in enumerate(self.verdicts) if verdict.end is end]
 
 
-def measure(plan: ChaosPlan, say: Say = lambda line: None) -> Run:
+def measure(plan: ChaosPlan, say: Say = say_nothing) -> Run:
     """Carries out the plan.
 
     Raises ServerFailed, ServerUnreachable, NotUndisturbed, and netns.Unavailable where a network is

@@ -1,19 +1,67 @@
-"""What a report says of where it ran: the commit of this code and the hardware under it."""
+"""Where, when and by which command a benchmark ran: all that a report says beside its results."""
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.common.report import Hardware
+from bench.common.report import Hardware, Report, Result, Scalar
 
 HERE = Path(__file__).resolve().parent
+OUTPUTS = ("--json", "--plot")
+
+
+def report_here(
+    bench: str, *, seed: int, config: Mapping[str, Scalar], results: Sequence[Result]
+) -> Report:
+    """The report of a benchmark that this process has just run."""
+    return Report(
+        bench=bench,
+        command=command_line(sys.argv),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=commit(),
+        hardware=hardware(),
+        seed=seed,
+        config=config,
+        results=tuple(results),
+    )
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as a user types it, from `sys.argv`.
+
+    Leaves out where outputs went. Shortens paths of this machine: an absolute path to its last
+    part, and the Python of a peer to `PYTHON`.
+    """
+    program, *given = arguments
+    words = ["baton"]
+    if Path(program).name == "__main__.py":
+        words = ["python", "-m", f"bench.{Path(program).parent.name}"]
+    following = iter(given)
+    for word in following:
+        if word in OUTPUTS:
+            next(following, None)
+        elif not word.startswith(tuple(f"{option}=" for option in OUTPUTS)):
+            words.append(_without_place(word))
+    return shlex.join(words)
+
+
+def _without_place(word: str) -> str:
+    """`name=/a/python` as `name=PYTHON`, and `/a/trace.jsonl` as `trace.jsonl`."""
+    name, equals, value = word.partition("=")
+    if equals and "/" in value and not name.startswith("-"):
+        return f"{name}=PYTHON"
+    return Path(word).name if word.startswith("/") else word
 
 
 def commit() -> str | None:
     """Commit of the checkout this file is tracked in, with `-dirty` where tracked files differ.
 
-    None where there is no such checkout: an installed copy inside somebody else's repository
+    None where there is no such checkout. An installed copy may lie inside another repository and
     must not borrow that repository's commit.
     """
     if _output("git", "ls-files", "--error-unmatch", __file__) is None:
@@ -58,7 +106,7 @@ def _memory_bytes() -> int | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, or None where it is missing, fails or hangs."""
+    """The output of a command, or None if it is missing, fails or takes over 10 s."""
     try:
         done = subprocess.run(
             command, cwd=HERE, capture_output=True, text=True, timeout=10, check=True

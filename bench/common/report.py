@@ -1,17 +1,18 @@
-"""The one shape in which every benchmark reports, as JSON and in memory. Pure but for `write_json`.
+"""The shape in which every benchmark reports, as JSON and in memory. Pure.
 
-    {"bench", "commit", "hardware", "seed", "config", "results": [{"name", "value", "unit", "runs",
-     "limit", "of_limit", "peers": {"vllm": {"value", "ratio"}}}]}
+    {"bench", "command", "date", "commit", "hardware", "seed", "config",
+     "results": [{"name", "value", "unit", "runs", "limit", "of_limit",
+                  "peers": {"vllm": {"value", "ratio"}}}]}
 
-`runs` are the single figures, one for each repetition in which the figure is defined, and `value`
-is their median. `limit` is what this machine was measured to allow in the same run, `of_limit` the
-share of it that was reached. Names are `thing/statistic`: `ttft/p50`, `throughput/output_tokens`.
+`runs` has one figure for each repetition that defines it; `value` is their median. `limit` is what
+the machine allowed, measured in the same run; `of_limit` is the share of it that was reached.
+Names are `thing/statistic`: `ttft/p50`, `throughput/output_tokens`.
+`bench.common.machine.report_here` makes a report.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
@@ -60,9 +61,11 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that one benchmark has to say."""
+    """The results of one run of a benchmark, and what is needed to repeat it."""
 
     bench: str
+    command: str  # as a user types it
+    date: str  # when it ended, UTC, ISO 8601: 2026-01-31T12:00:00+00:00
     commit: str | None  # None outside a repository
     hardware: Hardware
     seed: int
@@ -91,12 +94,6 @@ def to_json(report: Report) -> bytes:
 def from_json(data: bytes) -> Report:
     """The inverse of `to_json`."""
     return msgspec.json.decode(data, type=Report)
-
-
-def write_json(report: Report, path: Path) -> None:
-    """Writes the report to `path`, making its folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_json(report))
 
 
 def _result(name: str, unit: str, values: tuple[float, ...]) -> Result:

@@ -13,14 +13,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, Result, write_json
+from bench.common.command import JsonOption, SeedOption, printed_errors, save
+from bench.common.machine import report_here
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report, Result
 from bench.common.tables import print_head
 from bench.comparison.peer import NAME, Dynamo
 from bench.comparison.run import GOALS, Plan, is_met, measure
 from bench.simulator.hardware import hardware_named
 from bench.simulator.traces import read_trace
-from engine.errors import BatonError, ConfigError
+from engine.errors import ConfigError
 
 
 def simulator(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -41,15 +43,14 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
     goodput_requests: Annotated[
         int, typer.Option(min=0, help="So many, to find the goodput; 0: it is left out.")
     ] = 2000,
-    seed: Annotated[int, typer.Option(help="Of ties.")] = 0,
+    seed: SeedOption = 0,
     peer: Annotated[
         str | None, typer.Option(help="dynamo=PYTHON: the peer, and the Python that has it.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    json: JsonOption = None,
 ) -> None:
     """Simulate a trace at Dynamo's costing, and in Dynamo's simulator beside it."""
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         pairs = _splits(splits)
         profile = hardware_named(hardware_)
         num_blocks = -(-int(pool_tokens) // (sum(pairs[0]) * profile.layout.block_size))
@@ -64,11 +65,9 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
                 full = open_peers.enter_context(Dynamo(python, played, profile))
                 first = played.first(goodput_requests or 1)
                 short = open_peers.enter_context(Dynamo(python, first, profile))
-            results = measure(plan, full, short, lambda line: log.print(line, style="dim"))
-        report = Report(
-            bench="simulator",
-            commit=commit(),
-            hardware=hardware(),
+            results = measure(plan, full, short, say_on_stderr())
+        report = report_here(
+            "simulator",
             seed=seed,
             config={
                 "trace": played.name,
@@ -82,13 +81,9 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
             },
             results=tuple(results),
         )
-        if json:
-            write_json(report, json)
+        save(report, json)
         title = f"simulated: {len(played.requests)} requests of {played.name}, {profile.name}"
         print_comparison(Console(), report, title=title)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def print_comparison(console: Console, report: Report, *, title: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from bench.common.progress import Say
 from bench.common.report import Peer, Result
 from bench.common.stats import summarize
 from bench.comparison.peer import NAME, Dynamo, Played, Shape
@@ -53,7 +54,6 @@ class Plan:
 
 
 Play = Callable[[Shape], Played]
-Say = Callable[[str], None]
 
 
 def measure(plan: Plan, peer: Dynamo | None, short_peer: Dynamo | None, say: Say) -> list[Result]:

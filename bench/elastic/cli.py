@@ -3,7 +3,6 @@
 baton bench elastic --json elastic.json
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.client.load import Slo
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, write_json
+from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
+from bench.common.machine import report_here
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report
 from bench.common.tables import print_head
 from bench.elastic.run import GOALS, Plan, Turns, is_met, measure
 from bench.simulator.hardware import hardware_named
-from engine.errors import BatonError, ConfigError
+from engine.errors import ConfigError
 
 
 def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -30,15 +31,12 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
     slo_ttft_ms: Annotated[float, typer.Option(min=1.0, help="Bound on TTFT.")] = 5000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=1.0, help="Bound on TPOT.")] = 25.0,
     repeat: Annotated[int, typer.Option(min=1, help="Loads, each of its own seed.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the first load.")] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Once, 6 workers, short phases: under 50 s.")
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    seed: SeedOption = 0,
+    quick: Annotated[bool, quick_option("Once, 6 workers, short phases: under 50 s.")] = False,
+    json: JsonOption = None,
 ) -> None:
     """Simulate a load that turns, on every fixed split of the workers and on planned pools."""
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         if quick:
             workers, phases, phase_s, step, repeat = min(workers, 6), 2, min(phase_s, 45.0), 1, 1
         plan = Plan(
@@ -49,10 +47,8 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
             seeds=range(seed, seed + repeat),
             slo=Slo(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
         )
-        report = Report(
-            bench="elastic",
-            commit=commit(),
-            hardware=hardware(),
+        report = report_here(
+            "elastic",
             seed=seed,
             config={
                 "profile": plan.hardware.name,
@@ -64,14 +60,10 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
                 "ttft_bound_s": plan.slo.ttft_s,
                 "tpot_bound_s": plan.slo.tpot_s,
             },
-            results=measure(plan, lambda line: log.print(line, style="dim")),
+            results=measure(plan, say_on_stderr()),
         )
-        if json:
-            write_json(report, json)
+        save(report, json)
         print_elastic(Console(), report)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def print_elastic(console: Console, report: Report) -> None:

@@ -23,13 +23,14 @@ bounds and refuses who would miss them, with fixed pools as with planned ones: w
 miss, and is not lost.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, cycle, islice
 from math import exp
 from random import Random
 
 from bench.client.load import Slo
+from bench.common.progress import Say
 from bench.common.report import Figure, Result, results_of
 from bench.elastic.planned import Decision
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Run, Setup, simulate
@@ -149,9 +150,6 @@ class Played:
     def num_flips(self) -> int:
         """Workers that were told to change."""
         return sum(decision.num_flips for decision in self.decisions)
-
-
-Say = Callable[[str], None]
 
 
 def measure(plan: Plan, say: Say) -> tuple[Result, ...]:

@@ -1,19 +1,18 @@
 """`baton bench elastic-live`: its options, and what is printed and written."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from bench.client.load import kinds_with_example
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, write_json
+from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
+from bench.common.machine import report_here
+from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_failures, print_head, print_spread
 from bench.elastic_live.plan import LivePlan, config_of, quick, results
 from bench.elastic_live.run import measure
-from engine.errors import BatonError
 
 
 def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -23,15 +22,12 @@ def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer d
     phases: Annotated[int, typer.Option(min=2, help="Reading and writing by turns.")] = 4,
     phase_s: Annotated[float, typer.Option(min=2.0, help="Of each phase, seconds.")] = 20.0,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each; results are medians.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of arrivals, prompts and orders.")] = 0,
-    quick_: Annotated[
-        bool, typer.Option("--quick", help="Once, one turn, against the even split.")
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("Once, one turn, against the even split.")] = False,
+    json: JsonOption = None,
 ) -> None:
     """Play a load that turns on a real deployment: fixed splits, and the planner on, by turns."""
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = LivePlan(
             shape,
             workers,
@@ -42,22 +38,16 @@ def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer d
             seed=seed,
         )
         plan = quick(plan) if quick_ else plan
-        pace, runs = measure(plan, lambda line: log.print(line, style="dim"))
-        report = Report(
-            bench="elastic-live",
-            commit=commit(),
-            hardware=hardware(),
+        pace, runs = measure(plan, say_on_stderr())
+        report = report_here(
+            "elastic-live",
             seed=seed,
             config=config_of(plan, pace),
             results=results(plan, pace, runs),
         )
-        if json:
-            write_json(report, json)
+        save(report, json)
         console = Console()
         title = f"a load that turns every {plan.phase_s:g} s, {workers} workers of {shape}"
         print_head(console, report, title=title)
         print_spread(console, report.results)
         print_failures(console, kinds_with_example(f for run in runs for f in run.failures))
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error

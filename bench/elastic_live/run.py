@@ -12,6 +12,7 @@ import uvloop
 
 from bench.chaos.deployment import Deployment, Mark
 from bench.client.answers import Answer, Endpoint, Failure, request_body
+from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.serving import serving
 from bench.common.waiting import holds_within
@@ -41,14 +42,12 @@ REQUEST_TIMEOUT_S = 60.0
 SETTLED_WITHIN_S = 30.0
 RAMP_S, WINDOW_S = 3.0, 8.0  # of a closed loop, before it counts and while it does
 
-Say = Callable[[str], None]
-
 
 class PaceUnknown(BatonError):
     """The deployment did not do what it was asked before the load came."""
 
 
-def measure(plan: LivePlan, say: Say = lambda line: None) -> tuple[Pace, list[LiveRun]]:
+def measure(plan: LivePlan, say: Say = say_nothing) -> tuple[Pace, list[LiveRun]]:
     """Carries out the plan. Raises ServerFailed, ServerUnreachable, PaceUnknown, OrderFailed."""
     even = plan.num_workers // 2
     options = {

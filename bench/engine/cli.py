@@ -6,17 +6,28 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.common.driven import DrivenFailed
-from bench.common.machine import commit, hardware
+from bench.common.command import (
+    JsonOption,
+    PlotOption,
+    RepeatOption,
+    SeedOption,
+    numbers_of,
+    peer_option,
+    printed_errors,
+    quick_option,
+    save,
+    values_of,
+)
+from bench.common.machine import hardware, report_here
 from bench.common.plots import plot_bars, require_matplotlib
-from bench.common.report import Report, write_json
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_speeds, print_warnings
 from bench.engine.plan import EnginePlan, Job, check, config_of, jobs_of, peers_of, quick
 from bench.engine.results import Measured, results, warnings
 from bench.engine.run import measure
 from engine.config import WeightFormat
-from engine.errors import BatonError, ConfigError
 from engine.layout import KVFormat
 
 
@@ -38,34 +49,29 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
     prefill_lens: Annotated[str, typer.Option(help="Prompt lengths to prefill.")] = "128,512,2048",
     batches: Annotated[str, typer.Option(help="Batch sizes of the decode grid.")] = "1,8,32",
     contexts: Annotated[str, typer.Option(help="Contexts of the decode grid.")] = "128,512,2048",
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 5,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=PYTHON",
-            help="Also measure transformers, vllm or llamacpp, run by that Python; repeatable.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = 0,
+    repeat: RepeatOption = 5,
+    peer: Annotated[list[str] | None, peer_option("transformers", "vllm", "llamacpp")] = None,
+    seed: SeedOption = 0,
     quick_: Annotated[
-        bool, typer.Option("--quick", help="One run of fewer jobs: under 50 s without peers.")
+        bool, quick_option("One run of fewer jobs: under 50 s without peers.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write bars of all speeds here (PNG).")] = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Measure prefill and decode of the engine alone, beside the machine's limits and peers."""
     console = Console()
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = EnginePlan(
             shape=shape,
             checkpoint=checkpoint,
-            weights=_weights(weights),
+            weights=values_of(
+                "--weights", weights, WeightFormat, f"a list of {', '.join(WeightFormat)}"
+            ),
             kv_format=kv_dtype,
             num_threads=threads or hardware().num_cores,
-            prefill_lens=_numbers("--prefill-lens", prefill_lens),
-            batches=_numbers("--batches", batches),
-            contexts=_numbers("--contexts", contexts),
+            prefill_lens=numbers_of("--prefill-lens", prefill_lens),
+            batches=numbers_of("--batches", batches),
+            contexts=numbers_of("--contexts", contexts),
             num_repeats=repeat,
             peers=tuple(engine for option in peer or () for engine in peers_of(option)),
             seed=seed,
@@ -73,43 +79,20 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
         plan = check(quick(plan) if quick_ else plan)
         if plot:
             require_matplotlib()
-        measured = measure(plan, say=lambda line: log.print(line, style="dim"))
+        measured = measure(plan, say=say_on_stderr())
         report = _report(plan, measured)
-        if json:
-            write_json(report, json)
+        save(report, json)
         if plot:
             _plot(plan, report, plot)
         print_speeds(console, report, title=_title(plan))
         print_warnings(console, warnings(measured))
-    except DrivenFailed as error:
-        typer.echo(f"error: {error}\n" + "\n".join(error.last_lines), err=True)
-        raise typer.Exit(1) from error
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
-def _weights(text: str) -> tuple[WeightFormat, ...]:
-    try:
-        return tuple(dict.fromkeys(WeightFormat(name) for name in text.split(",") if name))
-    except ValueError as error:
-        raise ConfigError(f"--weights: {error}") from error
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(number) for number in text.split(",") if number))
-    except ValueError as error:
-        raise ConfigError(f"{option}: {text!r} is not a list of numbers") from error
 
 
 def _report(plan: EnginePlan, measured: Measured) -> Report:
     failed = {f"failed_{failed.name}": failed.reason for failed in measured.failed}
     versions = {f"version_{name}": version for name, version in measured.versions.items()}
-    return Report(
-        bench="engine",
-        commit=commit(),
-        hardware=hardware(),
+    return report_here(
+        "engine",
         seed=plan.seed,
         config=config_of(plan) | versions | failed,
         results=results(plan, measured),

@@ -9,7 +9,7 @@ turns round with each repetition. So what else happens on the machine meets all 
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import msgspec
 
 from bench.common import background
 from bench.common.driven import Answer, Driven, DrivenFailed
+from bench.common.progress import Say, say_nothing
 from bench.common.roofline import Ceilings, Memory, model_size
 from bench.common.shapes import cached_checkpoint
 from bench.engine.plan import (
@@ -41,8 +42,6 @@ IDLE_CHECK_S = 0.3
 SETTLE_S = 0.3  # Intel's OpenMP spins for 0.2 s
 WARM_UP = -1  # no repetition has this number, so none has its prompts
 DRIVER = Path(__file__).parents[1] / "peers" / "driver.py"
-
-Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class Contest:
         self.failed.append(Failed(error.name, error.reason, error.last_lines))
 
 
-def measure(plan: EnginePlan, say: Say = lambda line: None) -> Measured:
+def measure(plan: EnginePlan, say: Say = say_nothing) -> Measured:
     """Carries out the plan. Raises DrivenFailed where our own engine fails, and ConfigError."""
     checkpoint = plan.checkpoint or cached_checkpoint(plan.shape, plan.seed)
     size = model_size(checkpoint)

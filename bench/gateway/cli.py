@@ -1,6 +1,5 @@
 """`baton bench gateway`: its options, and what is printed and written."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,35 +7,36 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.driven import DrivenFailed
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, write_json
+from bench.common.command import (
+    JsonOption,
+    RepeatOption,
+    SeedOption,
+    peer_option,
+    printed_errors,
+    quick_option,
+    save,
+)
+from bench.common.machine import report_here
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report
 from bench.common.tables import print_head, print_warnings
 from bench.gateway.plan import GatewayPlan, config_of, plan_of, quick
 from bench.gateway.results import Measured, results, warnings
 from bench.gateway.run import measure
-from engine.errors import BatonError
 
 
 def gateway(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
     *,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of every prompt.")] = 32,
     tokens: Annotated[int, typer.Option(min=2, help="Of an answer, at 64 streams.")] = 256,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 5,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=PYTHON",
-            help="Also measure fastapi, or vllm_router, run by that Python; repeatable.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of orders and answers.")] = 0,
-    quick_: Annotated[bool, typer.Option("--quick", help="Once, and little of it.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    repeat: RepeatOption = 5,
+    peer: Annotated[list[str] | None, peer_option("fastapi", "vllm_router")] = None,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("Once, and little of it.")] = False,
+    json: JsonOption = None,
 ) -> None:
     """Measure what the gateway adds to a first token and costs for each, beside other servers."""
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = plan_of(
             prompt_words=prompt_words,
             num_tokens=tokens,
@@ -45,26 +45,17 @@ def gateway(  # noqa: PLR0913 (one parameter for each option is how typer declar
             seed=seed,
         )
         plan = quick(plan) if quick_ else plan
-        measured = measure(plan, lambda line: log.print(line, style="dim"))
+        measured = measure(plan, say_on_stderr())
         report = _report(plan, measured)
-        if json:
-            write_json(report, json)
+        save(report, json)
         _print(Console(), report)
         print_warnings(Console(), warnings(plan, measured))
-    except DrivenFailed as error:
-        typer.echo(f"error: {error}\n" + "\n".join(error.last_lines), err=True)
-        raise typer.Exit(1) from error
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _report(plan: GatewayPlan, measured: Measured) -> Report:
     versions = {f"version_{name}": version for name, version in measured.versions.items()}
-    return Report(
-        bench="gateway",
-        commit=commit(),
-        hardware=hardware(),
+    return report_here(
+        "gateway",
         seed=plan.seed,
         config=config_of(plan) | versions,
         results=results(plan, measured),

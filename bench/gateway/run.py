@@ -5,12 +5,12 @@ The client is one process of its own for all of them; while it asks one server, 
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
 from bench.common import background
 from bench.common.driven import Driven
+from bench.common.progress import Say, say_nothing
 from bench.gateway.plan import GatewayPlan, StreamLoad, body_of, order_of
 from bench.gateway.results import Measured, Run
 from bench.gateway.servers import Server, open_all
@@ -18,10 +18,8 @@ from bench.gateway.servers import Server, open_all
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 150.0
 
-Say = Callable[[str], None]
 
-
-def measure(plan: GatewayPlan, say: Say = lambda line: None) -> Measured:
+def measure(plan: GatewayPlan, say: Say = say_nothing) -> Measured:
     """Carries the plan out. Raises DrivenFailed or ServiceFailed where something does not start."""
     with ExitStack() as stack:
         say("starting the servers")

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, Scalar, write_json
+from bench.common.machine import report_here
+from bench.common.report import Report, Scalar, to_json
 from bench.gpu.kernels import (
     AttentionCase,
     arguments_of,
@@ -64,7 +64,8 @@ def run(*, shape_name: str, device: str, is_quick: bool, budget_s: float, json: 
             "quick": is_quick,
             "budget_s": budget_s,
         }
-        write_json(_report(session, config), json)
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_bytes(to_json(_report(session, config)))
     return 1 if session.failures else 0
 
 
@@ -175,10 +176,8 @@ class GpuBench:
 
 
 def _report(session: Session, config: Mapping[str, Scalar]) -> Report:
-    return Report(
-        bench="gpu",
-        commit=commit(),
-        hardware=hardware(),
+    return report_here(
+        "gpu",
         seed=0,
         config={
             **config,
@@ -187,5 +186,5 @@ def _report(session: Session, config: Mapping[str, Scalar]) -> Report:
             "failures": "; ".join(session.failures),
             "skipped": "; ".join(session.skipped),
         },
-        results=tuple(session.results),
+        results=session.results,
     )

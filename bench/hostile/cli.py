@@ -1,19 +1,18 @@
 """`baton bench hostile`: its options, and what is printed and written."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, write_json
+from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
+from bench.common.machine import report_here
+from bench.common.progress import say_on_stderr
 from bench.common.tables import print_report, print_warnings
 from bench.hostile.plan import HostilePlan, check, config_of, quick
 from bench.hostile.results import complaints, results, warnings
 from bench.hostile.run import measure
-from engine.errors import BatonError
 
 
 def hostile(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -23,24 +22,19 @@ def hostile(  # noqa: PLR0913 (one parameter for each option is how typer declar
     disconnects: Annotated[int, typer.Option(min=1, help="Clients that leave.")] = 10_000,
     streams: Annotated[int, typer.Option(min=1, help="Honest streams beside them.")] = 4,
     at_once: Annotated[int, typer.Option(min=1, help="Hostile requests under way.")] = 16,
-    seed: Annotated[int, typer.Option(help="Seed of what is sent.")] = 0,
-    quick_: Annotated[bool, typer.Option("--quick", help="A small part of each wave.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("A small part of each wave.")] = False,
+    json: JsonOption = None,
 ) -> None:
     """Send hostile requests, slow connections and disconnects beside honest streams; exit 1 if a
     server error, a leak, a lost service or growing memory shows.
     """
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = check(HostilePlan(bodies, slow, disconnects, streams, at_once, seed))
         plan = quick(plan) if quick_ else plan
-        run = measure(plan, lambda line: log.print(line, style="dim"))
-        report = Report("hostile", commit(), hardware(), seed, config_of(plan), results(run))
-        if json:
-            write_json(report, json)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+        run = measure(plan, say_on_stderr())
+        report = report_here("hostile", seed=seed, config=config_of(plan), results=results(run))
+        save(report, json)
     console = Console()
     title = (
         f"{plan.num_bodies} hostile requests, {plan.num_slow} slow connections and"

@@ -5,7 +5,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import uvloop
 from bench.chaos.checker import leaked
 from bench.chaos.deployment import Deployment, Mark
 from bench.chaos.run import MODEL, STEADY_S, WHOLE_WITHIN_S, books_of
+from bench.common.progress import Say, say_nothing
 from bench.common.serving import Served, serving
 from bench.common.waiting import holds_within, pause
 from bench.hostile.bodies import shots
@@ -30,8 +31,6 @@ HONEST = "bench.hostile.honest"
 LOW_PRIORITY = 10  # of the hostile clients: the server and the honest ones come first
 END_TIMEOUT_S = 10.0
 CLIENT_TIMEOUT_S = 30.0
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Run:
     num_ended: int  # services that are not the ones that were started
 
 
-def measure(plan: HostilePlan, say: Say = lambda line: None) -> Run:
+def measure(plan: HostilePlan, say: Say = say_nothing) -> Run:
     """Carries out the plan. Raises ServerFailed."""
     options = {**OPTIONS, "--kv-mib": KV_MIB}
     with ExitStack() as stack:

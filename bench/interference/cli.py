@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,14 +9,22 @@ from rich.console import Console
 from rich.text import Text
 
 from bench.client.load import kinds_with_example
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, Result, write_json
+from bench.common.command import (
+    JsonOption,
+    RepeatOption,
+    SeedOption,
+    printed_errors,
+    quick_option,
+    save,
+)
+from bench.common.machine import report_here
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report, Result
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_failures, print_pivot, print_warnings
 from bench.interference.plan import Ask, InterferencePlan, check, config_of, quick
 from bench.interference.results import Run, promises, results, warnings
 from bench.interference.run import measure
-from engine.errors import BatonError
 
 
 def interference(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -29,14 +36,13 @@ def interference(  # noqa: PLR0913 (one parameter for each option is how typer d
     load_at_once: Annotated[int, typer.Option(min=1, help="Loading prompts under way.")] = 1,
     load_input: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 1024,
     load_output: Annotated[int, typer.Option(min=1, help="Tokens that each is answered by.")] = 1,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 5,
-    seed: Annotated[int, typer.Option(help="Seed of weights, prompts and orders.")] = 0,
-    quick_: Annotated[bool, typer.Option("--quick", help="Once, with short streams.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    repeat: RepeatOption = 5,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("Once, with short streams.")] = False,
+    json: JsonOption = None,
 ) -> None:
     """Measure how much long prompts hold up running streams, prefill apart from decode or not."""
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = check(
             InterferencePlan(
                 shape,
@@ -47,21 +53,15 @@ def interference(  # noqa: PLR0913 (one parameter for each option is how typer d
             )
         )
         plan = quick(plan) if quick_ else plan
-        runs = measure(plan, lambda line: log.print(line, style="dim"))
+        runs = measure(plan, say_on_stderr())
         report = _report(plan, runs)
-        if json:
-            write_json(report, json)
+        save(report, json)
         _print(Console(), plan, report, runs)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _report(plan: InterferencePlan, runs: list[Run]) -> Report:
-    return Report(
-        bench="interference",
-        commit=commit(),
-        hardware=hardware(),
+    return report_here(
+        "interference",
         seed=plan.seed,
         config=config_of(plan),
         results=results(runs),

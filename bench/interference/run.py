@@ -21,6 +21,7 @@ import uvloop
 from bench.client.answers import Answer, Failure
 from bench.client.load import kinds_with_example
 from bench.common import background
+from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.serving import Served, serving
 from bench.common.shapes import cached_checkpoint, shape_named
@@ -44,7 +45,6 @@ FAILED_PAUSE_S = 1.0
 TOKENIZER = "tokenizer.json"
 WARM_UP_TOKENS = 16  # of each stream: its length makes no difference to what has to be warm
 
-Say = Callable[[str], None]
 Send = Callable[[bytes], Awaitable[Answer | Failure]]
 
 
@@ -74,7 +74,7 @@ class _Server:
         return [self.served.pid, *(session for own in services for session in own)]
 
 
-def measure(plan: InterferencePlan, say: Say = lambda line: None) -> list[Run]:
+def measure(plan: InterferencePlan, say: Say = say_nothing) -> list[Run]:
     """Carries out the plan. Raises ServerFailed, RunBroken, ServerUnreachable."""
     with ExitStack() as stack:
         checkpoint = Path(stack.enter_context(TemporaryDirectory(prefix="baton-")))

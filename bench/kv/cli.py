@@ -1,16 +1,26 @@
 """`baton bench kv`: its options, and what is printed, written and plotted."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from bench.common.driven import DrivenFailed
-from bench.common.machine import commit, hardware
+from bench.common.command import (
+    JsonOption,
+    PlotOption,
+    RepeatOption,
+    SeedOption,
+    numbers_of,
+    peer_option,
+    printed_errors,
+    quick_option,
+    save,
+)
+from bench.common.machine import report_here
 from bench.common.plots import require_matplotlib
-from bench.common.report import Report, write_json
+from bench.common.progress import Say, say_on_stderr
+from bench.common.report import Report
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_warnings
 from bench.kv import handoff as kv_handoff
@@ -28,9 +38,9 @@ from bench.kv.plan import (
 )
 from bench.kv.plots import plot_kv
 from bench.kv.results import Handoffs, Measured, Missing, results, warnings
-from bench.kv.run import Say, measure
+from bench.kv.run import measure
 from bench.kv.tables import print_kv
-from engine.errors import BatonError, ConfigError
+from engine.errors import BatonError
 
 DEFAULT_BACKENDS = ",".join(BACKENDS)
 DEFAULT_BLOCK_SIZES = ",".join(str(size // KIB) for size in BLOCK_SIZES)
@@ -44,33 +54,19 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
     shape: Annotated[
         str, typer.Option(help=f"Random weights for the handoff: {', '.join(SHAPES)}.")
     ] = "88m",
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 7,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=PYTHON",
-            help="Also measure mooncake, or bare nixl, run by that Python; repeatable.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of blocks, orders, weights and prompts.")] = 0,
-    quick_: Annotated[
-        bool, typer.Option("--quick", help="Two block sizes, one transport: under 50 s.")
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write bandwidths and phases here (PNG).")] = (
-        None
-    ),
+    repeat: RepeatOption = 7,
+    peer: Annotated[list[str] | None, peer_option("mooncake", "nixl")] = None,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("Two block sizes, one transport: under 50 s.")] = False,
+    json: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Measure how fast KV moves, beside what the machine allows and peers, and what it delays."""
     console = Console()
-    log = Console(stderr=True)
-
-    def say(line: str) -> None:
-        log.print(line, style="dim")
-
-    try:
+    say = say_on_stderr()
+    with printed_errors():
         plan = KvPlan(
-            block_sizes=_sizes(block_sizes),
+            block_sizes=tuple(kib * KIB for kib in numbers_of("--block-sizes", block_sizes)),
             backends=tuple(dict.fromkeys(name for name in backends.split(",") if name)),
             num_repeats=repeat,
             handoff=HandoffPlan(shape, HANDOFF_TRANSPORTS, num_requests=4, num_repeats=3)
@@ -85,25 +81,11 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
         handoffs, not_handed = _handoffs(plan, say)
         measured = measure(plan, say)
         report = _report(plan, measured, handoffs, not_handed)
-        if json:
-            write_json(report, json)
+        save(report, json)
         if plot:
             plot_kv(report, plot, title=_title(plan))
         print_kv(console, report, title=_title(plan))
         print_warnings(console, [*warnings(measured, handoffs), *map(_told, not_handed)])
-    except DrivenFailed as error:
-        typer.echo(f"error: {error}\n" + "\n".join(error.last_lines), err=True)
-        raise typer.Exit(1) from error
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(kib) * KIB for kib in text.split(",") if kib))
-    except ValueError as error:
-        raise ConfigError(f"--block-sizes: {text!r} is not a list of numbers") from error
 
 
 def _handoffs(plan: KvPlan, say: Say) -> tuple[list[Handoffs], list[Missing]]:
@@ -129,10 +111,8 @@ def _report(
     missing = (*measured.missing, *not_handed)
     failed = {f"failed_{one.name}".replace(" ", "_"): one.reason for one in missing}
     versions = {f"version_{name}": version for name, version in measured.versions.items()}
-    return Report(
-        bench="kv",
-        commit=commit(),
-        hardware=hardware(),
+    return report_here(
+        "kv",
         seed=plan.seed,
         config=config_of(plan) | versions | failed,
         results=results(plan, measured, handoffs),

@@ -10,12 +10,13 @@ Open movers hold one pool of 96 MiB at each end, Baton's one for each block size
 
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bench.common import background
 from bench.common.driven import DrivenFailed
+from bench.common.progress import Say, say_nothing
 from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of, ways_of
 from bench.kv.plan import KvPlan, cases_of, order_of, pulls_of
 from bench.kv.results import Key, Measured, Missing
@@ -23,8 +24,6 @@ from bench.kv.results import Key, Measured, Missing
 REQUIRED = ("shm", "zmq", "memcpy", "tcp")  # these work wherever Baton does
 WARM_UP = -1  # no repetition has this number, so none has its blocks
 IDLE_CHECK_S = 0.3
-
-Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class Field:
         return [process.session for process in processes if process.session]
 
 
-def measure(plan: KvPlan, say: Say = lambda line: None) -> Measured:
+def measure(plan: KvPlan, say: Say = say_nothing) -> Measured:
     """Carries out the plan, but for its handoffs.
 
     Raises DrivenFailed and WrongBytes where shared memory, ZeroMQ or what they are held against

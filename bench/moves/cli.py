@@ -1,20 +1,19 @@
 """`baton bench moves`: its options, and what is printed and written."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, write_json
+from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
+from bench.common.machine import report_here
+from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_report
 from bench.interference.plan import Ask
 from bench.moves.plan import MovesPlan, check, config_of, quick
 from bench.moves.results import results
 from bench.moves.run import measure
-from engine.errors import BatonError
 
 
 def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -25,22 +24,17 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
     output_len: Annotated[int, typer.Option(min=8, help="Output tokens of each.")] = 256,
     beside: Annotated[int, typer.Option(min=0, help="Streams that run where those go.")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="Flips; results are their medians.")] = 6,
-    seed: Annotated[int, typer.Option(help="Seed of weights and prompts.")] = 0,
-    quick_: Annotated[bool, typer.Option("--quick", help="Two flips.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("Two flips.")] = False,
+    json: JsonOption = None,
 ) -> None:
     """Flip a worker whose streams run, and measure the gap that their clients see."""
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = check(MovesPlan(shape, Ask(streams, input_len, output_len), repeat, seed, beside))
         plan = quick(plan) if quick_ else plan
-        runs = measure(plan, lambda line: log.print(line, style="dim"))
-        report = Report("moves", commit(), hardware(), seed, config_of(plan), results(runs))
-        if json:
-            write_json(report, json)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+        runs = measure(plan, say_on_stderr())
+        report = report_here("moves", seed=seed, config=config_of(plan), results=results(runs))
+        save(report, json)
     title = (
         f"{plan.num_repeats} flips of a worker of {plan.shape} with {streams} streams,"
         f" {input_len} tokens in, {output_len} out, to one with {beside}"

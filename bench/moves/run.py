@@ -13,6 +13,7 @@ import uvloop
 
 from bench.chaos.deployment import Deployment, Mark
 from bench.client.answers import Answer, Failure
+from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.serving import serving
 from bench.common.waiting import holds_within, pause
@@ -30,14 +31,12 @@ REQUEST_TIMEOUT_S = 120.0
 ORDER_WITHIN_S = 30.0
 DECODERS = ("decode-0", "decode-1")
 
-Say = Callable[[str], None]
-
 
 class NotFlipped(BatonError):
     """A worker did not become what it was ordered to be."""
 
 
-def measure(plan: MovesPlan, say: Say = lambda line: None) -> list[Run]:
+def measure(plan: MovesPlan, say: Say = say_nothing) -> list[Run]:
     """Carries out the plan. Raises ServerFailed, RunBroken, NotFlipped, OrderFailed."""
     with TemporaryDirectory(prefix="baton-") as folder:
         checkpoint, run_dir = Path(folder, "model"), Path(folder, "run")

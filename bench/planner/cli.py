@@ -4,15 +4,15 @@ baton plan --model qwen3-32b --hardware h200 --rps 10 --input 4000 --output 300 
     --slo-ttft 2000 --slo-tpot 25 --prefix-hit 0.37
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from bench.client.load import Slo
-from bench.common.machine import commit, hardware
-from bench.common.report import Report, results_of, write_json
+from bench.common.command import JsonOption, SeedOption, printed_errors, save
+from bench.common.machine import report_here
+from bench.common.report import results_of
 from bench.planner.load import Load
 from bench.planner.model import LAYER_BYTES, MODELS, DenseModel, model_named
 from bench.planner.plan import Ask, plan_of
@@ -21,7 +21,7 @@ from bench.planner.report import config_of, figures_of, print_plan
 from bench.planner.search import Depth
 from bench.simulator.hardware import PROFILES, hardware_named
 from engine.config import WeightFormat
-from engine.errors import BatonError, ConfigError
+from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 _MODEL_OF_PROFILE = {
@@ -84,11 +84,11 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
     ] = True,
     requests: Annotated[int, typer.Option(min=40, help="How many are simulated at least.")] = 600,
     savings: Annotated[bool, typer.Option(help="Show what each option saves.")] = True,
-    seed: Annotated[int, typer.Option(help="Of the simulated load, and of ties.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
 ) -> None:
     """Plan how many GPUs a load needs, in which pools, at what cost, and what options save."""
-    try:
+    with printed_errors():
         shape, platform = _machine(model, hardware_, gpu_hour_usd)
         ask = Ask(
             model=shape,
@@ -100,20 +100,14 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
             depth=Depth(requests, seed) if simulated else None,
         )
         plan = plan_of(ask, steps=savings)
-        report = Report(
-            bench="plan",
-            commit=commit(),
-            hardware=hardware(),
+        report = report_here(
+            "plan",
             seed=seed,
             config=config_of(ask),
             results=results_of([figures_of(plan)]),
         )
-        if json:
-            write_json(report, json)
+        save(report, json)
         print_plan(Console(), plan)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _machine(

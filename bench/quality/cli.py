@@ -9,11 +9,20 @@ import typer
 from rich.console import Console
 
 import engine.model.bundled
-from bench.common.machine import commit, hardware
+from bench.common.command import (
+    JsonOption,
+    PlotOption,
+    SeedOption,
+    printed_errors,
+    quick_option,
+    save,
+)
+from bench.common.machine import hardware, report_here
 from bench.common.plots import plot_bars, require_matplotlib
-from bench.common.report import Report, write_json
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report
 from bench.common.tables import print_pivot
-from engine.errors import BatonError, ConfigError
+from engine.errors import ConfigError
 
 BUNDLED = Path(engine.model.bundled.__file__).parent / "target"
 QUICK_WINDOWS = 8
@@ -28,28 +37,23 @@ def quality(  # noqa: PLR0913 (one parameter for each option is how typer declar
     num_windows: Annotated[int, typer.Option("--windows", min=1, help="Pieces of text.")] = 64,
     window_len: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
     threads: Annotated[int | None, typer.Option(min=1, show_default="all cores")] = None,
-    seed: Annotated[int, typer.Option(help="Seed that chooses the text.")] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"At most {QUICK_WINDOWS} windows: under 50 s.")
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write bars of all figures here (PNG).")] = None,
+    seed: SeedOption = 0,
+    quick: Annotated[bool, quick_option(f"At most {QUICK_WINDOWS} windows: under 50 s.")] = False,
+    json: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Measure what KV formats and weight formats cost in quality, and how much KV fits."""
-    log = Console(stderr=True)
     threads = threads or hardware().num_cores
     num_windows = min(num_windows, QUICK_WINDOWS) if quick else num_windows
-    try:
+    with printed_errors():
         if plot:
             require_matplotlib()
         parts = _parts()
         windows = parts.held_out_windows(
             checkpoint / "tokenizer.json", num_windows=num_windows, window_len=window_len, seed=seed
         )
-        report = Report(
-            bench="quality",
-            commit=commit(),
-            hardware=hardware(),
+        report = report_here(
+            "quality",
             seed=seed,
             config={
                 "checkpoint": "bundled" if checkpoint == BUNDLED else str(checkpoint),
@@ -57,18 +61,12 @@ def quality(  # noqa: PLR0913 (one parameter for each option is how typer declar
                 "window_len": window_len,
                 "num_threads": threads,
             },
-            results=parts.measure(
-                checkpoint, windows, threads=threads, say=lambda line: log.print(line, style="dim")
-            ),
+            results=parts.measure(checkpoint, windows, threads=threads, say=say_on_stderr()),
         )
-        if json:
-            write_json(report, json)
+        save(report, json)
         if plot:
             _plot(report, plot)
         print_pivot(Console(), report, title=_title(report))
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _parts() -> ModuleType:

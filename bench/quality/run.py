@@ -14,7 +14,7 @@ token would.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,6 +22,7 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
+from bench.common.progress import Say, say_nothing
 from bench.common.report import Figure, Result, results_of
 from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout
@@ -41,7 +42,6 @@ GIB = 2**30
 ATTENTION_WINDOWS = 4  # attention in every format, in plain torch, is slow; its error varies little
 
 Window = list[int]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Scores:
 
 
 def measure(
-    checkpoint: Path, windows: Sequence[Window], *, threads: int, say: Say = lambda line: None
+    checkpoint: Path, windows: Sequence[Window], *, threads: int, say: Say = say_nothing
 ) -> tuple[Result, ...]:
     """All results, in the order of the table above."""
     torch.set_num_threads(threads)

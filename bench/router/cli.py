@@ -1,6 +1,5 @@
 """`baton bench router`: its options, and what is printed, written and plotted."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,9 +7,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.machine import commit, hardware
+from bench.common.command import (
+    JsonOption,
+    PlotOption,
+    RepeatOption,
+    SeedOption,
+    printed_errors,
+    quick_option,
+    save,
+    values_of,
+)
+from bench.common.machine import report_here
 from bench.common.plots import plot_bars, require_matplotlib
-from bench.common.report import Report, Result, write_json
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report, Result
 from bench.common.tables import print_head, print_warnings
 from bench.router.plan import (
     FULL_CASES,
@@ -23,7 +33,6 @@ from bench.router.plan import (
 )
 from bench.router.results import PEER, is_met, results, warnings
 from bench.router.run import measure, measure_ingest
-from engine.errors import BatonError, ConfigError
 
 
 def router(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -33,17 +42,14 @@ def router(  # noqa: PLR0913 (one parameter for each option is how typer declare
         typer.Option(metavar="WORKERS:BLOCKS,…", help="What to measure.", show_default="10 … 10⁴"),
     ] = None,
     decisions: Annotated[int, typer.Option(min=100, help="Decisions of one run.")] = 20_000,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 7,
-    seed: Annotated[int, typer.Option(help="Seed of blocks, owners, prompts and ties.")] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Three cases, shorter runs: under 50 s.")
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write decisions/s here (PNG).")] = None,
+    repeat: RepeatOption = 7,
+    seed: SeedOption = 0,
+    quick: Annotated[bool, quick_option("Three cases, shorter runs: under 50 s.")] = False,
+    json: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Measure how many placements a router decides in a second, and how long each takes."""
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = check(
             RouterPlan(
                 cases=_cases(cases) if cases else QUICK_CASES if quick else FULL_CASES,
@@ -54,24 +60,18 @@ def router(  # noqa: PLR0913 (one parameter for each option is how typer declare
         )
         if plot:
             require_matplotlib()
-        measured = measure(plan, lambda line: log.print(line, style="dim"))
-        report = Report(
-            bench="router",
-            commit=commit(),
-            hardware=hardware(),
+        measured = measure(plan, say_on_stderr())
+        report = report_here(
+            "router",
             seed=plan.seed,
             config=config_of(plan),
             results=results(measured, measure_ingest(plan)),
         )
-        if json:
-            write_json(report, json)
+        save(report, json)
         if plot:
             plot_bars(panels(report), plot, title=_title(plan))
         print_router(Console(), report, title=_title(plan))
         print_warnings(Console(), warnings(measured))
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def print_router(console: Console, report: Report, *, title: str) -> None:
@@ -105,11 +105,12 @@ def panels(report: Report) -> dict[str, dict[str, float]]:
 
 
 def _cases(text: str) -> tuple[Case, ...]:
-    try:
-        pairs = [part.split(":") for part in text.split(",") if part]
-        return tuple(Case(int(workers), int(blocks)) for workers, blocks in pairs)
-    except ValueError as error:
-        raise ConfigError(f"--cases: {text!r} is not WORKERS:BLOCKS,…") from error
+    return values_of("--cases", text, _case, "WORKERS:BLOCKS,…")
+
+
+def _case(text: str) -> Case:
+    workers, blocks = text.split(":")
+    return Case(int(workers), int(blocks))
 
 
 def _goal(result: Result) -> tuple[str, str]:

@@ -13,11 +13,12 @@ import math
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 from bench.common import background
+from bench.common.progress import Say, say_nothing
 from bench.router.peer import BitmaskRouter
 from bench.router.plan import (
     ANSWER_TOKENS,
@@ -45,7 +46,6 @@ from router.native.fleet import Fleet
 from router.native.index import PrefixIndex
 from router.policies.base import Choice, Need
 
-Say = Callable[[str], None]
 Run = tuple[float, ...]  # seconds of each decision
 
 
@@ -237,7 +237,7 @@ class Theirs:
         return tuple(seconds)
 
 
-def measure(plan: RouterPlan, say: Say = lambda line: None) -> list[Measured]:
+def measure(plan: RouterPlan, say: Say = say_nothing) -> list[Measured]:
     """Every case. Raises BuildError where C++ cannot be built."""
     return [_measure(plan, case, say) for case in plan.cases]
 

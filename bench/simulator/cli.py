@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 
 from bench.client.load import Slo
-from bench.common.machine import commit, hardware
+from bench.common.command import JsonOption, PlotOption, SeedOption, printed_errors, save
+from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
-from bench.common.report import Report, Scalar, results_of, write_json
+from bench.common.report import Scalar, results_of
 from bench.common.tables import print_report
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Setup, simulate
 from bench.simulator.goodput import distserve_goodput
@@ -22,7 +23,7 @@ from bench.simulator.hardware import PROFILES, Hardware, hardware_named, write_h
 from bench.simulator.results import figures_of, series_ms
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
 from engine.config import RouterConfig, RouterPolicy
-from engine.errors import BatonError, ConfigError
+from engine.errors import ConfigError
 from router.native.machine import native_machine
 
 SYNTHETIC = "synthetic"
@@ -72,9 +73,9 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     gpu_hour_usd: Annotated[
         float | None, typer.Option(min=0.0, help="Price.", show_default="profile")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of ties, and of a synthetic trace.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write TTFT and TPOT CDFs here (PNG).")] = None,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+    plot: PlotOption = None,
     write_trace_: Annotated[
         Path | None, typer.Option("--write-trace", help="Write the trace as it was played.")
     ] = None,
@@ -83,7 +84,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     ] = None,
 ) -> None:
     """Play a trace against a simulated cluster and report latency, goodput, hits and cost."""
-    try:
+    with printed_errors():
         if plot:
             require_matplotlib()
         profile = hardware_named(hardware_)
@@ -120,23 +121,17 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             slo,
             gpus=setup.pools.total * profile.gpus,
         )
-        report = Report(
-            bench="simulate",
-            commit=commit(),
-            hardware=hardware(),
+        report = report_here(
+            "simulate",
             seed=seed,
             config=_config(played, setup, router, speed_up),
             results=results_of([figures]),
         )
-        if json:
-            write_json(report, json)
+        save(report, json)
         title = _title(played, setup, router)
         if plot:
             plot_cdfs(series_ms(run), plot, title=title)
         print_report(Console(), report, title=title)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:

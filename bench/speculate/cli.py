@@ -7,10 +7,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.common.driven import DrivenFailed
-from bench.common.machine import commit, hardware
+from bench.common.command import (
+    JsonOption,
+    PlotOption,
+    RepeatOption,
+    SeedOption,
+    numbers_of,
+    printed_errors,
+    quick_option,
+    save,
+)
+from bench.common.machine import hardware, report_here
 from bench.common.plots import plot_bars, require_matplotlib
-from bench.common.report import Report, write_json
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_warnings
 from bench.speculate.plan import BATCHES, SETUPS, SpeculatePlan, check, config_of, quick
@@ -18,7 +28,7 @@ from bench.speculate.results import Measured, results, warnings
 from bench.speculate.run import measure
 from bench.speculate.tables import print_speculation
 from engine.config import WeightFormat
-from engine.errors import BatonError, ConfigError
+from engine.errors import ConfigError
 
 
 def speculate(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -36,24 +46,21 @@ def speculate(  # noqa: PLR0913 (one parameter for each option is how typer decl
     identity: Annotated[
         int, typer.Option(min=0, help="Requests whose answers are compared between modes.")
     ] = 200,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")] = 5,
-    seed: Annotated[int, typer.Option(help="Seed of weights, prompts and noise.")] = 0,
-    quick_: Annotated[
-        bool, typer.Option("--quick", help="One run of shorter answers: under 50 s.")
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write speed-ups and acceptance here.")] = None,
+    repeat: RepeatOption = 5,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("One run of shorter answers: under 50 s.")] = False,
+    json: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Measure what speculation gains and costs, and that it changes no token."""
     console = Console()
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         plan = SpeculatePlan(
             shape=shape,
             setups=tuple(dict.fromkeys(name for name in setups.split(",") if name)),
             weights=weights,
             num_threads=threads or hardware().num_cores,
-            batches=_numbers("--batches", batches),
+            batches=numbers_of("--batches", batches),
             num_tokens=tokens,
             num_identity=identity,
             num_repeats=repeat,
@@ -64,34 +71,18 @@ def speculate(  # noqa: PLR0913 (one parameter for each option is how typer decl
             require_matplotlib()
         if find_spec("torch") is None:
             raise ConfigError("torch is not installed: pip install 'baton-serve[worker]'")
-        measured = measure(plan, say=lambda line: log.print(line, style="dim"))
+        measured = measure(plan, say=say_on_stderr())
         report = _report(plan, measured)
-        if json:
-            write_json(report, json)
+        save(report, json)
         if plot:
             _plot(report, plot, title=_title(plan))
         print_speculation(console, report, title=_title(plan))
         print_warnings(console, warnings(measured))
-    except DrivenFailed as error:
-        typer.echo(f"error: {error}\n" + "\n".join(error.last_lines), err=True)
-        raise typer.Exit(1) from error
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(number) for number in text.split(",") if number))
-    except ValueError as error:
-        raise ConfigError(f"{option}: {text!r} is not a list of numbers") from error
 
 
 def _report(plan: SpeculatePlan, measured: Measured) -> Report:
-    return Report(
-        bench="speculate",
-        commit=commit(),
-        hardware=hardware(),
+    return report_here(
+        "speculate",
         seed=plan.seed,
         config=config_of(plan),
         results=results(plan, measured),

@@ -11,7 +11,7 @@ promise is that not one token differs, and with fp32.
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import msgspec
 import engine.model.bundled
 from bench.common import background
 from bench.common.driven import Driven
+from bench.common.progress import Say, say_nothing
 from bench.common.shapes import cached_pair
 from bench.speculate.plan import (
     BUNDLED,
@@ -58,11 +59,10 @@ LONGEST_PROMPT = 512
 BUNDLED_MODELS = Path(engine.model.bundled.__file__).parent
 IDENTITY_WEIGHTS = {WeightFormat.INT8: KVFormat.INT8, WeightFormat.FP32: KVFormat.FP32}
 
-Say = Callable[[str], None]
 Asks = Mapping[Workload, Sequence[Ask]]
 
 
-def measure(plan: SpeculatePlan, say: Say = lambda line: None) -> Measured:
+def measure(plan: SpeculatePlan, say: Say = say_nothing) -> Measured:
     """Carries out the plan. Raises DrivenFailed and ConfigError."""
     measured = Measured()
     for setup in setups_of(plan):

@@ -13,9 +13,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.common.machine import commit, hardware
+from bench.common.command import (
+    JsonOption,
+    PlotOption,
+    SeedOption,
+    printed_errors,
+    quick_option,
+    save,
+)
+from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
-from bench.common.report import Report, Result, Scalar, write_json
+from bench.common.progress import say_on_stderr
+from bench.common.report import Report, Result, Scalar
 from bench.common.tables import print_head
 from bench.simulator.hardware import write_hardware
 from bench.validation.run import (
@@ -27,7 +36,6 @@ from bench.validation.run import (
     results_of,
     splits_of,
 )
-from engine.errors import BatonError
 
 DEFAULTS = Plan()
 
@@ -50,18 +58,17 @@ def validation(  # noqa: PLR0913 (one parameter for each option is how typer dec
         int, typer.Option(min=1, help="Calibrations and measurements, in turns.")
     ] = DEFAULTS.num_repeats,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Less than a minute: one short run of each split.")
+        bool, quick_option("Less than a minute: one short run of each split.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and ties.")] = 0,
+    seed: SeedOption = 0,
     record: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep recordings and profiles here.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write TTFT and TPOT CDFs here (PNG).")] = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Play one trace on real deployments and in the simulator, and say how far they differ."""
-    log = Console(stderr=True)
-    try:
+    with printed_errors():
         if plot:
             require_matplotlib()
         if quick:
@@ -69,20 +76,16 @@ def validation(  # noqa: PLR0913 (one parameter for each option is how typer dec
         plan = Plan(splits_of(splits), rate, requests, calibrating, repeat, seed)
         with tempfile.TemporaryDirectory(prefix="baton-") as scratch:
             folder = record or Path(scratch)
-            compared = measure(plan, folder, lambda line: log.print(line, style="dim"))
+            compared = measure(plan, folder, say_on_stderr())
         if record:
             for one in compared:
                 write_hardware(one.fitted.hardware, record / f"{one.name}.hardware.json")
         report = _report(plan, compared)
-        if json:
-            write_json(report, json)
+        save(report, json)
         title = f"{plan.num_requests} requests, {plan.num_repeats} times, and simulated"
         if plot:
             plot_cdfs(_series_ms(compared), plot, title=title)
         print_validation(Console(), report, title=title)
-    except (BatonError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 def print_validation(console: Console, report: Report, *, title: str) -> None:
@@ -120,10 +123,8 @@ def _row(off: Result, measured: Result, by_name: dict[str, Result]) -> tuple[str
 
 
 def _report(plan: Plan, compared: Sequence[Compared]) -> Report:
-    return Report(
-        bench="validation",
-        commit=commit(),
-        hardware=hardware(),
+    return report_here(
+        "validation",
         seed=plan.seed,
         config=_config(plan, compared),
         results=tuple(result for one in compared for result in results_of(one)),

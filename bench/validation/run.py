@@ -24,7 +24,7 @@ a split is calibrated by runs of the same split. It is no prediction of one mach
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -32,6 +32,7 @@ from random import Random
 from statistics import median
 
 from bench.common.machine import hardware
+from bench.common.progress import Say
 from bench.common.report import Result
 from bench.common.stats import summarize
 from bench.simulator.cluster import Pools, Run, Setup, simulate
@@ -52,7 +53,6 @@ NUM_WARM_UP = 8
 GOALS = {"mean": 0.10, "p99": 0.20}
 QUICK_REQUESTS = 25  # of each run, instead of all: they come in about 5 s
 
-Say = Callable[[str], None]
 Samples = Mapping[str, Sequence[float]]  # seconds, by name
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from bench.common.driven import DrivenFailed
-from bench.common.machine import hardware
-from bench.common.report import Report, to_json
+from bench.common.machine import report_here
+from bench.common.report import to_json
 from bench.common.serving import ServerFailed, serving
 from bench.kv import handoff as kv_handoff
 from bench.kv.movers import Mover, WrongBytes, mover_of
@@ -43,7 +43,7 @@ def test_a_run_verifies_every_case_and_reports_in_the_shape_of_all_benchmarks(mo
     assert set(verified) == {(key.mover, key.way, key.case) for key in measured.seconds}
     assert {mover for mover, _, _ in verified} == {"shm", "zmq", "memcpy", "tcp"}
     found = results(PLAN, measured)
-    report = Report("kv", "abc", hardware(), PLAN.seed, {}, found)
+    report = report_here("kv", seed=PLAN.seed, config={}, results=found)
     decoded = {one["name"]: one for one in json.loads(to_json(report))["results"]}
     assert {"shm/16KiB", "shm/16KiB/16", "zmq/64KiB", "memcpy/64KiB"} < set(decoded)
     for name in ("shm/64KiB", "zmq/16KiB"):

@@ -1,15 +1,11 @@
 """`baton bench router`: its plan, its figures, and the peer it is held against."""
 
-import io
 import random
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.common.report import Hardware, Report, from_json, to_json
-from bench.router.cli import panels, print_router
 from bench.router.peer import BitmaskRouter
 from bench.router.plan import BLOCK_SIZE, COSTS, PROMPT_BLOCKS, Case, RouterPlan, check
 from bench.router.results import PEER, is_met, results, warnings
@@ -66,20 +62,6 @@ def test_a_busy_machine_is_warned_of():
     assert warnings([MAIN]) == []
     [line] = warnings([Measured(Case(10, 100), background=[0.4])])
     assert "40%" in line
-
-
-def test_people_and_programs_read_the_same_report():
-    hardware = Hardware(cpu="a cpu", num_cores=2, memory_bytes=None, gpus=(), python="3.11")
-    report = Report("router", "abc", hardware, 0, {}, results([MAIN, OTHER], INGEST))
-    assert from_json(to_json(report)) == report
-    out = io.StringIO()
-    print_router(Console(file=out, width=80), report, title="t")
-    line = next(line for line in out.getvalue().splitlines() if "decisions/1000 " in line)
-    assert line.split() == [
-        *("decisions/1000", "200k", "117k", "250k", "1/s"),
-        *("150k", "yes", "100k", "2.00"),
-    ]
-    assert panels(report)["decisions, 1/s"].keys() == {"1000", "10000/1e7"}
 
 
 def test_what_cannot_be_done_is_refused_by_name():

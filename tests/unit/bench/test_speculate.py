@@ -1,4 +1,3 @@
-import io
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -6,11 +5,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.common.report import Hardware, Report, from_json, to_json
 from bench.speculate.plan import (
     CALIBRATED_LENS,
     GOALS,
@@ -50,7 +47,6 @@ from bench.speculate.results import (
     results,
     warnings,
 )
-from bench.speculate.tables import print_speculation
 from engine.config import Speculate, WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat
@@ -363,33 +359,6 @@ def test_a_reader_is_warned_of_others_and_of_answers_that_differ():
     [busy, differ] = warnings(Measured(background=[0.5], num_compared=4, num_same=3))
     assert "50%" in busy
     assert differ.startswith("1 of 4")
-
-
-def report():
-    return Report(
-        bench="speculate",
-        commit="abc",
-        hardware=Hardware("CPU", 2, 2**30, (), "3.11"),
-        seed=0,
-        config=config_of(PLAN),
-        results=results(PLAN, measured_with(lambda c, m: 1.0 if m is Speculate.OFF else 0.5)),
-    )
-
-
-def test_the_report_survives_json():
-    assert from_json(to_json(report())) == report()
-
-
-def test_tables_show_every_cell_what_was_promised_and_what_was_missed():
-    out = io.StringIO()
-    print_speculation(Console(file=out, width=80), report(), title="speculation")
-    text = out.getvalue()
-    for setup in setups_of(PLAN):
-        for cell in cells_of(PLAN, setup):
-            assert cell.thing in text
-    assert "…" not in text
-    assert "identical_share" in text
-    assert "missed" not in text
 
 
 def test_workloads_are_named_by_kind_and_noise():

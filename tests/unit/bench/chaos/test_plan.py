@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from bench.chaos.asks import KINDS, asks
-from bench.chaos.cli import _kinds
 from bench.chaos.deployment import NOTHING, GatewaySeen, OrderFailed, Seen, WorkerSeen
 from bench.chaos.faults import (
     CONTROLLER,
@@ -111,12 +110,6 @@ def test_a_victim_is_drawn_from_all_who_may_be_hit():
 def test_a_plan_that_can_show_nothing_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         check(replace(PLAN, **changes))
-
-
-def test_unknown_faults_are_refused_with_those_that_there_are():
-    assert _kinds("kill, stop,kill") == (FaultKind.KILL, FaultKind.STOP)
-    with pytest.raises(ConfigError, match="there are: kill, stop"):
-        _kinds("kill,flood")
 
 
 def test_quick_is_a_plan_of_few_requests():

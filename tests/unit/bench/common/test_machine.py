@@ -1,3 +1,5 @@
+from datetime import datetime, timedelta
+
 import pytest
 
 from bench.common import machine
@@ -40,3 +42,26 @@ def test_a_command_that_is_missing_or_fails_prints_nothing():
     assert machine._output("no-such-command-here") is None
     assert machine._output("false") is None
     assert machine._output("echo", "said") == "said"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["/venv/bin/baton", "bench", "kv", "--quick"], "baton bench kv --quick"),
+        (["baton", "bench", "kv", "--json", "kv.json", "--seed", "1"], "baton bench kv --seed 1"),
+        (["baton", "bench", "kv", "--json=kv.json", "--plot", "kv.png"], "baton bench kv"),
+        (["baton", "bench", "kv", "--peer", "nixl=/x/python"], "baton bench kv --peer nixl=PYTHON"),
+        (["baton", "simulate", "--trace", "/data/a.jsonl"], "baton simulate --trace a.jsonl"),
+        (["/src/bench/gpu/__main__.py", "--json", "gpu.json"], "python -m bench.gpu"),
+    ],
+)
+def test_command_line_is_as_typed_without_outputs_and_local_paths(arguments, expected):
+    assert machine.command_line(arguments) == expected
+
+
+def test_report_of_this_process_says_where_when_and_how_it_was_made(outputs, monkeypatch):
+    monkeypatch.setattr(machine.sys, "argv", ["baton", "bench", "router", "--quick"])
+    report = machine.report_here("router", seed=3, config={"a": 1}, results=[])
+    assert (report.bench, report.seed, report.config, report.results) == ("router", 3, {"a": 1}, ())
+    assert report.command == "baton bench router --quick"
+    assert datetime.fromisoformat(report.date).utcoffset() == timedelta(0)

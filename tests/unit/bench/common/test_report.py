@@ -16,7 +16,7 @@ from bench.common.report import (
     results_of,
     to_json,
 )
-from bench.common.tables import print_failures, print_report, print_warnings
+from bench.common.tables import print_report
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 
@@ -26,6 +26,8 @@ HARDWARE = Hardware(cpu="a cpu", num_cores=2, memory_bytes=1 << 30, gpus=("a gpu
 def report(*results):
     return Report(
         bench="serve",
+        command="baton bench serve --rate inf",
+        date="2026-01-31T12:00:00+00:00",
         commit="abc-dirty",
         hardware=HARDWARE,
         seed=3,
@@ -45,9 +47,11 @@ RESULT = Result(
 )
 
 
-def test_a_report_has_the_shape_of_every_benchmark():
+def test_json_of_a_report_has_the_documented_shape():
     assert json.loads(to_json(report(RESULT))) == {
         "bench": "serve",
+        "command": "baton bench serve --rate inf",
+        "date": "2026-01-31T12:00:00+00:00",
         "commit": "abc-dirty",
         "hardware": {
             "cpu": "a cpu",
@@ -72,7 +76,7 @@ def test_a_report_has_the_shape_of_every_benchmark():
     }
 
 
-def test_a_report_survives_json():
+def test_report_read_from_its_json_is_equal():
     assert from_json(to_json(report(RESULT))) == report(RESULT)
 
 
@@ -86,7 +90,7 @@ def test_the_value_of_a_result_is_the_median_of_its_runs(values):
     assert sum(v > result.value for v in values) <= len(values) / 2
 
 
-def test_a_figure_that_one_run_lacks_keeps_the_runs_that_have_it():
+def test_result_keeps_only_the_runs_that_define_it():
     runs = [{"a": Figure(1, "ms")}, {"a": Figure(3, "ms"), "b": Figure(5, "s")}]
     assert [(r.name, r.value, r.unit, r.runs) for r in results_of(runs)] == [
         ("a", 2.0, "ms", (1, 3)),
@@ -94,7 +98,7 @@ def test_a_figure_that_one_run_lacks_keeps_the_runs_that_have_it():
     ]
 
 
-def test_a_result_can_be_asked_for_by_name():
+def test_value_of_a_result_is_found_by_name():
     assert report(RESULT).value("ttft/p50") == 2.0
     assert report(RESULT).value("itl/p50") is None
 
@@ -108,7 +112,7 @@ def printed(console):
     return console.file.getvalue()
 
 
-def test_every_result_is_in_the_printed_tables(console):
+def test_printed_tables_hold_every_result_of_the_report(console):
     results = [
         RESULT,
         Result("throughput/requests", 12.5, "req/s", (12.5,)),
@@ -117,10 +121,3 @@ def test_every_result_is_in_the_printed_tables(console):
     print_report(console, report(*results), title="a title")
     for shown in ("a title", "abc-dirty", "TTFT", "1..3", "12.50", "req/s", "queue", "7.50"):
         assert shown in printed(console)
-
-
-def test_what_a_server_said_is_printed_as_it_is(console):
-    print_failures(console, {"http_500": (3, "[bold]oh[/no]")})
-    print_warnings(console, ["late [5]"])
-    assert "failed: 3 × http_500, the first: [bold]oh[/no]" in printed(console)
-    assert "note: late [5]" in printed(console)

@@ -1,18 +1,13 @@
-import io
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from bench.common.report import Hardware, Peer, Report, from_json, to_json
+from bench.common.report import Peer
 from bench.kv.plan import KIB, MIB, Case, KvPeer, KvPlan, cases_of
-from bench.kv.plots import kv_figure, lines_of, phases_of, plot_kv
 from bench.kv.results import Handoffs, Key, Measured, Missing, results, warnings
-from bench.kv.tables import print_kv
 
-HARDWARE = Hardware(cpu="a cpu", num_cores=2, memory_bytes=None, gpus=(), python="3.11")
 PLAN = KvPlan(
     block_sizes=(64 * KIB,),
     backends=("shm", "zmq"),
@@ -57,17 +52,6 @@ TIMELINES = (
     },
 )
 HANDOFFS = Handoffs("zmq", (TIMELINES, TIMELINES[:1]))
-
-
-def report(measured=MEASURED, handoffs=(HANDOFFS,)):
-    return Report(
-        bench="kv",
-        commit="abc",
-        hardware=HARDWARE,
-        seed=0,
-        config={},
-        results=results(PLAN, measured, handoffs),
-    )
 
 
 def by_name(measured=MEASURED, handoffs=()):
@@ -166,52 +150,6 @@ def test_a_memcpy_that_python_slows_down_is_warned_of():
     kept = {key: runs for key, runs in MEASURED.seconds.items() if key.way != "c"}
     [line] = warnings(replace(MEASURED, seconds=kept))
     assert "no C compiler" in line
-
-
-def test_the_report_survives_json():
-    assert from_json(to_json(report())) == report()
-
-
-def printed(what):
-    out = io.StringIO()
-    print_kv(Console(file=out, width=120), what, title="KV transfer")
-    return out.getvalue()
-
-
-def test_people_see_bandwidths_limits_peers_latencies_and_handoffs():
-    text = printed(report())
-    for said in ("64KiB × 256", "75%", "mooncake", "one block, µs", "hidden_share/zmq"):
-        assert said in text
-    latency = next(line for line in text.splitlines() if line.split()[:2] == ["64KiB", "21"])
-    assert latency.split() == ["64KiB", "21", "62", "16", "31", "125"]
-
-
-def test_a_report_without_peers_and_handoffs_is_printed_too():
-    text = printed(report(replace(without("mooncake", "memcpy", "tcp"), background=()), ()))
-    assert "mooncake" not in text
-    assert "hidden_share" not in text
-
-
-def test_lines_are_whole_transfers_and_phases_are_stacked_by_transport():
-    movers, peers = lines_of(report())
-    assert movers["shm"] == {64 * KIB: pytest.approx(3)}
-    assert set(movers) == {"shm", "zmq", "memcpy", "tcp"}
-    assert peers == {"mooncake": {64 * KIB: pytest.approx(0.5)}}
-    assert phases_of(report()) == {
-        "zmq": {"kv_wait": pytest.approx(15), "decode_queue": 0, "first_step": pytest.approx(20)}
-    }
-
-
-def test_the_plot_has_a_panel_for_phases_only_where_there_are_some(tmp_path):
-    pytest.importorskip("matplotlib", reason="plots are optional")
-    bandwidths, phases = kv_figure(report(), title="t").axes
-    assert {line.get_label() for line in bandwidths.lines} == {
-        *("shm", "zmq", "memcpy", "tcp", "mooncake")
-    }
-    assert len(phases.patches) == 3
-    assert len(kv_figure(report(handoffs=()), title="t").axes) == 1
-    plot_kv(report(), tmp_path / "folder" / "kv.png", title="t")
-    assert (tmp_path / "folder" / "kv.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_case_knows_its_bytes():

@@ -1,0 +1,75 @@
+"""What the commands of all benchmarks share: options, lists of values, errors, the report's file.
+
+Options are types for the parameters of a typer command:
+
+    def engine(*, repeat: RepeatOption = 5, seed: SeedOption = 0, json: JsonOption = None) -> None:
+        with printed_errors():
+            ...
+            save(report, json)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from bench.common.driven import DrivenFailed
+from bench.common.report import Report, to_json
+from engine.errors import BatonError, ConfigError
+
+T = TypeVar("T")
+
+JsonOption = Annotated[Path | None, typer.Option(help="Write the report here.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw the report here (PNG).")]
+SeedOption = Annotated[int, typer.Option(help="Seed of all that is random.")]
+RepeatOption = Annotated[int, typer.Option(min=1, help="Runs; results are their medians.")]
+
+
+def quick_option(help_text: str) -> Any:
+    """The option `--quick`, for a boolean parameter of any name."""
+    return typer.Option("--quick", help=help_text)
+
+
+def peer_option(*names: str) -> Any:
+    """The option `--peer`, which may be given once for each of these peers."""
+    return typer.Option(
+        metavar="NAME=PYTHON",
+        help=f"Also measure {' or '.join(names)}, run by that Python; repeatable.",
+    )
+
+
+def values_of(option: str, text: str, parse: Callable[[str], T], form: str) -> tuple[T, ...]:
+    """The values between the commas of `text`, without repetitions.
+
+    `form` says what was expected ("a list of numbers"). Raises ConfigError, which names `option`,
+    if `parse` raises ValueError.
+    """
+    try:
+        return tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",") if part))
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text!r} is not {form}") from error
+
+
+def numbers_of(option: str, text: str) -> tuple[int, ...]:
+    """The integers between the commas of `text`. Raises ConfigError."""
+    return values_of(option, text, int, "a list of numbers")
+
+
+def save(report: Report, path: Path | None) -> None:
+    """Writes the report as JSON if `--json` gave a path; makes its folders."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(to_json(report))
+
+
+@contextmanager
+def printed_errors() -> Iterator[None]:
+    """Prints an error that the user can act on, and ends the command with status 1."""
+    try:
+        yield
+    except (BatonError, OSError) as error:
+        last_lines = error.last_lines if isinstance(error, DrivenFailed) else ()
+        typer.echo("\n".join([f"error: {error}", *last_lines]), err=True)
+        raise typer.Exit(1) from error

@@ -1,0 +1,141 @@
+"""`baton bench serve`: its options, and what is printed, written and plotted."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.console import Console
+
+from bench.client.answers import Endpoint
+from bench.client.load import Slo, figures_of_runs, kinds_with_example, warnings
+from bench.common.command import (
+    JsonOption,
+    PlotOption,
+    RepeatOption,
+    SeedOption,
+    printed_errors,
+    quick_option,
+    save,
+)
+from bench.common.machine import report_here
+from bench.common.plots import plot_cdfs, require_matplotlib
+from bench.common.report import Report, results_of
+from bench.common.tables import print_failures, print_report, print_warnings
+from bench.serve.plan import Ask, Load, Plan, Target, check, config_of, quick
+from bench.serve.run import Measured, measure
+
+
+def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
+    *,
+    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
+    rate: Annotated[float, typer.Option(help="Requests/s; inf sends all at once.")] = 4.0,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 64,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens a request.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Output tokens a request.")] = 64,
+    burstiness: Annotated[
+        float, typer.Option(help="Gamma shape of the gaps: 1 Poisson, below bursts, above evener.")
+    ] = 1.0,
+    concurrency_limit: Annotated[
+        int | None, typer.Option(min=1, help="Requests in flight at most.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model name.", show_default="the first listed")
+    ] = None,
+    endpoint: Annotated[Endpoint, typer.Option(help="Which API to ask.")] = Endpoint.COMPLETIONS,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of a tokenizer.json: prompts are token ids of exact length.",
+        ),
+    ] = None,
+    shared_prefix_len: Annotated[
+        int, typer.Option(min=0, help="Tokens with which all prompts begin alike.")
+    ] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit for one request.")] = 120.0,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Bound on TTFT; prints goodput.")
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Bound on TPOT; prints goodput.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests sent before, not measured.")] = 2,
+    repeat: RepeatOption = 1,
+    seed: SeedOption = 0,
+    quick_: Annotated[bool, quick_option("At most 16 short requests: under 50 s.")] = False,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Send an open-loop load to an OpenAI-compatible server and report latency and throughput."""
+    plan = Plan(
+        target=Target(url, endpoint, model, api_key, timeout_s),
+        load=Load(rate, requests, burstiness, concurrency_limit, warmup, repeat),
+        ask=Ask(input_len, output_len, shared_prefix_len, temperature, tokenizer),
+        slo=_slo(slo_ttft_ms, slo_tpot_ms),
+        seed=seed,
+    )
+    with printed_errors():
+        plan = check(quick(plan) if quick_ else plan)
+        if plot:
+            require_matplotlib()
+        measured: Measured = uvloop.run(measure(plan))
+        report = _report(plan, measured)
+        _print(plan, measured, report)
+        save(report, json)
+        if plot:
+            _plot(plan, measured, report, plot)
+
+
+def _slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo | None:
+    if ttft_ms is None and tpot_ms is None:
+        return None
+    return Slo(
+        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
+    )
+
+
+def _report(plan: Plan, measured: Measured) -> Report:
+    return report_here(
+        "serve",
+        seed=plan.seed,
+        config=config_of(plan, measured.model),
+        results=results_of(figures_of_runs(measured.runs, plan.slo)),
+    )
+
+
+def _print(plan: Plan, measured: Measured, report: Report) -> None:
+    console = Console()
+    print_report(console, report, title=_title(plan, report))
+    failures = [failure for run in measured.runs for failure in run.failures]
+    print_failures(console, kinds_with_example(failures))
+    ask = plan.ask
+    lines = warnings(measured.runs, input_len=ask.input_len, output_len=ask.output_len)
+    print_warnings(console, lines)
+
+
+def _plot(plan: Plan, measured: Measured, report: Report, path: Path) -> None:
+    answers = [answer for run in measured.runs for answer in run.answers]
+    plot_cdfs(
+        {
+            "TTFT": [answer.ttft_s * 1e3 for answer in answers],
+            "ITL, between chunks": [gap_s * 1e3 for answer in answers for gap_s in answer.gaps_s],
+        },
+        path,
+        title=f"{_title(plan, report)}\n{report.hardware.cpu}, commit {report.commit}",
+    )
+
+
+def _title(plan: Plan, report: Report) -> str:
+    load, ask = plan.load, plan.ask
+    return (
+        f"{report.config['model']} at {report.config['url']}: {load.num_repeats} ×"
+        f" {load.num_requests} requests at {load.rate_per_s:g}/s,"
+        f" {ask.input_len} tokens in, {ask.output_len} out"
+    )

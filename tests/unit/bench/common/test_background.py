@@ -1,0 +1,43 @@
+"""The share of the CPU that other processes used."""
+
+import pytest
+
+from bench.common import background
+
+
+def process(pid, session, ticks, name="a name"):
+    """A line of /proc/<pid>/stat."""
+    before = f"{pid} ({name}) S 1 {pid} {session} 0 -1 0 0 0 0 0"
+    return before + " " + " ".join(map(str, ticks)) + " 20 0 1 0"
+
+
+def write_proc(proc, cpu, processes):
+    proc.mkdir(exist_ok=True)
+    (proc / "stat").write_text(f"cpu  {' '.join(map(str, cpu))}\ncpu0 1 2 3\n")
+    for pid, session, ticks in processes:
+        (proc / str(pid)).mkdir(exist_ok=True)
+        (proc / str(pid) / "stat").write_text(process(pid, session, ticks))
+
+
+def test_others_are_what_was_busy_less_what_is_ours(tmp_path):
+    write_proc(tmp_path, (100, 0, 100, 700, 100, 0, 0, 0, 5, 0), [(7, 7, (1, 1, 0, 0))])
+    before = background.read({7}, tmp_path)
+    write_proc(
+        tmp_path,
+        (160, 0, 110, 715, 105, 0, 0, 10, 9, 0),  # 100 ticks, 80 busy, 10 of these stolen
+        [(7, 7, (31, 1, 5, 5)), (8, 7, (10, 0, 0, 0)), (9, 9, (20, 0, 0, 0))],
+    )
+    after = background.read({7}, tmp_path)
+    assert background.share_of_others(before, after) == pytest.approx(0.3)
+    assert background.share_of_others(before, before) is None
+
+
+def test_a_process_may_be_named_anything():
+    odd = process(3, 7, (1, 2, 3, 4), name="a) S 1 (b")
+    assert background.session_ticks([odd], frozenset({7})) == 10
+    assert background.session_ticks([odd], frozenset({8})) == 0
+
+
+def test_where_there_is_no_proc_nothing_is_known_of_others(tmp_path):
+    assert background.read({7}, tmp_path / "none") is None
+    assert background.share_of_others(None, None) is None

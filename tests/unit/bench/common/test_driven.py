@@ -1,0 +1,120 @@
+"""The protocol to an engine that runs as a process of its own."""
+
+import os
+import select
+import sys
+from textwrap import dedent
+
+import pytest
+
+from bench.common.driven import Driven, DrivenFailed
+
+
+def driven(script, name="peer"):
+    """A process that runs this script; it has `say` and `hear`."""
+    prelude = """
+        import json, sys, time
+        def say(**answer): print(json.dumps(answer), flush=True)
+        def hear(): return json.loads(sys.stdin.readline())
+    """
+    source = dedent(prelude) + dedent(script)
+    return Driven(name, [sys.executable, "-S", "-E", "-c", source])
+
+
+def started(script, name="peer"):
+    engine = driven(script, name)
+    engine.start()
+    return engine
+
+
+ECHO = """
+    say(ready={"version": "1.0"})
+    for line in sys.stdin:
+        say(heard=json.loads(line))
+"""
+
+
+def test_commands_go_in_and_answers_come_out():
+    with started(ECHO) as engine:
+        assert engine.ready(10) == {"version": "1.0"}
+        for number in range(3):
+            answer = engine.ask("count", timeout_s=10, number=number)
+            assert answer == {"heard": {"do": "count", "number": number}}
+
+
+def test_a_process_ends_when_it_is_closed():
+    engine = started(ECHO)
+    engine.ready(10)
+    process = engine._process
+    engine.close()
+    assert process.returncode == 0
+    engine.close()  # a second time does nothing
+    with pytest.raises(DrivenFailed, match="not running"):
+        engine.ask("count", timeout_s=10)
+
+
+def test_an_error_in_one_command_leaves_the_process_as_it_is():
+    script = 'say(ready={}); hear(); say(error="ValueError: no"); hear(); say(fine=1)'
+    with started(script) as engine:
+        engine.ready(10)
+        with pytest.raises(DrivenFailed, match="peer: ValueError: no"):
+            engine.ask("a", timeout_s=10)
+        assert engine.ask("b", timeout_s=10) == {"fine": 1}
+
+
+def test_a_process_that_dies_is_told_with_its_status_and_its_last_words():
+    with started('sys.stderr.write("out of\\nmemory\\n"); sys.exit(3)') as engine:
+        with pytest.raises(DrivenFailed, match="ended with status 3") as caught:
+            engine.ready(10)
+        assert caught.value.last_lines == ("out of", "memory")
+
+
+def test_a_process_that_hangs_is_ended():
+    with started('say(ready={}); sys.stderr.write("busy\\n"); time.sleep(60)') as engine:
+        engine.ready(10)
+        process = engine._process
+        with pytest.raises(DrivenFailed, match=r"no answer in 0\.05 s"):
+            engine.ask("a", timeout_s=0.05)
+        assert process.returncode is not None
+
+
+def test_a_process_that_does_not_read_is_ended_too():
+    with started("say(ready={}); time.sleep(60)") as engine:
+        engine.ready(10)
+        with pytest.raises(DrivenFailed, match="no answer"):
+            engine.ask("a", timeout_s=0.05, prompt="x" * 2**20)  # more than a pipe holds
+
+
+def test_a_process_that_ignores_its_end_is_killed_with_what_it_started(monkeypatch):
+    monkeypatch.setattr("bench.common.driven.CLOSE_TIMEOUT_S", 0.1)
+    script = """
+        import subprocess
+        child = subprocess.Popen(["/bin/sleep", "60"])
+        say(ready={"child": child.pid})
+        while True:
+            time.sleep(60)
+    """
+    with started(script) as engine:
+        child = os.pidfd_open(engine.ready(10)["child"])
+        process = engine._process
+    assert process.returncode == -9
+    ended, _, _ = select.select([child], [], [], 10)
+    os.close(child)
+    assert ended
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"other": 1}'])
+def test_a_process_that_says_what_is_not_an_answer_is_ended(line):
+    with (
+        started(f"print({line!r}, flush=True); time.sleep(60)") as engine,
+        pytest.raises(DrivenFailed, match="it said"),
+    ):
+        engine.ready(10)
+
+
+def test_a_command_that_does_not_exist_is_told_when_an_answer_is_waited_for():
+    engine = Driven("peer", ["/no/such/python"])
+    engine.start()
+    with pytest.raises(DrivenFailed, match="could not be started") as caught:
+        engine.ready(10)
+    assert "No such file" in caught.value.last_lines[0]

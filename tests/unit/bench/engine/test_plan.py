@@ -1,0 +1,156 @@
+"""What `baton bench engine` runs, and which options it refuses."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.engine.plan import (
+    EnginePlan,
+    Job,
+    Peer,
+    check,
+    config_of,
+    is_comparable,
+    jobs_of,
+    kv_format_of,
+    limits_of,
+    peers_of,
+    prompts_of,
+    quick,
+    warm_up_jobs,
+)
+from engine.config import WeightFormat
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+PYTHON = Path(sys.executable)
+PLAN = EnginePlan(
+    shape="88m",
+    checkpoint=None,
+    weights=(WeightFormat.FP32, WeightFormat.INT8),
+    kv_format=None,
+    num_threads=2,
+    prefill_lens=(512, 2048),
+    batches=(8,),
+    contexts=(2048, 128),
+    num_repeats=2,
+    peers=(
+        Peer("transformers", "transformers", "f32", PYTHON),
+        Peer("llamacpp_q8_0", "llamacpp", "q8_0", PYTHON),
+    ),
+)
+
+
+def test_the_jobs_for_peers_are_those_that_the_goals_name():
+    named = [job for job in jobs_of(PLAN) if job.for_peers]
+    assert named == [
+        Job("prefill", 8, 512, 0, for_peers=True),
+        Job("decode_b32", 32, 8, 32, for_peers=True),
+        Job("decode_b1", 1, 8, 32, for_peers=True),
+    ]
+    assert [job.num_tokens for job in named] == [4096, 1024, 32]
+
+
+def test_the_grid_is_ours_alone():
+    names = [job.name for job in jobs_of(PLAN) if not job.for_peers]
+    assert names == ["prefill_len2048", "decode_b8_ctx2048", "decode_b8_ctx128"]
+
+
+def test_a_quick_plan_keeps_the_named_jobs_as_they_are():
+    few = quick(PLAN)
+    assert few.num_repeats == 1
+    assert jobs_of(few)[:3] == jobs_of(PLAN)[:3]
+    assert [job.name for job in jobs_of(few)[3:]] == ["decode_b8_ctx128"]
+    alone = replace(PLAN, peers=())
+    plans = (quick(alone), alone)
+    work = [sum(job.kv_tokens for job in warm_up_jobs(plan)) for plan in plans]
+    assert work[0] < work[1] / 10
+
+
+def test_peers_are_always_warmed_up_with_all_that_they_will_do():
+    assert warm_up_jobs(quick(PLAN)) == [job for job in jobs_of(PLAN) if job.for_peers]
+
+
+def test_kv_is_held_as_suits_the_weights_unless_it_is_asked_for():
+    assert kv_format_of(PLAN, WeightFormat.INT8) is KVFormat.INT8
+    assert kv_format_of(PLAN, WeightFormat.FP32) is KVFormat.FP32
+    asked = replace(PLAN, kv_format=KVFormat.INT4)
+    assert {kv_format_of(asked, weights) for weights in PLAN.weights} == {KVFormat.INT4}
+    assert config_of(PLAN)["kv_of_int8"] == "int8"
+
+
+def test_fp32_is_compared_with_fp32_and_int8_with_all():
+    assert is_comparable("fp32", "f32")
+    assert not is_comparable("fp32", "q8_0")
+    assert is_comparable("int8", "f32")
+    assert is_comparable("int8", "q8_0")
+
+
+def test_every_engine_gets_the_same_prompts_and_every_repetition_others():
+    job = Job("decode_b32", 32, 8, 32, for_peers=True)
+    prompts = prompts_of(job, 512, seed=0, repeat=0)
+    assert prompts == prompts_of(job, 512, seed=0, repeat=0)
+    assert prompts != prompts_of(job, 512, seed=0, repeat=1)
+    assert prompts != prompts_of(job, 512, seed=1, repeat=0)
+    assert len(prompts) == 32
+    assert {len(prompt) for prompt in prompts} == {8}
+    assert all(0 <= token < 512 for prompt in prompts for token in prompt)
+
+
+def test_drivers_are_told_the_most_that_will_come():
+    jobs = [Job("a", 8, 512, 0, for_peers=True), Job("b", 32, 8, 32, for_peers=True)]
+    assert limits_of(jobs) == {"--max-sequences": 32, "--max-len": 513, "--max-tokens": 8 * 513}
+
+
+def test_a_peer_option_may_stand_for_several_engines():
+    assert [peer.name for peer in peers_of("llamacpp=/x/python")] == [
+        "llamacpp_f32",
+        "llamacpp_q8_0",
+    ]
+    assert peers_of("vllm=/a=b/python") == [Peer("vllm", "vllm", "f32", Path("/a=b/python"))]
+
+
+@pytest.mark.parametrize("option", ["vllm", "sglang=/x/python", "=/x/python"])
+def test_a_peer_that_is_not_known_is_refused(option):
+    with pytest.raises(ConfigError, match="transformers, vllm, llamacpp"):
+        peers_of(option)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weights": (WeightFormat.FP8,)}, "--weights must be out of fp32, bf16, int8: fp8"),
+        ({"weights": ()}, "none given"),
+        ({"contexts": (0,)}, "--contexts must be positive"),
+        ({"prefill_lens": (-1,)}, "--prefill-lens must be positive"),
+        ({"peers": (PLAN.peers[0], PLAN.peers[0])}, "twice"),
+        ({"peers": (replace(PLAN.peers[0], python=Path("/none")),)}, "there is no /none"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_says_why(change, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(PLAN, **change))
+
+
+def test_a_plan_that_can_be_carried_out_is_left_as_it_is():
+    assert check(PLAN) is PLAN
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--weights", "fp64"], "fp64"),
+        (["--peer", "sglang=/x"], "NAME=PYTHON"),
+        (["--contexts", "12,x"], "--contexts: '12,x' is not a list of numbers"),
+        (["--shape", "9b"], "9b"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line(arguments, said):
+    result = CliRunner().invoke(app, ["engine", *arguments])
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

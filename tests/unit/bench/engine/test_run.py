@@ -1,0 +1,130 @@
+"""How a round of jobs goes through all engines."""
+
+import sys
+from dataclasses import replace
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.common.driven import Driven, DrivenFailed
+from bench.engine import run as bench_engine
+from bench.engine.ours import prefill_steps, tables_of
+from bench.engine.plan import (
+    Job,
+)
+from bench.engine.results import (
+    Failed,
+    Sample,
+)
+from bench.engine.run import Contest
+
+
+@given(
+    lens=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    chunk=st.integers(1, 16),
+    budget=st.integers(1, 32),
+)
+def test_prefill_steps_compute_every_token_once_and_sample_at_each_end(lens, chunk, budget):
+    prompts = [[100 * i + n for n in range(length)] for i, length in enumerate(lens)]
+    tables = tables_of(lens, 4)
+    done = [[] for _ in lens]
+    sampled = []
+    for rows in prefill_steps(prompts, tables, chunk_tokens=chunk, budget_tokens=budget):
+        assert 0 < sum(len(row.token_ids) for row in rows) <= budget
+        for row in rows:
+            mine = done[int(row.seq_id)]
+            assert row.start == len(mine)
+            assert len(row.token_ids) <= chunk
+            mine += row.token_ids
+            if row.sampling is not None:
+                sampled.append(int(row.seq_id))
+                assert mine == prompts[int(row.seq_id)]
+    assert done == prompts
+    assert sorted(sampled) == list(range(len(lens)))
+
+
+def test_block_tables_do_not_overlap():
+    assert tables_of([1, 4, 5], 4) == [[0], [1], [2, 3]]
+
+
+def driven(script, name="peer"):
+    """A process that runs this script; it has `say` and `hear`."""
+    prelude = """
+        import json, sys, time
+        def say(**answer): print(json.dumps(answer), flush=True)
+        def hear(): return json.loads(sys.stdin.readline())
+    """
+    source = dedent(prelude) + dedent(script)
+    return Driven(name, [sys.executable, "-S", "-E", "-c", source])
+
+
+def started(script, name="peer"):
+    engine = driven(script, name)
+    engine.start()
+    return engine
+
+
+ECHO = """
+    say(ready={"version": "1.0"})
+    for line in sys.stdin:
+        say(heard=json.loads(line))
+"""
+
+JOB = Job("prefill", 1, 4, 0, for_peers=True)
+WORKS = """
+    say(ready={"version": "1"})
+    for line in sys.stdin:
+        command = json.loads(line)
+        say(prefill_s=0.5, decode_s=0.0, answers=[[7] for _ in command["prompts"]])
+"""
+
+
+def contest_of(peer_script, our_script=WORKS):
+    return Contest(
+        ours={"fp32": started(our_script, "fp32")},
+        peers={"other": started(peer_script, "other"), "last": started(WORKS, "last")},
+        ceilings=started(WORKS, "ceilings"),
+    )
+
+
+def all_of(contest):
+    return [*contest.ours.values(), *contest.peers.values(), contest.ceilings]
+
+
+def run_round(contest, monkeypatch, *, job=JOB, repeat=0):
+    monkeypatch.setattr(bench_engine, "SETTLE_S", 0.0)
+    everyone = all_of(contest)
+    try:
+        for engine in everyone:
+            engine.ready(10)
+        return bench_engine._round(contest, job, 100, seed=0, repeat=repeat)
+    finally:
+        for engine in everyone:
+            engine.close()
+
+
+def test_a_job_goes_round_all_engines_and_turns_round_the_next_time(monkeypatch):
+    for repeat, order in ((0, ["fp32", "other", "last"]), (1, ["last", "other", "fp32"])):
+        samples = run_round(contest_of(WORKS), monkeypatch, repeat=repeat)
+        assert [engine for engine, _ in samples] == order
+        assert set(samples.values()) == {Sample(0.5, (7,))}
+
+
+def test_a_job_that_is_ours_alone_is_not_asked_of_peers(monkeypatch):
+    job = replace(JOB, for_peers=False)
+    assert list(run_round(contest_of(WORKS), monkeypatch, job=job)) == [("fp32", "prefill")]
+
+
+def test_a_peer_that_dies_is_named_and_the_rest_goes_on(monkeypatch):
+    contest = contest_of('say(ready={}); hear(); sys.stderr.write("bad luck\\n"); sys.exit(1)')
+    samples = run_round(contest, monkeypatch)
+    assert [engine for engine, _ in samples] == ["fp32", "last"]
+    assert contest.failed == [Failed("other", "it ended with status 1", ("bad luck",))]
+    assert list(contest.peers) == ["last"]
+
+
+def test_our_own_engine_may_not_fail(monkeypatch):
+    with pytest.raises(DrivenFailed, match="fp32: it ended"):
+        run_round(contest_of(WORKS, our_script="say(ready={}); hear()"), monkeypatch)
