@@ -1,7 +1,7 @@
 """Where the bytes of a KV block lie. Integers only: no tensor, no model.
 
-A block is one contiguous record that holds `block_size` tokens of every layer of every section (the
-target model, and the draft model where there is one):
+A block is one contiguous record that holds `block_size` tokens of every layer of every section. A
+section is one model: the target and, if there is one, the draft model:
 
     record = section 0: layer 0: K head 0, K head 1, …, V head 0, V head 1, …
                         layer 1: …
@@ -33,9 +33,8 @@ from functools import lru_cache
 
 import msgspec
 
-ALIGNMENT_BYTES = (
-    64  # a cache line; misaligned `rep movsb` copies are ten times slower on some CPUs
-)
+# A cache line. Misaligned `rep movsb` copies are ten times slower on some CPUs.
+ALIGNMENT_BYTES = 64
 SCALE_BYTES = 4
 
 
@@ -55,7 +54,7 @@ class KVFormat(StrEnum):
 
     @property
     def has_scales(self) -> bool:
-        """Whether each token and head has a scale beside its elements."""
+        """True if each token and head has a scale beside its elements."""
         return self.element_bits <= 8
 
 

@@ -1,12 +1,13 @@
-"""Files that only this user, or root, can have written: what a cache holds is checked before use.
+"""Checks that only this user, or root, can have written a cached file.
 
-A cache lies where its environment says, which may be a folder that others write to. Whoever can
+The environment says where a cache lies, which may be a folder that others write to. A user who can
 replace a library there runs code as this user. So each file is checked together with the folders
-from it up to the top of the cache: the user's own or root's, not writable by others, no symbolic
-links. Only the top may be shared as `/tmp` is (sticky: others cannot replace what is the user's).
+from it up to the top of the cache. They must belong to the user or to root, must not be writable by
+others, and must not be symbolic links. Only the top may be shared as `/tmp` is: its sticky bit
+keeps others from replacing the user's files.
 
-A group that is the user's alone (of the same name and without other members, as many systems make
-one for each user, with a umask that lets it write) counts as the user.
+A group of the same name as the user, without other members, counts as the user. Many systems make
+one for each user, with a umask that lets the group write.
 """
 
 import contextlib
@@ -18,13 +19,13 @@ from pathlib import Path
 
 from engine.errors import UntrustedFile
 
-MAX_FILES = 10_000  # of one folder that is checked
+MAX_FILES = 10_000  # in a folder that is checked
 
 
 def make_folder(folder: Path, *, top: Path, mode: int) -> None:
-    """Makes what is missing of `folder` from `top` down, writable by this user alone.
+    """Makes the missing folders from `top` down to `folder`, writable by this user alone.
 
-    Raises UntrustedFile where something in its place is not to be trusted, and OSError.
+    Raises UntrustedFile if something in their place is not to be trusted, and OSError.
     """
     top.mkdir(parents=True, exist_ok=True)
     _require_own(top, may_be_sticky=True)
@@ -37,7 +38,7 @@ def make_folder(folder: Path, *, top: Path, mode: int) -> None:
 def require_trusted(path: Path, *, top: Path) -> None:
     """Raises UntrustedFile if another user can have written `path`, or a folder up to `top`.
 
-    Raises OSError where one of them is not there.
+    Raises OSError if one of them does not exist.
     """
     shared, *own = _from_top(path, top)
     _require_own(shared, may_be_sticky=True)
@@ -46,7 +47,7 @@ def require_trusted(path: Path, *, top: Path) -> None:
 
 
 def require_trusted_files(folder: Path, *, top: Path) -> None:
-    """The same of a folder and all files right in it."""
+    """Does `require_trusted` for a folder and the files directly in it."""
     require_trusted(folder, top=top)
     for number, path in enumerate(folder.iterdir()):
         if number >= MAX_FILES:

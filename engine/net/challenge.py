@@ -1,4 +1,4 @@
-"""How the two ends of a gRPC session prove to each other that they hold the deployment's secret.
+"""Proofs by which both ends of a gRPC session show that they hold the deployment's secret.
 
     client                                            server
       ── Challenge, no message ──────────────────────>
@@ -6,13 +6,14 @@
       ── Session, claim ─────────────────────────────>  challenge, client's noise, client's proof
       <───────────────────────────── server's proof ──  after the claim is checked
 
-All of it travels in gRPC's metadata, so the server reads no message of a client it does not trust,
-and the client sends none to a server it does not trust. A challenge costs the server no memory: its
-MAC, under a key of this process, tells that it is one of ours. A challenge is good for one session.
-Proofs cover the address that the client dialled, so an impostor elsewhere cannot pass them on.
+All of it travels in gRPC's metadata. So the server reads no message of a client that it does not
+trust, and the client sends none to a server that it does not trust. A challenge costs the server no
+memory: its MAC, under a key of this process, shows that the server made it. A challenge is good for
+one session. Proofs cover the address that the client dialled, so an impostor at another address
+cannot pass them on.
 
-What this does not give: sessions are neither encrypted nor signed, frame by frame. An attacker on
-the path between two machines can read them, and take one over after it has begun.
+Limits: sessions are neither encrypted nor signed, frame by frame. An attacker on the path between
+two machines can read them, and can take one over after it has begun.
 
 Pure: the clock and the noise are arguments.
 """
@@ -26,7 +27,7 @@ from engine.net.trust import KEY_BYTES, Secret
 
 CHALLENGE_TTL_S = 5.0
 NOISE_BYTES = 16
-MAX_SPENT = 4096  # challenges that were answered within their time
+MAX_SPENT = 4096  # answered challenges that are kept until their time is over
 _TIME_BYTES = 8
 _MAC_BYTES = 16
 CHALLENGE_BYTES = _TIME_BYTES + NOISE_BYTES + _MAC_BYTES
@@ -34,10 +35,10 @@ CLAIM_BYTES = CHALLENGE_BYTES + NOISE_BYTES + KEY_BYTES
 
 
 class Challenger:
-    """A server's side: challenges given out, and claims that answer them."""
+    """A server's side: gives challenges out and checks the claims that answer them."""
 
     def __init__(self, secret: Secret, address: str, *, process_key: bytes) -> None:
-        """`process_key` is random, of this process alone; `address` is what clients dial."""
+        """`process_key` is random and belongs to this process; `address` is what clients dial."""
         self._secret = secret
         self._address = address
         self._process_key = process_key
@@ -50,7 +51,7 @@ class Challenger:
         return said + self._mac(said)
 
     def redeem(self, claim: bytes, now_s: float) -> bytes:
-        """The server's proof, if the claim is right. Raises Untrusted."""
+        """Checks a claim and returns the server's proof. Raises Untrusted."""
         if len(claim) != CLAIM_BYTES:
             raise Untrusted("no claim" if not claim else "malformed claim")
         challenge, rest = claim[:CHALLENGE_BYTES], claim[CHALLENGE_BYTES:]
@@ -82,7 +83,7 @@ class Claimant:
     """A client's side of one session."""
 
     def __init__(self, secret: Secret, address: str, *, noise: bytes) -> None:
-        """`address` is the one that is dialled."""
+        """`address` is the one that the client dials."""
         self._secret = secret
         self._address = address
         self._noise = noise
@@ -97,7 +98,7 @@ class Claimant:
         return challenge + self._noise + proof
 
     def check(self, proof: bytes) -> None:
-        """Raises Untrusted unless the server has proved that it holds the secret."""
+        """Checks the server's proof. Raises Untrusted if it does not hold the secret."""
         expected = _server_proof(self._secret, self._address, self._challenge, self._noise)
         if not compare_digest(proof, expected):
             raise Untrusted("the server does not hold the secret")
@@ -112,6 +113,6 @@ def _server_proof(secret: Secret, address: str, challenge: bytes, noise: bytes) 
 
 
 def _proof(key: bytes, address: str, challenge: bytes, noise: bytes) -> bytes:
-    """Challenge and noise have fixed lengths, so no two inputs read the same."""
+    """A keyed hash. Challenge and noise have fixed lengths, so different inputs never coincide."""
     said = challenge + noise + address.encode()
     return blake2b(said, key=key, digest_size=KEY_BYTES).digest()

@@ -1,12 +1,11 @@
 """CURVE on ZeroMQ sockets, with keys derived from the deployment's secret.
 
-Frames are encrypted and authenticated both ways. A client proves that it knows the server's public
-key before anything else is read: that key is derived too, and published nowhere. Then it is asked
-for its own key, which a `Doorkeeper` compares. What has not passed is closed after HANDSHAKE_S, or
-at its first wrong byte.
+Frames are encrypted and authenticated both ways. A client first proves that it knows the server's
+public key, which is derived too and published nowhere. Then the `Doorkeeper` compares the client's
+own key. A connection that has not passed is closed after HANDSHAKE_S, or at its first wrong byte.
 
-Each *channel* (KV, block events) has keys of its own, so one can be told to others without the
-rest.
+Each *channel* (KV, block events) has keys of its own. So the keys of one can be given away without
+the others.
 
 Sources: CurveZMQ (rfc.zeromq.org/spec/26), ZAP (rfc.zeromq.org/spec/27).
 """
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5
 MIN_MESSAGE_BYTES = 1024  # a handshake's longest command needs half of it
-OVERHEAD_BYTES = 64  # of an encrypted frame: 33, and some to spare
+OVERHEAD_BYTES = 64  # an encrypted frame needs 33
 LOG_EVERY_S = 10.0
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
@@ -38,7 +37,7 @@ _DOMAIN = b"baton"
 
 
 class Channel(StrEnum):
-    """What sockets are for: each channel has keys of its own."""
+    """The purpose of a socket. Each channel has keys of its own."""
 
     KV = "KV"
     BLOCK_EVENTS = "block events"
@@ -52,19 +51,19 @@ class KeyPair(NamedTuple):
 
 
 def server_keys(secret: Secret, channel: Channel) -> KeyPair:
-    """Keys of all servers of a channel."""
+    """The keys of all servers of a channel."""
     return _pair(secret.key(f"CURVE key of servers of {channel}"))
 
 
 def client_keys(secret: Secret, channel: Channel) -> KeyPair:
-    """Keys of all clients of a channel."""
+    """The keys of all clients of a channel."""
     return _pair(secret.key(f"CURVE key of clients of {channel}"))
 
 
 def secure_server(
     socket: "zmq.Socket[bytes]", secret: Secret, channel: Channel, *, max_message_bytes: int
 ) -> None:
-    """To be called before the socket is bound. Its context needs a `Doorkeeper`."""
+    """Secures a socket before it is bound. Its context needs a `Doorkeeper`."""
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, server_keys(secret, channel).secret)
     socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -75,7 +74,7 @@ def secure_server(
 def secure_client(
     socket: "zmq.Socket[bytes]", secret: Secret, channel: Channel, *, max_message_bytes: int
 ) -> None:
-    """To be called before the socket is connected."""
+    """Secures a socket before it is connected."""
     keys = client_keys(secret, channel)
     socket.set(zmq.CURVE_SERVERKEY, server_keys(secret, channel).public)
     socket.set(zmq.CURVE_PUBLICKEY, keys.public)
@@ -94,7 +93,7 @@ def _pair(key: bytes) -> KeyPair:
 
 
 class Doorkeeper:
-    """Answers ZeroMQ, in a thread of its own, which clients may connect to a context's servers."""
+    """Tells ZeroMQ, in a thread of its own, which clients may connect to a context's servers."""
 
     def __init__(self, secret: Secret, channel: Channel, clock: Clock) -> None:
         self._key = z85.decode(client_keys(secret, channel).public)
@@ -103,9 +102,9 @@ class Doorkeeper:
         self.counters: Counter[str] = Counter()
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """Starts the thread, which ends when the context is terminated."""
+        """Starts the thread, which ends with the context."""
         own: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
-        socket = own.socket(zmq.REP)  # which `context.destroy` must not close: it is the thread's
+        socket = own.socket(zmq.REP)  # belongs to the thread: `context.destroy` must not close it
         socket.set(zmq.LINGER, 0)
         socket.bind(_ZAP_ADDRESS)
         threading.Thread(target=self._run, args=(socket,), name="doorkeeper", daemon=True).start()
@@ -120,7 +119,7 @@ class Doorkeeper:
             socket.close()
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
-        """Frames of ZAP 1.0."""
+        """Answers one request of ZAP 1.0, in frames."""
         assert len(frames) == _ZAP_FRAMES, "ZeroMQ itself asks, with CURVE as the mechanism"
         _, request, _, address, _, _, key = frames
         if compare_digest(key, self._key):

@@ -1,8 +1,8 @@
-"""How often the same thing is said: what any stranger can cause must not fill the log."""
+"""Limits how often the same event is logged, so that a stranger cannot fill the log."""
 
 
 class Seldom:
-    """Says when something is to be logged that may happen any number of times. Pure."""
+    """Decides when to log an event that may happen any number of times. Pure."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
@@ -10,7 +10,9 @@ class Seldom:
         self._num_unsaid = 0
 
     def due(self, now_s: float) -> int | None:
-        """How often it has happened since it was logged, if it is to be logged now."""
+        """Counts the event. If it is time to log it, returns how often it happened since the last
+        log.
+        """
         self._num_unsaid += 1
         if self._next_s is not None and now_s < self._next_s:
             return None

@@ -1,16 +1,16 @@
-"""How long somebody has been silent, as far as that is known.
+"""Measures how long a peer has been silent.
 
-Time counts only while it was listened. A process that was stopped, or whose loop was held up, reads
-afterwards what others sent meanwhile: it must not take itself for the only one alive. So whoever
-listens looks again and again, and between two looks no more is counted than `MAX_BETWEEN_LOOKS_S`,
-however much later the second one comes.
+Time in which we were paused does not count as a peer's silence. A process that was stopped, or
+whose loop was held up, reads afterwards what others sent meanwhile. It must not take all of them
+for dead. So the listener looks at short intervals, and each interval counts at most
+`MAX_BETWEEN_LOOKS_S`, however long it really was.
 """
 
 MAX_BETWEEN_LOOKS_S = 1.0
 
 
 class Silence:
-    """Seconds since the last sign of life, summed up from look to look."""
+    """Seconds since the last sign of life, summed over the intervals between looks."""
 
     def __init__(self, now_s: float) -> None:
         self.seconds = 0.0
@@ -18,13 +18,11 @@ class Silence:
         self._is_broken = False
 
     def broken(self) -> None:
-        """There was a sign of life. To be called as often as there is one: it costs next to
-        nothing.
-        """
+        """Notes a sign of life. It is cheap, so call it for each one."""
         self._is_broken = True
 
     def look(self, now_s: float) -> float:
-        """How long it has lasted."""
+        """Returns how long the silence has lasted, in seconds."""
         passed_s = min(now_s - self._looked_s, MAX_BETWEEN_LOOKS_S)
         self.seconds = 0.0 if self._is_broken else self.seconds + passed_s
         self._looked_s, self._is_broken = now_s, False

@@ -1,8 +1,8 @@
 """The deployment's secret, and every key that is derived from it.
 
-One random token is made when a deployment starts, and each of its processes is given it. The token
-itself never crosses a connection. Each purpose has a key of its own, so a key that leaks tells
-nothing of the others:
+One random token is made when a deployment starts, and each of its processes receives it. The token
+itself never crosses a connection. Each purpose has a key of its own, so a leaked key says nothing
+about the others:
 
     root = blake2b(token, person "baton secret")        key(purpose) = blake2b(purpose, key root)
 
@@ -18,12 +18,12 @@ SALT_BYTES = 32
 
 
 class Secret:
-    """What the processes of one deployment share."""
+    """The secret that all processes of one deployment share."""
 
     def __init__(self, token: str) -> None:
         """Raises ConfigError if `token` is empty."""
         if not token:
-            raise ConfigError("a deployment has a secret, and this one is empty")
+            raise ConfigError("the deployment's secret is empty")
         encoded = token.encode(errors="surrogatepass")
         self._root = blake2b(encoded, person=b"baton secret").digest()
 
@@ -41,7 +41,7 @@ class Secret:
         `cache_salt`, which the client may choose, are equal.
         """
         salt = blake2b(key=self.key("salts of tenants"), digest_size=SALT_BYTES)
-        for text in (group, cache_salt):  # with lengths, so that no two pairs read the same
+        for text in (group, cache_salt):  # with lengths, so that different pairs never coincide
             encoded = text.encode(errors="surrogatepass")
             salt.update(len(encoded).to_bytes(8, "big"))
             salt.update(encoded)

@@ -1,24 +1,24 @@
-"""What a worker tells of the blocks that it holds cached, so that others know without asking.
+"""Events about a worker's cached blocks, so that others know them without asking.
 
-A step's changes are one *batch*, and batches are numbered from 0. A batch is published once. Who
-missed some, which the numbers tell, asks for them while they are among the recent ones, and for a
-*snapshot* of all that is cached otherwise. On the wire, as ZeroMQ frames:
+A step's changes form one *batch*, and batches are numbered from 0. Each batch is published once. A
+subscriber sees from the numbers which batches it missed. It asks for these while the worker still
+keeps them, else for a *snapshot* of all cached blocks. On the wire, as ZeroMQ frames:
 
     published          topic, number (8 bytes, big-endian), batch
     asked for batches  "", number of the first
     asked for all      "", "snapshot of all"
     answered           "", number, batch      as often as needed, then "", 2**64 - 1, ""
 
-The empty frame of an ask comes back in its answer; who puts a worker's incarnation there is
-answered in that life of the worker or not at all. Every piece of a snapshot bears the number of the
-batch that comes next, and the first piece begins with AllBlocksCleared.
+The answer repeats the request's first frame. If that frame holds a worker's incarnation, only this
+life of the worker answers. Every piece of a snapshot has the number of the batch that comes next,
+and the first piece begins with AllBlocksCleared.
 
-A batch is MessagePack, [unix time, [event, ...]], an event a map that names its kind. Framing,
-names and the way to ask for batches are vLLM's, so that what subscribes to vLLM can subscribe here;
-the snapshot and the use of the empty frame are ours. Token ids are left out unless wanted: they are
-what users wrote, and every subscriber can read them. Sockets are CURVE's (`engine.net.curve`).
+A batch is MessagePack, [unix time, [event, ...]]. An event is a map that names its kind. Framing,
+names and the request for batches are vLLM's, so a subscriber of vLLM works here too. The snapshot
+and the use of the empty frame are ours. Token ids are left out unless configured: users wrote them,
+and every subscriber can read them. Sockets are CURVE's (`engine.net.curve`).
 
-Not known here: sockets, and who listens.
+This module knows neither sockets nor subscribers.
 
 Sources: vLLM 0.32, vllm/distributed/kv_events.py (`EventBatch`, `KVCacheEvent`,
 `ZmqEventPublisher`); events are maps since vllm#42892.
@@ -38,8 +38,8 @@ from engine.worker.blocks import HASH_BYTES, BlockHash, CacheNews, Evicted, Stor
 NUMBER_BYTES = 8
 END_NUMBER = 2 ** (8 * NUMBER_BYTES) - 1  # vLLM's -1
 SNAPSHOT = b"snapshot of all"
-MAX_BATCHES = 10_000  # kept to be asked for; vLLM's `buffer_steps`
-MAX_KEPT_BYTES = 16 * 2**20  # of these
+MAX_BATCHES = 10_000  # kept for subscribers that missed some; vLLM's `buffer_steps`
+MAX_KEPT_BYTES = 16 * 2**20  # size of the kept batches
 MAX_BLOCKS_PER_BATCH = 4096
 MAX_BATCH_BYTES = 4 * 2**20  # with token ids, of blocks of 128 tokens
 
@@ -47,9 +47,10 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTE
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Blocks became cached, each the successor of the one before, the first of `parent`.
+    """Blocks became cached. Each follows the one before it, and the first follows the parent.
 
-    `token_ids` are those of all the blocks, or none. What follows them, vLLM has and we have not.
+    `token_ids` are those of all the blocks, or none. The last three fields are vLLM's; Baton leaves
+    them empty.
     """
 
     block_hashes: list[Hash]
@@ -62,14 +63,14 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Blocks are cached no longer."""
+    """Blocks are no longer cached."""
 
     block_hashes: list[Hash]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is cached."""
+    """No block is cached."""
 
 
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -90,24 +91,24 @@ Numbered = tuple[int, bytes]  # a batch, encoded, and its number
 
 
 def topic_of(worker_id: WorkerId, incarnation: Incarnation) -> bytes:
-    """What a worker's batches are published under."""
+    """The topic under which a worker's batches are published."""
     return f"kv@{worker_id}@{incarnation}".encode()
 
 
 def encode_number(number: int) -> bytes:
-    """The frame of a batch's number."""
+    """Encodes a batch's number."""
     return number.to_bytes(NUMBER_BYTES, "big")
 
 
 def decode_number(frame: bytes) -> int:
-    """A batch's number. Raises ProtocolError."""
+    """Decodes a batch's number. Raises ProtocolError."""
     if len(frame) != NUMBER_BYTES:
         raise ProtocolError(f"a number of {len(frame)} bytes")
     return int.from_bytes(frame, "big")
 
 
 def decode_batch(frame: bytes) -> list[BlockEvent]:
-    """A batch's events. Raises ProtocolError."""
+    """Decodes a batch's events. Raises ProtocolError."""
     try:
         return _decoder.decode(frame).events
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -115,7 +116,9 @@ def decode_batch(frame: bytes) -> list[BlockEvent]:
 
 
 def decode_answer(frames: Sequence[bytes]) -> tuple[int, list[BlockEvent]] | None:
-    """A piece of an answer, without its first frame; None at its end. Raises ProtocolError."""
+    """Decodes a piece of an answer, without its first frame; None at the end. Raises
+    ProtocolError.
+    """
     if len(frames) != 2:
         raise ProtocolError(f"an answer of {len(frames)} frames")
     number = decode_number(frames[0])
@@ -129,7 +132,7 @@ def stored(
     block_size: int,
     token_ids: Sequence[int] = (),
 ) -> BlockStored:
-    """An event with all that we do not have left empty."""
+    """An event whose fields that Baton does not have are empty."""
     return BlockStored(
         block_hashes=list(block_hashes),
         parent_block_hash=parent,
@@ -142,7 +145,7 @@ def stored(
 
 
 class EventLog:
-    """All that a worker has told, as far as anybody may ask for it: recent batches, and the sum."""
+    """A worker's recent batches, and all blocks that they add up to."""
 
     def __init__(
         self,
@@ -162,7 +165,9 @@ class EventLog:
         self.num_batches = 0
 
     def append(self, news: Sequence[CacheNews], unix_s: float) -> list[Numbered]:
-        """The batches that tell this: one, unless it is very much; none for no news."""
+        """The batches for this news: none without news, mostly one, several for very many
+        blocks.
+        """
         numbered = []
         for start in range(0, len(news), MAX_BLOCKS_PER_BATCH):
             part = news[start : start + MAX_BLOCKS_PER_BATCH]
@@ -178,13 +183,13 @@ class EventLog:
         return numbered
 
     def since(self, first: int) -> list[Numbered]:
-        """Batches from number `first` on, as far as they are kept."""
+        """The kept batches from number `first` on."""
         oldest = self.num_batches - len(self._recent)
         start = min(max(first, oldest), self.num_batches)
         return list(enumerate(islice(self._recent, start - oldest, None), start))
 
     def snapshot(self, unix_s: float) -> Iterator[Numbered]:
-        """All that is cached now, in pieces; each is made when it is asked for."""
+        """All blocks that are cached now, in pieces; each piece is made when it is requested."""
         number, cached = self.num_batches, list(self._cached.items())
         return self._pieces(number, cached, unix_s)
 
@@ -205,7 +210,9 @@ class EventLog:
             self._recent_bytes -= len(self._recent.popleft())
 
     def _events_of(self, news: Sequence[CacheNews]) -> list[BlockEvent]:
-        """Runs of evicted blocks, and of stored ones that follow one another, as one event each."""
+        """Events for the news. Runs of evicted blocks, and of stored blocks that follow one
+        another, are one event each.
+        """
         events: list[BlockEvent] = []
         last: BlockEvent | None = None
         for item in news:

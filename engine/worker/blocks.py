@@ -1,23 +1,23 @@
-"""Who owns which KV block. Integers and hashes only: the bytes live in the runner's buffer.
+"""The pool of KV blocks: which block is held by what. Integers and hashes only, no bytes of KV.
 
-Each block has three independent holders, and returns to the free list when the last lets go:
+Each block has three independent kinds of holders, and becomes free when the last one lets go:
 
-    owned      sequences whose block table names it (several, when a prefix is shared)
+    owned      sequences whose block table names it (several, if they share a prefix)
     leased     open leases on it: another worker may read it
     in flight  pulls that write into it
 
-A block with no holder is free. If it is full and its hash is known it is also *cached*: it keeps
-its content until the free list, least recently used first, comes round to it. So at all times
+A block without a holder is free. If it is full and its hash is known, it is also *cached*. It keeps
+its content until the free list, least recently used first, reaches it. So at all times
 
     num_blocks = free + cached + owned + leased + in flight        (each block counted once)
 
-A block's hash covers its tokens and all tokens before it, so equal hashes mean equal prefixes. It
-is keyed by a salt of 32 secret bytes, one for each tenant. So tenants find only their own prefixes,
-and nobody who hears hashes can tell tokens from them by trying. The key comes first in what is
-hashed, which makes BLAKE2b a pseudo-random function, and costs no second compression at 16 tokens.
+A block's hash covers its tokens and all tokens before it, so equal hashes mean equal prefixes. The
+hash is keyed by a salt of 32 secret bytes, one for each tenant. So tenants find only their own
+prefixes, and a reader of hashes cannot find the tokens by trying. The key comes first in the hashed
+bytes. That makes BLAKE2b a pseudo-random function, and costs no second compression at 16 tokens.
 Simulations have no secrets, and no salt.
 
-What becomes cached and what is evicted is noted as news, where somebody takes them.
+The pool notes stored and evicted blocks as news, if a reader takes them.
 
 Sources: BLAKE2 keyed by prefix, Luykx, Mennink and Neves, ToSC 2016; two owners of a transferred
 block, sglang#24527 and TensorRT-LLM#12542; chained block hashes, vLLM's prefix cache.
@@ -43,14 +43,14 @@ HASH_BYTES = 16
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
-    """Hash of one full block, given its predecessor's. Salts in use are of one length."""
+    """Hash of one full block, given its predecessor's. All salts in use have one length."""
     h = blake2b(salt, digest_size=HASH_BYTES)
     h.update((parent or b"") + _packed(token_ids))
     return BlockHash(h.digest())
 
 
 def _packed(token_ids: Sequence[int]) -> bytes:
-    """Four bytes each, little-endian."""
+    """The ids as four bytes each, little-endian."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -64,9 +64,9 @@ def hash_blocks(
     *,
     parent: BlockHash | None = None,
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids`, the first of which follows `parent`.
+    """Hashes of the full blocks of `token_ids`; the first block follows `parent`.
 
-    A last, partial block has none.
+    A partial block at the end has no hash.
     """
     hashes: list[BlockHash] = []
     salted = blake2b(salt, digest_size=HASH_BYTES)
@@ -83,7 +83,7 @@ def hash_blocks(
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """Every block of a pool, counted once. A block held in two ways counts as the later field."""
+    """Counts of a pool's blocks. A block that is held in two ways counts as the later field."""
 
     free: int
     cached: int
@@ -98,28 +98,28 @@ class BlockCounts:
 
 
 class Stored(NamedTuple):
-    """A block can be found by its hash from now on. It follows `parent` in its prompt."""
+    """A block can be found by its hash from now on. In its prompt it follows `parent`."""
 
     block_hash: BlockHash
     parent: BlockHash | None
-    token_ids: Sequence[int] = ()  # what it holds, where that was said
+    token_ids: Sequence[int] = ()  # the block's tokens, if known
 
 
 class Evicted(NamedTuple):
-    """A block cannot be found by its hash any more."""
+    """A block can no longer be found by its hash."""
 
     block_hash: BlockHash
 
 
 CacheNews = Stored | Evicted
-_stored = partial(tuple.__new__, Stored)  # what its constructor does, in half the time
+_stored = partial(tuple.__new__, Stored)  # does what the constructor does, in half the time
 
 
 class BlockPool:
-    """Hands out block ids and remembers which hold which prefix. Owned by one thread.
+    """Hands out block ids and knows which block holds which prefix. Owned by one thread.
 
-    With `keeps_news` it notes what becomes cached and what is evicted, until that is taken; what
-    blocks hold is left out of these without `tells_tokens`.
+    With `keeps_news` it notes stored and evicted blocks until they are taken. Without
+    `tells_tokens` the news leave the blocks' tokens out.
     """
 
     def __init__(
@@ -135,7 +135,9 @@ class BlockPool:
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._num_cached = 0  # idle blocks whose hash is known
-        self._num_leased = self._num_in_flight = 0  # blocks with such a holder; some have both
+        self._num_leased = self._num_in_flight = (
+            0  # blocks with this kind of holder; some have both
+        )
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
         # a prefix hit takes a block out of the middle.
         self._idle: OrderedDict[BlockId, None] = OrderedDict(
@@ -148,7 +150,7 @@ class BlockPool:
         return len(self._idle)
 
     def counts(self) -> BlockCounts:
-        """Where every block is now."""
+        """Counts every block by its holders."""
         in_flight, leased = self._num_in_flight, self._num_leased
         if in_flight and leased:
             leased -= sum(map(bool, map(mul, self._in_flight, self._leased)))
@@ -163,7 +165,7 @@ class BlockPool:
         )
 
     def match(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
-        """Blocks of the longest prefix of `hashes` that is here. They are not acquired."""
+        """Blocks of the longest prefix of `hashes` in the pool. They are not acquired."""
         found: list[BlockId] = []
         for h in hashes:
             block = self._by_hash.get(h)
@@ -193,9 +195,10 @@ class BlockPool:
         parent: BlockHash | None = None,
         token_ids: Sequence[int] = (),
     ) -> None:
-        """Says that `block` is full and what it holds. Of two equal blocks the first is found.
+        """Records that `block` is full, with its hash. Of two blocks with one hash, the first is
+        found.
 
-        `parent` is the hash of the block before it; that and the tokens are only told on.
+        `parent`, the hash of the block before it, and the tokens are only passed on as news.
         """
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
@@ -207,7 +210,7 @@ class BlockPool:
     def set_hashes(
         self, blocks: Sequence[BlockId], hashes: Sequence[BlockHash], *, parent: BlockHash | None
     ) -> None:
-        """`set_hash` of one block after the other, as many as there are hashes; no tokens."""
+        """Does `set_hash` for one block after the other, as many as there are hashes; no tokens."""
         by_hash, known, news = self._by_hash, self._hash, self._news
         parents = (parent, *hashes)
         if not by_hash.keys().isdisjoint(hashes):
@@ -222,7 +225,7 @@ class BlockPool:
             news += map(_stored, zip(hashes, parents, repeat(()), strict=False))
 
     def take_news(self) -> list[CacheNews]:
-        """What became cached and what was evicted since the last call, in order."""
+        """Blocks that were stored and evicted since the last call, in order."""
         news = self._news
         if not news:
             return []
@@ -230,27 +233,27 @@ class BlockPool:
         return news
 
     def own(self, blocks: Iterable[BlockId]) -> None:
-        """One more sequence uses these blocks."""
+        """Adds a sequence as an owner of these blocks."""
         self._hold(self._owned, blocks)
 
     def disown(self, blocks: Sequence[BlockId]) -> None:
-        """A sequence lets go. The end of a prefix becomes free before its beginning."""
+        """Removes an owner. The end of a prefix becomes free before its beginning."""
         self._let_go(self._owned, reversed(blocks))
 
     def lease(self, blocks: Iterable[BlockId]) -> None:
-        """Another worker may read these blocks from now on."""
+        """Lets another worker read these blocks from now on."""
         self._num_leased += self._hold(self._leased, blocks)
 
     def end_lease(self, blocks: Sequence[BlockId]) -> None:
-        """No reader is left under that lease."""
+        """Ends a lease: its reader is gone."""
         self._num_leased -= self._let_go(self._leased, reversed(blocks))
 
     def begin_write(self, blocks: Iterable[BlockId]) -> None:
-        """A pull will write into these blocks."""
+        """Marks these blocks as written by a pull."""
         self._num_in_flight += self._hold(self._in_flight, blocks)
 
     def end_write(self, blocks: Sequence[BlockId]) -> None:
-        """The pull will not touch these blocks again."""
+        """Ends a pull's writing to these blocks."""
         self._num_in_flight -= self._let_go(self._in_flight, reversed(blocks))
 
     def validate(self) -> None:
@@ -275,7 +278,7 @@ class BlockPool:
         assert sum(h is not None for h in self._hash) == len(self._by_hash)
 
     def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
-        """Of how many blocks these are the first such holders."""
+        """Adds a holder to each block; returns for how many it is the first of its kind."""
         num_first = 0
         idle, known = self._idle, self._hash
         for block in blocks:
@@ -287,7 +290,7 @@ class BlockPool:
         return num_first
 
     def _let_go(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
-        """Of how many blocks these were the last such holders."""
+        """Removes a holder from each block; returns for how many it was the last of its kind."""
         num_last = 0
         owned, leased, in_flight = self._owned, self._leased, self._in_flight
         idle, known = self._idle, self._hash

@@ -1,20 +1,21 @@
 """The core of a worker: its schedulers around one block pool, without I/O.
 
-Every worker has all schedulers; its role is nothing but what it accepts. So a change of role builds
-nothing, and weights, KV, what is cached and what is leased stay. New work that the role is not for
-is given back, and so is what waits; what runs goes on until it ends or is handed over, so that for
-a while a worker may do more than its role says.
+Every worker has all schedulers; its role only says what it accepts. So a change of role builds
+nothing, and weights, KV, cached blocks and leases stay. New work that the role does not accept is
+given back, and so is work that waits. Running sequences go on until they end or are handed over.
+For a while a worker may therefore do more than its role says.
 
-Per step the core asks the schedulers in order for rows under one token budget (decode first: its
-rows are short and somebody is waiting for each token), and hands the results back. Everything else
-that happens is an event. A scheduler may ask for a step to be held for a moment, for something that
-is about to come.
+In each step the core asks the schedulers in order for rows under one token budget, and hands the
+results back. Decode comes first: its rows are short, and a client waits for each token. Everything
+else that happens is an event. A scheduler may hold the step for a moment if an event is about to
+come.
 
-The host around it owns the threads: it feeds events, runs the plans, and performs the effects.
+The host around the core owns the threads: it feeds events, runs the plans, and performs the
+effects.
 
-What a step cost is reported for those from which a gateway can learn: plain decode steps and chunks
-of prompts, timed by the runner. Left out are steps with drafts, of the draft model's or verified,
-and prompts whose log-probabilities are asked for: tokens alone do not say what these cost.
+Gateways learn costs from reports of steps: plain decode steps and prompt chunks, timed by the
+runner. Steps with drafts, and prompts whose log-probabilities are requested, are not reported,
+since their number of tokens does not determine their cost.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,16 +49,16 @@ from engine.worker.events import (
     PassedOn,
 )
 
-MAX_STEPS_OF_A_KIND = 8  # in one report: of those that only decode, and of others
+MAX_STEPS_OF_A_KIND = 8  # in one report: steps that only decode, and other steps
 
 
 @dataclass(slots=True)
 class Scheduled:
-    """What a scheduler wants of this step."""
+    """The rows and effects that a scheduler wants in this step."""
 
     rows: list[Row] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
-    held_until_s: float | None = None  # by then, or after the next event, a step may begin; not now
+    held_until_s: float | None = None  # hold the step until then, or until the next event
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +73,19 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Duties:
-    """What a worker is there for, and what else it may become."""
+    """The role of a worker, and the roles that it may take."""
 
     role: Role = Role.MIXED
     possible: Collection[Role] = tuple(Role)
-    prefills_locally: bool = False  # as `Welcome` has it, while the role is to decode
+    prefills_locally: bool = False  # as in `Welcome`, while the role is decode
 
     @property
     def is_local(self) -> bool:
-        """Whether it decodes for others and yet takes prompts to go on with."""
+        """True if it decodes for others and also takes whole prompts."""
         return self.role is Role.DECODE and self.prefills_locally
 
     def accepts(self, kind: type) -> bool:
-        """Whether new work of a kind is taken."""
+        """True if the worker takes new work of this kind."""
         if kind is Prefill:
             return self.role.prefills
         if kind is Decode:
@@ -96,9 +97,9 @@ class Scheduler(Protocol):
     """One part of a worker's work: prefill, decode, or offering prefixes."""
 
     def accepts(self, kind: type) -> bool:
-        """Whether a message of this kind opens a sequence here, or one passed on comes here.
+        """True if a message of this kind opens a sequence here, or a sequence passed on comes here.
 
-        Other events concern every scheduler.
+        All other events go to every scheduler.
         """
         ...
 
@@ -107,7 +108,7 @@ class Scheduler(Protocol):
         ...
 
     def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
-        """Gives back what has not begun, of kinds that are accepted no more."""
+        """Gives back what has not begun, of kinds that are no longer accepted."""
         ...
 
     def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
@@ -115,7 +116,7 @@ class Scheduler(Protocol):
         ...
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> Sequence[Effect | PassedOn]:
-        """A row of this scheduler ran; this is what it came to."""
+        """Takes the result of one of this scheduler's rows."""
         ...
 
     @property
@@ -130,12 +131,12 @@ class Scheduler(Protocol):
 
     @property
     def workload(self) -> Workload:
-        """What is still to be done for the sequences here."""
+        """The work that is left for the sequences here."""
         ...
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What has happened here since the start, by "name" or "name:reason"."""
+        """Counts of what happened since the start, by "name" or "name:reason"."""
         ...
 
     def validate(self) -> None:
@@ -147,7 +148,7 @@ Observe = Callable[[BatchPlan, BatchResult, float], None]
 
 
 class StepSamples:
-    """Steps of one kind since the last report: all, or as many as fit, spread evenly over them."""
+    """A sample of the steps of one kind since the last report, spread evenly over them."""
 
     def __init__(self, max_kept: int = MAX_STEPS_OF_A_KIND) -> None:
         self._max_kept = max_kept
@@ -156,12 +157,12 @@ class StepSamples:
         self._num_passed = 0
 
     def wants_next(self) -> bool:
-        """Whether the step that has just ended is one to keep."""
+        """True if the step that has just ended is one to keep."""
         self._num_passed += 1
         return self._num_passed >= self._stride
 
     def keep(self, step: StepReport) -> None:
-        """Keeps a step; of those that there is no room for, every other one goes."""
+        """Keeps a step. If there are too many, drops every other one."""
         self._num_passed = 0
         self._kept.append(step)
         if len(self._kept) > self._max_kept:
@@ -169,7 +170,7 @@ class StepSamples:
             self._stride *= 2
 
     def take(self) -> list[StepReport]:
-        """What was kept; begins anew."""
+        """Returns the kept steps and begins anew."""
         kept, self._kept = self._kept, []
         self._stride, self._num_passed = 1, 0
         return kept
@@ -187,9 +188,9 @@ class WorkerCore:
         duties: Duties | None = None,
         observe: Observe | None = None,
     ) -> None:
-        """Without `duties` it takes whatever its schedulers do.
+        """Without `duties` the core takes whatever its schedulers take.
 
-        `observe` is told what each step was, how long it took, and when it ended.
+        `observe` is called with each step's plan, its result and the time when it ended.
         """
         self._duties = duties or Duties()
         self._schedulers = schedulers
@@ -203,18 +204,18 @@ class WorkerCore:
 
     @property
     def held_until_s(self) -> float | None:
-        """The last plan was none since a step is being held: until then, or for an event."""
+        """If the last plan was None because a step is held: hold it until then, or for an event."""
         return self._held_until_s
 
     @property
     def role(self) -> Role:
-        """What it is there for."""
+        """The worker's role."""
         return self._duties.role
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Feeds an event to whom it concerns. A sequence that nobody accepts is given back.
+        """Feeds an event to its scheduler. Gives back a sequence that no scheduler accepts.
 
-        Not while a step runs: an event may free blocks that the step is writing to.
+        Must not be called while a step runs: an event may free blocks that the step writes to.
         """
         assert not self._running, "a step is running"
         return self._dispatch(event, now_s)
@@ -223,7 +224,7 @@ class WorkerCore:
         match event:
             case Adopted() | Leaving():
                 taker = self._taker(type(event))
-                assert taker is not None, f"nobody takes what is passed on: {event}"
+                assert taker is not None, f"no scheduler takes what is passed on: {event}"
                 return self._settled(taker.handle(event, now_s), now_s)
             case FromGateway(gateway_id, Prefill() | Generate() | Decode() as message):
                 taker = self._taker(type(message)) if self._accepts(type(message)) else None
@@ -239,7 +240,7 @@ class WorkerCore:
                 return self._settled(effects, now_s)
 
     def _settled(self, effects: Iterable[Effect | PassedOn], now_s: float) -> list[Effect]:
-        """Effects, with what follows from those that concern another scheduler here."""
+        """The effects, with those that follow from sequences passed on between schedulers."""
         settled: list[Effect] = []
         for effect in effects:
             if isinstance(effect, Adopted | Leaving):
@@ -251,13 +252,15 @@ class WorkerCore:
     # ------------------------------------------------------------ roles
 
     def _accepts(self, kind: type) -> bool:
-        """Whether it takes new work of a kind."""
+        """True if the worker takes new work of this kind."""
         if kind is Generate and self._decoder is None:
             return False
         return self._duties.accepts(kind)
 
     def _set_role(self, role: Role) -> list[Effect]:
-        """All gateways are told, also where it stays what it was: whoever asked waits for that."""
+        """Sets the role and tells all gateways, even if nothing changed: the sender waits for the
+        answer.
+        """
         if role in self._duties.possible:
             self._duties = replace(self._duties, role=role)
         duties = self._duties
@@ -270,8 +273,8 @@ class WorkerCore:
         return next((s for s in self._schedulers if s.accepts(kind)), None)
 
     def plan(self, now_s: float) -> tuple[BatchPlan | None, list[Effect]]:
-        """The next forward pass; `finish` ends it. None if there is nothing to compute, or if it is
-        held (`held_until_s`).
+        """The next forward pass; `finish` ends it. None if there is nothing to compute, or if the
+        step is held (`held_until_s`).
         """
         assert not self._running, "the last plan has not been finished"
         budget = self._max_batch_tokens
@@ -290,7 +293,7 @@ class WorkerCore:
         return (BatchPlan(rows) if rows else None), effects
 
     def finish(self, result: BatchResult, now_s: float) -> list[Effect]:
-        """Takes the results of the plan in."""
+        """Takes the results of the plan."""
         effects: list[Effect] = []
         if self._observe is not None:
             self._observe(BatchPlan([row for _, row in self._running]), result, now_s)
@@ -306,9 +309,10 @@ class WorkerCore:
         return effects
 
     def _sample_step(self, seconds: float) -> None:
-        """Takes note of what a step was, if it is one of those that will be reported.
+        """Keeps the step for the report, if it is part of the sample.
 
-        Most are not, and cost nothing but this look: rows that decode come first.
+        Most steps are not, and cost no more than this check. Decode rows come first, so the last
+        row tells if all rows decode.
         """
         decodes_only = bool(self._running) and self._running[-1][0] is self._decoder
         samples = self._decode_steps if decodes_only else self._other_steps
@@ -318,13 +322,13 @@ class WorkerCore:
                 samples.keep(step)
 
     def note_decoding(self, seconds: float, *, num_rows: int, num_context_tokens: int) -> None:
-        """Takes note of a step that only decoded and was not run as a plan of this core."""
+        """Adds a decode step that did not run as a plan of this core to the sample."""
         if self._decode_steps.wants_next():
             step = StepReport(seconds, num_rows=num_rows, num_context_tokens=num_context_tokens)
             self._decode_steps.keep(step)
 
     def _step_report(self, seconds: float) -> StepReport | None:
-        """A step in numbers; None where they would not say why it took so long."""
+        """A step in numbers; None if the numbers would not explain how long it took."""
         rows = [row for scheduler, row in self._running if scheduler is self._decoder]
         chunks = [row for scheduler, row in self._running if scheduler is not self._decoder]
         if any(row.max_drafted or row.draft_token_ids for row in rows):
@@ -340,9 +344,9 @@ class WorkerCore:
         )
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
-        """What this worker holds now, and what was counted: the transfers' and the schedulers'.
+        """Returns what the worker holds now, with the counters of transfers and schedulers.
 
-        `steps` are some of those since the last call.
+        `steps` is a sample of the steps since the last call.
         """
         counts = self._pool.counts()
         counted: dict[str, float] = {}

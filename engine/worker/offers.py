@@ -1,20 +1,20 @@
-"""Blocks that this worker has computed already, leased to others on demand.
+"""Leases of blocks that this worker has computed already.
 
-A gateway that places a prompt where less of it is cached than here asks this worker to offer what
-it holds (`OfferPrefix`); the other worker pulls under that lease instead of computing. Every worker
-offers, whatever its role: what a decode worker holds of a conversation, answers included, is the
-beginning of the next prompt.
+A gateway may place a prompt on a worker that has cached less of it than this one. It then asks this
+worker to offer its blocks (`OfferPrefix`), and the other worker pulls them instead of computing.
+Every worker offers, in every role: a decode worker holds conversations with their answers, and
+these are the beginning of the next prompt.
 
-So are the full blocks of a sequence that runs here and is to go on elsewhere: it runs on meanwhile.
-When it has been told to stop (`HandOver`) it leaves its blocks in the same way, those of all its
-tokens but the last. Its sequence is gone by then: nobody here waits for it.
+The full blocks of a running sequence that will move are offered too, while it runs on. Once it is
+told to stop (`HandOver`), the blocks of all its tokens but the last are leased in the same way. The
+sequence itself is then gone from this worker.
 
-Life of an offer: opened complete, for its blocks are computed already; it ends like any lease, by
-release, by the gateway's `Cancel` or loss, or for want of a sign of its sink. An offer takes cached
-blocks out of the free list but none from a sequence, and whoever holds one of a prefix may not wait
-for memory (see `prefill.scheduler`), so offers cannot keep workers waiting for each other.
+An offer is complete when it opens, since its blocks are computed already. It ends like any lease:
+by release, by the gateway's `Cancel` or loss, or if its sink is silent. An offer takes cached
+blocks out of the free list, but none from a sequence. A sequence that holds blocks of a prefix may
+not wait for memory (see `prefill.scheduler`). So offers cannot make workers wait for each other.
 
-No forward pass comes of it: a scheduler without rows. It knows no clock, tensor or socket.
+This scheduler has no rows, as nothing is computed. It knows no clock, tensor or socket.
 
 Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAST 2025.
 """
@@ -54,7 +54,7 @@ from engine.worker.intake import ReadPrompt, read_prompt
 
 
 def prefix_lease_id(seq_id: SeqId) -> LeaseId:
-    """The id of the lease on a prefix; the one that hands a sequence over is called like it."""
+    """The id of the lease on a prefix. The lease of a hand-over has the sequence's own id."""
     return LeaseId(f"{seq_id}.prefix")
 
 
@@ -70,7 +70,7 @@ class _Offer:
 
 
 class PrefixOffers:
-    """The offers of one worker that have not ended."""
+    """The open offers of one worker."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class PrefixOffers:
         address: TransferAddress,
         read: ReadPrompt = read_prompt,
     ) -> None:
-        """`read` as in `engine.worker.intake.Intake`."""
+        """`read` is that of `engine.worker.intake.Intake`."""
         self._pool = pool
         self._read = read
         self._block_size = block_size
@@ -90,35 +90,35 @@ class PrefixOffers:
 
     @property
     def num_waiting(self) -> int:
-        """Nothing waits here."""
+        """Zero: nothing waits here."""
         return 0
 
     @property
     def num_running(self) -> int:
-        """Nothing is computed here."""
+        """Zero: nothing is computed here."""
         return 0
 
     @property
     def workload(self) -> Workload:
-        """What is offered is computed already."""
+        """Empty: offered blocks are computed already."""
         return Workload()
 
     @property
     def num_leases(self) -> int:
-        """Offers that have not ended."""
+        """Number of open offers."""
         return len(self._offers)
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Prefixes offered, how often nothing was held, and sequences handed over."""
+        """Counts of offered prefixes, of offers without any block, and of sequences handed over."""
         return self._counters
 
     def accepts(self, kind: type) -> bool:
-        """No sequence lives here; one that leaves goes through here."""
+        """True for sequences that leave: they go through here."""
         return kind is Leaving
 
     def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
-        """Nothing waits here."""
+        """Empty: nothing waits here."""
         return []
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -142,11 +142,11 @@ class PrefixOffers:
                 return []
 
     def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
-        """There is nothing to compute."""
+        """Empty: there is nothing to compute."""
         return Scheduled()
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
-        """Never called: there are no rows."""
+        """Never called, since there are no rows."""
         raise AssertionError("an offer has no rows")
 
     def validate(self) -> None:
@@ -158,7 +158,7 @@ class PrefixOffers:
     def _offer(self, gateway_id: GatewayId, message: OfferPrefix) -> list[Effect]:
         lease_id = prefix_lease_id(message.seq_id)
         if lease_id in self._offers:
-            return []  # asked twice, answered once
+            return []  # a repeated request gets no second answer
         # One token at least is left to compute, or there would be nothing to sample from.
         num_blocks = (len(message.token_ids) - 1) // self._block_size
         hashes = self._read(message, self._block_size).block_hashes
@@ -171,10 +171,10 @@ class PrefixOffers:
         return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
 
     def _hand_over(self, leaving: Leaving) -> list[Effect]:
-        """The blocks of a sequence go from it to a lease."""
+        """Moves the blocks of a sequence to a lease."""
         seq = leaving.seq
         lease_id = moved_lease_id(leaving.as_seq_id)
-        if lease_id in self._offers:  # nobody should give the same id twice
+        if lease_id in self._offers:  # a gateway gave the same id twice, which it should not
             seq.release(self._pool)
             return [Emit(seq.gateway_id, HandedOver(seq.seq_id, None))]
         self._counters["handed_over"] += 1

@@ -15,16 +15,16 @@ class Sequence:
     """Tokens, and the blocks that hold the KV of the first `num_computed_tokens` of them.
 
     Always `num_cached_tokens <= num_computed_tokens <= len(token_ids)`, and the block table covers
-    at least the computed tokens. Cached are those that this sequence did not compute: they were
-    found here or pulled.
+    at least the computed tokens. Cached tokens are those that this sequence did not compute: their
+    KV was found here or pulled.
 
-    `block_hashes` are those of all full blocks of the tokens, computed here unless they are given.
+    `block_hashes` are the hashes of all full blocks of the tokens, computed here unless given.
 
-    Of the computed tokens, the draft model's KV too is here for the first `num_draft_tokens`, which
-    are all where there is no draft model. A block is full for others only when it has both.
+    Of the computed tokens, the draft model's KV exists for the first `num_draft_tokens`. Without a
+    draft model these are all. Others can use a full block only if it has the KV of both models.
 
-    `history` is what penalties look at: the tokens once more, packed. `guide` is where the answer
-    stands in its grammar.
+    `history` is a packed copy of the tokens for penalties. `guide` tracks the answer in its
+    grammar.
     """
 
     seq_id: SeqId
@@ -56,27 +56,31 @@ class Sequence:
 
     @property
     def num_unseen_tokens(self) -> int:
-        """Computed tokens that the draft model has not seen."""
+        """Computed tokens whose draft KV is missing."""
         return self.num_computed_tokens - self.num_draft_tokens
 
     @property
     def fault(self) -> str | None:
-        """Why its grammar cannot be followed any further, if so: what was chosen last is void."""
+        """The reason why its grammar cannot be followed any further, or None. With a reason, the
+        last choice is void.
+        """
         if self.guide is None or self.guide.fault is None:
             return None
         return f"grammar: {self.guide.fault}"
 
     def banned(self) -> tuple[int, ...]:
-        """Ids that may not come next: those that would end the sequence before its least length."""
+        """Ids that may not come next, because they would end the sequence before its least
+        length.
+        """
         if len(self.token_ids) + 1 > self.limits.min_len:
             return ()
         return self.limits.stop_token_ids
 
     def max_drafted(self) -> int:
-        """How many tokens a step may draft, for all that follows to be what single steps choose.
+        """Most tokens that a step may draft so that it chooses what single steps would choose.
 
-        The answer does not grow beyond its greatest length, and what is banned for the first token
-        of the step is banned for its last.
+        The answer must not exceed its greatest length, and the ids banned for the first token of
+        the step must be banned for its last.
         """
         length = len(self.token_ids)
         end = self.limits.max_len
@@ -85,7 +89,7 @@ class Sequence:
         return max(end - length - 1, 0)
 
     def append(self, token: int) -> FinishReason | None:
-        """Adds a token that was chosen; says whether the sequence is now complete."""
+        """Adds a chosen token; returns the finish reason if the sequence is now complete."""
         self.token_ids.append(token)
         if self.history is not None:
             self.history.append(token)
@@ -95,7 +99,9 @@ class Sequence:
         return finish
 
     def extend(self, tokens: Tokens[int]) -> tuple[list[int], FinishReason | None]:
-        """Adds tokens up to the one that completes the sequence; says which, and if one does."""
+        """Adds tokens up to the one that completes the sequence; returns those added and the
+        reason.
+        """
         if self.guide is None and not self.limits.stop_token_ids:
             room = max(self.limits.max_len - len(self.token_ids), 1)
             taken = list(tokens[:room])
@@ -114,9 +120,9 @@ class Sequence:
     def advance(
         self, num_tokens: int, pool: BlockPool, *, num_draft_tokens: int | None = None
     ) -> None:
-        """Counts tokens as computed and tells the pool which blocks are full now.
+        """Counts tokens as computed and tells the pool which blocks are now full.
 
-        The draft model has all of them too, or the first `num_draft_tokens` of the sequence.
+        The draft model has them too, or only the first `num_draft_tokens` of the sequence.
         """
         self.num_computed_tokens += num_tokens
         assert self.num_computed_tokens <= len(self.token_ids)
@@ -149,7 +155,7 @@ class Sequence:
         self.num_hashed_blocks = num_full
 
     def trim(self, pool: BlockPool) -> None:
-        """Gives back blocks behind those that the tokens need: they were for rejected drafts."""
+        """Gives back blocks behind those that the tokens need: rejected drafts used them."""
         num_blocks = self.num_blocks
         if len(self.block_table) > num_blocks:
             pool.disown(self.block_table[num_blocks:])
@@ -167,8 +173,8 @@ class Sequence:
     def keep_pulled(self, arrived: Collection[int], pool: BlockPool) -> None:
         """Goes on from blocks that a pull brought, given by their places in the block table.
 
-        Of these the run that follows the computed tokens counts, in full blocks: what lies behind
-        a gap or ends in the middle of a block cannot be found by its hash.
+        Only the full blocks that directly follow the computed tokens count. Blocks behind a gap, or
+        partial ones, cannot be found by a hash.
         """
         first = self.num_computed_tokens // self.block_size
         num_full = min(len(self.token_ids) // self.block_size, len(self.block_table))
@@ -178,7 +184,7 @@ class Sequence:
             self.num_cached_tokens = self.num_computed_tokens
 
     def release(self, pool: BlockPool) -> None:
-        """Lets go of every block: nothing is computed any more."""
+        """Gives up every block; no token counts as computed any more."""
         pool.disown(self.block_table)
         self.block_table = []
         self.num_computed_tokens = self.num_cached_tokens = self.num_draft_tokens = 0
