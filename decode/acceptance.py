@@ -1,8 +1,8 @@
-"""How likely a drafted token is what the target chooses: counted, and slowly forgotten.
+"""How likely the target chooses a drafted token: counted, and slowly forgotten.
 
-A draft ends at its first wrong token, so one of which `a` tokens were kept is `a` hits in `a`
-tries, and one try more if it was not kept whole. A sequence is thought to be like all others until
-it has shown what it is like itself, and is slowly forgotten while nothing is drafted for it.
+A draft ends at its first wrong token. So if `a` tokens were kept, there were `a` hits in `a` tries,
+and one more try if not all were kept. A sequence counts as average until it has counts of its own.
+These are slowly forgotten while nothing is drafted for it.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from engine.messages import SeqId
 
 
 class Proposer(StrEnum):
-    """Who proposes."""
+    """The source of drafted tokens."""
 
     NGRAM = "ngram"
     DRAFT = "draft"
@@ -20,7 +20,7 @@ class Proposer(StrEnum):
 
 Kind = tuple[Proposer, int]  # the proposer, and for n-grams the length of the match
 
-# Before anything is known: the share of tokens kept, which counts like so many tries.
+# The share of tokens kept before anything is known; it counts like `_FIRST_TRIES` tries.
 _FIRST = {
     (Proposer.DRAFT, 0): 0.6,
     (Proposer.NGRAM, 2): 0.3,
@@ -30,10 +30,10 @@ _FIRST = {
     (Proposer.NGRAM, 16): 0.9,
 }
 _FIRST_TRIES = 6.0
-_TRIES_OF_ALL = 4.0  # all sequences together count so much for one of them
-_MEMORY_OF_ALL = 0.993  # what a try weighs when the next has come
+_TRIES_OF_ALL = 4.0  # weight of all sequences together, in tries of one sequence
+_MEMORY_OF_ALL = 0.993  # weight of a try after the next one
 _MEMORY_OF_ONE = 0.97
-_MEMORY_WHILE_IDLE = 0.98  # for each time that nothing is chosen to be drafted
+_MEMORY_WHILE_IDLE = 0.98  # for each choice that drafts nothing
 _HIGHEST = 0.995  # a share of one would draft without end
 
 
@@ -58,27 +58,27 @@ class Acceptance:
         self._one: defaultdict[SeqId, dict[Kind, _Count]] = defaultdict(dict)
 
     def of(self, seq_id: SeqId, kind: Kind) -> float:
-        """The share to be expected of a sequence's next draft."""
-        everybody = self._all[kind]
-        share = everybody.hits / everybody.tries
+        """Returns the expected share of a sequence's next draft."""
+        average = self._all[kind]
+        share = average.hits / average.tries
         own = self._one.get(seq_id)
         if own is not None and (count := own.get(kind)) is not None:
             share = (count.hits + _TRIES_OF_ALL * share) / (count.tries + _TRIES_OF_ALL)
         return min(share, _HIGHEST)
 
     def learn(self, seq_id: SeqId, kind: Kind, num_drafted: int, num_accepted: int) -> None:
-        """A draft was verified."""
+        """Counts a verified draft."""
         tries = num_accepted + (num_accepted < num_drafted)
         self._all[kind].add(num_accepted, tries, _MEMORY_OF_ALL)
         own = self._one[seq_id].setdefault(kind, _Count())
         own.add(num_accepted, tries, _MEMORY_OF_ONE)
 
     def idle(self, seq_id: SeqId) -> None:
-        """It was not worth while to draft for a sequence."""
+        """Forgets a little of a sequence that nothing is drafted for."""
         for count in self._one.get(seq_id, {}).values():
             count.hits *= _MEMORY_WHILE_IDLE
             count.tries *= _MEMORY_WHILE_IDLE
 
     def forget(self, seq_id: SeqId) -> None:
-        """A sequence is gone."""
+        """Drops a sequence."""
         self._one.pop(seq_id, None)

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import msgspec
 
 from decode.acceptance import Proposer
+from decode.choosing import MAX_UNSEEN_TOKENS, Candidate, Proposal
 from decode.memory import DecodeMemory
 from decode.ngram import Match, NgramIndex
-from decode.speculation import MAX_UNSEEN_TOKENS, Candidate, Proposal, Speculator
+from decode.speculation import Speculator
 from engine.messages import SeqId
 from engine.worker.batch import Row, RowResult
 from engine.worker.sequence import Sequence

@@ -1,11 +1,11 @@
-"""Sequences that have a token each in every step, counted instead of written down.
+"""Counts steps in which every sequence gets one token, instead of writing each token down.
 
-For who prices steps and does not run them: as long as no block fills up and no answer ends, a step
-changes nothing of its sequences but their lengths, all by one. So only the steps are counted, and a
-sequence is brought up to date when something happens to it. What a stretch of steps costs here
-does not depend on how many sequences there are, nor on how many steps.
+It serves the simulator, which prices steps without running them. As long as no block fills up and
+no answer ends, a step only makes each sequence one token longer. So the steps are counted, and a
+sequence is brought up to date when something happens to it. The cost of a stretch of steps depends
+neither on the number of sequences nor on the number of steps.
 
-Not known here: memory that sequences will need, and who is told.
+Memory for later tokens, and messages to gateways, are the scheduler's concern.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,18 +34,18 @@ class Alike(NamedTuple):
 class _Member:
     seq: Sequence
     place: int  # in the order of joining
-    as_of: int  # the step after which the sequence was as it is written down
+    as_of: int  # the step up to which the sequence is written down
     num_blocks: int
-    due: int = -1  # its block is full after this step, or its answer over
+    due: int = -1  # the step that fills its block or ends its answer
 
 
 _place = attrgetter("place")
 
 
 class Lockstep:
-    """Sequences whose every token is the next one of `choose(sequence, number)`.
+    """Sequences whose next `n` tokens are `choose(sequence, n)`.
 
-    They have no grammar, penalties or stop tokens: what is chosen changes nothing but the tokens.
+    They have no grammar, penalties or stop tokens, so the choice changes nothing but the tokens.
     """
 
     def __init__(self, pool: BlockPool, choose: NextTokens) -> None:
@@ -54,17 +54,17 @@ class Lockstep:
         self._members: dict[SeqId, _Member] = {}
         self._step = 0
         self._num_joined = 0
-        self._due: list[tuple[int, int, _Member]] = []  # a heap; some are due at another time now
-        self._changed: list[_Member] = []  # when they are due next has not been said
-        self._begun: list[_Member] = []  # their first step is one of the next
+        self._due: list[tuple[int, int, _Member]] = []  # a heap; entries may be out of date
+        self._changed: list[_Member] = []  # members without a due step
+        self._begun: list[_Member] = []  # members whose first step is the next one
         self.num_context_tokens = 0
-        self.num_blocks = 0  # that their present lengths need
+        self.num_blocks = 0  # that the present lengths need
 
     def __len__(self) -> int:
         return len(self._members)
 
     def join(self, seq: Sequence) -> None:
-        """It has a token in every step from now on."""
+        """Adds a sequence, which gets a token in every step from now on."""
         assert seq.guide is None
         assert seq.history is None
         assert not seq.limits.stop_token_ids
@@ -76,21 +76,21 @@ class Lockstep:
         self.num_blocks += member.num_blocks
 
     def leave(self, seq_id: SeqId) -> None:
-        """It has no more; what it has is written down."""
+        """Removes a sequence and writes its tokens down."""
         member = self._members.pop(seq_id)
         self._update(member)
         self.num_context_tokens -= len(member.seq.token_ids)
         self.num_blocks -= member.num_blocks
 
     def changed(self) -> list[Sequence]:
-        """Those that have joined or were due: they may lack a block. In the order of joining."""
+        """Returns sequences that joined or were due, in order of joining. They may lack a block."""
         self._changed = self._present(self._changed)
         return [member.seq for member in self._changed]
 
     def plan(self, begun: Iterable[SeqId]) -> int:
-        """All have the blocks that they need: after how many steps the next one is due.
+        """Returns after how many steps the next sequence is due. All must have their blocks.
 
-        For those that have `begun` the first of these is their first.
+        For the sequences in `begun`, the next step is their first.
         """
         for member in self._present(self._changed):
             seq = member.seq
@@ -105,8 +105,9 @@ class Lockstep:
         return self._due[0][0] - self._step if self._due else 0
 
     def go(self, num_steps: int) -> list[Sequence]:
-        """So many steps have been run, no more than `plan` said. Who was due then, or had begun, in
-        the order of joining.
+        """Counts steps, at most as many as `plan` returned.
+
+        Returns the sequences that were due or had begun, in order of joining.
         """
         self._step += num_steps
         self.num_context_tokens += num_steps * len(self._members)
@@ -115,7 +116,7 @@ class Lockstep:
             entry = heappop(self._due)
             if self._is_due(*entry):
                 member = entry[2]
-                assert member.due == self._step, "it was due before"
+                assert member.due == self._step, "more steps than planned"
                 over[member.place] = member
                 self._changed.append(member)
         self._begun = []
@@ -125,7 +126,7 @@ class Lockstep:
         return [member.seq for member in in_order]
 
     def catch_up(self) -> None:
-        """Writes down all that has been counted."""
+        """Writes all counted tokens down."""
         for member in self._members.values():
             self._update(member)
 

@@ -1,12 +1,12 @@
-"""What followed the same tokens before: proposals without a model.
+"""Proposals without a model: the tokens that followed the same tokens before.
 
 An index of one sequence's prompt and answer maps each run of 4, 3 and 2 tokens to the place behind
 its most recent occurrence. The longest run that ends the sequence and has occurred before proposes
-what followed it; where that reaches the end of the sequence, it goes on from its own proposal, as a
+the tokens that followed it. At the end of the sequence it continues from its own proposal, as a
 period does.
 
-Each token costs three stores in dicts, once. A long prompt is indexed bit by bit, over several
-steps, from its beginning. The index takes some 300 bytes a token.
+Each token costs three stores in dicts, once. A long prompt is indexed over several steps, from its
+beginning. The index takes some 300 bytes a token.
 
 Sources: prompt lookup decoding, Saxena, 2023; copying with overlap, Ziv and Lempel, 1977.
 """
@@ -14,9 +14,9 @@ Sources: prompt lookup decoding, Saxena, 2023; copying with overlap, Ziv and Lem
 from typing import NamedTuple
 
 SIZES = (4, 3, 2)  # tokens, longest first
-LONGER = (16, 8)  # a match is told to be so long, if it is, beyond the longest size
+LONGER = (16, 8)  # lengths reported for matches beyond the longest size
 
-# A key is a run's ids in one integer, each plus one, so that nothing equals a token not there yet.
+# A key is a run's ids in one integer. Each id is plus one, so that zero means no token.
 _BITS = 33
 _MASKS = tuple((1 << _BITS * size) - 1 for size in SIZES)
 
@@ -29,23 +29,23 @@ class Match(NamedTuple):
 
 
 class NgramIndex:
-    """Of one sequence, whose list of tokens it follows as that grows."""
+    """The index of one sequence. It follows the sequence's list of tokens as that grows."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids
-        self._num_indexed = 0  # tokens that end a run which can be found
-        self._key = 0  # of the longest run that ends with them
+        self._num_indexed = 0  # tokens that end an indexed run
+        self._key = 0  # of the longest run that ends with the last of them
         self._places: tuple[dict[int, int], ...] = tuple({} for _ in SIZES)
 
     @property
     def num_missing(self) -> int:
-        """Tokens that `index` has still to take in."""
+        """Tokens that are not indexed yet."""
         return len(self._token_ids) - 1 - self._num_indexed
 
     def index(self, max_tokens: int) -> int:
-        """Takes in so many more tokens; returns how many those were.
+        """Indexes up to `max_tokens` more tokens; returns how many those were.
 
-        The last token of the sequence ends the run that is looked for: it stays out.
+        The last token stays out: it ends the run that is searched for.
         """
         token_ids, key, mask = self._token_ids, self._key, _MASKS[0]
         fours, threes, twos = self._places
@@ -61,7 +61,7 @@ class NgramIndex:
         return end - start
 
     def find(self) -> Match | None:
-        """The most recent occurrence, among what is indexed, of the longest run at the end."""
+        """Returns the most recent indexed occurrence of the longest run at the end."""
         if self.num_missing == 0:
             key = self._key << _BITS | (self._token_ids[-1] + 1)
         else:
@@ -75,7 +75,7 @@ class NgramIndex:
         return None
 
     def follow(self, match: Match, num_tokens: int) -> list[int]:
-        """What followed a match, as if the sequence went on like that."""
+        """Returns the tokens after a match, as if the sequence repeated them."""
         found = self._token_ids[match.start : match.start + num_tokens]
         for i in range(num_tokens - len(found)):
             found.append(found[i])

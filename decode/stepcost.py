@@ -4,19 +4,19 @@
                                                                 a row; verifies: 1 if there are any
     draft_s  = [1, passes, tokens] · weights                    of the draft model
 
-`target_s` is a step without the latter, from the end of the step before: planning counts. `read` is
-the tokens of context that attention reads, in thousands, once for each token computed. Each is a
-regression by recursive least squares. Old steps count less and less; errors are relative, since
-times span decades; an error that is large is cut, since a step that was interrupted says nothing
-about the next. But when many are large in a row the machine has changed. If it is those of steps
-without drafts it has become slower or faster, and with it all that it does; if those of steps with
-drafts, learning starts anew from the latest.
+`target_s` is the time since the end of the step before, so planning counts; the draft model's part
+is left out. `read` is the tokens of context that attention reads, in thousands, once for each token
+computed. Each is a regression by recursive least squares. Old steps count less and less. Errors are
+relative, since times span decades. A large error is cut: an interrupted step says nothing about the
+next. But many large errors in a row mean that the machine has changed. If they are errors of steps
+without drafts, everything has become slower or faster. If they are errors of steps with drafts,
+learning starts anew from the latest step.
 
-What a token more costs depends on how many there are: little while the time goes into reading
-weights, much when it goes into computing. So each size of batch, to a power of two, has its own.
+The cost of one more token depends on how many there are. It is low while reading weights takes the
+time, and high when computing does. So each size of batch, to a power of two, has its own costs.
 
-Before the first step the weights are those of a small model on a CPU; their proportions matter and
-not their unit, for the first step that is timed scales them.
+Before the first step, the weights are those of a small model on a CPU. Only their proportions
+matter: the first timed step scales them.
 """
 
 import copy
@@ -24,16 +24,16 @@ from collections.abc import Sequence
 from operator import mul
 
 _NOISE = 0.05  # of a step's time, as a share of it
-_MEMORY = 0.99  # what a step weighs when the next has come
+_MEMORY = 0.99  # weight of a step after the next one
 _ERRORS = (-0.3, 0.3)  # the largest, as shares of the prediction
-_SURPRISES = 4  # errors cut in a row, among steps of one kind, until learning starts anew
-_YOUNG, _YOUNG_ERRORS = 6, (-0.8, 0.5)  # so many steps then, whose errors may be larger
-_LEAST = 0.1  # a prediction, as a share of what the step took
-_LEANING = 0.3  # how far from nothing a weight may well be, as a share of a step
+_SURPRISES = 4  # cut errors in a row, among steps of one kind, before learning starts anew
+_YOUNG, _YOUNG_ERRORS = 6, (-0.8, 0.5)  # the first steps after that; their errors may be larger
+_LEAST = 0.1  # lowest prediction, as a share of the step's time
+_LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
-_CHEAPEST = 1e-3  # a drafted token, as a share of a step
+_CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
 
-# Seconds, and how far each may be from the truth.
+# Weights in seconds, and how far each may be from the truth.
 _TARGET = (0.9e-3, 0.02e-3, 0.005e-3, 0.02e-3, 0.03e-3)
 _TARGET_SPREAD = (0.5e-3, 0.02e-3, 0.01e-3, 0.5e-3, 0.05e-3)
 _DRAFT = (0.03e-3, 0.1e-3, 0.002e-3)
@@ -43,8 +43,8 @@ _DRAFT_SPREAD = (0.1e-3, 0.1e-3, 0.004e-3)
 class StepFit:
     """y ≈ weights · x.
 
-    In plain Python: vectors are so short that a tenth of the time of a step would go into calling
-    a library for them.
+    It is in plain Python: the vectors are short, and calls of a library would take a tenth of a
+    step's time.
     """
 
     def __init__(self, prior: Sequence[float], spread: Sequence[float]) -> None:
@@ -53,32 +53,33 @@ class StepFit:
         self.num_since_start = 0  # steps since learning last started
         self._scale = sum(prior)
         self._variance = [x**2 for x in spread]
-        self._surprises = {False: 0, True: 0}  # above zero if too slow, below if too fast
+        self._surprises = {False: 0, True: 0}  # by `is_special`: > 0 if too slow, < 0 if too fast
         self._covariance: list[list[float]] = []
         self.doubt()
 
     def scale(self, factor: float) -> None:
-        """All weights are so much larger than thought."""
+        """Makes all weights so much larger."""
         self._scale *= factor
         self._variance = [x * factor**2 for x in self._variance]
         self.weights = [x * factor for x in self.weights]
         self.doubt()
 
     def keep_pace(self, factor: float) -> None:
-        """As `scale`, and what was learned of their proportions stays."""
+        """Does as `scale`, and keeps what was learned of the proportions."""
         covariance = [[value * factor**2 for value in row] for row in self._covariance]
         num_since_start = self.num_since_start
         self.scale(factor)
         self._covariance, self.num_since_start = covariance, num_since_start
 
     def predict(self, x: Sequence[float]) -> float:
-        """Seconds that a step of these features takes."""
+        """Returns the seconds that a step with these features takes."""
         return _dot(self.weights, x)
 
     def learn(self, x: Sequence[float], y: float, *, is_special: bool = False) -> float:
-        """A step of these features took `y` seconds; by how much all has turned out to be slower.
+        """Learns that a step with these features took `y` seconds.
 
-        Special steps are those that may all be slower than thought while the others are not.
+        Returns the factor by which the whole machine turned out to be slower. Special steps may
+        all be slower than predicted while other steps are not.
         """
         self.num_steps += 1
         self.num_since_start += 1
@@ -102,7 +103,7 @@ class StepFit:
         return 1.0
 
     def lean(self, index: int) -> None:
-        """A weight is rather nothing than something that others explain as well."""
+        """Pulls a weight towards zero, as far as other weights explain the same times."""
         features = [0.0] * len(self.weights)
         features[index] = 1 / self._scale
         self._correct(features, -self.weights[index] / self._scale, _LEANING)
@@ -127,7 +128,7 @@ class StepFit:
         return abs(count) >= _SURPRISES
 
     def doubt(self) -> None:
-        """Believes little of what it knows, and learns anew."""
+        """Starts learning anew, with large uncertainty."""
         self._surprises = {False: 0, True: 0}
         self.num_since_start = 0
         variances = [max(v, w**2) for v, w in zip(self._variance, self.weights, strict=True)]
@@ -142,14 +143,14 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 class StepCost:
-    """What the parts of a step cost, in seconds."""
+    """The costs of a step's parts, in seconds."""
 
     def __init__(self) -> None:
         self.target = StepFit(_TARGET, _TARGET_SPREAD)
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
 
     def begun_anew(self) -> "StepCost":
-        """The same, of which little is believed: a first guess for batches of another size."""
+        """Returns a copy with large uncertainty: a first guess for batches of another size."""
         other = copy.deepcopy(self)
         other.target.doubt()
         other.draft.doubt()
@@ -161,40 +162,40 @@ class StepCost:
         return self.target.num_steps > 0
 
     def plain_s(self, num_rows: int, read: float) -> float:
-        """A step in which nothing is drafted."""
+        """Returns the time of a step in which nothing is drafted."""
         return self.target.predict((1.0, num_rows, read, 0.0, 0.0))
 
     @property
     def verifying_s(self) -> float:
-        """What is added when any row has drafted tokens, however few.
+        """The fixed cost of a step in which any row has drafted tokens.
 
-        It and the price of a token were learned together and are right together: it may be below
-        zero, but never so much that a token would cost nothing.
+        It was learned together with the cost of a token, and only their sum is sure. It may be
+        negative, but the first token always costs something.
         """
         return max(self.target.weights[3], -max(self.target.weights[4], 0.0))
 
     def drafted_s(self, context: float) -> float:
-        """One more drafted token behind `context` thousands of tokens, to be verified."""
+        """Returns the cost to verify one more token behind `context` thousands of tokens."""
         seconds = self.target.weights[4] + self.target.weights[2] * context
         return max(seconds, _CHEAPEST * self.target.weights[0])
 
     @property
     def draft_start_s(self) -> float:
-        """What the passes of the draft model in one step cost, however few."""
+        """The fixed cost of the draft model's passes in one step."""
         return max(self.draft.weights[0], 0.0)
 
     @property
     def draft_pass_s(self) -> float:
-        """One more pass of the draft model."""
+        """The cost of one more pass of the draft model."""
         return max(self.draft.weights[1], 0.0)
 
     @property
     def draft_token_s(self) -> float:
-        """One more token in such a pass."""
+        """The cost of one more token in such a pass."""
         return max(self.draft.weights[2], 0.0)
 
     def learn_target(self, x: Sequence[float], seconds: float) -> None:
-        """A step of the target, by its features."""
+        """Learns the time of a step without the draft model's part."""
         is_first, is_special = not self.is_known, x[3] > 0
         factor = self.target.learn(x, seconds, is_special=is_special)
         if factor != 1.0:
@@ -203,5 +204,5 @@ class StepCost:
             self.target.lean(3)
 
     def learn_draft(self, num_passes: int, num_tokens: int, seconds: float) -> None:
-        """The draft model's part of a step."""
+        """Learns the time of the draft model's part of a step."""
         self.draft.learn((1.0, num_passes, num_tokens), seconds)

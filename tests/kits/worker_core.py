@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from decode.acceptance import Proposer
+from decode.choosing import Proposal
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Proposal
 from engine.messages import (
     Cancel,
     Decode,

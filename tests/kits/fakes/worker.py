@@ -8,8 +8,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from decode.acceptance import Proposer
+from decode.choosing import Candidate, Proposal
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Candidate, Proposal, Speculator
+from decode.speculation import Speculator
 from engine.config import Speculate
 from engine.messages import Role, SeqId, WorkerId, encode_frame
 from engine.worker.batch import BatchPlan, BatchResult

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from decode.acceptance import Proposer
+from decode.choosing import Candidate, Proposal
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Candidate, Proposal, Speculator
+from decode.speculation import Speculator
 from engine.config import Speculate
 from engine.grammar.guide import Guides
 from engine.messages import (

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from decode.acceptance import Proposer
+from decode.choosing import Candidate
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Candidate, Proposer, Speculator
+from decode.speculation import Speculator
 from engine.config import Speculate
 from engine.messages import GatewayId, Limits, Sampling, SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes

@@ -1,0 +1,201 @@
+"""How many tokens to draft for each sequence, so that the whole batch makes most tokens per second.
+
+Tokens per second are the tokens to be expected, by the acceptance seen so far, over the time that
+the step is predicted to take. A drafted token is worth its place if it adds more tokens for its
+seconds than the batch makes without it. That rate changes with what is drafted, so a few rounds
+find it (Dinkelbach's method for a ratio). Passes of the draft model are shared, so each depth is
+tried. In a full batch each further token costs much, so nothing may be worth drafting.
+
+Sources: Dinkelbach, 1967; expected tokens of a draft, Leviathan et al., ICML 2023; goodput of a
+batch as the aim, Liu et al., SmartSpec, 2024.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from decode.acceptance import Acceptance, Proposer
+from decode.stepcost import StepCost
+from engine.messages import SeqId
+
+MAX_UNSEEN_TOKENS = 1024  # the draft model never catches up with a sequence that has more of them
+THOUSAND = 1000.0
+_LASTING = 32  # steps over which the cost of catching up first is spread
+_LEAST_GAIN = 1.04  # of the plain rate, for drafting to be worth it
+_ROUNDS = 3
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A sequence of the next step."""
+
+    seq_id: SeqId
+    context_len: int
+    max_tokens: int  # that may be drafted
+    match_len: int = 0  # of the n-gram that proposes; 0 if none does
+    num_unseen: int = 0  # tokens that the draft model has to compute before it proposes
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """What is to be drafted for a sequence."""
+
+    proposer: Proposer
+    num_tokens: int
+    match_len: int = 0  # of the n-gram
+
+
+@dataclass(slots=True)
+class DraftOption:
+    """One way to draft for one candidate."""
+
+    index: int  # of the candidate
+    proposer: Proposer
+    share: float  # of its tokens, those likely to be kept
+    token_s: float  # cost of each token
+    max_tokens: int
+    first_s: float = 0.0  # cost before the first token, once
+    match_len: int = 0
+
+    def num_worth(self, rate: float, max_tokens: int) -> int:
+        """Returns how many tokens add more per second than `rate`."""
+        least = rate * self.token_s
+        num, kept = 0, self.share
+        while num < max_tokens and kept > least:
+            num += 1
+            kept *= self.share
+        return num
+
+    def expected(self, num_tokens: int) -> float:
+        """Returns the tokens likely to be kept, if so many are drafted."""
+        return self.share * (1 - self.share**num_tokens) / (1 - self.share)
+
+    def surplus(self, rate: float, shared_s: float = 0.0) -> float:
+        """Returns the tokens that it adds, less those that its time would bring otherwise."""
+        if self.share <= rate * (self.token_s + shared_s):
+            return 0.0
+        num = self.num_worth(rate, self.max_tokens)
+        seconds = self.first_s / _LASTING + num * (self.token_s + shared_s)
+        return self.expected(num) - rate * seconds
+
+
+class DraftChooser:
+    """Chooses proposers and lengths from what acceptance and costs are known to be."""
+
+    def __init__(
+        self, acceptance: Acceptance, *, uses_ngrams: bool, uses_draft_model: bool
+    ) -> None:
+        self._acceptance = acceptance
+        self._uses_ngrams = uses_ngrams
+        self._uses_draft_model = uses_draft_model
+
+    def choose(self, candidates: Sequence[Candidate], cost: StepCost) -> list[Proposal | None]:
+        """Returns the best proposals for a step with exactly these sequences."""
+        proposals: list[Proposal | None] = [None] * len(candidates)
+        read = sum(c.context_len for c in candidates) / THOUSAND
+        base_s = cost.plain_s(len(candidates), read)
+        rate = len(candidates) / base_s
+        options = [
+            option
+            for i, candidate in enumerate(candidates)
+            if (option := self._best_option(i, candidate, cost, rate, len(candidates))) is not None
+        ]
+        if options:
+            _allocate(options, cost, len(candidates), base_s, proposals)
+        for candidate, proposal in zip(candidates, proposals, strict=True):
+            if proposal is None:
+                self._acceptance.idle(candidate.seq_id)
+        return proposals
+
+    def options(
+        self, index: int, candidate: Candidate, cost: StepCost, rate: float = 0.0
+    ) -> list[DraftOption]:
+        """Returns the ways to draft for a candidate, without those that lose at this rate."""
+        if candidate.max_tokens <= 0:
+            return []
+        options = []
+        seq_id, max_tokens = candidate.seq_id, candidate.max_tokens
+        drafted_s = cost.drafted_s(candidate.context_len / THOUSAND)
+        if self._uses_ngrams and candidate.match_len:
+            length = candidate.match_len
+            share = self._acceptance.of(seq_id, (Proposer.NGRAM, length))
+            if share > rate * drafted_s:
+                options.append(
+                    DraftOption(
+                        index, Proposer.NGRAM, share, drafted_s, max_tokens, match_len=length
+                    )
+                )
+        if self._uses_draft_model and candidate.num_unseen <= MAX_UNSEEN_TOKENS:
+            share = self._acceptance.of(seq_id, (Proposer.DRAFT, 0))
+            token_s = cost.draft_token_s
+            first_s = token_s * candidate.num_unseen
+            token_s += drafted_s
+            if share > rate * token_s:
+                options.append(
+                    DraftOption(index, Proposer.DRAFT, share, token_s, max_tokens, first_s)
+                )
+        return options
+
+    def _best_option(
+        self, index: int, candidate: Candidate, cost: StepCost, rate: float, num_rows: int
+    ) -> DraftOption | None:
+        """Returns the option that adds most at this rate, if all rows share the draft's passes."""
+        best, best_surplus = None, 0.0
+        for option in self.options(index, candidate, cost, rate):
+            is_draft = option.proposer is Proposer.DRAFT
+            shared_s = cost.draft_pass_s / num_rows if is_draft else 0.0
+            surplus = option.surplus(rate, shared_s)
+            if surplus > best_surplus:
+                best, best_surplus = option, surplus
+        return best
+
+
+def _allocate(
+    options: list[DraftOption],
+    cost: StepCost,
+    num_rows: int,
+    base_s: float,
+    proposals: list[Proposal | None],
+) -> None:
+    """Puts lengths for all options into `proposals`, if together they are worth it."""
+    plain = rate = num_rows / base_s
+    lookups = [o for o in options if o.proposer is Proposer.NGRAM]
+    drafts = [o for o in options if o.proposer is Proposer.DRAFT]
+    lengths: list[tuple[DraftOption, int]] = []
+    for _ in range(_ROUNDS):
+        tokens, seconds = float(num_rows), base_s + cost.verifying_s
+        round_lengths = [(o, o.num_worth(rate, o.max_tokens)) for o in lookups]
+        for option, num in round_lengths:
+            tokens += option.expected(num)
+            seconds += num * option.token_s
+        deep, tokens, seconds = _draft_lengths(drafts, cost, rate, tokens, seconds)
+        if tokens / seconds <= rate:
+            break
+        rate, lengths = tokens / seconds, round_lengths + deep
+    if rate <= plain * _LEAST_GAIN:
+        return
+    for option, num in lengths:
+        if num > 0:
+            proposals[option.index] = Proposal(option.proposer, num, option.match_len)
+
+
+def _draft_lengths(
+    drafts: list[DraftOption], cost: StepCost, rate: float, tokens: float, seconds: float
+) -> tuple[list[tuple[DraftOption, int]], float, float]:
+    """Returns lengths under the best depth of the draft model, and the step's tokens and seconds.
+
+    `tokens` and `seconds` are those of the step without the draft model.
+    """
+    worth = [(o, num) for o in drafts if (num := o.num_worth(rate, o.max_tokens)) > 0]
+    best_depth, best_tokens, best_s = 0, tokens, seconds
+    seconds += sum(option.first_s for option, _ in worth) / _LASTING
+    seconds += cost.draft_start_s if worth else 0.0
+    for depth in range(1, max((num for _, num in worth), default=0) + 1):
+        seconds += cost.draft_pass_s
+        for option, num in worth:
+            if num >= depth:
+                tokens += option.share**depth
+                seconds += option.token_s
+        if tokens * best_s > best_tokens * seconds:
+            best_depth, best_tokens, best_s = depth, tokens, seconds
+    lengths = [(option, min(num, best_depth)) for option, num in worth]
+    return lengths, best_tokens, best_s
