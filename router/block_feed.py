@@ -25,8 +25,8 @@ from engine.worker.block_events import (
     topic_of,
 )
 from router.prefixes.news import (
-    Answered,
     AnswerEnded,
+    AnswerPiece,
     Apply,
     AskBatches,
     AskSnapshot,
@@ -35,8 +35,8 @@ from router.prefixes.news import (
     Garbled,
     NewsEffect,
     NewsEvent,
+    NewsTick,
     Published,
-    Tick,
     Unheard,
 )
 
@@ -189,7 +189,7 @@ class BlockFeed:
         wake_s = self._news.next_wake_s()
         if wake_s is not None and not self._is_closed:
             delay_s = max(wake_s - self._clock.now_s(), 0.0)
-            self._timer = self._loop.call_later(delay_s, self._handle, Tick())
+            self._timer = self._loop.call_later(delay_s, self._handle, NewsTick())
 
 
 def _published(frames: Sequence[bytes]) -> NewsEvent:
@@ -207,4 +207,4 @@ def _answered(frames: Sequence[bytes]) -> NewsEvent:
         piece = decode_answer(frames[1:])
     except ProtocolError as error:
         return Garbled(str(error))
-    return AnswerEnded() if piece is None else Answered(*piece)
+    return AnswerEnded() if piece is None else AnswerPiece(*piece)

@@ -59,17 +59,9 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.requests import (
-    Failed,
-    Request,
-    TakeAtOnce,
-    TakeTokens,
-    Update,
-    WorkerStatus,
-    take_no_tokens,
-    take_nothing,
-)
+from router.machine.requests import Failed, Request, Update
 from router.native.machine import native_machine
+from router.port import TakeAtOnce, TakeTokens, WorkerStatus, take_no_tokens, take_nothing
 from router.prefixes.news import Apply, Unheard
 from router.recording.file import RecordingFile
 

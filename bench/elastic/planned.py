@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.messages import Role, SetRole, WorkerId
 from router.machine.machine import RouterMachine
 from router.planning.demand import members
-from router.planning.planner import Plan, Planner, Pools, Rules, flips
+from router.planning.planner import Planner, PlannerRules, PoolPlan, PoolSizes, flips
 
 EVERY_S = 1.0
 
@@ -23,8 +23,8 @@ class Decision:
     """What the planner said, when, and of which pools."""
 
     at_s: float
-    pools: Pools
-    plan: Plan
+    pools: PoolSizes
+    plan: PoolPlan
 
     @property
     def num_flips(self) -> int:
@@ -35,7 +35,7 @@ class Decision:
 class Planned:
     """Asks the planner about the machine's workers."""
 
-    def __init__(self, rules: Rules, machine: RouterMachine) -> None:
+    def __init__(self, rules: PlannerRules, machine: RouterMachine) -> None:
         self._rules = rules
         self._planner: Planner | None = None  # until the first tick
         self._machine = machine
@@ -52,16 +52,16 @@ class Planned:
             self._told[worker_id] = role
             yield worker_id, SetRole(role)
 
-    def _at_rest(self, pools: Pools, now_s: float) -> Planner:
+    def _at_rest(self, pools: PoolSizes, now_s: float) -> Planner:
         planner = Planner(self._rules)
         planner.decide(None, pools, now_s - self._rules.cool_down_s)
         return planner
 
-    def _pools(self) -> Pools:
+    def _pools(self) -> PoolSizes:
         workers = self._machine.view.workers
         infos = [worker.info for worker in workers.values()]
         roles = [self._told.get(info.worker_id, info.role) for info in infos]
-        return Pools(
+        return PoolSizes(
             roles.count(Role.PREFILL),
             roles.count(Role.DECODE),
             num_changing=sum(r is not i.role for r, i in zip(roles, infos, strict=True)),

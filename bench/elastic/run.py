@@ -40,7 +40,7 @@ from bench.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRequest
 from engine.config import RouterConfig
 from router.machine.requests import Failed
 from router.native.machine import native_machine
-from router.planning.planner import Rules
+from router.planning.planner import PlannerRules
 
 GOALS = {"ratio": 1.3, "lost": 0.0}
 LEAST_IS_BEST = ("lost",)
@@ -131,9 +131,9 @@ class Plan:
     slo: Slo
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> PlannerRules:
         """The planner's."""
-        return Rules(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
+        return PlannerRules(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def figures_of(plan: Plan, fixed: dict[str, Played], planned: Played) -> dict[st
     }
 
 
-def play(plan: Plan, trace: Trace, num_prefill: int, rules: Rules | None) -> Played:
+def play(plan: Plan, trace: Trace, num_prefill: int, rules: PlannerRules | None) -> Played:
     """The load on so many workers that prefill; with `rules`, as many as the planner says."""
     config = RouterConfig(
         seed=0,

@@ -61,7 +61,7 @@ from router.machine.events import (
 )
 from router.machine.machine import RouterMachine
 from router.machine.requests import Outcome, Request, Timeline
-from router.planning.planner import Rules
+from router.planning.planner import PlannerRules
 
 GATEWAY = GatewayId("gateway")
 _BEGINS = (Prefill, Generate, Decode)
@@ -97,7 +97,7 @@ class Setup:
     leaps: bool = True
     counts: bool = True  # of rows that decode; both as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
-    rules: Rules | None = None  # of the planner of pools, if there is one
+    rules: PlannerRules | None = None  # of the planner of pools, if there is one
 
 
 @dataclass(slots=True)

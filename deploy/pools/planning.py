@@ -32,7 +32,7 @@ from engine.config import Config, PlannerMode
 from engine.control import GatewayReport, Pools
 from engine.messages import Role, Welcome, WorkerId
 from router.planning import planner
-from router.planning.planner import Plan, Planner, Rules
+from router.planning.planner import Planner, PlannerRules, PoolPlan
 
 MAX_DECISIONS = 200
 SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
@@ -86,13 +86,13 @@ class PlannerDecision:
         return self.mode, *pools, self.outcome, self.why_refused
 
 
-def rules_of(config: Config) -> Rules:
+def rules_of(config: Config) -> PlannerRules:
     """What the planner of a deployment keeps to."""
     bounds, router = config.planner, config.router
     most = bounds.max_workers
     if most is not None and config.pools.max_workers is not None:
         most = min(most, config.pools.max_workers)  # room beyond that is not to be asked for
-    return Rules(
+    return PlannerRules(
         ttft_s=router.slo_ttft_s,
         tpot_s=router.slo_tpot_s,
         min_prefill=bounds.min_prefill,
@@ -113,7 +113,7 @@ class Planning:
     def __init__(
         self,
         machine: PoolMachine,
-        rules: Rules,
+        rules: PlannerRules,
         *,
         order: Callable[[SetPools], None],
         max_workers: int | None = None,
@@ -178,7 +178,9 @@ class Planning:
         self.reasons = plan.reasons
         return None if plan.is_held else self._decided(plan, pools, now_s)
 
-    def _decided(self, plan: Plan, pools: planner.Pools, now_s: float) -> PlannerDecision | None:
+    def _decided(
+        self, plan: PoolPlan, pools: planner.PoolSizes, now_s: float
+    ) -> PlannerDecision | None:
         mode, before = self._machine.intent.planner, self._machine.intent.pools
         after = msgspec.structs.replace(  # who is missing is wanted all the same
             before,
@@ -229,14 +231,14 @@ class Planning:
 
 def pools_of(
     machine: PoolMachine, workers: Mapping[WorkerId, Welcome], *, num_gateways: int
-) -> planner.Pools:
+) -> planner.PoolSizes:
     """The pools as the planner sees them. Who was ordered and is not there yet is changing."""
     wanted, known = machine.intent.pools, machine.workers.values()
     there = Counter(worker.target for worker in known)
     absent = Counter(worker.target for worker in known if worker.state not in _PRESENT)
     missing = sum(max(wanted.of(role) - there[role], 0) for role in SPLIT_ROLES)
     infos = [info for name, info in workers.items() if name in machine.workers]
-    return planner.Pools(
+    return planner.PoolSizes(
         prefill=there[Role.PREFILL],
         decode=there[Role.DECODE],
         num_changing=missing + sum(map(_is_changing, known)),

@@ -75,7 +75,8 @@ from router.gateway.sse import (
 )
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, Versions, no_model
 from router.inbox.lanes import Lanes
-from router.machine.requests import Finished, Outcome, RouterPort, Update
+from router.machine.requests import Finished, Outcome, Update
+from router.port import RouterPort
 from router.text.tokenizer import TextModel
 from router.text.tool_calls import ToolCallParser
 

@@ -61,9 +61,9 @@ from router.machine.requests import (
     Finished,
     Outcome,
     Rejected,
-    RouterStatus,
     Timeline,
 )
+from router.port import RouterStatus
 
 # fmt: off
 TTFT_BUCKETS_S = (

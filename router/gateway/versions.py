@@ -25,7 +25,7 @@ from itertools import chain
 
 from engine.messages import WorkerId
 from router.inbox.api_errors import ApiError
-from router.machine.requests import RouterPort, WorkerStatus
+from router.port import RouterPort, WorkerStatus
 from router.text.tokenizer import TextModel
 
 VERSION_HEADER = "x-baton-version"

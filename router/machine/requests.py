@@ -1,26 +1,22 @@
-"""A request as the gateway knows it, and what becomes of it.
+"""A request as the gateway knows it, and its updates and outcome.
 
-The HTTP side (`gateway.py`) makes a `Request` and follows its `Update`s; the `RouterMachine`
-decides everything in between. `RouterPort` is the seam, so that each side is tested without the
-other.
+The HTTP side (`router.gateway`) makes a `Request` and follows its `Update`s. The `RouterMachine`
+decides everything in between.
 """
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
 from engine.messages import (
     FinishReason,
     Limits,
-    LoadReport,
     Logprobs,
     RequestId,
-    Role,
     Salt,
     Sampling,
-    WorkerId,
 )
 from router.cluster.costs import CostErrors
 from router.prefixes.map import PrefixHashes
@@ -156,23 +152,6 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
-TakeAtOnce = Callable[[Update], bool]
-
-
-# An update that brings tokens and nothing else, as nearly all do, and when it came in, in seconds.
-TakeTokens = Callable[[Sequence[int], float], bool]
-
-
-def take_nothing(_: Update) -> bool:
-    """A `TakeAtOnce` of somebody who only iterates."""
-    return False
-
-
-def take_no_tokens(_: Sequence[int], __: float) -> bool:
-    """A `TakeTokens` of somebody to whom all updates are alike."""
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """What is predicted of a worker as it is now. What nobody could predict is None."""
@@ -180,65 +159,3 @@ class Forecast:
     wait_s: float | None = None  # until it has computed the prompts that it was given
     tpot_s: float | None = None  # a step of all that it decodes, or will
     errors: CostErrors = field(default_factory=CostErrors)  # of workers like this one
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """A worker as the router sees it."""
-
-    role: Role
-    load: LoadReport | None
-    reserved_blocks: int
-    reserved_tokens: int
-    forecast: Forecast = field(default_factory=Forecast)
-
-
-class RouterStatus(Protocol):
-    """What can be seen of the router: of one, or of several taken together."""
-
-    def readiness(self) -> str | None:
-        """None when requests can be served, else what is missing."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Identifies model and configuration in answers; empty until a worker is known."""
-        ...
-
-    def workers(self) -> Mapping[WorkerId, WorkerStatus]:
-        """All live workers."""
-        ...
-
-    def queue_len(self) -> int:
-        """Requests that wait in the router for a worker."""
-        ...
-
-    def queued_s(self) -> float:
-        """Predicted seconds of one prefill worker to compute what waits."""
-        ...
-
-    def counters(self) -> Mapping[tuple[str, str], int]:
-        """Router-side events since start by (name, reason): retries, refusals, fallbacks."""
-        ...
-
-
-class RouterPort(RouterStatus, Protocol):
-    """What the HTTP side needs of the router."""
-
-    def capacity_tokens(self) -> int | None:
-        """The length of the longest request that workers could hold; None until it is known."""
-        ...
-
-    def submit(
-        self,
-        request: Request,
-        take_at_once: TakeAtOnce = take_nothing,
-        take_tokens: TakeTokens = take_no_tokens,
-    ) -> AsyncGenerator[Update, None]:
-        """Starts a request. Closing the iterator before its last update cancels the request.
-
-        While the iterator is waited for, each update is first offered to `take_at_once`, and does
-        not come out of the iterator if that is true: most tokens of a stream can be sent where
-        they come in, and need not wait until it is some task's turn. One of tokens alone is offered
-        to `take_tokens` before.
-        """
-        ...

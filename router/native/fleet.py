@@ -42,7 +42,7 @@ _NEWS = struct.Struct("=q2d3q")
 _PLACED, _NO_PREFILL = 0, 1
 
 
-class Decision(NamedTuple):
+class FleetDecision(NamedTuple):
     """The answer of C++. Workers are slots; `library.NONE` stands for no worker."""
 
     status: int
@@ -56,7 +56,7 @@ class Decision(NamedTuple):
     tpot_s: float
 
 
-_decision = partial(tuple.__new__, Decision)  # what its constructor does, in half the time
+_decision = partial(tuple.__new__, FleetDecision)  # what its constructor does, in half the time
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Fleet:
             return None
         return self.choice(self.decide(need, hashes, now_s), now_s)
 
-    def decide(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Decision:
+    def decide(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> FleetDecision:
         """Returns the decision of C++ for a request about which it knows all that matters."""
         _ASK.pack_into(
             self._call,
@@ -178,7 +178,7 @@ class Fleet:
         self._core.baton_fleet_decide(self._call_address, pack(hashes))
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
 
-    def choice(self, decision: Decision, now_s: float) -> Choice | Busy:
+    def choice(self, decision: FleetDecision, now_s: float) -> Choice | Busy:
         """A decision in the words of policies."""
         if decision.status != _PLACED:
             return self._busy(decision, now_s)
@@ -252,7 +252,7 @@ class Fleet:
         alone = (self._estimates.step_s(worker, 1, need.end_len) for worker in able)
         return bound_s if any(s is None or s <= bound_s for s in alone) else math.inf
 
-    def _busy(self, decision: Decision, now_s: float) -> Busy:
+    def _busy(self, decision: FleetDecision, now_s: float) -> Busy:
         """A worker that has time already is kept back by something else than time."""
         if decision.status != _NO_PREFILL:
             return Busy()
@@ -274,7 +274,7 @@ class Fleet:
                 self._is_known = False
             elif costs != home.costs:
                 home.costs = costs
-                self._core.baton_fleet_costs(self._handle, home.number, library.Costs(*costs))
+                self._core.baton_fleet_costs(self._handle, home.number, library.FleetCosts(*costs))
                 self._has_new_costs = True
         self._version = self._estimates.version
 
@@ -318,7 +318,7 @@ class Fleet:
             role = info.role
             fields = (number, group, role.prefills, role.decodes, info.prefills_locally, pulls)
             kind = self._core.baton_fleet_kind(
-                self._handle, library.Kind(*fields, info.num_blocks, info.max_running)
+                self._handle, library.FleetKind(*fields, info.num_blocks, info.max_running)
             )
             self._kinds[key] = kind
         return kind
@@ -339,7 +339,7 @@ def _class_of(worker: WorkerView) -> Hashable:
 
 
 def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None:
-    """Costs of workers like this one, as `library.Costs`; None while some are unknown."""
+    """Costs of workers like this one, as `library.FleetCosts`; None while some are unknown."""
     info = worker.info
     prefill = estimates.prefill_cost(worker)
     decode = estimates.decode_cost(worker)

@@ -20,7 +20,7 @@ MAX_SLOTS = 0xFFFF  # workers that the index can tell apart
 NONE = -1  # in place of a slot
 
 
-class Costs(Structure):
+class FleetCosts(Structure):
     """Costs of workers of one class."""
 
     _fields_ = (
@@ -35,7 +35,7 @@ class Costs(Structure):
     )
 
 
-class Kind(Structure):
+class FleetKind(Structure):
     """Properties that workers of one kind share."""
 
     _fields_ = (
@@ -68,8 +68,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_index_longest": (c_int64, (c_void_p, *_HASHES, c_void_p)),
     "baton_fleet_open": (c_void_p, (c_void_p, c_int64, c_uint64)),
     "baton_fleet_close": (None, (c_void_p,)),
-    "baton_fleet_costs": (None, (c_void_p, c_int32, POINTER(Costs))),
-    "baton_fleet_kind": (c_int32, (c_void_p, POINTER(Kind))),
+    "baton_fleet_costs": (None, (c_void_p, c_int32, POINTER(FleetCosts))),
+    "baton_fleet_kind": (c_int32, (c_void_p, POINTER(FleetKind))),
     "baton_fleet_join": (None, (c_void_p, c_int32, c_int32)),
     "baton_fleet_leave": (None, (c_void_p, c_int32)),
     "baton_fleet_loads": (None, (c_void_p, c_void_p, c_int64)),

@@ -17,19 +17,19 @@ from router.cluster.view import ClusterView
 from router.machine.flight import Flight
 from router.machine.placing import KnownPrefixes
 from router.machine.state import RouterState
-from router.planning.planner import Member
+from router.planning.planner import PoolWorker
 
 LOOK_AFTER_S = 0.9  # who asks once a second is told of a new second each time
 
 _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 
 
-def members(view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE) -> list[Member]:
+def members(view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE) -> list[PoolWorker]:
     """Workers, with the tokens that a flip would move or give back; `roles` are those of workers
     that were told of another one.
     """
     return [
-        Member(
+        PoolWorker(
             worker_id,
             roles.get(worker_id, worker.info.role),
             worker.context_tokens + worker.reserved_tokens,

@@ -1,8 +1,8 @@
 """The number of prefill and decode workers, from measured demand and costs.
 
 About once a second the planner gets what gateways saw (`Observation`) and which workers there are
-(`Pools`). It returns the sizes that the pools should have (`Plan`), with reasons in numbers. It
-only proposes. Its caller carries a proposal out, and chooses the workers.
+(`PoolSizes`). It returns the sizes that the pools should have (`PoolPlan`), with reasons in
+numbers. It only proposes. Its caller carries a proposal out, and chooses the workers.
 
     prefill   rate of prompts / BUSY + what waits / PATIENCE of the bound on TTFT
     decode    (E·b + F·kv) / (t - D), so that a step of b sequences that are evenly spread takes t,
@@ -58,7 +58,7 @@ SOON_S, LATER_S = 5.0, 15.0  # rates are means over these: quick to rise, prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class PoolSizes:
     """The workers there are, by the role that they have or were last told to have.
 
     Mixed and drained workers are none of the planner's business.
@@ -85,7 +85,7 @@ class Pools:
         return self.absent_prefill + self.absent_decode
 
     @property
-    def present(self) -> "Pools":
+    def present(self) -> "PoolSizes":
         """With the workers alone that serve, and the room that there is for them."""
         return replace(
             self,
@@ -96,7 +96,7 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PlannerRules:
     """The planner's rules. Times are seconds."""
 
     ttft_s: float | None = None  # bounds that requests should meet
@@ -117,7 +117,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PoolPlan:
     """The sizes that the pools should have, and why.
 
     `nodes` is the wanted number of workers in all. `prefill + decode` are as many of them as there
@@ -148,7 +148,7 @@ class Needs:
 class Planner:
     """Decides, and remembers no more than what it saw lately and when the pools changed."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: PlannerRules) -> None:
         self._rules = rules
         self._seen: deque[tuple[float, Observation]] = deque()
         self._sizes: tuple[int, int] | None = None  # of the pools, when last looked at
@@ -159,20 +159,20 @@ class Planner:
         self._lacking_since_s: float | None = None
         self._idle_since_s: float | None = None
 
-    def decide(self, seen: Observation | None, pools: Pools, now_s: float) -> Plan:
+    def decide(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> PoolPlan:
         """Decides the sizes of the pools. `seen` is None if no gateway reports."""
         self._note(seen, pools, now_s)
         held = self._held(seen, pools, now_s)
         if held is not None or seen is None:
             why_held = (f"nothing: {held}",)
-            return Plan(pools.prefill, pools.decode, pools.total, why_held, is_held=True)
+            return PoolPlan(pools.prefill, pools.decode, pools.total, why_held, is_held=True)
         here = pools.present
         needs = self._needs(seen, here, now_s)
         prefill, why = self._split(needs, here, now_s)
         nodes, why_nodes = self._nodes(needs, here, now_s)
         total = here.total if here.room is None else min(nodes, max(here.room, here.total))
         prefill = self._resized(prefill, needs, here.total, total)
-        return Plan(
+        return PoolPlan(
             prefill + pools.absent_prefill,
             total - prefill + pools.absent_decode,
             nodes + pools.num_absent,
@@ -181,7 +181,7 @@ class Planner:
 
     # ------------------------------------------------------------ when not to decide
 
-    def _note(self, seen: Observation | None, pools: Pools, now_s: float) -> None:
+    def _note(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> None:
         """Notes a change of the pools, whoever made it."""
         sizes = pools.prefill, pools.decode
         if sizes != self._sizes:
@@ -204,7 +204,7 @@ class Planner:
         elif sum(new) < sum(old):
             self._lacking_since_s = None
 
-    def _held(self, seen: Observation | None, pools: Pools, now_s: float) -> str | None:
+    def _held(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> str | None:
         """Why nothing is decided now."""
         rules = self._rules
         num_silent = pools.num_gateways - (0 if seen is None else seen.num_gateways)
@@ -228,7 +228,7 @@ class Planner:
 
     # ------------------------------------------------------------ needs
 
-    def _needs(self, seen: Observation, pools: Pools, now_s: float) -> Needs:
+    def _needs(self, seen: Observation, pools: PoolSizes, now_s: float) -> Needs:
         rules = self._rules
         rates = [self._mean(now_s, s, lambda one: one.prefill_s_per_s) for s in (SOON_S, LATER_S)]
         waiting_s = seen.waiting_s(pools.prefill)
@@ -267,7 +267,7 @@ class Planner:
 
     # ------------------------------------------------------------ decisions
 
-    def _split(self, needs: Needs, pools: Pools, now_s: float) -> tuple[int, str]:
+    def _split(self, needs: Needs, pools: PoolSizes, now_s: float) -> tuple[int, str]:
         """Returns how many of the present workers should prefill, and why."""
         here, total = pools.prefill, pools.total
         fewest, most = self._limits(total)
@@ -317,7 +317,7 @@ class Planner:
             most = min(most, rules.max_prefill)
         return fewest, most
 
-    def _nodes(self, needs: Needs, pools: Pools, now_s: float) -> tuple[int, str]:
+    def _nodes(self, needs: Needs, pools: PoolSizes, now_s: float) -> tuple[int, str]:
         """Returns the wanted number of workers in all, and why."""
         rules = self._rules
         wanted = ceil(needs.prefill) + ceil(needs.decode)
@@ -369,7 +369,7 @@ def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:  #
     return now_s if since_s is None else since_s
 
 
-def _decoders(seen: Observation, pools: Pools, bound_s: float | None) -> float:
+def _decoders(seen: Observation, pools: PoolSizes, bound_s: float | None) -> float:
     """Workers that the sequences, those that wait included, need for their pace and their KV."""
     num_seqs = seen.num_decoding + seen.num_queued
     need = 0.0
@@ -385,7 +385,7 @@ def _decoders(seen: Observation, pools: Pools, bound_s: float | None) -> float:
     return max(need, grows_s / (bound_s * PACE - cost.fixed_s))
 
 
-def _told(seen: Observation, pools: Pools, needs: Needs) -> tuple[str, str]:
+def _told(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, str]:
     """Returns what each pool needs, and why."""
     cost = seen.decode_cost
     pace = "unknown"
@@ -416,7 +416,7 @@ def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, Wo
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PoolWorker:
     """A worker of a pool; `work_tokens` are what a flip would move or give back."""
 
     worker_id: WorkerId
@@ -424,7 +424,7 @@ class Member:
     work_tokens: float
 
 
-def flips(plan: Plan, members: Sequence[Member]) -> list[tuple[WorkerId, Role]]:
+def flips(plan: PoolPlan, members: Sequence[PoolWorker]) -> list[tuple[WorkerId, Role]]:
     """The workers to flip for a plan, all at once, and to which role."""
     num = plan.prefill - sum(member.role is Role.PREFILL for member in members)
     giver, taker = (Role.DECODE, Role.PREFILL) if num > 0 else (Role.PREFILL, Role.DECODE)

@@ -80,7 +80,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnswerPiece:
     """A piece of the answer to the last ask came."""
 
     number: int
@@ -107,11 +107,11 @@ class Garbled:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class NewsTick:
     """Nothing happened but time."""
 
 
-NewsEvent = Published | Answered | AnswerEnded | Counted | Garbled | Tick
+NewsEvent = Published | AnswerPiece | AnswerEnded | Counted | Garbled | NewsTick
 
 # ---------------------------------------------------------------- what comes out
 
@@ -184,7 +184,7 @@ class BlockNews:
             case Published(number, events):
                 self._num_published = max(self._num_published, number + 1)
                 effects = self._take(number, events)
-            case Answered(number, events):
+            case AnswerPiece(number, events):
                 effects = self._on_answered(number, events, now_s)
             case AnswerEnded():
                 effects = self._on_answer_ended(now_s)
@@ -193,7 +193,7 @@ class BlockNews:
                 effects = []
             case Garbled(reason):
                 effects = self._fail(reason, now_s)
-            case Tick():
+            case NewsTick():
                 effects = []
         if self._ask is not None and now_s >= self._ask.due_s:
             effects += self._fail("no answer in time", now_s)

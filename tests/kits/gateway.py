@@ -16,17 +16,8 @@ from engine.net.trust import Secret
 from router.gateway.app import create_app
 from router.gateway.jobs import GatewaySettings
 from router.gateway.versions import Served, Versions
-from router.machine.requests import (
-    Finished,
-    Request,
-    TakeAtOnce,
-    TakeTokens,
-    Timeline,
-    Update,
-    WorkerStatus,
-    take_no_tokens,
-    take_nothing,
-)
+from router.machine.requests import Finished, Request, Timeline, Update
+from router.port import TakeAtOnce, TakeTokens, WorkerStatus, take_no_tokens, take_nothing
 from router.text.templates import ChatTemplate
 from router.text.tokenizer import TextModel
 from tests.kits.grammar_checks import CheckedAtOnce

@@ -21,8 +21,8 @@ from engine.worker.blocks import BlockHash, BlockId, BlockPool
 from router.prefixes import news as block_news
 from router.prefixes.map import PrefixMap
 from router.prefixes.news import (
-    Answered,
     AnswerEnded,
+    AnswerPiece,
     Apply,
     AskBatches,
     AskSnapshot,
@@ -30,8 +30,8 @@ from router.prefixes.news import (
     Counted,
     NewsEffect,
     NewsEvent,
+    NewsTick,
     Published,
-    Tick,
     Unheard,
     apply_events,
 )
@@ -186,7 +186,7 @@ class TellingWorker(RuleBasedStateMachine):
     def deliver_piece(self, there: Gateway) -> None:
         if there.answer:
             number, payload = there.answer.pop(0)
-            self.handle(there, Answered(number, decode_batch(payload)))
+            self.handle(there, AnswerPiece(number, decode_batch(payload)))
         elif there.is_answered:
             there.is_answered = False
             self.handle(there, AnswerEnded())
@@ -195,7 +195,7 @@ class TellingWorker(RuleBasedStateMachine):
     def wait(self, gateway, seconds):
         """Whoever has been asked and does not answer within ten seconds will not any more."""
         self.now_s += seconds
-        self.handle(self.gateways[gateway], Tick())
+        self.handle(self.gateways[gateway], NewsTick())
 
     @rule(gateway=st.integers(0, 1))
     def count(self, gateway):

@@ -39,7 +39,7 @@ from engine.layout import KVFormat
 from engine.messages import EventsAddress, Role, WorkerId
 from engine.net.curve import Channel, client_keys, server_keys
 from engine.net.trust import Secret
-from router.planning.planner import Rules
+from router.planning.planner import PlannerRules
 
 KEY = "secret"
 
@@ -54,7 +54,7 @@ class FakeController:
 
     def __init__(self, pools: Pools) -> None:
         self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
-        self.planning = Planning(self.machine, Rules(), order=self._handle)
+        self.planning = Planning(self.machine, PlannerRules(), order=self._handle)
         self.workers, self.gateways, self.gateway_links, self.counters = {}, {}, {}, {}
         for effect in self.machine.handle(PoolTick(), 0.0):
             if isinstance(effect, StartWorker):
@@ -246,7 +246,7 @@ def test_what_the_planner_says_and_did_is_told():
     cost = DecodeCost(0.01, 1e-5, 0.0)
     seen = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0, decode_cost=cost)
     report = GatewayReport(None, 1, 3, 0, 0, 0.0, seen)
-    assert controller.planning.tick([report], {}, 4.0 - Rules().cool_down_s) is None
+    assert controller.planning.tick([report], {}, 4.0 - PlannerRules().cool_down_s) is None
     assert controller.planning.tick([report], {}, 4.0) is not None
     answer = msgspec.json.decode(
         ask("GET", "/v1/planner", controller=controller).content, type=PlannerAnswer

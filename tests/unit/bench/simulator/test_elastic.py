@@ -1,4 +1,4 @@
-"""Pools that follow a load that turns, in the simulator."""
+"""PoolSizes that follow a load that turns, in the simulator."""
 
 from itertools import pairwise
 
@@ -11,8 +11,7 @@ from bench.common.report import from_json
 from bench.elastic.planned import Decision
 from bench.elastic.run import Mix, Plan, Played, Turns, figures_of, play, reactions
 from bench.simulator.hardware import hardware_named
-from router.planning.planner import Plan as PoolPlan
-from router.planning.planner import Pools
+from router.planning.planner import PoolPlan, PoolSizes
 
 HARDWARE = hardware_named("h200-qwen3-32b-tp2")
 # Few requests, that are long enough to keep four workers busy.
@@ -21,7 +20,7 @@ PLAN = Plan(HARDWARE, TURNS, 4, splits=(1, 2, 3), seeds=(0,), slo=Slo(5.0, 0.025
 
 
 def decision(at_s, prefill, wanted):
-    return Decision(at_s, Pools(prefill, 8 - prefill), PoolPlan(wanted, 8 - wanted, 8, ()))
+    return Decision(at_s, PoolSizes(prefill, 8 - prefill), PoolPlan(wanted, 8 - wanted, 8, ()))
 
 
 def test_planned_pools_lose_nothing_and_meet_more_bounds_than_any_fixed_split():

@@ -23,7 +23,7 @@ from engine.control import GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
-from router.planning.planner import Rules
+from router.planning.planner import PlannerRules
 from tests.unit.router.machine.test_machine import LAYOUT
 
 COST = DecodeCost(fixed_s=0.010, row_s=2e-4, context_s=0.0)
@@ -31,7 +31,7 @@ READING = Observation(
     requests_per_s=3.0, prefill_s_per_s=3.0, queued_s=3.0, num_decoding=2, decode_cost=COST
 )
 WRITING = Observation(requests_per_s=1.0, num_decoding=280, decode_cost=COST)
-RULES = Rules(ttft_s=2.0, tpot_s=0.03)
+RULES = PlannerRules(ttft_s=2.0, tpot_s=0.03)
 
 
 def intent_of(pools, mode):
@@ -347,7 +347,7 @@ def test_bounds_and_goals_are_those_of_the_configuration():
     rules = rules_of(config)
     assert (rules.ttft_s, rules.tpot_s, rules.min_prefill) == (1.5, 0.05, 2)
     assert (rules.max_total, rules.cool_down_s) == (9, 4.0)
-    assert rules_of(Config()) == Rules()
+    assert rules_of(Config()) == PlannerRules()
     capped = Config(pools=PoolsConfig(max_workers=5), planner=PlannerConfig(max_workers=9))
     assert rules_of(capped).max_total == 5
 

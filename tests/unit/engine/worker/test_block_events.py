@@ -36,16 +36,16 @@ from router.prefixes.news import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
     OVERDUE_S,
-    Answered,
     AnswerEnded,
+    AnswerPiece,
     Apply,
     AskBatches,
     AskSnapshot,
     BlockNews,
     Counted,
     Garbled,
+    NewsTick,
     Published,
-    Tick,
     Unheard,
     apply_events,
 )
@@ -340,7 +340,7 @@ def following(number=0):
     """News of a worker whose snapshot has come; the next batch has this number."""
     news = BlockNews()
     assert news.open(0.0) == [AskSnapshot()]
-    assert news.handle(Answered(number, [CLEARED]), 0.0) == []
+    assert news.handle(AnswerPiece(number, [CLEARED]), 0.0) == []
     assert news.handle(AnswerEnded(), 0.0) == [Apply([CLEARED])]
     assert news.next_wake_s() is None
     assert news.is_following
@@ -352,7 +352,7 @@ def test_in_order_batches_are_applied_as_they_come():
     assert news.handle(Published(7, told(1)), 0.0) == [Apply(told(1))]
     assert news.handle(Published(8, told(2)), 0.0) == [Apply(told(2))]
     assert news.handle(Counted(9), 100.0) == []
-    assert news.handle(Tick(), 200.0) == []
+    assert news.handle(NewsTick(), 200.0) == []
     news.validate()
 
 
@@ -367,8 +367,8 @@ def test_what_is_published_before_the_snapshot_comes_is_applied_after_it():
     news.open(0.0)
     for number in (3, 4, 5):
         assert news.handle(Published(number, told(number)), 0.0) == []
-    news.handle(Answered(4, [CLEARED, *told(3)]), 0.0)
-    news.handle(Answered(4, told(70)), 0.0)
+    news.handle(AnswerPiece(4, [CLEARED, *told(3)]), 0.0)
+    news.handle(AnswerPiece(4, told(70)), 0.0)
     assert news.handle(AnswerEnded(), 0.0) == [
         Apply([CLEARED, *told(3), *told(70)]),
         Apply(told(4)),
@@ -381,9 +381,9 @@ def test_a_missing_batch_is_asked_for_and_those_behind_it_wait():
     news = following()
     assert news.handle(Published(2, told(2)), 0.0) == [AskBatches(0)]
     assert news.handle(Published(3, told(3)), 0.0) == []  # it has been asked for
-    assert news.handle(Answered(0, told(0)), 0.0) == [Apply(told(0))]
-    assert news.handle(Answered(1, told(1)), 0.0) == [Apply(told(i)) for i in (1, 2, 3)]
-    assert news.handle(Answered(2, told(2)), 0.0) == []
+    assert news.handle(AnswerPiece(0, told(0)), 0.0) == [Apply(told(0))]
+    assert news.handle(AnswerPiece(1, told(1)), 0.0) == [Apply(told(i)) for i in (1, 2, 3)]
+    assert news.handle(AnswerPiece(2, told(2)), 0.0) == []
     assert news.handle(AnswerEnded(), 0.0) == []
     assert (news.is_following, news.next_wake_s()) == (True, None)
 
@@ -391,9 +391,9 @@ def test_a_missing_batch_is_asked_for_and_those_behind_it_wait():
 def test_what_is_not_to_be_had_any_more_comes_as_a_snapshot():
     news = following()
     assert news.handle(Published(5, told(5)), 0.0) == [AskBatches(0)]
-    news.handle(Answered(3, told(3)), 0.0)
+    news.handle(AnswerPiece(3, told(3)), 0.0)
     assert news.handle(AnswerEnded(), 0.0) == [AskSnapshot()]
-    news.handle(Answered(5, [CLEARED, *told(3)]), 0.0)
+    news.handle(AnswerPiece(5, [CLEARED, *told(3)]), 0.0)
     assert news.handle(AnswerEnded(), 0.0) == [Apply([CLEARED, *told(3)]), Apply(told(5))]
 
 
@@ -402,8 +402,8 @@ def test_a_loss_with_nothing_behind_it_is_seen_by_the_workers_count():
     news.handle(Published(0, told(0)), 0.0)
     assert news.handle(Counted(2), 1.0) == []  # it may be on its way
     assert news.next_wake_s() == 1.0 + OVERDUE_S
-    assert news.handle(Tick(), 1.0 + OVERDUE_S) == [AskBatches(1)]
-    assert news.handle(Answered(1, told(1)), 2.0) == [Apply(told(1))]
+    assert news.handle(NewsTick(), 1.0 + OVERDUE_S) == [AskBatches(1)]
+    assert news.handle(AnswerPiece(1, told(1)), 2.0) == [Apply(told(1))]
     assert news.handle(AnswerEnded(), 2.0) == []
     assert news.next_wake_s() is None
 
@@ -412,13 +412,13 @@ def test_what_was_only_on_its_way_is_not_asked_for():
     news = following()
     news.handle(Counted(1), 1.0)
     assert news.handle(Published(0, told(0)), 1.0 + OVERDUE_S / 2) == [Apply(told(0))]
-    assert news.handle(Tick(), 9.0) == []
+    assert news.handle(NewsTick(), 9.0) == []
 
 
 def test_an_ask_that_brings_nothing_of_what_was_published_ends_in_a_snapshot():
     news = following()
     news.handle(Counted(1), 0.0)
-    assert news.handle(Tick(), OVERDUE_S) == [AskBatches(0)]
+    assert news.handle(NewsTick(), OVERDUE_S) == [AskBatches(0)]
     assert news.handle(AnswerEnded(), 1.0) == [AskSnapshot()]
 
 
@@ -426,7 +426,7 @@ def test_a_snapshot_older_than_what_was_applied_changes_nothing():
     news = following()
     assert news.handle(Published(1, told(1)), 0.0) == [AskBatches(0)]
     assert news.handle(AnswerEnded(), 0.0) == [AskSnapshot()]
-    assert news.handle(Answered(1, [CLEARED, *told(0)]), 0.0) == []
+    assert news.handle(AnswerPiece(1, [CLEARED, *told(0)]), 0.0) == []
     assert news.handle(Published(0, told(0)), 0.0) == [Apply(told(0)), Apply(told(1))]  # late
     assert news.handle(AnswerEnded(), 0.0) == []
     assert news.is_following
@@ -435,31 +435,31 @@ def test_a_snapshot_older_than_what_was_applied_changes_nothing():
 def test_every_piece_of_an_answer_gives_the_next_one_time():
     news = BlockNews()
     news.open(0.0)
-    news.handle(Answered(1, [CLEARED]), 0.9 * ANSWER_TIMEOUT_S)
-    assert news.handle(Tick(), 1.8 * ANSWER_TIMEOUT_S) == []
+    news.handle(AnswerPiece(1, [CLEARED]), 0.9 * ANSWER_TIMEOUT_S)
+    assert news.handle(NewsTick(), 1.8 * ANSWER_TIMEOUT_S) == []
     assert news.handle(AnswerEnded(), 1.8 * ANSWER_TIMEOUT_S) == [Apply([CLEARED])]
 
 
 def test_a_worker_that_does_not_answer_is_unheard_and_asked_again_ever_more_seldom():
     news = following()
     news.handle(Published(1, told(1)), 0.0)
-    assert news.handle(Tick(), ANSWER_TIMEOUT_S) == [Unheard("no answer in time")]
+    assert news.handle(NewsTick(), ANSWER_TIMEOUT_S) == [Unheard("no answer in time")]
     pauses, now_s = [], ANSWER_TIMEOUT_S
     for _ in range(7):
         asked_s = news.next_wake_s()
-        assert news.handle(Tick(), asked_s) == [AskSnapshot()]
+        assert news.handle(NewsTick(), asked_s) == [AskSnapshot()]
         pauses.append(asked_s - now_s)
         now_s = news.next_wake_s()
-        assert news.handle(Tick(), now_s) == []  # that it is unheard has been said
+        assert news.handle(NewsTick(), now_s) == []  # that it is unheard has been said
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == MAX_PAUSE_S
     now_s = news.next_wake_s()
-    news.handle(Tick(), now_s)
-    news.handle(Answered(9, [CLEARED, *told(1)]), now_s)
+    news.handle(NewsTick(), now_s)
+    news.handle(AnswerPiece(9, [CLEARED, *told(1)]), now_s)
     assert news.handle(AnswerEnded(), now_s) == [Apply([CLEARED, *told(1)])]
     assert news.handle(Published(10, told(2)), now_s) == [AskBatches(9)]
     later_s = now_s + ANSWER_TIMEOUT_S
-    assert news.handle(Tick(), later_s) == [Unheard("no answer in time")]
+    assert news.handle(NewsTick(), later_s) == [Unheard("no answer in time")]
     assert news.next_wake_s() == later_s + FIRST_PAUSE_S
 
 
@@ -468,9 +468,9 @@ def test_a_worker_that_does_not_answer_is_unheard_and_asked_again_ever_more_seld
     [
         ([Garbled("why")], "why"),
         ([AnswerEnded()], "no whole snapshot"),
-        ([Answered(1, told(1)), AnswerEnded()], "no whole snapshot"),
-        ([Answered(1, []), AnswerEnded()], "no whole snapshot"),
-        ([Answered(1, [CLEARED]), Answered(2, [CLEARED])], "pieces of two snapshots"),
+        ([AnswerPiece(1, told(1)), AnswerEnded()], "no whole snapshot"),
+        ([AnswerPiece(1, []), AnswerEnded()], "no whole snapshot"),
+        ([AnswerPiece(1, [CLEARED]), AnswerPiece(2, [CLEARED])], "pieces of two snapshots"),
     ],
 )
 def test_what_cannot_be_right_is_not_believed(events, reason):
@@ -484,7 +484,7 @@ def test_what_cannot_be_right_is_not_believed(events, reason):
 
 def test_an_answer_to_nobody_changes_nothing():
     news = following()
-    assert news.handle(Answered(0, told(1)), 0.0) == []
+    assert news.handle(AnswerPiece(0, told(1)), 0.0) == []
     assert news.handle(AnswerEnded(), 0.0) == []
 
 
@@ -494,10 +494,10 @@ def test_so_many_batches_wait_for_a_missing_one_and_no_more(monkeypatch):
     for number in (1, 2, 3):
         news.handle(Published(number, told(number)), 0.0)
     news.validate()
-    assert news.handle(Answered(0, told(0)), 0.0) == [Apply(told(i)) for i in (0, 1, 2)]
+    assert news.handle(AnswerPiece(0, told(0)), 0.0) == [Apply(told(i)) for i in (0, 1, 2)]
     news.handle(AnswerEnded(), 0.0)  # answered before number 3 was published
     assert not news.is_following
-    assert news.handle(Tick(), OVERDUE_S) == [AskBatches(3)]
+    assert news.handle(NewsTick(), OVERDUE_S) == [AskBatches(3)]
 
 
 # ---------------------------------------------------------------- what is known from it

@@ -4,7 +4,8 @@ import msgspec
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.costs import CostErrors
-from router.machine.requests import Decision, Forecast, Rejected, Update, WorkerStatus
+from router.machine.requests import Decision, Forecast, Rejected, Update
+from router.port import WorkerStatus
 from tests.kits.gateway import (
     CONTEXT_LEN,
     EOS,

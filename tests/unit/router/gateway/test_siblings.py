@@ -2,7 +2,7 @@
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.gateway.metrics import GatewayMetrics, decode_metrics, encode_metrics
-from router.machine.requests import WorkerStatus
+from router.port import WorkerStatus
 from tests.kits.gateway import LENGTH, FakeRouter, tokens, versions_of
 
 

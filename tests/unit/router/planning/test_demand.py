@@ -23,7 +23,7 @@ from router.machine.events import Arrived, FromWorker, Tick, WorkerJoined
 from router.machine.requests import Rejected, Request
 from router.native.machine import native_machine
 from router.planning.demand import Observer, members
-from router.planning.planner import Planner, Pools, Rules
+from router.planning.planner import Planner, PlannerRules, PoolSizes
 from tests.unit.router.machine.test_machine import LAYOUT
 
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
@@ -103,8 +103,8 @@ def test_prompts_that_wait_get_more_prefill_workers_whether_the_first_ones_are_l
     machine.demand.observe(1.0)  # what is left to be seen is that they wait
     machine.handle(Tick(), 1.0 + after_s)
     seen = machine.demand.observe(1.0 + after_s)
-    planner = Planner(Rules(ttft_s=1.0, tpot_s=0.1, cool_down_s=0.0))
-    plan = planner.decide(seen, Pools(2, 4, kv_tokens=4000, max_running=4), 1.0 + after_s)
+    planner = Planner(PlannerRules(ttft_s=1.0, tpot_s=0.1, cool_down_s=0.0))
+    plan = planner.decide(seen, PoolSizes(2, 4, kv_tokens=4000, max_running=4), 1.0 + after_s)
     assert (plan.prefill, plan.decode) == (4, 2), plan.reasons
 
 

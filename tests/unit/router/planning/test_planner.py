@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from engine.demand import DecodeCost, Observation
 from engine.messages import Role, WorkerId
-from router.planning.planner import Member, Plan, Planner, Pools, Rules, flips
+from router.planning.planner import Planner, PlannerRules, PoolPlan, PoolSizes, PoolWorker, flips
 
 COST = DecodeCost(fixed_s=0.010, row_s=2e-5, context_s=3e-8)
-RULES = Rules(ttft_s=5.0, tpot_s=0.025)
+RULES = PlannerRules(ttft_s=5.0, tpot_s=0.025)
 QUIET = Observation(decode_cost=COST)
 
 
@@ -30,7 +30,7 @@ def seen(prefill_s_per_s=0.0, decoding=0, **more):
 
 
 def pools(prefill, decode, **more):
-    return Pools(prefill, decode, kv_tokens=700_000, max_running=256, **more)
+    return PoolSizes(prefill, decode, kv_tokens=700_000, max_running=256, **more)
 
 
 def at_rest(start, rules=RULES):
@@ -110,12 +110,12 @@ def test_memory_that_is_short_counts_as_well_as_pace():
 
 
 def test_without_a_bound_on_pace_memory_and_places_alone_count():
-    plan = after([seen(1.0, 600)] * 2, pools(8, 2), Rules())
+    plan = after([seen(1.0, 600)] * 2, pools(8, 2), PlannerRules())
     assert plan.decode >= 8  # 9,000 tokens of each: 8.1 workers
 
 
 def test_a_bound_that_no_worker_can_keep_is_left_out():
-    rules = Rules(tpot_s=0.009)
+    rules = PlannerRules(tpot_s=0.009)
     assert look(seen(1.0, 70), pools(4, 4), rules).decode == 4
 
 
@@ -400,13 +400,13 @@ def test_one_prompt_in_each_worker_does_not_wait():
 
 def test_the_cheapest_workers_are_flipped():
     members = [
-        Member(WorkerId("a"), Role.DECODE, 5.0),
-        Member(WorkerId("b"), Role.DECODE, 1.0),
-        Member(WorkerId("c"), Role.DECODE, 1.0),
-        Member(WorkerId("d"), Role.PREFILL, 0.0),
-        Member(WorkerId("e"), Role.MIXED, 0.0),
+        PoolWorker(WorkerId("a"), Role.DECODE, 5.0),
+        PoolWorker(WorkerId("b"), Role.DECODE, 1.0),
+        PoolWorker(WorkerId("c"), Role.DECODE, 1.0),
+        PoolWorker(WorkerId("d"), Role.PREFILL, 0.0),
+        PoolWorker(WorkerId("e"), Role.MIXED, 0.0),
     ]
-    more, fewer = Plan(3, 1, 4, ()), Plan(0, 4, 4, ())
+    more, fewer = PoolPlan(3, 1, 4, ()), PoolPlan(0, 4, 4, ())
     assert flips(more, members) == [("b", Role.PREFILL), ("c", Role.PREFILL)]
     assert flips(fewer, members) == [("d", Role.DECODE)]
-    assert flips(Plan(1, 3, 4, ()), members) == []
+    assert flips(PoolPlan(1, 3, 4, ()), members) == []

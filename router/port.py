@@ -1,0 +1,86 @@
+"""The seam between the HTTP side and the router: each side is tested without the other."""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.messages import LoadReport, Role, WorkerId
+from router.machine.requests import Forecast, Request, Update
+
+# Takes an update where it arrives. False: the update comes out of the iterator.
+TakeAtOnce = Callable[[Update], bool]
+
+
+# Takes the tokens of an update that brings nothing else, and its time of arrival in seconds.
+TakeTokens = Callable[[Sequence[int], float], bool]
+
+
+def take_nothing(_: Update) -> bool:
+    """The default `TakeAtOnce`: every update comes out of the iterator."""
+    return False
+
+
+def take_no_tokens(_: Sequence[int], __: float) -> bool:
+    """The default `TakeTokens`: tokens are updates like others."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as the router sees it."""
+
+    role: Role
+    load: LoadReport | None
+    reserved_blocks: int
+    reserved_tokens: int
+    forecast: Forecast = field(default_factory=Forecast)
+
+
+class RouterStatus(Protocol):
+    """The visible state of a router, or of several routers together."""
+
+    def readiness(self) -> str | None:
+        """Returns None if requests can be served, else what is missing."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Identifies model and configuration in answers; empty until a worker is known."""
+        ...
+
+    def workers(self) -> Mapping[WorkerId, WorkerStatus]:
+        """All live workers."""
+        ...
+
+    def queue_len(self) -> int:
+        """Requests that wait in the router for a worker."""
+        ...
+
+    def queued_s(self) -> float:
+        """Predicted seconds of one prefill worker to compute what waits."""
+        ...
+
+    def counters(self) -> Mapping[tuple[str, str], int]:
+        """Router-side events since start by (name, reason): retries, refusals, fallbacks."""
+        ...
+
+
+class RouterPort(RouterStatus, Protocol):
+    """A router as the HTTP side uses it."""
+
+    def capacity_tokens(self) -> int | None:
+        """The length of the longest request that workers could hold; None until it is known."""
+        ...
+
+    def submit(
+        self,
+        request: Request,
+        take_at_once: TakeAtOnce = take_nothing,
+        take_tokens: TakeTokens = take_no_tokens,
+    ) -> AsyncGenerator[Update, None]:
+        """Starts a request. Closing the iterator before its last update cancels the request.
+
+        Each update is first offered to `take_at_once`. If that returns True, the update does not
+        come out of the iterator. So most tokens are sent where they arrive, and wait for no task.
+        An update of tokens alone is offered to `take_tokens` before.
+        """
+        ...
