@@ -1,6 +1,8 @@
 """The `baton` command."""
 
+import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -16,31 +18,30 @@ from deploy.commands.keys import keys_app
 from deploy.commands.operator import register
 from deploy.commands.up import add_commands as add_cluster_commands
 from deploy.commands.versions import register as register_versions
-from engine.errors import BatonError
+from engine.errors import BatonError, ConfigError
+
+# Commands that are imported only when they are asked for, as "module:attribute": their import
+# takes longer than most other commands run. `bench` is a floor of its own and may be absent.
+_LATE = {
+    "serve": "deploy.commands.serve:serve",
+    "bench": "bench.cli:app",
+    "simulate": "bench.simulator.cli:simulate_command",
+    "plan": "bench.planner.cli:plan_command",
+}
 
 
-def _serve() -> typer.Typer:
-    from deploy.commands.serve import serve
-
-    return _app_of(serve)
-
-
-def _bench() -> typer.Typer:
-    from bench.cli import app
-
-    return app
+def load_command(name: str) -> typer.Typer:
+    """Imports a late command. Raises ConfigError if its package is not installed."""
+    module, _, attribute = _LATE[name].partition(":")
+    if not _is_installed(name):
+        package = module.partition(".")[0]
+        raise ConfigError(f"`baton {name}` needs the package `{package}`, which is not installed")
+    found = getattr(importlib.import_module(module), attribute)
+    return found if isinstance(found, typer.Typer) else _app_of(found)
 
 
-def _simulate() -> typer.Typer:
-    from bench.simulator.cli import simulate_command
-
-    return _app_of(simulate_command)
-
-
-def _plan() -> typer.Typer:
-    from bench.planner.cli import plan_command
-
-    return _app_of(plan_command)
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(_LATE[name].partition(".")[0]) is not None
 
 
 def _app_of(command: Callable[..., None]) -> typer.Typer:
@@ -49,22 +50,20 @@ def _app_of(command: Callable[..., None]) -> typer.Typer:
     return alone
 
 
-_LATE = {"serve": _serve, "bench": _bench, "simulate": _simulate, "plan": _plan}
-
-
 class _Commands(TyperGroup):
-    """Imports some commands only when they are asked for: it takes longer than most others do.
+    """The subcommands, the late ones included.
 
-    Types are those of click, of which some versions of typer have one of their own.
+    The types are those of click. Some versions of typer carry a click of their own.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*_LATE, *super().list_commands(ctx)]
+        installed = [name for name in _LATE if _is_installed(name)]
+        return [*installed, *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _LATE:
             return super().get_command(ctx, cmd_name)
-        command = typer.main.get_command(_LATE[cmd_name]())
+        command = typer.main.get_command(load_command(cmd_name))
         command.name = cmd_name
         return command
 
