@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deploy.admin.schema import BlockEventsAnswer
+from deploy.launcher import Launcher
 from deploy.links import (
     ANSWER_TIMEOUT_S,
     HANDSHAKE_TIMEOUT_S,
@@ -25,7 +26,6 @@ from deploy.links import (
     WorkerLink,
     keep,
 )
-from deploy.local.launcher import Launcher
 from deploy.model_source import FETCH_TIMEOUT_S, name_of
 from deploy.pools.effects import (
     PoolEffect,

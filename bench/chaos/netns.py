@@ -20,7 +20,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -48,7 +48,7 @@ class CommandFailed(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NetworkPlace:
     """A namespace by an open descriptor, and the address at which all others reach it."""
 
     fd: int
@@ -58,6 +58,10 @@ class Place:
     def path(self) -> str:
         """For tools that ask for a namespace."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Moves the calling thread, and every process it starts, into the namespace meanwhile."""
+        return inside(self.fd)
 
 
 @contextmanager
@@ -89,7 +93,7 @@ def hub() -> Iterator[None]:
         os.close(before)
 
 
-def place(name: str, number: int) -> Place:
+def place(name: str, number: int) -> NetworkPlace:
     """A new place at the hub in which the caller is; the hub's device to it has the place's name.
 
     Numbers begin at 1, and none is used twice at one hub. The descriptor is the caller's to close.
@@ -100,7 +104,7 @@ def place(name: str, number: int) -> Place:
     try:
         _unshare()
         try:
-            made = Place(_here(), str(HUB + number))
+            made = NetworkPlace(_here(), str(HUB + number))
         finally:
             _enter(before)
     finally:

@@ -33,7 +33,7 @@ from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times
 from bench.chaos.streams import Stream
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.common.serving import BATON, Options, serving
+from bench.common.serving import Options, serving
 from bench.common.waiting import holds_within, pause
 from bench.serve.plan import Target
 from bench.serve.run import Client as Api
@@ -41,7 +41,7 @@ from engine.clock import Clock, MonotonicClock
 from engine.messages import Role
 
 MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
-PLACED = "bench.chaos.placed"  # the same command, with each worker in a place of its own
+PLACES = "bench.chaos.placed:own_places"  # puts each worker into a network place of its own
 REQUEST_TIMEOUT_S = 120.0
 WHOLE_WITHIN_S = 60.0  # all workers are back, and hold nothing for anybody
 STEADY_S = 2.5  # workers report once a second
@@ -115,8 +115,9 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> Run:
             "BATON_POOLS__STEADY_S": str(STEADY_AFTER_S),
         }
         say(f"starting {plan.prefill} + {plan.decode} workers")
-        command = PLACED if plan.is_partitioned else BATON
-        served = stack.enter_context(serving(MODEL, options, environment, command=command))
+        if plan.is_partitioned:
+            options = {**options, "--places": PLACES}
+        served = stack.enter_context(serving(MODEL, options, environment))
         run: Run = uvloop.run(_measure(plan, lambda s: Deployment(served, s, mark), say))
     return run
 

@@ -67,16 +67,15 @@ def serving(
     checkpoint: Path,
     options: Options,
     environment: Mapping[str, str] = MappingProxyType({}),
-    *,
-    command: str = BATON,
 ) -> Iterator[Served]:
-    """Runs `baton serve` with plain processes on a port of the system's choice, and with so much
-    more environment; `command` is a module that can be run as `baton` can.
+    """Runs `baton serve` with plain processes on a port of the system's choice.
+
+    `environment` is added to ours.
 
     On leaving, all its processes are gone. Raises ServerFailed.
     """
     flags: Options = {"--launcher": "process", "--port": 0, **options}
-    serve = [sys.executable, "-m", command, "serve", str(checkpoint)]
+    serve = [sys.executable, "-m", BATON, "serve", str(checkpoint)]
     process = subprocess.Popen(
         [*serve, *(str(text) for pair in flags.items() for text in pair)],
         stdin=subprocess.DEVNULL,

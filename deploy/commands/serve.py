@@ -1,7 +1,6 @@
 """`baton serve`: a deployment on this machine, or on the Ray that is here, until a signal."""
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
@@ -13,8 +12,10 @@ from rich.markup import escape
 
 from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.commands.stop_signals import StopAsked, StopSignals, exit_status
+from deploy.launcher import Launcher
 from deploy.local.deployment import Deployment
-from deploy.local.launcher import Launcher, ProcessLauncher
+from deploy.local.launcher import ProcessLauncher
+from deploy.local.places import load_places
 from deploy.logs import configure_logging
 from deploy.processes import GatewayReady
 from deploy.ray import own_ray
@@ -28,6 +29,7 @@ from engine.config import (
     forget_environment,
     load_config,
 )
+from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 LOOK_EVERY_S = 0.1  # whether it has stopped
@@ -51,6 +53,9 @@ def serve(  # noqa: PLR0913 - a command's options
     mixed: Annotated[int | None, typer.Option(help="workers that do both [default: 0]")] = None,
     max_workers: Annotated[int | None, typer.Option(help="how many there may ever be")] = None,
     launcher: Annotated[LauncherKind, typer.Option(help="how to run them")] = LauncherKind.RAY,
+    places: Annotated[
+        str | None, typer.Option(hidden=True, help="MODULE:FUNCTION: see deploy/local/places.py")
+    ] = None,
     model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
     keys_file: Annotated[
         Path | None, typer.Option(help="API keys, of `baton keys` [default: open to everyone]")
@@ -132,22 +137,20 @@ def serve(  # noqa: PLR0913 - a command's options
     tree = load_config(config, os.environ, flags)
     configure_logging(log_level, MonotonicClock())
     forget_environment(os.environ)
-    deployment = Deployment(LAUNCHERS[launcher](), model=model, config=tree)
+    deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
     deployment.log_level = log_level
     raise typer.Exit(run(deployment, Console(stderr=True)))
 
 
-def _ray_launcher() -> Launcher:
+def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
+    if kind is LauncherKind.PROCESS:
+        return ProcessLauncher(place_of=None if places is None else load_places(places))
+    if places is not None:
+        raise ConfigError("--places needs --launcher process")
     own_ray.prepare(os.environ)
-    from deploy.ray.launcher import RayLauncher
+    from deploy.ray.launcher import OwnRayLauncher
 
-    return RayLauncher()
-
-
-LAUNCHERS: dict[LauncherKind, Callable[[], Launcher]] = {
-    LauncherKind.PROCESS: ProcessLauncher,
-    LauncherKind.RAY: _ray_launcher,
-}
+    return OwnRayLauncher()
 
 
 def run(deployment: Deployment, console: Console) -> int:

@@ -1,19 +1,19 @@
-"""A process that has imported what services need, and forks them: the side that asks.
+"""The parent's side of the nursery: a process that imports what services need and forks them.
 
 Nearly all of a worker's start is the import of torch and transformers, seconds of CPU. The nursery
-(`deploy.local.nursery_main`) pays them once. Whoever asks it holds one end of a socket pair:
+(`deploy.local.nursery_main`) pays for them once. The launcher and the nursery share a socket pair:
 
-    a request   the kind of service, and descriptors: of the child's standard input, of its standard
-                output, and of one end of another socket pair, for news of this child
-    news        Started, with a descriptor of the child, or NotStarted; after its end Ended
+    request   the kind of service and three descriptors: the child's standard input, its standard
+              output, and one end of another socket pair, for news of this child
+    news      ChildStarted with a descriptor of the child, or ChildRefused; at its end ChildEnded
 
-A child is watched and killed by its descriptor, which never comes to mean another process. So
-nothing but its exit status is lost with the nursery: its children go on, and who asks for another
-one gets a new nursery. When whoever asks is gone the nursery ends, and the children by themselves,
-as their standard input does.
+A child is watched and killed through its pidfd, which never comes to mean another process. If the
+nursery dies, only the exit statuses of its children are lost: the children go on, and the next
+request starts a new nursery. If the launcher dies, the nursery ends, and each child ends because
+its standard input does.
 
-`multiprocessing.forkserver` takes all children for dead when it dies, imports the main module of
-whoever asks into each, and passes over whatever fails to be imported beforehand.
+Why not `multiprocessing.forkserver`: it takes all children for dead when it dies, imports the
+parent's main module into each child, and ignores failed preloads.
 """
 
 import contextlib
@@ -23,43 +23,43 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import BinaryIO
 
 import msgspec
 
 from engine.errors import BatonError
+from engine.socket_child import start_with_socket
 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-SEND_TIMEOUT_S = 10.0  # what is asked of a nursery that still imports waits in the socket
-REAPED_WITHIN_S = 5.0  # a child that ended has been waited for by its nursery
+SEND_TIMEOUT_S = 10.0  # a request waits in the socket while the nursery still imports
+REAPED_WITHIN_S = 5.0  # from a child's end until the nursery has collected its exit status
 MAX_NEWS_BYTES = 4096
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """There is a child, of whom a descriptor comes along."""
+class ChildStarted(msgspec.Struct, frozen=True, tag=True):
+    """The child runs. A pidfd of it comes along."""
 
     pid: int
 
 
-class NotStarted(msgspec.Struct, frozen=True, tag=True):
-    """There is none."""
+class ChildRefused(msgspec.Struct, frozen=True, tag=True):
+    """The nursery did not fork."""
 
     why: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The child ended, and its id may come to mean another process."""
+class ChildEnded(msgspec.Struct, frozen=True, tag=True):
+    """The child ended. Its process id may be reused from now on."""
 
-    exit_status: int  # as subprocess has it: of one that a signal ended, less than zero
+    exit_status: int  # as in subprocess: negative if a signal ended it
 
 
-News = Started | NotStarted | Ended
+News = ChildStarted | ChildRefused | ChildEnded
 
 
 class NoChild(BatonError):
@@ -67,27 +67,30 @@ class NoChild(BatonError):
 
 
 class Child:
-    """A process that a nursery was asked for. Any thread may ask, also while another waits."""
+    """A process that a nursery forks. Methods may be called from any thread, also while one waits.
+
+    `stdin` and `stdout` are the parent's ends of the child's pipes.
+    """
 
     def __init__(self, *, stdin: BinaryIO, stdout: BinaryIO, news: socket.socket) -> None:
         self.stdin = stdin
         self.stdout = stdout
-        self.exit_status: int | None = None  # after its end, if the nursery was there to tell
+        self.exit_status: int | None = None  # known after the end, if the nursery lived to tell
         self._news = news
         self._pid: int | None = None
         self._pidfd: int | None = None
         self._is_wanted = True
-        self._has_heard_of_end = False
+        self._has_read_end = False
         self._lock = threading.Lock()
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the started child."""
         assert self._pid is not None
         return self._pid
 
     def await_start(self, timeout_s: float) -> None:
-        """Returns when it runs. Raises NoChild, and TimeoutError."""
+        """Returns when the child runs. Raises NoChild or TimeoutError."""
         self._news.settimeout(timeout_s)
         try:
             message, descriptors, *_ = socket.recv_fds(
@@ -96,50 +99,50 @@ class Child:
         except ConnectionError:
             message, descriptors = b"", []
         match msgspec.json.decode(message, type=News) if message else None:
-            case Started(pid) if descriptors:
+            case ChildStarted(pid) if descriptors:
                 with self._lock:
                     self._pid, self._pidfd = pid, descriptors[0]
                     if not self._is_wanted:
-                        _kill(self._pidfd)
-            case Started():  # it ends when its standard input does, as it is let go
+                        _send(self._pidfd, signal.SIGKILL)
+            case ChildStarted():  # the child ends when `close` ends its standard input
                 raise NoChild("its descriptor did not come: too many are open here")
-            case NotStarted(why):
+            case ChildRefused(why):
                 raise NoChild(why)
             case _:
                 raise NoChild("stopped" if not self._is_wanted else "the nursery ended")
 
     def is_running(self) -> bool:
-        """Whether it has started and not ended."""
+        """Returns true if the child has started and not ended."""
         return self._pid is not None and not self._has_ended(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when it has ended, or has never started. Raises TimeoutError."""
+        """Returns when the child has ended or never started. Raises TimeoutError."""
         if self._pid is not None and not self._has_ended(timeout_s):
             raise TimeoutError(f"process {self._pid} has not ended in {timeout_s:g} s")
 
     def kill(self) -> None:
-        """Ends it at once, or as soon as it starts, for which nobody waits any longer."""
+        """Kills the child now, or as soon as it starts. `await_start` stops waiting for it."""
         with self._lock:
             self._is_wanted = False
             if self._pidfd is not None:
-                _kill(self._pidfd)
+                _send(self._pidfd, signal.SIGKILL)
             elif self._pid is None:
                 with contextlib.suppress(OSError):  # the nursery has closed its end
                     self._news.shutdown(socket.SHUT_RDWR)
 
     def terminate(self) -> None:
-        """Sends it SIGTERM, if it runs."""
+        """Sends SIGTERM to the child if it runs."""
         with self._lock:
             if self._pidfd is not None:
                 _send(self._pidfd, signal.SIGTERM)
 
     def hang_up(self) -> None:
-        """Ends its standard input."""
-        with contextlib.suppress(BrokenPipeError):  # it died before it read all
+        """Ends the child's standard input."""
+        with contextlib.suppress(BrokenPipeError):  # the child died before it read everything
             self.stdin.close()
 
     def close(self) -> None:
-        """Lets go of it. One that runs still is out of reach then."""
+        """Closes the pipes and descriptors. A child that still runs can no longer be reached."""
         self.hang_up()
         self.stdout.close()
         with self._lock:
@@ -152,7 +155,7 @@ class Child:
         with self._lock:
             if self._pidfd is None:
                 return True
-            pidfd = os.dup(self._pidfd)  # somebody else may close that one meanwhile
+            pidfd = os.dup(self._pidfd)  # another thread may close the original meanwhile
         try:
             poll = select.poll()
             poll.register(pidfd, select.POLLIN)
@@ -160,39 +163,49 @@ class Child:
                 return False
         finally:
             os.close(pidfd)
-        self._hear_of_end()
+        self._read_end()
         return True
 
-    def _hear_of_end(self) -> None:
+    def _read_end(self) -> None:
+        """Reads the exit status from the nursery, once."""
         with self._lock:
-            if self._has_heard_of_end:
+            if self._has_read_end:
                 return
-            self._has_heard_of_end = True
+            self._has_read_end = True
             self._news.settimeout(REAPED_WITHIN_S)
             try:
                 message = self._news.recv(MAX_NEWS_BYTES)
             except OSError as error:
-                log.warning("nobody tells how process %d ended: %s", self._pid, error)
+                log.warning("the exit status of process %d is unknown: %s", self._pid, error)
                 return
         if message:
-            self.exit_status = msgspec.json.decode(message, type=Ended).exit_status
+            self.exit_status = msgspec.json.decode(message, type=ChildEnded).exit_status
         else:
-            log.warning("nobody tells how process %d ended: the nursery ended before", self._pid)
+            log.warning("the exit status of process %d is unknown: the nursery ended", self._pid)
 
 
 class Nursery:
-    """Starts a nursery when there is none, and asks it for children. From any thread."""
+    """Starts the nursery process on demand and asks it for children. Safe to use from any thread.
 
-    def __init__(self, command: Sequence[str] = ("-m", "deploy.local.nursery_main")) -> None:
-        """`command` is Python's, for a nursery; the number of its socket is added."""
-        self.num_lost = 0  # nurseries that ended by themselves, or did not answer
+    `command` are Python's arguments; the number of the nursery's socket is added. `entered` wraps
+    the start of the process: children inherit what the context sets, such as a network namespace.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] = ("-m", "deploy.local.nursery_main"),
+        *,
+        entered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.num_lost = 0  # nursery processes that ended by themselves or did not answer
         self._command = command
+        self._entered = entered
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Lets it import meanwhile; whoever asks for a child does that, too. Raises OSError."""
+        """Starts the process, so that it imports meanwhile; `fork` does too. Raises OSError."""
         with self._lock:
             self._opened()
 
@@ -216,7 +229,7 @@ class Nursery:
         return Child(stdin=to_stdin, stdout=from_stdout, news=news)
 
     def give_up(self) -> None:
-        """Ends a nursery that does not answer; the next child is another one's."""
+        """Kills a nursery that does not answer. The next request starts another one."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -228,7 +241,7 @@ class Nursery:
             self._close()
 
     def _opened(self) -> socket.socket:
-        """The socket of a nursery that runs."""
+        """Returns the socket of a running nursery."""
         if self._process is not None and self._process.poll() is not None:
             self.num_lost += 1
             log.warning(
@@ -236,18 +249,10 @@ class Nursery:
             )
             self._close()
         if self._socket is None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs, ExitStack() as stack:
-                stack.enter_context(ours)
-                self._process = subprocess.Popen(
-                    [sys.executable, *self._command, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
+            with self._entered():
+                self._process, self._socket = start_with_socket(
+                    self._command, socket_type=socket.SOCK_SEQPACKET, new_session=True
                 )
-                stack.pop_all()
-            self._socket = ours
         return self._socket
 
     def _close(self) -> None:
@@ -262,10 +267,6 @@ class Nursery:
         self._process = self._socket = None
 
 
-def _kill(pidfd: int) -> None:
-    _send(pidfd, signal.SIGKILL)
-
-
 def _send(pidfd: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
+    with contextlib.suppress(ProcessLookupError):  # the process has ended
         signal.pidfd_send_signal(pidfd, number)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.local.nursery import Ended, News, NotStarted, Started
+from deploy.local.nursery import ChildEnded, ChildRefused, ChildStarted, News
 from engine.errors import BatonError
 
 OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
@@ -81,7 +81,7 @@ class _Request:
     news: socket.socket
 
     def refuse(self, why: str) -> None:
-        _post(self.news, NotStarted(why))
+        _post(self.news, ChildRefused(why))
         self.news.close()
 
 
@@ -145,7 +145,7 @@ class _Children:
         pidfd = os.pidfd_open(pid)
         self._news[pidfd] = request.news
         self._poll.register(pidfd, select.POLLIN)
-        _post(request.news, Started(pid), pidfd)
+        _post(request.news, ChildStarted(pid), pidfd)
         return pid
 
     def _tell_end(self, pidfd: int) -> None:
@@ -156,7 +156,7 @@ class _Children:
         by_signal = ended.si_code != os.CLD_EXITED
         os.close(pidfd)
         with self._news.pop(pidfd) as news:
-            _post(news, Ended(-ended.si_status if by_signal else ended.si_status))
+            _post(news, ChildEnded(-ended.si_status if by_signal else ended.si_status))
 
 
 class UnsafeFork(BatonError):

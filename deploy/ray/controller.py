@@ -21,7 +21,7 @@ from deploy.local.run_dir import run_directory
 from deploy.logs import configure_logging
 from deploy.pools.placement import ANYWHERE, NodePlacement
 from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread
-from deploy.ray.launcher import CONTROLLER, ON_HEAD, RayLauncher
+from deploy.ray.launcher import CONTROLLER, ON_HEAD, ClusterLauncher
 from deploy.ray.own_ray import NAMESPACE
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
@@ -43,7 +43,7 @@ class _ControllerActor:
         configure_logging(plan.log_level, MonotonicClock())
         pools = plan.config.pools
         clock = MonotonicClock()
-        self._launcher = RayLauncher.of_cluster(NodePlacement.of(pools))
+        self._launcher = ClusterLauncher(NodePlacement.of(pools))
         controller = PoolController(
             plan, launcher=self._launcher, clock=clock, report=lambda line: log.warning("%s", line)
         )
@@ -169,7 +169,7 @@ def stop_deployment() -> None:
     try:
         actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
     except ValueError as error:
-        if RayLauncher.of_cluster(ANYWHERE).sweep() == 0:
+        if ClusterLauncher(ANYWHERE).sweep() == 0:
             raise ConfigError("no deployment runs in this cluster") from error
         return
     _end(actor)
@@ -187,7 +187,7 @@ def _end(actor: Any) -> None:
     except ray.exceptions.RayError as error:
         log.warning("the controller did not stop by itself: %s", error)
     ray.kill(actor)
-    RayLauncher.of_cluster(ANYWHERE).sweep()  # what it was too slow to end
+    ClusterLauncher(ANYWHERE).sweep()  # what it was too slow to end
 
 
 def _with_siblings(plan: ControllerPlan) -> ControllerPlan:

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from engine.grammar.child import (
 )
 from engine.grammar.guides import MAX_SOURCE_LEN
 from engine.messages import Grammar
+from engine.socket_child import start_with_socket
 from router.inbox.api_errors import ApiError
 from router.text.structured import Structure
 
@@ -289,15 +289,9 @@ class GrammarChild:
 
     def _opened(self) -> socket.socket:
         if self._socket is None:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "engine.grammar.child", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-                )
-            ours.settimeout(ANSWER_TIMEOUT_S)
-            self._socket = ours
+            self._process, self._socket = start_with_socket(
+                ["-m", "engine.grammar.child"],
+                environment={n: os.environ[n] for n in _ENVIRONMENT if n in os.environ},
+            )
+            self._socket.settimeout(ANSWER_TIMEOUT_S)
         return self._socket

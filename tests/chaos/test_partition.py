@@ -20,13 +20,13 @@ from bench.chaos.checker import End, judge, reply_of
 from bench.chaos.client import Client
 from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.netns import Unavailable
-from bench.chaos.placed import PlacedProcesses
 from bench.chaos.plan import ChaosPlan, due_times_s
 from bench.common.prompts import plain_token_ids
 from bench.common.waiting import pause
 from deploy.admin.client import AdminClient
 from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment
+from deploy.local.launcher import ProcessLauncher
 from engine.clock import MonotonicClock
 from engine.config import (
     AdminConfig,
@@ -58,7 +58,8 @@ def deployment(link: Link) -> Iterator[tuple[str, AdminClient]]:
         admin=AdminConfig(key=KEY),
     )
     with network(link) as (near, far):
-        launcher = PlacedProcesses(lambda name: near if name.endswith("-0") else far, gateways=near)
+        far_workers = ("prefill-1", "decode-1")
+        launcher = ProcessLauncher(place_of=lambda _, name: far if name in far_workers else near)
         running = Deployment(launcher, model=BUNDLED_MODEL, config=config)
         url = running.open().url
         try:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import deploy
-from deploy.local.launcher import STOP_TIMEOUT_S
+from deploy.launcher import STOP_TIMEOUT_S
 from deploy.pools.placement import Node, NodePlacement, nodes_to_start_on
 from deploy.ray.files import CONSTRAINTS
 from engine.config import GatewayConfig, PoolsConfig

@@ -64,7 +64,7 @@ SCRIPT = """
 import ray
 from deploy.ray.own_ray import NAMESPACE
 from deploy.pools.placement import NodePlacement
-from deploy.ray.launcher import RayLauncher
+from deploy.ray.launcher import ClusterLauncher
 from deploy.ray.places import RayPlaces
 from engine.control import Pools
 from engine.messages import Role
@@ -72,7 +72,7 @@ from tests.kits.services.served import poll_until
 
 ray.init(address="127.0.0.1:6379", namespace=NAMESPACE, log_to_driver=False)
 placement = NodePlacement(1, "prefill_node", "decode_node")
-launcher = RayLauncher.of_cluster(placement)
+launcher = ClusterLauncher(placement)
 rooms = [launcher.room(1)]
 for num_workers, room in ((3, 4), (0, 0)):
     launcher.ask_for(num_workers, Pools(), 1)

@@ -47,9 +47,9 @@ def actors(monkeypatch) -> list[Any]:
 def test_a_start_that_was_stopped_leaves_the_next_one_of_its_name_alone(monkeypatch, actors, fails):
     import ray
 
-    from deploy.ray.launcher import RayLauncher
+    from deploy.ray.launcher import OwnRayLauncher
 
-    launcher = RayLauncher()
+    launcher = OwnRayLauncher()
 
     def get(actor: Any, timeout: float) -> Any:
         if actor is None:  # a ping
@@ -75,7 +75,7 @@ def test_nodes_are_not_asked_for_any_more_when_all_is_stopped(monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(ray_launcher, "request_resources", lambda *, bundles: asked.append(bundles))
     monkeypatch.setattr(ray_places, "reserved", list)
-    ray_launcher.RayLauncher.of_cluster(NodePlacement(1)).stop_all()
+    ray_launcher.ClusterLauncher(NodePlacement(1)).stop_all()
     assert asked == [[]]
 
 

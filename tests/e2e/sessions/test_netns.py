@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.netns import CommandFailed, Place, Unavailable, cut_off, hub, inside, place, run
+from bench.chaos.netns import (
+    CommandFailed,
+    NetworkPlace,
+    Unavailable,
+    cut_off,
+    hub,
+    inside,
+    place,
+    run,
+)
 
 SILENT_S = 0.5
 HEARD_WITHIN_S = 10.0  # TCP sends again later each time
@@ -17,7 +26,7 @@ FORWARDS = Path("/proc/sys/net/ipv4/ip_forward")
 
 
 @contextmanager
-def network() -> Iterator[tuple[Place, Place]]:
+def network() -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
     """Two places of a hub in which the calling thread is."""
     try:
         with hub():
@@ -40,18 +49,18 @@ def echo(server: socket.socket) -> None:
                 connection.sendall(said)
 
 
-def listening(there: Place) -> socket.socket:
+def listening(there: NetworkPlace) -> socket.socket:
     with inside(there.fd):
         return socket.create_server(("", 0))
 
 
-def connected(here: Place, there: Place, port: int) -> socket.socket:
+def connected(here: NetworkPlace, there: NetworkPlace, port: int) -> socket.socket:
     with inside(here.fd):
         return socket.create_connection((there.address, port), HEARD_WITHIN_S)
 
 
 @contextmanager
-def process_in(there: Place) -> Iterator[int]:
+def process_in(there: NetworkPlace) -> Iterator[int]:
     """The id of something that is there, whose namespace is that of its main thread."""
     reading, writing = os.pipe()
     with inside(there.fd):

@@ -17,9 +17,9 @@ from itertools import count
 
 import pytest
 
-from bench.chaos.netns import Place, Unavailable
-from bench.chaos.placed import PlacedProcesses
+from bench.chaos.netns import NetworkPlace, Unavailable
 from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.local.launcher import ProcessLauncher
 from deploy.processes import WorkerReady, WorkerSpec
 from engine.config import Transport, WorkerConfig
 from engine.messages import Role, Sampling, SeqId, WorkerId
@@ -107,7 +107,7 @@ def test_a_link_cut_in_the_middle_of_pulls_costs_time_but_no_token_and_no_block(
 
 
 @contextmanager
-def _network_or_skip(link: Link) -> Iterator[tuple[Place, Place]]:
+def _network_or_skip(link: Link) -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
     with ExitStack() as stack:
         try:
             ends = stack.enter_context(network(link))
@@ -117,9 +117,9 @@ def _network_or_skip(link: Link) -> Iterator[tuple[Place, Place]]:
 
 
 @contextmanager
-def _workers(places: Mapping[WorkerId, tuple[Role, Place]]) -> Iterator[Workers]:
+def _workers(places: Mapping[WorkerId, tuple[Role, NetworkPlace]]) -> Iterator[Workers]:
     """Starts each worker in its place; on leaving, every one of them is gone."""
-    launcher = PlacedProcesses(lambda name: places[WorkerId(name)][1])
+    launcher = ProcessLauncher(place_of=lambda kind, name: places[WorkerId(name)][1])
 
     def start(worker_id: WorkerId) -> WorkerReady:
         role, _ = places[worker_id]

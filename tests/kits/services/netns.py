@@ -29,7 +29,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from bench.chaos.netns import CommandFailed, Place, Unavailable, hub, inside, ip, place, run
+from bench.chaos.netns import CommandFailed, NetworkPlace, Unavailable, hub, inside, ip, place, run
 from engine.clock import MonotonicClock
 
 DEVICE = "kv0"  # either end of the link
@@ -46,7 +46,7 @@ MAX_QUEUED_PACKETS = 1000  # netem's default, too
 class Link(Protocol):
     """What connects the two places. `close` comes before theirs."""
 
-    def open(self, near: Place, far: Place) -> None:
+    def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
         """Makes `DEVICE` in both, up and without an address. Raises Unavailable."""
         ...
 
@@ -68,7 +68,7 @@ class Link(Protocol):
 
 
 @contextmanager
-def network(link: Link) -> Iterator[tuple[Place, Place]]:
+def network(link: Link) -> Iterator[tuple[NetworkPlace, NetworkPlace]]:
     """Places near and far with `link` between, gone on leaving; the calling thread is in their hub.
 
     Raises Unavailable.
@@ -90,7 +90,7 @@ def network(link: Link) -> Iterator[tuple[Place, Place]]:
 class NetemLink:
     """A veth pair; each end delays and loses what it sends."""
 
-    def open(self, near: Place, far: Place) -> None:
+    def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
         """Raises Unavailable where the kernel knows no netem, or nobody could tell it to."""
         if shutil.which("tc") is None:
             raise Unavailable("tc (iproute2) is not installed")
@@ -146,7 +146,7 @@ class RelayedLink:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def open(self, near: Place, far: Place) -> None:
+    def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
         """Raises Unavailable where there are no TUN devices."""
         if not TUN.exists():
             raise Unavailable(f"no {TUN}")
@@ -220,7 +220,7 @@ class RelayedLink:
                 self._carried_bytes += len(packet)
 
 
-def _open_tun(there: Place) -> int:
+def _open_tun(there: NetworkPlace) -> int:
     """Makes `DEVICE` there; what it sends can be read from the descriptor, and the reverse."""
     with inside(there.fd):
         tun = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

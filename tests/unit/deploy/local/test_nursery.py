@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from deploy.local.nursery import Child, Ended, NoChild, Nursery, Started
+from deploy.local.nursery import Child, ChildEnded, ChildStarted, NoChild, Nursery
 from deploy.local.nursery_main import _post
 from tests.kits.nurseries import nursery_of, nursery_of_shells
 
@@ -175,7 +175,7 @@ def test_a_child_whose_descriptor_did_not_come_is_no_child():
     news, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with told:
         child = Child(stdin=io.BytesIO(), stdout=io.BytesIO(), news=news)
-        _post(told, Started(7))
+        _post(told, ChildStarted(7))
         with pytest.raises(NoChild, match="too many are open here"):
             child.await_start(SOON_S)
         assert not child.is_running()
@@ -189,4 +189,4 @@ def test_news_that_nobody_wants_any_more_end_no_nursery(unread):
         news.sendall(unread)
         asks.close()
         for _ in range(2):
-            _post(news, Ended(0))
+            _post(news, ChildEnded(0))

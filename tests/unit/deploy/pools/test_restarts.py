@@ -18,7 +18,8 @@ import pytest
 
 from deploy import processes
 from deploy.local import process_main
-from deploy.local.launcher import ProcessLauncher, ServiceProcess
+from deploy.local.launcher import ProcessLauncher
+from deploy.local.service_process import ServiceProcess
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.pools.restarts import Restarts
 from deploy.processes import (
@@ -40,7 +41,7 @@ READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 FETCHING, FETCHED = (msgspec.json.encode(each).decode() for each in (Fetching(), Fetched()))
 MORE_THAN_A_PIPE_BYTES = 2**20  # takes, unless somebody reads
 HOUR_S = 3600
-USE_RAY = ("deploy.ray.launcher", "deploy.ray.controller", "deploy.ray.places")
+USE_RAY = ("deploy.ray.actors", "deploy.ray.launcher", "deploy.ray.controller", "deploy.ray.places")
 PARTS_OF_RAY: dict[str, dict[str, object]] = {  # nothing is reserved
     "ray.autoscaler.sdk": {"request_resources": lambda *, bundles: None},
     "ray.util.scheduling_strategies": {"PlacementGroupSchedulingStrategy": None},
@@ -220,7 +221,7 @@ def test_who_fetches_a_model_has_long_for_that_and_for_nothing_else(
 def test_a_process_that_keeps_silent_for_too_long_is_ended(
     script, shortened, says, launcher_of, monkeypatch
 ):
-    monkeypatch.setattr(f"deploy.local.launcher.{shortened}_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(f"deploy.local.service_process.{shortened}_TIMEOUT_S", 0.05)
     launcher = launcher_of(script)
     with pytest.raises(ConfigError, match=says):
         launcher.start_gateway(msgspec.structs.replace(SPEC, token="x" * MORE_THAN_A_PIPE_BYTES))
@@ -292,7 +293,7 @@ def test_a_nursery_that_gives_no_answer_is_replaced(launcher_of, monkeypatch):
     nursery = launcher._nursery
     os.kill(nursery._process.pid, signal.SIGSTOP)
     with monkeypatch.context() as hurried:
-        hurried.setattr("deploy.local.launcher.FORK_TIMEOUT_S", 0.05)
+        hurried.setattr("deploy.local.service_process.FORK_TIMEOUT_S", 0.05)
         with pytest.raises(ConfigError, match=r"gateway was not started: .* no answer in 0.05 s"):
             launcher.start_gateway(SPEC)
     assert launcher.start_gateway(SPEC).pid == 7
@@ -329,7 +330,7 @@ def test_a_process_is_ended_and_forgotten_whatever_goes_wrong_at_its_start(
 def test_a_launcher_that_was_closed_starts_nothing(launcher_of):
     launcher = launcher_of(f"read spec; echo '{READY.decode()}'; exec cat")
     launcher.close()
-    with pytest.raises(ConfigError, match="gateway is not wanted any more"):
+    with pytest.raises(ConfigError, match="gateway is not started: the launcher is closed"):
         launcher.start_gateway(SPEC)
 
 
@@ -448,7 +449,7 @@ def fake_ray(monkeypatch) -> Iterator[FakeRay]:
     ],
 )
 def test_an_actor_that_does_not_come_up_leaves_its_name_free(fake_ray, answer, says):
-    launcher = importlib.import_module("deploy.ray.launcher").RayLauncher()
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     fake_ray.answer = answer
     with pytest.raises(ConfigError, match=says):
         launcher.start_gateway(SPEC)
@@ -459,7 +460,7 @@ def test_an_actor_that_does_not_come_up_leaves_its_name_free(fake_ray, answer, s
 
 
 def test_an_actor_that_never_comes_to_its_place_is_not_waited_for_as_one_that_fetches(fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").RayLauncher()
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     fake_ray.made = RayError("Get timed out")
     with pytest.raises(ConfigError, match="gateway did not start: Get timed out"):
         launcher.start_gateway(SPEC)
@@ -475,7 +476,7 @@ def test_an_actor_that_never_comes_to_its_place_is_not_waited_for_as_one_that_fe
     ],
 )
 def test_an_actor_is_given_long_where_it_fetches_a_model(model, has_s, fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").RayLauncher()
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     ready = WorkerReady("w:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
     fake_ray.answer = (msgspec.json.encode(ready), "")
     launcher.start_worker(
@@ -527,7 +528,7 @@ def test_a_controller_that_opens_is_waited_for_and_may_be_away_now_and_then(find
 
 
 def test_an_actor_whose_name_is_taken_is_a_typed_error(fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").RayLauncher()
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     fake_ray.names["gateway"] = FakeActor(None)
     with pytest.raises(ConfigError, match="already taken"):
         launcher.start_gateway(SPEC)
@@ -535,7 +536,7 @@ def test_an_actor_whose_name_is_taken_is_a_typed_error(fake_ray):
 
 
 def test_an_actor_that_ended_is_said_once_and_its_name_is_free(fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").RayLauncher()
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     launcher.start_gateway(SPEC)
     assert launcher.dead() == {"gateway": "gateway ended: the actor died"}
     assert launcher.dead() == {}
@@ -543,19 +544,19 @@ def test_an_actor_that_ended_is_said_once_and_its_name_is_free(fake_ray):
 
 
 def test_an_actor_that_ray_has_ended_is_not_ended_again(fake_ray, monkeypatch):
-    launcher = importlib.import_module("deploy.ray.launcher").RayLauncher()
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     launcher.start_gateway(SPEC)
     monkeypatch.setattr(fake_ray, "kill", None)
-    launcher._pings["gateway"] = ActorDiedError("its node died.")
+    launcher._actors._pings["gateway"] = ActorDiedError("its node died.")
     assert launcher.dead() == {"gateway": "gateway ended: its node died"}
     assert launcher.running() == {}
 
 
 def test_an_actor_that_is_not_reached_at_the_moment_is_not_dead(fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").RayLauncher()
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     launcher.start_gateway(SPEC)
     actor = fake_ray.names["gateway"]
-    launcher._pings["gateway"] = ActorUnavailableError("later")
+    launcher._actors._pings["gateway"] = ActorUnavailableError("later")
     assert launcher.dead() == {}
     assert fake_ray.names == {"gateway": actor}
     assert launcher.dead() == {"gateway": "gateway ended: the actor died"}

@@ -1,0 +1,90 @@
+"""What the pool controller asks of the code that runs services.
+
+Three launchers implement it: plain processes (`deploy/local/launcher.py`), a Ray of this machine
+alone, and a Ray cluster (both in `deploy/ray/launcher.py`).
+
+Several threads may call a launcher at once. Starting a service takes seconds, and other calls do
+not wait for it.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from engine.control import Pools
+
+STOP_TIMEOUT_S = 30.0  # for a service to stop; a gateway's drain time comes on top
+HURRIED_TIMEOUT_S = 10.0  # the same after `hurry`
+LOOK_EVERY_S = 0.2  # how often a stop looks for `hurry`
+
+
+class Launcher(Protocol):
+    """Starts workers and gateways, watches them, and stops them: gateways before workers."""
+
+    def open(self) -> None:
+        """Prepares to start services. Raises ConfigError."""
+        ...
+
+    def room(self, num_gpus: float) -> int:
+        """Returns how many workers fit now if each takes `num_gpus`. Nodes may come and go.
+
+        Quick enough to be asked every second.
+        """
+        ...
+
+    def scarce(self, num_gpus: float) -> str:
+        """Describes what sets that limit, for an operator."""
+        ...
+
+    def keep_places(self, names: Collection[str]) -> None:
+        """Keeps the reservations of these dead workers, which will be started again.
+
+        Gives up the reservations of all other dead workers. Quick if there are none.
+        """
+        ...
+
+    def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
+        """Asks for nodes until `num_workers` fit in all. `room` tells what has come.
+
+        `wanted` gives the roles, and may add up to less than `num_workers` for now. Each call
+        replaces the one before; 0 workers withdraws it.
+        """
+        ...
+
+    def start_worker(self, spec: WorkerSpec) -> WorkerReady:
+        """Starts a worker and waits until it listens. On ConfigError nothing is left of it."""
+        ...
+
+    def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
+        """Starts a gateway and waits until it listens. On ConfigError nothing is left of it."""
+        ...
+
+    def stop(self, name: str, *, by_force: bool) -> None:
+        """Stops a service, even while it starts. Its name is free on return.
+
+        With `by_force` the service is killed without being asked to stop.
+        """
+        ...
+
+    def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
+        """Returns the running services that this launcher, or one before it, started."""
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """Returns how often each fault of the launcher's own was overcome, by name."""
+        ...
+
+    def dead(self) -> dict[str, str]:
+        """Returns services that ended by themselves since the last call, with how each ended.
+
+        Their names are free again.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stops all services. Nothing of them is left on return."""
+        ...
+
+    def hurry(self) -> None:
+        """Makes `close` stop waiting for answers. May be called from another thread, or before."""
+        ...

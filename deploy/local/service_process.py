@@ -1,0 +1,162 @@
+"""One worker or gateway as a child of a nursery (`deploy.local.process_main` runs in the child).
+
+A start sends the spec as one line of JSON and reads the answer as another one. If the model has to
+be fetched first, the child says so, and fetching has a deadline of its own.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
+from deploy.local.nursery import Child, NoChild, Nursery
+from deploy.model_source import FETCH_TIMEOUT_S
+from deploy.processes import (
+    READY_TIMEOUT_S,
+    Fetched,
+    Fetching,
+    GatewayReady,
+    GatewaySpec,
+    WorkerSpec,
+)
+from engine.clock import MonotonicClock
+from engine.errors import ConfigError
+
+FORK_TIMEOUT_S = 120.0  # most of it is the nursery's imports from a cold disk
+
+_FETCHING = msgspec.json.encode(Fetching()) + b"\n"
+_FETCHED = msgspec.json.encode(Fetched()) + b"\n"
+
+T = TypeVar("T")
+
+
+class ServiceProcess:
+    """The process of one service: started, watched and stopped from any thread."""
+
+    def __init__(self, name: str, kind: str, nursery: Nursery) -> None:
+        self.name = name
+        self.kind = kind
+        self.ready: Any = None  # the service's answer, once it has started
+        self._nursery = nursery
+        self._child: Child | None = None
+        self._is_wanted = True
+        self._lock = threading.Lock()  # orders `start` and `kill`
+
+    def start(self, spec: WorkerSpec | GatewaySpec, ready_type: type[T]) -> T:
+        """Starts the process and waits for its answer. Raises ConfigError."""
+        try:
+            with self._lock:
+                if not self._is_wanted:
+                    raise ConfigError(f"{self.name} was stopped before it started")
+                self._child = child = self._nursery.fork(self.kind)
+        except (OSError, RuntimeError) as error:  # no memory, descriptors, processes or threads
+            raise ConfigError(f"{self.name} cannot be started: {error}") from error
+        line = self._ask(child, msgspec.json.encode(spec) + b"\n")
+        try:
+            answer = msgspec.json.decode(line, type=dict[str, Any])
+            if "error" in answer:
+                raise ConfigError(f"{self.name}: {answer['error']}")
+            ready = msgspec.convert(answer, ready_type)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.name} said {line[:200]!r} while starting") from error
+        self.ready = ready
+        return ready
+
+    def is_running(self) -> bool:
+        """Returns true from the start of the process to its end."""
+        return self._child is not None and self._child.is_running()
+
+    @property
+    def exit_status(self) -> int | str:
+        """The exit status of the ended process."""
+        assert self._child is not None
+        status = self._child.exit_status
+        return "unknown" if status is None else status
+
+    def kill(self) -> None:
+        """Kills the process. A start that is under way fails."""
+        with self._lock:
+            self._is_wanted = False
+            if self._child is not None:
+                self._child.kill()
+
+    def stop(self, hurry: threading.Event) -> None:
+        """Asks the process to stop by closing its standard input; kills it after a deadline.
+
+        If `hurry` is set, the deadline is shorter and a gateway ends its answers at once.
+        """
+        child = self._child
+        if child is None:
+            return
+        child.hang_up()
+        drain_s = self.ready.drain_timeout_s if isinstance(self.ready, GatewayReady) else 0.0
+        if not _ends_within(STOP_TIMEOUT_S + drain_s, child, hurry):
+            child.kill()
+            child.wait(STOP_TIMEOUT_S)
+        child.close()
+
+    def _ask(self, child: Child, request: bytes) -> bytes:
+        """Sends the request and returns the line of the answer. Raises ConfigError."""
+        try:
+            child.await_start(FORK_TIMEOUT_S)
+        except NoChild as error:
+            raise ConfigError(f"{self.name} was not started: {error}") from error
+        except TimeoutError as error:
+            self._nursery.give_up()
+            raise ConfigError(
+                f"{self.name} was not started: the nursery gave no answer in {FORK_TIMEOUT_S:g} s"
+            ) from error
+        line = b""
+        with self._deadline(READY_TIMEOUT_S, child, "start"):
+            child.stdin.write(request)
+            child.stdin.flush()
+            line = child.stdout.readline()
+        if line == _FETCHING:
+            with self._deadline(FETCH_TIMEOUT_S, child, "fetch its model"):
+                line = child.stdout.readline()
+            if line == _FETCHED:
+                with self._deadline(READY_TIMEOUT_S, child, "start"):
+                    line = child.stdout.readline()
+        if not line:
+            with contextlib.suppress(TimeoutError):  # it may only have closed its output
+                child.wait(STOP_TIMEOUT_S)
+            raise ConfigError(f"{self.name} ended while starting (exit status {self.exit_status})")
+        return line
+
+    @contextlib.contextmanager
+    def _deadline(self, timeout_s: float, child: Child, step: str) -> Iterator[None]:
+        """Kills the child and raises ConfigError if the block takes longer than `timeout_s`."""
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            child.kill()
+
+        watchdog = threading.Timer(timeout_s, end)
+        watchdog.start()
+        try:
+            with contextlib.suppress(OSError):  # the child died before it read everything
+                yield
+        finally:
+            watchdog.cancel()
+        if is_late.is_set():
+            raise ConfigError(f"{self.name} did not {step} in {timeout_s:g} s")
+
+
+def _ends_within(timeout_s: float, child: Child, hurry: threading.Event) -> bool:
+    """Waits for the child's end. On `hurry` sends SIGTERM repeatedly: it may not listen yet."""
+    clock = MonotonicClock()
+    end_s = clock.now_s() + timeout_s
+    is_hurried = False
+    while clock.now_s() < end_s:
+        with contextlib.suppress(TimeoutError):
+            child.wait(LOOK_EVERY_S)
+            return True
+        if hurry.is_set():
+            if not is_hurried:
+                is_hurried, end_s = True, clock.now_s() + HURRIED_TIMEOUT_S
+            child.terminate()
+    return False

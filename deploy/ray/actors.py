@@ -1,0 +1,266 @@
+"""Services as Ray actors: started, pinged, stopped. Ray carries no request and no KV.
+
+Only files of this folder import ray, and of those not `up`, `config`, `files`, `leftovers` and
+`gcs_keeper`, which must work where Ray is not imported.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import ray
+
+from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
+from deploy.logs import configure_logging
+from deploy.model_source import FETCH_TIMEOUT_S
+from deploy.processes import (
+    READY_TIMEOUT_S,
+    GatewayReady,
+    GatewaySpec,
+    ServiceThread,
+    WorkerReady,
+    WorkerSpec,
+    fetch,
+    freeze_heap,
+    has_to_fetch,
+    service_of,
+)
+from engine.clock import MonotonicClock
+from engine.errors import BatonError, ConfigError
+
+log = logging.getLogger(__name__)
+
+ADOPT_TIMEOUT_S = 10.0
+
+ServiceReady = WorkerReady | GatewayReady
+_READY_TYPES: dict[str, type[ServiceReady]] = {"worker": WorkerReady, "gateway": GatewayReady}
+
+
+class ServiceActor:
+    """The actor: hosts one service. Specs and answers are JSON bytes; Ray pickles none of ours."""
+
+    def __init__(self, kind: str, spec: bytes) -> None:
+        service, log_level = service_of(kind, spec, host=ray.util.get_node_ip_address())
+        configure_logging(log_level, MonotonicClock())
+        self._kind = kind
+        self._spec = spec
+        self._ready = b""
+        self._thread: ServiceThread[Any] = ServiceThread(service, kind)
+
+    def fetch(self) -> str:
+        """Fetches the model to this node; returns the error, or nothing."""
+        try:
+            fetch(self._kind, self._spec)
+        except BatonError as error:
+            return str(error)
+        return ""
+
+    def start(self) -> tuple[bytes, str]:
+        """Opens the service; returns its answer, or else the error."""
+        try:
+            ready = self._thread.open()
+        except BatonError as error:
+            return b"", str(error)
+        freeze_heap()
+        self._ready = msgspec.json.encode(ready)
+        return self._ready, ""
+
+    def describe(self) -> tuple[str, bytes]:
+        """Returns the kind of service and its answer, which is empty before the start."""
+        return self._kind, self._ready
+
+    def stop(self) -> None:
+        """Closes the service."""
+        self._thread.close()
+
+    def hurry(self) -> None:
+        """Makes `stop` wait for nothing."""
+        self._thread.hurry()
+
+    def ping(self) -> None:
+        """Answers while the actor lives."""
+
+
+class ServiceActors:
+    """The actors of one launcher, by service name.
+
+    `options` are Ray's options of every actor. A standing ping on each actor fails when it dies.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._actors: dict[str, Any] = {}
+        self._kinds: dict[str, str] = {}
+        self._pings: dict[str, Any] = {}
+        self._ready: dict[str, ServiceReady] = {}
+        self._hurry = threading.Event()
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all actors, those that still start included."""
+        return set(self._actors)
+
+    def ready(self) -> dict[str, ServiceReady]:
+        """The services that have started, with their answers."""
+        return dict(self._ready)
+
+    def start_worker(self, spec: WorkerSpec, options: Mapping[str, Any]) -> WorkerReady:
+        """Starts a worker and waits until it listens. Raises ConfigError."""
+        ready = self._start(spec.worker_id, "worker", spec, options)
+        assert isinstance(ready, WorkerReady)
+        return ready
+
+    def start_gateway(self, spec: GatewaySpec, options: Mapping[str, Any]) -> GatewayReady:
+        """Starts a gateway and waits until it listens. Raises ConfigError."""
+        ready = self._start(spec.name, "gateway", spec, options)
+        assert isinstance(ready, GatewayReady)
+        return ready
+
+    def stop(self, name: str, *, by_force: bool) -> None:
+        """Ends an actor. By force, or while it still starts, it is not asked to stop."""
+        actor = self._actors.get(name)
+        if actor is not None and not by_force and name in self._ready:
+            self._await_stops({name: actor})
+        self._drop(name)
+
+    def stop_all(self) -> None:
+        """Stops all gateways at once, then all workers at once."""
+        for kind in ("gateway", "worker"):
+            actors = {n: self._actors[n] for n, k in list(self._kinds.items()) if k == kind}
+            self._await_stops({n: a for n, a in actors.items() if n in self._ready})
+            for name in actors:
+                self._drop(name)
+
+    def hurry(self) -> None:
+        """Makes stopping actors end their answers at once."""
+        self._hurry.set()
+
+    def dead(self) -> dict[str, str]:
+        """Returns the actors whose ping failed, each once, with the reason."""
+        dead = {}
+        for name, ping in list(self._pings.items()):
+            ready, _ = ray.wait([ping], timeout=0)
+            if not ready:
+                continue
+            try:
+                ray.get(ping)
+                self._ping(name)
+            except ray.exceptions.ActorUnavailableError:  # it may be back in a moment
+                self._ping(name)
+            except ray.exceptions.RayError as error:
+                if self._pings.get(name) is ping:  # no other thread has stopped it meanwhile
+                    if isinstance(error, ray.exceptions.ActorDiedError):
+                        self._forget(name)  # Ray has ended it and freed its name
+                    else:
+                        self._drop(name)
+                    dead[name] = f"{name} ended: {_reason(error)}"
+        return dead
+
+    def adopt(self, name: str, namespace: str) -> str | None:
+        """Takes over an actor that another launcher started; returns its kind.
+
+        An actor that does not answer, or has not started its service, is ended so that its name is
+        free: None.
+        """
+        try:
+            actor = ray.get_actor(name, namespace=namespace)
+        except ValueError:  # it has ended meanwhile
+            return None
+        self._actors[name] = actor
+        try:
+            kind, answer = ray.get(actor.describe.remote(), timeout=ADOPT_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            log.warning("%s does not answer and is ended: %s", name, _reason(error))
+            kind, answer = "", b""
+        if not answer:
+            self._drop(name)
+            return None
+        self._kinds[name] = kind
+        self._ready[name] = msgspec.json.decode(answer, type=_READY_TYPES[kind])
+        self._ping(name)
+        return str(kind)
+
+    def _start(
+        self, name: str, kind: str, spec: WorkerSpec | GatewaySpec, options: Mapping[str, Any]
+    ) -> ServiceReady:
+        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(ServiceActor)
+        encoded = msgspec.json.encode(spec)
+        actor = None
+        try:
+            chosen = {**options, **self._options}
+            actor = actor_class.options(name=name, **chosen).remote(kind, encoded)
+            self._actors[name], self._kinds[name] = actor, kind
+            answer, error = b"", ""
+            # The actor may never get its place, so this wait has a deadline of its own.
+            ray.get(actor.ping.remote(), timeout=READY_TIMEOUT_S)
+            if has_to_fetch(kind, encoded):
+                error = ray.get(actor.fetch.remote(), timeout=FETCH_TIMEOUT_S)
+            if not error:
+                answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
+            if error:
+                raise ConfigError(f"{name}: {error}")
+            if self._actors.get(name) is not actor:
+                raise ConfigError(f"{name} was stopped while it started")
+        except ConfigError:
+            self._drop_own(name, actor)
+            raise
+        except (ray.exceptions.RayError, ValueError) as failure:  # ValueError: the name is taken
+            self._drop_own(name, actor)
+            raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
+        self._ping(name)
+        self._ready[name] = ready = msgspec.json.decode(bytes(answer), type=_READY_TYPES[kind])
+        return ready
+
+    def _await_stops(self, actors: Mapping[str, Any]) -> None:
+        """Asks these actors to stop and waits, with one deadline for all."""
+        if not actors:
+            return
+        ready = [self._ready[name] for name in actors]
+        drains_s = [each.drain_timeout_s for each in ready if isinstance(each, GatewayReady)]
+        stopping = {name: actor.stop.remote() for name, actor in actors.items()}
+        clock = MonotonicClock()
+        end_s = clock.now_s() + STOP_TIMEOUT_S + max(drains_s, default=0.0)
+        left, is_hurried = list(stopping.values()), False
+        while left and clock.now_s() < end_s:
+            _, left = ray.wait(left, num_returns=len(left), timeout=LOOK_EVERY_S)
+            if self._hurry.is_set() and not is_hurried:
+                is_hurried, end_s = True, clock.now_s() + HURRIED_TIMEOUT_S
+                for actor in actors.values():
+                    actor.hurry.remote()
+        for name, answer in stopping.items():
+            try:
+                ray.get(answer, timeout=0)
+            except ray.exceptions.RayError as error:
+                log.warning("%s did not stop by itself: %s", name, _reason(error))
+
+    def _ping(self, name: str) -> None:
+        actor = self._actors.get(name)
+        if actor is not None:
+            self._pings[name] = actor.ping.remote()
+
+    def _drop_own(self, name: str, actor: Any) -> None:
+        """Ends the actor that a start made, unless another actor has its name by now."""
+        if actor is not None and self._actors.get(name) is actor:
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Forgets an actor and kills it, so that its name is free again."""
+        actor = self._forget(name)
+        if actor is not None:
+            ray.kill(actor)
+
+    def _forget(self, name: str) -> Any:
+        """Returns the actor, if there is one."""
+        self._pings.pop(name, None)
+        self._ready.pop(name, None)
+        self._kinds.pop(name, None)
+        return self._actors.pop(name, None)
+
+
+def _reason(error: Exception) -> str:
+    """One line. An error that an actor's method raised is the cause of Ray's error."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return repr(error.cause)
+    return (str(error) or repr(error)).splitlines()[0].rstrip(".")

@@ -1,0 +1,38 @@
+"""Starts a Python process that talks to its parent over a socket pair.
+
+The child gets its end as a descriptor, whose number is the last argument of its command line. Its
+standard input and output are /dev/null, so it cannot disturb those of the parent. The child learns
+of the parent's end because its socket ends, and the parent of the child's end in the same way.
+"""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+
+def start_with_socket(
+    arguments: Sequence[str],
+    *,
+    socket_type: socket.SocketKind = socket.SOCK_STREAM,
+    environment: Mapping[str, str] | None = None,
+    new_session: bool = False,
+) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """Runs Python with these arguments; returns the process and the parent's end of the pair.
+
+    Without `environment` the child inherits the parent's. Raises OSError if it cannot be started.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket_type)
+    with theirs, ExitStack() as stack:
+        stack.enter_context(ours)
+        process = subprocess.Popen(
+            [sys.executable, *arguments, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            start_new_session=new_session,
+        )
+        stack.pop_all()
+    return process, ours
