@@ -1,11 +1,11 @@
-"""The one place that reads the machine's clock; cores take `now_s` as an argument."""
+"""The only module that reads the machine's clock; cores take `now_s` as an argument."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that never go back; only differences mean anything."""
+    """Seconds that never go back; only differences have a meaning."""
 
     def now_s(self) -> float:
         """Seconds since an arbitrary origin."""

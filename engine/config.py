@@ -1,8 +1,9 @@
-"""Configuration: one frozen tree, from a file, the environment and flags, in this order.
+"""Configuration: one frozen tree, read from a file, the environment and flags, in this order.
 
 Unknown keys and values of the wrong type are errors that name them. Environment variables are
 `BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512.
-Defaults run on a laptop. A part of the tree is passed to whom it concerns; nobody writes to it.
+Defaults run on a laptop. Each part of a process gets only its part of the tree, and none writes to
+it. docs/tuning.md explains the settings that affect performance.
 """
 
 import ipaddress
@@ -18,7 +19,7 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 ENVIRONMENT_PREFIX = "BATON_"
-MAX_PRIORITY = 1000  # of a request, and as much below zero
+MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
 
 
 class WeightFormat(StrEnum):
@@ -32,7 +33,7 @@ class WeightFormat(StrEnum):
 
 
 class Transport(StrEnum):
-    """Which ways KV may move between workers; AUTO chooses for each pair of them."""
+    """The ways in which KV may move between workers; AUTO chooses for each pair of workers."""
 
     AUTO = "auto"
     SHM = "shm"
@@ -41,50 +42,50 @@ class Transport(StrEnum):
 
 
 class Speculate(StrEnum):
-    """Who proposes tokens that the target verifies, several in a step."""
+    """The source of the tokens that the target verifies, several in a step."""
 
     OFF = "off"
-    NGRAM = "ngram"  # what followed the same tokens before, in prompt or answer
+    NGRAM = "ngram"  # the tokens that followed the same ones earlier, in prompt or answer
     DRAFT = "draft"  # a small model
-    AUTO = "auto"  # the former where it finds something, else the latter if there is one
+    AUTO = "auto"  # n-grams if they match, else the draft model if there is one
 
 
 WITH_DRAFT = (Speculate.DRAFT, Speculate.AUTO)
 
 
 class RouterPolicy(StrEnum):
-    """Which workers a request is given to."""
+    """How the router chooses workers for a request."""
 
     SLO = "slo"  # least predicted time to first token, within the bound on the time per token
-    PREFIX = "prefix"  # where most of the prompt is cached, against backlog
+    PREFIX = "prefix"  # the worker with most of the prompt cached, against its backlog
     LEAST_LOADED = "least-loaded"
-    POWER_OF_TWO = "power-of-two"  # the less loaded of two drawn by chance
+    POWER_OF_TWO = "power-of-two"  # the less loaded of two random workers
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
 
 
 class Spread(StrEnum):
-    """Over which nodes of a cluster workers are spread."""
+    """How workers are spread over the nodes of a cluster."""
 
-    PACK = "pack"  # as few as can be: KV moves through shared memory
-    SPREAD = "spread"  # as many as can be, each role by itself: a node that dies takes few along
+    PACK = "pack"  # over as few as possible: KV moves through shared memory
+    SPREAD = "spread"  # each role over as many as possible: a dying node takes few workers along
 
 
 class PlannerMode(StrEnum):
-    """What becomes of what the planner proposes."""
+    """What happens to the planner's decisions."""
 
     OFF = "off"
-    DRY_RUN = "dry-run"  # it is told and kept
-    ON = "on"  # it is done as well
+    DRY_RUN = "dry-run"  # they are reported and kept
+    ON = "on"  # they are carried out too
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine alone."""
+    """True if only this machine can reach an address to listen on."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: what it means may change
+    except ValueError:  # a name: its address may change
         return False
 
 
@@ -94,34 +95,36 @@ def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, 
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every worker is started with."""
+    """Settings of every worker."""
 
     block_size: int = 16  # tokens
     weights: WeightFormat = WeightFormat.AUTO
     kv_dtype: KVFormat = KVFormat.FP32
-    decode_kv_dtype: KVFormat | None = None  # of decode workers; None: as all others
-    kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
-    # Decode workers may be given short prompts to compute themselves, where that is predicted to be
-    # quicker than a hand-over. Never where KV of a prefill worker is stored in another format, or
-    # travels in one: their answers would be others.
+    decode_kv_dtype: KVFormat | None = None  # of decode workers; None: kv_dtype
+    kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
+    # Decode workers may compute short prompts themselves if that is predicted to be quicker than a
+    # hand-over. Never if prefill workers store KV in another format, or send it in one: answers
+    # would differ.
     prefills_locally: bool = True
-    kv_mib: int | None = None  # memory of the KV pool; None: as the machine's memory allows
+    kv_mib: int | None = None  # memory of the KV pool; None: depends on the machine's memory
     max_model_len: int | None = None  # tokens of one request; None: the model's context
     max_batch_tokens: int = 512  # tokens of one step
     chunk_tokens: int = 256  # tokens of one prompt in one step
     max_running: int = 64  # sequences that decode at once
     kv_transport: Transport = Transport.AUTO
-    threads: int | None = None  # torch threads; None shares the cores among the workers
+    threads: int | None = None  # torch threads; None: the cores divided among the workers
     speculate: Speculate = Speculate.OFF
     draft_model: str | None = None  # directory
     max_draft_tokens: int = 8  # of one sequence in one step
-    publish_token_ids: bool = False  # with block events, for others' indexers: all can read them
-    # A worker one of whose steps takes longer ends, so that another is started. None: none ends so.
+    publish_token_ids: bool = (
+        False  # in block events, for other indexers: every subscriber reads them
+    )
+    # A worker whose step takes longer ends, so that another one starts. None: no limit.
     step_timeout_s: float | None = 60.0
 
     @property
     def draft_path(self) -> Path | None:
-        """The model that drafts, where one is wanted and there is one."""
+        """The directory of the draft model, if speculation uses one."""
         if self.draft_model is None or self.speculate not in WITH_DRAFT:
             return None
         return Path(self.draft_model)
@@ -147,26 +150,26 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How requests are admitted and placed."""
 
     policy: RouterPolicy = RouterPolicy.SLO
-    seed: int | None = None  # of the generator by which ties fall; None: each gateway its own
+    seed: int | None = None  # of the generator that breaks ties; None: each gateway its own
     max_queue: int = 1024  # requests waiting for a worker
     queue_timeout_s: float = 60.0
-    # A key that holds less than another waits no longer for room: the youngest sequences of the
-    # other are put back for it. None: it waits until they end.
+    # A key that holds less than another key waits this long for room. Then the youngest sequences
+    # of the other are put back. None: it waits until they end.
     turn_after_s: float | None = 1.0
-    silence_s: float = 3.0  # a worker that says nothing at all for so long is taken for lost
-    stuck_step_s: float = 5.0  # one whose step takes longer, and much longer than predicted, too
-    # A prompt that takes so many times as long as predicted is computed elsewhere as well; who is
-    # first goes on. None: it is waited for.
+    silence_s: float = 3.0  # a worker that sends nothing for this long counts as lost
+    stuck_step_s: float = 5.0  # so does one whose step is longer, and much longer than predicted
+    # A prompt that takes this many times its predicted time is computed on a second worker as well;
+    # the first one to finish goes on. None: no second worker.
     hedge_after: float | None = 3.0
-    progress_timeout_s: float = 60.0  # a worker that sends no news of a request for so long
-    slowest_prefill_tokens_per_s: float = 100.0  # a prompt is given so much longer
+    progress_timeout_s: float = 60.0  # a worker without news of a request for this long loses it
+    slowest_prefill_tokens_per_s: float = 100.0  # extends that time by the prompt's tokens / this
     max_attempts: int = 5  # placements of one request
-    prefill_backlog_s: float = 0.05  # a prefill worker with more to do is given no other prompt
-    prefill_backlog_tokens: int = 1024  # the same, while nobody knows how fast it is
-    offer_timeout_s: float = 1.0  # a prompt waits so long for the offer of a cached prefix
-    move_timeout_s: float = 10.0  # one that only a worker could take that cannot pull its KV waits
-    slo_ttft_s: float | None = None  # who is predicted to wait longer is refused; None: nobody
-    slo_tpot_s: float | None = None  # decode workers are filled as far as they keep this pace
+    prefill_backlog_s: float = 0.05  # a prefill worker with more to do gets no further prompt
+    prefill_backlog_tokens: int = 1024  # the same, while the worker's speed is unknown
+    offer_timeout_s: float = 1.0  # longest wait of a prompt for the offer of a cached prefix
+    move_timeout_s: float = 10.0  # longest wait if only a worker that cannot pull its KV has room
+    slo_ttft_s: float | None = None  # requests predicted to exceed it are refused; None: none is
+    slo_tpot_s: float | None = None  # decode workers are filled only as far as they keep it
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -181,28 +184,28 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: int = 8000
-    processes: int = 1  # that share the port, each with a core's worth of connections
+    processes: int = 1  # they share the port
     model_name: str | None = None  # None: the name of the model's directory
     keys_file: str | None = None  # of `baton keys`; None: open to everyone
-    # Of each key that has no limits of its own, in each process; without keys, of all clients
-    # together. None: no limit.
+    # Limits of each key without limits of its own, in each process. Without keys, they hold for all
+    # clients together. None: no limit.
     requests_per_s: float | None = None
     tokens_per_min: int | None = None  # of prompts and answers
     max_streams: int | None = None  # requests in flight
     min_priority: int = 0  # lower numbers are served earlier; clients may ask for none below this
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 16  # of one request: `n`, `best_of`
-    record_dir: str | None = None  # each process writes there what its router was told and did
-    # Of each process. A proxy is one address, whatever comes through it.
+    record_dir: str | None = None  # each process writes its router's events and effects there
+    # Limits of each process. A proxy counts as one address.
     max_connections: int = 8192
     max_connections_per_address: int = 2048
     max_head_bytes: int = 32 * 2**10  # of a request: its line and header fields
-    head_timeout_s: float = 10.0  # from the first byte of a request, or from when one is connected
-    open_to_all: bool = False  # needed to listen beyond this machine where nobody needs a key
-    tls_cert: str | None = None  # PEM; with `tls_key` HTTPS is served, and no HTTP
-    tls_key: str | None = None  # new files count without a restart
+    head_timeout_s: float = 10.0  # from the first byte of a request, or from the connection's start
+    open_to_all: bool = False  # needed to listen beyond this machine without keys
+    tls_cert: str | None = None  # PEM; with `tls_key` the gateway serves HTTPS, and no HTTP
+    tls_key: str | None = None  # new files are read without a restart
     tls_client_ca: str | None = None  # clients need a certificate that one of these signed
-    drain_timeout_s: float = 30.0  # when it stops, answers that have begun go on for so long
+    drain_timeout_s: float = 30.0  # when the gateway stops, running answers may take this long
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
@@ -243,16 +246,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many workers there are, and where Ray may put them."""
+    """The number of workers, and where Ray may put them."""
 
-    prefill: int | None = None  # None: 1, or 0 where there are mixed ones
+    prefill: int | None = None  # None: 1, or 0 if there are mixed ones
     decode: int | None = None
-    mixed: int = 0  # do both
-    max_workers: int | None = None  # None: as many as GPUs suffice for, or cores, at least 4
-    drain_timeout_s: float = 60.0  # a worker that holds something after so long is stopped anyway
-    steady_s: float = 60.0  # a worker that ended later is started at once; else later each time
-    update_timeout_s: float = 900.0  # an update that makes no step for so long is given up
-    num_gpus: float = 0.0  # of one worker: whole ones, or a part of one
+    mixed: int = 0  # workers that do both
+    max_workers: int | None = None  # None: as GPUs allow, or cores, and at least 4
+    drain_timeout_s: float = 60.0  # a worker that still holds sequences is then stopped
+    steady_s: float = 60.0  # a worker that ran longer restarts at once, others ever later
+    update_timeout_s: float = 900.0  # an update without progress for this long is given up
+    num_gpus: float = 0.0  # of one worker: whole GPUs, or a part of one
     prefill_resource: str | None = None  # a custom resource of nodes where prefill workers start
     decode_resource: str | None = None  # where decode and mixed workers start
     placement: Spread = Spread.PACK  # over the nodes of a cluster
@@ -272,21 +275,23 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who sets the pools while load comes, and within which bounds.
+    """Bounds and times of the planner, which changes the pools with the load.
 
-    What is to be kept are `router.slo_ttft_s` and `router.slo_tpot_s`. Mixed workers do not count.
+    It aims at `router.slo_ttft_s` and `router.slo_tpot_s`. Mixed workers do not count.
     """
 
-    mode: PlannerMode = PlannerMode.OFF  # at the start; then as it is ordered
+    mode: PlannerMode = PlannerMode.OFF  # at the start; `baton planner` changes it
     min_prefill: int = 1
     max_prefill: int | None = None
     min_decode: int = 1
     max_decode: int | None = None
     min_workers: int = 2  # of both pools
-    max_workers: int | None = None  # None: there are always as many as were ordered
-    cool_down_s: float = 15.0  # a pool that grew gives no worker back for so long
-    grow_after_s: float = 30.0  # more workers are asked for when both pools lacked some for so long
-    shrink_after_s: float = 300.0  # some are given back when both had too many for so long
+    max_workers: int | None = None  # None: the number of workers stays as ordered
+    cool_down_s: float = 15.0  # a pool that grew gives no worker back for this long
+    grow_after_s: float = 30.0  # both pools must lack workers for this long before more are ordered
+    shrink_after_s: float = (
+        300.0  # both must have too many for this long before some are given back
+    )
 
     def __post_init__(self) -> None:
         for what in ("prefill", "decode", "workers"):
@@ -305,11 +310,11 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The operator's API, on loopback unless said otherwise."""
+    """The operator's API, by default on loopback."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: the system chooses; `baton pools` finds it on the same machine
-    key: str | None = None  # None: a new one at every start, told to the user of the machine alone
+    key: str | None = None  # None: a new one at every start, readable by this user alone
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "admin.port must be between 0 and 65535")
@@ -338,7 +343,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load_config(
     path: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> Config:
-    """The tree from a TOML file, the environment and flags ("worker.kv_mib": 64); None is unset.
+    """Reads the tree from a TOML file, the environment and flags ("worker.kv_mib": 64); None is
+    unset.
 
     Raises ConfigError.
     """
@@ -356,7 +362,7 @@ def load_config(
 
 
 def forget_environment(environment: MutableMapping[str, str]) -> None:
-    """Removes what `load_config` reads, so that no process started later inherits a key."""
+    """Removes the variables that `load_config` reads, so that no later process inherits a key."""
     for key in list(environment):
         if _is_setting(key):
             del environment[key]
@@ -367,7 +373,7 @@ def _is_setting(key: str) -> bool:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a file says, and no more. Raises ConfigError."""
+    """Reads a file into a dict. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:

@@ -1,11 +1,11 @@
 """Builds a library of C++ once per machine and keeps the result.
 
-A library is compiled for the processor it is built on, so its name in the cache holds a digest of
-the sources, the compiler, the flags and what the processor can do: a home folder that several kinds
+A library is compiled for the processor that builds it. Its name in the cache holds a digest of the
+sources, the compiler, the flags and the processor's features. So a home folder that several kinds
 of machines share keeps one library for each.
 
-A library that another user can have written is never loaded (`engine.ownership`): where the cache
-is not to be trusted, it is built again in a private folder, for this process alone.
+A library that another user can have written is never loaded (`engine.ownership`). If the cache is
+not to be trusted, the library is built again in a private folder, for this process alone.
 """
 
 import atexit
@@ -31,7 +31,7 @@ FLAGS = (
     "-std=c++20",
     "-O3",
     "-march=native",
-    "-ffp-contract=off",  # which products are fused is written out: results must not depend on it
+    "-ffp-contract=off",  # sources say which products are fused, so compilers agree
     "-fno-math-errno",
     "-fno-trapping-math",
     "-shared",
@@ -41,12 +41,12 @@ FLAGS = (
 BUILD_TIMEOUT_S = 300.0
 
 
-counters = {"private_builds": 0}  # made for this process alone: the cache is not to be trusted
+counters = {"private_builds": 0}  # libraries built for this process alone
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a library is made of: `main`, which includes what it needs of the same folder."""
+    """The files of a library: `main`, which includes others of the same folder."""
 
     name: str  # of the library, in the cache
     folder: Path
@@ -54,7 +54,7 @@ class Sources:
 
 
 def built_library(sources: Sources, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The compiled library, built if it is not in the cache. Raises BuildError."""
+    """Path of the compiled library, built if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
     name = f"{sources.name}-{_digest(sources, compiler, flags)}.so"
     command = [compiler, *flags, str(sources.folder / sources.main)]
@@ -69,7 +69,7 @@ def built_library(sources: Sources, flags: tuple[str, ...] = FLAGS) -> Path:
 
 
 def compiler_cache(name: str) -> Path:
-    """A folder where another compiler may keep what it builds: others cannot write to it."""
+    """A folder where another compiler may keep its results: other users cannot write to it."""
     top = cache_top()
     folder = top / "baton" / name
     try:
@@ -80,7 +80,9 @@ def compiler_cache(name: str) -> Path:
 
 
 def _cached(command: list[str], name: str) -> Path:
-    """The library in the cache, built if need be. Raises BuildError, UntrustedFile, OSError."""
+    """Path of the library in the cache, built if need be. Raises BuildError, UntrustedFile,
+    OSError.
+    """
     folder, top = cache_folder(), cache_top()
     make_folder(folder, top=top, mode=0o700)
     target = folder / name
@@ -91,7 +93,7 @@ def _cached(command: list[str], name: str) -> Path:
 
 
 def _private_folder(name: str, why: Exception) -> Path:
-    """A folder that ends with this process."""
+    """Makes a folder that is removed when this process ends."""
     counters["private_builds"] += 1
     log.warning("%s is built for this process alone: %s", name, why)
     folder = Path(tempfile.mkdtemp(prefix="baton-"))
@@ -100,7 +102,9 @@ def _private_folder(name: str, why: Exception) -> Path:
 
 
 def open_library(path: Path, signatures: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL:
-    """The library in `path`, its functions declared: by name, what each returns and takes."""
+    """Loads the library in `path` and declares its functions: by name, result and argument
+    types.
+    """
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
@@ -110,22 +114,22 @@ def open_library(path: Path, signatures: Mapping[str, tuple[Any, Sequence[Any]]]
 
 
 def find_compiler() -> str:
-    """The C++ compiler: $CXX, else g++, else clang++. Raises BuildError."""
+    """Finds the C++ compiler: $CXX, else g++, else clang++. Raises BuildError."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        raise BuildError(f"nothing in C++ for {platform.machine()} processors")
+        raise BuildError(f"no C++ kernels exist for {platform.machine()} processors")
     for name in (os.environ.get("CXX"), "g++", "clang++"):
         if name and (found := shutil.which(name)):
             return found
-    raise BuildError("no C++ compiler: neither $CXX, g++ nor clang++ is there")
+    raise BuildError("no C++ compiler: neither $CXX, g++ nor clang++ was found")
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept."""
+    """The folder where libraries are kept."""
     return cache_top() / "baton" / "native"
 
 
 def cache_top() -> Path:
-    """Where the user's caches are: $XDG_CACHE_HOME, else ~/.cache."""
+    """The folder of the user's caches: $XDG_CACHE_HOME, else ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache").resolve()
 
@@ -165,7 +169,7 @@ def _digest(sources: Sources, compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """What the processor can do, as Linux tells it."""
+    """The processor's features, as Linux lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

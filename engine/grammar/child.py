@@ -1,14 +1,14 @@
 """Compiles grammars where that can do no harm: `python -m engine.grammar.child <descriptor>`.
 
-A gateway starts this process for the first grammar that a client sends. It loads the tokenizer of
-a model once. For each grammar it forks, and the fork compiles the grammar exactly as workers do, in
-bounded time and memory. What the fork does wrong ends the fork: this process tells why, and a
-grammar that would take a worker long, or down, never reaches one.
+A gateway starts this process for the first grammar that a client sends. It loads a model's
+tokenizer once. For each grammar it forks, and the fork compiles the grammar exactly as workers do,
+in bounded time and memory. A failure ends only the fork, and this process reports the reason. So a
+grammar that would stop or slow a worker never reaches one.
 
 The process has one thread when it forks. It ends when the gateway closes its end of the socket; a
 fork ends by itself after `MAX_CPU_S` of computing.
 
-Frames have a length of four bytes, big-endian, before them. Each is one struct in msgpack.
+A frame is a length of four bytes, big-endian, and one struct in msgpack.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ from engine.errors import GrammarError
 from engine.grammar.guides import STACK_BYTES, LlGuides
 from engine.messages import Grammar
 
-MAX_CPU_S = 1.0  # of compiling; a schema of 64 kB that people wrote takes 0.1
-MAX_BYTES = 128 * 2**20  # of memory that compiling adds
-MAX_WALL_S = 10.0  # a machine that does not give a second of computing in it is too busy
+MAX_CPU_S = 1.0  # for compiling; a schema of 64 kB that people wrote takes 0.1
+MAX_BYTES = 128 * 2**20  # memory that compiling may add
+MAX_WALL_S = 10.0  # if the fork gets less than MAX_CPU_S in this time, the machine is too busy
 MAX_FRAME_BYTES = 2**21
 MAX_TOKENIZERS = 2  # loaded at once: the versions of a rollout
-MAX_REPLY_BYTES = 2**14  # what a pipe takes without waiting
+MAX_REPLY_BYTES = 2**14  # a pipe takes this much without waiting
 NICENESS = 10  # serving comes first
-MAX_DESCRIPTORS = 1024  # it never has as many
+MAX_DESCRIPTORS = 1024  # more than the process ever has
 HEAD_BYTES = 4
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """A tokenizer, as `LlGuides` wants to know it."""
+    """A tokenizer, by the arguments of `LlGuides`."""
 
     tokenizer_file: str
     vocab_size: int
@@ -58,18 +58,18 @@ class GrammarToCompile(msgspec.Struct, frozen=True):
 
 
 class GrammarVerdict(StrEnum):
-    """What compiling a grammar came to."""
+    """The result of compiling a grammar."""
 
     FOLLOWED = "followed"
     REFUSED = "refused"  # the compiler's or the schema rules' own error
     SLOW = "slow"
     LARGE = "large"
     CRASHED = "crashed"
-    BUSY = "busy"  # nothing is known of the grammar: the machine had no time
+    BUSY = "busy"  # the machine had no time: the grammar was not judged
 
 
 class GrammarResult(msgspec.Struct, frozen=True):
-    """What became of a grammar. `message` is for the client; empty where it can be followed."""
+    """A verdict on a grammar. `message` is for the client; empty if the grammar can be followed."""
 
     verdict: GrammarVerdict
     message: str = ""
@@ -84,12 +84,12 @@ _MESSAGES = {
 _SIGNALS = {
     signal.SIGPROF: GrammarVerdict.SLOW,
     signal.SIGKILL: GrammarVerdict.BUSY,  # by `_watched`, or by a kernel that is out of memory
-    signal.SIGABRT: GrammarVerdict.LARGE,  # Rust ends so where memory is refused
+    signal.SIGABRT: GrammarVerdict.LARGE,  # Rust aborts if it gets no memory
 }
 
 
 def judged(guides: LlGuides, grammar: Grammar) -> GrammarResult:
-    """What compiling the grammar in a fork of this process comes to."""
+    """Compiles the grammar in a fork of this process and returns the result."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -114,7 +114,7 @@ def _verdict_of(signal_number: int) -> GrammarVerdict:
 
 
 def _watched(pid: int, reader: int) -> bytes:
-    """What the fork says, up to its end; it is killed where that takes too long."""
+    """Reads the fork's output up to its end; kills the fork if it takes too long."""
     data = b""
     clock = MonotonicClock()
     end_s = clock.now_s() + MAX_WALL_S
@@ -154,7 +154,7 @@ def _compiled(guides: LlGuides, grammar: Grammar) -> GrammarResult:
 
 
 def _limit() -> None:
-    """Bounds the time and memory of this process from now on; what it says goes nowhere."""
+    """Bounds the time and memory of this process from now on, and discards its error output."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -165,7 +165,7 @@ def _limit() -> None:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts of this process."""
+    """The bytes of this process that RLIMIT_DATA counts."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -182,7 +182,7 @@ def send_frame(sock: socket.socket, message: GrammarToCompile | GrammarResult) -
 
 
 def receive_frame(sock: socket.socket) -> bytes:
-    """The next frame; empty at the end. Raises OSError."""
+    """Receives the next frame; empty at the end. Raises OSError."""
     head = _received(sock, HEAD_BYTES)
     length = int.from_bytes(head, "big")
     if length > MAX_FRAME_BYTES:
@@ -201,13 +201,15 @@ def _received(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 class _Tokenizers:
-    """Those loaded, the latest last."""
+    """The loaded tokenizers, the latest last."""
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[Vocabulary, LlGuides] = OrderedDict()
 
     def guides(self, vocabulary: Vocabulary) -> LlGuides:
-        """Raises GrammarError for a tokenizer that cannot guide."""
+        """Guides for a vocabulary, whose tokenizer is loaded if need be. Raises GrammarError if it
+        cannot guide.
+        """
         guides = self._loaded.get(vocabulary)
         if guides is None:
             guides = LlGuides(

@@ -1,17 +1,17 @@
 """Guides by llguidance: which tokens may come next under a schema, an expression or a grammar.
 
-Every grammar becomes one in llguidance's Lark dialect. A mask depends on the bytes of the answer
-so far and on nothing else, since no tokenization is forced (`no_forcing`): it is the same on any
-worker, with or without drafts, and holds exactly the ids with which the answer can go on.
+Every grammar becomes one in llguidance's Lark dialect. A mask depends only on the bytes of the
+answer so far, since no tokenization is forced (`no_forcing`). So it is the same on any worker, with
+or without drafts, and holds exactly the ids with which the answer can go on.
 
-1. `LlGuides.prepare` compiles it for a tokenizer, on any thread, and keeps it for a while.
-   Gateways have that done by `engine.grammar.child` before a worker hears of the grammar.
-2. `LlGuides.open` makes a guide: a copy, which shares what the compiled grammar learns of itself.
+1. `LlGuides.prepare` compiles a grammar for a tokenizer, on any thread, and keeps it for a while.
+   For gateways, `engine.grammar.child` does this before a worker sees the grammar.
+2. `LlGuides.open` makes a guide: a copy that shares the compiled grammar's own tables.
 
-What a client may cost is bounded: the source, the work of compiling, that of one token, the memory
-of a grammar and of all that are kept. One that exceeds a bound while it is followed makes its guide
-`fault`.
-Grammars are compiled on a thread with a large stack, since their rules may lead deep.
+A client's costs are bounded: the source, the work of compiling, the work for one token, and the
+memory of one grammar and of all that are kept. If a grammar exceeds a bound while it is followed,
+its guide has a `fault`. Grammars are compiled on a thread with a large stack, since their rules may
+nest deeply.
 
 Sources: github.com/guidance-ai/llguidance, docs/syntax.md, docs/json_schema.md and parser/src.
 """
@@ -36,26 +36,26 @@ from engine.grammar.json_schemas import followed, regex_fault
 from engine.messages import Grammar, GrammarKind
 
 MAX_SOURCE_LEN = 128 * 2**10  # characters
-MAX_MESSAGE_LEN = 300  # characters of what the compiler says
+MAX_MESSAGE_LEN = 300  # characters of the compiler's message
 MAX_LEXER_STATES = 16_000  # of about 2 kB each
 COMPILING_FUEL = 500_000  # expressions; the largest schemas in use take as many
 MASK_FUEL = 100_000  # expressions for one mask
 MASK_ITEMS = 5_000  # of the parser, for one mask: 0.05 s where rules are ambiguous
-MAX_CACHED_BYTES = 2**30  # of grammars that are kept, as estimated
-STATES_BYTES = MAX_LEXER_STATES * 2048  # which a grammar comes to when it is followed
-COMPILED_BYTES_PER_S = 150 * 2**20  # of compiling: the most that was measured
-MAX_TOKEN_S = 0.1  # of computing, for one token; large schemas take 0.04
+MAX_CACHED_BYTES = 2**30  # estimated memory of the kept grammars
+STATES_BYTES = MAX_LEXER_STATES * 2048  # memory that following a grammar adds at most
+COMPILED_BYTES_PER_S = 150 * 2**20  # memory per second of compiling: the most that was measured
+MAX_TOKEN_S = 0.1  # of CPU time for one token; large schemas take 0.04
 STACK_BYTES = 256 * 2**20  # address space, of which little is touched
 WORD_BITS = 32
 
-# No bytes but those of the grammar's own choosing; JSON as models write it, compact or indented.
+# Only bytes that the grammar chooses itself; JSON as models write it, compact or indented.
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _JSON_OPTIONS = {
-    "whitespace_pattern": r"( |\n {0,40}|\n\t{0,10})",  # blanks without end are no progress
-    "json_allowed_escapes": 'nrbtf\\"',  # one spelling for each string: a key is not escaped
+    "whitespace_pattern": r"( |\n {0,40}|\n\t{0,10})",  # endless blanks would be no progress
+    "json_allowed_escapes": 'nrbtf\\"',  # each string has one spelling, so keys are not escaped
 }
 _JSON = "%json"
-# Each alternative takes what it begins, to its end or the end of the line: one pass over a source.
+# Each alternative matches to its own end or the end of the line, so one pass reads a source.
 _LARK_TOKEN = re.compile(
     r"""//[^\n]*+|"(?:\\.|[^"\\\n])*+"?+|/(?:\\.|[^/\\\n])*+/?+|[\w-]++|\s++|.""", re.DOTALL
 )
@@ -72,8 +72,8 @@ class LlGuides:
     """Makes guides for one tokenizer; implements `engine.grammar.guide.Guides`. Safe from any
     thread.
 
-    `vocab_size` is the model's: ids that no token has are never allowed. The tokenizer is read when
-    the first grammar comes.
+    `vocab_size` is the model's: ids without a token are never allowed. The tokenizer is read for
+    the first grammar.
     """
 
     def __init__(
@@ -87,11 +87,15 @@ class LlGuides:
         self._compiled: OrderedDict[_Kept, Future[_Compiled]] = OrderedDict()
 
     def prepare(self, grammar: Grammar) -> None:
-        """Compiles it, if nobody has, so that `open` need not. Raises GrammarError."""
+        """Compiles the grammar, unless it is kept already, so that `open` need not. Raises
+        GrammarError.
+        """
         self._prototype((b"", grammar))
 
     def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> "LlGuide":
-        """A guide that has consumed `answer`. Raises GrammarError, also if the answer strays."""
+        """Returns a guide that has consumed `answer`. Raises GrammarError, also if the answer
+        strays.
+        """
         kept = (salt, grammar)
         matcher = self._prototype(kept).deep_copy()
         guide = LlGuide(matcher, self._loaded(), on_fault=lambda: self._forget(kept))
@@ -101,7 +105,7 @@ class LlGuides:
         return guide
 
     def _prototype(self, kept: _Kept) -> LLMatcher:
-        """The compiled grammar. Who comes second waits for who came first."""
+        """Returns the compiled grammar. A second caller waits for the first one's result."""
         with self._lock:
             future = self._compiled.get(kept)
             mine = future is None
@@ -117,7 +121,7 @@ class LlGuides:
         return future.result().matcher
 
     def _evict(self) -> None:
-        """Forgets the grammars that were not asked for longest, until the others are in bounds."""
+        """Drops the least recently used grammars until the others are in bounds."""
         with self._lock:
             total_bytes = sum(map(_bytes_of, self._compiled.values()))
             while total_bytes > MAX_CACHED_BYTES and len(self._compiled) > 1:
@@ -126,7 +130,7 @@ class LlGuides:
 
     @property
     def cached_bytes(self) -> int:
-        """What the grammars that are kept may come to."""
+        """Estimated memory of the kept grammars."""
         with self._lock:
             return sum(map(_bytes_of, self._compiled.values()))
 
@@ -142,15 +146,16 @@ class LlGuides:
             return self._vocabulary
 
     def _forget(self, kept: _Kept) -> None:
-        """What a faulty guide shares with others may be spoilt."""
+        """Drops a grammar whose guide had a fault, since guides share its tables."""
         with self._lock:
             self._compiled.pop(kept, None)
 
 
 class LlGuide:
-    """Where one answer stands; implements `engine.grammar.guide.Guide`.
+    """The place of one answer; implements `engine.grammar.guide.Guide`.
 
-    After a token that ends the answer only such tokens can come, which llguidance does not count.
+    After a token that ends the answer only further end tokens can come. llguidance does not count
+    these.
     """
 
     def __init__(
@@ -162,7 +167,7 @@ class LlGuide:
         self.fault: str | None = None
 
     def consume(self, token_id: int) -> None:
-        """Takes note of the next token; one that was not allowed is a fault."""
+        """Advances by the next token; a token that was not allowed is a fault."""
         begin_s = time.thread_time()
         if not self._is_over:
             self._matcher.consume_token(token_id)
@@ -171,7 +176,7 @@ class LlGuide:
         self._check(begin_s, 1)
 
     def replay(self, answer: Sequence[int]) -> None:
-        """Takes note of many tokens."""
+        """Advances by many tokens."""
         begin_s = time.thread_time()
         eos = self._vocabulary.eos_token_ids
         ends = _length_until(answer, lambda token_id: token_id in eos)
@@ -197,8 +202,9 @@ class LlGuide:
         return count + _length_until(known[count:], lambda t: t not in vocabulary.eos_token_ids)
 
     def masks(self, ahead: Sequence[int]) -> np.ndarray:
-        """uint32 [len(ahead) + 1, words] as `engine.grammar.guide.Guide` says; nothing after a
-        fault."""
+        """Masks uint32 [len(ahead) + 1, words], as `engine.grammar.guide.Guide` defines them; all
+        zero after a fault.
+        """
         begin_s = time.thread_time()
         vocabulary = self._vocabulary
         rows = np.zeros((len(ahead) + 1, vocabulary.words_computed), dtype=np.uint32)
@@ -208,7 +214,7 @@ class LlGuide:
             self._matcher.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]
                 rows.ctypes.data, rows.strides[0], list(ahead)
             )
-            # What follows a token that ends the answer is left out.
+            # Leaves out everything after a token that ends the answer.
             rows[~rows.any(axis=1)] = vocabulary.eos_words
         else:
             self._matcher.unsafe_compute_mask_ptr(rows.ctypes.data, rows.strides[0])
@@ -221,7 +227,7 @@ class LlGuide:
         return self.fault is not None or self._matcher.is_stopped()
 
     def _check(self, begin_s: float, num_tokens: int) -> str | None:
-        """The guide's fault, if there is one, after work on so many tokens."""
+        """Returns the guide's fault, if there is one, after work on that many tokens."""
         if self.fault is None and self._matcher.is_error():
             self._fail(self._matcher.get_error())
         elif self.fault is None and time.thread_time() - begin_s > MAX_TOKEN_S * (num_tokens + 1):
@@ -235,14 +241,16 @@ class LlGuide:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A matcher before its first token, and the bytes that it may come to."""
+    """A matcher before its first token, and the estimated bytes that it may take."""
 
     matcher: LLMatcher
     num_bytes: int
 
 
 def _bytes_of(future: "Future[_Compiled]") -> int:
-    """Of a grammar that was refused, or is being compiled, no more than of its states."""
+    """Estimated bytes; a grammar that was refused, or is being compiled, counts with its states
+    only.
+    """
     if future.done() and future.exception() is None:
         return future.result().num_bytes
     return STATES_BYTES
@@ -256,21 +264,21 @@ class _Vocabulary:
     ) -> None:
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos)
-        self.num_ids = min(num_tokens, vocab_size)  # ids that a token and a logit have
+        self.num_ids = min(num_tokens, vocab_size)  # ids that have both a token and a logit
         self.words_computed = -(-tokenizer.vocab_size // WORD_BITS)
         self._num_words = -(-vocab_size // WORD_BITS)
         self.eos_words = _words_of(self.eos_token_ids, self.words_computed)
         self._known_words = _words_of(range(self.num_ids), self._num_words)
 
     def trimmed(self, rows: np.ndarray) -> np.ndarray:
-        """Masks as wide as the model's logits, without ids that stand for nothing."""
+        """Masks as wide as the model's logits, without ids that have no token."""
         trimmed = rows[:, : self._num_words]
         trimmed &= self._known_words
         return trimmed
 
 
 def _load(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> _Vocabulary:
-    """Raises GrammarError for a tokenizer whose tokens do not stand for bytes of their own."""
+    """Loads a tokenizer. Raises GrammarError if its tokens do not stand for bytes of their own."""
     text = tokenizer_file.read_text(encoding="utf-8")
     ids = Tokenizer.from_str(text).get_vocab(with_added_tokens=True).values()
     num_tokens = max(ids, default=-1) + 1
@@ -283,7 +291,7 @@ def _load(tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -
 
 
 def to_lark(grammar: Grammar) -> str:
-    """Any grammar in the dialect that is compiled. Raises GrammarError."""
+    """Translates any grammar to the dialect that is compiled. Raises GrammarError."""
     source = grammar.source
     if len(source) > MAX_SOURCE_LEN:
         raise GrammarError(f"the grammar has more than {MAX_SOURCE_LEN} characters")
@@ -301,7 +309,7 @@ def to_lark(grammar: Grammar) -> str:
 
 
 def _from_lark(source: str) -> str:
-    """The options come last, so that line numbers in errors are the client's."""
+    """Adds the options at the end, so that line numbers in errors are the client's."""
     if source.lstrip().startswith("{"):
         raise GrammarError("a grammar must be written in Lark")
     for option in _rule_options(source):
@@ -320,7 +328,7 @@ def _from_lark(source: str) -> str:
 
 
 def _rule_options(source: str) -> Iterator[str]:
-    """The words between brackets that a colon follows, where rules have their options."""
+    """The words between brackets before a colon: the place of a rule's options."""
     words, depth, ended = list[str](), 0, False
     for found in _LARK_TOKEN.finditer(source):
         token = found[0]
@@ -349,7 +357,7 @@ def _decoded(source: str) -> object:
 
 
 def _no_constant(name: str) -> NoReturn:
-    """Refuses what Python takes for JSON, and JSON does not have."""
+    """Refuses the constants that Python takes for JSON, although JSON does not have them."""
     raise ValueError(f"{name} is no number")
 
 
@@ -367,7 +375,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
         for candidate in (matcher, tried):
             if candidate.is_error():
                 raise _refusal(candidate.get_error())
-        if warnings := matcher.get_grammar_warnings():  # something would not be followed
+        if warnings := matcher.get_grammar_warnings():  # a part would not be followed
             raise _refusal(warnings[0])
         spent_s = time.thread_time() - begin_s
         return _Compiled(matcher, STATES_BYTES + int(spent_s * COMPILED_BYTES_PER_S))
@@ -389,7 +397,7 @@ _stack_size_lock = threading.Lock()
 
 
 def _deep(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, on a thread with a large stack."""
+    """Runs `work` on a thread with a large stack; returns its result or raises its error."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -410,7 +418,7 @@ def _deep(work: Callable[[], T]) -> T:
 
 
 def _translated(work: Callable[[], T]) -> T:
-    """A panic of the library is no Exception in Python, and no reason to end a process."""
+    """Turns a panic of the library, which is no Exception in Python, into a GrammarError."""
     try:
         return work()
     except (GrammarError, MemoryError, KeyboardInterrupt, SystemExit):
@@ -424,7 +432,7 @@ def _refusal(message: str) -> GrammarError:
 
 
 def _shortened(message: str) -> str:
-    """What llguidance says, less the places in text that the client did not write."""
+    """llguidance's message without the positions in text that the client did not write."""
     message = _PLACE.sub("", message.replace("<non-verbose/>", "").strip())
     message = _QUOTED_LINES.split(message, maxsplit=1)[0].strip()
     return message if len(message) <= MAX_MESSAGE_LEN else message[:MAX_MESSAGE_LEN] + "…"

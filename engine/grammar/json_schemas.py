@@ -1,19 +1,19 @@
-"""Which JSON Schemas an answer can be held to, and what is made of them before they are compiled.
+"""Checks and tightens JSON Schemas before they are compiled.
 
-llguidance compiles most of JSON Schema and refuses by name most of what it does not know. This
-module closes the rest of the gap, so that whatever the compiler lets through validates: it refuses
-what would be followed wrongly, and tightens the formats that are followed too loosely. It knows
-schemas as decoded JSON, and neither tokens nor the compiler.
+llguidance compiles most of JSON Schema, and refuses by name most of what it does not know. This
+module closes the rest of the gap, so that every answer that the compiler lets through validates. It
+refuses keywords that would be followed wrongly, and tightens formats that are followed too loosely.
+It handles schemas as decoded JSON, and knows neither tokens nor the compiler.
 
-What is refused here, and why:
+It refuses, for these reasons:
 
 - `minProperties` that may need two keys of the client's choosing: a key may come twice
 - references that do not lead to a subschema of the same document: nothing is fetched
 - numbers that a double does not hold, which the compiler rounds
-- `prefixItems` with `additionalItems`, of which drafts differ on the former
+- `prefixItems` with `additionalItems`, since drafts differ on the former
 - patterns in which Rust's syntax of character classes differs from ECMA-262's
-- more nesting, references included, than a compiler's stack should be trusted with
-- what the compiler's work grows with the square or the product of: properties, `multipleOf`
+- more nesting, references included, than is safe for a compiler's stack
+- counts whose square or product bounds the compiler's work: properties, `multipleOf`
 
 Sources: JSON Schema 2020-12, core and validation; RFC 3339 §5.6; llguidance, docs/json_schema.md.
 """
@@ -29,10 +29,10 @@ from engine.errors import GrammarError
 
 MAX_NESTING = 64  # subschemas inside one another
 MAX_DEPTH = 200  # the same, through references too
-MAX_EXACT_INT = 2**53  # beyond, not every integer is a double
+MAX_EXACT_INT = 2**53  # beyond it, not every integer is a double
 MAX_JSON_NESTING = 200  # of the document, values included
 MAX_PROPERTIES = 1000  # of one object: the compiler's work grows with their square
-MAX_COMMON_MULTIPLE = 10_000  # the compiler makes a state of each remainder
+MAX_COMMON_MULTIPLE = 10_000  # the compiler makes a state for each remainder
 
 Json = Any
 Schema = dict[str, Any]
@@ -46,7 +46,7 @@ _LOWER = ("minimum", "exclusiveMinimum")
 _VALUES = ("const", "enum")
 _COMBINING = {"$ref", "anyOf", "oneOf", "multipleOf"}
 
-# The compiler's formats accept 29 February in all years and a second 60 in all minutes.
+# The compiler's own formats accept 29 February in all years and second 60 in all minutes.
 _YEAR = r"(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][48]|[2468]0|[13579][26])00)"
 _DATE = rf"({_YEAR}-((0[13-9]|1[0-2])-[0-9]{{2}}|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
@@ -55,9 +55,9 @@ _TIGHTER = {"date": f"^{_DATE}$", "time": f"^{_TIME}", "date-time": f"^{_DATE}[t
 
 
 def followed(schema: Json) -> Schema:
-    """A schema that allows nothing which `schema` forbids, ready to be compiled.
+    """Returns a schema, ready to be compiled, that allows nothing that `schema` forbids.
 
-    Raises GrammarError for what cannot be followed; what the compiler refuses is left to it.
+    Raises GrammarError for keywords that cannot be followed. Other errors are left to the compiler.
     """
     if not isinstance(schema, dict | bool):
         raise GrammarError("a schema must be an object or a boolean")
@@ -68,7 +68,7 @@ def followed(schema: Json) -> Schema:
 
 
 def check_nesting(value: Json) -> None:
-    """Raises GrammarError if JSON is nested deeper than what handles it recursively can go."""
+    """Raises GrammarError if JSON is nested too deeply for recursive code."""
     level, depth = [value], 0
     while level:
         if depth > MAX_JSON_NESTING:
@@ -83,12 +83,12 @@ def check_nesting(value: Json) -> None:
 
 
 class _Rewriting:
-    """One document on its way."""
+    """One document while it is being rewritten."""
 
     def __init__(self, root: Schema) -> None:
         if "x-guidance" in root:
             raise _refusal("#", "x-guidance is not supported")
-        self._children: dict[str, list[str]] = {}  # by pointer: what compiling it goes on with
+        self._children: dict[str, list[str]] = {}  # by pointer: the subschemas compiled after it
         self._multiples: set[Decimal] = set()
         self._combines = False
         self.result: Schema = self._rewrite(root, "#", nesting=0)
@@ -129,9 +129,9 @@ class _Rewriting:
         return value
 
     def _check_multiples(self) -> None:
-        """Bounds the states that the compiler makes of numbers that meet, and of each alone.
+        """Bounds the states that the compiler makes for multiples, combined and alone.
 
-        It multiplies those that meet in 32 bits, and does not look.
+        The compiler multiplies combined ones in 32 bits and does not check for overflow.
         """
         places = {m: max(-int(m.as_tuple().exponent), 0) for m in self._multiples if m}
         most = max(places.values(), default=0)
@@ -141,7 +141,9 @@ class _Rewriting:
             raise _refusal("#", f"multipleOf leads to more than {MAX_COMMON_MULTIPLE} remainders")
 
     def _check_references(self) -> None:
-        """That all lead somewhere, and how deep they lead: each is followed once, as compiled."""
+        """Checks that all references lead to a subschema and not too deep; each is followed once,
+        as compiled.
+        """
         seen: set[str] = set()
 
         def visit(at: str, depth: int) -> None:
@@ -158,7 +160,7 @@ class _Rewriting:
 
 
 def _check_keywords(schema: Schema, at: str) -> None:
-    """Refuses what the compiler would let through and not follow."""
+    """Refuses keywords that the compiler would accept and not follow."""
     if at != "#" and "$id" in schema:
         raise _refusal(at, "$id is supported at the top only")
     reference = schema.get("$ref")
@@ -192,9 +194,11 @@ def _patterns_of(schema: Schema) -> Iterator[str]:
 
 
 def _tightened(schema: Schema) -> Schema:
-    """With bounds that are exact, and a pattern beside a format that allows too much alone."""
+    """The schema with exact bounds, and with a pattern beside a format that alone allows
+    too much.
+    """
     result = {keyword: _clamped(schema, keyword) for keyword in schema}
-    if schema.get("uniqueItems") is False:  # the only value that asks for nothing
+    if schema.get("uniqueItems") is False:  # the only value without an effect
         del result["uniqueItems"]
     name, others = schema.get("format"), schema.get("allOf", [])
     if isinstance(name, str) and name in _TIGHTER and isinstance(others, list):
@@ -203,7 +207,7 @@ def _tightened(schema: Schema) -> Schema:
 
 
 def _clamped(schema: Schema, keyword: str) -> Json:
-    """The value of a keyword; a bound that is out of reach of exact numbers is drawn closer."""
+    """The value of a keyword; a bound beyond exact numbers is moved into their range."""
     value: Json = schema.get(keyword)
     if keyword in _UPPER and _is_number(value) and value > MAX_EXACT_INT:
         return MAX_EXACT_INT
@@ -213,7 +217,7 @@ def _clamped(schema: Schema, keyword: str) -> Json:
 
 
 def _numbers_in(value: Json) -> Iterator[int | float]:
-    """The numbers of a value, however deep: iterative, as nothing bounds its depth here."""
+    """The numbers in a value, at any depth. Iterative, since nothing bounds the depth here."""
     pending = [value]
     while pending:
         match pending.pop():
@@ -232,16 +236,16 @@ def _is_number(value: Json) -> bool:
 
 
 def _scaled(number: Decimal, digits: int) -> int:
-    """The number times 10**digits, as far as that matters: a larger one is refused as well."""
+    """The number times 10**digits, up to a bound: larger ones are refused as well."""
     if number.adjusted() + digits > 10:
         return MAX_COMMON_MULTIPLE + 1
     return int(number.scaleb(digits))
 
 
 def regex_fault(pattern: str) -> str | None:
-    """Why an ECMA-262 pattern would mean something else in Rust's syntax, or None.
+    """The reason why an ECMA-262 pattern would mean something else in Rust's syntax, or None.
 
-    In a character class Rust nests classes and knows the operators `&&`, `--` and `~~`.
+    In a character class, Rust nests classes and knows the operators `&&`, `--` and `~~`.
     """
     inside = False
     for part in re.finditer(r"\\.|\[\^?\]?|\]|&&|--|~~|.", pattern, re.DOTALL):

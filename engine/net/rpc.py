@@ -1,21 +1,19 @@
 """Frames over gRPC: one bidirectional stream per gateway and worker, nothing else.
 
-gRPC brings flow control; what the frames mean is `engine.messages`. A session begins when each end
-has proved to the other that it holds the deployment's secret (`engine.net.challenge`). Before
-that a
-server reads no message at all, so what it may be sent is bounded by gRPC's window, and a connection
-on which no session begins is closed after `UNTRUSTED_S`.
+gRPC brings flow control; `engine.messages` says what the frames mean. A session begins when each
+end has proved to the other that it holds the deployment's secret (`engine.net.challenge`). Before
+that, a server reads no message at all, so gRPC's window bounds what a stranger can send. A
+connection on which no session begins is closed after `UNTRUSTED_S`.
 
-A session that ends is the sign that the other side is gone. One that is stopped or cut off ends
-nothing: so each end sends an empty frame, a *beat*, where it has had nothing else to say for
-`BEAT_EVERY_S`, and ends a session in which nothing has come for longer than it is willing to wait
-(`PeerSilent`). Beats come from the event loop, which is what serves the other end: where gRPC's own
-threads still answer pings and the loop hangs, nobody is served. gRPC's keep-alive finds what is
-left, connections on which no session has begun.
+The end of a session shows that the other side is gone. A peer that is stopped or cut off ends
+nothing. So each end sends an empty frame, a *beat*, if it has sent nothing else for `BEAT_EVERY_S`.
+It ends a session in which nothing has come for too long (`PeerSilent`). Beats come from the event
+loop, since that is what serves the other end: gRPC's own threads would answer pings while the loop
+hangs. gRPC's keep-alive finds the remaining case, connections on which no session has begun.
 
-gRPC is asked to read its sockets in the thread that waits for what is read. By default a pool of
-threads of its own does, which hands on what it has read: measured on two cores, a frame there and
-one back take 170 µs instead of 280 µs, and a third less of the CPU.
+gRPC is told to read its sockets in the thread that waits for the data. By default its own pool of
+threads reads and hands the data on. Measured on two cores, this takes 170 µs instead of 280 µs for
+a frame there and one back, and a third less of the CPU.
 """
 
 import asyncio
@@ -39,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def _experiments(choice: str) -> Generator[None]:
-    """gRPC reads the variable when it is loaded; child processes are not to inherit it."""
+    """Sets gRPC's variable while gRPC is loaded, so that child processes do not inherit it."""
     before = os.environ.get(_EXPERIMENTS)
     os.environ[_EXPERIMENTS] = choice if before is None else before
     try:
@@ -51,7 +49,7 @@ def _experiments(choice: str) -> Generator[None]:
 
 _EXPERIMENTS = "GRPC_EXPERIMENTS"
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it tells of every peer that leaves
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it logs every peer that leaves
 with _experiments("-event_engine_client,-event_engine_listener"):
     import grpc
     import grpc.aio
@@ -60,15 +58,15 @@ SERVICE = "baton.Worker"
 METHOD = "Session"
 CHALLENGE_METHOD = "Challenge"
 BEAT_EVERY_S = 0.5
-SILENCE_S = 5.0  # by default a peer that says nothing for so long is taken for dead
+SILENCE_S = 5.0  # by default, a peer that sends nothing for this long counts as dead
 KEEPALIVE_S = 5
 KEEPALIVE_TIMEOUT_S = 5
-UNTRUSTED_S = 5  # how long a connection may be open on which no session begins
+UNTRUSTED_S = 5  # a connection without a session is closed after this time
 MAX_CONNECTIONS = 1024  # to one server
 MAX_CALLS = 1024  # to one server: sessions, and calls that are about to be refused
 MAX_CALLS_PER_CONNECTION = 4  # a session, and the challenge before it
 MAX_METADATA_BYTES = 4096
-LOG_EVERY_S = 10.0  # a refusal; those in between are counted
+LOG_EVERY_S = 10.0  # between two logged refusals; those in between are counted
 _BEAT = b""
 _CHALLENGE = "baton-challenge-bin"
 _CLAIM = "baton-claim-bin"
@@ -97,7 +95,9 @@ _SERVER_OPTIONS = [
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """gRPC logs a traceback for each call whose client leaves at the wrong moment."""
+    """Filters the traceback that gRPC logs for each call whose client leaves at the wrong
+    moment.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -108,21 +108,21 @@ Session = Callable[[AsyncIterator[bytes], Send], Coroutine[Any, Any, None]]
 
 
 class Outbox:
-    """Sends frames in order, without anybody having to wait: each as soon as the one before is.
+    """Sends frames in order without making the caller wait: each as soon as the one before is sent.
 
-    A frame that need not wait is on its way when `post` returns. A task would send it when its turn
-    comes, which is after all else that the loop has to do by then.
+    A frame that need not wait is on its way when `post` returns. A task would send it only after
+    all else that the loop has to do by then.
     """
 
     def __init__(self, send: Send) -> None:
-        """`send` may raise ConnectionError: no other frame is sent then."""
+        """`send` may raise ConnectionError; then no further frame is sent."""
         self._send = send
         self._waiting: deque[bytes] = deque()
         self._sending: Coroutine[Any, Any, None] | None = None
-        self.broken: str | None = None  # why frames cannot be sent any more
+        self.broken: str | None = None  # the reason why no frame can be sent any more
 
     def post(self, frame: bytes) -> None:
-        """Sends a frame. Raises ConnectionError where that is known to be impossible."""
+        """Sends a frame. Raises ConnectionError if sending has already failed."""
         if self.broken is not None:
             raise ConnectionError(self.broken)
         self._waiting.append(frame)
@@ -130,7 +130,7 @@ class Outbox:
             self._go_on()
 
     def close(self) -> None:
-        """Sends no more."""
+        """Stops sending."""
         self._waiting.clear()
         if self._sending is not None:
             self._sending.close()
@@ -138,7 +138,7 @@ class Outbox:
         self.broken = self.broken or "closed"
 
     def _go_on(self, _: "asyncio.Future[Any] | None" = None) -> None:
-        """As far as it goes without waiting."""
+        """Sends waiting frames until one has to wait."""
         while self.broken is None:
             if self._sending is None:
                 if not self._waiting:
@@ -154,14 +154,14 @@ class Outbox:
                 self._sending, self.broken = None, type(error).__name__
                 raise
             else:
-                # What a task does with the future that its coroutine waits for.
+                # A task does this with the future that its coroutine waits for.
                 future._asyncio_future_blocking = False
                 future.add_done_callback(self._go_on)
                 return
 
 
 class PeerSilent(BatonError, ConnectionError):
-    """Nothing has come for too long; `seconds` of it."""
+    """Nothing has come from the peer for `seconds`, which is too long."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"silent for {seconds:.1f} s")
@@ -169,7 +169,7 @@ class PeerSilent(BatonError, ConnectionError):
 
 
 class _Line:
-    """One end of a session: sends one frame at a time, beats, and notices silence."""
+    """One end of a session: sends one frame at a time, sends beats, and notices silence."""
 
     def __init__(self, write: Send, silence_s: float) -> None:
         self._write = write
@@ -178,23 +178,23 @@ class _Line:
         self._beats = Outbox(self.send)
         self._has_sent = False  # since the last beat was due
         self._silence: Silence | None = None  # None until something has come
-        self.listens = True  # what comes is not read while something is made of what came before
+        self.listens = True  # False while an earlier frame is being handled
 
     async def send(self, frame: bytes) -> None:
-        """Sends a frame when those before it are sent."""
+        """Sends a frame after those before it."""
         async with self._lock:
             self._has_sent = True
             await self._write(frame)
 
     def heard(self) -> None:
-        """Something came. The next is not listened for until `listens` is set."""
+        """Notes that a frame came. The line does not listen for the next until `listens` is set."""
         if self._silence is None:
             self._silence = Silence(asyncio.get_running_loop().time())
         self._silence.broken()
         self.listens = False
 
     async def listen(self, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """What comes, without the beats."""
+        """Yields the frames that come, without the beats."""
         async for frame in frames:
             self.heard()
             if frame != _BEAT:
@@ -202,13 +202,13 @@ class _Line:
             self.listens = True
 
     async def keep(self) -> PeerSilent:
-        """Beats until the other end is silent for too long; or until it is cancelled."""
+        """Sends beats until the other end is silent for too long, or until it is cancelled."""
         loop = asyncio.get_running_loop()
         never = loop.create_future()
         while True:
             await asyncio.wait([never], timeout=BEAT_EVERY_S)
             if not (self._has_sent or self._lock.locked()):
-                with suppress(ConnectionError):  # whoever reads hears of it too
+                with suppress(ConnectionError):  # the reader of this session gets the error too
                     self._beats.post(_BEAT)
             self._has_sent = False
             if self._silence is not None and self._is_silent(self._silence, loop.time()):
@@ -220,7 +220,7 @@ class _Line:
         return silence.look(now_s) > self._silence_s
 
     def close(self) -> None:
-        """Beats no more."""
+        """Stops the beats."""
         self._beats.close()
 
 
@@ -238,7 +238,7 @@ class SessionServer:
     ) -> None:
         """A session whose client is silent for longer than `silence_s` is cancelled.
 
-        `on_refused` is told why a session did not begin: one of a few reasons.
+        `on_refused` gets the reason, one of a few, why a session did not begin.
         """
         self._session = session
         self._secret = secret
@@ -278,7 +278,7 @@ class SessionServer:
         context.set_trailing_metadata(((_CHALLENGE, challenge),))
 
     async def _trusts(self, context: "grpc.aio.ServicerContext[bytes, bytes]") -> bool:
-        """Whether the client has proved itself; it is given the server's proof, or the reason."""
+        """True if the client has proved itself. Sends it the server's proof, or the reason."""
         now_s = asyncio.get_running_loop().time()
         claim = dict(context.invocation_metadata() or ()).get(_CLAIM, b"")
         try:
@@ -323,12 +323,12 @@ class SessionClient:
         self._secret = secret
         self._silence_s = silence_s
         self._channel: grpc.aio.Channel | None = None  # of a session that has begun
-        self._ended: BaseException | None = None  # why there is no session any more
+        self._ended: BaseException | None = None  # the reason why the session ended
 
     async def open(self) -> None:
         """Begins a session with a server that holds the secret.
 
-        Raises Untrusted, and ConnectionError, also where the server takes over UNTRUSTED_S.
+        Raises Untrusted, and ConnectionError, also if the server takes longer than UNTRUSTED_S.
         """
         channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
         try:
@@ -346,7 +346,7 @@ class SessionClient:
         self._keeping.add_done_callback(self._on_silence)
 
     async def _trusted_call(self, channel: "grpc.aio.Channel") -> Any:
-        """The call of a session in which each end has proved itself."""
+        """Starts the call of a session in which each end has proved itself."""
         claimant = Claimant(self._secret, self._address, noise=secrets.token_bytes(NOISE_BYTES))
         asking = channel.stream_stream(f"/{SERVICE}/{CHALLENGE_METHOD}")()
         claim = claimant.claim(await _said(asking, asking.trailing_metadata(), _CHALLENGE))
@@ -359,7 +359,9 @@ class SessionClient:
         return call
 
     def _on_silence(self, keeping: "asyncio.Task[PeerSilent]") -> None:
-        """Or on a bug: nobody would notice silence any more."""
+        """Cancels the call if the worker is silent, or on a bug, since silence would go unnoticed
+        then.
+        """
         if not keeping.cancelled():
             self._ended = keeping.exception() or keeping.result()
             self._call.cancel()  # which ends `receive`, and what is being sent
@@ -381,15 +383,15 @@ class SessionClient:
     def post(self, frame: bytes) -> None:
         """Sends a frame without waiting for anything. Raises ConnectionError.
 
-        Where that shows to be impossible only later, `receive` tells too. A frame that is sent
-        while some that were posted wait may overtake these.
+        If sending fails later, `receive` raises too. A frame that is sent while posted ones wait
+        may overtake them.
         """
         self._outbox.post(frame)
 
     async def receive(self) -> bytes | None:
-        """The next frame, or None when the worker ended the session.
+        """Returns the next frame, or None when the worker ended the session.
 
-        Raises ConnectionError; PeerSilent where nothing came for too long.
+        Raises ConnectionError; PeerSilent if nothing came for too long.
         """
         line = self._line
         line.listens = True
@@ -405,7 +407,7 @@ class SessionClient:
         return None if frame is grpc.aio.EOF else frame
 
     def _cause_of(self, error: asyncio.CancelledError) -> BaseException:
-        """Who is cancelled is this task, or the call, or both."""
+        """Finds out if this task was cancelled, or the call, or both."""
         task = asyncio.current_task()
         if self._ended is None or (task is not None and task.cancelling()):
             return error
@@ -423,9 +425,9 @@ class SessionClient:
 
 
 async def _said(call: Any, metadata: Awaitable[Any], key: str) -> bytes:
-    """What a server says under `key` in that part of the metadata of a call.
+    """Reads what a server sends under `key` in that part of the metadata of a call.
 
-    Raises ConnectionError, and Untrusted if the server refuses us or says nothing.
+    Raises ConnectionError, and Untrusted if the server refuses us or sends nothing.
     """
     try:
         said = dict(await metadata or ()).get(key)

@@ -111,7 +111,7 @@ class Intake:
         if grammar is None:
             return None
         if self.guides is None:
-            raise GrammarError("this worker follows none")
+            raise GrammarError("this worker follows no grammars")
         return self.guides.open(
             grammar, message.token_ids[message.limits.prompt_len :], message.salt
         )
@@ -130,7 +130,7 @@ class Intake:
         if not isinstance(message, Decode):
             num_tops.append(message.prompt_logprobs)
         if not all(n is None or 0 <= n <= self._last_id for n in num_tops):
-            return "so many log-probabilities cannot be had"
+            return "that many log-probabilities are not available"
         return None if _is_sound(sampling) else "a parameter of sampling is out of range"
 
 

@@ -59,7 +59,7 @@ def outcome(message, intake=INTAKE):
 TOKEN = "a token id is not in the vocabulary"
 PROMPT = "the prompt is longer than the tokens"
 CONTEXT = "the answer may exceed the context"
-LOGPROBS = "so many log-probabilities cannot be had"
+LOGPROBS = "that many log-probabilities are not available"
 SAMPLING = "a parameter of sampling is out of range"
 
 
@@ -120,7 +120,7 @@ def test_a_grammar_is_opened_with_the_answer_so_far():
 def test_a_grammar_that_cannot_be_followed_gives_the_sequence_back():
     bad = prefill(grammar=Grammar(GrammarKind.REGEX, "bad"))
     assert outcome(bad) == "grammar: no such thing"
-    assert outcome(bad, replace(INTAKE, guides=None)) == "grammar: this worker follows none"
+    assert outcome(bad, replace(INTAKE, guides=None)) == "grammar: this worker follows no grammars"
 
 
 @pytest.mark.parametrize(("token", "known"), [(-1, False), (0, True), (49, True), (50, False)])
