@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from decode.drafts import DraftPlanner
-from decode.lockstep import Lockstep, NextTokens
 from engine.messages import PREEMPTED, DecodeStarted, GivenBack, SeqId
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockPool
@@ -26,17 +25,13 @@ class RunningSequence:
 
 
 class RunningBatch:
-    """Sequences that run, oldest first. Owns their blocks.
-
-    While a lockstep counts their steps, sequences are behind: `catch_up` brings them up to date.
-    """
+    """Sequences that run, oldest first. Owns their blocks."""
 
     def __init__(self, pool: BlockPool, drafts: DraftPlanner, counters: Counter[str]) -> None:
         self._pool = pool
         self._drafts = drafts
         self._counters = counters
         self._members: dict[SeqId, RunningSequence] = {}
-        self.lockstep: Lockstep | None = None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -48,8 +43,7 @@ class RunningBatch:
         return self._members[seq_id].seq
 
     def seqs(self) -> list[Sequence]:
-        """Returns the sequences at their present lengths, oldest first."""
-        self.catch_up()
+        """Returns the sequences oldest first."""
         return [running.seq for running in self._members.values()]
 
     # ------------------------------------------------------------ who runs
@@ -58,13 +52,9 @@ class RunningBatch:
         """A sequence whose KV is here runs from the next step on."""
         self._drafts.join(seq)
         self._members[seq.seq_id] = RunningSequence(seq)
-        if self.lockstep is not None:
-            self.lockstep.join(seq)
 
     def leave(self, seq_id: SeqId) -> Sequence:
         """Removes a sequence and returns it, with its blocks."""
-        if self.lockstep is not None:
-            self.lockstep.leave(seq_id)
         self._drafts.leave(seq_id)
         return self._members.pop(seq_id).seq
 
@@ -74,17 +64,15 @@ class RunningBatch:
         seq.release(self._pool)
         return seq
 
-    def start(self, seqs: Iterable[Sequence]) -> tuple[list[SeqId], list[Effect]]:
-        """Marks sequences as run; returns the ids of those that run for the first time."""
-        new: list[SeqId] = []
+    def start(self, seqs: Iterable[Sequence]) -> list[Effect]:
+        """Marks sequences as run; announces those that run for the first time."""
         effects: list[Effect] = []
         for seq in seqs:
             running = self._members[seq.seq_id]
             if not running.has_run:
                 running.has_run = True
-                new.append(seq.seq_id)
                 effects.append(Emit(seq.gateway_id, DecodeStarted(seq.seq_id)))
-        return new, effects
+        return effects
 
     def row(self, seq: Sequence) -> Row:
         """Returns the sequence's row in the planned step."""
@@ -107,19 +95,18 @@ class RunningBatch:
     # ------------------------------------------------------------ memory
 
     def make_room(self, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
-        """Gives every sequence the blocks of its next tokens; see `give_blocks`."""
-        effects: list[Effect] = []
-        for seq_id in list(self._members):
-            effects += self.give_blocks(seq_id, drop_copy)
-        return effects
-
-    def give_blocks(self, seq_id: SeqId, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
-        """Gives a sequence the blocks that it lacks; nothing if it does not run any more.
+        """Gives every sequence the blocks of its next tokens.
 
         Without memory `drop_copy` is called. If that frees nothing (None), the youngest running
-        sequence is given back, which may be this one.
+        sequence is given back, which may be the one that needs the block.
         """
-        if seq_id not in self._members:
+        effects: list[Effect] = []
+        for seq_id in list(self._members):
+            effects += self._give_blocks(seq_id, drop_copy)
+        return effects
+
+    def _give_blocks(self, seq_id: SeqId, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
+        if seq_id not in self._members:  # it was given back for another one
             return []
         effects: list[Effect] = []
         seq = self[seq_id]
@@ -140,39 +127,14 @@ class RunningBatch:
         seq = self.end(seq_id)
         return Emit(seq.gateway_id, GivenBack(seq_id, PREEMPTED))
 
-    # ------------------------------------------------------------ counted steps
-
-    def count_steps(self, choose: NextTokens) -> Lockstep:
-        """Returns the lockstep that counts steps from now on, made at the first call."""
-        if self.lockstep is None:
-            assert self._drafts.speculator is None
-            self.lockstep = Lockstep(self._pool, choose)
-            for running in self._members.values():
-                self.lockstep.join(running.seq)
-        return self.lockstep
-
-    def catch_up(self) -> None:
-        """Writes down in all sequences the steps that were only counted."""
-        if self.lockstep is not None:
-            self.lockstep.catch_up()
-
-    def write_steps(self) -> None:
-        """Counts steps no longer: each is written down from now on."""
-        self.catch_up()
-        self.lockstep = None
-
     @property
     def num_blocks(self) -> int:
-        """Blocks that the present lengths need."""
-        if self.lockstep is not None:
-            return self.lockstep.num_blocks
+        """Blocks that all sequences need."""
         return sum(running.seq.num_blocks for running in self._members.values())
 
     @property
     def num_context_tokens(self) -> int:
         """Tokens of all sequences."""
-        if self.lockstep is not None:
-            return self.lockstep.num_context_tokens
         return sum(len(running.seq.token_ids) for running in self._members.values())
 
     def validate(self) -> None:

@@ -30,7 +30,6 @@ from collections.abc import Sequence as Items
 from decode.arrivals import Arrivals
 from decode.drafts import DraftPlanner
 from decode.hold import StepHold
-from decode.lockstep import Alike, NextTokens
 from decode.memory import DecodeMemory
 from decode.running import RunningBatch
 from decode.speculation import Speculator
@@ -39,13 +38,11 @@ from engine.messages import (
     ROLE_CHANGED,
     Cancel,
     Decode,
-    FinishReason,
     FirstToken,
     GatewayId,
     GivenBack,
     HandedOver,
     HandOver,
-    OfferPrefix,
     SeqId,
     Tokens,
 )
@@ -59,7 +56,6 @@ from engine.worker.events import (
     Event,
     FromGateway,
     GatewayLost,
-    LeaseEnded,
     Leaving,
     PassedOn,
     PullDone,
@@ -67,9 +63,6 @@ from engine.worker.events import (
 )
 from engine.worker.intake import Intake
 from engine.worker.sequence import Sequence
-
-_ARRIVAL_MESSAGES = (Decode, FirstToken, OfferPrefix)  # these leave running sequences as they are
-_ARRIVAL_EVENTS = (PullDone, PullFailed, LeaseEnded, Adopted)
 
 
 class DecodeScheduler:
@@ -149,8 +142,6 @@ class DecodeScheduler:
 
     def handle(self, event: Event, now_s: float) -> Items[Effect | PassedOn]:
         """Takes note of an event."""
-        if not _is_arrival(event):
-            self.running.catch_up()
         match event:
             case FromGateway(gateway_id, Decode() as message, guide):
                 return self._enqueue(gateway_id, message, guide)
@@ -249,7 +240,6 @@ class DecodeScheduler:
 
     def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
         """Returns a row of every running sequence; admits the sequences that there is room for."""
-        self.running.write_steps()
         effects = self.running.make_room(self._drop_copy)
         chosen = self.running.seqs()[:budget_tokens]
         admitted = self._admit()
@@ -257,7 +247,7 @@ class DecodeScheduler:
             return Scheduled([], effects + admitted, self.held_until_s)
         # Of what plain rows leave, half is for drafts: prompts must make progress beside them.
         has_drafts = self.drafts.plan(chosen, (budget_tokens - len(chosen)) // 2, self._growing)
-        _, started = self.running.start(chosen)
+        started = self.running.start(chosen)
         rows = [self.running.row(seq) for seq in chosen]
         if chosen:
             self._counters["steps"] += 1
@@ -310,57 +300,9 @@ class DecodeScheduler:
         arriving = self.arrivals.arriving.keys()
         return self._hold.holds(now_s, arriving, is_any_running=bool(len(self.running)))
 
-    # ------------------------------------------------------------ many steps at once
-
-    def schedule_alike(self, choose: NextTokens, now_s: float) -> tuple[Alike | None, list[Effect]]:
-        """Does what `schedule` does for a caller that prices steps without running them.
-
-        Returns how many equal steps there are until an answer ends or a block is full; None if
-        nothing runs or a step is held (`held_until_s`). `advance_alike` must be told how many of
-        them were run. The tokens are those that `choose` returns. There must be no grammars,
-        penalties, stop tokens or drafts.
-        """
-        lockstep = self.running.count_steps(choose)
-        effects: list[Effect] = []
-        for seq in lockstep.changed():
-            effects += self.running.give_blocks(seq.seq_id, self._drop_copy)
-        changed = lockstep.changed()
-        num_rows, num_context_tokens = len(self.running), lockstep.num_context_tokens
-        admitted = self._admit()  # these sequences do not run yet
-        if self._is_held(now_s):
-            return None, effects + admitted
-        new, started = self.running.start(changed)
-        num_steps = lockstep.plan(new)
-        alike = Alike(num_rows, num_context_tokens, num_steps) if num_rows else None
-        return alike, effects + started + admitted
-
-    def advance_alike(self, num_steps: int) -> list[Effect]:
-        """Takes note of steps that were run. Returns Tokens, without ids, for the answers that
-        began or ended in them; the caller has chosen the ids.
-        """
-        lockstep = self.running.lockstep
-        assert lockstep is not None
-        self._counters["steps"] += num_steps
-        self._counters["step_tokens"] += num_steps * len(lockstep)
-        effects: list[Effect] = []
-        for seq in lockstep.go(num_steps):
-            finish = None
-            if len(seq.token_ids) >= seq.limits.max_len:
-                finish = FinishReason.LENGTH
-                self.running.end(seq.seq_id)
-            effects.append(Emit(seq.gateway_id, Tokens(seq.seq_id, [], finish)))
-        return effects
-
     def validate(self) -> None:
         """Asserts the scheduler's invariants."""
         self.arrivals.validate()
         self.running.validate()
         states = (self.arrivals.queued, self.arrivals.arriving, self.arrivals.copies)
         assert not any(seq_id in self.running for state in states for seq_id in state)
-
-
-def _is_arrival(event: Event) -> bool:
-    """Whether the event leaves running sequences as they are."""
-    if isinstance(event, FromGateway):
-        return isinstance(event.message, _ARRIVAL_MESSAGES)
-    return isinstance(event, _ARRIVAL_EVENTS)

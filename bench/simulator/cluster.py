@@ -94,8 +94,7 @@ class Setup:
     max_answer_tokens: int | None = None  # that clients ask for; None: as many as come
     chances: Chances = NO_CHANCES  # what is beside prices and latency
     prefills_locally: bool = False  # decode workers do, where that is predicted to be quicker
-    leaps: bool = True
-    counts: bool = True  # of rows that decode; both as in `SimWorker`
+    leaps: bool = True  # as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
     rules: PlannerRules | None = None  # of the planner of pools, if there is one
 
@@ -182,7 +181,6 @@ class _Cluster:
                 listener=self,
                 read=self._prompts.read,
                 leaps=setup.leaps and not self._crowd.watches,
-                counts=setup.counts,
                 crowd=self._crowd,
                 prefills_locally=setup.prefills_locally,
             )

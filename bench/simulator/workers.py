@@ -4,11 +4,9 @@ It takes turns as the worker host does: all events that have come, a report if o
 the step, its results. Between the plan and the results lies nothing but time.
 
 *Stretches.* As long as only decoding goes on, no block fills up and no answer ends, one step is
-like the next: the schedulers would plan the same rows again. Such steps are one stretch. Where
-prompts are computed too, the core plans once, and is given all of a row's tokens as if a draft had
-been accepted; where nobody but the decode scheduler has work, it is told of steps alone, and counts
-them (`decode.lockstep`). Each token still has its own time. Whatever comes to the worker cuts the
-stretch after the step that is running then.
+like the next: the schedulers would plan the same rows again. Such steps are one stretch. The core
+plans it once. It is given all tokens of a row at its end, as if a draft had been accepted. Each
+token still has its own time. An event for the worker cuts the stretch after the running step.
 
 *Telling.* The gateway is told of a sequence's first tokens and of its end at once; what comes
 between may wait for the next report, one message for many tokens. Before the machine decides
@@ -68,7 +66,6 @@ from engine.worker.events import (
 )
 from engine.worker.intake import Intake, ReadPrompt, read_prompt
 from engine.worker.offers import PrefixOffers
-from engine.worker.sequence import Sequence as EngineSequence
 from prefill.scheduler import PrefillScheduler
 
 REPORT_EVERY_S = 1.0
@@ -98,14 +95,10 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class _Stretch:
-    """Steps of equal rows, the last of which ends at `ends_s[-1]`. The first rows decode.
-
-    Where these are only counted there are no `rows`.
-    """
+    """Steps of equal rows, the last of which ends at `ends_s[-1]`. The first rows decode."""
 
     rows: Sequence[Row]
     num_decoding: int
-    num_context: int  # of those that decode, in the first step
     ends_s: "array[float]"
     began_s: float
     planned_end_s: float = 0.0
@@ -135,14 +128,10 @@ class SimWorker:
         listener: Listener,
         read: ReadPrompt = read_prompt,
         leaps: bool = True,
-        counts: bool = True,
         crowd: Crowd | None = None,
         prefills_locally: bool = False,
     ) -> None:
-        """`read` as in `engine.worker.intake.Intake`. Without `leaps` each step is one of its
-        own; without
-        `counts` the rows of each stretch are written down.
-        """
+        """`read` is as in `engine.worker.intake.Intake`. Without `leaps` each step is simulated."""
         self.worker_id = worker_id
         self.role = role
         self.busy_s = 0.0
@@ -159,8 +148,6 @@ class SimWorker:
         self._duties = Duties(role, prefills_locally=prefills_locally)
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
-        fits = hardware.max_running <= hardware.max_batch_tokens  # all have a row in every step
-        self._counts = leaps and counts and fits and not self._crowd.watches
         self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
         self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
         self._ends_s = array("d")  # of the latest steps that decoded
@@ -177,12 +164,12 @@ class SimWorker:
         address = TransferAddress(self.worker_id, Incarnation("1"), "")
         intake = Intake(block_size, read=read)
         self._decode = DecodeScheduler(pool, intake=intake, max_running=hardware.max_running)
-        self._prefill = PrefillScheduler(
+        prefill = PrefillScheduler(
             pool, intake=intake, chunk_tokens=hardware.chunk_tokens, address=address
         )
         offers = PrefixOffers(pool, block_size=block_size, address=address, read=read)
         return WorkerCore(
-            [self._decode, self._prefill, offers],
+            [self._decode, prefill, offers],
             pool,
             hardware.max_batch_tokens,
             duties=self._duties,
@@ -256,11 +243,7 @@ class SimWorker:
                 self._perform(self.core.handle(event, now_s))
         if self.reports and now_s >= self._next_report_s:
             self._report()
-        prefill = self._prefill
-        if self._counts and not prefill.num_running and not prefill.num_waiting:
-            self._go_on()
-        else:
-            self._plan()
+        self._plan()
         if self._stretch is not None:
             self._has_news = True
         elif self.reports and self._has_news and not self._report_planned:
@@ -273,28 +256,12 @@ class SimWorker:
         self._send()
         if plan is not None:
             self._begin(plan)
-        else:
-            self._wait_if_held()
-
-    def _wait_if_held(self) -> None:
-        if (held_until_s := self._decode.held_until_s) is not None:
+        elif (held_until_s := self._decode.held_until_s) is not None:
             self._future.plan(held_until_s, Rank.ROUTINE, self._on_held_until, None)
 
     def _on_held_until(self, _: None) -> None:
         if self._stretch is None:
             self._turn()
-
-    def _go_on(self) -> None:
-        """As `_plan`, where rows are only counted."""
-        alike, effects = self._decode.schedule_alike(_next_tokens, self._future.now_s)
-        self._perform(effects)
-        self._send()
-        if alike is not None:
-            price = StepPrice(num_rows=alike.num_rows, num_context=alike.num_context_tokens)
-            ends_s = self._ends_of_stretch(price, alike.num_steps)
-            self._plan_end(self._run((), price, ends_s))
-        else:
-            self._wait_if_held()
 
     def _note_lengths(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -356,9 +323,7 @@ class SimWorker:
         self._plan_end(self._run(rows, price, ends_s))
 
     def _run(self, rows: Sequence[Row], price: StepPrice, ends_s: "array[float]") -> _Stretch:
-        self._stretch = _Stretch(
-            rows, price.num_rows, price.num_context, ends_s, self._future.now_s
-        )
+        self._stretch = _Stretch(rows, price.num_rows, ends_s, self._future.now_s)
         return self._stretch
 
     def _run_in_crowd(self, rows: Sequence[Row], price: StepPrice) -> None:
@@ -424,10 +389,6 @@ class SimWorker:
         if stretch.num_decoding:
             self._ends_s += ends_s
         first_s = ends_s[0] - stretch.began_s
-        if not stretch.rows:
-            num_rows, num_context = stretch.num_decoding, stretch.num_context
-            self.core.note_decoding(first_s, num_rows=num_rows, num_context_tokens=num_context)
-            return self._decode.advance_alike(num_steps)
         times = StepTimes(0.0, first_s, 0.0)
         result = BatchResult([result_of(row, num_steps) for row in stretch.rows], times)
         return self.core.finish(result, ends_s[-1])
@@ -516,11 +477,6 @@ def _tell(
     told.token += num_tokens
     told.has_begun = True
     return Said(Tokens(seq_id, tokens, finish), times_s)
-
-
-def _next_tokens(seq: EngineSequence, number: int) -> range:
-    first = token_at(seq.sampling, len(seq.token_ids))
-    return range(first, first + number)
 
 
 def result_of(row: Row, num_tokens: int) -> RowResult:

@@ -321,12 +321,6 @@ class WorkerCore:
             if step is not None:
                 samples.keep(step)
 
-    def note_decoding(self, seconds: float, *, num_rows: int, num_context_tokens: int) -> None:
-        """Adds a decode step that did not run as a plan of this core to the sample."""
-        if self._decode_steps.wants_next():
-            step = StepReport(seconds, num_rows=num_rows, num_context_tokens=num_context_tokens)
-            self._decode_steps.keep(step)
-
     def _step_report(self, seconds: float) -> StepReport | None:
         """A step in numbers; None if the numbers would not explain how long it took."""
         rows = [row for scheduler, row in self._running if scheduler is self._decoder]
