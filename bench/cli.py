@@ -15,6 +15,7 @@ baton bench interference --json interference.json
 baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
 baton bench hostile --json hostile.json
+baton bench report --write
 """
 
 import typer
@@ -29,6 +30,7 @@ from bench.hostile.cli import hostile
 from bench.interference.cli import interference
 from bench.kv.cli import kv
 from bench.moves.cli import moves
+from bench.published.cli import report
 from bench.quality.cli import quality
 from bench.router.cli import router
 from bench.serve.cli import serve
@@ -51,6 +53,7 @@ app.command()(validation)
 app.command()(chaos)
 app.command()(moves)
 app.command()(hostile)
+app.command()(report)
 
 
 @app.callback()

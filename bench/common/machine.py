@@ -13,6 +13,7 @@ from bench.common.report import Hardware, Report, Result, Scalar
 
 HERE = Path(__file__).resolve().parent
 OUTPUTS = ("--json", "--plot")
+CODE = (":(top)", ":(top,exclude)bench/results", ":(top,exclude)docs", ":(top,exclude)*.md")
 
 
 def report_here(
@@ -59,7 +60,9 @@ def _without_place(word: str) -> str:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this file is tracked in, with `-dirty` where tracked files differ.
+    """Commit of the checkout this file is tracked in, with `-dirty` if tracked files differ.
+
+    Reports and documents are no code: they may differ.
 
     None where there is no such checkout. An installed copy may lie inside another repository and
     must not borrow that repository's commit.
@@ -67,7 +70,7 @@ def commit() -> str | None:
     if _output("git", "ls-files", "--error-unmatch", __file__) is None:
         return None
     head = _output("git", "rev-parse", "HEAD")
-    changes = _output("git", "status", "--porcelain", "--untracked-files=no")
+    changes = _output("git", "status", "--porcelain", "--untracked-files=no", "--", *CODE)
     return f"{head}-dirty" if head and changes else head
 
 

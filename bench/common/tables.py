@@ -21,6 +21,16 @@ LABELS = {
 }
 
 
+def number_text(value: float) -> str:
+    """A number with some three digits: 1,234, 12.30, 0.123; 1.2e-05 if it is very small."""
+    if value == int(value):
+        return f"{value:,.0f}"
+    if abs(value) < 0.1:
+        return f"{value:.3g}"
+    digits = next((n for bound, n in ((1, 3), (100, 2), (1000, 1)) if abs(value) < bound), 0)
+    return f"{value:,.{digits}f}"
+
+
 def print_head(console: Console, report: Report, *, title: str) -> None:
     """What was measured, where and how."""
     console.print(Text(title, style="bold"), soft_wrap=True)
@@ -117,9 +127,9 @@ def _speed_table(speeds: Sequence[Result], by_name: Mapping[str, Result]) -> Tab
         table.add_row(
             speed.name,
             _value(speed),
-            "" if speed.limit is None else _number(speed.limit),
+            "" if speed.limit is None else number_text(speed.limit),
             "" if speed.of_limit is None else f"{speed.of_limit:.0%}",
-            *("" if rate is None else _number(rate.value) for rate in rates),
+            *("" if rate is None else number_text(rate.value) for rate in rates),
         )
     return table
 
@@ -132,13 +142,13 @@ def _peer_table(speeds: Sequence[Result]) -> Table:
         column.justify = "right"
     for speed in speeds:
         cells = [_peer(speed.peers.get(peer)) for peer in peers]
-        table.add_row(speed.name, _number(speed.value), *cells)
+        table.add_row(speed.name, number_text(speed.value), *cells)
     return table
 
 
 def _peer(peer: Peer | None) -> str:
     """A peer's figure and, under it, how many times as fast we are."""
-    return "" if peer is None else f"{_number(peer.value)}\n× {peer.ratio:.2f}"
+    return "" if peer is None else f"{number_text(peer.value)}\n× {peer.ratio:.2f}"
 
 
 def _beside(speed: Result, kind: str) -> str:
@@ -164,16 +174,9 @@ def _stage_table(results: Sequence[Result]) -> Table:
 
 def _value(result: Result) -> str:
     """The median and, under it, the least and the greatest of runs that differ."""
-    low, high = _number(min(result.runs)), _number(max(result.runs))
-    median = _number(result.value)
+    low, high = number_text(min(result.runs)), number_text(max(result.runs))
+    median = number_text(result.value)
     return median if low == high else f"{median}\n{low}..{high}"
-
-
-def _number(value: float) -> str:
-    if value == int(value):
-        return f"{value:,.0f}"
-    digits = next((n for bound, n in ((1, 3), (100, 2), (1000, 1)) if abs(value) < bound), 0)
-    return f"{value:,.{digits}f}"
 
 
 def _thing(result: Result) -> str:

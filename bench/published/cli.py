@@ -1,0 +1,51 @@
+"""`baton bench report`: checks or writes the figures of the documents."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.common.command import printed_errors
+from bench.published.document import fill_in, names_in
+from bench.published.headline import HEADLINES
+from bench.published.reports import RESULTS, ROOT, read_reports
+from engine.errors import ConfigError
+
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+DOCUMENTS = (BENCHMARKS, ROOT / "README.md")
+
+
+def report(
+    *,
+    writes: Annotated[
+        bool,
+        typer.Option(
+            "--write/--check", help="Write the figures, or fail if a document has others."
+        ),
+    ] = False,
+) -> None:
+    """Fill docs/benchmarks.md and README.md in from the reports in bench/results/."""
+    with printed_errors():
+        stale = stale_documents()
+        for path, text in stale.items():
+            if writes:
+                path.write_text(text)
+            typer.echo(f"{path.relative_to(ROOT)}: {'written' if writes else 'out of date'}")
+        if stale and not writes:
+            raise ConfigError("run: baton bench report --write")
+
+
+def stale_documents() -> dict[Path, str]:
+    """Each document whose figures are not those of the reports, and what it should be.
+
+    Raises ConfigError if a report cannot be published or no document shows it.
+    """
+    if not RESULTS.is_dir():
+        raise ConfigError("documents are checked and written in a checkout: there is none here")
+    reports = read_reports()
+    texts = {path: path.read_text() for path in DOCUMENTS}
+    hidden = sorted(reports.keys() - names_in(texts[BENCHMARKS]))
+    if hidden:
+        raise ConfigError(f"docs/benchmarks.md has no block for: {', '.join(hidden)}")
+    filled = {path: fill_in(text, reports, HEADLINES) for path, text in texts.items()}
+    return {path: text for path, text in filled.items() if text != texts[path]}

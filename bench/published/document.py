@@ -1,0 +1,144 @@
+"""Fills the blocks of a Markdown document in from reports. Pure.
+
+A block is what stands between its marker and the next `<!-- end -->`. Markers:
+
+    <!-- report: NAME -->            all results of bench/results/NAME.json, and where they are from
+    <!-- report: NAME a/* b/c -->    only the results whose names match a pattern
+    <!-- headline -->                the rows of `bench.published.headline`
+
+All other text of a document is written by hand and stays as it is.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from bench.common.report import Report, Result
+from bench.common.tables import number_text
+from bench.published.headline import Headline
+from engine.errors import ConfigError
+
+BLOCK = re.compile(r"(<!-- (report: .+?|headline) -->\n).*?(<!-- end -->)", re.DOTALL)
+NO_REPORT = "No report is kept yet.\n"
+
+Row = Sequence[str]
+
+
+def fill_in(text: str, reports: Mapping[str, Report], headlines: Sequence[Headline]) -> str:
+    """The document with every block rendered anew.
+
+    Raises ConfigError if a headline names a result that its report lacks, or if no result matches
+    the patterns of a marker.
+    """
+
+    def render(block: re.Match[str]) -> str:
+        begin, marker, end = block.groups()
+        if marker == "headline":
+            body = headline_table(headlines, reports)
+        else:
+            name, *patterns = marker.removeprefix("report: ").split()
+            body = report_block(name, reports.get(name), patterns)
+        return f"{begin}{body}{end}"
+
+    return BLOCK.sub(render, text)
+
+
+def names_in(text: str) -> set[str]:
+    """Names of the reports that the document shows."""
+    markers = [block[2] for block in BLOCK.finditer(text)]
+    return {marker.split()[1] for marker in markers if marker != "headline"}
+
+
+def report_block(name: str, report: Report | None, patterns: Sequence[str]) -> str:
+    """Command, place, time and results of a report, as Markdown."""
+    if report is None:
+        return NO_REPORT
+    chosen = [
+        result
+        for result in report.results
+        if not patterns or any(fnmatchcase(result.name, pattern) for pattern in patterns)
+    ]
+    if not chosen:
+        raise ConfigError(f"{name} has no result {' '.join(patterns)}")
+    return f"```bash\n{report.command}\n```\n\n{provenance(report)}\n\n{results_table(chosen)}"
+
+
+def provenance(report: Report) -> str:
+    """Date, commit, machine and versions of peers, in one line."""
+    hardware = report.hardware
+    versions = [
+        f"{name.removeprefix('version_')} {version}"
+        for name, version in report.config.items()
+        if name.startswith("version_")
+    ]
+    facts = [
+        report.date.partition("T")[0],
+        f"commit `{(report.commit or '')[:7]}`",
+        hardware.cpu or "unknown CPU",
+        f"{hardware.num_cores} cores",
+        *hardware.gpus,
+        f"Python {hardware.python}",
+        f"seed {report.seed}",
+        *versions,
+    ]
+    return " · ".join(facts)
+
+
+def results_table(results: Sequence[Result]) -> str:
+    """A row for each result. Columns that no result needs are left out."""
+    peers = list(dict.fromkeys(peer for result in results for peer in result.peers))
+    columns = {
+        "result": [f"`{result.name}`" for result in results],
+        "value": [number_text(result.value) for result in results],
+        "unit": [result.unit for result in results],
+        "least … most": [_spread(result) for result in results],
+        "limit": ["" if r.limit is None else number_text(r.limit) for r in results],
+        "of limit": ["" if r.of_limit is None else f"{r.of_limit:.0%}" for r in results],
+    }
+    for peer in peers:
+        theirs = [result.peers.get(peer) for result in results]
+        columns[peer] = ["" if one is None else number_text(one.value) for one in theirs]
+        columns[f"× {peer}"] = ["" if one is None else f"{one.ratio:.2f}" for one in theirs]
+    needed = {header: cells for header, cells in columns.items() if any(cells)}
+    return _markdown(list(needed), zip(*needed.values(), strict=True))
+
+
+def headline_table(headlines: Sequence[Headline], reports: Mapping[str, Report]) -> str:
+    """A row for each headline whose report is kept."""
+    rows = [
+        row_of(headline, reports[headline.report])
+        for headline in headlines
+        if headline.report in reports
+    ]
+    if not rows:
+        return NO_REPORT
+    return _markdown(["figure", "Baton", "beside", "ratio", "command"], rows)
+
+
+def row_of(headline: Headline, report: Report) -> Row:
+    """Raises ConfigError if the report lacks the result or the peer."""
+    result = next((r for r in report.results if r.name == headline.result), None)
+    if result is None or (headline.peer and headline.peer not in result.peers):
+        wanted = f"{headline.result} beside {headline.peer}" if headline.peer else headline.result
+        raise ConfigError(f"{headline.report} has no result {wanted}")
+    beside = ratio = ""
+    if headline.peer:
+        peer = result.peers[headline.peer]
+        beside, ratio = f"{headline.peer} {number_text(peer.value)}", f"{peer.ratio:.2f}"
+    elif result.limit is not None and result.of_limit is not None:
+        beside, ratio = (
+            f"this machine's limit {number_text(result.limit)}",
+            f"{result.of_limit:.2f}",
+        )
+    value = f"{number_text(result.value)} {result.unit}".rstrip()
+    return [headline.label, value, beside, ratio, f"`{report.command}`"]
+
+
+def _spread(result: Result) -> str:
+    least, most = number_text(min(result.runs)), number_text(max(result.runs))
+    return "" if least == most else f"{least} … {most}"
+
+
+def _markdown(headers: Sequence[str], rows: Iterable[Row]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
