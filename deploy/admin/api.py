@@ -40,7 +40,8 @@ from deploy.admin.schema import (
     WorkersAnswer,
     openapi,
 )
-from deploy.controller import PoolController
+from deploy.admin.updates import order_of, pools_of
+from deploy.controller.shell import PoolController
 from deploy.local.run_dir import AdminAccess, announce, run_directory
 from deploy.pools.orders import (
     Abort,
@@ -57,7 +58,6 @@ from deploy.pools.orders import (
 from deploy.pools.planning import PlannerDecision
 from deploy.pools.versions.orders import known
 from deploy.pools.workers.record import PoolWorker
-from deploy.updates import order_of, pools_of
 from engine.clock import Clock
 from engine.config import AdminConfig, is_loopback
 from engine.control import SERVING_ROLES, Pools, Version

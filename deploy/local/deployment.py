@@ -11,7 +11,8 @@ import msgspec
 
 from deploy.admin.api import AdminService
 from deploy.commands.defaults import pools_of
-from deploy.controller import OPEN_TIMEOUT_S, ControllerPlan, PoolController
+from deploy.controller.plan import ControllerPlan
+from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.launcher import Launcher
 from deploy.model_source import default_cache, local_model, pinned
 from deploy.pools.formats import check_formats, config_of

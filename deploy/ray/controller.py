@@ -16,7 +16,8 @@ import ray
 from deploy.admin.api import AdminService
 from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.schema import PoolsAnswer
-from deploy.controller import OPEN_TIMEOUT_S, ControllerPlan, PoolController
+from deploy.controller.plan import ControllerPlan
+from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.local.run_dir import run_directory
 from deploy.logs import configure_logging
 from deploy.pools.placement import ANYWHERE, NodePlacement

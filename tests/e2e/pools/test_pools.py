@@ -16,7 +16,8 @@ import pytest
 
 from deploy.admin.client import AdminClient, AdminError, find_deployment
 from deploy.commands.defaults import BUNDLED_MODEL
-from deploy.controller import ControllerPlan, PoolController
+from deploy.controller.plan import ControllerPlan
+from deploy.controller.shell import PoolController
 from deploy.local.deployment import with_admin_key
 from deploy.local.launcher import ProcessLauncher
 from deploy.pools.orders import SetPools

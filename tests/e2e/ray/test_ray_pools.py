@@ -8,7 +8,7 @@ import pytest
 
 from deploy.admin.client import AdminClient
 from deploy.commands.defaults import BUNDLED_MODEL
-from deploy.controller import ControllerPlan
+from deploy.controller.plan import ControllerPlan
 from deploy.local.deployment import with_admin_key
 from deploy.ray.own_ray import OwnRay
 from engine.config import Config, GatewayConfig, WorkerConfig

@@ -18,7 +18,7 @@ from bench.chaos.checker import (
 )
 from bench.chaos.plan import LONG_SILENCE_S, FaultKind
 from bench.chaos.streams import Piece, Stream, Usage
-from deploy.links import SILENCE_S
+from deploy.controller.links import SILENCE_S
 from deploy.pools.gateways import GATEWAY_UNREACHABLE_S
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=4)

@@ -3,8 +3,8 @@
 import pytest
 
 from deploy.admin.schema import PoolCounts, UpdateBody
+from deploy.admin.updates import order_of
 from deploy.commands.versions import read_update
-from deploy.updates import order_of
 from engine.config import Speculate, WorkerConfig
 from engine.control import Intent, Pools, Version
 from engine.errors import ConfigError

@@ -1,6 +1,6 @@
 """What the controller takes from its sessions."""
 
-from deploy.links import REPORT_STALE_S, GatewayLink
+from deploy.controller.links import REPORT_STALE_S, GatewayLink
 from engine.control import GatewayReport, Members, encode_control
 
 

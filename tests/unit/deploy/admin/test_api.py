@@ -23,7 +23,9 @@ from deploy.admin.schema import (
 )
 from deploy.commands.operator import check_role, parse_counts, planner_view, pools_view
 from deploy.commands.versions import versions_table
-from deploy.controller import PoolController
+from deploy.controller.sessions import PoolSessions
+from deploy.controller.shell import PoolController
+from deploy.controller.tasks import ControllerTasks
 from deploy.local.run_dir import AdminAccess, announce, announced, run_directory
 from deploy.pools.effects import StartWorker
 from deploy.pools.events import Connected, PoolTick, WorkerStarted
@@ -50,12 +52,18 @@ class SetClock:
 
 
 class FakeController:
-    """A machine whose orders nobody carries out."""
+    """A machine whose effects are ignored."""
 
     def __init__(self, pools: Pools) -> None:
         self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
         self.planning = Planning(self.machine, PlannerRules(), order=self._handle)
         self.workers, self.gateways, self.gateway_links, self.counters = {}, {}, {}, {}
+        self.sessions = PoolSessions(
+            Secret("token"),
+            clock=SetClock(),
+            tasks=ControllerTasks(lambda _: None),
+            handle=self._handle,
+        )
         for effect in self.machine.handle(PoolTick(), 0.0):
             if isinstance(effect, StartWorker):
                 name = effect.worker_id
@@ -224,8 +232,7 @@ def test_pools_that_cannot_be_flipped_are_not_planned():
 def test_a_subscriber_of_block_events_is_told_their_keys_and_addresses_and_no_others():
     controller = FakeController(Pools(1, 1))
     events = EventsAddress("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
-    controller._plan = SimpleNamespace(token="token")
-    controller.links = {
+    controller.sessions.links = {
         WorkerId("w"): SimpleNamespace(info=SimpleNamespace(events=events)),
         WorkerId("unheard"): SimpleNamespace(info=None),
     }

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from deploy import controller
 from deploy.admin import api as admin
 from deploy.admin.api import AdminService
-from deploy.controller import ControllerPlan, PoolController
-from deploy.links import GatewayLink
+from deploy.controller import services, sessions, shell, tasks
+from deploy.controller.links import GatewayLink
+from deploy.controller.plan import ControllerPlan
+from deploy.controller.shell import PoolController
 from deploy.pools.events import Connected
 from deploy.pools.orders import SetPlanner, SetPools, Stop
 from deploy.pools.placement import NoPlace
@@ -136,11 +137,12 @@ class World:
 @pytest.fixture
 def play(monkeypatch):
     """Runs a scene with the world of a controller that finds this running."""
-    monkeypatch.setattr(controller, "WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(shell, "WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(services, "RETRY_STOP_EVERY_S", 0.01)
 
     def run(scene: Callable[[World], Coroutine[None, None, None]], running, config=None) -> World:
         world = World(running, config or Config())
-        monkeypatch.setattr(controller, "keep", world.keep)
+        monkeypatch.setattr(sessions, "keep", world.keep)
 
         async def whole() -> None:
             try:
@@ -241,7 +243,7 @@ def test_a_gateway_that_was_cut_off_after_a_takeover_is_told_what_it_missed(play
 
 
 def test_a_gateway_that_is_heard_late_follows_the_new_controller(play, monkeypatch):
-    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
 
     async def scene(world: World) -> None:
         await world.controller.open()
@@ -255,7 +257,7 @@ def test_a_gateway_that_is_heard_late_follows_the_new_controller(play, monkeypat
 
 
 def test_a_gateway_that_is_heard_late_says_what_is_to_be_served(play, monkeypatch):
-    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
     others = {name: msgspec.structs.replace(ready, version="v2") for name, ready in WORKERS.items()}
     told = Members(
         0, tuple(Member(n, w.address, "v2", 64) for n, w in others.items()), Intent((SECOND,))
@@ -266,7 +268,7 @@ def test_a_gateway_that_is_heard_late_says_what_is_to_be_served(play, monkeypatc
         await world.controller.open()
         for name, ready in others.items():
             role = Role(name.removesuffix("-0"))
-            await until(lambda name=name: name in world.controller.links)
+            await until(lambda name=name: name in world.controller.sessions.links)
             world.controller._handle(Connected(name, ready.address, role, KVFormat.FP32))
         assert {w.state for w in world.controller.machine.workers.values()} == {WorkerState.SERVING}
         gateway = FakeGateway(told)
@@ -306,8 +308,8 @@ def test_a_bug_in_what_is_made_of_news_ends_no_session_for_ever(play, monkeypatc
         raise KeyError("a bug")
 
     async def scene(world: World) -> None:
-        monkeypatch.setattr(controller, "keep", keep)
-        monkeypatch.setattr(controller, "RETRY_EVERY_S", 0.01)
+        monkeypatch.setattr(sessions, "keep", keep)
+        monkeypatch.setattr(sessions, "RETRY_EVERY_S", 0.01)
         await world.controller.open()
         await until(lambda: num_kept > len(WORKERS))
         assert world.controller.counters["controller bugs"] >= 1
@@ -337,7 +339,7 @@ def test_a_worker_is_gone_when_the_start_that_was_stopped_is_over_too(play):
 
 
 def test_workers_that_fetch_for_hours_keep_nothing_else_waiting(play, monkeypatch):
-    monkeypatch.setattr(controller, "MAX_THREADS", 1)
+    monkeypatch.setattr(tasks, "MAX_THREADS", 1)
 
     async def scene(world: World) -> None:
         launcher = world.launcher
@@ -407,7 +409,7 @@ PLANNED = Config(planner=PlannerConfig(mode=PlannerMode.ON, max_workers=6, grow_
 
 
 def test_pools_are_planned_from_what_gateways_report_and_room_is_asked_for(play, monkeypatch):
-    monkeypatch.setattr(controller, "HANDSHAKE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
 
     async def scene(world: World) -> None:
         pools = world.controller

@@ -1,0 +1,154 @@
+"""Starts and stops of workers and gateways: each in a task, until its outcome is an event."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from deploy.controller.plan import ControllerPlan
+from deploy.controller.sessions import PoolSessions
+from deploy.controller.tasks import ControllerTasks, pause
+from deploy.launcher import Launcher
+from deploy.pools.effects import StartWorker
+from deploy.pools.events import (
+    GatewayFailed,
+    GatewayStarted,
+    GatewayStopped,
+    PoolEvent,
+    WorkerStarted,
+    WorkerStartFailed,
+    WorkerStopped,
+)
+from deploy.pools.machine import PoolMachine
+from deploy.pools.placement import NoPlace
+from deploy.pools.workers.record import WorkerState
+from deploy.processes import GatewayReady, WorkerReady
+from engine.errors import ConfigError
+from engine.messages import WorkerId
+
+RETRY_STOP_EVERY_S = 1.0
+
+
+class PoolServices:
+    """Asks the launcher for starts and ends; knows what each running service said of itself."""
+
+    machine: PoolMachine  # set before the first effect
+
+    def __init__(
+        self,
+        plan: ControllerPlan,
+        *,
+        launcher: Launcher,
+        sessions: PoolSessions,
+        tasks: ControllerTasks,
+        handle: Callable[[PoolEvent], None],
+    ) -> None:
+        self.workers: dict[WorkerId, WorkerReady] = {}
+        self.gateways: dict[str, GatewayReady] = {}
+        self.first_failure: asyncio.Future[str] | None = None  # of a start; only while opening
+        self._plan = plan
+        self._launcher = launcher
+        self._sessions = sessions
+        self._tasks = tasks
+        self._handle = handle
+        self._starts: dict[WorkerId, asyncio.Task[None]] = {}  # the latest one of each name
+
+    def adopt(self, found: Mapping[str, WorkerReady | GatewayReady]) -> None:
+        """Takes over services that run already."""
+        for name, ready in found.items():
+            if isinstance(ready, WorkerReady):
+                self.workers[WorkerId(name)] = ready
+            else:
+                self.gateways[name] = ready
+
+    def start_worker(self, wanted: StartWorker) -> None:
+        """Starts a worker and dials it."""
+        self._starts[wanted.worker_id] = self._tasks.spawn(self._start_worker(wanted))
+
+    def stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
+        """Ends a worker's session and process."""
+        self._sessions.hang_up(worker_id)
+        self._tasks.spawn(self._stop_worker(worker_id, by_force=by_force))
+
+    def start_gateway(self, name: str) -> None:
+        """Starts a gateway and dials it."""
+        self._tasks.spawn(self._start_gateway(name))
+
+    def stop_gateway(self, name: str) -> None:
+        """Ends a gateway's session and process."""
+        self._sessions.hang_up(name)
+        self._tasks.spawn(self._stop_gateway(name))
+
+    # ------------------------------------------------------------ tasks
+
+    async def _start_worker(self, wanted: StartWorker) -> None:
+        worker_id, start = wanted.worker_id, wanted.start
+        try:
+            num_workers = max(sum(v.pools.total for v in self.machine.intent.versions), 1)
+            spec = self._plan.worker_spec(wanted, num_workers)
+            ready = await self._tasks.in_start_thread(self._launcher.start_worker, spec)
+        except Exception as error:  # whatever the reason, the machine tries again
+            waits = self._may_have_place_later(error)
+            reason = str(error) or repr(error)
+            if not waits:
+                self._note_failure(reason)
+            if not isinstance(error, ConfigError):  # a part of it may still run
+                await self._end(worker_id, by_force=True)
+            self._handle(WorkerStartFailed(worker_id, start, reason, waits))
+            return
+        worker = self.machine.workers.get(worker_id)
+        if worker is None or worker.start != start or worker.state is not WorkerState.STARTING:
+            await self._end(worker_id, by_force=True)  # it was stopped while it started
+            return
+        self.workers[worker_id] = ready
+        self._handle(WorkerStarted(worker_id, start, ready.address, ready.context_len))
+        self._sessions.dial_worker(worker_id, ready.address)
+
+    async def _stop_worker(self, worker_id: WorkerId, *, by_force: bool) -> None:
+        """Ends a worker and waits for its start: the start may make a process after the end.
+
+        Only then the name is free for another start.
+        """
+        await self._end(worker_id, by_force=by_force)
+        while (start := self._starts.get(worker_id)) is not None and not start.done():
+            await asyncio.wait([start], timeout=RETRY_STOP_EVERY_S)
+            await self._end(worker_id, by_force=True)
+        self._starts.pop(worker_id, None)
+        self._handle(WorkerStopped(worker_id))
+
+    async def _start_gateway(self, name: str) -> None:
+        try:
+            others = list(self.gateways.values())
+            spec = self._plan.gateway_spec(name, self.machine.members, others)
+            ready = await self._tasks.in_thread(self._launcher.start_gateway, spec)
+        except Exception as error:  # as with workers
+            reason = str(error) or repr(error)
+            self._note_failure(reason)
+            if not isinstance(error, ConfigError):
+                await self._end(name, by_force=True)
+            self._handle(GatewayFailed(name, reason))
+            return
+        self.gateways[name] = ready
+        self._sessions.dial_gateway(name, ready)
+        self._handle(GatewayStarted(name))
+
+    async def _stop_gateway(self, name: str) -> None:
+        await self._end(name, by_force=True)
+        self._handle(GatewayStopped(name))
+
+    async def _end(self, name: str, *, by_force: bool) -> None:
+        """Tries until no process of the service is left."""
+        while True:
+            try:
+                await self._tasks.in_thread(lambda: self._launcher.stop(name, by_force=by_force))
+                return
+            except Exception as error:
+                self._tasks.note_bug(error)
+            await pause(RETRY_STOP_EVERY_S)
+
+    def _may_have_place_later(self, error: Exception) -> bool:
+        """Whether a start failed for want of a node, and the configuration expects more nodes."""
+        return isinstance(error, NoPlace) and self._plan.config.pools.max_workers is not None
+
+    def _note_failure(self, reason: str) -> None:
+        first = self.first_failure
+        if first is not None and not first.done():
+            first.set_result(reason)

@@ -1,0 +1,191 @@
+"""The controller's sessions: with each worker, and with each gateway."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+
+from deploy.admin.schema import BlockEventsAnswer
+from deploy.controller.links import (
+    ANSWER_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
+    RETRY_EVERY_S,
+    GatewayLink,
+    WorkerLink,
+    keep,
+)
+from deploy.controller.tasks import ControllerTasks, pause
+from deploy.pools.events import GatewayHeard, GatewaySeen, GatewayUnheard, Overtaken, PoolEvent
+from deploy.pools.machine import PoolMachine
+from deploy.pools.orders import OrderRefused
+from deploy.processes import GatewayReady
+from engine.clock import Clock
+from engine.control import GatewayReport, Members, RequestInfo
+from engine.messages import GatewayId, Role, Welcome, WorkerId
+from engine.net.curve import Channel, client_keys, server_keys
+from engine.net.trust import Secret
+
+
+class PoolSessions:
+    """Dials workers and gateways, and turns what they say into events.
+
+    Until `begin` gateways are only asked which members they know.
+    """
+
+    def __init__(
+        self,
+        secret: Secret,
+        *,
+        clock: Clock,
+        tasks: ControllerTasks,
+        handle: Callable[[PoolEvent], None],
+    ) -> None:
+        self.links: dict[WorkerId, WorkerLink] = {}
+        self.gateway_links: dict[str, GatewayLink] = {}
+        self._controller_id = GatewayId(f"controller-{secrets.token_hex(6)}")
+        self._secret = secret
+        self._clock = clock
+        self._tasks = tasks
+        self._handle = handle
+        self._machine: PoolMachine | None = None
+        self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
+
+    async def adopt(self, gateways: Mapping[str, GatewayReady]) -> Members | None:
+        """Dials gateways that run. Returns the newest members that any of them was told."""
+        waits: list[asyncio.Task[object]] = []
+        for name, ready in gateways.items():
+            heard = asyncio.Event()
+            self.dial_gateway(name, ready, on_welcome=heard.set)
+            waits.append(asyncio.create_task(heard.wait()))
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=HANDSHAKE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+        heard_of = [link.heard for link in self.gateway_links.values() if link.heard is not None]
+        members = [welcome.members for welcome in heard_of if welcome.members is not None]
+        return max(members, key=lambda each: each.version, default=None)
+
+    def begin(self, machine: PoolMachine) -> None:
+        """From now on the machine hears of gateways, and they hear of its members."""
+        self._machine = machine
+
+    def dial_worker(self, worker_id: WorkerId, address: str) -> None:
+        """Opens a session with a worker, again after each end until `hang_up`."""
+        link = WorkerLink(
+            worker_id, address, controller_id=self._controller_id, on_event=self._handle
+        )
+        self.links[worker_id] = link
+        self._dial(worker_id, address, link)
+
+    def dial_gateway(
+        self, name: str, ready: GatewayReady, on_welcome: Callable[[], None] | None = None
+    ) -> None:
+        """Opens a session with a gateway, again after each end until `hang_up`."""
+        link = GatewayLink(
+            clock=self._clock,
+            members=self._members,
+            on_report=lambda report: self._on_report(name, report),
+            on_welcome=lambda: self._on_welcome(name, on_welcome),
+            on_lost=lambda reason: self._on_gateway_lost(name, reason),
+        )
+        self.gateway_links[name] = link
+        self._dial(name, ready.control, link)
+
+    def hang_up(self, name: str) -> None:
+        """Ends the session with a worker or a gateway that is gone."""
+        self._cancel(name)
+        self.links.pop(WorkerId(name), None)
+        self.gateway_links.pop(name, None)
+
+    # ------------------------------------------------------------ what is said
+
+    def set_role(self, worker_id: WorkerId, role: Role) -> None:
+        """Tells a worker its role. If it has no session, the machine repeats it later."""
+        if (link := self.links.get(worker_id)) is not None:
+            link.set_role(role)
+
+    def publish(self, members: Members) -> None:
+        """Tells all gateways which workers there are."""
+        for gateway in self.gateway_links.values():
+            gateway.tell(members)
+
+    # ------------------------------------------------------------ what was heard
+
+    def reports(self, names: Iterable[str]) -> list[GatewayReport | None]:
+        """Returns the fresh report of each gateway; None if it has none."""
+        links = (self.gateway_links.get(name) for name in names)
+        return [None if link is None else link.fresh_report for link in links]
+
+    def infos(self) -> dict[WorkerId, Welcome]:
+        """Returns how workers introduced themselves."""
+        return {name: link.info for name, link in self.links.items() if link.info is not None}
+
+    async def requests(self) -> tuple[int, list[tuple[str, RequestInfo]]]:
+        """Returns how many requests are served, and the oldest of each gateway with its name.
+
+        Raises OrderRefused if a gateway does not answer in time.
+        """
+        links = dict(self.gateway_links)
+        lists = await asyncio.gather(*(link.requests() for link in links.values()))
+        answered = [
+            (name, each) for name, each in zip(links, lists, strict=True) if each is not None
+        ]
+        if len(answered) < len(links):
+            silent = ", ".join(sorted(set(links) - {name for name, _ in answered}))
+            raise OrderRefused(f"no answer in {ANSWER_TIMEOUT_S:g} s from {silent}", status=503)
+        found = [(name, info) for name, each in answered for info in each.requests]
+        return sum(each.num_requests for _, each in answered), found
+
+    def block_events(self) -> BlockEventsAnswer:
+        """Returns the addresses of workers' block events, and keys for a subscriber."""
+        mine = client_keys(self._secret, Channel.BLOCK_EVENTS)
+        return BlockEventsAnswer(
+            curve_serverkey=server_keys(self._secret, Channel.BLOCK_EVENTS).public.decode(),
+            curve_publickey=mine.public.decode(),
+            curve_secretkey=mine.secret.decode(),
+            workers={name: info.events for name, info in self.infos().items() if info.events},
+        )
+
+    # ------------------------------------------------------------ links
+
+    def _members(self) -> Members:
+        assert self._machine is not None
+        return self._machine.members
+
+    def _on_welcome(self, name: str, first: Callable[[], None] | None) -> None:
+        if first is not None:
+            first()
+        if self._machine is None:
+            return
+        link, members = self.gateway_links[name], self._machine.members
+        known = None if link.heard is None else link.heard.members
+        counts = known is not None and (known.version >= members.version or self._machine.is_guess)
+        if known is not None and counts and known != members:
+            self._handle(Overtaken(known))  # which publishes to all gateways
+        else:
+            link.welcome()
+        self._handle(GatewayHeard(name))  # last: after it the intent is no guess any more
+
+    def _on_gateway_lost(self, name: str, reason: str) -> None:
+        if self._machine is not None and name in self.gateway_links:
+            self._handle(GatewayUnheard(name, reason))
+
+    def _on_report(self, name: str, report: GatewayReport | None) -> None:
+        if self._machine is not None:
+            self._handle(GatewaySeen(name, report))
+
+    def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink) -> None:
+        self._cancel(name)
+        self._dialling[name] = self._tasks.spawn(self._keep(address, link))
+
+    def _cancel(self, name: str) -> None:
+        if (task := self._dialling.pop(name, None)) is not None:
+            task.cancel()
+
+    async def _keep(self, address: str, link: WorkerLink | GatewayLink) -> None:
+        """Dials again after a bug too. Otherwise a healthy worker would be stopped for it."""
+        while True:
+            try:
+                await keep(address, self._secret, link)
+            except Exception as error:
+                self._tasks.note_bug(error)
+            await pause(RETRY_EVERY_S)

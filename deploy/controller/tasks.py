@@ -1,0 +1,67 @@
+"""Tasks and threads of the controller: none of their bugs ends the others."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+MAX_THREADS = 64  # calls of the launcher at once, each over in minutes
+MAX_STARTS = 256  # starts of workers at once; each may take hours if it fetches a model
+
+T = TypeVar("T")
+
+
+class ControllerTasks:
+    """Runs coroutines as tasks and blocking calls in threads. Reports and counts bugs."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self.num_bugs = 0
+        self._report = report
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "launch")  # threads start when used
+        self._start_threads = ThreadPoolExecutor(MAX_STARTS, "start")
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs work as a task."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_end)
+        return task
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Returns the result of a blocking call. Starts of workers do not delay it."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def in_start_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Returns the result of a worker's start."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._start_threads, function, *arguments)
+
+    def note_bug(self, error: BaseException) -> None:
+        """Logs, reports and counts an unexpected error."""
+        self.num_bugs += 1
+        log.critical("a task of the controller failed: %r", error, exc_info=error)
+        self._report(f"the controller has a bug: {error!r}")
+
+    async def close(self, timeout_s: float) -> None:
+        """Cancels all tasks and waits for them. Threads end by themselves."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        for threads in (self._threads, self._start_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _on_end(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.note_bug(error)
+
+
+async def pause(seconds: float) -> None:
+    """Waits, without any work."""
+    await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=seconds)
