@@ -6,7 +6,8 @@ request ends in exactly one of Finished, Rejected, Failed, Cancelled.
 
 from engine.messages import Cancel, WorkerId
 from router.machine.events import End, RouterEffect, SendTo
-from router.machine.flight import Attempt, Flight, MoveStage, timeline
+from router.machine.flight import Attempt, Flight, timeline
+from router.machine.moves import MoveStage
 from router.machine.requests import Failed, Finished, Outcome
 from router.machine.state import RouterState
 from router.policies.base import Placement, SharedPrompt
@@ -90,7 +91,7 @@ class Ends:
         attempts = flight.attempts
         if attempts:
             flight.attempt = flight.hedge = None
-            self._state.forget_move(flight)
+            self._state.moves.forget(flight.request.request_id)
         effects: list[RouterEffect] = []
         for attempt in attempts:
             effects += self._end_one(flight, attempt, now_s, tell_workers=tell_workers)
@@ -122,8 +123,8 @@ class Ends:
         Of a copy both workers are told in any case: it does not end with the sequence.
         """
         state, request_id = self._state, flight.request.request_id
-        for stage in (state.to_copy, state.copying, state.copied, state.leaving):
-            stage.pop(request_id, None)
+        stage = state.moves.stage(request_id)
+        state.moves.end(request_id)
         move, attempt.move = attempt.move, None
         if move is None:
             return []
@@ -131,7 +132,7 @@ class Ends:
         if (target := workers.get(move.decode)) is not None:
             target.release_decode(move.seq_id)
         cancels = []
-        if move.stage is MoveStage.LEAVING and tell_workers:
+        if stage is MoveStage.LEAVING and tell_workers:
             cancels.append(SendTo(attempt.decode, Cancel(move.seq_id)))
         if move.copy_id is not None:
             del state.by_seq[move.copy_id]

@@ -4,7 +4,6 @@ Plain records; what happens to them is decided in `ends`, `placing` and `progres
 """
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from engine.messages import LeaseRef, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
@@ -27,15 +26,6 @@ class Stamps:
     second_token_s: float | None = None
 
 
-class MoveStage(Enum):
-    """How far a move has come."""
-
-    WAITING = auto()  # there is room for it; it runs, and its turn to be copied is to come
-    COPYING = auto()  # its full blocks are being pulled; it runs
-    COPIED = auto()  # they are there, or there are none; it runs, and waits for its turn
-    LEAVING = auto()  # its worker has been told to stop it
-
-
 @dataclass(slots=True)
 class Move:
     """Where a sequence that runs goes on, and as what: room is reserved there under `seq_id`."""
@@ -44,21 +34,9 @@ class Move:
     decode: WorkerId
     reserved_len: int
     reason: str
-    stage: MoveStage = MoveStage.WAITING
     copy_id: SeqId | None = None  # names its copied blocks, at both workers
     copy_due_s: float | None = None  # until then they are waited for
     gather_until_s: float | None = None  # copied, it waits so long for others to leave with it
-
-
-@dataclass(slots=True)
-class MoveWanted:
-    """A sequence is decoded where it shall not be. Over when it has gone or may stay, however many
-    moves are begun until then.
-    """
-
-    since_s: float
-    num_late: int = 0  # copies that did not come in time
-    not_before_s: float = 0.0  # the next move is begun
 
 
 @dataclass(slots=True)
@@ -114,7 +92,6 @@ class Flight:
     hedge: Attempt | None = None  # a second one beside it
     waits_for_s: float = 0.0  # counted in the queue: to compute it, as predicted then
     compute_s: float = 0.0  # the same without what was cached when it arrived
-    move_wanted: MoveWanted | None = None
     num_ids: int = 0  # that were given out, to attempts and to moves
     num_attempts: int = 0
     num_preemptions: int = 0  # attempts that do not count

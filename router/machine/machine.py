@@ -68,6 +68,7 @@ from router.machine.events import (
 )
 from router.machine.flight import Attempt, Flight, Stamps, timeline
 from router.machine.hedging import Hedging
+from router.machine.moves import MoveStage
 from router.machine.moving import Moving
 from router.machine.placing import Placing
 from router.machine.progress import Progress
@@ -161,8 +162,9 @@ class RouterMachine:
 
     @property
     def num_stranded(self) -> int:
-        """Requests that run where they shall not, and wait for room elsewhere or for their turn."""
-        return len(self.state.stranded) + len(self.state.to_copy)
+        """Running requests that are to move, and wait for room elsewhere or for their turn."""
+        moves = self.state.moves
+        return len(moves.at(MoveStage.STRANDED)) + len(moves.at(MoveStage.WAITING))
 
     @property
     def num_flights(self) -> int:
@@ -191,14 +193,14 @@ class RouterMachine:
             case Tick():
                 effects = self._on_tick(now_s)
         state = self.state
-        moves = state.stranded or state.to_copy or state.copied
-        if (state.queue or moves) and self._may_make_room(event):
-            if state.stranded or state.to_copy:  # who runs already goes before those that wait
+        to_move, to_leave = self.num_stranded, state.moves.at(MoveStage.COPIED)
+        if (state.queue or to_move or to_leave) and self._may_make_room(event):
+            if to_move:  # running requests go before waiting ones
                 effects += self._moving.move_all(now_s)
             if state.queue:
                 effects += self._placing.place_all(now_s)
                 effects += self._turns.give(now_s)
-            if state.copied:
+            if to_leave:
                 effects += self._moving.hand_over_next()
         return effects
 
@@ -229,7 +231,7 @@ class RouterMachine:
     def next_wake_s(self) -> float | None:
         """When `Tick` is wanted next: nothing falls due before. None where nothing will."""
         state = self.state
-        due_s = [state.deadlines.soonest_s(), state.move_again_s]
+        due_s = [state.deadlines.soonest_s(), state.moves.retry_s]
         if (head := state.queue.head()) is not None:  # only the head is waited for
             due_s.append(state.flights[head].back_off_until_s)
             due_s.append(None if state.busy is None else state.busy.until_s)

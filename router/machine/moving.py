@@ -77,9 +77,10 @@ from engine.messages import (
 from router.cluster.view import WorkerView
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect, SendTo
-from router.machine.flight import Attempt, Flight, Move, MoveStage, MoveWanted
+from router.machine.flight import Attempt, Flight, Move
+from router.machine.moves import RETRY_S, MoveStage
 from router.machine.placing import Placing
-from router.machine.state import MOVE_AGAIN_S, SEVERED_S, RouterState
+from router.machine.state import SEVERED_S, RouterState
 from router.policies.base import Need
 from router.policies.candidates import decode_blocks, has_room
 from router.policies.joining import next_decoder
@@ -148,24 +149,24 @@ class Moving:
         attempt = flight.attempt
         if attempt is None or not attempt.is_decoding:
             return []
+        moves, request_id = self._state.moves, flight.request.request_id
         worker = self._state.view.workers[attempt.decode]
         if worker.info.role.decodes:
-            self._state.forget_move(flight)
+            self._state.moves.forget(request_id)
             return self._call_off(flight, attempt)
         if attempt.move is not None:
             return []
-        wanted = flight.move_wanted = flight.move_wanted or MoveWanted(now_s)
+        wanted = moves.want(request_id, now_s)
         need = self._placing.need(flight, now_s)
         target = self._choose(attempt, need) if now_s >= wanted.not_before_s else None
         if target is None:
-            self._state.strand(flight, now_s)
+            moves.strand(request_id, attempt.decode, now_s)
             return []
         reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
         attempt.move = Move(flight.next_seq_id(), target, need.end_len, reason)
         self._reserve(flight, attempt.move, need, now_s)
-        self._state.unstrand(flight)
         if flight.length > worker.info.layout.block_size:
-            self._state.to_copy[flight.request.request_id] = None
+            moves.enter(request_id, MoveStage.WAITING, attempt.decode)
         else:  # no block is full
             self._gather(flight, attempt.move, now_s)
         return []
@@ -177,30 +178,31 @@ class Moving:
         A large one does not keep smaller ones from where there is room for them: they leave it its
         worker. What needs no less than one that has just found nothing is not looked at.
         """
-        state = self._state
+        state, moves = self._state, self._state.moves
         state.view.forget_severed(now_s)
         effects: list[RouterEffect] = []
         too_long: dict[WorkerId, int] = {}  # of each source: tokens for which nobody has room
         for since_s, flight in self._stranded():
             request_id, attempt = flight.request.request_id, flight.attempt
             assert attempt is not None
-            assert flight.move_wanted is not None
-            if now_s >= flight.move_wanted.not_before_s:
+            if now_s >= moves.wanted[request_id].not_before_s:
                 source, end_len = attempt.decode, self._placing.need(flight, now_s).end_len
                 if source not in too_long or end_len < too_long[source]:
                     effects += self.look_at(flight, now_s)
-                if request_id in state.stranded:
+                if moves.stage(request_id) is MoveStage.STRANDED:
                     too_long[source] = min(end_len, too_long.get(source, end_len))
-            if request_id in state.stranded and now_s - since_s >= state.config.move_timeout_s:
+            is_stranded = moves.stage(request_id) is MoveStage.STRANDED
+            if is_stranded and now_s - since_s >= state.config.move_timeout_s:
                 effects += self._give_up(flight, now_s)
-        if state.stranded:
-            state.move_again_s = now_s + MOVE_AGAIN_S
+        if moves.retry_s is not None:
+            moves.retry_s = now_s + RETRY_S
         return effects + self._copy_next(now_s)
 
     def _stranded(self) -> list[tuple[float, Flight]]:
         """Those that cannot be moved, and since when they shall be; oldest first."""
-        flights = [self._state.flights[request_id] for request_id in self._state.stranded]
-        since = [(f.move_wanted.since_s, f) for f in flights if f.move_wanted is not None]
+        state, moves = self._state, self._state.moves
+        stranded = moves.at(MoveStage.STRANDED)
+        since = [(moves.wanted[i].since_s, state.flights[i]) for i in stranded]
         return sorted(since, key=lambda each: each[0])
 
     def redirect(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
@@ -209,7 +211,7 @@ class Moving:
         """
         move = attempt.move
         assert move is not None
-        if move.stage is not MoveStage.LEAVING:
+        if self._stage(flight) is not MoveStage.LEAVING:
             return [*self._call_off(flight, attempt), *self.look_at(flight, now_s)]
         need = self._placing.need(flight, now_s)
         target = self._choose(attempt, need)
@@ -224,7 +226,7 @@ class Moving:
 
     def _call_off(self, flight: Flight, attempt: Attempt) -> list[RouterEffect]:
         """It goes on where it is, if it has not been told to stop."""
-        if attempt.move is None or attempt.move.stage is MoveStage.LEAVING:
+        if attempt.move is None or self._stage(flight) is MoveStage.LEAVING:
             return []
         return self._ends.end_move(flight, attempt)
 
@@ -235,7 +237,7 @@ class Moving:
         state = self._state
         effects: list[RouterEffect] = []
         for flight, source, move in self._next_to_copy():
-            move.stage = MoveStage.COPYING
+            state.moves.enter(flight.request.request_id, MoveStage.COPYING, source)
             move.copy_id = copy_id = SeqId(f"{move.seq_id}.copy")
             move.copy_due_s = now_s + state.config.move_timeout_s
             state.by_seq[copy_id] = flight.request.request_id
@@ -293,37 +295,34 @@ class Moving:
         if move is None or move.copy_due_s is None or move.copy_due_s > now_s:
             return []
         assert attempt is not None
-        wanted = flight.move_wanted
-        assert wanted is not None
+        wanted = self._state.moves.wanted[flight.request.request_id]
         self._state.counters["fallback", "copy late"] += 1
         wanted.num_late += 1
         if wanted.num_late > LATE_COPIES:
-            wanted.not_before_s = now_s + MOVE_AGAIN_S
+            wanted.not_before_s = now_s + RETRY_S
         return [*self._call_off(flight, attempt), *self.look_at(flight, now_s)]
 
     def _on_copy_given_back(
         self, flight: Flight, attempt: Attempt, move: Move, reason: str, now_s: float
     ) -> list[RouterEffect]:
         """Between the two workers KV does not get through, or the target has no use for it now."""
-        state, wanted = self._state, flight.move_wanted
+        state = self._state
         state.counters["fallback", "copy failed"] += 1
-        if move.stage in (MoveStage.COPIED, MoveStage.LEAVING):
+        if self._stage(flight) in (MoveStage.COPIED, MoveStage.LEAVING):
             # All has been there, and most is cached still; what is not is pulled with the rest. The
             # sooner it leaves the less that is.
             move.gather_until_s = None
             return self._end_copy(move)
-        assert wanted is not None
         if reason.startswith(PULL_FAILED):
             state.view.severed[attempt.decode, move.decode] = now_s + SEVERED_S
         else:
-            wanted.not_before_s = now_s + MOVE_AGAIN_S
+            state.moves.wanted[flight.request.request_id].not_before_s = now_s + RETRY_S
         return [*self._call_off(flight, attempt), *self.look_at(flight, now_s)]
 
     def _end_copying(self, flight: Flight, move: Move, now_s: float) -> None:
         """All is there that can be before the sequence stops."""
-        if move.stage is MoveStage.COPYING:
+        if self._stage(flight) is MoveStage.COPYING:
             move.copy_due_s = None
-            del self._state.copying[flight.request.request_id]
             self._gather(flight, move, now_s)
 
     def _end_copy(self, move: Move) -> list[RouterEffect]:
@@ -338,13 +337,11 @@ class Moving:
     def _next_to_copy(self) -> Iterator[tuple[Flight, WorkerId, Move]]:
         """Those whose turn it is, with whom they leave: of each worker a few."""
         state = self._state
-        num_copying = Counter(state.copying.values())
-        for request_id in list(state.to_copy):
+        num_copying = Counter(state.moves.at(MoveStage.COPYING).values())
+        for request_id in list(state.moves.at(MoveStage.WAITING)):
             flight, source, move = self._on_its_way(request_id)
             if num_copying[source] < self._most(source, COPY_AT_ONCE):
                 num_copying[source] += 1
-                del state.to_copy[request_id]
-                state.copying[request_id] = source
                 yield flight, source, move
 
     def _on_its_way(self, request_id: RequestId) -> tuple[Flight, WorkerId, Move]:
@@ -361,8 +358,10 @@ class Moving:
 
     def _gather(self, flight: Flight, move: Move, now_s: float) -> None:
         """It can leave, and waits for others of its worker."""
-        move.stage, move.gather_until_s = MoveStage.COPIED, now_s + GATHER_S
-        self._state.copied[flight.request.request_id] = None
+        assert flight.attempt is not None
+        move.gather_until_s = now_s + GATHER_S
+        request_id, source = flight.request.request_id, flight.attempt.decode
+        self._state.moves.enter(request_id, MoveStage.COPIED, source)
         self._state.watch(flight)
 
     def stop_gathering(self, flight: Flight, now_s: float) -> None:
@@ -375,11 +374,11 @@ class Moving:
         """Stops those whose turn it is: of each worker all that are copied, once nobody is missing
         or enough are there, and those before them can go on.
         """
-        state = self._state
-        num_leaving = Counter(state.leaving.values())
-        missing = {self._on_its_way(i)[1] for i in (*state.to_copy, *state.copying)}
+        moves = self._state.moves
+        num_leaving = Counter(moves.on_their_way())
+        missing = {*moves.at(MoveStage.WAITING).values(), *moves.at(MoveStage.COPYING).values()}
         gathered: dict[WorkerId, list[tuple[Flight, Move]]] = {}
-        for request_id in state.copied:
+        for request_id in moves.at(MoveStage.COPIED):
             flight, source, move = self._on_its_way(request_id)
             gathered.setdefault(source, []).append((flight, move))
         effects: list[RouterEffect] = []
@@ -394,9 +393,8 @@ class Moving:
 
     def _hand_over(self, flight: Flight, source: WorkerId, move: Move) -> SendTo:
         assert flight.attempt is not None
-        move.stage, move.gather_until_s = MoveStage.LEAVING, None
-        del self._state.copied[flight.request.request_id]
-        self._state.leaving[flight.request.request_id] = source
+        move.gather_until_s = None
+        self._state.moves.enter(flight.request.request_id, MoveStage.LEAVING, source)
         return SendTo(source, HandOver(flight.attempt.seq_id, move.seq_id))
 
     def on_handed_over(
@@ -434,6 +432,9 @@ class Moving:
 
     # ------------------------------------------------------------ the parts of a move
 
+    def _stage(self, flight: Flight) -> MoveStage | None:
+        return self._state.moves.stage(flight.request.request_id)
+
     def _choose(self, attempt: Attempt, need: Need) -> WorkerId | None:
         state = self._state
         return next_decoder(
@@ -460,7 +461,8 @@ class Moving:
         state.by_seq[move.seq_id] = flight.request.request_id
         flight.num_attempts += 1
         flight.num_moves += 1
-        state.forget_move(flight)
+        state.moves.forget(flight.request.request_id)
+        state.moves.enter(flight.request.request_id, MoveStage.ARRIVING, old.decode)
         flight.workers = (flight.workers[0], move.decode)
         flight.attempt = Attempt(
             move.seq_id,

@@ -191,7 +191,7 @@ class Progress:
             flight.kv_transfer_s = message.transfer_s
             flight.kv_exposed_s = message.exposed_s
         if attempt.is_moved:
-            self._state.leaving.pop(flight.request.request_id, None)
+            self._state.moves.end(flight.request.request_id)
             flight.move_pull_s = max(flight.move_pull_s or 0.0, message.transfer_s)
         worker = self._state.view.workers[attempt.decode]
         self._state.estimates.observe_pull(

@@ -13,8 +13,9 @@ from router.cluster.estimates import Estimates
 from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.deadlines import Deadlines
-from router.machine.flight import Attempt, Flight, MoveStage
+from router.machine.flight import Attempt, Flight
 from router.machine.groups import HeldBack
+from router.machine.moves import Moves
 from router.machine.queue import FairQueue
 from router.policies import make_policy
 from router.policies.base import Busy, Placer, Policy
@@ -23,7 +24,6 @@ from router.prefixes.base import Prefixes
 # A tenant's turn, in tokens of prompts and predicted answers: the larger, the fewer turns it takes
 # to reach a long request; the smaller, the finer the sharing.
 QUANTUM_TOKENS = 4096.0
-MOVE_AGAIN_S = 1.0  # about the time between two load reports
 SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
 HEDGE_SHARE = 0.05  # of all placements, second attempts at the most
 HEDGE_BURST = 8.0  # that many may have been saved up
@@ -64,12 +64,7 @@ class RouterState:
         self.locally_s = 0.0  # of what was predicted as prompts came, given to decode workers
         self.busy: Busy | None = None  # what the head of the queue waits for
         self.turn_due_s: float | None = None  # when a key that waits may be given others' room
-        self.stranded: dict[RequestId, None] = {}  # to be moved and cannot be
-        self.move_again_s: float | None = None  # when that is tried again
-        self.to_copy: dict[RequestId, None] = {}  # to be moved, and waiting for their turn
-        self.copying: dict[RequestId, WorkerId] = {}  # of whom they are being copied
-        self.copied: dict[RequestId, None] = {}  # and waiting for their turn to leave
-        self.leaving: dict[RequestId, WorkerId] = {}  # whom they leave; until they can go on
+        self.moves = Moves()
         self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
         self.heard: set[WorkerId] = set()  # workers that tell by themselves what they cache
 
@@ -120,23 +115,6 @@ class RouterState:
         """A request waits no longer: it is over."""
         self.queue.discard(flight.request.request_id)
         self._end_wait(flight)
-
-    def strand(self, flight: Flight, now_s: float) -> None:
-        """It is to be moved, and cannot be yet."""
-        self.stranded[flight.request.request_id] = None
-        if self.move_again_s is None:
-            self.move_again_s = now_s + MOVE_AGAIN_S
-
-    def unstrand(self, flight: Flight) -> None:
-        """It is being moved, or need not be."""
-        self.stranded.pop(flight.request.request_id, None)
-        if not self.stranded:
-            self.move_again_s = None
-
-    def forget_move(self, flight: Flight) -> None:
-        """It is not to be moved any more, or has been."""
-        flight.move_wanted = None
-        self.unstrand(flight)
 
     def watch(self, flight: Flight) -> None:
         """Takes note of its next deadline; wanted where that may be earlier than it was."""
@@ -218,8 +196,7 @@ class RouterState:
         copies = {m.copy_id for a in attempts.values() if (m := a.move) and m.copy_id}
         assert attempts.keys() | copies == set(self.by_seq)
         self._validate_claims(attempts)
-        self._validate_stranded()
-        self._validate_moves()
+        self.moves.validate(self.flights, self.view)
         for attempt in attempts.values():
             self._validate_attempt(attempt)
         for flight in self.flights.values():
@@ -261,42 +238,6 @@ class RouterState:
                 flight = self.flights[self.by_seq[seq_id]]
                 assert claim.context_tokens == flight.length
                 assert claim.blocks >= worker.info.layout.num_blocks_for(flight.length)
-
-    def _validate_stranded(self) -> None:
-        """Nobody is where nobody decodes without being moved or waiting for it."""
-        assert (self.move_again_s is not None) == bool(self.stranded)
-        for request_id, flight in self.flights.items():
-            attempt = flight.attempt
-            if request_id in self.stranded:
-                assert attempt is not None
-                assert attempt.is_decoding
-                assert attempt.move is None
-                assert flight.move_wanted is not None
-            elif attempt is not None and attempt.is_decoding and attempt.move is None:
-                assert self.view.workers[attempt.decode].info.role.decodes
-                assert flight.move_wanted is None
-            elif attempt is None:
-                assert flight.move_wanted is None
-
-    def _validate_moves(self) -> None:
-        """Whoever is on its way is in exactly one stage of it."""
-        moves = {i: f.attempt.move for i, f in self.flights.items() if f.attempt}
-
-        def at(stage: MoveStage) -> set[RequestId]:
-            return {i for i, move in moves.items() if move and move.stage is stage}
-
-        assert set(self.to_copy) == at(MoveStage.WAITING)
-        assert set(self.copying) == at(MoveStage.COPYING)
-        assert all(self.flights[i].attempts[0].decode == w for i, w in self.copying.items())
-        assert set(self.copied) == at(MoveStage.COPIED)
-        assert all(m.gather_until_s is None for i, m in moves.items() if m and i not in self.copied)
-        leaving = at(MoveStage.LEAVING)
-        assert leaving <= set(self.leaving) <= set(moves)
-        for request_id in self.leaving.keys() - leaving:
-            attempt = self.flights[request_id].attempt
-            assert attempt is not None
-            assert attempt.is_moved
-            assert not attempt.kv_ready
 
     def _validate_attempt(self, attempt: Attempt) -> None:
         workers = self.view.workers

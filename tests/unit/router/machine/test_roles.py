@@ -30,6 +30,7 @@ from engine.messages import (
     TransferAddress,
 )
 from router.machine.machine import ClientGone, Deliver, Tick, WorkerLost
+from router.machine.moves import MoveStage
 from router.machine.moving import DRAINED, GATHER_S, NOT_HANDED_OVER, NOT_MOVED
 from router.machine.requests import Cancelled, Failed, Finished
 from tests.unit.router.machine.test_machine import LEASE, Driver, ends, sent
@@ -261,7 +262,7 @@ def test_a_target_that_goes_before_the_sequence_has_stopped_costs_nothing(copyin
 
 def test_a_sequence_without_any_target_left_goes_on_where_it_is(copying):
     copying.handle(WorkerLost("d1", "gone"))
-    assert list(copying.machine.state.stranded) == ["r"]
+    assert list(copying.machine.state.moves.at(MoveStage.STRANDED)) == ["r"]
     assert delivered(copying.say("d0", Tokens("r.0", [6]))) == [(6,)]
     assert promised(copying) == {"p0": 0, "d0": 7}
 
@@ -342,7 +343,7 @@ def test_a_copy_that_its_target_does_not_want_is_made_again_later_and_cuts_nobod
     assert not sent(effects, OfferPrefix)
     assert not copying.machine.view.severed
     assert promised(copying)["d1"] == 0
-    assert list(copying.machine.state.stranded) == ["r"]
+    assert list(copying.machine.state.moves.at(MoveStage.STRANDED)) == ["r"]
     copying.now_s = copying.machine.next_wake_s()
     assert sent(copying.handle(Tick()), OfferPrefix)[0][1].seq_id == "r.2.copy"
 
@@ -518,10 +519,10 @@ def test_a_large_one_without_room_does_not_keep_a_smaller_one_from_it():
         driver.ask(name, max_tokens=max_tokens)
         driver.hand_over(f"{name}.0")
     driver.say("d0", TO_NOTHING)
-    assert sorted(driver.machine.state.stranded) == ["large", "small"]
+    assert sorted(driver.machine.state.moves.at(MoveStage.STRANDED)) == ["large", "small"]
     effects = driver.join("d1", num_blocks=8)
     assert [m.seq_id for _, m in sent(effects, OfferPrefix)] == ["small.1.copy"]
-    assert list(driver.machine.state.stranded) == ["large"]
+    assert list(driver.machine.state.moves.at(MoveStage.STRANDED)) == ["large"]
 
 
 def test_where_there_is_nobody_else_what_runs_goes_on_to_its_end():
@@ -536,7 +537,7 @@ def test_where_there_is_nobody_else_what_runs_goes_on_to_its_end():
 
 def test_a_worker_that_decodes_again_keeps_what_it_has(stranded):
     stranded.say("d0", TO_DECODE)
-    assert not stranded.machine.state.stranded
+    assert not stranded.machine.state.moves.at(MoveStage.STRANDED)
     stranded.now_s += 20
     assert stranded.handle(Tick()) == []
 

@@ -1,0 +1,120 @@
+"""The state of all moves: which sequence is to leave its worker, and how far that has come.
+
+The stage of a move lives here and nowhere else. `router.machine.moving` has the rules.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from engine.messages import RequestId, WorkerId
+from router.cluster.view import ClusterView
+from router.machine.flight import Flight
+
+RETRY_S = 1.0  # about the time between two load reports
+
+
+class MoveStage(Enum):
+    """The stage of a move. Until LEAVING the sequence runs at its source."""
+
+    STRANDED = auto()  # no worker has room for it
+    WAITING = auto()  # room is reserved; it waits for its turn to be copied
+    COPYING = auto()  # the target pulls its full blocks
+    COPIED = auto()  # they are there, or there are none; it waits for its turn to leave
+    LEAVING = auto()  # the source was told to stop it
+    ARRIVING = auto()  # it is another attempt now, whose KV the target pulls
+
+
+@dataclass(slots=True)
+class MoveWanted:
+    """A sequence runs on a worker that is not to decode. Ends when it has left or may stay."""
+
+    since_s: float
+    num_late: int = 0  # copies that did not come in time
+    not_before_s: float = 0.0  # no other move begins earlier
+
+
+class Moves:
+    """Moves by stage, each with its source; in a stage, in the order of entry."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[RequestId, MoveWanted] = {}
+        self.retry_s: float | None = None  # when stranded sequences are tried again
+        self._stage: dict[RequestId, MoveStage] = {}
+        self._at: dict[MoveStage, dict[RequestId, WorkerId]] = {stage: {} for stage in MoveStage}
+
+    def want(self, request_id: RequestId, now_s: float) -> MoveWanted:
+        """Notes that a sequence is to leave its worker. Returns the note, an old one if any."""
+        return self.wanted.setdefault(request_id, MoveWanted(now_s))
+
+    def at(self, stage: MoveStage) -> Mapping[RequestId, WorkerId]:
+        """Requests in a stage, with the workers that they leave."""
+        return self._at[stage]
+
+    def stage(self, request_id: RequestId) -> MoveStage | None:
+        """The stage of a request's move; None if there is none."""
+        return self._stage.get(request_id)
+
+    def enter(self, request_id: RequestId, stage: MoveStage, source: WorkerId) -> None:
+        """Puts a move into a stage."""
+        self.end(request_id)
+        self._stage[request_id] = stage
+        self._at[stage][request_id] = source
+
+    def strand(self, request_id: RequestId, source: WorkerId, now_s: float) -> None:
+        """Notes that no worker has room; the retry is due after `RETRY_S`."""
+        retry_s = now_s + RETRY_S if self.retry_s is None else self.retry_s
+        if self.stage(request_id) is not MoveStage.STRANDED:
+            self.enter(request_id, MoveStage.STRANDED, source)
+        self.retry_s = retry_s
+
+    def end(self, request_id: RequestId) -> None:
+        """Takes a move out of its stage. Whether one is wanted stays."""
+        stage = self._stage.pop(request_id, None)
+        if stage is not None:
+            del self._at[stage][request_id]
+        if not self._at[MoveStage.STRANDED]:
+            self.retry_s = None
+
+    def forget(self, request_id: RequestId) -> None:
+        """Notes that the sequence has left its worker, or may stay there."""
+        self.wanted.pop(request_id, None)
+        if self.stage(request_id) is MoveStage.STRANDED:
+            self.end(request_id)
+
+    def on_their_way(self) -> Iterator[WorkerId]:
+        """The source of each sequence that was told to stop and does not run again yet."""
+        yield from self._at[MoveStage.LEAVING].values()
+        yield from self._at[MoveStage.ARRIVING].values()
+
+    def validate(self, flights: Mapping[RequestId, Flight], view: ClusterView) -> None:
+        """Asserts that stages agree with the attempts, and that no sequence was forgotten."""
+        stranded = self._at[MoveStage.STRANDED]
+        assert (self.retry_s is not None) == bool(stranded)
+        assert self._stage == {i: stage for stage, ids in self._at.items() for i in ids}
+        assert self._stage.keys() | self.wanted.keys() <= flights.keys()
+        for request_id, flight in flights.items():
+            self._validate_one(request_id, flight, view)
+
+    def _validate_one(self, request_id: RequestId, flight: Flight, view: ClusterView) -> None:
+        attempt, stage = flight.attempt, self.stage(request_id)
+        if attempt is None:
+            assert stage is None
+            assert request_id not in self.wanted
+            return
+        if stage is MoveStage.ARRIVING:
+            assert attempt.is_moved
+            assert not attempt.kv_ready
+        elif stage is MoveStage.STRANDED:
+            assert attempt.is_decoding
+            assert attempt.move is None
+            assert request_id in self.wanted
+        else:
+            assert (attempt.move is None) == (stage is None)
+            if stage is not None:
+                assert self._at[stage][request_id] == attempt.decode
+            elif attempt.is_decoding:
+                assert view.workers[attempt.decode].info.role.decodes
+                assert request_id not in self.wanted
+        gathers = attempt.move is not None and attempt.move.gather_until_s is not None
+        assert not gathers or stage is MoveStage.COPIED
