@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ START_TIMEOUT_S = 110.0
 STOP_TIMEOUT_S = 45.0
 STEADY_S = 2.0  # workers report once a second
 MARK = "BATON_TEST_MARK"
+BATON = (sys.executable, "-m", "deploy.commands.main")
 KV_MIB = 64  # of each worker
 HANDS_OVER = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}  # every prompt
 
@@ -106,7 +107,12 @@ def conserved(served: Served) -> None:
 
 
 @contextmanager
-def serve(*arguments: str, kv_mib: int | None = KV_MIB, **environment: str) -> Iterator[Served]:
+def serve(
+    *arguments: str,
+    kv_mib: int | None = KV_MIB,
+    command: Sequence[str] = BATON,
+    **environment: str,
+) -> Iterator[Served]:
     """Runs `baton serve` with two workers, and so much more environment; interrupts it at the end.
 
     Then the workers hold nothing for anybody, and afterwards no process is left.
@@ -114,7 +120,7 @@ def serve(*arguments: str, kv_mib: int | None = KV_MIB, **environment: str) -> I
     mark = uuid.uuid4().hex
     options = ["--port", "0"] if kv_mib is None else ["--port", "0", "--kv-mib", str(kv_mib)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.commands.main", "serve", *options, *arguments],
+        [*command, "serve", *options, *arguments],
         stderr=subprocess.PIPE,
         env={**os.environ, MARK: mark, "COLUMNS": "200", **environment},
         start_new_session=True,
