@@ -1,1 +1,1 @@
-"""The only place that imports torch and transformers."""
+"""Models: the only package that imports torch and transformers."""

@@ -1,13 +1,13 @@
-"""Forward passes on a CPU: which of the ways to compute a model a worker takes, and why.
+"""Forward passes on a CPU, in one of three ways.
 
 1. With the C++ kernels, as a whole (`native.decoder`): decoders of Llama's shape.
-2. With the C++ kernels, layer by layer: the model's own code over packed linears and paged
+2. With the C++ kernels, layer by layer: the model's own code over packed linear layers and paged
    attention. Every other decoder, and a model whose logits the first way does not reproduce.
-3. Plain torch, where the kernels cannot be built.
+3. Plain torch, if the kernels cannot be built.
 
-Which it was is logged. The first two give a sequence the same bits alone, in any batch and in any
-chunking, as far as `native.invariant` replaces what the model's own code computes with. That is
-measured when the model is opened (`company`).
+The choice is logged. In the first two ways a sequence has the same bits alone, in any batch and in
+any chunking. For the model's own code this holds as far as `native.invariant` replaces the
+functions that it calls. It is measured when the model is opened (`company`).
 """
 
 import logging
@@ -52,7 +52,7 @@ PACKED_TOLERANCE = {  # the same, for what packing makes of fp32 weights
 
 
 def resolve_weights(wanted: WeightFormat) -> WeightFormat:
-    """What `wanted` means on this CPU. Raises ConfigError where it cannot be had."""
+    """The format that `wanted` means on this CPU. Raises ConfigError if this CPU cannot use it."""
     if wanted is WeightFormat.FP8:
         raise ConfigError("weights fp8 need a GPU; a CPU has fp32, bf16 and int8")
     has_kernels = kernels() is not None
@@ -64,7 +64,7 @@ def resolve_weights(wanted: WeightFormat) -> WeightFormat:
 
 
 class CpuPass(NamedTuple):
-    """One forward pass, ready to be computed."""
+    """The inputs of one forward pass."""
 
     token_ids: Sequence[int]  # of the flat batch
     positions: Sequence[int]
@@ -85,8 +85,8 @@ class CpuForward:
     ) -> None:
         """`weights` are resolved.
 
-        `beside` is a pass that is opened before this one and closed after it. Its threads compute
-        this one too: two teams would spin against each other.
+        `beside` is a pass that is opened before this one and closed after it. This one computes
+        with its threads: two teams would spin against each other.
         """
         self._loaded = loaded
         self._weights = weights
@@ -96,11 +96,11 @@ class CpuForward:
         self._products: InvariantProducts | None = None
         self._decoder: Decoder | None = None
         self.weights_bytes = 0
-        self.is_batch_invariant = False  # as measured when it is opened
+        self.is_batch_invariant = False  # measured when the model is opened
 
     @torch.inference_mode()
     def open(self, cache: KVCache) -> None:
-        """Packs the weights, freeing the model's own, and serves `cache` from now on."""
+        """Packs the weights, frees the model's own, and serves `cache` from now on."""
         context = self._loaded.context
         library = kernels()
         if library is not None:
@@ -121,7 +121,7 @@ class CpuForward:
             self._decoder.open(cache)
 
     def close(self) -> None:
-        """Lets go of the cache and ends the threads, unless they are another's."""
+        """Drops the cache, and ends the threads unless they belong to another pass."""
         self._loaded.context.cache = self._loaded.context.batch = None
         if self._decoder is not None:
             self._decoder.close()
@@ -132,7 +132,7 @@ class CpuForward:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a pass is one call into the kernels."""
+        """True if a pass is one call into the kernels."""
         return self._decoder is not None
 
     def logits(self, rows: Sequence[Row], keep: Sequence[int]) -> torch.Tensor:
@@ -140,7 +140,7 @@ class CpuForward:
         return self.launch(self.prepare(rows, keep))
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> CpuPass | PreparedCall:
-        """The inputs of `launch`: those of `logits`."""
+        """Makes the inputs of `launch` from those of `logits`."""
         if self._decoder is not None:
             return self._decoder.prepare(rows, keep)
         token_ids = [token for row in rows for token in row.token_ids]
@@ -148,7 +148,7 @@ class CpuForward:
         return CpuPass(token_ids, positions, keep, build_batch(rows, self._loaded.context.cache))
 
     def launch(self, prepared: CpuPass | PreparedCall) -> torch.Tensor:
-        """Logits [len(keep), vocab]."""
+        """Computes logits [len(keep), vocab]."""
         if self._decoder is not None:
             return self._decoder.launch(prepared)
         *numbers, batch = prepared
@@ -157,15 +157,15 @@ class CpuForward:
             return forward(self._loaded.model, *numbers)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """Tokens [num_rows], as `engine.model.sampling.choosing.sample` chooses them."""
+        """Tokens [num_rows], chosen as `engine.model.sampling.choosing.sample` does."""
         if self._team is None:
             return sample(logits, choices)
         return sample_natively(logits, choices, team=self._team)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
-        """Has this model, a draft, compute what it shall see of rows, and propose.
+        """Runs this model, a draft, over the rows that it sees, and proposes tokens.
 
-        Those that propose most come first. It is one call where no pass has to wait for a mask.
+        Rows that propose most come first. All passes are one call if none has to wait for a mask.
         """
         proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
         if self._decoder is None or has_guide(proposing) or not proposing:
@@ -181,7 +181,7 @@ class CpuForward:
             proposal.token_ids = token_ids
 
     def drafts_along(self, draft: "CpuForward", proposals: Sequence[DraftedRow]) -> bool:
-        """Whether `verify` can have `draft` propose in the same call."""
+        """True if `verify` can run `draft` in the same call."""
         both = self._decoder is not None and draft._decoder is not None
         return both and not has_guide(proposals)
 
@@ -192,7 +192,7 @@ class CpuForward:
         proposals: Sequence[DraftedRow],
         clock: Clock,
     ) -> Verified:
-        """`draft.draft` of those of the proposals that are `seen`, and `verify`, as one call."""
+        """Does `draft.draft` for the proposals that are `seen`, then `verify`, in one call."""
         proposing = [proposal for proposal in seen if proposal.row.num_to_draft > 0]
         place_of = {id(proposal): place for place, proposal in enumerate(proposals)}
         for proposal in proposing:
@@ -210,7 +210,9 @@ class CpuForward:
         return Verified(chosen.token_ids, chosen.logits, *times)
 
     def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
-        """Has this model compute rows and what is proposed, and choose; one call where it can."""
+        """Runs this model over rows and their proposed tokens, and chooses; in one call if
+        possible.
+        """
         if self._decoder is None or has_guide(proposals):
             return verify_by_parts(self, proposals, masks, clock)
         chosen = self._verify(proposals, clock)
@@ -234,7 +236,7 @@ class CpuForward:
     def _packed_logits(self) -> torch.Tensor:
         """Logits of the trial by the model's own code over packed weights.
 
-        Raises CheckpointError if the model fails now, or gives other logits than before.
+        Raises CheckpointError if the model now fails, or gives other logits than before.
         """
         tolerance = PACKED_TOLERANCE.get(self._weights, math.inf)
         with _activations_unrounded(self._loaded.model), one_torch_thread():
@@ -242,7 +244,9 @@ class CpuForward:
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
-        """Within, the model's own code computes as promised, where there are kernels."""
+        """A context in which the model's own code computes independently of the batch, with
+        kernels.
+        """
         if self._products is None:
             yield
             return
@@ -250,7 +254,7 @@ class CpuForward:
             yield
 
     def _keeps_bits(self) -> bool:
-        """Whether a sequence has the same bits in any company and chunking, as measured."""
+        """True if a sequence was measured to have the same bits in any company and chunking."""
         loaded = self._loaded
         where = loaded.context, loaded.layout.sections[0], KVFormat.FP32
         num_rows = -(-company.num_blocks(probe.BLOCK_SIZE) // probe.BLOCKS_PER_ROW)
@@ -266,7 +270,7 @@ class CpuForward:
         return found
 
     def _fused(self, team: Team, expected: torch.Tensor) -> Decoder | None:
-        """The model as one call, if it is of that shape and gives the model's own logits."""
+        """The model as one call, if it has that shape and gives the model's own logits."""
         name = self._loaded.model.config.model_type
         try:
             decoder = build(self._loaded.model, self._loaded.context, team)
@@ -303,10 +307,11 @@ class CpuForward:
 
 @contextmanager
 def _activations_unrounded(model: nn.Module, decoder: Decoder | None = None) -> Iterator[None]:
-    """Meanwhile int8 weights multiply activations in fp32, in the model and in the decoder.
+    """A context in which int8 weights multiply fp32 activations, in the model and in the decoder.
 
-    With rounded ones, sums that differ in their last bit make a byte differ here and there, each
-    layer adds to that, and a model of random weights is as far from itself as from a wrong one.
+    With rounded activations, sums that differ in their last bit change a byte here and there, and
+    each layer adds to that. A model of random weights is then as far from itself as from a wrong
+    model.
     """
     matrices = [
         module.matrix.struct for module in model.modules() if isinstance(module, PackedLinear)

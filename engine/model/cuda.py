@@ -1,25 +1,25 @@
-"""Forward passes on a GPU: what is prepared on the host, what is captured, and what runs eagerly.
+"""Forward passes on a GPU: prepared on the host, then replayed as a graph or run eagerly.
 
     prepare   host only: packs a step's inputs into pinned memory, while the GPU may compute
     launch    queues one copy of them and the pass; does not wait for either
 
 **Decode steps**, in which every row has one token, are replayed as CUDA graphs. `open` captures one
-for each of `packing.padded_sizes`; a step takes the least that holds its rows and fills it up with
-rows that store nothing. Graphs read their inputs where they were captured, in one piece of device
-memory, and share one pool of memory for all else: what `launch` returns is overwritten by the next
-`launch`. All other steps run eagerly.
+graph for each of `packing.padded_sizes`. A step takes the smallest that holds its rows and fills it
+up with rows that store nothing. Graphs read their inputs where they were captured, in one piece of
+device memory, and share one pool of memory for all else. So each `launch` overwrites the result of
+the one before. All other steps run eagerly.
 
-**torch.compile** puts together what stands between two attentions or two matrix products. Layers
-are compiled one by one: they share their code, so one compilation serves them all, and one more a
-step of any size. Attention itself stays outside, since what it needs is not tensors: a graph of
-torch.compile ends before it and another begins behind it. A captured step does not notice.
+**torch.compile** fuses the operations between two attentions or two matrix products. Layers are
+compiled one by one. They share their code, so one compilation serves them all, and one more serves
+steps of any size. Attention stays outside, since its arguments are not tensors: one compiled graph
+ends before it and another begins behind it. A captured step does not notice.
 
-What cannot be had is done without, counted in `fallbacks` and logged: "triton" (attention in plain
-torch; then no graphs either), "torch_compile", "cuda_graph" (a model whose own code waits for the
-GPU, as some mixtures of experts do).
+If a part is not available, the model runs without it. That is counted in `fallbacks` and logged:
+"triton" (attention in plain torch, and then no graphs either), "torch_compile", "cuda_graph" (a
+model whose own code waits for the GPU, as some mixtures of experts do).
 
-The host waits for one thing only: before pinned memory is written again, for the copy out of it two
-steps ago. On a CPU the same code computes without graphs and pinned memory, which tests rely on.
+The host waits for one thing only: before it writes to pinned memory again, for the copy out of it
+two steps ago. On a CPU the same code computes without graphs and pinned memory, for tests.
 """
 
 import logging
@@ -63,7 +63,7 @@ WARM_UP_LENS = (8, 48, 2048)  # tokens of a row: of a verification, a prompt's e
 
 
 class Staged:
-    """Host memory for one step's inputs, and when it was last read."""
+    """Host memory for one step's inputs, and an event for the last copy out of it."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -71,7 +71,7 @@ class Staged:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """`num_bytes` of it, to be written; waits until the last copy has read them."""
+        """Returns `num_bytes` of it for writing, once the last copy has read them."""
         if self._copied is not None:
             self._copied.synchronize()
         if self.memory.numel() < num_bytes:
@@ -87,7 +87,7 @@ class Staged:
 
 
 class CudaStep(NamedTuple):
-    """A step that can be launched. Launch it before the next but one is prepared."""
+    """A step that can be launched. Launch it before the second next step is prepared."""
 
     staged: Staged
     packing: Packing
@@ -98,7 +98,7 @@ class CudaStep(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A decode step of some number of rows."""
+    """A captured decode step of a fixed number of rows."""
 
     graph: torch.cuda.CUDAGraph
     keep: torch.Tensor  # [num_rows]: of its inputs
@@ -106,7 +106,7 @@ class Captured(NamedTuple):
 
 
 def resolve_weights(wanted: WeightFormat, device: torch.device) -> WeightFormat:
-    """What `wanted` means on this GPU. Raises ConfigError where it cannot be had."""
+    """The format that `wanted` means on this GPU. Raises ConfigError if this GPU cannot use it."""
     if not torch.cuda.is_available():
         raise ConfigError(f"device {device}: torch finds no GPU")
     if wanted is WeightFormat.AUTO:
@@ -135,9 +135,9 @@ class CudaForward:
     ) -> None:
         """`weights` are resolved.
 
-        `attend` is chosen for the device unless given; then it has to know rows that fill a batch
-        up. `captured_rows`: of how many rows decode steps are captured. `compiler` is a backend of
-        torch.compile; None: layers are not compiled.
+        `attend` is chosen for the device unless given; a given one must know rows that fill a batch
+        up. `captured_rows` are the numbers of rows for which decode steps are captured. `compiler`
+        is a backend of torch.compile; None means that layers are not compiled.
         """
         self._loaded = loaded
         self._weights = weights
@@ -159,7 +159,7 @@ class CudaForward:
 
     @torch.inference_mode()
     def open(self, cache: KVCache) -> None:
-        """Quantises weights, frees what they replace, and serves `cache` from now on."""
+        """Quantises weights, frees the ones they replace, and serves `cache` from now on."""
         model, context = self._loaded.model, self._loaded.context
         if self._is_cuda:
             torch.cuda.set_device(self._device)
@@ -176,7 +176,7 @@ class CudaForward:
             self._open_padded(cache)
 
     def close(self) -> None:
-        """Lets go of the cache and of the captured steps."""
+        """Drops the cache and the captured steps."""
         self._graphs.clear()
         self._sizes = ()
         self._memory = None
@@ -185,13 +185,13 @@ class CudaForward:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a decode step is one call into captured work."""
+        """True if a decode step is one call into captured work."""
         return bool(self._graphs)
 
     def logits(self, rows: Sequence[Row], keep: Sequence[int]) -> torch.Tensor:
         """Logits [len(keep), vocab] of the tokens of the flat batch whose indices are in `keep`.
 
-        They are overwritten by the next step.
+        The next step overwrites them.
         """
         return self.launch(self.prepare(rows, keep))
 
@@ -207,7 +207,7 @@ class CudaForward:
 
     @torch.inference_mode()
     def launch(self, prepared: CudaStep) -> torch.Tensor:
-        """Queues a step: its logits, as `logits` gives them."""
+        """Queues a step and returns its logits, as `logits` does."""
         captured = self._graphs.get(prepared.padded_rows)
         if captured is not None:
             prepared.staged.copy_to(self._memory[: prepared.packing.num_bytes])
@@ -219,28 +219,27 @@ class CudaForward:
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """Tokens [num_rows], as `engine.model.sampling.choosing.sample` chooses them, on the
-        GPU."""
+        """Tokens [num_rows], chosen on the GPU as `engine.model.sampling.choosing.sample` does."""
         return sample(logits, choices)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
-        """Has this model, a draft, compute what it shall see of rows, and propose.
+        """Runs this model, a draft, over the rows that it sees, and proposes tokens.
 
         All passes but the first are decode steps, and captured. The host waits for each of them.
         """
         draft_step_by_step(self, proposals, masks)
 
     def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
-        """Has this model compute rows and what is proposed, and choose.
+        """Runs this model over rows and their proposed tokens, and chooses.
 
-        Where something is proposed, the pass is no decode step, so it runs eagerly.
+        With proposed tokens the pass is no decode step, so it runs eagerly.
         """
         return verify_by_parts(self, proposals, masks, clock)
 
     def _prepare(
         self, rows: Sequence[Row], keep: Sequence[int], shape: PackingShape, pad_len: int = 1
     ) -> CudaStep:
-        """Packs `rows`, filled up with rows of `pad_len` tokens to `shape`."""
+        """Packs `rows`, filled up to `shape` with rows of `pad_len` tokens."""
         plan = packing.plan(shape)
         staged = self._staged[self._num_prepared % len(self._staged)]
         self._num_prepared += 1
@@ -267,7 +266,7 @@ class CudaForward:
     def _bring(
         self, prepared: CudaStep, memory: torch.Tensor
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
-        """Queues the copy of a step's inputs to device `memory`: views of it."""
+        """Queues the copy of a step's inputs to device `memory` and returns views of them."""
         prepared.staged.copy_to(memory)
         inputs = tensors(memory, prepared.packing)
         batch = AttentionBatch(
@@ -282,7 +281,7 @@ class CudaForward:
     def _compute(
         self, inputs: Inputs[torch.Tensor], batch: AttentionBatch, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        """The pass: logits [len(keep), vocab], of all tokens if `keep` is None."""
+        """Runs the pass: logits [len(keep), vocab], of all tokens if `keep` is None."""
         self._loaded.context.batch = batch
         logits = self._loaded.model(
             input_ids=inputs.token_ids[None],
@@ -295,7 +294,7 @@ class CudaForward:
         return logits[0]
 
     def _choose_attend(self) -> tuple[Attend, bool]:
-        """The attention, and whether it knows rows that fill a batch up."""
+        """Chooses the attention; the flag says if it knows rows that fill a batch up."""
         if self._attend is not None:
             return self._attend, True
         if self._is_cuda and triton_attention.available():
@@ -319,7 +318,7 @@ class CudaForward:
         log.info("%d decode steps captured, %.1f s of warm-up", len(self._graphs), seconds)
 
     def _warm_up(self) -> None:
-        """Runs batches of each kind, so that whatever is compiled at first use is compiled."""
+        """Runs batches of each kind, so that everything compiled at first use is compiled now."""
         if self._compiler is not None:
             self._begin_compilation()
             try:
@@ -344,7 +343,7 @@ class CudaForward:
     def _padding(
         self, shape: PackingShape, pad_len: int = 1, memory: torch.Tensor | None = None
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
-        """A batch in which every row only fills up, brought to `memory` or to new memory."""
+        """A batch of rows that only fill up, brought to `memory` or to new memory."""
         prepared = self._prepare([], [], shape, pad_len)
         num_bytes = prepared.packing.num_bytes
         there = self._new(num_bytes) if memory is None else memory[:num_bytes]
@@ -363,7 +362,7 @@ class CudaForward:
             self._graphs = captured
 
     def _capture(self, size: int, pool: tuple[int, int]) -> Captured:
-        """A decode step of `size` rows, over `_memory`."""
+        """Captures a decode step of `size` rows over `_memory`."""
         shape = PackingShape(size, size, size, self._table_width)
         inputs, batch = self._padding(shape, memory=self._memory)
         aside = torch.cuda.Stream()
@@ -397,7 +396,7 @@ class CudaForward:
         log.warning("%s is not used: %s", what, why)
 
     def _new(self, num_bytes: int) -> torch.Tensor:
-        """Device memory for a step's inputs."""
+        """New device memory for a step's inputs."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -409,7 +408,7 @@ class CudaForward:
 
 
 def tensors(memory: torch.Tensor, plan: Packing) -> Inputs[torch.Tensor]:
-    """The inputs in `memory`, which are bytes: views."""
+    """Views of the inputs in `memory`, which holds bytes."""
     return Inputs(
         *(
             memory[place.offset_bytes : place.end_bytes]
@@ -421,14 +420,16 @@ def tensors(memory: torch.Tensor, plan: Packing) -> Inputs[torch.Tensor]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers, in order."""
+    """The decoder's layers, in order."""
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(next(layers for layers in lists if len(layers) == num_layers))
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """Bytes that a pass reads: all but embeddings that are not the output matrix, too."""
+    """Bytes of weights that a pass reads: all, but no embeddings unless they are the output matrix
+    too.
+    """
     read = {
         id(tensor): tensor.nbytes
         for module in model.modules()
@@ -440,9 +441,10 @@ def weights_bytes(model: nn.Module) -> int:
 
 
 def _use_own_caches() -> None:
-    """Has compilers load only what this user built. torch would take a folder in /tmp by its name.
+    """Makes compilers load only files that this user built. torch's default is a shared folder in
+    /tmp.
 
-    A folder that the operator has chosen is the operator's affair.
+    A folder that the operator has chosen is left as it is.
     """
     for variable, name in CACHES.items():
         if variable not in os.environ:
@@ -456,7 +458,7 @@ def _extents(inputs: Inputs[np.ndarray]) -> tuple[Extent, ...]:
 
 
 def _kept(logits: torch.Tensor, keep: torch.Tensor, prepared: CudaStep) -> torch.Tensor:
-    """Of a padded step's logits those that are wanted."""
+    """The wanted logits of a padded step."""
     if prepared.keeps_all:
         return logits[: prepared.num_kept]
     return logits.index_select(0, keep[: prepared.num_kept])

@@ -2,18 +2,19 @@
 
     y[m, n] = sum over k of x8[m, k] * w8[n, k] * x_scale[m] * w_scale[n]
 
-Both sides are float8 e4m3. Weights are quantised once, each output row by max |w| / 448 of its own;
-activations at every call, each token by its own, so a token's numbers do not depend on the tokens
-beside it. torch multiplies them on the tensor cores (`_scaled_mm` with scales per row) where there
-is a GPU that can, and here as plain numbers elsewhere: slow, and kept to check the other.
+Both sides are float8 e4m3. Weights are quantised once, with a scale max |w| / 448 for each output
+row. Activations are quantised at every call, with a scale for each token, so a token's numbers do
+not depend on the tokens beside it. On a capable GPU torch multiplies them on the tensor cores
+(`_scaled_mm` with scales per row). Elsewhere they are multiplied as plain numbers: slow, and kept
+as the reference.
 
-What torch asks of the operands: the right one column by column in memory, which a weight [n, k] row
-by row is when transposed; n and k multiples of 16; scales fp32 [m, 1] and [1, n]; the result bf16.
-Rows are filled up to a multiple of 16: kernels have read scales beyond the last row
+torch requires of the operands: the right one is column-major, as a row-major weight [n, k] is when
+transposed; n and k are multiples of 16; scales are fp32 [m, 1] and [1, n]; the result is bf16. Rows
+are filled up to a multiple of 16, because kernels have read scales beyond the last row
 (pytorch/pytorch#133334), and some are slow below 16 rows.
 
-A layer whose size does not fit, and those named in `skip`, stay as they are. The last layer should:
-errors of its logits are not averaged away by anything.
+Layers of an unfit size, and those named in `skip`, stay as they are. The last layer should be
+skipped, since nothing averages out the errors of its logits.
 """
 
 from collections.abc import Collection
@@ -37,9 +38,9 @@ class Replaced(NamedTuple):
 
 
 class Fp8Linear(nn.Module):
-    """Stands in for an `nn.Linear` in inference; the result has the dtype of the input.
+    """Replaces an `nn.Linear` in inference; the result has the dtype of the input.
 
-    Stays on the device on which it was made.
+    It must stay on the device on which it was made.
     """
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None):
@@ -48,12 +49,12 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", weight)  # [out_features, in_features] float8_e4m3fn
         self.register_buffer("scales", scales)  # [out_features] fp32
         self.register_buffer("bias", bias)  # [out_features] or None
-        # Asked here, not at every call: torch.compile could not follow the question.
+        # Decided here, not at every call: torch.compile could not trace the check.
         self._multiply = scaled_matmul if can_multiply(weight.device) else reference_matmul
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "Fp8Linear":
-        """The linear layer with its weights quantised."""
+        """Returns the linear layer with its weights quantised."""
         weight, scales = quantise_rows(linear.weight.detach())
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(weight, scales[:, 0], bias)
@@ -72,10 +73,10 @@ def replace_linears(
     skip: Collection[str] = ("lm_head",),
     read_outside: Collection[str] = (),
 ) -> Replaced:
-    """Puts an Fp8Linear in the place of every linear layer, one by one, so that only one is held
-    twice at a time.
+    """Replaces every linear layer by an Fp8Linear, one by one, so that only one is held twice at a
+    time.
 
-    Not of those whose name ends in one of `skip`, nor of those whose weights other modules read.
+    Layers stay if their name ends in one of `skip`, or if other modules read their weights.
     """
     replaced, kept = [], []
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -96,12 +97,14 @@ def replace_linears(
 
 
 def can_multiply(device: torch.device) -> bool:
-    """Whether torch multiplies fp8 on this device."""
+    """True if torch multiplies fp8 on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [m, k] as e4m3 [m, k] and its scales [m, 1] in fp32, one for each row."""
+    """Quantises `x` [m, k] to e4m3 [m, k]; returns it with its scales [m, 1] in fp32, one for each
+    row.
+    """
     x = x.float()
     scales = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=LEAST_SCALE)
     return (x / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
@@ -112,7 +115,7 @@ def scaled_matmul(
 ) -> torch.Tensor:
     """The product defined above, [m, n] in bf16, by torch's kernels for fp8.
 
-    `x` [m, k] with scales [m, 1], `weight` [n, k] with scales [n].
+    `x` [m, k] has scales [m, 1], `weight` [n, k] has scales [n].
     """
     num_rows = x.shape[0]
     if num_rows % MULTIPLE:
@@ -133,5 +136,5 @@ def scaled_matmul(
 def reference_matmul(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor
 ) -> torch.Tensor:
-    """What `scaled_matmul` computes, said plainly, in fp32."""
+    """The definition of `scaled_matmul`, in fp32."""
     return (x.float() * x_scales) @ (weight.float() * weight_scales[:, None]).t()

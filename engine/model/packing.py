@@ -6,12 +6,12 @@
     context_lens                        [num_rows] int32
     block_tables                        [num_rows, table_width] int32, padded with 0
 
-`plan` says where each of them lies, which depends on nothing but these sizes: the bytes of a
-captured step lie where they lay when it was captured. `arrays` are they on the host, `fill` writes
-them. What `engine.model.attention.base` says of a batch holds for them.
+`plan` computes where each of them lies. That depends only on these sizes, so a captured step finds
+its inputs where they lay when it was captured. `arrays` are the inputs on the host, and `fill`
+writes them. They have the meaning that `engine.model.attention.base` gives a batch.
 
-A captured step has more rows than there are sequences. The rows that fill it up have `context_len`
-0 and slots PAD_SLOT: nothing is stored for them, and what they result in is not looked at.
+A captured step may have more rows than there are sequences. The rows that fill it up have
+`context_len` 0 and slots PAD_SLOT: nothing is stored for them, and their results are ignored.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Inputs(NamedTuple, Generic[T]):
-    """One thing for each of a step's inputs: its place, its array or its tensor."""
+    """One value for each of a step's inputs: its place, its array or its tensor."""
 
     token_ids: T
     positions: T
@@ -46,7 +46,7 @@ class Inputs(NamedTuple, Generic[T]):
 
 
 class ArrayPlace(NamedTuple):
-    """Where an array lies."""
+    """The place of an array in the run of bytes."""
 
     offset_bytes: int
     dtype: str
@@ -54,12 +54,12 @@ class ArrayPlace(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """Its last byte, plus one."""
+        """The offset behind its last byte."""
         return self.offset_bytes + prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class Packing(NamedTuple):
-    """Where everything lies."""
+    """The places of all inputs, and the size of the whole run."""
 
     places: Inputs[ArrayPlace]
     num_bytes: int
@@ -77,8 +77,8 @@ class PackingShape(NamedTuple):
 def padded_sizes(maximum: int) -> tuple[int, ...]:
     """Numbers of rows for which decode steps are captured: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, …
 
-    From 16 rows on a step computes less than half as many again as it has, and what captured
-    steps cost grows with the logarithm of `maximum`.
+    From 16 rows on a step computes less than half as many rows again as it has. The cost of
+    captured steps grows with the logarithm of `maximum`.
     """
     sizes = list(SMALL_SIZES)
     while sizes[-1] < maximum:
@@ -88,13 +88,13 @@ def padded_sizes(maximum: int) -> tuple[int, ...]:
 
 
 def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """The least of `sizes` that holds the rows; None where none does."""
+    """The smallest of `sizes` that holds the rows; None if none does."""
     return min((size for size in sizes if size >= num_rows), default=None)
 
 
 @lru_cache(maxsize=256)
 def plan(shape: PackingShape) -> Packing:
-    """Where the inputs of a step of these sizes lie."""
+    """Computes where the inputs of a step of these sizes lie."""
     num_rows, num_tokens, num_kept, table_width = shape
     arrays = Inputs(
         token_ids=("int64", (num_tokens,)),
@@ -114,7 +114,7 @@ def plan(shape: PackingShape) -> Packing:
 
 
 def arrays(memory: np.ndarray, packing: Packing) -> Inputs[np.ndarray]:
-    """The inputs in `memory`, which are bytes: views."""
+    """Views of the inputs in `memory`, which holds bytes."""
     return Inputs(
         *(
             memory[place.offset_bytes : place.end_bytes].view(place.dtype).reshape(place.shape)

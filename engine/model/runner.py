@@ -1,15 +1,15 @@
 """Carries out batch plans with a transformers model.
 
-A step is: one forward pass over all rows as one flat sequence (`cpu`, `cuda`: how depends on the
-device), logits of the rows that sample, their tokens (`verify`), one copy back to the host. On a
-GPU that copy is what waits for the step.
+A step is one forward pass over all rows as one flat sequence (`cpu` or `cuda`). It yields logits of
+the rows that sample, then their tokens (`verify`), and ends with one copy back to the host. On a
+GPU that copy waits for the step.
 
 With a draft model, its passes come first (`draft`): over the rows that it sees, for K and V, and
-over what it proposes for those that want it. Its K and V are the second section of each block. A
-block has both models' or neither's, so whoever comes to own it, by prefix or by transfer, can draft
-at once. Tokens that were proposed elsewhere are verified like the draft model's.
+over the tokens that it proposes. Its K and V are the second section of each block. A block has the
+KV of both models or of neither. So a worker that gets it, by prefix or by transfer, can draft at
+once. Tokens that were proposed elsewhere are verified like the draft model's.
 
-The KV buffer may be memory that other processes read and write: `open` asks for it when the layout,
+The KV buffer may be memory that other processes read and write. `open` requests it once the layout,
 and so its size, is known. Not thread-safe: one thread runs steps.
 """
 
@@ -44,7 +44,7 @@ Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that 
 
 
 class KVNeeds(NamedTuple):
-    """What the size of KV memory depends on, known when the model is loaded."""
+    """The facts that the size of KV memory depends on, known once the model is loaded."""
 
     weights_bytes: int  # about as many as the weights come to take
     block_bytes: int
@@ -55,15 +55,15 @@ SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
 
 
 class TorchRunner:
-    """A `Runner`. `open` sets every attribute but those that the constructor is given."""
+    """A `Runner`. `open` sets every attribute that the constructor does not set."""
 
     layout: KVLayout
     num_blocks: int
-    context_len: int  # tokens; no row may end beyond
+    context_len: int  # tokens; no row may end beyond it
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
-    weights: WeightFormat  # what `auto` came to
+    weights: WeightFormat  # resolved: never `auto`
     weights_bytes: int  # of linear layers, the draft's too
     last_times: StepTimes | None = None
     buffer: memoryview | None  # num_blocks * block_bytes; None where it is not host memory
@@ -82,13 +82,13 @@ class TorchRunner:
         weights: WeightFormat = WeightFormat.AUTO,
         device: str = "cpu",
     ) -> None:
-        """Give `num_blocks`, or `kv_bytes` for as many blocks as fit.
+        """Takes either `num_blocks`, or `kv_bytes` for as many blocks as fit.
 
-        `kv_bytes` may be a function, which is called when the model is loaded. No row ends beyond
-        `max_len` tokens, nor beyond the model's context.
+        `kv_bytes` may be a function, which is called when the model is loaded. No row may end
+        beyond `max_len` tokens, nor beyond the model's context.
 
-        `draft` is a smaller model with the same tokens, for whose K and V blocks have room too. A
-        CPU computes with as many threads as torch is set to when the runner is opened.
+        `draft` is a smaller model with the same tokens; blocks have room for its K and V too. A CPU
+        computes with as many threads as torch is set to when the runner is opened.
         """
         self.path = path
         self.draft_path = draft
@@ -105,7 +105,7 @@ class TorchRunner:
     def open(self, allocate: Allocate | None = None) -> None:
         """Loads the model and takes memory for KV, from `allocate` if given.
 
-        Raises CheckpointError, and ConfigError where memory is too small or unfit.
+        Raises CheckpointError; and ConfigError if memory is too small or unfit.
         """
         device = _device(self.device)
         if device.type == "cpu":
@@ -142,7 +142,7 @@ class TorchRunner:
         self._open_forwards(models, buffer)
 
     def _describe(self, models: Sequence[LoadedModel]) -> None:
-        """Sets what others have to know of the target and, where there is one, its draft."""
+        """Sets the public facts of the target and, if there is one, of its draft."""
         target = models[0]
         sections = tuple(section for model in models for section in model.layout.sections)
         self.layout = msgspec.structs.replace(target.layout, sections=sections)
@@ -172,7 +172,7 @@ class TorchRunner:
             self.weights_bytes += self.draft_forward.weights_bytes
 
     def close(self) -> None:
-        """Lets go of the model and of the KV buffer, so that its memory can be unmapped."""
+        """Drops the model and the KV buffer, so that its memory can be unmapped."""
         self.buffer = None
         self._masks.close()
         if self.draft_forward is not None:
@@ -183,14 +183,14 @@ class TorchRunner:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a forward pass, on a GPU a decode step, is one call into compiled code."""
+        """True if a forward pass (on a GPU, a decode step) is one call into compiled code."""
         return self._forward.is_fused and (
             self.draft_forward is None or self.draft_forward.is_fused
         )
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a sequence has the same bits in any company, as measured when it was opened."""
+        """True if a sequence has the same bits in any company, as measured at opening."""
         return self._forward.is_batch_invariant
 
     def run(self, plan: BatchPlan) -> BatchResult:
@@ -213,7 +213,7 @@ class TorchRunner:
         return BatchResult(results, self.last_times)
 
     def _drafted_and_verified(self, proposals: Sequence[DraftedRow]) -> Verified:
-        """Runs the draft model over the rows that it shall see, and the target over all."""
+        """Runs the draft model over the rows that it sees, and the target over all rows."""
         draft, clock = self.draft_forward, self._clock
         seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
         if draft is None or not seen:
@@ -232,7 +232,9 @@ class TorchRunner:
         return self._forward.verify(proposals, self._masks, clock)._replace(draft_s=draft_s)
 
     def warm_up(self, clock: Clock | None = None) -> float:
-        """Runs a chunk and a step on blocks that nobody owns yet; the seconds that they took."""
+        """Runs a chunk and a step on blocks that no sequence owns yet; returns the seconds they
+        took.
+        """
         clock = clock or MonotonicClock()
         begin_s = clock.now_s()
         capacity = min(self.num_blocks * self.block_size, self.context_len)
@@ -268,14 +270,14 @@ def _device(name: str) -> torch.device:
 def _forward(
     loaded: LoadedModel, weights: WeightFormat, beside: CpuForward | CudaForward | None = None
 ) -> CpuForward | CudaForward:
-    """The pass of a model; on a CPU by the threads of the one `beside` it."""
+    """The pass of a model; on a CPU it uses the threads of the pass `beside` it."""
     if loaded.device.type == "cpu":
         return CpuForward(loaded, weights, threads=torch.get_num_threads(), beside=beside)
     return CudaForward(loaded, weights)
 
 
 def _limited(max_len: int | None, context_len: int) -> int:
-    """The context, or what it is limited to."""
+    """The context length, or the lower limit that was set."""
     if max_len is None:
         return context_len
     if max_len > context_len:
@@ -294,7 +296,7 @@ def _resolve_num_blocks(layout: KVLayout, num_blocks: int | None, kv_bytes: int 
 
 
 def _proposed(row: Row) -> DraftedRow:
-    """What is proposed to follow a row by whoever made it, as far as its grammar allows."""
+    """The tokens that the maker of this row proposed, as far as the row's grammar allows them."""
     if not row.draft:
         return DraftedRow(row)
     assert row.num_to_draft == 0

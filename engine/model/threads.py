@@ -1,4 +1,4 @@
-"""Torch's own threads, which stand in the way of the team that computes on a CPU."""
+"""Keeps torch's own threads out of the way of the team that computes on a CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ import torch
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Meanwhile torch computes by itself, between jobs of the team.
+    """A context in which torch computes with one thread, between jobs of the team.
 
-    Its threads would spin against the team's; and where they part a tensor, functions such as silu
-    compute the elements beside the cut with other last bits, so that results would depend on how
-    many tokens a batch has.
+    torch's threads would spin against the team's. If they divide a tensor, functions such as silu
+    also compute the elements beside the cut with other last bits. Results would then depend on the
+    number of tokens in a batch.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,21 +1,21 @@
-"""Attention of a ragged batch over paged KV: what every implementation of it shares.
+"""Attention of a ragged batch over paged KV: the parts that every implementation shares.
 
-Each row of a batch extends one sequence by `q` tokens (a prefill chunk, a decode step, the
-verification of a draft); its queries see the sequence's context up to themselves, the present
-tokens included. K and V are read only from the cache record, never from the projections just
-computed: then what a token sees does not depend on where a chunk ended, on a prefix hit, or on
-which worker computed it, even where the record holds fewer bits than they do.
+Each row of a batch extends one sequence by `q` tokens: a prefill chunk, a decode step, or the
+verification of a draft. Its queries see the sequence's context up to themselves, the present tokens
+included. K and V are read only from the cache record, never from the projections just computed. So
+what a token sees does not depend on where a chunk ended, on a prefix hit, or on the worker that
+computed it, even if the record holds fewer bits than the projections.
 
     AttentionBatch       what the layers of one forward pass share: built once, on the host
     Attend               stores K and V of the batch's tokens, then attends: one per kind of device
-    reference_attention  the second half of it, one row and one head at a time: slow, and kept to
-                         check the others
+    reference_attention  the second half of it, one row and one head at a time: slow, kept as the
+                         reference of the others
 
 Shapes: query and result [num_tokens, num_heads, head_dim], rows of the batch one after another; key
-and value [num_tokens, num_kv_heads, head_dim]. Query head h reads KV head
-h // (num_heads // num_kv_heads). A window of w lets a token see itself and the w - 1 tokens before
-it. A softcap c turns a score s into c * tanh(s / c). A row never touches memory of another
-sequence, nor its own beyond its context: not even a NaN there can reach it.
+and value [num_tokens, num_kv_heads, head_dim]. Query head h reads KV head h // (num_heads //
+num_kv_heads). A window of w lets a token see itself and the w - 1 tokens before it. A softcap c
+turns a score s into c * tanh(s / c). A row never touches memory of another sequence, nor its own
+beyond its context: not even a NaN there can reach it.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,14 +49,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Which KV each row reads and where it writes; the same for every layer."""
+    """The KV that each row reads and the slots that it writes; the same for every layer."""
 
     extents: tuple[Extent, ...]
     cu_seqlens_q: torch.Tensor  # [num_rows + 1] int32
     context_lens: torch.Tensor  # [num_rows] int32
     block_tables: torch.Tensor  # [num_rows, max_blocks] int32, padded with 0
     slot_mapping: torch.Tensor  # [num_tokens] int64
-    plans: dict = field(default_factory=dict)  # what an Attend works out once for all layers
+    plans: dict = field(default_factory=dict)  # an Attend's plans, made once for all layers
 
 
 # (query, key, value, cache, layer, batch, scoring) → attention, of query's shape and dtype
@@ -66,7 +66,7 @@ Attend = Callable[
 
 
 def build_batch(rows: Sequence[Row], cache: KVCache) -> AttentionBatch:
-    """Metadata of `rows`, which belong to different sequences, on the cache's device."""
+    """Builds the metadata of `rows`, which belong to different sequences, on the cache's device."""
     query_lens = [len(row.token_ids) for row in rows]
     ends = [row.end for row in rows]
     cu_seqlens_q = np.concatenate(([0], np.cumsum(query_lens)))
@@ -87,7 +87,7 @@ def build_batch(rows: Sequence[Row], cache: KVCache) -> AttentionBatch:
 def reference_attention(
     query: torch.Tensor, cache: KVCache, layer: int, batch: AttentionBatch, scoring: Scoring
 ) -> torch.Tensor:
-    """Attention over what the record holds, said plainly: in fp32, per row, per head, per query."""
+    """The definition of attention over the record: in fp32, per row, per head, per query."""
     out = torch.empty_like(query)
     group = query.shape[1] // cache.section.num_kv_heads
     starts = batch.cu_seqlens_q.tolist()

@@ -1,28 +1,29 @@
-"""Attention over paged KV on CUDA: which Triton kernels run on a batch, and how they are launched.
+"""Attention over paged KV on CUDA: chooses and launches the Triton kernels for a batch.
 
     attend      an `Attend`: stores K and V, then attends, for any KV format
 
-Rows are sorted by how many tile rows their queries need (queries × the query heads of a KV head):
-one launch each for up to 16 (decode), up to 64 (verification, ends of prompts) and more (prefill
-chunks). The first two always split contexts, the last where it has too few units to fill the GPU.
-`triton_kernels.py` says what units, items and splits are.
+Rows are sorted by the number of tile rows that their queries need (queries × the query heads of a
+KV head). There is one launch each for up to 16 (decode), up to 64 (verification, ends of prompts)
+and more (prefill chunks). The first two always split contexts, the last one if it has too few units
+to fill the GPU. `kernels.py` defines units, items and splits.
 
 **CUDA graphs.** A launch depends on the host's view of the batch only through `extents`: the query
-lengths and, for prefill, how much context there is. Context lengths, block tables and slots are
-read on the device. So a captured decode step serves any contexts, if its `extents` say one query a
+lengths and, for prefill, the length of the context. Context lengths, block tables and slots are
+read on the device. So a captured decode step serves any contexts, if its `extents` have one query a
 row and its `block_tables` are as wide as the longest context needs. Rows that only fill a batch up
 have `context_len` 0 and slots `packing.PAD_SLOT`: nothing is stored for them and their result is
 zero.
 
-**Prefill in torch.** A long row with nothing before it attends to itself alone. Where the record
-is bf16 and so are K and V, what the record holds is bit for bit what was just projected; reading
-the projections is then reading the record, and torch's flash attention does it faster. In every
-other format it would see more bits than later tokens will, and the answer would depend on where
-chunks end.
+**Prefill in torch.** A long row with nothing before it attends to itself alone. If the record is
+bf16 and so are K and V, the record holds exactly the bits that were just projected. Reading the
+projections is then reading the record, and torch's flash attention does it faster. In every other
+format it would see more bits than later tokens will, and the answer would depend on where chunks
+end.
 
-Splits depend on how full the batch is, and with them the order of sums: results of a row in two
-batches differ by rounding. Needs triton when called, not when imported; runs on CPU tensors where
-triton interprets (TRITON_INTERPRET=1). Not for tensors of a device that is not the current one.
+Splits depend on how full the batch is, and with them the order of sums. So results of a row in two
+batches differ by rounding. triton is needed when this is called, not when it is imported. It runs
+on CPU tensors if triton interprets (TRITON_INTERPRET=1), but not on tensors of a device that is not
+the current one.
 """
 
 import importlib.util
@@ -40,13 +41,13 @@ from engine.model.attention.kvcache import KVCache
 
 ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of the tiles of queries; 16 is the least a dot takes
 ROWS_OF_WIDE_LAUNCHES = (16, 64)  # where a tile of 128 would need more registers than there are
-PROGRAMS_PER_SM = 4  # that splits aim at; more even the load out, fewer leave less to merge
+PROGRAMS_PER_SM = 4  # the aim of splits; more balance the load, fewer leave less to merge
 FLASH_MIN_LEN = 256  # queries; below this a row is not worth a launch of its own
 NO_LEN = 2**31 - 1  # longer than any row
 MERGE_CHUNK = 32  # splits whose sums are loaded at a time
 STORE_TOKENS = 16  # a program, in batches of more than FEW_TOKENS
 FEW_TOKENS = 256
-INTERPRETED_SMS = 4  # a GPU small enough that splits of all kinds come about in tests
+INTERPRETED_SMS = 4  # a GPU so small that tests meet splits of all kinds
 
 
 class Launch(NamedTuple):
@@ -62,14 +63,14 @@ class Launch(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """What is launched for a batch."""
+    """The launches for a batch."""
 
     launches: tuple[Launch, ...]
     fresh: tuple[Extent, ...]  # rows for torch's own attention
 
 
 class Tiling(NamedTuple):
-    """How the attention kernel is cut."""
+    """How the attention kernel is cut into tiles."""
 
     tile: int  # tokens of K and V at a time
     num_warps: int
@@ -77,7 +78,7 @@ class Tiling(NamedTuple):
 
 
 def available() -> bool:
-    """Whether triton is installed."""
+    """True if triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -90,7 +91,7 @@ def attend(  # noqa: PLR0913 - the seam of all implementations
     batch: AttentionBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Stores K and V and attends, as `engine.model.attention.base` says: an `Attend`."""
+    """Stores K and V and attends, as `engine.model.attention.base` defines it: an `Attend`."""
     query, key, value = map(_with_whole_heads, (query, key, value))
     store(key, value, cache, layer, batch.slot_mapping)
     fresh_len = _fresh_len(query, key, value, cache, scoring)
@@ -147,7 +148,7 @@ def plan_launches(
     fresh_len: int,
     all_rows_m: Sequence[int],
 ) -> LaunchPlan:
-    """Sorts rows into launches; those of `fresh_len` queries and nothing before go to `fresh`.
+    """Sorts rows into launches; rows of `fresh_len` queries and an empty context go to `fresh`.
 
     `group` is the number of query heads of a KV head, `all_rows_m` the tile rows of the launches.
     """
@@ -180,7 +181,7 @@ def plan_launches(
 
 
 def tiling(kv_format: KVFormat, width: int, rows_m: int) -> Tiling:
-    """How the kernel is cut for `rows_m` rows of queries over heads of `width` elements.
+    """The tiles of the kernel for `rows_m` rows of queries over heads of `width` elements.
 
     Few rows wait for memory: tiles of 16 KiB of K and of V, three of each in flight, two programs
     on a multiprocessor. Many rows wait for arithmetic: tiles that the tensor cores like.
@@ -294,7 +295,7 @@ def _attend_to_itself(
     extent: Extent,
     scoring: Scoring,
 ) -> None:
-    """A row with nothing before it, by torch's own attention."""
+    """Attention of a row with an empty context, by torch."""
     row = slice(extent.query_start, extent.query_start + extent.query_len)
     heads = (x[row].transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, tokens, dim]
     result = scaled_dot_product_attention(
@@ -310,7 +311,9 @@ def _fresh_len(
     cache: KVCache,
     scoring: Scoring,
 ) -> int:
-    """From how many queries on a row with nothing before it is left to torch's attention."""
+    """The least number of queries for which a row with an empty context goes to torch's
+    attention.
+    """
     reads_the_record = cache.kv_format is KVFormat.BF16 and (
         {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
     )
@@ -339,7 +342,7 @@ def _plan_of(
 
 
 def _record(cache: KVCache, layer: int) -> tuple[torch.Tensor, ...]:
-    """Elements and scales of a layer; where a format has no scales, its elements, unread."""
+    """Elements and scales of a layer. If a format has no scales, its elements again, unread."""
     keys, values = cache.keys[layer], cache.values[layer]
     if cache.key_scales is None:
         return keys, values, keys, values
@@ -351,7 +354,7 @@ def _with_whole_heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _dot_type(dtype: torch.dtype, kv_format: KVFormat) -> object:
-    """The type that dots multiply: the queries', but fp32 where K and V are.
+    """The type that dots multiply: the queries', but fp32 if K and V are fp32.
 
     The interpreter multiplies bf16 as if it were integers, so there it is fp32 too.
     """

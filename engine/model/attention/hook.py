@@ -1,18 +1,18 @@
 """How attention layers of a transformers model reach the paged KV cache.
 
-transformers lets a model's attention be replaced by a registered function, which gets the attention
-module and the projected query, key and value. What else it needs, the cache and the batch, is in a
-`ForwardContext` that `attach` puts on every module of the model, once, as the attribute `baton`.
+transformers lets a registered function replace a model's attention. The function gets the attention
+module and the projected query, key and value. It also needs the cache and the batch. These are in a
+`ForwardContext`, which `attach` puts once on every module of the model, as the attribute `baton`.
 
-Why so, and not as a keyword of `model(...)`: whether keywords reach the attention is up to each
-model's code, while every model passes the module. One model has one context, so two models (a
-target and its draft) in one process do not meet; one model runs one batch at a time.
+A keyword of `model(...)` would not do: each model's code decides whether keywords reach the
+attention, while every model passes the module. One model has one context, so two models (a target
+and its draft) in one process do not mix. One model runs one batch at a time.
 
-Two functions are registered. PAGED is the attention that serves: no mask function is registered
-under its name, so transformers builds no mask; rows, causality and windows are ours to keep apart.
-RECORDING only writes down what each layer asks for, among this the window in the mask that
-transformers would have built: the mask is what decides when a model runs by itself, while PAGED
-believes what the layer says.
+Two functions are registered. PAGED is the attention that serves. No mask function is registered
+under its name, so transformers builds no mask; PAGED itself separates rows and applies causality
+and windows. RECORDING only notes what each layer asks for. That includes the window in the mask
+that transformers would have built: the mask decides when a model runs by itself, while PAGED trusts
+the layer's arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,18 +32,18 @@ UNKNOWN_CONTEXT_LEN = 4096
 
 # (batch, head, query, key), indices → is the key shown to the query
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-KNOWN = frozenset({"position_ids"})  # tensors that say nothing new to an attention
+KNOWN = frozenset({"position_ids"})  # tensors that an attention does not need
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer asked of its attention. K and V shapes are (num_kv_heads, head_dim)."""
+    """The arguments of one layer's attention. K and V shapes are (num_kv_heads, head_dim)."""
 
     layer: int
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
     window: int | None
-    mask_window: int | None  # that of the mask; `window` where the layer gives no mask
+    mask_window: int | None  # that of the mask; `window` if the layer gives no mask
     has_own_mask: bool  # the model makes a mask in its own way
     terms: frozenset[str]  # tensors besides these, which PAGED would not use
 
@@ -59,7 +59,7 @@ class ForwardContext:
 
 
 def attach(model: torch.nn.Module, context: ForwardContext) -> None:
-    """From now on the model's attention uses `context`."""
+    """Makes the model's attention use `context` from now on."""
     for module in model.modules():
         module.baton = context
 
@@ -105,7 +105,7 @@ def recording_hook(
     attention_mask: torch.Tensor | None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Notes the call; the result, of the shape of that of `paged_hook`, is zero."""
+    """Notes the call. The result is zero, in the shape of `paged_hook`'s."""
     window = mask_window = _window(module, kwargs)
     has_own_mask = attention_mask is not None and attention_mask.shape != MASK_SHAPE
     if attention_mask is not None and not has_own_mask:
@@ -132,9 +132,9 @@ def recording_mask(
     local_size: int | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """What stands for a mask under RECORDING: its window, or 0 if it has none.
+    """Stands for a mask under RECORDING: its window, or 0 if it has none.
 
-    A mask that hides anything else than the future and what is beyond the window has another shape.
+    A mask that hides more than the future and tokens beyond the window has another shape.
     """
     context_len = getattr(config, "max_position_embeddings", None) or UNKNOWN_CONTEXT_LEN
     shows = _shown(mask_function, local_size, context_len, device)
@@ -145,9 +145,10 @@ def recording_mask(
 def _shown(
     mask_function: MaskFunction, window: int | None, context_len: int, device: torch.device
 ) -> bool:
-    """Returns True if a query sees itself and, within its window, all before it.
+    """Returns True if a query sees itself and, within its window, all tokens before it.
 
-    Tried with queries and keys around every power of two in the context, and around the window.
+    It is tried with queries and keys around every power of two in the context, and around the
+    window.
     """
     powers = [1 << i for i in range(context_len.bit_length())]
     near = [n + i for n in (*powers, window or 0, context_len - 1) for i in (-1, 0, 1)]

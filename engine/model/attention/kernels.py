@@ -1,30 +1,31 @@
 """Triton kernels over the KV record: storing K and V, and attention of ragged rows.
 
-`triton_attention.py` launches them and says what for; here is how. Needs triton to be imported.
+`cuda.py` launches them and explains their purpose; this module explains how they work. Importing it
+needs triton.
 
     store_kernel      quantises new K and V and scatters them into the record
     attention_kernel  queries of one row against a stretch of its context, for one KV head
-    merge_kernel      puts the stretches of a context together
+    merge_kernel      combines the stretches of a context
 
 **Units, items.** The queries of a row are cut into units of `UNIT_LEN` tokens. A unit's query heads
 that share a KV head stand below one another: row m of the tile is query m // GROUP of the unit and
-head m % GROUP of the group, so K and V are read once for all of them. Where units are too few to
-fill the GPU, contexts are cut into splits. An item is one split of one unit: its numbers run over
-rows, then units, then splits. Nobody tells a program what its item is: it works that out from the
-lengths of all rows, by prefix sums, so that the grid of a captured CUDA graph can stay the same
-while the lengths change. `_items` says how; it never gives more than the host reckons with.
+head m % GROUP of the group. So K and V are read once for all of them. If units are too few to fill
+the GPU, contexts are cut into splits. An item is one split of one unit: its numbers run over rows,
+then units, then splits. A program finds its item from the lengths of all rows, by prefix sums. So
+the grid of a captured CUDA graph stays the same while the lengths change. `_items` defines how; it
+never yields more items than the host expects.
 
 **Scales** never touch elements: those of K multiply a column of scores and those of V a column of
 probabilities, so an element is only converted, in registers. An int4 element is low + q * step, so
 
     score = step * sum(query * q) + low * sum(query)       and likewise for V.
 
-Its byte i holds elements i and i + head_dim / 2. Unpacking puts them side by side, so in int4 tiles
-column c stands for element c // 2 + c % 2 * head_dim / 2; queries are loaded and results stored in
-that order, and nothing else knows.
+Its byte i holds elements i and i + head_dim / 2. Unpacking puts them side by side. So in int4 tiles
+column c stands for element c // 2 + c % 2 * head_dim / 2. Queries are loaded and results stored in
+that order; nothing else depends on it.
 
-Scores are in units of log 2 (exp2 is the hardware's own). A tile's running maximum may be -inf
-while nothing was seen; `_finite` keeps exp2 from (-inf) - (-inf).
+Scores are in units of log 2, because exp2 is the hardware's own. A tile's running maximum may be
+-inf before anything was seen; `_finite` keeps exp2 from (-inf) - (-inf).
 
 Source: split contexts, Flash-Decoding, Dao et al., 2023; online softmax, FlashAttention-2, 2023.
 """

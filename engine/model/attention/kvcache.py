@@ -1,4 +1,4 @@
-"""Tensors over the bytes of KV blocks: K and V of each layer, where `engine.layout` puts them.
+"""Tensors over the bytes of KV blocks: K and V of each layer, placed by `engine.layout`.
 
     buffer                    [num_blocks, block_bytes] uint8: what other workers read and write
     keys, values              per layer [num_blocks, num_kv_heads, block_size, head_dim]: the stored
@@ -6,10 +6,10 @@
     key_scales, value_scales  per layer [num_blocks, num_kv_heads, block_size]: fp32; int4: int32
                               that holds step and low; None in formats without scales
 
-All are strided views of the buffer. `quantise` and `dequantise` say in torch what a format means;
-kernels that read or write the record themselves are tested against them.
+All are strided views of the buffer. `quantise` and `dequantise` define in torch what a format
+means. Kernels that read or write the record themselves are tested against them.
 
-Does not know who owns a block, nor what a sequence is.
+This module does not know which sequence owns a block.
 """
 
 import torch
@@ -38,7 +38,7 @@ def allocate_buffer(layout: KVLayout, num_blocks: int, device: str = "cpu") -> t
 def wrap_buffer(memory: memoryview, layout: KVLayout, num_blocks: int) -> torch.Tensor:
     """The beginning of `memory` as a buffer [num_blocks, block_bytes], without a copy.
 
-    Raises ConfigError if the memory is too small, read-only or off a cache line.
+    Raises ConfigError if the memory is too small, read-only or not aligned to a cache line.
     """
     num_bytes = num_blocks * layout.block_bytes
     if memory.readonly:
@@ -151,5 +151,5 @@ def _quantise_int4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x / scale; x itself, which is then about zero, where the scale is zero."""
+    """x / scale. If the scale is zero, x itself, which is then about zero."""
     return x / torch.where(scale == 0, torch.ones_like(scale), scale)

@@ -1,12 +1,12 @@
 """Attention over paged KV in plain torch, for any device and any KV format.
 
-The way where no kernel of ours can be used, and the simple twin of those kernels. It gathers whole
+It serves if no kernel can be used, and it is the simple twin of the kernels. It gathers whole
 blocks by block table, dequantises them into contiguous K and V, and calls torch's own attention.
 
-A span is what is computed together: one row of several queries, or all rows of one query whose KV
-needs the same number of bits to count, padded to the longest of them. The tokens that a row of a
-span does not see, since they lie outside its window, its context or its memory altogether, are
-zeroed after the gather and then hidden by the mask.
+A span is computed at once. It is one row of several queries, or all rows of one query whose KV
+lengths have the same number of bits, padded to the longest of them. A row of a span does not see
+tokens outside its window, its context or its memory. These are zeroed after the gather and then
+hidden by the mask.
 """
 
 from collections import defaultdict
@@ -25,9 +25,9 @@ class Span:
 
     Of the gathered tokens [n, num_blocks * block_size] those in `tokens` are used.
 
-    `mask` is added to the scores: [n, 1, 1, num_tokens] where rows have one query each, else
-    [query_len, num_tokens]. None: every token is seen or, where `is_causal`, those up to the
-    query's own (then KV and queries have the same length).
+    `mask` is added to the scores: [n, 1, 1, num_tokens] if rows have one query each, else
+    [query_len, num_tokens]. None: every token is seen or, if `is_causal`, those up to the query's
+    own (then KV and queries have the same length).
     """
 
     queries: slice | torch.Tensor  # where the rows' queries lie in the flat batch
@@ -48,7 +48,7 @@ def attend(  # noqa: PLR0913 - the seam of all implementations
     batch: AttentionBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Stores K and V and attends, as `engine.model.attention.base` says: an `Attend`."""
+    """Stores K and V and attends, as `engine.model.attention.base` defines it: an `Attend`."""
     cache.write(layer, batch.slot_mapping, key, value)
     return paged_attention(query, cache, layer, batch, scoring)
 
@@ -98,7 +98,9 @@ def _attend_one(
     span: Span,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Rows of one query each: the heads that share a KV head stand where queries would."""
+    """Attention of rows with one query each: heads that share a KV head take the place of
+    queries.
+    """
     grouped = query.unflatten(1, (key.shape[1], -1))  # [n, num_kv_heads, group, head_dim]
     return _attend(grouped, key, value, span, scoring).reshape(query.shape)
 
@@ -110,8 +112,11 @@ def _attend_many(
     span: Span,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """One row of several queries: KV heads stand where the batch would, so that the heads which
-    share one read the same memory."""
+    """Attention of one row with several queries.
+
+    KV heads take the place of the batch, so that the query heads of one KV head read the same
+    memory.
+    """
     grouped = query.unflatten(1, (key.shape[1], -1))  # [query_len, kv heads, group, head_dim]
     grouped = grouped.permute(1, 2, 0, 3)  # [kv heads, group, query_len, head_dim]
     shared = (*grouped.shape[:2], *key.shape[2:])
@@ -138,7 +143,7 @@ def _attend(
 def _plan_spans(
     batch: AttentionBatch, cache: KVCache, scoring: Scoring, dtype: torch.dtype
 ) -> list[Span]:
-    """All rows, in spans. `dtype` is that of the scores."""
+    """Divides all rows into spans. `dtype` is that of the scores."""
     spans = []
     groups = defaultdict(list)
     for row, extent in enumerate(batch.extents):
@@ -152,7 +157,7 @@ def _plan_spans(
 
 
 def _kv_len(extent: Extent, window: int | None) -> int:
-    """Tokens that a row's last query sees."""
+    """Number of tokens that a row's last query sees."""
     return min(extent.context_len, window or extent.context_len)
 
 

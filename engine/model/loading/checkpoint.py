@@ -1,10 +1,10 @@
-"""Loading a model so that its attention runs over paged KV, and refusing one whose cannot.
+"""Loads a model so that its attention runs over paged KV, and refuses one that cannot.
 
-transformers knows hundreds of decoders. Baton does not keep a list of those that it can serve; it
-tries the model when it is opened:
+transformers knows hundreds of decoders. Baton keeps no list of those that it can serve; it tries
+the model when it is opened:
 
 1. One token, with an attention that only records. Every layer must call it once, all with the same
-   KV heads and head size: from these calls, not from names in the config, comes the `KVSection`.
+   KV heads and head size. The `KVSection` comes from these calls, not from names in the config.
    The window that a layer tells its attention must be that of its mask.
 2. The rows of `probe`, near and far, with the model's own attention, and the same in two passes
    over paged KV, in fp32 or bf16 whatever format is served. The logits must agree. They do not if
@@ -12,17 +12,18 @@ tries the model when it is opened:
    the attention has terms that ours does not (biases, sinks, no causality), if positions are not
    taken from `position_ids`, or if anything depends on the other rows of a batch.
 
-Whoever changes the model afterwards (packs its weights, say) repeats the second.
+Code that changes the model afterwards, such as packing its weights, repeats the second trial.
 
-What a few tokens cannot show is checked by name: attention in fixed chunks, and rotary embeddings
-that change as a sequence grows ("longrope"). The latter are constant up to a length, which is then
-the context length served; a warning says so. KV that was computed before the change would have to
-be computed anew after it, which transformers does not do either.
+A few tokens cannot show everything. Two properties are checked by name: attention in fixed chunks,
+and rotary embeddings that change as a sequence grows ("longrope"). The latter are constant up to a
+length, which is then the context length served; a warning reports it. KV that was computed before
+the change would have to be computed anew after it, which transformers does not do either.
 
-Of a model that also sees, the part that reads text is served; the rest is dropped when loaded.
+Of a model that also sees images, the part that reads text is served; the rest is dropped when
+loaded.
 
 For a CPU, which computes in fp32, weights stay in the dtype of their file until they are packed
-(`stored`): loading takes the memory of the file, not of the model in fp32.
+(`stored`). So loading takes the memory of the file, not of the model in fp32.
 """
 
 import logging
@@ -76,7 +77,9 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     quant_method: str | None  # how the checkpoint's weights are quantised
-    probe: Probe | None = None  # repeated after the model is changed; None: made, not loaded
+    probe: Probe | None = (
+        None  # repeated after the model is changed; None: the model was made, not loaded
+    )
     read_outside: frozenset[str] = frozenset()  # modules whose weights other modules read
 
 
@@ -90,8 +93,8 @@ def load(
 ) -> LoadedModel:
     """Loads the checkpoint in `path`, to be computed with in `dtype`.
 
-    Without one, that is bf16 on a GPU; on a CPU it is fp32, though weights are kept as they are
-    stored and made fp32 only while they are in use, until `pack_linears` or `stored.widen`.
+    Without a dtype, that is bf16 on a GPU. On a CPU it is fp32, but weights are kept as they are
+    stored and made fp32 only while in use, until `pack_linears` or `stored.widen`.
 
     Raises CheckpointError, in one line that names the file or the property.
     """
@@ -149,10 +152,10 @@ def load(
 def load_draft(
     path: Path, *, target: LoadedModel, target_path: Path, dtype: torch.dtype | None
 ) -> LoadedModel:
-    """Loads the model that is to propose tokens to `target`: on its device, for its KV format.
+    """Loads the model that proposes tokens to `target`: on its device, for its KV format.
 
-    Raises CheckpointError, also where the two mean different tokens by the same ids: speculation
-    would be right, but in vain.
+    Raises CheckpointError. That includes two models that use the same ids for different tokens:
+    speculation would be right, but useless.
     """
     try:
         draft = load(
@@ -175,7 +178,7 @@ def load_draft(
 
 
 def _vocabulary(path: Path) -> object:
-    """Ids and texts of a tokenizer's tokens; without those added later, as fine-tunes do."""
+    """Ids and texts of a tokenizer's tokens, without those that fine-tunes add later."""
     tokenizer = read_json(path, "tokenizer.json")
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     return model.get("vocab") if isinstance(model, dict) else None
@@ -196,7 +199,7 @@ def _load_config(path: Path) -> PreTrainedConfig:
 
 
 def _check_config(config: PreTrainedConfig) -> None:
-    """Raises CheckpointError for what can be told from the config alone."""
+    """Raises CheckpointError for properties that the config alone shows."""
     text = config.get_text_config(decoder=True)
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
@@ -208,7 +211,9 @@ def _check_config(config: PreTrainedConfig) -> None:
 
 
 def _quant_method(path: Path, config: PreTrainedConfig) -> str | None:
-    """How the weights are quantised, if transformers has what it needs to load them."""
+    """How the weights are quantised. Raises CheckpointError if packages to load them are
+    missing.
+    """
     method = "gguf" if _gguf_names(path) else quant_method(config)
     if method is not None:
         require_packages(method)
@@ -259,7 +264,9 @@ def _probe(
     tolerance: float,
     context_len: int,
 ) -> tuple[KVSection, Probe]:
-    """Tries the model, as told above, and leaves it with paged attention: KV shape, the trial."""
+    """Tries the model as described above and leaves it with paged attention: KV shape and the
+    trial.
+    """
     where = probe.origins(model.config.get_text_config(decoder=True), context_len)
     expected = probe.own_logits(model, where)
     model.set_attn_implementation(RECORDING)
@@ -281,8 +288,8 @@ def _probe(
 def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
     """Logits of the trial by a model whose modules were changed.
 
-    Raises CheckpointError if it fails now, or if they are off by more than `tolerance`. That may be
-    infinite for rounded weights, which are other weights: then only numbers are asked for.
+    Raises CheckpointError if the model now fails, or if its logits are off by more than
+    `tolerance`. An infinite tolerance, for rounded weights, only requires that logits are numbers.
     """
     model, who = loaded.model, _model_type(loaded.model.config)
     if loaded.read_outside:
@@ -310,7 +317,7 @@ def _paged_logits(
 
 
 def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
-    """Takes away parts, as towers for images, that text does not pass through."""
+    """Removes parts that text does not pass through, such as towers for images."""
     for parent in (model, model.base_model):
         for name, child in list(parent.named_children()):
             if seen.ran.isdisjoint(child.modules()):
@@ -319,7 +326,7 @@ def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
 
 
 def _why(calls: list[AttentionCall]) -> str:
-    """What may make a model's attention differ from ours."""
+    """Possible reasons why a model's attention differs from ours."""
     terms = sorted(set().union(*(call.terms for call in calls)))
     if terms:
         return f"its attention has terms that ours has not: {', '.join(terms)}"
@@ -327,7 +334,7 @@ def _why(calls: list[AttentionCall]) -> str:
 
 
 def _section(model: PreTrainedModel, calls: list[AttentionCall]) -> KVSection:
-    """The KV shape, from what each layer asked of its attention."""
+    """The KV shape, from the arguments of each layer's attention."""
     who = _model_type(model.config)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if not calls:
@@ -340,7 +347,7 @@ def _section(model: PreTrainedModel, calls: list[AttentionCall]) -> KVSection:
             f"{who}: {len(calls)} calls to attention, though num_hidden_layers is {num_layers}"
         )
     if any(call.has_own_mask for call in calls):
-        raise CheckpointError(f"{who}: its attention makes a mask of its own")
+        raise CheckpointError(f"{who}: its attention builds its own mask")
     shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
     if len(shapes) > 1:
         raise CheckpointError(f"{who}: K or V differ in (heads, head_dim): {sorted(shapes)}")
@@ -357,10 +364,10 @@ def _cached_windows(model: PreTrainedModel) -> dict[int, int | None]:
 def _check_windows(
     calls: list[AttentionCall], cached: dict[int, int | None], context_len: int
 ) -> None:
-    """Raises CheckpointError where, within the context, a layer is not told what it sees.
+    """Raises CheckpointError if, within the context, a layer's window differs from its mask or
+    cache.
 
-    Its mask and the model's own cache say what it sees. The probe's few tokens do not reach the end
-    of a window.
+    The probe's few tokens do not reach the end of a window.
     """
     for call in calls:
         windows = call.window, call.mask_window, cached.get(call.layer)
@@ -382,8 +389,9 @@ def _model_type(config: PreTrainedConfig) -> str:
 
 
 def _context_len(text: PreTrainedConfig) -> tuple[int, str | None]:
-    """The longest context in which a token's position is embedded one way; why it is a shorter one
-    than the config says."""
+    """The longest context in which positions are embedded one way, and the reason if the config
+    names a longer one.
+    """
     length = getattr(text, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
         raise CheckpointError("config.json: max_position_embeddings is missing")

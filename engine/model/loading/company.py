@@ -1,11 +1,11 @@
-"""Measures at load whether a sequence gets the same bits alone, in company and in any chunking.
+"""Measures at load if a sequence gets the same bits alone, in company and in any chunking.
 
-The kernels and what `native.invariant` replaces keep that promise by construction. A model's own
-code may compute with other functions of torch, about which only a trial tells.
+The kernels, and the functions that `native.invariant` replaces, keep that promise by construction.
+A model's own code may use other functions of torch; only a trial shows how these behave.
 
-The trial is one short sequence, computed several times: whole and alone, in chunks, behind and
-before other rows. The others are many enough that its elements change their places between vector
-loops and remainders, and its rows theirs within a matrix product.
+The trial is one short sequence, computed several times: whole and alone, in chunks, and behind and
+before other rows. There are so many other rows that the sequence's elements move between vector
+loops and remainders, and its rows move within a matrix product.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from engine.worker.blocks import BlockId
 
 TOKENS = (5, 3, 8, 2, 9, 4, 7, 6, 1, 8, 3)
 OTHERS = tuple(TOKENS[:n] for n in (1, 4, 7, 10, 3, 6, 9, 2))  # other rows
-# Chunks of the sequence, how many of the others come before each, and how many there are.
+# Chunks of the sequence, the number of other rows before each chunk, and the number of other rows.
 TRIALS = (((1, 4, 6), 0, 0), ((11,), 5, len(OTHERS)), ((6, 5), 2, 3))
 
 # (rows, indices of tokens to keep) → logits [len(keep), vocab]
@@ -27,12 +27,12 @@ Compute = Callable[[Sequence[Row], Sequence[int]], torch.Tensor]
 
 
 def num_blocks(block_size: int) -> int:
-    """Blocks of KV memory that the trial takes."""
+    """Number of KV blocks that the trial takes."""
     return sum(-(-len(tokens) // block_size) for tokens in (TOKENS, *OTHERS))
 
 
 def keeps_bits(compute: Compute, block_size: int) -> bool:
-    """Says whether all trials give the bits of the sequence alone."""
+    """True if all trials give the same bits as the sequence alone."""
     mine, *theirs = _tables(block_size)
     others = [
         Row(SeqId(f"other-{i}"), tokens, 0, table, None)

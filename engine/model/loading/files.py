@@ -1,4 +1,4 @@
-"""The files of a checkpoint: are they all there, and which model are they? No torch.
+"""The files of a checkpoint: checks that they are complete, and identifies the model. No torch.
 
 A checkpoint is a directory as transformers saves it:
 
@@ -6,11 +6,11 @@ A checkpoint is a directory as transformers saves it:
     model.safetensors, or model.safetensors.index.json and the shards that it names,
     or, if there is no safetensors file, one *.gguf
 
-Two workers may exchange KV only if they serve the same model in the same way. The fingerprint says
-so, of all but the layout of KV, which is compared by itself: a hash of the config, the tokenizer,
-the safetensors headers (names, types, shapes) and a few bytes of every tensor, since fine-tunes of
-one model share all the rest; of a GGUF file, its size and bytes at even distances. Weights are not
-read in full.
+Two workers may exchange KV only if they serve the same model in the same way. The fingerprint
+stands for all of that but the layout of KV, which is compared by itself. It is a hash of the
+config, the tokenizer, the safetensors headers (names, types, shapes) and a few bytes of every
+tensor, since fine-tunes of one model share all the rest. For a GGUF file it covers the size and
+bytes at even distances. Weights are not read in full.
 """
 
 import json
@@ -27,7 +27,7 @@ MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 SAMPLE_BYTES = 64
 GGUF_SAMPLES = 4096
 GGUF_MAGIC = b"GGUF"
-VOLATILE = frozenset({"transformers_version", "_name_or_path"})  # say nothing about the model
+VOLATILE = frozenset({"transformers_version", "_name_or_path"})  # irrelevant to the model
 
 
 def check_files(path: Path) -> None:
@@ -72,7 +72,7 @@ def weight_files(path: Path) -> list[Path]:
 def _gguf_file(path: Path) -> list[Path]:
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
-        raise CheckpointError(f"{path}: {len(files)} *.gguf files: which one is not known")
+        raise CheckpointError(f"{path}: {len(files)} *.gguf files: only one is allowed")
     return files
 
 
@@ -83,7 +83,7 @@ def _check_gguf(file: Path) -> None:
 
 
 def read_json(path: Path, name: str) -> object:
-    """A JSON file of the checkpoint. Raises CheckpointError."""
+    """Reads a JSON file of the checkpoint. Raises CheckpointError."""
     try:
         return json.loads((path / name).read_bytes())
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def read_header(file: Path) -> dict[str, dict]:
 
 
 def fingerprint(path: Path, *, dtype: str) -> str:
-    """16 hex digits that are equal where model, tokenizer and weight type are."""
+    """16 hex digits that are equal if model, tokenizer and weight type are equal."""
     digest = blake2b(digest_size=8)
     for part in chain((dtype,), _described(path)):
         data = part.encode() if isinstance(part, str) else part

@@ -1,9 +1,9 @@
-"""The tokens with which a model is tried when it is loaded, and after each change made to it.
+"""The tokens that try a model when it is loaded, and after each change made to it.
 
-Every row is a short sequence of its own. Row 0 begins at position 0 and is cut into two chunks
-where KV is paged. The others hold the same tokens from an *origin* on: around every length that the
-config names, around powers of four, and at the end of the context. What may go wrong, and what
-shows it:
+Every row is a short sequence of its own. Row 0 begins at position 0 and is cut into two chunks if
+KV is paged. The others hold the same tokens from an *origin* on: around every length that the
+config names, around powers of four, and at the end of the context. Possible faults, and the rows
+that show them:
 
     absolute positions       the far rows: embeddings, and queries scaled by their position, are
                              those of a long context, though a row attends to itself alone
@@ -12,8 +12,8 @@ shows it:
     distances, as windows    not here: what a layer tells its attention is compared with its mask,
                              and the mask with what ours hides (`hook`)
 
-So a context of 131,072 tokens is tried with some sixty tokens, in as many passes as a short one.
-What begins between two rows and ends before the next is not noticed.
+So a context of 131,072 tokens is tried with some sixty tokens, in as many passes as a short one. A
+fault that begins between two rows and ends before the next is not noticed.
 """
 
 import re
@@ -47,7 +47,7 @@ Compute = Callable[[Sequence[Row], Sequence[int], Sequence[int]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Where the rows begin, what logits the model's own code gives, and how near to come."""
+    """The rows' origins, the logits of the model's own code, and the tolerance."""
 
     origins: tuple[int, ...]
     expected: torch.Tensor  # [num_rows, NUM_KEPT, vocab] fp32
@@ -55,14 +55,15 @@ class Probe:
     kv_format: KVFormat  # exact for the dtype that the model computes in
 
     def error(self, found: torch.Tensor) -> float:
-        """How far `found` is from what is expected, in spreads of the logits."""
+        """How far `found` is from the expected logits, in spreads of the logits."""
         return error(found, self.expected)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference in row 0, or the root of the mean square in another: the larger.
+    """The larger of two: the largest difference in row 0, and the greatest root mean square of
+    another row.
 
-    NaN where a number is missing.
+    NaN if a number is missing.
     """
     difference = found.to(expected.device) - expected
     near, far = difference[0].abs().max(), difference[1:].square().mean((1, 2)).sqrt()
@@ -148,7 +149,7 @@ def probe_cache(
     num_rows: int,
     device: str = "cpu",
 ) -> Iterator[KVCache]:
-    """Within, `context` has a small cache with room for the rows."""
+    """A context in which the model has a small cache with room for the rows."""
     layout = KVLayout(block_size=BLOCK_SIZE, kv_format=kv_format, sections=(section,))
     context.cache = KVCache(layout, allocate_buffer(layout, BLOCKS_PER_ROW * num_rows, device))
     try:

@@ -1,9 +1,9 @@
-"""Does a checkpoint answer with text? What it says of itself, and what else its files hold.
+"""Checks that a checkpoint answers with text, by its own description and the contents of its files.
 
 A classifier, a reward model or an embedding model with tied embeddings loads as a decoder of text
-without a missing weight, and answers nonsense. Its `architectures` tell, or the weights that a
-decoder has no place for. Weights that are left over are refused unless they are known to do nothing
-for the next token: the model would be another than the one that was trained.
+without a missing weight, and answers nonsense. Its `architectures` show this, or weights that a
+decoder has no place for. Such weights are refused unless they are known to do nothing for the next
+token. Otherwise the model would not be the one that was trained.
 """
 
 import logging
@@ -40,7 +40,7 @@ MAX_NAMES_SAID = 3
 
 
 def check_purpose(path: Path, config: PreTrainedConfig) -> None:
-    """Raises CheckpointError if the directory or its config tells of another use than text."""
+    """Raises CheckpointError if the directory or its config shows another use than text."""
     for name, meaning in OTHER_FILES.items():
         if (path / name).exists():
             raise CheckpointError(f"{path / name}: {meaning}")
@@ -56,12 +56,12 @@ def check_purpose(path: Path, config: PreTrainedConfig) -> None:
 
 
 def is_known(config: PreTrainedConfig) -> bool:
-    """Returns True if transformers has a decoder of text for it."""
+    """True if transformers has a decoder of text for it."""
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or sees(config)
 
 
 def sees(config: PreTrainedConfig) -> bool:
-    """Returns True if text is only a part of what the model is given."""
+    """True if the model takes more than text."""
     return (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

@@ -1,7 +1,8 @@
-"""Checkpoints with quantised weights: transformers loads them, where it has what it needs.
+"""Checkpoints with quantised weights: transformers loads them, if its packages are installed.
 
 Most methods need packages that transformers does not install. It names them one at a time and in
-its own words for each method; here all that lack are named at once, before any weight is read.
+its own words for each method. This module names all missing ones at once, before any weight is
+read.
 """
 
 import importlib.util
@@ -11,7 +12,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from engine.errors import CheckpointError
 
-PACKAGES = {  # by quant_method; of other methods transformers says itself what it lacks
+PACKAGES = {  # by quant_method; for other methods transformers names missing packages itself
     "awq": ("accelerate", "gptqmodel"),
     "bitsandbytes": ("accelerate", "bitsandbytes"),
     "compressed-tensors": ("compressed-tensors",),
@@ -24,9 +25,9 @@ PACKAGES = {  # by quant_method; of other methods transformers says itself what 
 
 
 def quant_method(config: PreTrainedConfig) -> str | None:
-    """How config.json says that the weights are quantised; None if they are not.
+    """The method that config.json names for quantised weights; None if they are not quantised.
 
-    Raises CheckpointError for a method that transformers would pass over, and so load nonsense.
+    Raises CheckpointError for a method that transformers would ignore, and so load nonsense.
     """
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
@@ -44,7 +45,9 @@ def quant_method(config: PreTrainedConfig) -> str | None:
 
 
 def require_packages(method: str) -> None:
-    """Raises CheckpointError, naming what is not installed of what weights so quantised need."""
+    """Raises CheckpointError, naming the missing packages for weights that are quantised
+    this way.
+    """
     names = PACKAGES.get(method, ())
     absent = [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
     if absent:

@@ -1,17 +1,17 @@
-"""Weights in the dtype of their file, computed with in fp32.
+"""Keeps weights in the dtype of their file and computes with them in fp32.
 
 A checkpoint in bf16 that is loaded as fp32 takes twice its size before anything of it is packed.
 Instead:
 
-1. `as_stored`: transformers, within, leaves every tensor the dtype that it has in its file.
-2. `widen_in_use`: from then on each module has its own weights in fp32 while it runs, and only
-   then. The model can be tried, and takes the memory of its file and of one module. What other
-   modules read besides is fp32 for good (`watch`, `widen_own`).
-3. Whoever packs a weight takes it as it is. `widen` ends this: what is left becomes fp32 for good.
+1. `as_stored`: within this context, transformers leaves every tensor in the dtype of its file.
+2. `widen_in_use`: from then on each module has its own weights in fp32 only while it runs. So the
+   model can be tried, and takes the memory of its file and of one module. Weights that other
+   modules read too are fp32 for good (`watch`, `widen_own`).
+3. Code that packs a weight takes it as it is. `widen` ends this: the rest becomes fp32 for good.
 
-Every number of bf16 and fp16 is one of fp32, so results are bit for bit those of a model loaded as
-fp32. The model is built as for fp32, too: what it makes by itself (rotary frequencies, the factor
-of an embedding) is in no file and must not lose bits.
+fp32 holds every number of bf16 and fp16, so results are bit for bit those of a model loaded as
+fp32. The model is also built as for fp32: values that it makes itself (rotary frequencies, the
+factor of an embedding) are in no file and must not lose bits.
 """
 
 from collections.abc import Iterator
@@ -26,10 +26,11 @@ ATTRIBUTE = "baton_widening"
 
 @contextmanager
 def as_stored() -> Iterator[None]:
-    """Within, `from_pretrained` casts no tensor; its `dtype` is that of what the model makes.
+    """A context in which `from_pretrained` casts no tensor; its `dtype` holds for tensors that the
+    model makes.
 
-    Why by its plan of exceptions: a dtype given to transformers is one for all, and a checkpoint in
-    bf16 may keep a few tensors in fp32. None in the plan means no cast.
+    It uses the plan of exceptions, since a dtype given to transformers is one for all, and a
+    checkpoint in bf16 may keep a few tensors in fp32. None in the plan means no cast.
     """
     plan = PreTrainedModel._get_dtype_plan
     PreTrainedModel._get_dtype_plan = lambda _model, _dtype: {"*": None}
@@ -40,20 +41,20 @@ def as_stored() -> Iterator[None]:
 
 
 def widen_in_use(model: nn.Module) -> None:
-    """From now on the model computes in fp32, whatever its weights are stored in."""
+    """Makes the model compute in fp32 from now on, in whatever dtype its weights are stored."""
     for module in model.modules():
         if _stored(module):
             setattr(module, ATTRIBUTE, _Widening(module))
 
 
 def widen(model: nn.Module) -> None:
-    """Turns what was only widened in use into fp32, one weight at a time; the rest stays."""
+    """Turns weights that were only widened in use into fp32, one at a time; the others stay."""
     for module in model.modules():
         widen_own(module)
 
 
 def widen_own(module: nn.Module) -> None:
-    """As `widen`, for what the module itself holds; it does not run meanwhile."""
+    """Does `widen` for the module's own weights, while the module does not run."""
     widening = vars(module).pop(ATTRIBUTE, None)
     if widening is not None:
         widening.end()
@@ -62,7 +63,9 @@ def widen_own(module: nn.Module) -> None:
 
 
 class _Widening:
-    """Has the weights of a module in fp32 while it runs. Knows the module only while it does."""
+    """Holds the weights of a module in fp32 while it runs, and keeps no reference to it
+    otherwise.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._handles = (
@@ -86,11 +89,11 @@ class _Widening:
 
 
 def _stored(module: nn.Module) -> list[torch.Tensor]:
-    """The module's own weights and buffers of another floating point than fp32."""
+    """The module's own weights and buffers in a floating point type other than fp32."""
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return [x for x in tensors if x.is_floating_point() and x.dtype is not torch.float32]
 
 
 def _set(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """In place, so that tied weights stay tied."""
+    """Replaces a weight in place, so that tied weights stay tied."""
     tensor.data = data

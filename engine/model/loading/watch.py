@@ -1,9 +1,9 @@
-"""What a model's code does with its modules in a pass, seen from outside.
+"""Watches from outside what a model's code does with its modules in a pass.
 
-Most code calls a module, which then uses its own weights. Some reads the weights of another module
-(`F.linear(x, self.classifier.weight)`, experts that slice their child's matrices). Such a module
-can neither be replaced by one without weights nor keep them in a dtype that it widens only while it
-runs. And parts of a model never run when it is given text alone.
+Most code calls a module, which then uses its own weights. Some code reads the weights of another
+module (`F.linear(x, self.classifier.weight)`, experts that slice their child's matrices). Such a
+module cannot be replaced by one without weights. Nor can it keep them in a dtype that it widens
+only while it runs. And parts of a model never run if it gets only text.
 """
 
 import re
@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 
 @dataclass(slots=True)
 class Watched:
-    """What was seen of a model's modules."""
+    """The modules that ran, and those whose weights were read from outside."""
 
     ran: set[nn.Module] = field(default_factory=set)
     read: set[nn.Module] = field(default_factory=set)  # their weights, while they did not run
@@ -28,7 +28,9 @@ class Watched:
 
 @contextmanager
 def watching(model: nn.Module, on_read: Callable[[nn.Module], None]) -> Iterator[Watched]:
-    """Within, notes what passes do; calls `on_read` once for a module, before it is read."""
+    """A context that notes what passes do. It calls `on_read` once for a module, before it
+    is read.
+    """
     seen = Watched()
     running: list[nn.Module] = []
     members = set(model.modules())
@@ -63,9 +65,10 @@ def watching(model: nn.Module, on_read: Callable[[nn.Module], None]) -> Iterator
 
 
 def names_like(model: nn.Module, modules: set[nn.Module]) -> frozenset[str]:
-    """Names of `modules`, and of those that differ from one in numbers alone.
+    """Names of `modules`, and of those whose names differ from these in numbers alone.
 
-    A pass of a few tokens reads only the experts that they chose; the others are read as well.
+    A pass of a few tokens reads only the experts that they chose; the other experts are read as
+    well.
     """
     named = dict(model.named_modules(remove_duplicate=False))
     alike = {_numberless(name) for name, module in named.items() if module in modules}

@@ -12,8 +12,9 @@ from engine.model.native.linear import Team
 
 
 class NativeAttention:
-    """Stores K and V and attends, as `engine.model.attention.base` says; callable as an
-    `Attend`."""
+    """Stores K and V and attends, as `engine.model.attention.base` defines it; callable as an
+    `Attend`.
+    """
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -28,7 +29,7 @@ class NativeAttention:
         batch: AttentionBatch,
         scoring: Scoring,
     ) -> torch.Tensor:
-        """Attention of fp32 queries; a model in another dtype is converted on the way."""
+        """Attention of fp32 queries; other dtypes are converted."""
         inputs = [x.to(torch.float32).contiguous() for x in (query, key, value)]
         out = torch.empty_like(inputs[0])
         score = native.NativeScoring(

@@ -1,9 +1,9 @@
 """A model of transformers as one call into the kernels per forward pass.
 
-Nothing here knows a model by name. `build` looks for the parts that decoders of Llama's shape have,
-measures what it can instead of reading it (what a norm multiplies by, how an embedding is scaled,
-which function activates, how each layer scores), and gives up where a part is missing. Whether the
-result is the model is then tried: its logits must be those of the model itself (see `runner`).
+This module knows no model by name. `build` looks for the parts that decoders of Llama's shape have.
+It measures what it can instead of reading it: what a norm multiplies by, how an embedding is
+scaled, which function activates, how each layer scores. It gives up if a part is missing. Then the
+result is tried: its logits must be those of the model itself (see `cpu`).
 """
 
 import ctypes
@@ -38,12 +38,12 @@ SAME = 1e-5  # measured constants that differ by less are one
 
 
 class NotFused(BatonError):
-    """The model is not of the shape that the kernels compute; the text says what is missing."""
+    """A model whose shape the kernels do not compute; the message names the missing part."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one layer asked of its attention: which it is, and how it scores."""
+    """One layer's attention: the layer, and how it scores."""
 
     layer: int
     scoring: Scoring
@@ -58,7 +58,7 @@ class PackedRows(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """One forward pass, ready to be computed."""
+    """The inputs of one forward pass."""
 
     packed: PackedRows
     keep: "array[int]"  # int64: indices of the tokens whose logits are wanted
@@ -76,14 +76,14 @@ class Decoder:
         self._logits = torch.empty(0, self.vocab_size)
 
     def weights(self) -> Iterator[native.Weight]:
-        """Every matrix, as this decoder sees it. Changes count from the next `open` on."""
+        """Every matrix, as this decoder sees it. Changes take effect at the next `open`."""
         yield self._struct.head
         for layer in self._struct.layers[: self._struct.num_layers]:
             yield from layer.qkv[: layer.num_qkv]
             yield from (layer.output, layer.gate, layer.up, layer.down)
 
     def open(self, cache: KVCache) -> None:
-        """From now on reads and writes this cache."""
+        """Reads and writes this cache from now on."""
         self.close()
         self._cache = cache_struct(cache)
         self._buffer = cache.buffer
@@ -93,7 +93,7 @@ class Decoder:
         )
 
     def close(self) -> None:
-        """Lets go of the cache."""
+        """Drops the cache."""
         if self._handle is not None:
             self._team.library.baton_decoder_close(self._handle)
             self._handle = self._buffer = None
@@ -101,9 +101,11 @@ class Decoder:
     def prepare(
         self, rows: Sequence[Row], keep: Sequence[int], origins: Sequence[int] = ()
     ) -> PreparedCall:
-        """What `launch` computes: rows, and the tokens of the flat batch whose logits it gives.
+        """Makes the inputs of `launch`: rows, and the tokens of the flat batch whose logits it
+        gives.
 
-        Each of `origins` is added to the positions of a row's tokens when they are embedded.
+        The positions of a row's tokens are shifted by its entry in `origins` when they are
+        embedded.
         """
         packed = self.pack(rows)
         if origins:
@@ -113,7 +115,7 @@ class Decoder:
         return PreparedCall(packed, array("q", keep))
 
     def launch(self, prepared: PreparedCall) -> torch.Tensor:
-        """Logits [num_keep, vocab] fp32."""
+        """Computes logits [num_keep, vocab] fp32."""
         num_keep = len(prepared.keep)
         logits = torch.empty(num_keep, self.vocab_size)
         wanted = native.Wanted(address_of(prepared.keep), logits.data_ptr(), num_keep)
@@ -129,18 +131,18 @@ class Decoder:
         return self._logits[:num_rows]
 
     def draft(self, rows: PackedRows, logits: torch.Tensor, proposals: native.Proposals) -> None:
-        """All passes of a draft model: fills `proposals`.
+        """Runs all passes of a draft model and fills `proposals`.
 
-        `logits` [proposals.num_rows, vocab] is memory to work in. Raises IndexError where an id
-        that a draw names is not in the vocabulary.
+        `logits` [proposals.num_rows, vocab] is working memory. Raises IndexError if a draw names an
+        id that is not in the vocabulary.
         """
         run = self._team.library.baton_decoder_draft
         self._run(run, rows, logits, proposals)
 
     def verify(self, rows: PackedRows, logits: torch.Tensor, choices: native.Choices) -> None:
-        """A pass over rows and what is proposed behind them: fills `logits` and `choices`.
+        """Runs a pass over rows and the tokens proposed behind them; fills `logits` and `choices`.
 
-        Raises IndexError where an id that a draw names is not in the vocabulary.
+        Raises IndexError if a draw names an id that is not in the vocabulary.
         """
         run = self._team.library.baton_decoder_verify
         self._run(run, rows, logits, choices)
@@ -155,7 +157,7 @@ class Decoder:
         seen: PackedRows,
         drafting: native.NativeDrafting,
     ) -> None:
-        """As `verify`, after `draft`, which computes the rows `seen`, has made its proposals."""
+        """Runs `draft`, which computes the rows `seen`, and then `verify`."""
         run = self._team.library.baton_decoder_speculate
         more = draft._handle, ctypes.byref(seen.struct), ctypes.byref(drafting)
         self._run(run, rows, logits, choices, *more)
@@ -202,7 +204,7 @@ def pack(rows: Sequence[Row], block_size: int, ahead: Sequence[int] = ()) -> Pac
 
 
 def address_of(numbers: "array[int]") -> int:
-    """Where they lie, as long as nothing is appended."""
+    """The address of an array's values, valid until something is appended."""
     return numbers.buffer_info()[0]
 
 
@@ -239,7 +241,9 @@ def batch_struct(batch: AttentionBatch) -> native.Batch:
 
 
 def build(model: PreTrainedModel, context: ForwardContext, team: Team) -> Decoder:
-    """The decoder that computes what `model`, whose linears are packed, does. Raises NotFused."""
+    """Builds the decoder that computes what `model` does, whose linear layers are packed. Raises
+    NotFused.
+    """
     try:
         return _Builder(model, context, team).build()
     except (AttributeError, TypeError, RuntimeError) as error:
@@ -334,7 +338,7 @@ class _Builder:
         return module.matrix
 
     def _norm(self, module: nn.Module) -> int:
-        """Address of what the norm multiplies by, measured: it maps ones to nearly that."""
+        """Address of the norm's factors, measured: the norm maps ones to nearly these."""
         size = module.weight.shape[0]
         scale = (1.0 + _epsilon(module)) ** 0.5
         factors = (module(torch.ones(1, size))[0] * scale).float().contiguous()
@@ -363,7 +367,7 @@ class _Builder:
 
 
 def _record(model: PreTrainedModel, context: ForwardContext) -> list[LayerCall]:
-    """What each layer asks of its attention, found by computing one token."""
+    """The arguments of each layer's attention, found by computing one token."""
     calls: list[LayerCall] = []
 
     def attend(query, _key, _value, _cache, layer, _batch, scoring):
@@ -400,7 +404,7 @@ def _index_of(ropes: list[tuple[torch.Tensor, float]], rope: tuple[torch.Tensor,
 
 
 def _activation(mlp: nn.Module) -> int:
-    """Which of the known functions the feed-forward layer activates with."""
+    """Finds the known function that the feed-forward layer activates with."""
     function = getattr(mlp, "act_fn", None) or mlp.activation_fn
     x = torch.linspace(-6, 6, 97)
     for index, known in enumerate(ACTIVATIONS):

@@ -1,14 +1,14 @@
 """Mixtures of experts over packed weights.
 
 transformers holds the experts of a layer in one module, as parameters [num_experts, outputs,
-inputs] (transposed in some models), and calls it with tokens, the experts chosen for each, and
-their shares. How it computes that is replaceable (its `ExpertsInterface`): what an experts module
-must have for this is what `holds_experts` asks for and `PackedExperts` uses. A whole module is put
-in the old one's place, as with linear layers, because an implementation is chosen by name for all
-modules of a config, and those of a quantised checkpoint have to keep theirs.
+inputs] (transposed in some models). It calls the module with tokens, the experts chosen for each,
+and their shares. The computation is replaceable (its `ExpertsInterface`). `holds_experts` checks
+for the attributes that `PackedExperts` uses. The whole module is replaced, as with linear layers:
+an implementation is chosen by name for all modules of a config, but those of a quantised checkpoint
+have to keep theirs.
 
-Pairs of a token and one of its experts are computed expert by expert, and each token's results are
-added up in the order in which its router names them: nothing depends on the other tokens.
+Pairs of a token and one of its experts are computed expert by expert. Each token's results are
+added up in the order in which its router names them, so nothing depends on the other tokens.
 
 Routers decide, so they are never quantised. Most multiply by a bare parameter, with `F.linear`,
 amid code of their own: see `native.invariant`.
@@ -27,7 +27,7 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 class PackedExperts(nn.Module):
-    """Stands in for a module that `holds_experts`, for fp32 activations on a CPU."""
+    """Replaces a module that `holds_experts`, for fp32 activations on a CPU."""
 
     def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
         """Takes the weights out of `experts`, whose activation and gating it goes on using."""
@@ -84,7 +84,7 @@ class PackedExperts(nn.Module):
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether `module` computes experts the way told above, and from plain weights."""
+    """True if `module` computes experts as described above, from plain weights."""
     weights = getattr(module, "down_proj", None)
     return (
         isinstance(weights, nn.Parameter)
@@ -105,7 +105,9 @@ def router_layers(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _take(experts: nn.Module, name: str, team: Team, form: WeightFormat) -> list[PackedMatrix]:
-    """The parameter of that name, and its bias, packed for each expert and taken away."""
+    """The parameter of that name, and its bias, packed for each expert and removed from
+    the module.
+    """
     matrices = []
     for weight in getattr(experts, name):
         matrix = weight.T if experts.is_transposed else weight

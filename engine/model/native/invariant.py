@@ -1,16 +1,16 @@
 """Functions of torch that give a row the same bits in any company, for models' own code.
 
-Two kinds do not, left alone:
+Two kinds of torch's own functions do not:
 
 1. Element-wise functions such as sigmoid. torch computes the elements after the last multiple of
-   32 by other code, so that a row's last bits depend on its place in the tensor. Ours are torch's
-   over memory whose size is such a multiple.
+   32 by other code, so a row's last bits depend on its place in the tensor. Ours are torch's over
+   memory whose size is such a multiple.
 2. Matrix products. How a BLAS divides one depends on the number of rows. Products with a model's
    own weights (a router's, an expert's) are computed over packed matrices here. A matrix is packed
-   at first use, because only that tells it from, say, a table.
+   at first use, because only that distinguishes it from a table, for example.
 
-`install` registers both with torch's dispatcher, where every way to call them ends. They do so
-only within `InvariantProducts.active`; elsewhere, they compute what torch does.
+`install` registers both with torch's dispatcher, where every way to call them ends. They take
+effect only within `InvariantProducts.active`; elsewhere, they compute what torch does.
 """
 
 import math
@@ -45,7 +45,7 @@ ELEMENTWISE = (
 )
 IN_PLACE = ("elu", "exp", "gelu", "mish", "sigmoid", "silu", "tanh")
 
-_active: "InvariantProducts | None" = None  # whose model runs
+_active: "InvariantProducts | None" = None  # that of the model that runs
 
 
 class InvariantProducts:
@@ -61,8 +61,8 @@ class InvariantProducts:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, torch computes as told above. One torch thread must compute."""
-        global _active  # as torch's dispatcher is, which asks for it
+        """A context in which torch computes as described above. It must use one thread."""
+        global _active  # global like torch's dispatcher, which reads it
         before, _active = _active, self
         try:
             yield
@@ -70,7 +70,9 @@ class InvariantProducts:
             _active = before
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """`x` [rows, inputs] times `weight` [inputs, outputs]; None where that is not ours."""
+        """`x` [rows, inputs] times `weight` [inputs, outputs]; None if the weight is not the
+        model's.
+        """
         if weight.untyped_storage().data_ptr() not in self._storages:
             return None
         if not x.dtype == weight.dtype == torch.float32:
@@ -88,7 +90,7 @@ def install() -> torch.library.Library:
     """Registers all functions, once in a process."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch says that it had kernels
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that kernels existed before
         for name in ELEMENTWISE:
             library.impl(name, partial(_apply, getattr(torch.ops.aten, name).out), "CPU")
         for name in IN_PLACE:

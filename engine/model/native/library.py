@@ -1,7 +1,7 @@
 """The C++ kernels as Python sees them: structures, signatures, and the loaded library.
 
-Structures mirror those of src/*.h, field by field. They hold addresses, so
-whoever makes one keeps the tensors alive (`keep`).
+Structures mirror those of src/*.h, field by field. They hold addresses, so the code that makes one
+must keep the tensors alive (`keep`).
 """
 
 import ctypes
@@ -147,7 +147,7 @@ class Ragged(Structure):
 
 
 class Wanted(Structure):
-    """Whose logits a forward pass computes, and where they go."""
+    """The tokens whose logits a forward pass computes, and the memory for the logits."""
 
     _fields_ = (
         ("keep", c_void_p),
@@ -158,7 +158,7 @@ class Wanted(Structure):
 
 
 class Changes(Structure):
-    """What a choice changes about its logits."""
+    """Changes that a choice makes to its logits."""
 
     _fields_ = (
         ("history", c_void_p),
@@ -181,7 +181,7 @@ class Changes(Structure):
 
 
 class Proposals(Structure):
-    """How many tokens each row proposes, how it chooses them, and where they go."""
+    """For each row: how many tokens it proposes, how it chooses them, and where they go."""
 
     _fields_ = (
         ("counts", c_void_p),
@@ -193,7 +193,7 @@ class Proposals(Structure):
 
 
 class Choices(Structure):
-    """How many tokens each row chooses, and how, behind what is proposed; and where they go."""
+    """For each row: how many tokens it chooses behind the proposed ones, how, and where they go."""
 
     _fields_ = (
         ("counts", c_void_p),
@@ -206,7 +206,7 @@ class Choices(Structure):
 
 
 class NativeDrafting(Structure):
-    """Which rows of a verification a draft model proposes for first, and how many tokens."""
+    """The rows of a verification for which a draft model proposes first, and how many tokens."""
 
     _fields_ = (
         ("rows", c_void_p),
@@ -276,7 +276,9 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """The library for this machine, built if need be; None, with a warning, where it cannot be."""
+    """The library for this machine, built if need be; None, with a warning, if it cannot
+    be built.
+    """
     try:
         return open_library(built_library(SOURCES), SIGNATURES)
     except (BuildError, OSError) as error:

@@ -1,12 +1,11 @@
-"""Packing a model: modules over packed matrices in the place of those that multiply.
+"""Packs a model: replaces modules that multiply by modules over packed matrices.
 
     nn.Linear, Conv1D              PackedLinear
     experts of a mixture           PackedExperts
     other matrices, as of routers  none: see `InvariantProducts`
 
-A linear layer whose weights other modules read stays as it is, too.
-
-The result for a token has the same bits in any batch.
+A linear layer whose weights other modules read stays as it is, too. The result for a token has the
+same bits in any batch.
 """
 
 from collections.abc import Collection, Iterator
@@ -51,12 +50,13 @@ class PackedLinear(nn.Module):
 def pack_linears(
     model: nn.Module, team: Team, form: WeightFormat, read_outside: Collection[str] = ()
 ) -> int:
-    """Packs the linear layers and experts of `model`; the bytes of all matrices it multiplies by.
+    """Packs the linear layers and experts of `model`; returns the bytes of all its matrices.
 
-    Routers are packed in fp32. Modules named in `read_outside` stay: others read their weights.
+    Routers are packed in fp32. Modules named in `read_outside` stay, since other modules read their
+    weights.
 
-    Weights are taken in the dtype that they are in, each freed before the next is packed, and what
-    is left is fp32 afterwards. A module that a quantised checkpoint has changed (other weights,
+    Each weight is taken in its present dtype and freed before the next is packed. The weights that
+    are left are fp32 afterwards. A module that a quantised checkpoint has changed (other weights,
     another forward) stays as it is.
     """
     num_bytes = 0
@@ -73,7 +73,7 @@ def pack_linears(
 
 
 def _packable(model: nn.Module, form: WeightFormat) -> dict[str, WeightFormat]:
-    """Names of the modules to replace, and the form of each; names, so that nothing is held."""
+    """Names of the modules to replace, and the format of each. Names, so that no module is held."""
     routers = set(router_layers(model))
     return {
         name: WeightFormat.FP32 if module in routers else form
@@ -88,7 +88,7 @@ def _packed(module: nn.Module, team: Team, form: WeightFormat) -> PackedLinear |
 
 
 def _bare_matrices(model: nn.Module, read_outside: Collection[str]) -> Iterator[nn.Parameter]:
-    """Matrices of the model's own modules: not of tables, nor of layers changed by quantisation."""
+    """Matrices of the model's own modules, without tables and layers changed by quantisation."""
     for path, module in model.named_modules():
         is_left_linear = type(module) is nn.Linear and path not in read_outside
         if not isinstance(module, nn.Embedding) and not is_left_linear:

@@ -1,7 +1,7 @@
-"""Packed matrices, and the threads that multiply by them: what layers and the decoder share.
+"""Packed matrices, and the threads that multiply by them: shared by layers and the decoder.
 
     int8         one scale per output, symmetric; activations are quantised per token
-    fp32, bf16   as they are. A matrix whose every value is one of bf16, as in most checkpoints, is
+    fp32, bf16   as they are. A matrix whose every value bf16 can hold, as in most checkpoints, is
                  kept in bf16 and widened as it is read: the products are the same.
 
 The result for a row has the same bits in any batch.
@@ -22,7 +22,7 @@ CHECKED_AT_ONCE = 2**18
 
 
 class Team:
-    """Threads that compute together, and the library that they compute with. Used by one thread."""
+    """Threads that compute together, and their library. Used by one thread."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.library = library
@@ -36,7 +36,7 @@ class Team:
         self.handle = None
 
     def scratch(self, num_bytes: int) -> int:
-        """Address of that much memory, aligned; valid until the next call."""
+        """Address of that much working memory, aligned; valid until the next call."""
         if self._scratch.numel() < num_bytes + ALIGNMENT:
             self._scratch = torch.empty(2 * num_bytes + ALIGNMENT, dtype=torch.uint8)
         address = self._scratch.data_ptr()
@@ -110,7 +110,7 @@ def multiply(x: torch.Tensor, matrix: PackedMatrix, team: Team) -> torch.Tensor:
 
 
 def exact_in_bf16(values: torch.Tensor) -> bool:
-    """Whether bf16 holds every one of these values, which fp32 does."""
+    """True if bf16 holds every one of these fp32 values."""
     parts = values.reshape(-1).split(CHECKED_AT_ONCE)
     return not any(bool((part.float().view(torch.int32) & 0xFFFF).any()) for part in parts)
 
@@ -126,8 +126,8 @@ def _kind(weight: torch.Tensor, form: WeightFormat) -> int:
 def _fp32(weight: torch.Tensor) -> torch.Tensor:
     """The matrix in fp32, row by row.
 
-    A copy gets a mapping of its own, which goes back to the system at once. On the heap, where the
-    packed matrices lie, each would leave a hole that is just too small for the next.
+    A copy gets its own memory mapping, which goes back to the system at once. On the heap, where
+    the packed matrices lie, each copy would leave a hole that is just too small for the next.
     """
     if weight.dtype is torch.float32 and weight.is_contiguous():
         return weight
@@ -137,7 +137,9 @@ def _fp32(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(num_bytes: int) -> torch.Tensor:
-    """Bytes that start on a cache line; where they fill a huge page, on one, if there are such."""
+    """Bytes that start on a cache line, or on a huge page if they fill one and the kernel
+    has them.
+    """
     if num_bytes < HUGE_PAGE:
         alignment = ALIGNMENT
         raw = torch.empty(num_bytes + alignment, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Choosing tokens in C++: `engine.model.sampling.choosing.sample` on a CPU, the same tokens."""
+"""Chooses tokens in C++: `engine.model.sampling.choosing.sample` on a CPU, with the same result."""
 
 from array import array
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ DRAW = Struct("=dddQqiiQ")
 
 
 def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) -> torch.Tensor:
-    """The token [num_rows] int64 of each row of `logits` [num_rows, vocab].
+    """A token [num_rows] int64 for each row of `logits` [num_rows, vocab].
 
-    Logits are fp32, or of a type that fp32 holds; a row with NaN gets some token. Raises IndexError
-    where an id that a choice names is not in the vocabulary.
+    Logits are fp32, or of a type that fp32 holds; a row with NaN gets an arbitrary token. Raises
+    IndexError if a choice names an id that is not in the vocabulary.
     """
     logits = logits.to(torch.float32).contiguous()
     num_rows, vocab = logits.shape
@@ -41,7 +41,7 @@ def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) 
 
 
 def draws_of(choices: Sequence[TokenChoice], vocab: int, kept: list[object]) -> int:
-    """Address of the choices as the kernels see them; good as long as what `kept` gets is kept."""
+    """Address of the choices as the kernels see them, valid while the objects in `kept` live."""
     draws = array("B", b"".join([_draw(choice, vocab, kept) for choice in choices]))
     kept.append(draws)
     return draws.buffer_info()[0]
@@ -62,7 +62,7 @@ def _draw(choice: TokenChoice, vocab: int, kept: list[object]) -> bytes:
 
 
 def _changes(choice: TokenChoice, kept: list[object]) -> int:
-    """Address of what `choice` changes."""
+    """Address of the changes of `choice`."""
     sampling = choice.sampling
     changes = Changes(prompt_len=choice.prompt_len, repetition=limited(sampling.repetition_penalty))
     if sampling.has_penalties:
@@ -86,9 +86,9 @@ def _changes(choice: TokenChoice, kept: list[object]) -> int:
 
 
 def _lent(numbers: "array | Sequence[TokenId]", kept: list[object]) -> tuple[int, int]:
-    """Address of numbers, int32 where they are no array, and how many there are.
+    """Address of numbers and their count; numbers outside an array become an int32 array.
 
-    An array that is looked at cannot grow, so its memory stays where it is.
+    An array with an exported buffer cannot grow, so its memory stays in place.
     """
     if not (isinstance(numbers, array) and numbers.itemsize == NUMBER_BYTES):
         numbers = _int32(numbers)
@@ -97,7 +97,7 @@ def _lent(numbers: "array | Sequence[TokenId]", kept: list[object]) -> tuple[int
 
 
 def _int32(ids: Sequence[TokenId]) -> "array[int]":
-    """Raises IndexError for ids that are in no vocabulary."""
+    """The ids as int32. Raises IndexError for ids that no vocabulary has."""
     try:
         return array("i", ids)
     except OverflowError:
@@ -106,6 +106,6 @@ def _int32(ids: Sequence[TokenId]) -> "array[int]":
 
 @lru_cache(maxsize=CACHED_BIASES)
 def _biases(logit_bias: tuple[tuple[TokenId, float], ...]) -> "tuple[array[int], array[float]]":
-    """Ids and biases: converted once a request, not once a token."""
+    """Ids and biases as arrays: converted once a request, not once a token."""
     biases = dict(logit_bias)
     return _int32(list(biases)), array("f", map(limited, biases.values()))

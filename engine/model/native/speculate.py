@@ -1,4 +1,4 @@
-"""Steps of decoding as one call: a decoder's passes and the tokens chosen from their logits."""
+"""Decode steps as one call: a decoder's passes and the tokens chosen from their logits."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from engine.worker.batch import Row
 
 
 class Drafting(NamedTuple):
-    """A draft model, and rows of a verification for which it is to propose tokens first.
+    """A draft model, and the rows of a verification for which it proposes tokens first.
 
-    `seen` are rows as it computes them; the first ones propose, as many as `rows` says which they
-    are in the verification. `counts`, none greater than the one before, is how many tokens each.
+    `seen` are rows as the draft computes them. The first ones propose; `rows` gives their indices
+    in the verification. `counts` are the tokens that each proposes, in descending order.
     """
 
     decoder: Decoder
@@ -29,7 +29,7 @@ class Drafting(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What came of a verification."""
+    """The result of a verification."""
 
     token_ids: list[int]  # row by row: the choice in the place of each proposed token, and behind
     logits: torch.Tensor  # [choices, then scored tokens; vocab], until the next call
@@ -44,9 +44,9 @@ def draft(
 ) -> list[list[int]]:
     """Computes `rows`; the first ones propose tokens, as many rows as there are `choices`.
 
-    These say how each row's first token is chosen; `counts`, none greater than the one before, how
-    many it proposes: what is returned. Raises IndexError where an id that a choice names is not in
-    the vocabulary.
+    A choice says how a row's first token is chosen. `counts`, in descending order, says how many
+    tokens each row proposes; these are returned. Raises IndexError if a choice names an id that is
+    not in the vocabulary.
     """
     num_rows, longest = len(choices), counts[0]
     numbers, proposed = array("i", counts), array("i", bytes(4 * num_rows * longest))
@@ -67,11 +67,11 @@ def verify(
     clock: Clock,
     drafting: Drafting | None = None,
 ) -> Chosen:
-    """Computes each row and what is proposed behind it, and chooses in the place of all that.
+    """Computes each row and its proposed tokens, and chooses at each of their places.
 
-    A row's choice says how the token behind its own is chosen; it has None if nothing is chosen,
-    nor proposed. With `drafting`, what `proposed` holds for its rows is replaced first. Raises
-    IndexError where an id that a choice names is not in the vocabulary.
+    A row's choice says how the token behind its own is chosen. It is None if nothing is chosen, nor
+    proposed. With `drafting`, the draft first replaces what `proposed` holds for its rows. Raises
+    IndexError if a choice names an id that is not in the vocabulary.
     """
     begin_s = clock.now_s()
     lens = [len(token_ids) for token_ids in proposed]

@@ -1,7 +1,7 @@
-"""What a choice changes about its logits, before temperature and bounds.
+"""Changes to the logits of a choice, before temperature and bounds.
 
-All is in fp32, each operation rounded by itself. First all logits of the row are limited to the
-finite numbers, and so is what each of these steps gives, of an id that it concerns:
+All is in fp32, each operation rounded by itself. First all logits of the row are limited to finite
+numbers. The result of each of these steps is limited likewise, for the ids that it concerns:
 
     1  repetition  of ids in prompt or answer: x / penalty where x > 0, else x * penalty
     2  frequency   of ids in the answer: x - penalty * (how often it is there)
@@ -9,10 +9,10 @@ finite numbers, and so is what each of these steps gives, of an id that it conce
     4  bias        x + bias; of an id that is given several, the last counts
     5  mask        banned ids, and those that a grammar does not allow: minus infinity
 
-So one that is allowed is chosen as long as there is one. Penalties and biases are limited likewise.
+So an allowed id is chosen as long as there is one. Penalties and biases are limited likewise.
 
-On a GPU too, what is done to a batch is a few operations on all its rows that change anything, and
-one copy of ids, numbers and masks to the device. `reference_changed` is the same in plain Python,
+On a GPU too, a batch takes only a few operations on all rows that change anything, and one copy of
+ids, numbers and masks to the device. `reference_changed` does the same in plain Python, and
 `native/src/changes.h` in C++.
 
 Source of the repetition penalty: Keskar et al., "CTRL", 2019, §4.1.
@@ -36,14 +36,15 @@ ALL_BITS = 0xFFFFFFFF
 
 
 class TokenChoice(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of a dataclass's time
-    """What one row of logits is asked for: the token at `position`, in the way of `sampling`.
+    """How to choose from one row of logits: the token at `position`, with these sampling
+    parameters.
 
-    `banned`      ids that are never chosen
-    `history`     all tokens before `drafted`, prompt and answer; may be left out without penalties
-    `drafted`     tokens that are taken to follow it
-    `prompt_len`  where in these two together the answer begins
-    `mask`        uint32 [words]: id i is allowed if bit i % 32 of word i // 32 is set, and no id
-                  beyond the words is; None allows all
+        `banned`      ids that are never chosen
+        `history`     all tokens before `drafted`, prompt and answer; optional without penalties
+        `drafted`     tokens that are assumed to follow it
+        `prompt_len`  where the answer begins in these two together
+        `mask`        uint32 [words]: id i is allowed if bit i % 32 of word i // 32 is set; no id
+                      beyond the words is; None allows all
     """
 
     sampling: Sampling
@@ -56,7 +57,7 @@ class TokenChoice(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of 
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are taken as they come."""
+        """True if the logits are used unchanged."""
         return (
             not self.banned
             and self.mask is None
@@ -66,7 +67,7 @@ class TokenChoice(msgspec.Struct, frozen=True, eq=False):  # made in a fifth of 
 
 
 def changed(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-    """`logits` with what choices change about them; the same tensor where that is nothing."""
+    """Returns `logits` with the changes of the choices; the same tensor if there are none."""
     rows = [row for row, choice in enumerate(choices) if not choice.is_plain]
     if not rows:
         return logits
@@ -90,7 +91,7 @@ def changed(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tenso
 
 
 def _contexts(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
-    """Places in the flat logits of what prompts and answers hold, and penalties [3, num_rows]."""
+    """Places in the flat logits of the ids in prompts and answers, and penalties [3, num_rows]."""
     prompts, answers = [], []
     for choice in choices:
         context = np.empty(0, np.int64)
@@ -111,7 +112,7 @@ def _contexts(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
 def _marks(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
     """Places in the flat logits of biased ids, biases, places of banned ids, and masks as words.
 
-    The words are those of all rows, or of none where no row has a mask.
+    The words are those of all rows, or of none if no row has a mask.
     """
     biases = [dict(choice.sampling.logit_bias) for choice in choices]
     words = np.empty((0, 2), np.uint32)
@@ -126,12 +127,12 @@ def _marks(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
 
 
 def limited(number: float) -> float:
-    """The finite number of fp32 next to a penalty or bias, before it is rounded."""
+    """The finite fp32 number nearest to a penalty or bias, before it is rounded."""
     return min(max(number, -GREATEST), GREATEST)
 
 
 def _places(ids: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
-    """Where the ids of each row are in flat logits. Raises IndexError."""
+    """Places of each row's ids in the flat logits. Raises IndexError."""
     flat = np.concatenate([np.asarray(row, np.int64) for row in ids])
     if flat.size and (flat.min() < 0 or flat.max() >= vocab):
         raise IndexError(f"ids {flat.min()} … {flat.max()} of a vocabulary of {vocab}")
@@ -139,7 +140,7 @@ def _places(ids: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
 
 
 def _whole_mask(mask: np.ndarray | None, vocab: int) -> np.ndarray:
-    """The words of a mask for all ids, an even number of them."""
+    """The words of a mask for all ids; their number is even."""
     num_words = -(-vocab // (2 * WORD_BITS)) * 2
     if mask is None:
         return np.full(num_words, ALL_BITS, np.uint32)
@@ -160,7 +161,9 @@ def _penalised(
     answer: torch.Tensor,
     penalties: torch.Tensor,  # [3 * num_rows] fp64
 ) -> torch.Tensor:
-    """Penalties are tensors: GPUs would multiply by the reciprocal of a number."""
+    """Applies penalties. They are tensors, since GPUs would multiply by the reciprocal of
+    a number.
+    """
     repetition, frequency, presence = penalties.float().view(3, len(x), 1)
     ones = torch.ones_like(answer, dtype=torch.int32)
     flat_counts = torch.zeros(x.numel(), dtype=torch.int32, device=x.device)
@@ -184,10 +187,10 @@ def _allowed(words: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def reference_changed(logits: Sequence[float], choice: TokenChoice) -> list[float]:
-    """Logits with what `choice` changes about them.
+    """The definition of `changed` for one row, in plain Python.
 
-    Python computes in fp64. What fp64 gives for one operation on two numbers of fp32, rounded to
-    fp32, is what fp32 gives.
+    Python computes in fp64. One operation on two fp32 numbers in fp64, rounded to fp32, gives the
+    result of fp32.
     """
     sampling = choice.sampling
     x = [_finite_fp32(value) for value in logits]

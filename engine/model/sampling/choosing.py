@@ -1,4 +1,4 @@
-"""Choosing tokens from logits: Gumbel-max with noise keyed by position.
+"""Chooses tokens from logits: Gumbel-max with noise keyed by position.
 
     token = argmax(mask(logits / T) + g(seed, position, token_id))      T = 0: argmax(mask(logits))
 
@@ -6,27 +6,27 @@ This draws from softmax(mask(logits / T)). The noise `g` comes from a counter-ba
 needs no state. The same logits, `TokenChoice` and position give the same token on any worker, in
 any batch, after any failure.
 
-Before that, `changes` are made to the logits, where a choice asks for any: penalties, biases, and
-masks of banned ids and of a grammar. Where they leave nothing, or all logits are minus infinity,
-the token is 0: whoever bans all ids has to look at what comes.
+Before that, `changes` are made to the logits if a choice asks for them: penalties, biases, and
+masks of banned ids and of a grammar. If they leave no id, or all logits are minus infinity, the
+token is 0. A caller that bans all ids has to check for that.
 
-**Bounds**, in this order, of the distribution at temperature T:
+**Bounds** of the distribution at temperature T, in this order:
 
     top_k    ids whose logit is below the k-th largest are masked
     top_p    of what is left, renormalised: the smallest set of largest probabilities that sums to
              at least top_p stays
     min_p    ids less than min_p times as probable as the best are masked
 
-Each is a lower bound for the logit, so equal logits share one fate: where a bound falls on a tie,
-all the tied ids stay. (In the sums of `top_p` exactly k ids count after `top_k`, ties or not.) The
-best id is never below a bound. Of equal scores the lowest id wins.
+Each is a lower bound for the logit, so equal logits share one fate: if a bound falls on a tie, all
+the tied ids stay. (In the sums of `top_p` exactly k ids count after `top_k`, ties or not.) The best
+id is never below a bound. Of equal scores the lowest id wins.
 
 **Noise.** Word `token_id % 4` of Philox4x32-10 with counter (token_id // 4, position, 0, 0) and key
-(low, high 32 bits of the seed) is a number w, u = (w + 1/2) / 2^32 is uniform in (0, 1), and
-g = -log(-log(u)) in fp64.
+(low, high 32 bits of the seed) is a number w. u = (w + 1/2) / 2^32 is uniform in (0, 1), and g =
+-log(-log(u)) in fp64.
 
-`reference_sample` is the same in plain Python, kept to check the other; `native.sampling` is the
-same in C++, for CPUs.
+`reference_sample` does the same in plain Python, as a check; `native.sampling` does it in C++, for
+CPUs.
 
 Sources: Philox, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Gumbel-max,
 Maddison et al., "A* sampling", NeurIPS 2014.
@@ -47,15 +47,15 @@ PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 PHILOX_ROUNDS = 10
 MASK_32 = 0xFFFFFFFF
 
-CPU_TILE = 2**14  # counters; what a round touches then stays in a core's cache
+CPU_TILE = 2**14  # counters; the memory of a round then stays in a core's cache
 GPU_TILE = 2**22
-LOGPROBS_TILE = 2**22  # logits of which log-probabilities are made at once
+LOGPROBS_TILE = 2**22  # logits that are turned into log-probabilities at once
 
 
 def sample(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-    """The token [num_rows] that each row of `logits` [num_rows, vocab] comes to.
+    """Chooses a token for each row of `logits` [num_rows, vocab]: tokens [num_rows].
 
-    Raises IndexError where an id that a choice names is not in the vocabulary.
+    Raises IndexError if a choice names an id that is not in the vocabulary.
     """
     logits = changed(logits, choices)
     noisy = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0]
@@ -74,11 +74,11 @@ def logprobs_of(
     token_ids: Sequence[int],
     num_tops: Sequence[int],
 ) -> list[Logprobs]:
-    """Where each row's token stands among its logits, and the `num_tops` likeliest beside it.
+    """The log-probability and rank of each row's token, and the `num_tops` likeliest beside it.
 
-    This is the model's own distribution, log_softmax in fp32 of the logits as they come: before
-    changes, temperature and bounds. Tokens with equal logits share a rank; of these the lowest ids
-    come first among the likeliest. A row gets the same bits in any company. Needs memory for
+    This is the model's own distribution: log_softmax in fp32 of the unchanged logits, before
+    changes, temperature and bounds. Tokens with equal logits share a rank; among the likeliest the
+    lowest of these ids come first. A row gets the same bits in any company. Needs memory for
     `LOGPROBS_TILE` logits, however many there are.
     """
     num_rows, vocab = logits.shape
@@ -128,7 +128,7 @@ def _best_ids(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _best_ids_of_tied(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """The same from numbers no two of which are equal: the float's place in the order, the id."""
+    """Does the same from distinct numbers: the float's place in the order, then the id."""
     bits = (logits + 0.0).view(torch.int32).long()  # no zeros below zero are left
     order = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -138,7 +138,7 @@ def _best_ids_of_tied(logits: torch.Tensor, k: int) -> torch.Tensor:
 def philox(counter: Sequence[torch.Tensor], key: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The four words of Philox4x32-10. Words are int64 that hold 32 bits; shapes broadcast.
 
-    A product of two words does not fit int64, but wraps, so that its 64 bits are right.
+    A product of two words does not fit int64, but it wraps, so its 64 bits are right.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     rounds = torch.arange(PHILOX_ROUNDS, device=c0.device)
@@ -203,7 +203,7 @@ def _bounds(
     temperature: torch.Tensor,
     samplings: Sequence[Sampling],
 ) -> torch.Tensor | None:
-    """The lowest score [num_rows, 1] that survives all masks, None where no row has any."""
+    """The lowest score [num_rows, 1] that survives all bounds, None if no row has any."""
     vocab = logits.shape[1]
     # Rows with top_k need no full sort; kept apart, a group looks at as few of the best as it can.
     few = [row for row, s in enumerate(samplings) if 0 < s.top_k < vocab]
@@ -228,7 +228,7 @@ def _bounds(
 def _num_kept(scores: torch.Tensor, ks: list[int], ps: list[float]) -> torch.Tensor:
     """How many of `scores` [num_rows, max(ks)], best first, top_k and top_p leave: [num_rows, 1].
 
-    Sums run from the best down, so what other rows need beyond this row's k changes no bit of them.
+    Sums run from the best down, so columns beyond a row's own k change no bit of its sum.
     """
     k = torch.tensor(ks, device=scores.device)[:, None]
     mass = scores.exp().cumsum(dim=1)  # [num_rows, max(ks)]
@@ -242,7 +242,7 @@ def _column(values: list[float], device: torch.device) -> torch.Tensor:
 
 
 def _signed_64(seed: int) -> int:
-    """The int64 that has the low 64 bits of `seed`."""
+    """The int64 with the low 64 bits of `seed`."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed
 
@@ -260,7 +260,7 @@ def reference_philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
 
 
 def reference_sample(logits: Sequence[float], choice: TokenChoice) -> int:
-    """What `sample` chooses for one row, said plainly."""
+    """The definition of `sample` for one row."""
     sampling = choice.sampling
     if not choice.is_plain:
         logits = reference_changed(logits, choice)

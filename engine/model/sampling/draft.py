@@ -1,17 +1,17 @@
-"""What a draft model proposes: tokens that may follow a row.
+"""A draft model's proposals: tokens that may follow a row.
 
-A token is proposed just as the target will choose it, with the noise of its position, penalties,
-bans and grammar: where the models' distributions are much the same, so are mostly the tokens.
+A token is proposed exactly as the target will choose it, with the noise of its position, penalties,
+bans and grammar. If the models' distributions are similar, so are most of the tokens.
 
-1. One pass over all rows that the draft model sees, for K and V; of those that propose, for the
-   logits of their last token too. Some have tokens to catch up on, from steps that left them out.
+1. One pass over all rows that the draft model sees, for K and V; for rows that propose, also for
+   the logits of their last token. Some rows catch up on tokens of steps that left them out.
 2. Each row that proposes chooses its next token.
 3. One pass over that token of each row that proposes more, and so on with 2. K and V of the last
-   token proposed are never computed here.
+   proposed token are never computed here.
 
-K and V that either model has for tokens that are not kept do no harm. They lie beyond the end of
-the sequence, where nothing reads; whatever comes to stand there is computed, and so stored, before
-anything reads it; and blocks are known by their content only up to tokens that were kept.
+K and V of tokens that are not kept do no harm, in either model. They lie beyond the end of the
+sequence, where nothing reads. A token that takes such a place is computed, and so stored, before
+anything reads it. And blocks are known by their content only up to tokens that were kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,12 @@ class DraftedRow:
 
     row: Row
     token_ids: list[int] = field(default_factory=list)
-    masks: list[np.ndarray] = field(default_factory=list)  # for each of them, and behind the last
+    masks: list[np.ndarray] = field(
+        default_factory=list
+    )  # one for each token, and one behind the last
 
     def choice(self, nth: int) -> TokenChoice:
-        """How the token is chosen that follows the first `nth` of those proposed."""
+        """How to choose the token that follows the first `nth` proposed ones."""
         row = self.row
         return TokenChoice(
             row.sampling,
@@ -65,15 +67,16 @@ class DraftedRow:
 
 
 class Masks:
-    """Makes masks of grammars on threads of its own, while passes are computed."""
+    """Makes masks of grammars on its own threads, while passes are computed."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
     def begin(self, proposals: Sequence[DraftedRow]) -> Callable[[], None]:
-        """Begins to complete the masks of all that have a guide; what is returned waits for them.
+        """Starts to complete the masks of all rows with a guide; the returned function waits for
+        them.
 
-        Meanwhile nobody may touch the proposals, or their guides.
+        Until then the caller must not touch the proposals, or their guides.
         """
         if not has_guide(proposals):
             return _nothing_to_wait_for
@@ -100,20 +103,20 @@ class Forward(Protocol):
     """The draft model's passes: `CpuForward` or `CudaForward`."""
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> object:
-        """The inputs of `launch`."""
+        """Makes the inputs of `launch`."""
         ...
 
     def launch(self, prepared: object) -> torch.Tensor:
-        """Logits of the tokens to keep."""
+        """Computes logits of the tokens to keep."""
         ...
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """One token for each row of logits."""
+        """Chooses one token for each row of logits."""
         ...
 
 
 def draft_step_by_step(forward: Forward, proposals: Sequence[DraftedRow], masks: Masks) -> None:
-    """Computes the rows that the draft model sees, the ones that propose first, and proposes."""
+    """Computes the rows that the draft model sees, those that propose first, and proposes."""
     rows = [proposal.seen() for proposal in proposals]
     proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
     keep = last_tokens(rows[: len(proposing)])
@@ -137,12 +140,12 @@ def draft_step_by_step(forward: Forward, proposals: Sequence[DraftedRow], masks:
 
 
 def has_guide(proposals: Sequence[DraftedRow]) -> bool:
-    """Whether any of them has to follow a grammar."""
+    """True if any of the rows has to follow a grammar."""
     return any(proposal.row.guide is not None for proposal in proposals)
 
 
 def last_tokens(rows: Sequence[Row]) -> list[int]:
-    """Index in the flat batch of the last token of each row."""
+    """Indices in the flat batch of the last token of each row."""
     last = []
     end = 0
     for row in rows:
@@ -152,7 +155,7 @@ def last_tokens(rows: Sequence[Row]) -> list[int]:
 
 
 def _bare(row: Row, token_ids: Sequence[int], start: int) -> Row:
-    """Other tokens of the same sequence, to be computed only."""
+    """A row of other tokens of the same sequence, to be computed only."""
     return Row(row.seq_id, token_ids, start, row.block_table, None)
 
 

@@ -1,12 +1,12 @@
-"""Verification: of what is proposed to follow a row, what the target would have chosen itself.
+"""Verification: keeps the proposed tokens that the target would have chosen itself.
 
-The target computes a row's own tokens and the proposed ones in one pass, and chooses at the last of
-its own and at each proposed one, as it would have had all before been chosen by itself. Up to the
-first place where it chooses another token that is so; what it chooses there is the token that comes
-next, and nothing behind it counts. Nothing is drawn that would not have been drawn without
-proposals, and no noise is used twice, so speculation cannot change an answer. Common noise makes
-proposals likely to be kept (Daliri et al., "Coupling without communication and drafter-invariant
-speculative decoding", 2024).
+The target computes a row's own tokens and the proposed ones in one pass. It chooses after the last
+own token and after each proposed one, as if it had chosen all tokens before. That is true up to the
+first place where it chooses another token. Its choice there is the token that comes next, and
+nothing behind it counts. Nothing is drawn that would not have been drawn without proposals, and no
+noise is used twice, so speculation cannot change an answer. Common noise makes proposals likely to
+be kept (Daliri et al., "Coupling without communication and drafter-invariant speculative decoding",
+2024).
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ from engine.worker.batch import RowResult
 
 
 class Verified(NamedTuple):
-    """What the target chose, and how long it took to get ready for its pass and to run it."""
+    """The target's choices, and the times of its pass in seconds."""
 
-    chosen: list[int]  # row by row: in the place of each proposed token, and behind the last
+    chosen: list[int]  # row by row: one in the place of each proposed token, one behind the last
     logits: torch.Tensor  # [wanted, vocab]
     forward_s: float
     prepare_s: float
-    draft_s: float = 0.0  # of a draft model's passes, where they were part of it
+    draft_s: float = 0.0  # of a draft model's passes in the same call
 
 
 def verify_by_parts(
     forward: Forward, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock
 ) -> Verified:
-    """One pass, while masks are made, and one choice after another of what it gives."""
+    """Runs one pass while masks are made, then chooses from its logits row by row."""
     begin_s = clock.now_s()
     prepared = forward.prepare([p.verified() for p in proposals], wanted(proposals))
     prepared_s = clock.now_s()
@@ -51,9 +51,9 @@ def verify_by_parts(
 
 
 def wanted(proposals: Sequence[DraftedRow]) -> list[int]:
-    """Tokens, as indices in the flat batch of `verified` rows, whose logits are needed.
+    """Indices in the flat batch of `verified` rows of the tokens whose logits are needed.
 
-    First those after which a token is chosen, then those whose successors are scored.
+    First come those after which a token is chosen, then those whose successors are scored.
     """
     chosen: list[int] = []
     scored: list[int] = []
@@ -70,7 +70,7 @@ def wanted(proposals: Sequence[DraftedRow]) -> list[int]:
 
 
 def choices(proposals: Sequence[DraftedRow]) -> list[TokenChoice]:
-    """How the tokens are chosen: one choice for each of the first that are `wanted`."""
+    """One choice for each of the first tokens that are `wanted`."""
     return [
         proposal.choice(nth)
         for proposal in proposals
@@ -84,7 +84,7 @@ def results(
     chosen: Sequence[int],
     logits: torch.Tensor,  # [wanted, vocab]
 ) -> list[RowResult]:
-    """What each row comes to, from the tokens `chosen` for its choices."""
+    """The result of each row, from the tokens `chosen` for its choices."""
     kept = _kept(proposals, chosen)
     if not any(map(_asks_for_logprobs, proposals)):
         pairs = zip(proposals, kept, strict=True)
@@ -98,7 +98,7 @@ def results(
 
 
 def _kept(proposals: Sequence[DraftedRow], chosen: Sequence[int]) -> list[tuple[int, ...]]:
-    """The tokens of each row: chosen as far as all before them were proposed."""
+    """The tokens of each row: chosen ones as long as all before them were proposed."""
     kept: list[tuple[int, ...]] = []
     begin = 0
     for proposal in proposals:
@@ -123,7 +123,7 @@ def _asks_for_logprobs(proposal: DraftedRow) -> bool:
 def _logprobs(
     proposals: Sequence[DraftedRow], kept: Sequence[tuple[int, ...]], logits: torch.Tensor
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """Of the rows that ask for them, by index."""
+    """Log-probabilities of the rows that ask for them, by index."""
     asking: list[int] = []
     index: list[int] = []
     begin = 0
@@ -143,7 +143,7 @@ def _logprobs(
 def _scored(
     proposals: Sequence[DraftedRow], logits: torch.Tensor
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """Of the rows that have tokens to be scored, by index; `logits` are those of all of these."""
+    """Log-probabilities of scored tokens, by row; `logits` are those of all of these tokens."""
     asking = [i for i, proposal in enumerate(proposals) if proposal.row.scored]
     if not asking:
         return {}
@@ -157,7 +157,7 @@ def _shared_out(
     token_ids: Sequence[Sequence[int]],
     num_tops: Sequence[int],
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """`logprobs_of` all tokens of some rows in one go: `num_tops` is one number a row."""
+    """Calls `logprobs_of` once for all tokens of some rows; `num_tops` is one number a row."""
     tops = [num for num, ids in zip(num_tops, token_ids, strict=True) for _ in ids]
     tokens = [token for ids in token_ids for token in ids]
     with one_torch_thread() if logits.is_cpu else nullcontext():

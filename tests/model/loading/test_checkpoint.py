@@ -171,7 +171,7 @@ def test_a_config_without_a_context_length_is_refused(llama):
 
 
 REFUSED = {
-    "bert": ({}, "makes a mask of its own"),  # sees the future
+    "bert": ({}, "builds its own mask"),  # sees the future
     "bloom": ({}, "its code in transformers does not use the attention interface"),  # ALiBi
     "gpt_oss": (  # attention sinks
         {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
@@ -198,7 +198,7 @@ REFUSED = {
         {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32},
         "layer_types has 'chunked_attention'",
     ),
-    "doge": ({}, "makes a mask of its own"),
+    "doge": ({}, "builds its own mask"),
     "falcon": ({"alibi": True}, "its code in transformers does not use the attention interface"),
     "bart": (  # positions that are counted, not given
         {"decoder_layers": 3, "decoder_ffn_dim": 48, "pad_token_id": 1},
@@ -571,7 +571,7 @@ def test_a_corrupted_gguf_file_is_named(gguf):
 
 def test_of_several_gguf_files_none_is_guessed(gguf):
     shutil.copy(gguf / "model-q8_0.gguf", gguf / "model-q4_0.gguf")
-    assert refusal(gguf) == f"{gguf}: 2 *.gguf files: which one is not known"
+    assert refusal(gguf) == f"{gguf}: 2 *.gguf files: only one is allowed"
 
 
 def test_the_fingerprint_changes_with_a_gguf_file(gguf):
