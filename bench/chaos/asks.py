@@ -34,7 +34,7 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ChaosRequest:
     """One request: a body for an endpoint, and how many choices it is answered by."""
 
     kind: str
@@ -43,7 +43,7 @@ class Ask:
     num_choices: int
 
 
-def asks(num: int, *, vocab: Sequence[int], model: str, seed: int) -> list[Ask]:
+def chaos_requests(num: int, *, vocab: Sequence[int], model: str, seed: int) -> list[ChaosRequest]:
     """So many requests, of all kinds."""
     rng = Random(f"{seed}/asks")
     prefixes = [_tokens(rng, vocab, PREFIX_LEN) for _ in range(NUM_PREFIXES)]
@@ -60,7 +60,9 @@ def asks(num: int, *, vocab: Sequence[int], model: str, seed: int) -> list[Ask]:
         else:
             fields["prompt"] = [*rng.choice(prefixes), *_tokens(rng, vocab, OWN_LEN)]
         made.append(
-            Ask(kind, endpoint.path, _encoded(fields, model), num_choices=fields.get("n", 1))
+            ChaosRequest(
+                kind, endpoint.path, _encoded(fields, model), num_choices=fields.get("n", 1)
+            )
         )
     return made
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from bench.chaos.plan import OF_GATEWAYS, FaultKind
-from bench.chaos.streams import Stream, Usage
+from bench.chaos.streams import ReceivedStream, ReceivedUsage
 
 NOTICED_S = 0.5  # a gap that begins so long before a fault was told of can still be its doing
 SILENCE_S = 0.5  # a stream that says nothing for so long, across a fault, is affected by it
@@ -37,10 +37,10 @@ class Reply:
     """What an answer says, whenever and in whatever pieces it came."""
 
     choices: tuple[ChoiceSaid, ...]
-    usage: Usage
+    usage: ReceivedUsage
 
 
-class End(StrEnum):
+class RequestEnd(StrEnum):
     """What became of a request."""
 
     SAME = "same"
@@ -49,10 +49,10 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RequestVerdict:
     """An end, and what is wrong with it."""
 
-    end: End
+    end: RequestEnd
     reason: str = ""
 
 
@@ -77,7 +77,7 @@ class Stall:
     request: int = -1
 
 
-def disorder(stream: Stream, num_choices: int) -> str | None:
+def disorder(stream: ReceivedStream, num_choices: int) -> str | None:
     """What keeps a stream from being one whole answer; None if it is one."""
     if stream.failure is not None:
         return stream.failure
@@ -99,14 +99,16 @@ def disorder(stream: Stream, num_choices: int) -> str | None:
     return None
 
 
-def reply_of(stream: Stream, num_choices: int) -> Reply:
+def reply_of(stream: ReceivedStream, num_choices: int) -> Reply:
     """What a stream without disorder says."""
     return Reply(
         tuple(_said(stream, choice) for choice in range(num_choices)), usage=stream.usages[0]
     )
 
 
-def judge(expected: Reply, streams: Sequence[Stream], deaths: Sequence[Injected]) -> Verdict:
+def judge(
+    expected: Reply, streams: Sequence[ReceivedStream], deaths: Sequence[Injected]
+) -> RequestVerdict:
     """What became of a request, from all its streams: one for each time that it was sent.
 
     `deaths` are faults of gateway processes, also those that broke nothing.
@@ -114,18 +116,18 @@ def judge(expected: Reply, streams: Sequence[Stream], deaths: Sequence[Injected]
     num_choices = len(expected.choices)
     for stream in streams[:-1]:
         if not any(is_broken_by(death, stream) for death in deaths):
-            return Verdict(End.LOST, f"its connection broke: {stream.failure}")
+            return RequestVerdict(RequestEnd.LOST, f"its connection broke: {stream.failure}")
         if (what := _departure(expected, stream)) is not None:
-            return Verdict(End.CHANGED, f"before its connection broke: {what}")
+            return RequestVerdict(RequestEnd.CHANGED, f"before its connection broke: {what}")
     last = streams[-1]
     if (what := disorder(last, num_choices)) is not None:
-        return Verdict(End.LOST, what)
+        return RequestVerdict(RequestEnd.LOST, what)
     if (what := _difference(expected, reply_of(last, num_choices))) is not None:
-        return Verdict(End.CHANGED, what)
-    return Verdict(End.SAME)
+        return RequestVerdict(RequestEnd.CHANGED, what)
+    return RequestVerdict(RequestEnd.SAME)
 
 
-def is_broken_by(death: Injected, stream: Stream) -> bool:
+def is_broken_by(death: Injected, stream: ReceivedStream) -> bool:
     """Whether a gateway's death explains that a connection broke when it did. Which gateway it led
     to nobody knows. One that stands still breaks nothing until it is replaced, and nothing at all
     if it goes on before.
@@ -137,7 +139,7 @@ def is_broken_by(death: Injected, stream: Stream) -> bool:
     return was_connected and from_s <= stream.ended_s <= death.ended_s + BREAKS_WITHIN_S
 
 
-def _said(stream: Stream, choice: int) -> ChoiceSaid:
+def _said(stream: ReceivedStream, choice: int) -> ChoiceSaid:
     pieces = [piece for piece in stream.pieces if piece.choice == choice]
     return ChoiceSaid(
         "".join(piece.text for piece in pieces),
@@ -146,7 +148,7 @@ def _said(stream: Stream, choice: int) -> ChoiceSaid:
     )
 
 
-def _departure(expected: Reply, stream: Stream) -> str | None:
+def _departure(expected: Reply, stream: ReceivedStream) -> str | None:
     """Where as much as came of an answer is not how it begins."""
     for choice, whole in enumerate(expected.choices):
         said = _said(stream, choice)
@@ -175,13 +177,15 @@ def _difference(expected: Reply, found: Reply) -> str | None:
 # ---------------------------------------------------------------- time
 
 
-def gaps(streams: Sequence[Stream]) -> list[tuple[float, float]]:
+def gaps(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
     """When the silences between a request's pieces began and ended, lost connections included."""
     times_s = [piece.at_s for stream in streams for piece in stream.pieces]
     return list(pairwise(times_s))
 
 
-def longest_stall(requests: Sequence[Sequence[Stream]], faults: Sequence[Injected]) -> Stall:
+def longest_stall(
+    requests: Sequence[Sequence[ReceivedStream]], faults: Sequence[Injected]
+) -> Stall:
     """Of all requests. Before the first piece nobody has begun to read: that is no stall."""
     longest, where = (0.0, 0.0), -1
     for number, streams in enumerate(requests):
@@ -192,7 +196,7 @@ def longest_stall(requests: Sequence[Sequence[Stream]], faults: Sequence[Injecte
 
 
 def affected(
-    requests: Sequence[Sequence[Stream]], faults: Iterable[Injected]
+    requests: Sequence[Sequence[ReceivedStream]], faults: Iterable[Injected]
 ) -> dict[FaultKind, int]:
     """For each kind, the requests that a fault of it disturbed: which were silent for `SILENCE_S`
     across its begin, or were under way then and had to be placed or sent again.
@@ -204,7 +208,7 @@ def affected(
     return {kind: len(numbers) for kind, numbers in found.items()}
 
 
-def _is_hit(streams: Sequence[Stream], fault: Injected) -> bool:
+def _is_hit(streams: Sequence[ReceivedStream], fault: Injected) -> bool:
     silences = [*gaps(streams), *_waits(streams)]
     if any(
         begun_s - NOTICED_S <= fault.begun_s <= ended_s and ended_s - begun_s >= SILENCE_S
@@ -217,7 +221,7 @@ def _is_hit(streams: Sequence[Stream], fault: Injected) -> bool:
     return last.num_attempts > 1 and last.sent_s <= fault.begun_s <= last.ended_s
 
 
-def _waits(streams: Sequence[Stream]) -> list[tuple[float, float]]:
+def _waits(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
     """From when a request was first sent to its first piece."""
     first = next((piece.at_s for stream in streams for piece in stream.pieces), None)
     return [] if first is None else [(streams[0].sent_s, first)]

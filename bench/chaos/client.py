@@ -8,15 +8,15 @@ stream that ends early is what the server has to say.
 
 import aiohttp
 
-from bench.chaos.asks import Ask
-from bench.chaos.streams import Stream, StreamReader
+from bench.chaos.asks import ChaosRequest
+from bench.chaos.streams import ReceivedStream, StreamReader
 from engine.clock import Clock
 
 MAX_SENDS = 5
 HEADERS = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
 
 
-class Client:
+class ReconnectingClient:
     """One server, over connections of which each carries one request."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, clock: Clock) -> None:
@@ -24,14 +24,14 @@ class Client:
         self._url = url
         self._clock = clock
 
-    async def ask(self, ask: Ask) -> list[Stream]:
+    async def ask(self, ask: ChaosRequest) -> list[ReceivedStream]:
         """All streams of a request: only the last can be whole."""
         streams = [await self._send(ask)]
         while streams[-1].is_broken and len(streams) < MAX_SENDS:
             streams.append(await self._send(ask))
         return streams
 
-    async def _send(self, ask: Ask) -> Stream:
+    async def _send(self, ask: ChaosRequest) -> ReceivedStream:
         clock = self._clock
         reader = StreamReader(clock.now_s())
         try:

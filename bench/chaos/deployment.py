@@ -24,7 +24,7 @@ class OrderFailed(BatonError):
     """The controller did not take an order, with its reason."""
 
 
-class WorkerSeen(msgspec.Struct, frozen=True):
+class SeenWorker(msgspec.Struct, frozen=True):
     """What the admin API says of one worker."""
 
     worker_id: str
@@ -50,7 +50,7 @@ class WorkerSeen(msgspec.Struct, frozen=True):
         return self.waiting_seqs + self.running_seqs
 
 
-class GatewaySeen(msgspec.Struct, frozen=True):
+class SeenGateway(msgspec.Struct, frozen=True):
     """What it says of a gateway process. `missing` is what keeps it from serving."""
 
     name: str
@@ -65,22 +65,22 @@ class GatewaySeen(msgspec.Struct, frozen=True):
         return self.state == "serving" and self.missing is None
 
 
-class Seen(msgspec.Struct, frozen=True):
+class SeenPools(msgspec.Struct, frozen=True):
     """The pools."""
 
     settled: bool
     version: int
-    workers: list[WorkerSeen]
-    gateways: list[GatewaySeen]
+    workers: list[SeenWorker]
+    gateways: list[SeenGateway]
     counters: dict[str, int] = {}
 
     @property
-    def by_name(self) -> dict[str, WorkerSeen]:
+    def by_name(self) -> dict[str, SeenWorker]:
         """Workers."""
         return {worker.worker_id: worker for worker in self.workers}
 
 
-NOTHING = Seen(settled=False, version=-1, workers=[], gateways=[])
+NOTHING = SeenPools(settled=False, version=-1, workers=[], gateways=[])
 
 
 class _Access(msgspec.Struct):
@@ -105,7 +105,7 @@ class Mark:
         }
 
 
-class Deployment:
+class DisturbedDeployment:
     """What runs behind a URL on this machine."""
 
     def __init__(self, served: Served, session: aiohttp.ClientSession, mark: Mark) -> None:
@@ -129,10 +129,10 @@ class Deployment:
         (path,) = self._mark.run_dir.glob("*.json")
         self._access = msgspec.json.decode(path.read_bytes(), type=_Access)
 
-    async def look(self) -> Seen:
+    async def look(self) -> SeenPools:
         """The pools as the controller knows them now; nothing of them where it does not answer."""
         try:
-            return msgspec.json.decode(await self._call("GET", "/v1/pools"), type=Seen)
+            return msgspec.json.decode(await self._call("GET", "/v1/pools"), type=SeenPools)
         except OrderFailed:
             return NOTHING
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from bench.chaos import netns
 from bench.chaos.checker import Injected
-from bench.chaos.deployment import Deployment, OrderFailed, Seen
+from bench.chaos.deployment import DisturbedDeployment, OrderFailed, SeenPools
 from bench.chaos.plan import OF_GATEWAYS, STOPS, Fault, FaultKind, chosen, kinds_in_turn
 from bench.common.waiting import POLL_EVERY_S, holds_within, pause
 from engine.clock import Clock
@@ -39,7 +39,7 @@ class Injector(Protocol):
         ...
 
 
-def candidates(kind: FaultKind, seen: Seen, *, held: Collection[str]) -> list[str]:
+def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> list[str]:
     """Who may be hit: nobody that another fault holds, nor the last of its pool that works.
 
     Nobody is hit while a gateway process does not know all workers: to it another one would be the
@@ -62,7 +62,7 @@ def candidates(kind: FaultKind, seen: Seen, *, held: Collection[str]) -> list[st
     return sorted(name for name in sound if spare(name))
 
 
-def pid_of(name: str, seen: Seen) -> int | None:
+def pid_of(name: str, seen: SeenPools) -> int | None:
     """Of a worker or a gateway."""
     found = [w.pid for w in seen.workers if w.worker_id == name]
     return next(iter([*found, *(g.pid for g in seen.gateways if g.name == name)]), None)
@@ -71,7 +71,7 @@ def pid_of(name: str, seen: Seen) -> int | None:
 class Signals:
     """Faults that need no more than a signal."""
 
-    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+    def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
@@ -133,7 +133,7 @@ class Cuts:
 class Orders:
     """Faults that an operator could ask for: of roles."""
 
-    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+    def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
@@ -202,7 +202,7 @@ class Director:
 
     def __init__(
         self,
-        deployment: Deployment,
+        deployment: DisturbedDeployment,
         injectors: Mapping[FaultKind, Injector],
         clock: Clock,
         *,

@@ -4,10 +4,10 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from bench.chaos.asks import Ask
+from bench.chaos.asks import ChaosRequest
 from bench.chaos.checker import disorder
-from bench.chaos.client import Client
-from bench.chaos.streams import Stream
+from bench.chaos.client import ReconnectingClient
+from bench.chaos.streams import ReceivedStream
 from bench.common.waiting import pause
 from engine.clock import Clock
 from engine.errors import BatonError
@@ -19,10 +19,12 @@ class NotUndisturbed(BatonError):
     """What was to be compared with is itself no good."""
 
 
-async def undisturbed(client: Client, asked: Sequence[Ask]) -> list[Stream]:
+async def undisturbed(
+    client: ReconnectingClient, asked: Sequence[ChaosRequest]
+) -> list[ReceivedStream]:
     """Every answer. Raises NotUndisturbed if there is one that is not whole."""
     waiting = deque(enumerate(asked))
-    found: dict[int, Stream] = {}
+    found: dict[int, ReceivedStream] = {}
 
     async def worker() -> None:
         while waiting:
@@ -39,8 +41,8 @@ async def undisturbed(client: Client, asked: Sequence[Ask]) -> list[Stream]:
 
 
 async def open_loop(
-    client: Client, asked: Sequence[Ask], due_s: Sequence[float], clock: Clock
-) -> list[list[Stream]]:
+    client: ReconnectingClient, asked: Sequence[ChaosRequest], due_s: Sequence[float], clock: Clock
+) -> list[list[ReceivedStream]]:
     """All streams of each request, sent when it is due, whatever came of those before."""
     start_s = clock.now_s()
     async with asyncio.TaskGroup() as group:

@@ -24,10 +24,10 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from bench.chaos.checker import End, affected, longest_stall
+from bench.chaos.checker import RequestEnd, affected, longest_stall
 from bench.chaos.plan import OF_GATEWAYS, FaultKind, is_full
-from bench.chaos.run import Run
-from bench.chaos.streams import Piece, Stream
+from bench.chaos.run import ChaosRun
+from bench.chaos.streams import ReceivedPiece, ReceivedStream
 from bench.common.report import Figure, Result, results_of
 
 MUST_BE_ZERO = (
@@ -45,15 +45,15 @@ NUM_TOLD = 5  # of each kind of what went wrong
 NEAR_S = 20.0  # a fault that begins so long before or after a request may be told of with it
 
 
-def figures_of(run: Run) -> dict[str, Figure]:
+def figures_of(run: ChaosRun) -> dict[str, Figure]:
     """Every figure of one run."""
     kinds = Counter(fault.kind for fault in run.injected)
     hit = affected(run.streams, run.injected)
     firsts_s = [s[0].at_s - t for s, t in ((_pieces(r), r[0].sent_s) for r in run.streams) if s]
     outages_s = [outage.seconds for outage in run.outages]
     counts = {
-        "lost": len(run.requests_of(End.LOST)),
-        "changed": len(run.requests_of(End.CHANGED)),
+        "lost": len(run.requests_of(RequestEnd.LOST)),
+        "changed": len(run.requests_of(RequestEnd.CHANGED)),
         "leaked_blocks": run.left.blocks,
         "leaked_leases": run.left.leases,
         "leaked_processes": len(run.left.processes),
@@ -84,12 +84,12 @@ def figures_of(run: Run) -> dict[str, Figure]:
     }
 
 
-def results(run: Run) -> tuple[Result, ...]:
+def results(run: ChaosRun) -> tuple[Result, ...]:
     """The figures as a report has them."""
     return results_of([figures_of(run)])
 
 
-def missing(run: Run) -> list[FaultKind]:
+def missing(run: ChaosRun) -> list[FaultKind]:
     """Kinds that were asked for and hit nobody, though there was time for each. A run too short for
     that must have had one fault of any kind.
     """
@@ -103,10 +103,10 @@ def has_passed(found: Sequence[Result]) -> bool:
     return not any(result.value for result in found if result.name in MUST_BE_ZERO)
 
 
-def complaints(run: Run) -> list[str]:
+def complaints(run: ChaosRun) -> list[str]:
     """What went wrong, with enough of it to look for the reason."""
     lines = [f"{kind}: asked for, and hit nobody" for kind in missing(run)]
-    for end in (End.LOST, End.CHANGED):
+    for end in (RequestEnd.LOST, RequestEnd.CHANGED):
         numbers = run.requests_of(end)
         lines += [
             f"{end}: request {i}, {run.asked[i].kind}: {run.verdicts[i].reason};"
@@ -127,7 +127,7 @@ def complaints(run: Run) -> list[str]:
     return lines
 
 
-def _faults_of(run: Run, number: int) -> str:
+def _faults_of(run: ChaosRun, number: int) -> str:
     """When its streams were sent and ended, and what befell gateways about then: seconds."""
     streams = run.streams[number]
     begun_s = streams[0].sent_s
@@ -140,7 +140,7 @@ def _faults_of(run: Run, number: int) -> str:
     return ", ".join(told)
 
 
-def story(run: Run) -> list[str]:
+def story(run: ChaosRun) -> list[str]:
     """The longest stall, the fault that came with it, and whether that is good enough; of a run
     that is too short to judge by, which kinds of faults it did without.
     """
@@ -153,10 +153,10 @@ def story(run: Run) -> list[str]:
     return [line, f"too short for all kinds of faults; did without: {', '.join(_absent(run))}"]
 
 
-def _absent(run: Run) -> list[FaultKind]:
+def _absent(run: ChaosRun) -> list[FaultKind]:
     hit = {fault.kind for fault in run.injected}
     return [kind for kind in run.plan.kinds if kind not in hit]
 
 
-def _pieces(streams: Sequence[Stream]) -> list[Piece]:
+def _pieces(streams: Sequence[ReceivedStream]) -> list[ReceivedPiece]:
     return [piece for stream in streams for piece in stream.pieces]

@@ -13,24 +13,24 @@ import aiohttp
 import uvloop
 
 from bench.chaos import netns
-from bench.chaos.asks import Ask, asks
+from bench.chaos.asks import ChaosRequest, chaos_requests
 from bench.chaos.checker import (
     Books,
-    End,
     Injected,
     Reply,
-    Verdict,
+    RequestEnd,
+    RequestVerdict,
     gaps,
     judge,
     leaked,
     reply_of,
 )
-from bench.chaos.client import Client
-from bench.chaos.deployment import Deployment, Mark, Seen, WorkerSeen
+from bench.chaos.client import ReconnectingClient
+from bench.chaos.deployment import DisturbedDeployment, Mark, SeenPools, SeenWorker
 from bench.chaos.faults import Cuts, Director, Injector, Orders, Signals
 from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times_s, faults_of
-from bench.chaos.streams import Stream
+from bench.chaos.streams import ReceivedStream
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.serving import Options, serving
@@ -60,7 +60,7 @@ class Outage:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeftBehind:
     """What was left when all was over."""
 
     blocks: int
@@ -71,27 +71,27 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ChaosRun:
     """All that happened."""
 
     plan: ChaosPlan
-    asked: tuple[Ask, ...]
+    asked: tuple[ChaosRequest, ...]
     expected: tuple[Reply, ...]
-    streams: tuple[tuple[Stream, ...], ...]  # of each request
-    verdicts: tuple[Verdict, ...]
+    streams: tuple[tuple[ReceivedStream, ...], ...]  # of each request
+    verdicts: tuple[RequestVerdict, ...]
     injected: tuple[Injected, ...]
     skipped: tuple[Fault, ...]
     outages: tuple[Outage, ...]
-    left: Left
+    left: LeftBehind
     calm_stall_s: float  # the longest of the undisturbed run
     duration_s: float
 
-    def requests_of(self, end: End) -> list[int]:
+    def requests_of(self, end: RequestEnd) -> list[int]:
         """Those that ended so."""
         return [i for i, verdict in enumerate(self.verdicts) if verdict.end is end]
 
 
-def measure(plan: ChaosPlan, say: Say = say_nothing) -> Run:
+def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
     """Carries out the plan.
 
     Raises ServerFailed, ServerUnreachable, NotUndisturbed, and netns.Unavailable where a network is
@@ -118,13 +118,15 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> Run:
         if plan.is_partitioned:
             options = {**options, "--places": PLACES}
         served = stack.enter_context(serving(MODEL, options, environment))
-        run: Run = uvloop.run(_measure(plan, lambda s: Deployment(served, s, mark), say))
+        run: ChaosRun = uvloop.run(
+            _measure(plan, lambda s: DisturbedDeployment(served, s, mark), say)
+        )
     return run
 
 
 async def _measure(
-    plan: ChaosPlan, deployed: Callable[[aiohttp.ClientSession], Deployment], say: Say
-) -> Run:
+    plan: ChaosPlan, deployed: Callable[[aiohttp.ClientSession], DisturbedDeployment], say: Say
+) -> ChaosRun:
     clock = MonotonicClock()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),  # the next goes to any process
@@ -133,8 +135,10 @@ async def _measure(
         deployment = deployed(session)
         deployment.open()
         model = await Api(session, Target(deployment.url), clock).first_model()
-        asked = asks(plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed)
-        client = Client(session, deployment.url, clock)
+        asked = chaos_requests(
+            plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed
+        )
+        client = ReconnectingClient(session, deployment.url, clock)
         keeper = _Bookkeeper(deployment, plan, clock)
         await keeper.settle()
         say(f"{len(asked)} requests undisturbed")
@@ -164,7 +168,7 @@ async def _measure(
         processes = await _end(deployment, clock)
     expected = [reply_of(s, ask.num_choices) for s, ask in zip(calm, asked, strict=True)]
     deaths = [f for f in director.injected if f.kind in OF_GATEWAYS]
-    return Run(
+    return ChaosRun(
         plan=plan,
         asked=tuple(asked),
         expected=tuple(expected),
@@ -179,7 +183,7 @@ async def _measure(
     )
 
 
-async def _end(deployment: Deployment, clock: Clock) -> list[str]:
+async def _end(deployment: DisturbedDeployment, clock: Clock) -> list[str]:
     """Ends the deployment as a user does; processes that outlive it."""
 
     async def ended() -> bool:
@@ -197,7 +201,7 @@ async def _end(deployment: Deployment, clock: Clock) -> list[str]:
 class _Bookkeeper:
     """Waits for the pools to be as they are wanted, and finds what is missing."""
 
-    def __init__(self, deployment: Deployment, plan: ChaosPlan, clock: Clock) -> None:
+    def __init__(self, deployment: DisturbedDeployment, plan: ChaosPlan, clock: Clock) -> None:
         self._deployment = deployment
         self._plan = plan
         self._clock = clock
@@ -219,20 +223,20 @@ class _Bookkeeper:
 
         await holds_within(is_steady, WHOLE_WITHIN_S, self._clock)
 
-    async def left(self) -> Left:
+    async def left(self) -> LeftBehind:
         """What workers hold now, when they should hold nothing."""
         seen = await self._deployment.look()
         blocks, leases = leaked([books_of(worker) for worker in seen.workers])
         whole = is_whole(seen, self._plan)
-        return Left(blocks, leases, whole, detail="" if whole else str(seen))
+        return LeftBehind(blocks, leases, whole, detail="" if whole else str(seen))
 
 
-def books_of(worker: WorkerSeen) -> Books:
+def books_of(worker: SeenWorker) -> Books:
     """Its blocks and leases."""
     return Books(worker.num_blocks, worker.free_blocks, worker.open_leases)
 
 
-def is_whole(seen: Seen, plan: ChaosPlan) -> bool:
+def is_whole(seen: SeenPools, plan: ChaosPlan) -> bool:
     """Whether the pools are as they were planned, and hold nothing for anybody. What the controller
     takes for settled is not enough: an order that was not undone is what it was last told.
     """
@@ -246,7 +250,7 @@ def is_whole(seen: Seen, plan: ChaosPlan) -> bool:
 class _Watch:
     """Looks which workers do what they are there for, again and again, until it is cancelled."""
 
-    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+    def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
         self._absent_s: dict[str, float] = {}  # since when

@@ -1,8 +1,8 @@
-"""One streamed answer as it came: every piece of it, and how the stream ended.
+"""One streamed answer as the client received it: its pieces, and how the stream ended.
 
-Pure: bytes with their times in, a `Stream` out. Unlike `bench.client.answers`, which measures, it
-keeps
-what was said, also what should not have been said; `bench.chaos.checker` judges.
+Pure: bytes and their times go in, a `ReceivedStream` comes out. `bench.client.answers` measures
+latency; this module keeps the text, also text that should not have come. `bench.chaos.checker`
+judges it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReceivedPiece:
     """A part of one choice that came at once. `logprobs` are of its tokens, where asked for."""
 
     at_s: float
@@ -27,7 +27,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ReceivedUsage:
     """Tokens as the server counted them. What was cached depends on who was asked before."""
 
     prompt_tokens: int
@@ -35,13 +35,13 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ReceivedStream:
     """An answer, or as much of it as came. `failure` says why there is no more."""
 
     sent_s: float
     ended_s: float
-    pieces: tuple[Piece, ...] = ()
-    usages: tuple[Usage, ...] = ()
+    pieces: tuple[ReceivedPiece, ...] = ()
+    usages: tuple[ReceivedUsage, ...] = ()
     num_done: int = 0  # marks of the end
     num_after_done: int = 0  # events after it
     num_attempts: int = 1  # that the router needed
@@ -72,7 +72,7 @@ class _Timeline(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: Usage | None = None
+    usage: ReceivedUsage | None = None
     error: object = None
     baton_timeline: _Timeline | None = None
 
@@ -86,8 +86,8 @@ class StreamReader:
     def __init__(self, sent_s: float) -> None:
         self._sent_s = sent_s
         self._parser = SseParser()
-        self._pieces: list[Piece] = []
-        self._usages: list[Usage] = []
+        self._pieces: list[ReceivedPiece] = []
+        self._usages: list[ReceivedUsage] = []
         self._num_done = 0
         self._num_after_done = 0
         self._num_attempts = 1
@@ -98,20 +98,20 @@ class StreamReader:
         for event in self._parser.feed(data):
             self._take(event.data, now_s)
 
-    def finish(self, now_s: float) -> Stream:
+    def finish(self, now_s: float) -> ReceivedStream:
         """The connection ended as it should."""
         return self._stream(now_s, self._failure, is_broken=False)
 
-    def refuse(self, why: str, now_s: float) -> Stream:
+    def refuse(self, why: str, now_s: float) -> ReceivedStream:
         """There is no answer, or no more of it."""
         return self._stream(now_s, self._failure or why, is_broken=False)
 
-    def fail(self, why: str, now_s: float) -> Stream:
+    def fail(self, why: str, now_s: float) -> ReceivedStream:
         """The connection broke."""
         return self._stream(now_s, self._failure or why, is_broken=True)
 
-    def _stream(self, now_s: float, failure: str | None, *, is_broken: bool) -> Stream:
-        return Stream(
+    def _stream(self, now_s: float, failure: str | None, *, is_broken: bool) -> ReceivedStream:
+        return ReceivedStream(
             sent_s=self._sent_s,
             ended_s=now_s,
             pieces=tuple(self._pieces),
@@ -143,7 +143,7 @@ class StreamReader:
             self._num_attempts = chunk.baton_timeline.attempts
 
 
-def _pieces(choices: Sequence[_Choice], now_s: float) -> list[Piece]:
+def _pieces(choices: Sequence[_Choice], now_s: float) -> list[ReceivedPiece]:
     """Without those that say nothing, like the role at the begin of a chat's answer."""
     pieces = []
     for choice in choices:
@@ -151,7 +151,7 @@ def _pieces(choices: Sequence[_Choice], now_s: float) -> list[Piece]:
         scored = choice.logprobs or _Logprobs()
         logprobs = tuple(zip(scored.tokens, scored.token_logprobs, strict=True))
         if text or logprobs or choice.finish_reason is not None:
-            pieces.append(Piece(now_s, choice.index, text, choice.finish_reason, logprobs))
+            pieces.append(ReceivedPiece(now_s, choice.index, text, choice.finish_reason, logprobs))
     return pieces
 
 

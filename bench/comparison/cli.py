@@ -19,7 +19,7 @@ from bench.common.progress import say_on_stderr
 from bench.common.report import Report, Result
 from bench.common.tables import print_head
 from bench.comparison.peer import NAME, Dynamo
-from bench.comparison.run import GOALS, Plan, is_met, measure
+from bench.comparison.run import GOALS, ComparisonPlan, is_met, measure
 from bench.simulator.hardware import hardware_named
 from bench.simulator.traces import read_trace
 from engine.errors import ConfigError
@@ -57,7 +57,7 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
         profile = msgspec.structs.replace(profile, num_blocks=num_blocks)
         played = read_trace(trace)
         played = played if requests is None else played.first(requests)
-        plan = Plan(played, profile, pairs, goodput_requests, seed=seed)
+        plan = ComparisonPlan(played, profile, pairs, goodput_requests, seed=seed)
         with ExitStack() as open_peers:
             full = short = None
             if peer is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.simulator.hardware import Hardware, Pricing, StepPrice
+from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
 from bench.simulator.traces import Trace
 from engine.errors import BatonError
 
@@ -34,7 +34,7 @@ class PeerError(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PeerDeployment:
     """A simulation, as far as both simulators know it."""
 
     prefill: int
@@ -55,7 +55,7 @@ class _Answer(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PeerReplay:
     """What came of a trace in either simulator."""
 
     ttft_mean_s: float
@@ -72,7 +72,7 @@ class Played:
 class Dynamo:
     """The peer, with a trace and tables in files that last as long as it is open."""
 
-    def __init__(self, python: Path, trace: Trace, hardware: Hardware) -> None:
+    def __init__(self, python: Path, trace: Trace, hardware: HardwareProfile) -> None:
         self._python = python
         self._trace = trace
         self._hardware = hardware
@@ -93,7 +93,7 @@ class Dynamo:
         assert self._folder is not None
         return Path(self._folder.name)
 
-    def play(self, shape: Shape, router: str) -> Played:
+    def play(self, shape: PeerDeployment, router: str) -> PeerReplay:
         """Plays the trace; `router` is `kv_router` or `round_robin`. Raises PeerError."""
         report = self._path / "report.json"
         report.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ class Dynamo:
             raise PeerError(f"{NAME}'s report is not what it was: {error}") from error
         if answer.completed_requests != len(self._trace.requests):
             raise PeerError(f"{NAME} answered {answer.completed_requests} requests only")
-        return Played(
+        return PeerReplay(
             answer.mean_ttft_ms / 1000,
             answer.p90_ttft_ms / 1000,
             answer.p90_tpot_ms / 1000,
@@ -121,7 +121,7 @@ class Dynamo:
             answer.wall_time_ms / 1000,
         )
 
-    def _arguments(self, shape: Shape, router: str, report: Path) -> Sequence[str]:
+    def _arguments(self, shape: PeerDeployment, router: str, report: Path) -> Sequence[str]:
         engine = {
             "block_size": self._hardware.layout.block_size,
             "num_gpu_blocks": self._hardware.num_blocks,
@@ -164,7 +164,7 @@ def mooncake_lines(trace: Trace) -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-def tables(hardware: Hardware) -> Mapping[str, Any]:
+def tables(hardware: HardwareProfile) -> Mapping[str, Any]:
     """A profile's costs as the peer reads them, in milliseconds."""
     pricing = Pricing(hardware)
     prefill_s = [pricing.step_s(StepPrice(num_new=n, squares=n * n)) for n in _NEW_TOKENS]

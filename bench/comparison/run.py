@@ -20,10 +20,16 @@ from math import inf
 from bench.common.progress import Say
 from bench.common.report import Peer, Result
 from bench.common.stats import summarize
-from bench.comparison.peer import NAME, Dynamo, Played, Shape
-from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Run, Setup, simulate
+from bench.comparison.peer import NAME, Dynamo, PeerDeployment, PeerReplay
+from bench.simulator.cluster import (
+    MAX_ANSWER_TOKENS,
+    SimulatedPools,
+    SimulatedRun,
+    SimulationSetup,
+    simulate,
+)
 from bench.simulator.goodput import greatest_speed
-from bench.simulator.hardware import Hardware
+from bench.simulator.hardware import HardwareProfile
 from bench.simulator.results import latencies_of
 from bench.simulator.traces import Trace, infinite_cache_hits
 from engine.config import RouterConfig, RouterPolicy
@@ -41,11 +47,11 @@ MAX_SPEED_UP = 16.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ComparisonPlan:
     """What is compared. `splits` are prefill and decode workers, the first the one for TTFT."""
 
     trace: Trace
-    hardware: Hardware
+    hardware: HardwareProfile
     splits: Sequence[tuple[int, int]]
     num_for_goodput: int
     ttft_s: float = 5.0
@@ -53,14 +59,16 @@ class Plan:
     seed: int = 0
 
 
-Play = Callable[[Shape], Played]
+Play = Callable[[PeerDeployment], PeerReplay]
 
 
-def measure(plan: Plan, peer: Dynamo | None, short_peer: Dynamo | None, say: Say) -> list[Result]:
+def measure(
+    plan: ComparisonPlan, peer: Dynamo | None, short_peer: Dynamo | None, say: Say
+) -> list[Result]:
     """All figures. `short_peer` has the first requests alone; without peers, ours only."""
     prefill, decode = plan.splits[0]
     results = []
-    once, twice = Shape(prefill, decode), Shape(prefill, decode, 2.0)
+    once, twice = PeerDeployment(prefill, decode), PeerDeployment(prefill, decode, 2.0)
     for name, shape, policy, router in (
         ("sim/round_robin", once, RouterPolicy.ROUND_ROBIN, "round_robin"),
         ("sim/ttft_x1", once, RouterPolicy.SLO, "kv_router"),
@@ -84,12 +92,12 @@ def measure(plan: Plan, peer: Dynamo | None, short_peer: Dynamo | None, say: Say
     return results + _goodput(plan, short_peer, say)
 
 
-def _goodput(plan: Plan, peer: Dynamo | None, say: Say) -> list[Result]:
+def _goodput(plan: ComparisonPlan, peer: Dynamo | None, say: Say) -> list[Result]:
     if not plan.num_for_goodput:
         return []
     trace = plan.trace.first(plan.num_for_goodput)
 
-    def play_ours(shape: Shape) -> Played:
+    def play_ours(shape: PeerDeployment) -> PeerReplay:
         return play(plan, trace, shape, RouterPolicy.SLO, keeps_bounds=True)
 
     ours = _best(plan, play_ours, "ours", say)
@@ -103,13 +111,13 @@ def _goodput(plan: Plan, peer: Dynamo | None, say: Say) -> list[Result]:
     ]
 
 
-def _best(plan: Plan, play_one: Play, who: str, say: Say) -> float:
+def _best(plan: ComparisonPlan, play_one: Play, who: str, say: Say) -> float:
     """The greatest speed over all splits."""
     best = 0.0
     for prefill, decode in plan.splits:
 
         def keeps(speed_up: float, prefill: int = prefill, decode: int = decode) -> bool:
-            played = play_one(Shape(prefill, decode, speed_up))
+            played = play_one(PeerDeployment(prefill, decode, speed_up))
             return played.keeps(ttft_s=plan.ttft_s, tpot_s=plan.tpot_s)
 
         speed = greatest_speed(keeps, least=1.0, most=MAX_SPEED_UP)
@@ -119,13 +127,13 @@ def _best(plan: Plan, play_one: Play, who: str, say: Say) -> float:
 
 
 def play(
-    plan: Plan,
+    plan: ComparisonPlan,
     trace: Trace,
-    shape: Shape,
+    shape: PeerDeployment,
     policy: RouterPolicy,
     *,
     keeps_bounds: bool = False,
-) -> Played:
+) -> PeerReplay:
     """The trace in this simulator. If it is to keep the bounds, the router is told of them: who
     would have to wait too long is refused.
     """
@@ -137,14 +145,14 @@ def play(
         slo_ttft_s=plan.ttft_s if keeps_bounds else None,
         slo_tpot_s=plan.tpot_s if keeps_bounds else None,
     )
-    pools = Pools(shape.prefill, shape.decode)
-    setup = Setup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
+    pools = SimulatedPools(shape.prefill, shape.decode)
+    setup = SimulationSetup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
     began_s = time.perf_counter()
     run = simulate(trace.sped_up(shape.speed_up), setup, native_machine(config))
     return _played(run, time.perf_counter() - began_s)
 
 
-def _played(run: Run, wall_s: float) -> Played:
+def _played(run: SimulatedRun, wall_s: float) -> PeerReplay:
     """Who was refused waits for ever: that is a miss, and means do not compare."""
     latencies = [latencies_of(record) for record in run.records]
     ttft = summarize([inf if one is None else one.ttft_s for one in latencies])
@@ -152,7 +160,7 @@ def _played(run: Run, wall_s: float) -> Played:
     tpot = summarize([pace_s for pace_s in paces_s if pace_s is not None])
     assert ttft is not None
     cached = sum(r.timeline.num_cached_tokens for r in run.records if r.timeline is not None)
-    return Played(
+    return PeerReplay(
         ttft.mean,
         ttft.p90,
         0.0 if tpot is None else tpot.p90,

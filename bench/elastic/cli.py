@@ -16,7 +16,7 @@ from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
 from bench.common.report import Report
 from bench.common.tables import print_head
-from bench.elastic.run import GOALS, Plan, Turns, is_met, measure
+from bench.elastic.run import GOALS, ElasticPlan, TurningLoad, is_met, measure
 from bench.simulator.hardware import hardware_named
 from engine.errors import ConfigError
 
@@ -39,9 +39,9 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
     with printed_errors():
         if quick:
             workers, phases, phase_s, step, repeat = min(workers, 6), 2, min(phase_s, 45.0), 1, 1
-        plan = Plan(
+        plan = ElasticPlan(
             hardware_named(hardware_),
-            Turns(phases, phase_s),
+            TurningLoad(phases, phase_s),
             workers,
             splits=_splits(workers, step),
             seeds=range(seed, seed + repeat),

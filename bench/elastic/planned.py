@@ -19,7 +19,7 @@ EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SimulatedDecision:
     """What the planner said, when, and of which pools."""
 
     at_s: float
@@ -32,7 +32,7 @@ class Decision:
         return abs(self.plan.prefill - self.pools.prefill)
 
 
-class Planned:
+class SimulatedPlanner:
     """Asks the planner about the machine's workers."""
 
     def __init__(self, rules: PlannerRules, machine: RouterMachine) -> None:
@@ -40,14 +40,14 @@ class Planned:
         self._planner: Planner | None = None  # until the first tick
         self._machine = machine
         self._told: dict[WorkerId, Role] = {}
-        self.decisions: list[Decision] = []
+        self.decisions: list[SimulatedDecision] = []
 
     def tick(self, now_s: float) -> Iterator[tuple[WorkerId, SetRole]]:
         """What workers are told now."""
         pools = self._pools()
         self._planner = self._planner or self._at_rest(pools, now_s)
         plan = self._planner.decide(self._machine.demand.observe(now_s), pools, now_s)
-        self.decisions.append(Decision(now_s, pools, plan))
+        self.decisions.append(SimulatedDecision(now_s, pools, plan))
         for worker_id, role in flips(plan, members(self._machine.view, self._told)):
             self._told[worker_id] = role
             yield worker_id, SetRole(role)

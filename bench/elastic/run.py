@@ -32,9 +32,15 @@ from random import Random
 from bench.client.load import Slo
 from bench.common.progress import Say
 from bench.common.report import Figure, Result, results_of
-from bench.elastic.planned import Decision
-from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Run, Setup, simulate
-from bench.simulator.hardware import Hardware
+from bench.elastic.planned import SimulatedDecision
+from bench.simulator.cluster import (
+    MAX_ANSWER_TOKENS,
+    SimulatedPools,
+    SimulatedRun,
+    SimulationSetup,
+    simulate,
+)
+from bench.simulator.hardware import HardwareProfile
 from bench.simulator.results import latencies_of, meets
 from bench.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRequest
 from engine.config import RouterConfig
@@ -49,7 +55,7 @@ STEADY = 0.1  # of all workers: pools that differ by less are the same
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class RequestMix:
     """Requests of one kind. Lengths are log-normal around their medians, at most twice that."""
 
     rate_per_s: float  # for each worker of the cluster
@@ -59,17 +65,17 @@ class Mix:
     spread: float = 0.3
 
 
-READING = Mix(0.72, 0, 16384, 100)
-WRITING = Mix(1.06, 8192, 512, 1500)
+READING = RequestMix(0.72, 0, 16384, 100)
+WRITING = RequestMix(1.06, 8192, 512, 1500)
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurningLoad:
     """A load: the mixes by turns, each for so long."""
 
     num_phases: int
     phase_s: float
-    mixes: Sequence[Mix] = (READING, WRITING)
+    mixes: Sequence[RequestMix] = (READING, WRITING)
 
     @property
     def duration_s(self) -> float:
@@ -100,7 +106,7 @@ def _arrivals(rate_per_s: float, until_s: float, rng: Random) -> Iterator[float]
 
 
 def _request(
-    mix: Mix, arrived_s: float, shared: tuple[int, ...], fresh: Iterator[int], rng: Random
+    mix: RequestMix, arrived_s: float, shared: tuple[int, ...], fresh: Iterator[int], rng: Random
 ) -> TraceRequest:
     own = _length(mix.input_tokens, mix.spread, rng)
     input_len = mix.shared_tokens + own
@@ -120,11 +126,11 @@ def _length(median: int, spread: float, rng: Random) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ElasticPlan:
     """What is compared. `splits` are how many workers prefill, of all."""
 
-    hardware: Hardware
-    turns: Turns
+    hardware: HardwareProfile
+    turns: TurningLoad
     num_workers: int
     splits: Sequence[int]
     seeds: Sequence[int]
@@ -137,14 +143,14 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ElasticRun:
     """One load on one cluster."""
 
     num_good: int
     num_requests: int
     num_lost: int
     num_moved: int = 0
-    decisions: Sequence[Decision] = field(default=())
+    decisions: Sequence[SimulatedDecision] = field(default=())
 
     @property
     def num_flips(self) -> int:
@@ -152,14 +158,14 @@ class Played:
         return sum(decision.num_flips for decision in self.decisions)
 
 
-def measure(plan: Plan, say: Say) -> tuple[Result, ...]:
+def measure(plan: ElasticPlan, say: Say) -> tuple[Result, ...]:
     """All figures, one run for each seed."""
     return results_of([_figures(plan, seed, say) for seed in plan.seeds])
 
 
-def _figures(plan: Plan, seed: int, say: Say) -> dict[str, Figure]:
+def _figures(plan: ElasticPlan, seed: int, say: Say) -> dict[str, Figure]:
     trace = plan.turns.trace(plan.num_workers, seed)
-    fixed: dict[str, Played] = {}
+    fixed: dict[str, ElasticRun] = {}
     for prefill in plan.splits:
         name = f"fixed_{prefill}+{plan.num_workers - prefill}"
         fixed[name] = play(plan, trace, prefill, None)
@@ -169,7 +175,9 @@ def _figures(plan: Plan, seed: int, say: Say) -> dict[str, Figure]:
     return figures_of(plan, fixed, planned)
 
 
-def figures_of(plan: Plan, fixed: dict[str, Played], planned: Played) -> dict[str, Figure]:
+def figures_of(
+    plan: ElasticPlan, fixed: dict[str, ElasticRun], planned: ElasticRun
+) -> dict[str, Figure]:
     """What one seed came to."""
     best = max(fixed.values(), key=lambda played: played.num_good)
     named = {"best_fixed": best, "planner": planned, **fixed}
@@ -192,7 +200,9 @@ def figures_of(plan: Plan, fixed: dict[str, Played], planned: Played) -> dict[st
     }
 
 
-def play(plan: Plan, trace: Trace, num_prefill: int, rules: PlannerRules | None) -> Played:
+def play(
+    plan: ElasticPlan, trace: Trace, num_prefill: int, rules: PlannerRules | None
+) -> ElasticRun:
     """The load on so many workers that prefill; with `rules`, as many as the planner says."""
     config = RouterConfig(
         seed=0,
@@ -201,16 +211,16 @@ def play(plan: Plan, trace: Trace, num_prefill: int, rules: PlannerRules | None)
         slo_ttft_s=plan.slo.ttft_s,
         slo_tpot_s=plan.slo.tpot_s,
     )
-    pools = Pools(num_prefill, plan.num_workers - num_prefill)
-    setup = Setup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS, rules=rules)
+    pools = SimulatedPools(num_prefill, plan.num_workers - num_prefill)
+    setup = SimulationSetup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS, rules=rules)
     machine = native_machine(config)
     run = simulate(trace, setup, machine)
     num_moved = sum(n for (name, _), n in machine.counters.items() if name == "moved")
     return _played(run, plan.slo, num_moved)
 
 
-def _played(run: Run, slo: Slo, num_moved: int) -> Played:
-    return Played(
+def _played(run: SimulatedRun, slo: Slo, num_moved: int) -> ElasticRun:
+    return ElasticRun(
         num_good=sum(meets(latencies_of(record), slo) for record in run.records),
         num_requests=len(run.records),
         num_lost=sum(isinstance(record.outcome, Failed) for record in run.records),
@@ -219,7 +229,9 @@ def _played(run: Run, slo: Slo, num_moved: int) -> Played:
     )
 
 
-def reactions(decisions: Sequence[Decision], turns: Turns, num_workers: int) -> tuple[float, float]:
+def reactions(
+    decisions: Sequence[SimulatedDecision], turns: TurningLoad, num_workers: int
+) -> tuple[float, float]:
     """Seconds from a turn to the first flip, and until the pools stay; the longest of all turns."""
     first, settled = [0.0], [0.0]
     for phase in range(1, turns.num_phases):

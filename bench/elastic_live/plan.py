@@ -47,7 +47,7 @@ REFUSED = "http_429"
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class LiveMix:
     """Requests of one kind, in tokens."""
 
     name: str
@@ -55,8 +55,8 @@ class Mix:
     output_len: int
 
 
-READING = Mix("reading", 768, 8)
-WRITING = Mix("writing", 64, 96)
+READING = LiveMix("reading", 768, 8)
+WRITING = LiveMix("writing", 64, 96)
 MIXES = (READING, WRITING)
 
 
@@ -97,14 +97,14 @@ def quick(plan: LivePlan) -> LivePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MeasuredPace:
     """Requests/s that were answered in a closed loop, of each mix: by one worker of the scarce
     kind, and by `num_workers`, all but one.
     """
 
     num_workers: int
-    one: Mapping[Mix, float]
-    most: Mapping[Mix, float]
+    one: Mapping[LiveMix, float]
+    most: Mapping[LiveMix, float]
 
     @property
     def slo(self) -> Slo:
@@ -113,12 +113,12 @@ class Pace:
         token_s = self.num_workers * MAX_RUNNING / (self.most[WRITING] * WRITING.output_len)
         return Slo(SLACK * prompt_s, SLACK * token_s)
 
-    def rate_per_s(self, mix: Mix) -> float:
+    def rate_per_s(self, mix: LiveMix) -> float:
         """Requests/s of the load."""
         return LOAD * self.most[mix]
 
 
-def num_at_once(mix: Mix, num_workers: int) -> int:
+def num_at_once(mix: LiveMix, num_workers: int) -> int:
     """Requests of a closed loop that leaves none of so many scarce workers idle."""
     return num_workers * (AHEAD if mix is READING else MAX_RUNNING)
 
@@ -144,7 +144,7 @@ def order_of(plan: LivePlan, repeat: int) -> list[int | None]:
     return order
 
 
-def load_of(plan: LivePlan, pace: Pace, repeat: int) -> Iterator[tuple[float, Mix]]:
+def load_of(plan: LivePlan, pace: MeasuredPace, repeat: int) -> Iterator[tuple[float, LiveMix]]:
     """When each request of a run is due, and what it is: the same in all settings."""
     rng = Random(f"{plan.seed}/load/{repeat}")
     for phase, mix in enumerate(islice(cycle(MIXES), plan.num_phases)):
@@ -179,7 +179,7 @@ class LiveRun:
         return [result for result in results if isinstance(result, Failure)]
 
 
-def results(plan: LivePlan, pace: Pace, runs: Sequence[LiveRun]) -> tuple[Result, ...]:
+def results(plan: LivePlan, pace: MeasuredPace, runs: Sequence[LiveRun]) -> tuple[Result, ...]:
     """All figures, over the repetitions."""
     repeats = sorted({run.repeat for run in runs})
     return results_of(
@@ -187,7 +187,7 @@ def results(plan: LivePlan, pace: Pace, runs: Sequence[LiveRun]) -> tuple[Result
     )
 
 
-def _figures(plan: LivePlan, pace: Pace, runs: Sequence[LiveRun]) -> dict[str, Figure]:
+def _figures(plan: LivePlan, pace: MeasuredPace, runs: Sequence[LiveRun]) -> dict[str, Figure]:
     slo = pace.slo
     by_name = {name_of(plan, setting): _of(runs, setting) for setting in plan.settings}
     planned = by_name["planner"]
@@ -217,7 +217,7 @@ def _of(runs: Sequence[LiveRun], setting: int | None) -> LiveRun:
     return next(run for run in runs if run.setting == setting)
 
 
-def config_of(plan: LivePlan, pace: Pace) -> Mapping[str, Scalar]:
+def config_of(plan: LivePlan, pace: MeasuredPace) -> Mapping[str, Scalar]:
     """The plan as a report records it: flat."""
     return {
         "shape": plan.shape,

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import uvloop
 
-from bench.chaos.deployment import Deployment, Mark
+from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.client.answers import Answer, Endpoint, Failure, request_body
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
@@ -21,10 +21,10 @@ from bench.elastic_live.plan import (
     MAX_RUNNING,
     MIXES,
     READING,
+    LiveMix,
     LivePlan,
     LiveRun,
-    Mix,
-    Pace,
+    MeasuredPace,
     answered_per_s,
     load_of,
     name_of,
@@ -47,7 +47,7 @@ class PaceUnknown(BatonError):
     """The deployment did not do what it was asked before the load came."""
 
 
-def measure(plan: LivePlan, say: Say = say_nothing) -> tuple[Pace, list[LiveRun]]:
+def measure(plan: LivePlan, say: Say = say_nothing) -> tuple[MeasuredPace, list[LiveRun]]:
     """Carries out the plan. Raises ServerFailed, ServerUnreachable, PaceUnknown, OrderFailed."""
     even = plan.num_workers // 2
     options = {
@@ -68,8 +68,8 @@ def measure(plan: LivePlan, say: Say = say_nothing) -> tuple[Pace, list[LiveRun]
         say(f"starting {plan.num_workers} workers")
         with serving(checkpoint, options, environment) as served:
             vocab = plain_token_ids(checkpoint)
-            found: tuple[Pace, list[LiveRun]] = uvloop.run(
-                _measure(plan, vocab, lambda s: Deployment(served, s, mark), say)
+            found: tuple[MeasuredPace, list[LiveRun]] = uvloop.run(
+                _measure(plan, vocab, lambda s: DisturbedDeployment(served, s, mark), say)
             )
     return found
 
@@ -77,9 +77,9 @@ def measure(plan: LivePlan, say: Say = say_nothing) -> tuple[Pace, list[LiveRun]
 async def _measure(
     plan: LivePlan,
     vocab: Sequence[int],
-    deployment_of: Callable[[aiohttp.ClientSession], Deployment],
+    deployment_of: Callable[[aiohttp.ClientSession], DisturbedDeployment],
     say: Say,
-) -> tuple[Pace, list[LiveRun]]:
+) -> tuple[MeasuredPace, list[LiveRun]]:
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
@@ -110,7 +110,7 @@ class _Bench:
         self,
         plan: LivePlan,
         vocab: Sequence[int],
-        deployment: Deployment,
+        deployment: DisturbedDeployment,
         client: Client,
         model: str,
     ) -> None:
@@ -121,18 +121,18 @@ class _Bench:
         self._vocab = vocab
         self._clock = MonotonicClock()
 
-    async def pace(self) -> Pace:
+    async def pace(self) -> MeasuredPace:
         """Of each mix, with one worker of the kind that it needs, and with all but one."""
         total = self._plan.num_workers
-        one: dict[Mix, float] = {}
-        most: dict[Mix, float] = {}
+        one: dict[LiveMix, float] = {}
+        most: dict[LiveMix, float] = {}
         for mix in MIXES:
             for answered, num in ((one, 1), (most, total - 1)):
                 await self._set(num if mix is READING else total - num)
                 answered[mix] = await self._answered_per_s(mix, num)
-        return Pace(total - 1, one, most)
+        return MeasuredPace(total - 1, one, most)
 
-    async def _answered_per_s(self, mix: Mix, num_workers: int) -> float:
+    async def _answered_per_s(self, mix: LiveMix, num_workers: int) -> float:
         """Requests/s of a closed loop."""
         rng = Random(f"{self._plan.seed}/pace/{mix.name}/{num_workers}")
         begin_s = self._clock.now_s() + RAMP_S
@@ -149,7 +149,7 @@ class _Bench:
             raise PaceUnknown(f"no request of {mix.name} was answered in {WINDOW_S:g} s")
         return found_per_s
 
-    async def run(self, setting: int | None, pace: Pace, repeat: int) -> LiveRun:
+    async def run(self, setting: int | None, pace: MeasuredPace, repeat: int) -> LiveRun:
         """The whole load, with these pools."""
         plan = self._plan
         await self._set(plan.num_workers // 2 if setting is None else setting)
@@ -178,13 +178,13 @@ class _Bench:
     async def _num_flips(self) -> int:
         return (await self._deployment.look()).counters.get("flips", 0)
 
-    async def _answer(self, mix: Mix, rng: Random) -> Answer:
+    async def _answer(self, mix: LiveMix, rng: Random) -> Answer:
         result = await self._client.send(self._body(mix, rng))
         if isinstance(result, Failure):
             raise PaceUnknown(f"a request of {mix.name} was not answered: {result.detail}")
         return result
 
-    def _body(self, mix: Mix, rng: Random) -> bytes:
+    def _body(self, mix: LiveMix, rng: Random) -> bytes:
         prompt: Sequence[int] = rng.choices(self._vocab, k=mix.input_len)
         return request_body(
             Endpoint.COMPLETIONS,

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
 from bench.hostile.plan import MAX_PAUSE_S, MAX_RSS_GROWTH
-from bench.hostile.run import Run
+from bench.hostile.run import HostileRun
 
 MIB = 2**20
 
 
-def results(run: Run) -> tuple[Result, ...]:
+def results(run: HostileRun) -> tuple[Result, ...]:
     """One row of the table above after the other."""
     figures = {
         f"bodies/{status}": Figure(count, "")
@@ -53,12 +53,12 @@ def results(run: Run) -> tuple[Result, ...]:
     return results_of([figures])
 
 
-def growth(run: Run, kind: str) -> float:
+def growth(run: HostileRun, kind: str) -> float:
     """By what share memory has grown; negative where it shrank."""
     return run.memory.after[kind] / run.memory.before[kind] - 1
 
 
-def complaints(run: Run) -> list[str]:
+def complaints(run: HostileRun) -> list[str]:
     """What may not be; the command fails if there is any."""
     found = [f"server error: {example}" for example in run.bodies.examples]
     found += [f"an honest stream: {line}" for line in run.heard.broken[:5]]
@@ -74,7 +74,7 @@ def complaints(run: Run) -> list[str]:
     return found
 
 
-def warnings(run: Run) -> Sequence[str]:
+def warnings(run: HostileRun) -> Sequence[str]:
     """What may be the machine's doing as well as the server's."""
     return [
         f"an honest stream paused for {pause_s:.2f} s in the phase {phase.name}"

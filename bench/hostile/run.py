@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from bench.chaos.checker import leaked
-from bench.chaos.deployment import Deployment, Mark
+from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.chaos.run import MODEL, STEADY_S, WHOLE_WITHIN_S, books_of
 from bench.common.progress import Say, say_nothing
 from bench.common.serving import Served, serving
@@ -58,7 +58,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemorySample:
     """Private memory, before what is measured and after it. Bytes."""
 
     before: dict[str, int]
@@ -66,7 +66,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class HostileRun:
     """All that happened."""
 
     phases: tuple[Phase, ...]
@@ -74,13 +74,13 @@ class Run:
     bodies: Outcomes
     slow: Slow
     disconnects: dict[str, int]
-    memory: Memory
+    memory: MemorySample
     blocks_left: int
     leases_left: int
     num_ended: int  # services that are not the ones that were started
 
 
-def measure(plan: HostilePlan, say: Say = say_nothing) -> Run:
+def measure(plan: HostilePlan, say: Say = say_nothing) -> HostileRun:
     """Carries out the plan. Raises ServerFailed."""
     options = {**OPTIONS, "--kv-mib": KV_MIB}
     with ExitStack() as stack:
@@ -89,17 +89,19 @@ def measure(plan: HostilePlan, say: Say = say_nothing) -> Run:
         say("starting 1 + 1 workers")
         served = stack.enter_context(serving(MODEL, options, mark.environment))
         heard = Heard()
-        run: Run = uvloop.run(_measure(plan, served, mark, heard, say))
+        run: HostileRun = uvloop.run(_measure(plan, served, mark, heard, say))
     return run
 
 
-async def _measure(plan: HostilePlan, served: Served, mark: Mark, heard: Heard, say: Say) -> Run:
+async def _measure(
+    plan: HostilePlan, served: Served, mark: Mark, heard: Heard, say: Say
+) -> HostileRun:
     clock = MonotonicClock()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=CLIENT_TIMEOUT_S),
     ) as session:
-        deployment = Deployment(served, session, mark)
+        deployment = DisturbedDeployment(served, session, mark)
         deployment.open()
         storm = _Storm(plan, served, session, clock, say)
         say("a part of each wave, to warm up")
@@ -113,13 +115,13 @@ async def _measure(plan: HostilePlan, served: Served, mark: Mark, heard: Heard, 
         after = _memory(served)
         seen = await deployment.look()
     blocks, leases = leaked([books_of(worker) for worker in seen.workers])
-    return Run(
+    return HostileRun(
         phases=tuple(storm.phases),
         heard=heard,
         bodies=storm.bodies,
         slow=storm.slow,
         disconnects=storm.disconnects,
-        memory=Memory(before, after),
+        memory=MemorySample(before, after),
         blocks_left=blocks,
         leases_left=leases,
         num_ended=len(set(services) - set(served.sessions())),
@@ -236,7 +238,7 @@ def _memory(served: Served) -> dict[str, int]:
     return {kind: private_bytes(served.services(kind)) for kind in ("gateway", "worker")}
 
 
-async def _settle(deployment: Deployment, clock: Clock) -> None:
+async def _settle(deployment: DisturbedDeployment, clock: Clock) -> None:
     """Waits until no worker has held anything for a while; at most so long."""
     since_s: float | None = None
 

@@ -22,8 +22,8 @@ from bench.common.progress import say_on_stderr
 from bench.common.report import Report, Result
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_failures, print_pivot, print_warnings
-from bench.interference.plan import Ask, InterferencePlan, check, config_of, quick
-from bench.interference.results import Run, promises, results, warnings
+from bench.interference.plan import InterferencePlan, InterferenceRequests, check, config_of, quick
+from bench.interference.results import InterferenceRun, promises, results, warnings
 from bench.interference.run import measure
 
 
@@ -46,8 +46,8 @@ def interference(  # noqa: PLR0913 (one parameter for each option is how typer d
         plan = check(
             InterferencePlan(
                 shape,
-                streams=Ask(streams, stream_input, stream_output),
-                load=Ask(load_at_once, load_input, load_output),
+                streams=InterferenceRequests(streams, stream_input, stream_output),
+                load=InterferenceRequests(load_at_once, load_input, load_output),
                 num_repeats=repeat,
                 seed=seed,
             )
@@ -59,7 +59,7 @@ def interference(  # noqa: PLR0913 (one parameter for each option is how typer d
         _print(Console(), plan, report, runs)
 
 
-def _report(plan: InterferencePlan, runs: list[Run]) -> Report:
+def _report(plan: InterferencePlan, runs: list[InterferenceRun]) -> Report:
     return report_here(
         "interference",
         seed=plan.seed,
@@ -77,7 +77,9 @@ def _shown(found: Sequence[Result]) -> tuple[Result, ...]:
     )
 
 
-def _print(console: Console, plan: InterferencePlan, report: Report, runs: list[Run]) -> None:
+def _print(
+    console: Console, plan: InterferencePlan, report: Report, runs: list[InterferenceRun]
+) -> None:
     streams, load = plan.streams, plan.load
     title = (
         f"{streams.at_once} streams of {plan.shape}, two workers of one thread,"

@@ -37,7 +37,7 @@ from engine.errors import ConfigError
 QUICK_STREAM_LEN = 128
 
 
-class Setting(StrEnum):
+class PoolSetting(StrEnum):
     """What streams have beside them."""
 
     IDLE = "idle"
@@ -45,15 +45,18 @@ class Setting(StrEnum):
     COLOCATED = "colocated"
 
 
-POOLS: Mapping[Setting, Mapping[str, Scalar]] = {  # options of `baton serve`
-    Setting.DISAGGREGATED: {"--prefill": 1, "--decode": 1},
-    Setting.COLOCATED: {"--mixed": 2},
+POOLS: Mapping[PoolSetting, Mapping[str, Scalar]] = {  # options of `baton serve`
+    PoolSetting.DISAGGREGATED: {"--prefill": 1, "--decode": 1},
+    PoolSetting.COLOCATED: {"--mixed": 2},
 }
-DEPLOYMENT = {**{setting: setting for setting in POOLS}, Setting.IDLE: Setting.DISAGGREGATED}
+DEPLOYMENT = {
+    **{setting: setting for setting in POOLS},
+    PoolSetting.IDLE: PoolSetting.DISAGGREGATED,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class InterferenceRequests:
     """So many requests at once, of so many tokens each."""
 
     at_once: int
@@ -66,8 +69,8 @@ class InterferencePlan:
     """All that is to be measured. `shape` names a checkpoint of random weights."""
 
     shape: str
-    streams: Ask
-    load: Ask
+    streams: InterferenceRequests
+    load: InterferenceRequests
     num_repeats: int = 5
     seed: int = 0
 
@@ -90,14 +93,16 @@ def quick(plan: InterferencePlan) -> InterferencePlan:
     return replace(plan, streams=streams, num_repeats=1)
 
 
-def order_of(plan: InterferencePlan, repeat: int) -> list[Setting]:
+def order_of(plan: InterferencePlan, repeat: int) -> list[PoolSetting]:
     """All settings, in that repetition's own order."""
-    order = list(Setting)
+    order = list(PoolSetting)
     Random(f"{plan.seed}/order/{repeat}").shuffle(order)
     return order
 
 
-def bodies(ask: Ask, vocab: Sequence[int], *, model: str, rng: Random) -> Iterator[bytes]:
+def bodies(
+    ask: InterferenceRequests, vocab: Sequence[int], *, model: str, rng: Random
+) -> Iterator[bytes]:
     """Requests without end, each with a prompt of its own."""
     while True:
         yield request_body(

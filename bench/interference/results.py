@@ -21,24 +21,24 @@ from itertools import pairwise
 from bench.client.answers import Answer, Failure
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.stats import percentile
-from bench.interference.plan import Setting
+from bench.interference.plan import PoolSetting
 
 TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 TOKENS_PER_CHUNK = 1.002  # with more, gaps are those between chunks, not tokens
 LEAST_LOADED = 0.9  # share of a window in which prompts have to be under way
 
 HELD_AGAINST = {
-    Setting.DISAGGREGATED: Setting.IDLE,
-    Setting.COLOCATED: Setting.DISAGGREGATED,
+    PoolSetting.DISAGGREGATED: PoolSetting.IDLE,
+    PoolSetting.COLOCATED: PoolSetting.DISAGGREGATED,
 }
-PROMISES = {Setting.DISAGGREGATED: "at most 1.3", Setting.COLOCATED: "at least 2"}
+PROMISES = {PoolSetting.DISAGGREGATED: "at most 1.3", PoolSetting.COLOCATED: "at least 2"}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class InterferenceRun:
     """One setting, once. All times in seconds, of one clock."""
 
-    setting: Setting
+    setting: PoolSetting
     streams: tuple[Answer, ...]  # of at least three chunks
     prompts: tuple[Answer, ...]  # the load
     wall_s: float
@@ -76,9 +76,9 @@ class Run:
         return under_way_s / (end_s - begin_s)
 
 
-def results(runs: Sequence[Run]) -> tuple[Result, ...]:
+def results(runs: Sequence[InterferenceRun]) -> tuple[Result, ...]:
     """Every result: one row of the table above after the other, in each the settings."""
-    figures = [figures_of(run) for setting in Setting for run in runs if run.setting is setting]
+    figures = [figures_of(run) for setting in PoolSetting for run in runs if run.setting is setting]
     found = results_of(figures)
     medians = {result.name: result.value for result in found}
     things = dict.fromkeys(_parts(result)[0] for result in found)
@@ -86,7 +86,7 @@ def results(runs: Sequence[Run]) -> tuple[Result, ...]:
     return tuple(_held_against(result, medians) for result in ordered)
 
 
-def figures_of(run: Run) -> dict[str, Figure]:
+def figures_of(run: InterferenceRun) -> dict[str, Figure]:
     """What one run comes to."""
     gaps_ms = [1e3 * gap_s for gap_s in run.gaps_s]
     begin_s, end_s = run.window_s
@@ -116,7 +116,7 @@ def promises(found: Sequence[Result]) -> list[str]:
     ]
 
 
-def warnings(runs: Sequence[Run]) -> list[str]:
+def warnings(runs: Sequence[InterferenceRun]) -> list[str]:
     """What a reader should know before believing the results."""
     lines = []
     busiest = max((run.others_share or 0.0 for run in runs), default=0.0)
@@ -127,7 +127,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     num_chunks = sum(len(stream.chunk_times_s) for stream in streams)
     if num_tokens > TOKENS_PER_CHUNK * num_chunks:
         lines.append(f"{num_tokens / num_chunks:.2f} tokens came in a chunk: gaps are of chunks")
-    loaded = [run.loaded_share for run in runs if run.setting is not Setting.IDLE]
+    loaded = [run.loaded_share for run in runs if run.setting is not PoolSetting.IDLE]
     if loaded and min(loaded) < LEAST_LOADED:
         lines.append(f"prompts were under way for only {min(loaded):.0%} of a run")
     num_cached = sum(prompt.num_cached_tokens or 0 for run in runs for prompt in run.prompts)
@@ -145,6 +145,6 @@ def _held_against(result: Result, medians: Mapping[str, float]) -> Result:
     return replace(result, peers={str(other): Peer(theirs, result.value / theirs)})
 
 
-def _parts(result: Result) -> tuple[str, Setting]:
+def _parts(result: Result) -> tuple[str, PoolSetting]:
     thing, _, setting = result.name.partition("/")
-    return thing, Setting(setting)
+    return thing, PoolSetting(setting)

@@ -29,12 +29,12 @@ from bench.interference.plan import (
     DEPLOYMENT,
     POOLS,
     InterferencePlan,
-    Setting,
+    PoolSetting,
     ascii_tokenizer,
     bodies,
     order_of,
 )
-from bench.interference.results import Run
+from bench.interference.results import InterferenceRun
 from bench.serve.plan import Target
 from bench.serve.run import KEEP_ALIVE_S, Client
 from engine.clock import MonotonicClock
@@ -74,7 +74,7 @@ class _Server:
         return [self.served.pid, *(session for own in services for session in own)]
 
 
-def measure(plan: InterferencePlan, say: Say = say_nothing) -> list[Run]:
+def measure(plan: InterferencePlan, say: Say = say_nothing) -> list[InterferenceRun]:
     """Carries out the plan. Raises ServerFailed, RunBroken, ServerUnreachable."""
     with ExitStack() as stack:
         checkpoint = Path(stack.enter_context(TemporaryDirectory(prefix="baton-")))
@@ -85,7 +85,7 @@ def measure(plan: InterferencePlan, say: Say = say_nothing) -> list[Run]:
             say(f"starting: {deployment}")
             options = {**pools, "--threads": 1}
             served[deployment] = stack.enter_context(serving(checkpoint, options))
-        runs: list[Run] = uvloop.run(_measure(plan, served, vocab, say))
+        runs: list[InterferenceRun] = uvloop.run(_measure(plan, served, vocab, say))
     return runs
 
 
@@ -98,8 +98,8 @@ def link_checkpoint(shape: str, path: Path, *, seed: int) -> None:
 
 
 async def _measure(
-    plan: InterferencePlan, served: Mapping[Setting, Served], vocab: Sequence[int], say: Say
-) -> list[Run]:
+    plan: InterferencePlan, served: Mapping[PoolSetting, Served], vocab: Sequence[int], say: Say
+) -> list[InterferenceRun]:
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
@@ -126,19 +126,19 @@ async def _measure(
 
 async def _run(
     plan: InterferencePlan,
-    setting: Setting,
-    servers: Mapping[Setting, _Server],
+    setting: PoolSetting,
+    servers: Mapping[PoolSetting, _Server],
     vocab: Sequence[int],
     *,
     name: str,
-) -> Run:
+) -> InterferenceRun:
     """One setting, once; `name` tells its prompts from those of other runs."""
     server, clock = servers[DEPLOYMENT[setting]], MonotonicClock()
     rng = Random(f"{plan.seed}/{setting}/{name}")
     streams, load = (
         bodies(ask, vocab, model=server.model, rng=rng) for ask in (plan.streams, plan.load)
     )
-    num_loaders = 0 if setting is Setting.IDLE else plan.load.at_once
+    num_loaders = 0 if setting is PoolSetting.IDLE else plan.load.at_once
     sessions = [os.getsid(0), *(s for one in servers.values() for s in one.sessions())]
     before, cpu_s = background.read(sessions), (server.gateway_cpu_s(), process_time())
     begin_s = clock.now_s()
@@ -150,7 +150,7 @@ async def _run(
     failures = tuple(result for result in others if isinstance(result, Failure))
     if num_loaders and not prompts:
         raise RunBroken("all prompts", failures)
-    return Run(
+    return InterferenceRun(
         setting=setting,
         streams=answers,
         prompts=prompts,

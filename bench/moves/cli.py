@@ -10,7 +10,7 @@ from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_report
-from bench.interference.plan import Ask
+from bench.interference.plan import InterferenceRequests
 from bench.moves.plan import MovesPlan, check, config_of, quick
 from bench.moves.results import results
 from bench.moves.run import measure
@@ -30,7 +30,11 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
 ) -> None:
     """Flip a worker whose streams run, and measure the gap that their clients see."""
     with printed_errors():
-        plan = check(MovesPlan(shape, Ask(streams, input_len, output_len), repeat, seed, beside))
+        plan = check(
+            MovesPlan(
+                shape, InterferenceRequests(streams, input_len, output_len), repeat, seed, beside
+            )
+        )
         plan = quick(plan) if quick_ else plan
         runs = measure(plan, say_on_stderr())
         report = report_here("moves", seed=seed, config=config_of(plan), results=results(runs))

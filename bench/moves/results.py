@@ -30,7 +30,7 @@ PULL = "move_pull"  # in a timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MovesRun:
     """One flip. Times in seconds, of one clock."""
 
     streams: tuple[Answer, ...]
@@ -54,24 +54,24 @@ class Across:
         return self.gap_s / (NUM_GAPS * self.itl_s + self.pull_s)
 
 
-def moved_of(run: Run) -> list[Across]:
+def moved_of(run: MovesRun) -> list[Across]:
     """The streams that moved, and ran for long enough on both sides to tell."""
     moved = [s for s in (*run.streams, *run.beside) if PULL in s.timeline_s]
     found = [_across(run, stream, stream.timeline_s[PULL]) for stream in moved]
     return [one for one in found if one is not None]
 
 
-def beside_of(run: Run) -> list[Across]:
+def beside_of(run: MovesRun) -> list[Across]:
     """The streams that others came to, and that ran for long enough on both sides to tell."""
     found = [_across(run, s, 0.0) for s in run.beside if PULL not in s.timeline_s]
     return [one for one in found if one is not None]
 
 
-def _ended_first(run: Run, stream: Answer) -> bool:
+def _ended_first(run: MovesRun, stream: Answer) -> bool:
     return stream.chunk_times_s[-1] <= min(run.emptied_s, run.ordered_s + CALM_S)
 
 
-def _across(run: Run, stream: Answer, pull_s: float) -> Across | None:
+def _across(run: MovesRun, stream: Answer, pull_s: float) -> Across | None:
     begin_s, end_s = run.ordered_s - CALM_S, max(run.emptied_s, run.ordered_s + CALM_S)
     gaps = [(a, b - a) for a, b in pairwise(stream.chunk_times_s)]
     before = [g for a, g in gaps if begin_s <= a < run.ordered_s - g]
@@ -81,7 +81,7 @@ def _across(run: Run, stream: Answer, pull_s: float) -> Across | None:
     return Across(statistics.median(before), max(across), max(before), pull_s)
 
 
-def figures_of(run: Run) -> dict[str, Figure]:
+def figures_of(run: MovesRun) -> dict[str, Figure]:
     """What one flip comes to."""
     moved = moved_of(run)
     stayed = [stream for stream in run.streams if PULL not in stream.timeline_s]
@@ -110,7 +110,7 @@ def figures_of(run: Run) -> dict[str, Figure]:
     }
 
 
-def results(runs: Sequence[Run]) -> tuple[Result, ...]:
+def results(runs: Sequence[MovesRun]) -> tuple[Result, ...]:
     """One row of the table above after the other."""
     return results_of([figures_of(run) for run in runs])
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import aiohttp
 import uvloop
 
-from bench.chaos.deployment import Deployment, Mark
+from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.client.answers import Answer, Failure
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
@@ -20,7 +20,7 @@ from bench.common.waiting import holds_within, pause
 from bench.interference.plan import bodies
 from bench.interference.run import RunBroken, link_checkpoint
 from bench.moves.plan import CALM_S, OPTIONS, MovesPlan
-from bench.moves.results import Run
+from bench.moves.results import MovesRun
 from bench.serve.plan import Target
 from bench.serve.run import Client
 from engine.clock import Clock, MonotonicClock
@@ -36,7 +36,7 @@ class NotFlipped(BatonError):
     """A worker did not become what it was ordered to be."""
 
 
-def measure(plan: MovesPlan, say: Say = say_nothing) -> list[Run]:
+def measure(plan: MovesPlan, say: Say = say_nothing) -> list[MovesRun]:
     """Carries out the plan. Raises ServerFailed, RunBroken, NotFlipped, OrderFailed."""
     with TemporaryDirectory(prefix="baton-") as folder:
         checkpoint, run_dir = Path(folder, "model"), Path(folder, "run")
@@ -47,18 +47,20 @@ def measure(plan: MovesPlan, say: Say = say_nothing) -> list[Run]:
         mark = Mark(secrets.token_hex(8), run_dir)
         say("starting 1 + 2 workers")
         with serving(checkpoint, OPTIONS, mark.environment) as served:
-            runs: list[Run] = uvloop.run(
-                _measure(plan, lambda session: Deployment(served, session, mark), vocab, say)
+            runs: list[MovesRun] = uvloop.run(
+                _measure(
+                    plan, lambda session: DisturbedDeployment(served, session, mark), vocab, say
+                )
             )
     return runs
 
 
 async def _measure(
     plan: MovesPlan,
-    deployed: Callable[[aiohttp.ClientSession], Deployment],
+    deployed: Callable[[aiohttp.ClientSession], DisturbedDeployment],
     vocab: Sequence[int],
     say: Say,
-) -> list[Run]:
+) -> list[MovesRun]:
     clock = MonotonicClock()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
@@ -87,7 +89,7 @@ async def _measure(
 class _Operator:
     """Gives orders, and waits until they are carried out."""
 
-    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+    def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
@@ -124,7 +126,7 @@ async def _flipped(
     *,
     source: str,
     target: str,
-) -> Run:
+) -> MovesRun:
     """Streams that all run in `source` when it is flipped, with `target` come back before, and so
     busy.
     """
@@ -153,7 +155,7 @@ async def _flipped(
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors  # the one that ended the others
     streams, stayed = (_whole([task.result() for task in tasks]) for tasks in (first, others))
-    return Run(streams, ordered_s=ordered_s, emptied_s=emptied_s, beside=stayed)
+    return MovesRun(streams, ordered_s=ordered_s, emptied_s=emptied_s, beside=stayed)
 
 
 def _whole(answers: Sequence[Answer | Failure]) -> tuple[Answer, ...]:

@@ -13,10 +13,10 @@ from bench.client.load import Slo
 from bench.common.command import JsonOption, SeedOption, printed_errors, save
 from bench.common.machine import report_here
 from bench.common.report import results_of
-from bench.planner.load import Load
+from bench.planner.load import ExpectedLoad
 from bench.planner.model import LAYER_BYTES, MODELS, DenseModel, model_named
-from bench.planner.plan import Ask, plan_of
-from bench.planner.pricing import GPUS, Options, Platform, Speculation, check_profile
+from bench.planner.plan import PlanInput, plan_of
+from bench.planner.pricing import GPUS, ModelOptions, Platform, Speculation, check_profile
 from bench.planner.report import config_of, figures_of, print_plan
 from bench.planner.search import Depth
 from bench.simulator.hardware import PROFILES, hardware_named
@@ -90,11 +90,11 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
     """Plan how many GPUs a load needs, in which pools, at what cost, and what options save."""
     with printed_errors():
         shape, platform = _machine(model, hardware_, gpu_hour_usd)
-        ask = Ask(
+        ask = PlanInput(
             model=shape,
             platform=platform,
             options=_options(weights, kv_dtype, accepted, drafted, draft_cost),
-            load=Load(rps, input_, output, prefix_hit, spread),
+            load=ExpectedLoad(rps, input_, output, prefix_hit, spread),
             slo=Slo(slo_ttft / 1000, slo_tpot / 1000),
             max_gpus=max_gpus,
             depth=Depth(requests, seed) if simulated else None,
@@ -134,8 +134,8 @@ def _machine(
 
 def _options(
     weights: WeightFormat, kv_format: KVFormat, accepted: float, drafted: int, draft_cost: float
-) -> Options:
+) -> ModelOptions:
     if weights not in LAYER_BYTES:
         raise ConfigError(f"--weights must be {', '.join(LAYER_BYTES)}, not {weights}")
     speculation = Speculation(accepted, drafted, draft_cost) if accepted else None
-    return Options(weights, kv_format, speculation)
+    return ModelOptions(weights, kv_format, speculation)

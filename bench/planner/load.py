@@ -24,8 +24,8 @@ import math
 from dataclasses import dataclass
 
 from bench.client.load import Slo
-from bench.planner.pricing import Worker
-from bench.simulator.cluster import Pools
+from bench.planner.pricing import PlannedWorker
+from bench.simulator.cluster import SimulatedPools
 from engine.errors import ConfigError
 
 Z90 = 1.2816  # of the normal distribution
@@ -34,7 +34,7 @@ TPOT_HEADROOM = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpectedLoad:
     """Requests/s and their lengths in tokens."""
 
     rate_per_s: float
@@ -85,7 +85,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class LatencyFloor:
     """One request, alone in the cluster: what no number of workers improves."""
 
     ttft_s: float  # of the prompt that one in ten exceeds
@@ -97,10 +97,10 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class PoolEstimate:
     """So many workers by formula. Shares of time and memory are those of one worker's."""
 
-    pools: Pools
+    pools: SimulatedPools
     prefill_busy: float
     ttft_p90_s: float
     tpot_s: float
@@ -108,12 +108,14 @@ class Estimate:
     kv_used: float
 
 
-def floor_of(load: Load, worker: Worker) -> Floor:
+def floor_of(load: ExpectedLoad, worker: PlannedWorker) -> LatencyFloor:
     """The best that one request can see of this worker."""
-    return Floor(_prefill_s(load, worker, load.input_p90), _step_s(load, worker))
+    return LatencyFloor(_prefill_s(load, worker, load.input_p90), _step_s(load, worker))
 
 
-def disaggregated(load: Load, worker: Worker, slo: Slo, *, max_workers: int) -> Estimate | None:
+def disaggregated(
+    load: ExpectedLoad, worker: PlannedWorker, slo: Slo, *, max_workers: int
+) -> PoolEstimate | None:
     """The fewest prefill workers and the fewest decode workers; None if there are not so many."""
     for prefill in range(1, max_workers):
         busy = load.rate_per_s * prefill_mean_s(load, worker) / prefill
@@ -122,22 +124,24 @@ def disaggregated(load: Load, worker: Worker, slo: Slo, *, max_workers: int) -> 
     else:
         return None
     for decode in range(1, max_workers - prefill + 1):
-        found = _estimate(load, worker, Pools(prefill, decode))
+        found = _estimate(load, worker, SimulatedPools(prefill, decode))
         if _fits(found, worker, slo):
             return found
     return None
 
 
-def colocated(load: Load, worker: Worker, slo: Slo, *, max_workers: int) -> Estimate | None:
+def colocated(
+    load: ExpectedLoad, worker: PlannedWorker, slo: Slo, *, max_workers: int
+) -> PoolEstimate | None:
     """The fewest workers that do both; None if there are not so many."""
     for mixed in range(1, max_workers + 1):
-        found = _estimate(load, worker, Pools(mixed=mixed))
+        found = _estimate(load, worker, SimulatedPools(mixed=mixed))
         if _fits(found, worker, slo) and _within(found.ttft_p90_s, slo.ttft_s):
             return found
     return None
 
 
-def prefill_mean_s(load: Load, worker: Worker) -> float:
+def prefill_mean_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
     """Seconds of a worker that a prompt takes, on average."""
     cost, hit = worker.hardware.prefill, load.prefix_hit
     new = load.input_tokens * (1 - hit)
@@ -146,20 +150,20 @@ def prefill_mean_s(load: Load, worker: Worker) -> float:
     return cost.fixed_s * chunks + cost.token_s * new + cost.square_s * squares
 
 
-def _prefill_s(load: Load, worker: Worker, input_tokens: float) -> float:
+def _prefill_s(load: ExpectedLoad, worker: PlannedWorker, input_tokens: float) -> float:
     """Of a prompt of this length."""
     cost, cached = worker.hardware.prefill, input_tokens * load.prefix_hit
     squares = input_tokens**2 - cached**2
     return cost.fixed_s + cost.token_s * (input_tokens - cached) + cost.square_s * squares
 
 
-def _step_s(load: Load, worker: Worker) -> float:
+def _step_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
     """A step of one sequence."""
     cost = worker.hardware.decode
     return cost.fixed_s + cost.row_s + cost.context_s * load.context_tokens
 
 
-def _estimate(load: Load, worker: Worker, pools: Pools) -> Estimate:
+def _estimate(load: ExpectedLoad, worker: PlannedWorker, pools: SimulatedPools) -> PoolEstimate:
     decode = worker.hardware.decode
     decoding = pools.mixed or pools.decode
     per_token_s = decode.row_s + decode.context_s * load.context_tokens
@@ -171,7 +175,7 @@ def _estimate(load: Load, worker: Worker, pools: Pools) -> Estimate:
     tpot_s = max(decode.fixed_s / idle, alone_s) if idle > 0 else math.inf
     running = load.decoded_per_s / decoding * tpot_s
     wait_s = tpot_s if pools.mixed else 0.0  # for the step that is running
-    return Estimate(
+    return PoolEstimate(
         pools=pools,
         prefill_busy=prefill_busy,
         ttft_p90_s=_ttft_p90_s(load, worker, pools.mixed or pools.prefill) + wait_s,
@@ -181,14 +185,14 @@ def _estimate(load: Load, worker: Worker, pools: Pools) -> Estimate:
     )
 
 
-def _beside_decoding_s(load: Load, worker: Worker) -> float:
+def _beside_decoding_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
     """What a prompt adds to steps that are made anyhow."""
     hardware = worker.hardware
     saved_s = min(hardware.prefill.fixed_s, hardware.decode.fixed_s)
     return max(prefill_mean_s(load, worker) - saved_s, 0.0)
 
 
-def _fits(found: Estimate, worker: Worker, slo: Slo) -> bool:
+def _fits(found: PoolEstimate, worker: PlannedWorker, slo: Slo) -> bool:
     """TPOT and memory, each with headroom; arrivals are Poisson, and so are those in flight."""
     if not _within(found.tpot_s, slo.tpot_s) or not math.isfinite(found.running):
         return False
@@ -200,7 +204,7 @@ def _fits(found: Estimate, worker: Worker, slo: Slo) -> bool:
     return many <= max(worker.hardware.max_running, 1) and kv_used <= 1
 
 
-def _ttft_p90_s(load: Load, worker: Worker, num_workers: int) -> float:
+def _ttft_p90_s(load: ExpectedLoad, worker: PlannedWorker, num_workers: int) -> float:
     """The wait that one in ten exceeds and a prompt's own time; at least the floor's."""
     service_s = prefill_mean_s(load, worker)
     busy = load.rate_per_s * service_s / num_workers

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bench.client.load import Slo
-from bench.planner.load import Estimate, Load, colocated, disaggregated, floor_of
+from bench.planner.load import ExpectedLoad, PoolEstimate, colocated, disaggregated, floor_of
 from bench.planner.model import DenseModel
 from bench.planner.pricing import (
-    Options,
+    ModelOptions,
+    PlannedWorker,
     Platform,
     Speculation,
-    Worker,
     block_size_for,
     worker_of,
 )
@@ -30,25 +30,25 @@ class CannotPlan(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlanInput:
     """What is to be planned. Without `depth` nothing is simulated."""
 
     model: DenseModel
     platform: Platform
-    options: Options
-    load: Load
+    options: ModelOptions
+    load: ExpectedLoad
     slo: Slo
     max_gpus: int
     depth: Depth | None
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class SizedPools:
     """Enough workers of `ranks` GPUs each."""
 
     ranks: int
-    worker: Worker
-    estimate: Estimate
+    worker: PlannedWorker
+    estimate: PoolEstimate
     simulated: Simulated | None
     usd_per_million_tokens: float
 
@@ -66,36 +66,36 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SavingStep:
     """One option on top of those before; `saves` is a share of the GPUs, None without any."""
 
     label: str
-    outcome: Sized | CannotPlan
+    outcome: SizedPools | CannotPlan
     saves: float | None
     kept: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """What was asked for, in separate pools and in one; and the way there, option by option."""
 
-    ask: Ask
-    disaggregated: Sized | CannotPlan
-    colocated: Sized | CannotPlan
-    steps: tuple[Step, ...]
+    ask: PlanInput
+    disaggregated: SizedPools | CannotPlan
+    colocated: SizedPools | CannotPlan
+    steps: tuple[SavingStep, ...]
 
     @property
-    def best(self) -> Sized:
+    def best(self) -> SizedPools:
         """With the fewest GPUs; separate pools if that is both. Raises CannotPlan."""
-        found = [one for one in (self.disaggregated, self.colocated) if isinstance(one, Sized)]
+        found = [one for one in (self.disaggregated, self.colocated) if isinstance(one, SizedPools)]
         if not found:
-            able = [step.label for step in self.steps if isinstance(step.outcome, Sized)]
+            able = [step.label for step in self.steps if isinstance(step.outcome, SizedPools)]
             hint = f"; it can be done with {able[0]} (and the options before that)" if able else ""
             raise CannotPlan(f"{self.disaggregated}{hint}")
         return min(found, key=lambda one: one.gpus)
 
 
-def plan_of(ask: Ask, *, steps: bool = True) -> Plan:
+def plan_of(ask: PlanInput, *, steps: bool = True) -> CapacityPlan:
     """Sizes both ways of serving and, if wanted, all options."""
     if ask.model.max_positions is not None:
         longest = ask.load.input_tokens + ask.load.output_tokens
@@ -104,7 +104,7 @@ def plan_of(ask: Ask, *, steps: bool = True) -> Plan:
                 f"{ask.model.name} takes {ask.model.max_positions:,} tokens, not {longest:,.0f}"
             )
     sizes = _Sizes()
-    return Plan(
+    return CapacityPlan(
         ask,
         sizes.of(ask, apart=True),
         sizes.of(ask, apart=False),
@@ -119,9 +119,9 @@ class _Sizes:
     """Remembers what was sized: plan and options have some in common."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Options, float, bool], Sized | CannotPlan] = {}
+        self._known: dict[tuple[ModelOptions, float, bool], SizedPools | CannotPlan] = {}
 
-    def of(self, ask: Ask, *, apart: bool) -> Sized | CannotPlan:
+    def of(self, ask: PlanInput, *, apart: bool) -> SizedPools | CannotPlan:
         """With separate pools for prompts and decoding, or with one for both."""
         key = (ask.options, ask.load.prefix_hit, apart)
         if key not in self._known:
@@ -132,7 +132,7 @@ class _Sizes:
         return self._known[key]
 
 
-def size(ask: Ask, *, apart: bool) -> Sized:
+def size(ask: PlanInput, *, apart: bool) -> SizedPools:
     """The fewest GPUs. Raises CannotPlan."""
     able = _able(ask, _fitting(ask))
     estimates = [
@@ -155,10 +155,10 @@ def size(ask: Ask, *, apart: bool) -> Sized:
     raise CannotPlan(f"more than {ask.max_gpus} GPUs are needed, by {how}; see --max-gpus")
 
 
-def _fitting(ask: Ask) -> list[tuple[int, Worker]]:
+def _fitting(ask: PlanInput) -> list[tuple[int, PlannedWorker]]:
     """Workers with room for the longest request, by their GPUs. Raises CannotPlan."""
     block_size = block_size_for(ask.load.input_tokens)
-    found: list[tuple[int, Worker]] = []
+    found: list[tuple[int, PlannedWorker]] = []
     for ranks in ask.platform.ranks():
         worker = worker_of(ask.model, ask.platform, ask.options, ranks=ranks, block_size=block_size)
         if worker is not None and worker.kv_tokens >= ask.load.longest_tokens:
@@ -174,7 +174,9 @@ def _fitting(ask: Ask) -> list[tuple[int, Worker]]:
     return found
 
 
-def _able(ask: Ask, workers: list[tuple[int, Worker]]) -> list[tuple[int, Worker]]:
+def _able(
+    ask: PlanInput, workers: list[tuple[int, PlannedWorker]]
+) -> list[tuple[int, PlannedWorker]]:
     """Those with which one request meets both bounds. Raises CannotPlan with the floor."""
     floors = [(ranks, worker, floor_of(ask.load, worker)) for ranks, worker in workers]
     able = [(ranks, worker) for ranks, worker, floor in floors if floor.meets(ask.slo)]
@@ -189,13 +191,15 @@ def _able(ask: Ask, workers: list[tuple[int, Worker]]) -> list[tuple[int, Worker
 
 
 def _estimate(
-    ask: Ask, worker: Worker, *, load: Load, apart: bool, max_workers: int
-) -> Estimate | None:
+    ask: PlanInput, worker: PlannedWorker, *, load: ExpectedLoad, apart: bool, max_workers: int
+) -> PoolEstimate | None:
     formula = disaggregated if apart else colocated
     return formula(load, worker, ask.slo, max_workers=max_workers)
 
 
-def _simulated(ask: Ask, worker: Worker, whole: Estimate, *, apart: bool) -> Simulated | None:
+def _simulated(
+    ask: PlanInput, worker: PlannedWorker, whole: PoolEstimate, *, apart: bool
+) -> Simulated | None:
     assert ask.depth is not None
     pools = whole.pools
     smallest = pools.mixed or min(pools.prefill, pools.decode)
@@ -207,22 +211,26 @@ def _simulated(ask: Ask, worker: Worker, whole: Estimate, *, apart: bool) -> Sim
 
 
 def _sized(
-    ask: Ask, ranks: int, worker: Worker, estimate: Estimate, simulated: Simulated | None
-) -> Sized:
+    ask: PlanInput,
+    ranks: int,
+    worker: PlannedWorker,
+    estimate: PoolEstimate,
+    simulated: Simulated | None,
+) -> SizedPools:
     workers = estimate.pools.total if simulated is None else simulated.total.total
     usd_per_s = workers * ranks * ask.platform.usd_per_gpu_hour / 3600
     cost = usd_per_s / ask.load.tokens_per_s * 1e6
-    return Sized(ranks, worker, estimate, simulated, cost)
+    return SizedPools(ranks, worker, estimate, simulated, cost)
 
 
 # ---------------------------------------------------------------- options
 
 
-def _steps(ask: Ask, sizes: _Sizes) -> Iterator[Step]:
+def _steps(ask: PlanInput, sizes: _Sizes) -> Iterator[SavingStep]:
     """From bf16 in one pool without a cache on. What needs more GPUs is left out again."""
-    bare = replace(ask, options=Options(), load=replace(ask.load, prefix_hit=0.0))
+    bare = replace(ask, options=ModelOptions(), load=replace(ask.load, prefix_hit=0.0))
     outcome = sizes.of(bare, apart=False)
-    yield Step("bf16, one pool, no cache", outcome, None, kept=True)
+    yield SavingStep("bf16, one pool, no cache", outcome, None, kept=True)
     now, last = bare, outcome
     for label, changed in _options(ask):
         tried = replace(
@@ -232,7 +240,7 @@ def _steps(ask: Ask, sizes: _Sizes) -> Iterator[Step]:
         )
         outcome = sizes.of(tried, apart=changed.apart)
         kept = _no_worse(outcome, last)
-        yield Step(label, outcome, _saved(outcome, last), kept)
+        yield SavingStep(label, outcome, _saved(outcome, last), kept)
         if kept:
             now, last = tried, outcome
 
@@ -248,7 +256,7 @@ class _Change:
     apart: bool = False
 
 
-def _options(ask: Ask) -> Iterator[tuple[str, _Change]]:
+def _options(ask: PlanInput) -> Iterator[tuple[str, _Change]]:
     """The steps, in order. Formats are those asked for; if that is bf16, one of 8 bits."""
     has_fp8 = ask.platform.gpu is None or ask.platform.gpu.has_fp8
     weights, kv_format = ask.options.weights, ask.options.kv_format
@@ -268,21 +276,21 @@ def _options(ask: Ask) -> Iterator[tuple[str, _Change]]:
     yield "separate pools", _Change(apart=True)
 
 
-def _merged(options: Options, change: _Change) -> Options:
-    return Options(
+def _merged(options: ModelOptions, change: _Change) -> ModelOptions:
+    return ModelOptions(
         change.weights or options.weights,
         change.kv_format or options.kv_format,
         change.speculation or options.speculation,
     )
 
 
-def _no_worse(outcome: Sized | CannotPlan, last: Sized | CannotPlan) -> bool:
+def _no_worse(outcome: SizedPools | CannotPlan, last: SizedPools | CannotPlan) -> bool:
     if isinstance(last, CannotPlan):
         return True
-    return isinstance(outcome, Sized) and outcome.gpus <= last.gpus
+    return isinstance(outcome, SizedPools) and outcome.gpus <= last.gpus
 
 
-def _saved(outcome: Sized | CannotPlan, last: Sized | CannotPlan) -> float | None:
+def _saved(outcome: SizedPools | CannotPlan, last: SizedPools | CannotPlan) -> float | None:
     if isinstance(outcome, CannotPlan) or isinstance(last, CannotPlan):
         return None
     return 1 - outcome.gpus / last.gpus

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import msgspec
 
 from bench.planner.model import BF16_BYTES, DenseModel
-from bench.simulator.hardware import KV_SHARE, Chip, Hardware, ModelShape, by_roofline
+from bench.simulator.hardware import KV_SHARE, HardwareProfile, ModelShape, WorkerGpus, by_roofline
 from engine.config import WeightFormat
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
@@ -91,7 +91,7 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ModelOptions:
     """What may be changed about a worker."""
 
     weights: WeightFormat = WeightFormat.BF16
@@ -105,7 +105,7 @@ class Platform:
 
     name: str
     gpu: Gpu | None
-    profile: Hardware | None
+    profile: HardwareProfile | None
     usd_per_gpu_hour: float
 
     @property
@@ -129,10 +129,10 @@ class Platform:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class PlannedWorker:
     """A worker that holds the model, and where its memory goes."""
 
-    hardware: Hardware
+    hardware: HardwareProfile
     weights_bytes: float
     kv_bytes: float
 
@@ -152,8 +152,8 @@ def block_size_for(input_tokens: float) -> int:
 
 
 def worker_of(
-    model: DenseModel, platform: Platform, options: Options, *, ranks: int, block_size: int
-) -> Worker | None:
+    model: DenseModel, platform: Platform, options: ModelOptions, *, ranks: int, block_size: int
+) -> PlannedWorker | None:
     """A worker of so many GPUs; None if the weights leave no room for KV."""
     weights_bytes = model.held_bytes(options.weights)
     memory_bytes = _memory_bytes(model, platform, ranks)
@@ -170,10 +170,10 @@ def worker_of(
         num_blocks=num_blocks,
         usd_per_gpu_hour=platform.usd_per_gpu_hour,
     )
-    return Worker(hardware, weights_bytes, num_blocks * layout.block_bytes)
+    return PlannedWorker(hardware, weights_bytes, num_blocks * layout.block_bytes)
 
 
-def check_profile(model: DenseModel, profile: Hardware) -> None:
+def check_profile(model: DenseModel, profile: HardwareProfile) -> None:
     """Raises ConfigError if the profile is of a model with another KV."""
     ours = model.kv_layout(KVFormat.BF16, block_size=1).sections
     if profile.layout.kv_format is not KVFormat.BF16 or profile.layout.sections != ours:
@@ -191,7 +191,7 @@ def _memory_bytes(model: DenseModel, platform: Platform, ranks: int) -> float:
     return platform.gpu.memory_bytes * ranks
 
 
-def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> Hardware:
+def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> HardwareProfile:
     """In bf16. The memory is made large: whether it fits is another question."""
     gpu = platform.gpu
     assert gpu is not None
@@ -203,7 +203,7 @@ def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> Hardware:
         model.layer_weights,
         model.head_weights,
     )
-    chip = Chip(
+    chip = WorkerGpus(
         flops_per_s=gpu.bf16_flops_per_s * ranks,
         read_bytes_per_s=gpu.read_bytes_per_s * ranks,
         memory_bytes=1e15,
@@ -227,8 +227,13 @@ def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> Hardware:
 
 
 def _with_options(
-    base: Hardware, model: DenseModel, platform: Platform, options: Options, *, layout: KVLayout
-) -> Hardware:
+    base: HardwareProfile,
+    model: DenseModel,
+    platform: Platform,
+    options: ModelOptions,
+    *,
+    layout: KVLayout,
+) -> HardwareProfile:
     reading = model.read_bytes(options.weights) / model.read_bytes(WeightFormat.BF16)
     computing = 1 / platform.gain(options.weights)
     context = (layout.block_bytes / layout.block_size) / base.kv_token_bytes

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.common.report import Figure, Scalar
-from bench.planner.plan import Ask, CannotPlan, Plan, Sized
+from bench.planner.plan import CannotPlan, CapacityPlan, PlanInput, SizedPools
 from bench.planner.search import NEEDED, Simulated
-from bench.simulator.cluster import Pools
+from bench.simulator.cluster import SimulatedPools
 
 ASSUMPTIONS = (
     "arrivals are Poisson, lengths log-normal (--spread), no request longer than four times the "
@@ -22,7 +22,7 @@ ASSUMPTIONS = (
 )
 
 
-def config_of(ask: Ask) -> dict[str, Scalar]:
+def config_of(ask: PlanInput) -> dict[str, Scalar]:
     """What was asked, flat."""
     speculation = ask.options.speculation
     return {
@@ -47,7 +47,7 @@ def config_of(ask: Ask) -> dict[str, Scalar]:
     }
 
 
-def figures_of(plan: Plan) -> dict[str, Figure]:
+def figures_of(plan: CapacityPlan) -> dict[str, Figure]:
     """All figures; names end in `/formula` or `/simulated` where both kinds exist."""
     best = plan.best
     model, options = plan.ask.model, plan.ask.options
@@ -60,10 +60,10 @@ def figures_of(plan: Plan) -> dict[str, Figure]:
         "cost/per_million_tokens": Figure(best.usd_per_million_tokens, "USD"),
     }
     for name, sized in _ways(plan):
-        if isinstance(sized, Sized):
+        if isinstance(sized, SizedPools):
             figures |= {f"{name}/{thing}": figure for thing, figure in _figures(sized)}
     for index, step in enumerate(plan.steps):
-        if isinstance(step.outcome, Sized):
+        if isinstance(step.outcome, SizedPools):
             name = f"options/{index}_{step.label.replace(' ', '_')}"
             figures[f"{name}/gpus"] = Figure(step.outcome.gpus, "")
             cost = step.outcome.usd_per_million_tokens
@@ -71,7 +71,7 @@ def figures_of(plan: Plan) -> dict[str, Figure]:
     return figures
 
 
-def _figures(sized: Sized) -> Iterator[tuple[str, Figure]]:
+def _figures(sized: SizedPools) -> Iterator[tuple[str, Figure]]:
     estimate, simulated = sized.estimate, sized.simulated
     yield "gpus_of_a_worker", Figure(sized.ranks, "")
     yield "cost_per_million_tokens", Figure(sized.usd_per_million_tokens, "USD")
@@ -99,19 +99,19 @@ def _figures(sized: Sized) -> Iterator[tuple[str, Figure]]:
             yield f"{name}/simulated", Figure(value_s * 1000, "ms")
 
 
-def _pool_figures(pools: Pools, kind: str) -> Iterator[tuple[str, Figure]]:
+def _pool_figures(pools: SimulatedPools, kind: str) -> Iterator[tuple[str, Figure]]:
     for role in ("prefill", "decode", "mixed"):
         yield f"{role}_workers/{kind}", Figure(getattr(pools, role), "")
 
 
-def _ways(plan: Plan) -> tuple[tuple[str, Sized | CannotPlan], ...]:
+def _ways(plan: CapacityPlan) -> tuple[tuple[str, SizedPools | CannotPlan], ...]:
     return (("separate_pools", plan.disaggregated), ("one_pool", plan.colocated))
 
 
 # ---------------------------------------------------------------- text
 
 
-def print_plan(console: Console, plan: Plan) -> None:
+def print_plan(console: Console, plan: CapacityPlan) -> None:
     """Memory, both ways of serving, what options save, and what all that rests on."""
     best = plan.best
     console.print(Text(_title(plan, best), style="bold"), soft_wrap=True)
@@ -124,7 +124,7 @@ def print_plan(console: Console, plan: Plan) -> None:
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 
-def _title(plan: Plan, best: Sized) -> str:
+def _title(plan: CapacityPlan, best: SizedPools) -> str:
     ask, load = plan.ask, plan.ask.load
     how = "by simulation" if best.simulated else "by formula"
     price = best.usd_per_million_tokens
@@ -135,12 +135,12 @@ def _title(plan: Plan, best: Sized) -> str:
     )
 
 
-def _gpus(ask: Ask, best: Sized) -> str:
+def _gpus(ask: PlanInput, best: SizedPools) -> str:
     between = "×" if ask.platform.gpu else "GPUs of"
     return f"{best.gpus} {between} {ask.platform.name}"
 
 
-def _memory_lines(ask: Ask, best: Sized) -> Iterator[str]:
+def _memory_lines(ask: PlanInput, best: SizedPools) -> Iterator[str]:
     model, worker = ask.model, best.worker
     token_kib = model.kv_token_bytes(ask.options.kv_format) / 1024
     yield (
@@ -153,7 +153,7 @@ def _memory_lines(ask: Ask, best: Sized) -> Iterator[str]:
     )
 
 
-def _ways_table(plan: Plan) -> Table:
+def _ways_table(plan: CapacityPlan) -> Table:
     table = Table("", box=box.SIMPLE_HEAD, padding=(0, 1))
     columns: list[list[str]] = []
     for name, sized in _ways(plan):
@@ -184,7 +184,7 @@ _ROWS = (
 )
 
 
-def _formula_cells(sized: Sized) -> list[str]:
+def _formula_cells(sized: SizedPools) -> list[str]:
     estimate = sized.estimate
     return [
         str(sized.gpus_by_formula),
@@ -200,7 +200,7 @@ def _formula_cells(sized: Sized) -> list[str]:
     ]
 
 
-def _simulated_cells(sized: Sized, simulated: Simulated) -> list[str]:
+def _simulated_cells(sized: SizedPools, simulated: Simulated) -> list[str]:
     busy = simulated.busy
     ttft_s, tpot_s = simulated.ttft_p90_s, simulated.tpot_p90_s
     return [
@@ -217,7 +217,7 @@ def _simulated_cells(sized: Sized, simulated: Simulated) -> list[str]:
     ]
 
 
-def _steps_table(plan: Plan) -> Table:
+def _steps_table(plan: CapacityPlan) -> Table:
     is_simulated = plan.ask.depth is not None
     table = Table("each on top of those before", box=box.SIMPLE_HEAD, padding=(0, 1))
     headers = ["GPUs\nformula", *(["GPUs\nsimulated"] if is_simulated else [])]
@@ -240,7 +240,7 @@ def _steps_table(plan: Plan) -> Table:
     return table
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: CapacityPlan) -> Iterator[str]:
     ask = plan.ask
     for name, sized in _ways(plan):
         if isinstance(sized, CannotPlan):
@@ -255,7 +255,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"assumed: {assumption}"
 
 
-def _simulation_note(ask: Ask, simulated: Simulated) -> str:
+def _simulation_note(ask: PlanInput, simulated: Simulated) -> str:
     assert ask.depth is not None
     cells = simulated.cells
     parts = f" of {cells.number} equal parts of the load" if cells.number > 1 else ""
@@ -267,7 +267,7 @@ def _simulation_note(ask: Ask, simulated: Simulated) -> str:
     )
 
 
-def _pools(pools: Pools) -> str:
+def _pools(pools: SimulatedPools) -> str:
     return str(pools.mixed) if pools.mixed else f"{pools.prefill} P + {pools.decode} D"
 
 

@@ -22,10 +22,17 @@ from random import Random
 
 from bench.client.load import Slo
 from bench.common.stats import percentile
-from bench.planner.load import Estimate, Load
-from bench.planner.pricing import Worker
+from bench.planner.load import ExpectedLoad, PoolEstimate
+from bench.planner.pricing import PlannedWorker
 from bench.planner.workload import workload
-from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Record, Run, Setup, simulate
+from bench.simulator.cluster import (
+    MAX_ANSWER_TOKENS,
+    SimulatedPools,
+    SimulatedRequest,
+    SimulatedRun,
+    SimulationSetup,
+    simulate,
+)
 from bench.simulator.results import latencies_of, meets
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy
@@ -53,7 +60,7 @@ class Simulated:
     """How one cell fared. Latencies are None where no answer had one."""
 
     cells: Cells
-    pools: Pools  # of one cell
+    pools: SimulatedPools  # of one cell
     attainment: float  # share of requests that met both
     ttft_attainment: float
     tpot_attainment: float
@@ -68,10 +75,10 @@ class Simulated:
         return self.attainment >= NEEDED
 
     @property
-    def total(self) -> Pools:
+    def total(self) -> SimulatedPools:
         """Workers of all cells."""
         pools, number = self.pools, self.cells.number
-        return Pools(pools.prefill * number, pools.decode * number, pools.mixed * number)
+        return SimulatedPools(pools.prefill * number, pools.decode * number, pools.mixed * number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ class Depth:
     seed: int = 0
 
 
-def cells_of(load: Load, slo: Slo, depth: Depth, *, smallest_pool: int) -> Cells:
+def cells_of(load: ExpectedLoad, slo: Slo, depth: Depth, *, smallest_pool: int) -> Cells:
     """`smallest_pool` is what the formula gives the smallest pool of the whole load."""
     assert slo.tpot_s is not None
     assert slo.ttft_s is not None
@@ -98,7 +105,9 @@ def cells_of(load: Load, slo: Slo, depth: Depth, *, smallest_pool: int) -> Cells
 class Search:
     """Looks for the fewest workers of one kind; remembers what was simulated."""
 
-    def __init__(self, load: Load, worker: Worker, slo: Slo, *, cells: Cells, seed: int) -> None:
+    def __init__(
+        self, load: ExpectedLoad, worker: PlannedWorker, slo: Slo, *, cells: Cells, seed: int
+    ) -> None:
         self.load = replace(load, rate_per_s=load.rate_per_s / cells.number)
         self._cells = cells
         self._worker = worker
@@ -110,9 +119,9 @@ class Search:
             block_tokens=worker.hardware.layout.block_size,
             rng=Random(f"{seed}/workload"),
         )
-        self._seen: dict[Pools, Simulated] = {}
+        self._seen: dict[SimulatedPools, Simulated] = {}
 
-    def smallest(self, start: Estimate, *, max_workers: int) -> Simulated | None:
+    def smallest(self, start: PoolEstimate, *, max_workers: int) -> Simulated | None:
         """From a cell's estimate on; None if more than `max_workers` of a cell were needed."""
         most = min(max_workers, _STRAY * start.pools.total + 2)
         pools = start.pools
@@ -129,7 +138,7 @@ class Search:
                 pools = fewer
         return self.check(pools) if pools.total <= max_workers else None
 
-    def check(self, pools: Pools) -> Simulated:
+    def check(self, pools: SimulatedPools) -> Simulated:
         """Simulates a cell with these workers, once."""
         if pools not in self._seen:
             router = RouterConfig(
@@ -139,22 +148,24 @@ class Search:
                 queue_timeout_s=3600.0,
                 slo_tpot_s=self._slo.tpot_s,
             )
-            setup = Setup(self._worker.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
+            setup = SimulationSetup(
+                self._worker.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS
+            )
             run = simulate(self._trace, setup, native_machine(router))
             self._seen[pools] = _judged(run, self._slo, self._cells)
         return self._seen[pools]
 
 
-def _grown(found: Simulated) -> Pools:
+def _grown(found: Simulated) -> SimulatedPools:
     pools = found.pools
     if pools.mixed:
-        return Pools(mixed=_more(pools.mixed))
+        return SimulatedPools(mixed=_more(pools.mixed))
     short_of_ttft = found.ttft_attainment < NEEDED
     short_of_tpot = found.tpot_attainment < NEEDED
     if not short_of_ttft and not short_of_tpot:  # too few meet both at once
         short_of_ttft = found.ttft_attainment <= found.tpot_attainment
         short_of_tpot = not short_of_ttft
-    return Pools(
+    return SimulatedPools(
         _more(pools.prefill) if short_of_ttft else pools.prefill,
         _more(pools.decode) if short_of_tpot else pools.decode,
     )
@@ -164,7 +175,7 @@ def _more(num: int) -> int:
     return num + max(1, num // _GROWTH)
 
 
-def _judged(run: Run, slo: Slo, cells: Cells) -> Simulated:
+def _judged(run: SimulatedRun, slo: Slo, cells: Cells) -> Simulated:
     middle = _middle(run.trace, run.records)
     latencies = [latencies_of(record) for record in middle]
     answered = [one for one in latencies if one is not None]
@@ -185,12 +196,12 @@ def _judged(run: Run, slo: Slo, cells: Cells) -> Simulated:
     )
 
 
-def _middle(trace: Trace, records: Sequence[Record]) -> Sequence[Record]:
+def _middle(trace: Trace, records: Sequence[SimulatedRequest]) -> Sequence[SimulatedRequest]:
     quarter = len(trace.requests) // 4
     return records[quarter : len(records) - quarter]
 
 
-def _busy(run: Run) -> dict[str, float]:
+def _busy(run: SimulatedRun) -> dict[str, float]:
     shares: dict[str, list[float]] = {}
     for worker in run.workers:
         shares.setdefault(str(worker.role), []).append(worker.busy_s / run.duration_s)

@@ -10,14 +10,14 @@ import math
 from itertools import count
 from random import Random
 
-from bench.planner.load import LONGEST, Load
+from bench.planner.load import LONGEST, ExpectedLoad
 from bench.simulator.traces import Trace, TraceRequest
 
 PAUSE_S = 30.0  # between the turns of a conversation, on average
 COLD_SHARE = 8  # one request in so many is the first of its conversation
 
 
-def workload(load: Load, *, num_requests: int, block_tokens: int, rng: Random) -> Trace:
+def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: Random) -> Trace:
     """So many requests."""
     inputs = _lengths(load.input_tokens, load.spread, num_requests, rng)
     outputs = _lengths(load.output_tokens, load.spread, num_requests, rng)

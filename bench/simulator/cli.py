@@ -17,9 +17,9 @@ from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
 from bench.common.report import Scalar, results_of
 from bench.common.tables import print_report
-from bench.simulator.cluster import MAX_ANSWER_TOKENS, Pools, Setup, simulate
+from bench.simulator.cluster import MAX_ANSWER_TOKENS, SimulatedPools, SimulationSetup, simulate
 from bench.simulator.goodput import distserve_goodput
-from bench.simulator.hardware import PROFILES, Hardware, hardware_named, write_hardware
+from bench.simulator.hardware import PROFILES, HardwareProfile, hardware_named, write_hardware
 from bench.simulator.results import figures_of, series_ms
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
 from engine.config import RouterConfig, RouterPolicy
@@ -93,7 +93,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         chat = Chat(rate_per_s=rate, families=families)
         played = _trace(trace, chat, requests=requests, seed=seed)
         played = played.sped_up(speed_up).shortened(shorten)
-        setup = Setup(
+        setup = SimulationSetup(
             profile,
             _pools(prefill, decode, mixed),
             latency_s=latency_ms / 1000,
@@ -141,9 +141,9 @@ def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:
     return read if requests is None else read.first(requests)
 
 
-def _pools(prefill: int, decode: int, mixed: int) -> Pools:
+def _pools(prefill: int, decode: int, mixed: int) -> SimulatedPools:
     """The defaults of the first two are for clusters without mixed workers."""
-    pools = Pools(prefill, decode, mixed)
+    pools = SimulatedPools(prefill, decode, mixed)
     if not (pools.prefill or pools.mixed) or not (pools.decode or pools.mixed):
         raise ConfigError("a cluster needs workers that prefill and workers that decode")
     return pools
@@ -153,8 +153,10 @@ def _seconds(ms: float | None) -> float | None:
     return None if ms is None else ms / 1000
 
 
-def _config(trace: Trace, setup: Setup, router: RouterConfig, speed_up: float) -> dict[str, Scalar]:
-    profile: Hardware = setup.hardware
+def _config(
+    trace: Trace, setup: SimulationSetup, router: RouterConfig, speed_up: float
+) -> dict[str, Scalar]:
+    profile: HardwareProfile = setup.hardware
     return {
         "trace": trace.name,
         "requests": len(trace.requests),
@@ -175,7 +177,7 @@ def _scalar(value: object) -> Scalar:
     return value if isinstance(value, int | float | None) else str(value)
 
 
-def _title(trace: Trace, setup: Setup, router: RouterConfig) -> str:
+def _title(trace: Trace, setup: SimulationSetup, router: RouterConfig) -> str:
     pools = setup.pools
     parts = [f"{pools.prefill} prefill", f"{pools.decode} decode"]
     if pools.mixed:

@@ -22,10 +22,10 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
-from bench.elastic.planned import EVERY_S, Decision, Planned
+from bench.elastic.planned import EVERY_S, SimulatedDecision, SimulatedPlanner
 from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import Hardware
-from bench.simulator.prompts import Prompts
+from bench.simulator.hardware import HardwareProfile
+from bench.simulator.prompts import SimulatedPrompts
 from bench.simulator.traces import Trace, TraceRequest, with_ids
 from bench.simulator.transfers import Transfers
 from bench.simulator.workers import Frame, Said, SimWorker
@@ -71,7 +71,7 @@ MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class SimulatedPools:
     """How many workers of which role."""
 
     prefill: int = 0
@@ -85,11 +85,11 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class SimulationSetup:
     """What is simulated, the machine and the trace aside."""
 
-    hardware: Hardware
-    pools: Pools
+    hardware: HardwareProfile
+    pools: SimulatedPools
     latency_s: float = 2e-4  # of a message between gateway and worker
     max_answer_tokens: int | None = None  # that clients ask for; None: as many as come
     chances: Chances = NO_CHANCES  # what is beside prices and latency
@@ -100,7 +100,7 @@ class Setup:
 
 
 @dataclass(slots=True)
-class Record:
+class SimulatedRequest:
     """What became of one request, as the gateway saw it."""
 
     asked: TraceRequest
@@ -121,19 +121,19 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """All that came of a simulation."""
 
     trace: Trace
-    setup: Setup
-    records: Sequence[Record]
+    setup: SimulationSetup
+    records: Sequence[SimulatedRequest]
     workers: Sequence[WorkerRecord]
     duration_s: float
     num_events: int
-    decisions: Sequence[Decision] = ()  # of the planner of pools
+    decisions: Sequence[SimulatedDecision] = ()  # of the planner of pools
 
 
-def simulate(trace: Trace, setup: Setup, machine: RouterMachine) -> Run:
+def simulate(trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> SimulatedRun:
     """Lets the trace come upon a cluster that is idle and empty, until all is answered."""
     cluster = _Cluster(with_ids(trace), setup, machine)
     with _uncollected():
@@ -155,7 +155,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Cluster:
-    def __init__(self, trace: Trace, setup: Setup, machine: RouterMachine) -> None:
+    def __init__(self, trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> None:
         self._trace = trace
         self._setup = setup
         self._machine = machine
@@ -163,8 +163,8 @@ class _Cluster:
         self._transfers = Transfers(
             self._future, setup.hardware.pull, setup.hardware.layout, latency_s=setup.latency_s
         )
-        self._prompts = Prompts(trace, setup.hardware.layout.block_size)
-        self._records = [Record(asked) for asked in trace.requests]
+        self._prompts = SimulatedPrompts(trace, setup.hardware.layout.block_size)
+        self._records = [SimulatedRequest(asked) for asked in trace.requests]
         self._num_open = len(self._records)
         self._num_waiting = 0  # in the machine, for a worker or for room at another one
         self._ended_s = 0.0
@@ -188,7 +188,7 @@ class _Cluster:
         }
         settles = setup.settles
         self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
-        self._planned = None if setup.rules is None else Planned(setup.rules, machine)
+        self._planned = None if setup.rules is None else SimulatedPlanner(setup.rules, machine)
         self._decoding = [w for w in self._workers.values() if w.role.decodes]  # or once did
 
     # ------------------------------------------------------------ the run
@@ -217,12 +217,12 @@ class _Cluster:
             counts = worker.pool.counts()
             assert counts.free + counts.cached == counts.total, f"{worker.worker_id} leaks"
 
-    def result(self) -> Run:
+    def result(self) -> SimulatedRun:
         """What there is to tell."""
         workers = [
             WorkerRecord(w.worker_id, w.role, w.busy_s, w.num_steps) for w in self._workers.values()
         ]
-        return Run(
+        return SimulatedRun(
             self._trace,
             self._setup,
             self._records,
@@ -232,7 +232,7 @@ class _Cluster:
             () if self._planned is None else self._planned.decisions,
         )
 
-    def _on_plan_due(self, planned: Planned) -> None:
+    def _on_plan_due(self, planned: SimulatedPlanner) -> None:
         if not self._num_open:
             return
         now_s = self._future.now_s
@@ -395,7 +395,7 @@ class _Cluster:
         elif due_s is not None:
             self._plan_wake(due_s)
 
-    def _end(self, record: Record, outcome: Outcome, timeline: Timeline) -> None:
+    def _end(self, record: SimulatedRequest, outcome: Outcome, timeline: Timeline) -> None:
         assert record.outcome is None, "a request ends once"
         record.outcome, record.timeline = outcome, timeline
         record.ended_s = self._future.now_s
@@ -419,7 +419,7 @@ def _limits(asked: TraceRequest, max_answer_tokens: int | None = None) -> Limits
     return Limits(max_len=asked.input_len + output_len, prompt_len=asked.input_len)
 
 
-def _names(pools: Pools) -> Iterable[tuple[WorkerId, Role]]:
+def _names(pools: SimulatedPools) -> Iterable[tuple[WorkerId, Role]]:
     parts = ((Role.PREFILL, pools.prefill), (Role.DECODE, pools.decode), (Role.MIXED, pools.mixed))
     for role, number in parts:
         width = len(str(max(number - 1, 0)))

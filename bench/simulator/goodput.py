@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from bench.client.load import Slo
 from bench.common.report import Figure
-from bench.simulator.cluster import Run
+from bench.simulator.cluster import SimulatedRun
 from bench.simulator.results import latencies_of, meets
 from bench.simulator.traces import Trace
 
@@ -22,7 +22,7 @@ ATTAINMENT = 0.9
 LEAST, MOST = 1 / 16, 16.0
 NUM_HALVINGS = 4  # of the factor two within which the greatest speed is looked for
 
-Simulate = Callable[[Trace], Run]
+Simulate = Callable[[Trace], SimulatedRun]
 
 
 def distserve_goodput(
@@ -41,7 +41,7 @@ def distserve_goodput(
     return {"goodput/distserve": Figure(speed * rate_per_s / gpus, "1/s/GPU")}
 
 
-def attainment(run: Run, slo: Slo) -> float:
+def attainment(run: SimulatedRun, slo: Slo) -> float:
     """The share of requests with TTFT and TPOT inside their bounds."""
     return sum(meets(latencies_of(r), slo) for r in run.records) / len(run.records)
 

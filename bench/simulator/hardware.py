@@ -37,7 +37,7 @@ GPU_BYTES = 141e9  # of an H200
 KV_SHARE = 0.9  # of what the weights leave
 
 
-class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of worker. `chunk_table` holds (new tokens, seconds), shortest first."""
 
     name: str
@@ -84,7 +84,7 @@ class StepPrice:
 class Pricing:
     """A profile's prices, at hand."""
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: HardwareProfile) -> None:
         self._hardware = hardware
         self._lengths = [length for length, _ in hardware.chunk_table]
 
@@ -126,11 +126,11 @@ def _h200(  # noqa: PLR0913 - the columns of a table
     decode_ms: tuple[float, float, float],
     num_blocks: int | None = None,
     chunk_table: Sequence[tuple[int, float]] = (),
-) -> Hardware:
+) -> HardwareProfile:
     """`model` is layers, KV heads and head size; `prefill_ms` A, B, C and `decode_ms` D, E, F."""
     layout = KVLayout(512, KVFormat.BF16, (KVSection(*model),))
     memory = KV_SHARE * (gpus * GPU_BYTES - weights_bytes)
-    return Hardware(
+    return HardwareProfile(
         name=name,
         source="AIConfigurator, H200 SXM, vLLM, bf16",
         layout=layout,
@@ -207,7 +207,7 @@ _PROFILES = (
 PROFILES = {profile.name: profile for profile in _PROFILES}
 
 
-def hardware_named(name: str) -> Hardware:
+def hardware_named(name: str) -> HardwareProfile:
     """A profile of this name, or in the file of this name. Raises ConfigError."""
     if name in PROFILES:
         return PROFILES[name]
@@ -215,14 +215,14 @@ def hardware_named(name: str) -> Hardware:
     if path.suffix != ".json" and not path.exists():
         raise ConfigError(f"hardware {name!r} is none of {', '.join(PROFILES)}, and no file")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Hardware)
+        return msgspec.json.decode(path.read_bytes(), type=HardwareProfile)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def write_hardware(hardware: Hardware, path: Path) -> None:
+def write_hardware(hardware: HardwareProfile, path: Path) -> None:
     """Writes a profile as `hardware_named` reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=2) + b"\n")
@@ -244,7 +244,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Chip:
+class WorkerGpus:
     """All the GPUs of one worker together; `reached` is the share of the peaks that is."""
 
     flops_per_s: float
@@ -258,12 +258,12 @@ class Chip:
 def by_roofline(
     name: str,
     shape: ModelShape,
-    chip: Chip,
+    chip: WorkerGpus,
     *,
     kv_format: KVFormat = KVFormat.BF16,
     weight_bytes: float = 2.0,
     block_size: int = 512,
-) -> Hardware:
+) -> HardwareProfile:
     """A profile from peaks alone: prompts are bound by arithmetic, decoding by memory.
 
     The formulas are those of `bench.common.roofline`. A step reads all weights at least, so A and
@@ -280,7 +280,7 @@ def by_roofline(
     if num_blocks < 1:
         raise ConfigError(f"{name}: the weights leave no room for KV")
     read_s = weights * weight_bytes / bytes_per_s
-    return Hardware(
+    return HardwareProfile(
         name=name,
         source=f"roofline at {chip.reached:.0%} of the peaks",
         layout=layout,

@@ -81,7 +81,7 @@ class Unwritten(Sequence[int]):
         return self
 
 
-class Prompts:
+class SimulatedPrompts:
     """The prompts of requests that have come and are not over."""
 
     def __init__(self, trace: Trace, block_size: int) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from bench.client.load import TBT_SHARE, Slo
 from bench.common.report import Figure
 from bench.common.stats import Summary, summarize
-from bench.simulator.cluster import Record, Run
+from bench.simulator.cluster import SimulatedRequest, SimulatedRun
 from bench.simulator.traces import infinite_cache_hits
 from router.machine.requests import Finished
 
@@ -48,7 +48,7 @@ class Latencies:
     tbt_s: float | None  # mean of the longest gaps
 
 
-def latencies_of(record: Record) -> Latencies | None:
+def latencies_of(record: SimulatedRequest) -> Latencies | None:
     """None where the request was not answered in full."""
     times_s = record.times_s
     if not isinstance(record.outcome, Finished) or not times_s:
@@ -78,7 +78,7 @@ def meets(latencies: Latencies | None, slo: Slo) -> bool:
     )
 
 
-def figures_of(run: Run, slo: Slo, *, usd_per_gpu_hour: float) -> dict[str, Figure]:
+def figures_of(run: SimulatedRun, slo: Slo, *, usd_per_gpu_hour: float) -> dict[str, Figure]:
     """All figures of one simulation."""
     latencies = [latencies_of(record) for record in run.records]
     return {
@@ -91,7 +91,7 @@ def figures_of(run: Run, slo: Slo, *, usd_per_gpu_hour: float) -> dict[str, Figu
     }
 
 
-def _latency_figures(run: Run, latencies: Sequence[Latencies | None]) -> dict[str, Figure]:
+def _latency_figures(run: SimulatedRun, latencies: Sequence[Latencies | None]) -> dict[str, Figure]:
     answered = [one for one in latencies if one is not None]
     summaries = {
         "ttft": summarize([one.ttft_s for one in answered]),
@@ -110,7 +110,10 @@ def _latency_figures(run: Run, latencies: Sequence[Latencies | None]) -> dict[st
 
 
 def summary_of_gaps(
-    records: Sequence[Record], *, num_bins: int = NUM_BINS, num_together: int = NUM_TOGETHER
+    records: Sequence[SimulatedRequest],
+    *,
+    num_bins: int = NUM_BINS,
+    num_together: int = NUM_TOGETHER,
 ) -> Summary | None:
     """Of all gaps between tokens of one answer, of all answers, seconds. Exact, and never in memory
     all at once: it is first counted how many are about how long, and then looked closely where the
@@ -159,7 +162,7 @@ def _bin(values: Values, edges: Values) -> NDArray[np.int64]:
     return bins
 
 
-def _gaps_s(records: Sequence[Record], num_together: int) -> Iterator[Values]:
+def _gaps_s(records: Sequence[SimulatedRequest], num_together: int) -> Iterator[Values]:
     """The gaps of so many records at a time."""
     for start in range(0, len(records), num_together):
         some = records[start : start + num_together]
@@ -169,7 +172,7 @@ def _gaps_s(records: Sequence[Record], num_together: int) -> Iterator[Values]:
 
 
 def _goodput_figures(
-    run: Run, latencies: Sequence[Latencies | None], slo: Slo
+    run: SimulatedRun, latencies: Sequence[Latencies | None], slo: Slo
 ) -> dict[str, Figure]:
     num, gpus = len(latencies), _num_gpus(run)
     num_good = sum(meets(one, slo) for one in latencies)
@@ -198,7 +201,7 @@ def _effective(
     )
 
 
-def _prefix_figures(run: Run) -> dict[str, Figure]:
+def _prefix_figures(run: SimulatedRun) -> dict[str, Figure]:
     placed = [r for r in run.records if r.timeline is not None and r.times_s]
     num_cached = sum(r.timeline.num_cached_tokens for r in placed if r.timeline is not None)
     num_tokens = sum(r.asked.input_len for r in placed)
@@ -208,7 +211,7 @@ def _prefix_figures(run: Run) -> dict[str, Figure]:
     }
 
 
-def _pool_figures(run: Run) -> dict[str, Figure]:
+def _pool_figures(run: SimulatedRun) -> dict[str, Figure]:
     by_role: dict[str, list[float]] = {}
     for worker in run.workers:
         by_role.setdefault(str(worker.role), []).append(worker.busy_s / run.duration_s)
@@ -218,7 +221,7 @@ def _pool_figures(run: Run) -> dict[str, Figure]:
     }
 
 
-def _outcome_figures(run: Run) -> dict[str, Figure]:
+def _outcome_figures(run: SimulatedRun) -> dict[str, Figure]:
     kinds = Counter(type(record.outcome).__name__.lower() for record in run.records)
     seconds = run.duration_s
     num_out = sum(len(record.times_s) for record in run.records)
@@ -233,7 +236,7 @@ def _outcome_figures(run: Run) -> dict[str, Figure]:
     }
 
 
-def _cost_figures(run: Run, usd_per_gpu_hour: float) -> dict[str, Figure]:
+def _cost_figures(run: SimulatedRun, usd_per_gpu_hour: float) -> dict[str, Figure]:
     gpu_hours = _num_gpus(run) * run.duration_s / 3600
     usd = gpu_hours * usd_per_gpu_hour
     num_tokens = sum(
@@ -245,11 +248,11 @@ def _cost_figures(run: Run, usd_per_gpu_hour: float) -> dict[str, Figure]:
     return figures
 
 
-def _num_gpus(run: Run) -> int:
+def _num_gpus(run: SimulatedRun) -> int:
     return run.setup.pools.total * run.setup.hardware.gpus
 
 
-def series_ms(run: Run) -> Mapping[str, list[float]]:
+def series_ms(run: SimulatedRun) -> Mapping[str, list[float]]:
     """The samples that are plotted."""
     answered = [one for one in map(latencies_of, run.records) if one is not None]
     return {

@@ -34,7 +34,7 @@ from random import Random
 
 import msgspec
 
-from bench.validation.recordings import Asked, told_by
+from bench.validation.recordings import RecordedRequest, read_run
 from engine.errors import ConfigError, ProtocolError
 from engine.worker.blocks import BlockHash, hash_block
 from router.recording.lines import is_recording, lines_of
@@ -252,7 +252,7 @@ def _read_own(path: Path, lines: Sequence[str]) -> tuple[int, list[TraceRequest]
 
 def _read_recording(path: Path) -> tuple[int, list[TraceRequest]]:
     try:
-        told = told_by(lines_of(path))
+        told = read_run(lines_of(path))
     except ProtocolError as error:
         raise TraceError(f"{path}: {error}") from error
     sizes = {info.layout.block_size for info in told.workers.values()}
@@ -262,7 +262,7 @@ def _read_recording(path: Path) -> tuple[int, list[TraceRequest]]:
     return block_tokens, requests
 
 
-def _recorded(asked: Asked, block_tokens: int, ids: dict[BlockHash, int]) -> TraceRequest:
+def _recorded(asked: RecordedRequest, block_tokens: int, ids: dict[BlockHash, int]) -> TraceRequest:
     """Prompts that begin alike come to have the same ids at the beginning."""
     request = asked.request
     prompt, parent = request.token_ids, None

@@ -24,7 +24,7 @@ from router.cluster.costs import PullCost
 TRANSPORT = "simulated"
 
 
-class Side(Protocol):
+class TransferSide(Protocol):
     """A worker, as a source or a sink."""
 
     worker_id: WorkerId
@@ -42,7 +42,7 @@ class _Link:
 
 @dataclass(slots=True)
 class _Pull:
-    sink: Side
+    sink: TransferSide
     seq_id: SeqId
     wanted: tuple[int, ...] | None = None  # indices in the lease, rising; None: only held
     num_asked: int = 0  # of them, on their way or here
@@ -59,7 +59,7 @@ class _Pull:
 
 @dataclass(slots=True)
 class _Lease:
-    source: Side
+    source: TransferSide
     num_ready: int = 0
     pull: _Pull | None = None
 
@@ -88,7 +88,7 @@ class Transfers:
         """Leases of one worker that are open."""
         return self._num_open[source]
 
-    def open(self, source: Side, lease_id: LeaseId) -> None:
+    def open(self, source: TransferSide, lease_id: LeaseId) -> None:
         """A source lets others pull."""
         assert lease_id not in self._leases
         self._leases[lease_id] = _Lease(source)
@@ -112,7 +112,7 @@ class Transfers:
         if lease.pull is not None:
             self._fail(lease.pull, "revoked", self._latency_s)
 
-    def hold(self, sink: Side, seq_id: SeqId, ref: LeaseRef) -> None:
+    def hold(self, sink: TransferSide, seq_id: SeqId, ref: LeaseRef) -> None:
         """A sink wants a lease to last."""
         lease = self._leases.get(ref.lease_id)
         if lease is None:
@@ -122,7 +122,7 @@ class Transfers:
         lease.pull = _Pull(sink, seq_id)
         self._held[sink.worker_id, seq_id] = ref.lease_id
 
-    def start(self, sink: Side, seq_id: SeqId, indices: tuple[int, ...]) -> None:
+    def start(self, sink: TransferSide, seq_id: SeqId, indices: tuple[int, ...]) -> None:
         """A sink has memory for these blocks of a lease that it holds."""
         lease_id = self._held.get((sink.worker_id, seq_id))
         if lease_id is None:  # it ended meanwhile, and the sink will hear of that
@@ -135,7 +135,7 @@ class Transfers:
         else:
             self._plan_end(lease_id, lease.pull, self._cost.fixed_s)
 
-    def abort(self, sink: Side, seq_id: SeqId) -> None:
+    def abort(self, sink: TransferSide, seq_id: SeqId) -> None:
         """A sink gives a lease up."""
         lease_id = self._held.get((sink.worker_id, seq_id))
         if lease_id is None:
@@ -174,7 +174,7 @@ class Transfers:
         del self._leases[lease_id]
         self._num_open[lease.source.worker_id] -= 1
 
-    def _link(self, side: Side) -> _Link:
+    def _link(self, side: TransferSide) -> _Link:
         return self._links.setdefault(side.worker_id, _Link())
 
     def _plan_end(self, lease_id: LeaseId, pull: _Pull, after_s: float) -> None:
@@ -197,6 +197,6 @@ class Transfers:
         arrived = pull.arrived(self._future.now_s)
         self._tell(pull.sink, PullFailed(pull.seq_id, reason, arrived), after_s)
 
-    def _tell(self, side: Side, event: Event, after_s: float) -> None:
+    def _tell(self, side: TransferSide, event: Event, after_s: float) -> None:
         call: Callable[[list[Event]], None] = side.receive
         self._future.plan(self._future.now_s + after_s, Rank.MESSAGE, call, [event])

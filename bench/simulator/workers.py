@@ -23,7 +23,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import Hardware, Pricing, StepPrice
+from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
 from bench.simulator.prompts import token_at
 from bench.simulator.transfers import Transfers
 from bench.validation.crowd import Crowd
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
     blocks: Sequence[BlockEvent] = ()
 
 
-class Listener(Protocol):
+class FrameListener(Protocol):
     """Who is told what a worker does."""
 
     def hear(self, worker_id: WorkerId, frame: Frame) -> None:
@@ -122,10 +122,10 @@ class SimWorker:
         worker_id: WorkerId,
         role: Role,
         *,
-        hardware: Hardware,
+        hardware: HardwareProfile,
         future: Future,
         transfers: Transfers,
-        listener: Listener,
+        listener: FrameListener,
         read: ReadPrompt = read_prompt,
         leaps: bool = True,
         crowd: Crowd | None = None,

@@ -29,15 +29,15 @@ from bench.common.tables import print_head
 from bench.simulator.hardware import write_hardware
 from bench.validation.run import (
     QUICK_REQUESTS,
-    Compared,
-    Plan,
+    SplitComparison,
+    ValidationPlan,
     goal_of,
     measure,
     results_of,
     splits_of,
 )
 
-DEFAULTS = Plan()
+DEFAULTS = ValidationPlan()
 
 
 def validation(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -73,7 +73,7 @@ def validation(  # noqa: PLR0913 (one parameter for each option is how typer dec
             require_matplotlib()
         if quick:
             requests, calibrating, repeat = QUICK_REQUESTS, QUICK_REQUESTS, 1
-        plan = Plan(splits_of(splits), rate, requests, calibrating, repeat, seed)
+        plan = ValidationPlan(splits_of(splits), rate, requests, calibrating, repeat, seed)
         with tempfile.TemporaryDirectory(prefix="baton-") as scratch:
             folder = record or Path(scratch)
             compared = measure(plan, folder, say_on_stderr())
@@ -122,7 +122,7 @@ def _row(off: Result, measured: Result, by_name: dict[str, Result]) -> tuple[str
     )
 
 
-def _report(plan: Plan, compared: Sequence[Compared]) -> Report:
+def _report(plan: ValidationPlan, compared: Sequence[SplitComparison]) -> Report:
     return report_here(
         "validation",
         seed=plan.seed,
@@ -131,7 +131,7 @@ def _report(plan: Plan, compared: Sequence[Compared]) -> Report:
     )
 
 
-def _config(plan: Plan, compared: Sequence[Compared]) -> dict[str, Scalar]:
+def _config(plan: ValidationPlan, compared: Sequence[SplitComparison]) -> dict[str, Scalar]:
     config: dict[str, Scalar] = {
         "requests": plan.num_requests,
         "calibrating": plan.num_calibrating,
@@ -151,7 +151,7 @@ def _config(plan: Plan, compared: Sequence[Compared]) -> dict[str, Scalar]:
     return config
 
 
-def _series_ms(compared: Sequence[Compared]) -> dict[str, list[float]]:
+def _series_ms(compared: Sequence[SplitComparison]) -> dict[str, list[float]]:
     series: dict[str, list[float]] = {}
     for one in compared:
         for name in ("ttft", "tpot"):

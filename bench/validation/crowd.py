@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import Hardware, StepPrice
+from bench.simulator.hardware import HardwareProfile, StepPrice
 from engine.messages import ComputePrompt, FirstToken, ToWorker
 
 
@@ -59,7 +59,9 @@ class _Step:
 class Crowd:
     """All workers of a machine, and the steps that run."""
 
-    def __init__(self, hardware: Hardware, future: Future, chances: Chances = NO_CHANCES) -> None:
+    def __init__(
+        self, hardware: HardwareProfile, future: Future, chances: Chances = NO_CHANCES
+    ) -> None:
         self._hardware = hardware
         self._future = future
         self._chances = chances

@@ -32,9 +32,9 @@ from itertools import islice, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.simulator.hardware import Hardware
+from bench.simulator.hardware import HardwareProfile
 from bench.validation.crowd import NO_CHANCES, Chances, pace
-from bench.validation.recordings import Attempt, DecodeStep, Told
+from bench.validation.recordings import DecodeStep, RecordedAttempt, RecordedRun
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.messages import WorkerId
@@ -53,12 +53,12 @@ Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 
 
-class NotEnough(ConfigError):
+class TooFewSamples(ConfigError):
     """A recording that says too little to fit a profile to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class CostSample:
     """So many seconds of a core did this take."""
 
     features: tuple[float, ...]
@@ -69,7 +69,7 @@ class Sample:
 class Fitted:
     """A profile, and what is no part of one: what messages take, and some of them beside that."""
 
-    hardware: Hardware
+    hardware: HardwareProfile
     latency_s: float
     chances: Chances = NO_CHANCES
 
@@ -83,7 +83,7 @@ class WorkerLimits:
 
 
 def fit(
-    recordings: Sequence[Told], limits: WorkerLimits, *, name: str, cores: int | None = None
+    recordings: Sequence[RecordedRun], limits: WorkerLimits, *, name: str, cores: int | None = None
 ) -> Fitted:
     """The profile of workers that are alike, from recordings of them. Raises NotEnough.
 
@@ -91,14 +91,14 @@ def fit(
     """
     infos = [info for told in recordings for info in told.workers.values()]
     if not infos:
-        raise NotEnough("no worker joined")
+        raise TooFewSamples("no worker joined")
     gateway_load = 0.0 if cores is None else _gateway_load(recordings)
     watched = [(told, _busy(told, cores, gateway_load)) for told in recordings]
     prompts = [_prompts(told, busy, limits.chunk_tokens) for told, busy in watched]
     prefill = _fit(prompts, "prompts")
     decode = _fit([_decoding(told, busy) for told, busy in watched], "decode steps")
     latency_s = _latency_s(recordings)
-    hardware = Hardware(
+    hardware = HardwareProfile(
         name=name,
         source="fitted to a recording",
         layout=infos[0].layout,
@@ -130,7 +130,7 @@ def fit(
 # ---------------------------------------------------------------- what was observed
 
 
-def _prompts(told: Told, busy: "_Busy", chunk_tokens: int) -> list[Sample]:
+def _prompts(told: RecordedRun, busy: "_Busy", chunk_tokens: int) -> list[CostSample]:
     samples = []
     for attempt in _alone(told):
         assert attempt.started_s is not None
@@ -138,13 +138,13 @@ def _prompts(told: Told, busy: "_Busy", chunk_tokens: int) -> list[Sample]:
         new = attempt.num_tokens - attempt.num_cached_tokens
         squares = attempt.num_tokens**2 - attempt.num_cached_tokens**2
         seconds = busy.work_s(attempt.prefill_worker, (attempt.started_s, attempt.done_s))
-        samples.append(Sample((-(-new // chunk_tokens), new, squares), seconds))
+        samples.append(CostSample((-(-new // chunk_tokens), new, squares), seconds))
     return samples
 
 
-def _alone(told: Told) -> list[Attempt]:
+def _alone(told: RecordedRun) -> list[RecordedAttempt]:
     """Those handed over that had their worker to themselves from the moment they were sent."""
-    by_worker: dict[WorkerId, list[Attempt]] = {}
+    by_worker: dict[WorkerId, list[RecordedAttempt]] = {}
     for attempt in told.attempts.values():
         if attempt.hands_over and attempt.started_s is not None and attempt.done_s is not None:
             by_worker.setdefault(attempt.prefill_worker, []).append(attempt)
@@ -163,7 +163,7 @@ def _alone(told: Told) -> list[Attempt]:
     return found
 
 
-def _decoding(told: Told, busy: "_Busy", together: int = STEPS_TOGETHER) -> list[Sample]:
+def _decoding(told: RecordedRun, busy: "_Busy", together: int = STEPS_TOGETHER) -> list[CostSample]:
     samples = []
     for worker_id in told.steps:
         for run in _only_decoding(told, worker_id):
@@ -176,11 +176,11 @@ def _decoding(told: Told, busy: "_Busy", together: int = STEPS_TOGETHER) -> list
                     sum(step.num_context for step in counted),
                 )
                 interval = batch[0][0].at_s, batch[-1][1].at_s
-                samples.append(Sample(features, busy.work_s(worker_id, interval)))
+                samples.append(CostSample(features, busy.work_s(worker_id, interval)))
     return samples
 
 
-def _only_decoding(told: Told, worker_id: WorkerId) -> Iterator[list[DecodeStep]]:
+def _only_decoding(told: RecordedRun, worker_id: WorkerId) -> Iterator[list[DecodeStep]]:
     """Runs of steps of a worker, cut where it computed a prompt as well."""
     prompts = [
         (attempt.started_s, attempt.done_s)
@@ -253,7 +253,7 @@ class _Busy:
         return float(end_s - begin_s)
 
 
-def _busy(told: Told, cores: int | None, gateway_load: float) -> _Busy:
+def _busy(told: RecordedRun, cores: int | None, gateway_load: float) -> _Busy:
     intervals: dict[WorkerId, list[Interval]] = {
         worker_id: [(run[0].at_s, run[-1].at_s) for run in _runs(steps)]
         for worker_id, steps in told.steps.items()
@@ -267,7 +267,7 @@ def _busy(told: Told, cores: int | None, gateway_load: float) -> _Busy:
     return _Busy(intervals, demands, cores)
 
 
-def _gateway_load(recordings: Sequence[Told]) -> float:
+def _gateway_load(recordings: Sequence[RecordedRun]) -> float:
     """Cores that the gateway took for each worker that decoded."""
     decoded_s = sum(
         run[-1].at_s - run[0].at_s
@@ -281,11 +281,11 @@ def _gateway_load(recordings: Sequence[Told]) -> float:
 # ---------------------------------------------------------------- what follows from it
 
 
-def _fit(groups: Sequence[Sequence[Sample]], what: str) -> tuple[float, ...]:
+def _fit(groups: Sequence[Sequence[CostSample]], what: str) -> tuple[float, ...]:
     """Weights of the features."""
     samples = [sample for group in groups for sample in group]
     if len(samples) < LEAST_SAMPLES:
-        raise NotEnough(f"{len(samples)} {what} that can be told apart, of {LEAST_SAMPLES}")
+        raise TooFewSamples(f"{len(samples)} {what} that can be told apart, of {LEAST_SAMPLES}")
     features = np.array([sample.features for sample in samples], dtype=float)
     seconds = np.array([sample.seconds for sample in samples])
     deviations = np.hypot(ALWAYS_OFF * np.median(seconds), seconds)
@@ -326,7 +326,7 @@ def _nonnegative(features: Matrix, seconds: Vector, weight: Vector) -> Vector:
     return unscaled
 
 
-def _pull(recordings: Sequence[Told]) -> PullCost:
+def _pull(recordings: Sequence[RecordedRun]) -> PullCost:
     """What hardly any took less than. Where one took longer, the first token was late as well."""
     seconds = [
         attempt.ready_s - attempt.done_s
@@ -338,7 +338,7 @@ def _pull(recordings: Sequence[Told]) -> PullCost:
     return PullCost(max(fixed_s, 0.0), 0.0, INSTANTLY)
 
 
-def _latency_s(recordings: Sequence[Told]) -> float:
+def _latency_s(recordings: Sequence[RecordedRun]) -> float:
     """Half of what hardly any prompt took less than, to an idle worker and back."""
     ways = [
         attempt.started_s - attempt.sent_s
@@ -347,7 +347,7 @@ def _latency_s(recordings: Sequence[Told]) -> float:
         if attempt.started_s is not None
     ]
     if len(ways) < LEAST_SAMPLES:
-        raise NotEnough(f"{len(ways)} prompts that found their worker idle, of {LEAST_SAMPLES}")
+        raise TooFewSamples(f"{len(ways)} prompts that found their worker idle, of {LEAST_SAMPLES}")
     return _least(ways) / 2
 
 
@@ -356,7 +356,7 @@ def _least(values: Sequence[float]) -> float:
 
 
 def _delays(
-    watched: Sequence[tuple[Told, _Busy]], latency_s: float
+    watched: Sequence[tuple[RecordedRun, _Busy]], latency_s: float
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
     """What prompts and first tokens took beyond twice the latency, by how many were busy.
 
@@ -381,7 +381,7 @@ def _delays(
     return _table(prompts, 2 * latency_s), _table(firsts, 2 * latency_s)
 
 
-def _unevenness(samples: Sequence[Sample], cost: Sequence[float]) -> tuple[float, ...]:
+def _unevenness(samples: Sequence[CostSample], cost: Sequence[float]) -> tuple[float, ...]:
     """How many times as long as its price each took, in the same order; 1 on average."""
     ratios = [sample.seconds / float(np.dot(cost, sample.features)) for sample in samples]
     mean = sum(ratios) / len(ratios)

@@ -18,9 +18,9 @@ from random import Random
 from time import process_time
 
 from bench.common.services import Service, launched
-from bench.simulator.cluster import Pools
+from bench.simulator.cluster import SimulatedPools
 from bench.simulator.traces import Trace, TraceRequest
-from bench.validation.recordings import Told, told_by
+from bench.validation.recordings import RecordedRun, read_run
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig, WorkerConfig
 from engine.errors import BatonError
@@ -49,7 +49,7 @@ class Live:
 
 
 @contextmanager
-def deployment(pools: Pools, config: WorkerConfig, model: Path) -> Iterator[Live]:
+def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iterator[Live]:
     """Starts workers of one thread each; on leaving they are gone. Raises ServiceFailed."""
     token = secrets.token_hex(16)
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
@@ -73,7 +73,7 @@ def deployment(pools: Pools, config: WorkerConfig, model: Path) -> Iterator[Live
         yield Live(addresses, token)
 
 
-def play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> Told:
+def play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> RecordedRun:
     """Has the trace come upon a deployment that is idle; what its recording tells.
 
     Raises DeploymentFailed unless all requests are answered in full.
@@ -81,7 +81,7 @@ def play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> To
     return asyncio.run(_play(live, trace, config, record_dir))
 
 
-async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> Told:
+async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> RecordedRun:
     clock = MonotonicClock()
     router = Router(
         list(live.addresses),
@@ -105,7 +105,7 @@ async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path
     failed = [outcome for outcome in outcomes if not isinstance(outcome, Finished)]
     if failed:
         raise DeploymentFailed(f"{len(failed)} requests were not answered: {failed[0]}")
-    told = told_by(lines_of(record_dir / f"{router.gateway_id}.jsonl"))
+    told = read_run(lines_of(record_dir / f"{router.gateway_id}.jsonl"))
     told.gateway_cpu_s = cpu_s
     return told
 

@@ -32,7 +32,7 @@ from router.recording.lines import Recorded, read
 
 
 @dataclass(slots=True)
-class Asked:
+class RecordedRequest:
     """One request and its answer; `times_s` has the time of each token.
 
     Whose client left, or found its stop string, has the answer it wanted.
@@ -46,7 +46,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Attempt:
+class RecordedAttempt:
     """One placement of a request, as far as it was heard of: all times are the gateway's."""
 
     seq_id: SeqId
@@ -78,11 +78,11 @@ class DecodeStep:
 
 
 @dataclass(slots=True)
-class Told:
+class RecordedRun:
     """All of a recording. `gateway_cpu_s` is none of it: who knows it may add it."""
 
-    asked: dict[RequestId, Asked] = field(default_factory=dict)
-    attempts: dict[SeqId, Attempt] = field(default_factory=dict)
+    asked: dict[RequestId, RecordedRequest] = field(default_factory=dict)
+    attempts: dict[SeqId, RecordedAttempt] = field(default_factory=dict)
     workers: dict[WorkerId, Welcome] = field(default_factory=dict)
     steps: dict[WorkerId, list[DecodeStep]] = field(default_factory=dict)
     gateway_cpu_s: float = 0.0
@@ -94,7 +94,7 @@ class Told:
             case WorkerJoined(info):
                 self.workers[info.worker_id] = info
             case Arrived(request):
-                self.asked[request.request_id] = Asked(request, now_s)
+                self.asked[request.request_id] = RecordedRequest(request, now_s)
             case ClientGone(request_id) if request_id in self.asked:
                 self.asked[request_id].client_left = True
             case FromWorker(worker_id, message):
@@ -125,7 +125,7 @@ class Told:
         if message.type in (Prefill.__name__, Generate.__name__):
             hands_over = message.type == Prefill.__name__
             num_tokens = len(message.token_ids)
-            self.attempts[message.seq_id] = Attempt(
+            self.attempts[message.seq_id] = RecordedAttempt(
                 message.seq_id, num_tokens, hands_over, sent.worker_id, now_s
             )
         elif message.type == Decode.__name__ and message.seq_id in self.attempts:
@@ -161,9 +161,9 @@ class Told:
             steps[-1].finished.add(message.seq_id)
 
 
-def told_by(lines: Iterable[bytes]) -> Told:
+def read_run(lines: Iterable[bytes]) -> RecordedRun:
     """Takes a recording in. Raises ProtocolError."""
-    told = Told()
+    told = RecordedRun()
     for recorded in read(lines):
         told.note(recorded)
     return told

@@ -35,11 +35,11 @@ from bench.common.machine import hardware
 from bench.common.progress import Say
 from bench.common.report import Result
 from bench.common.stats import summarize
-from bench.simulator.cluster import Pools, Run, Setup, simulate
+from bench.simulator.cluster import SimulatedPools, SimulatedRun, SimulationSetup, simulate
 from bench.simulator.traces import Trace, TraceRequest
 from bench.validation.fitting import Fitted, WorkerLimits, fit
 from bench.validation.live import deployment, play
-from bench.validation.recordings import Told
+from bench.validation.recordings import RecordedRun
 from engine.config import RouterConfig, WorkerConfig
 from engine.errors import ConfigError
 from router.native.machine import native_machine
@@ -57,7 +57,7 @@ Samples = Mapping[str, Sequence[float]]  # seconds, by name
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ValidationLoad:
     """Poisson arrivals, log-normal lengths; some prompts begin like others.
 
     Lengths are medians; `spread` is the deviation of their logarithm.
@@ -74,7 +74,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ValidationPlan:
     """What is done for each split."""
 
     splits: Sequence[tuple[int, int]] = ((1, 1), (2, 2))
@@ -84,13 +84,13 @@ class Plan:
     num_repeats: int = 5
     seed: int = 0
 
-    def load(self, split: tuple[int, int]) -> Load:
+    def load(self, split: tuple[int, int]) -> ValidationLoad:
         """What is played and simulated."""
-        return Load(self._rate_per_s(split), self.num_requests, 400, 32)
+        return ValidationLoad(self._rate_per_s(split), self.num_requests, 400, 32)
 
-    def calibration(self, split: tuple[int, int]) -> Load:
+    def calibration(self, split: tuple[int, int]) -> ValidationLoad:
         """Fewer at once, longer and more different prompts, shorter answers, less in common."""
-        return Load(
+        return ValidationLoad(
             0.8 * self._rate_per_s(split),
             self.num_calibrating,
             500,
@@ -105,7 +105,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class SplitComparison:
     """One split: what was measured, several times, and what was simulated."""
 
     split: tuple[int, int]
@@ -131,20 +131,22 @@ def splits_of(text: str) -> tuple[tuple[int, int], ...]:
     return splits
 
 
-def measure(plan: Plan, record_dir: Path, say: Say) -> list[Compared]:
+def measure(plan: ValidationPlan, record_dir: Path, say: Say) -> list[SplitComparison]:
     """All splits. Raises DeploymentFailed, NotEnough."""
     return [_measure(plan, split, record_dir, say) for split in plan.splits]
 
 
-def _measure(plan: Plan, split: tuple[int, int], record_dir: Path, say: Say) -> Compared:
-    pools, router = Pools(*split), RouterConfig(seed=plan.seed)
+def _measure(
+    plan: ValidationPlan, split: tuple[int, int], record_dir: Path, say: Say
+) -> SplitComparison:
+    pools, router = SimulatedPools(*split), RouterConfig(seed=plan.seed)
     worker = WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
     name = f"{split[0]}+{split[1]}"
     ids = count()
     calibrated, measured = [], []
     with deployment(pools, worker, MODEL) as live:
 
-        def played(what: str, trace: Trace) -> Told:
+        def played(what: str, trace: Trace) -> RecordedRun:
             say(f"{name}: {what}, {len(trace.requests)} requests in {trace.duration_s:.0f} s")
             return play(live, trace, router, record_dir / name)
 
@@ -163,15 +165,15 @@ def _measure(plan: Plan, split: tuple[int, int], record_dir: Path, say: Say) -> 
         simulated(fitted, pools, trace, router, seed=plan.seed + repeat)
         for repeat in range(plan.num_repeats)
     ]
-    return Compared(split, fitted, measured, simulations)
+    return SplitComparison(split, fitted, measured, simulations)
 
 
 def simulated(
-    fitted: Fitted, pools: Pools, trace: Trace, router: RouterConfig, *, seed: int
+    fitted: Fitted, pools: SimulatedPools, trace: Trace, router: RouterConfig, *, seed: int
 ) -> Samples:
     """What a simulation of the trace comes to; `seed` is that of what is left to chance."""
     chances = replace(fitted.chances, seed=seed)
-    setup = Setup(
+    setup = SimulationSetup(
         fitted.hardware,
         pools,
         latency_s=fitted.latency_s,
@@ -185,7 +187,7 @@ def simulated(
 # ---------------------------------------------------------------- loads
 
 
-def made(load: Load, rng: Random, ids: "count[int]") -> Trace:
+def made(load: ValidationLoad, rng: Random, ids: "count[int]") -> Trace:
     """A trace of such a load. Its blocks have the next ids, so no two traces share anything."""
     num_blocks = load.prefix_tokens // BLOCK_TOKENS
     prefixes = [[next(ids) for _ in range(num_blocks)] for _ in range(load.num_prefixes)]
@@ -210,13 +212,13 @@ def _length(middle: int, spread: float, bounds: tuple[int, int], rng: Random) ->
 # ---------------------------------------------------------------- what came of it
 
 
-def measured_samples(told: Told) -> Samples:
+def measured_samples(told: RecordedRun) -> Samples:
     """TTFT and TPOT of all requests of a recording, at the router."""
     asked = told.asked.values()
     return _samples([(one.arrived_s, one.times_s) for one in asked])
 
 
-def simulated_samples(run: Run) -> Samples:
+def simulated_samples(run: SimulatedRun) -> Samples:
     """The same of a simulation."""
     return _samples([(record.asked.arrived_s, record.times_s) for record in run.records])
 
@@ -228,7 +230,7 @@ def _samples(answers: Sequence[tuple[float, Sequence[float]]]) -> Samples:
     }
 
 
-def results_of(compared: Compared) -> list[Result]:
+def results_of(compared: SplitComparison) -> list[Result]:
     """How far off each figure is, and both of them beside it, in milliseconds."""
     results = []
     for name in ("ttft", "tpot"):

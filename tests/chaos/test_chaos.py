@@ -8,12 +8,12 @@ import pytest
 from bench.chaos.netns import Unavailable
 from bench.chaos.plan import ChaosPlan, FaultKind, check
 from bench.chaos.results import complaints, figures_of, has_passed, results
-from bench.chaos.run import Run, measure
+from bench.chaos.run import ChaosRun, measure
 
 pytestmark = pytest.mark.torch
 
 
-def unharmed(plan: ChaosPlan) -> Run:
+def unharmed(plan: ChaosPlan) -> ChaosRun:
     """The run of a plan, which must have disturbed somebody and harmed nobody."""
     try:
         run = measure(check(plan))

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import aiohttp
 import pytest
 
-from bench.chaos.asks import asks
-from bench.chaos.checker import End, judge, reply_of
-from bench.chaos.client import Client
+from bench.chaos.asks import chaos_requests
+from bench.chaos.checker import RequestEnd, judge, reply_of
+from bench.chaos.client import ReconnectingClient
 from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.netns import Unavailable
 from bench.chaos.plan import ChaosPlan, due_times_s
@@ -73,7 +73,7 @@ async def disturbed(url: str, link: Link) -> tuple[list, list, list]:
     """What was asked, and its answers before and while the network falls apart."""
     clock = MonotonicClock()
     vocab = plain_token_ids(BUNDLED_MODEL)
-    asked = asks(PLAN.num_requests, vocab=vocab, model="m", seed=PLAN.seed)
+    asked = chaos_requests(PLAN.num_requests, vocab=vocab, model="m", seed=PLAN.seed)
 
     async def cut() -> None:
         begun_s = clock.now_s()
@@ -84,7 +84,7 @@ async def disturbed(url: str, link: Link) -> tuple[list, list, list]:
             link.heal()
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=90)) as session:
-        client = Client(session, url, clock)
+        client = ReconnectingClient(session, url, clock)
         calm = await undisturbed(client, asked)
         cutting = asyncio.create_task(cut())
         streams = await open_loop(client, asked, due_times_s(PLAN), clock)
@@ -119,7 +119,7 @@ def test_a_network_that_falls_apart_loses_and_changes_nothing():
     wrong = [
         (i, asked[i].kind, verdict)
         for i, verdict in enumerate(verdicts)
-        if verdict.end is not End.SAME
+        if verdict.end is not RequestEnd.SAME
     ]
     assert not wrong, wrong
     attempts = [stream.num_attempts for each in streams for stream in each]

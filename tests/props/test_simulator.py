@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.simulator.cluster import Pools, Setup, simulate
-from bench.simulator.hardware import Hardware
+from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
+from bench.simulator.hardware import HardwareProfile
 from bench.simulator.traces import Trace, TraceRequest
 from engine.config import RouterConfig, RouterPolicy
 from engine.demand import DecodeCost
@@ -31,7 +31,7 @@ def traces(draw):
 @st.composite
 def setups(draw):
     batch = draw(st.sampled_from((8, 16, 64)))
-    hardware = Hardware(
+    hardware = HardwareProfile(
         name="any",
         source="made up",
         layout=KVLayout(BLOCK_SIZE, KVFormat.BF16, (KVSection(1, 1, 32),)),
@@ -43,7 +43,16 @@ def setups(draw):
         chunk_tokens=draw(st.sampled_from((4, 7, batch))),
         max_running=draw(st.sampled_from((1, 3, 8))),
     )
-    pools = draw(st.sampled_from((Pools(1, 1), Pools(2, 2), Pools(1, 1, 1), Pools(0, 0, 2))))
+    pools = draw(
+        st.sampled_from(
+            (
+                SimulatedPools(1, 1),
+                SimulatedPools(2, 2),
+                SimulatedPools(1, 1, 1),
+                SimulatedPools(0, 0, 2),
+            )
+        )
+    )
     return hardware, pools, draw(st.sampled_from((0.0, 2e-4, 0.02)))
 
 
@@ -54,7 +63,7 @@ def test_leaping_is_stepping_and_every_answer_is_complete(trace, setup, policy, 
     leaping, stepping = (
         simulate(
             trace,
-            Setup(hardware, pools, latency_s, leaps=leaps),
+            SimulationSetup(hardware, pools, latency_s, leaps=leaps),
             native_machine(RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4)),
         )
         for leaps in (True, False)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench.simulator.traces import read_trace
-from bench.validation.recordings import told_by
+from bench.validation.recordings import read_run
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig, WorkerConfig
 from engine.messages import Role, Sampling, WorkerId
@@ -146,7 +146,7 @@ def test_the_recording_holds_some_of_everything(recording):
 
 def test_a_recording_tells_the_steps_of_decode_workers(recording):
     path, _ = recording
-    told = told_by(lines_of(path))
+    told = read_run(lines_of(path))
     steps = told.steps["decode-2"]  # the one that is left
     assert any(len(step.rows) > 1 for step in steps)
     assert sum(len(step.finished) for own in told.steps.values() for step in own) >= NUM_FINISHED

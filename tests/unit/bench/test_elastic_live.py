@@ -12,7 +12,7 @@ from bench.elastic_live.plan import (
     WRITING,
     LivePlan,
     LiveRun,
-    Pace,
+    MeasuredPace,
     answered_per_s,
     load_of,
     name_of,
@@ -22,7 +22,7 @@ from bench.elastic_live.plan import (
 )
 
 PLAN = LivePlan("88m", 3, (1, 2), num_phases=4, phase_s=10.0, num_repeats=2)
-PACE = Pace(2, one={READING: 2.0, WRITING: 4.0}, most={READING: 8.0, WRITING: 8.0})
+PACE = MeasuredPace(2, one={READING: 2.0, WRITING: 4.0}, most={READING: 8.0, WRITING: 8.0})
 REFUSED = Failure("http_429", "later")
 
 

@@ -9,17 +9,17 @@ from bench.hostile.bodies import CHAT, COMPLETIONS, Shot, shots
 from bench.hostile.memory import private_bytes
 from bench.hostile.plan import HostilePlan, check, config_of, quick
 from bench.hostile.results import complaints, growth, results, warnings
-from bench.hostile.run import Heard, Memory, Phase, Run
+from bench.hostile.run import Heard, HostileRun, MemorySample, Phase
 from bench.hostile.waves import Outcomes, Slow, is_wrong
 from engine.errors import ConfigError
 
-CALM = Run(
+CALM = HostileRun(
     phases=(Phase("calm", 0.0, 5.0), Phase("bodies", 5.0, 9.0)),
     heard=Heard(gaps=[(1.0, 1.03), (4.9, 5.2)]),
     bodies=Outcomes(Counter({200: 3, 400: 5, 503: 1, "left": 1})),
     slow=Slow(num_opened=3, num_closed=3, probes_s=[0.1, 0.3]),
     disconnects={"nothing": 2},
-    memory=Memory({"gateway": 100, "worker": 200}, {"gateway": 104, "worker": 190}),
+    memory=MemorySample({"gateway": 100, "worker": 200}, {"gateway": 104, "worker": 190}),
     blocks_left=0,
     leases_left=0,
     num_ended=0,
@@ -58,7 +58,7 @@ def test_every_kind_of_damage_is_a_complaint():
     damaged = [
         replace(CALM, bodies=bodies),
         replace(CALM, heard=Heard(broken=["broken: it ended"])),
-        replace(CALM, memory=Memory({"gateway": 100}, {"gateway": 106})),
+        replace(CALM, memory=MemorySample({"gateway": 100}, {"gateway": 106})),
         replace(CALM, blocks_left=1),
         replace(CALM, num_ended=1),
         replace(CALM, slow=Slow(num_probes_failed=1)),

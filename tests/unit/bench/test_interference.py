@@ -11,9 +11,9 @@ import pytest
 from bench.client.answers import Answer, Failure
 from bench.interference.plan import (
     DEPLOYMENT,
-    Ask,
     InterferencePlan,
-    Setting,
+    InterferenceRequests,
+    PoolSetting,
     ascii_tokenizer,
     bodies,
     check,
@@ -21,12 +21,14 @@ from bench.interference.plan import (
     order_of,
     quick,
 )
-from bench.interference.results import Run, promises, results, warnings
+from bench.interference.results import InterferenceRun, promises, results, warnings
 from bench.interference.run import RunBroken, run_beside
 from engine.errors import ConfigError
 
-IDLE, APART, TOGETHER = Setting.IDLE, Setting.DISAGGREGATED, Setting.COLOCATED
-PLAN = InterferencePlan("tiny", Ask(2, 8, 300), Ask(1, 1024, 1), num_repeats=3, seed=7)
+IDLE, APART, TOGETHER = PoolSetting.IDLE, PoolSetting.DISAGGREGATED, PoolSetting.COLOCATED
+PLAN = InterferencePlan(
+    "tiny", InterferenceRequests(2, 8, 300), InterferenceRequests(1, 1024, 1), num_repeats=3, seed=7
+)
 
 
 def answer(times_s, *, sent_s=0.0, num_tokens=None, num_cached=0):
@@ -60,7 +62,7 @@ def run(setting, gap_s, **rest):
         "client_cpu_s": 0.2 * end_s,
         "others_share": 0.01,
     }
-    return Run(setting, **{**figures, **rest})
+    return InterferenceRun(setting, **{**figures, **rest})
 
 
 def runs():
@@ -156,7 +158,7 @@ def test_prompts_that_overlap_are_under_way_once():
 
 def test_settings_come_in_another_order_in_each_repetition_and_in_the_same_for_a_seed():
     orders = [order_of(PLAN, repeat) for repeat in range(10)]
-    assert all(sorted(order) == sorted(Setting) for order in orders)
+    assert all(sorted(order) == sorted(PoolSetting) for order in orders)
     assert len({tuple(order) for order in orders}) > 1
     assert orders == [order_of(replace(PLAN), repeat) for repeat in range(10)]
 
@@ -166,7 +168,7 @@ def test_streams_alone_run_where_they_do_with_prompts_elsewhere():
 
 
 def test_no_two_prompts_are_alike():
-    asked = [json.loads(body) for body in islice(_bodies(Ask(1, 16, 4)), 50)]
+    asked = [json.loads(body) for body in islice(_bodies(InterferenceRequests(1, 16, 4)), 50)]
     assert len({tuple(body["prompt"]) for body in asked}) == 50
     assert {len(body["prompt"]) for body in asked} == {16}
     assert {(body["max_tokens"], body["ignore_eos"], body["stream"]) for body in asked} == {
@@ -201,7 +203,12 @@ def test_a_plan_that_fits_is_kept_and_a_report_says_what_it_was():
 
 
 @pytest.mark.parametrize(
-    "rest", [{"streams": Ask(1, 4000, 100)}, {"load": Ask(1, 4097, 1)}, {"shape": "huge"}]
+    "rest",
+    [
+        {"streams": InterferenceRequests(1, 4000, 100)},
+        {"load": InterferenceRequests(1, 4097, 1)},
+        {"shape": "huge"},
+    ],
 )
 def test_what_does_not_fit_the_model_is_refused(rest):
     with pytest.raises(ConfigError):

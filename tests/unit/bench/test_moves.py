@@ -3,12 +3,12 @@
 import pytest
 
 from bench.client.answers import Answer
-from bench.interference.plan import Ask
+from bench.interference.plan import InterferenceRequests
 from bench.moves.plan import QUICK_REPEATS, MovesPlan, check, config_of, quick
-from bench.moves.results import Run, figures_of, moved_of
+from bench.moves.results import MovesRun, figures_of, moved_of
 from engine.errors import ConfigError
 
-PLAN = MovesPlan("tiny", Ask(16, 100, 100))
+PLAN = MovesPlan("tiny", InterferenceRequests(16, 100, 100))
 
 
 def stream(*, gap_s: float, pull_s: float | None = 0.01) -> Answer:
@@ -19,8 +19,8 @@ def stream(*, gap_s: float, pull_s: float | None = 0.01) -> Answer:
     return Answer(0.0, tuple(times_s), len(times_s), 100, 0, timeline)
 
 
-def run(*streams: Answer) -> Run:
-    return Run(streams, ordered_s=1.0, emptied_s=1.6)
+def run(*streams: Answer) -> MovesRun:
+    return MovesRun(streams, ordered_s=1.0, emptied_s=1.6)
 
 
 def test_the_gap_of_a_move_is_held_against_three_usual_ones_and_the_pull():
@@ -32,7 +32,7 @@ def test_the_gap_of_a_move_is_held_against_three_usual_ones_and_the_pull():
 
 
 def test_a_gap_that_goes_on_when_the_order_comes_counts_as_one_of_its_own():
-    [moved] = moved_of(Run((stream(gap_s=0.3),), ordered_s=1.2, emptied_s=1.6))
+    [moved] = moved_of(MovesRun((stream(gap_s=0.3),), ordered_s=1.2, emptied_s=1.6))
     assert moved.gap_s == pytest.approx(0.3)
     assert moved.calm_gap_s == pytest.approx(0.02)
 
@@ -50,15 +50,15 @@ def test_streams_that_stayed_or_ended_first_are_told_apart():
 def test_streams_that_ended_before_their_turn_did_not_fail_to_move():
     stayed = (stream(gap_s=0.02, pull_s=None),)  # until 2 s
     kinds = ("ended_first", "not_moved")
-    figures = figures_of(Run(stayed, ordered_s=1.0, emptied_s=2.5))
+    figures = figures_of(MovesRun(stayed, ordered_s=1.0, emptied_s=2.5))
     assert [figures[kind].value for kind in kinds] == [1, 0]
-    figures = figures_of(Run(stayed, ordered_s=-1.0, emptied_s=2.5))  # it had the time to move
+    figures = figures_of(MovesRun(stayed, ordered_s=-1.0, emptied_s=2.5))  # it had the time to move
     assert [figures[kind].value for kind in kinds] == [0, 1]
 
 
 def test_streams_that_others_came_to_are_held_against_three_usual_gaps_alone():
     beside = stream(gap_s=0.09, pull_s=None)
-    figures = figures_of(Run((stream(gap_s=0.1),), 1.0, 1.6, (beside,)))
+    figures = figures_of(MovesRun((stream(gap_s=0.1),), 1.0, 1.6, (beside,)))
     assert figures["moved"].value == 1
     assert figures["beside_gap/max"].value == pytest.approx(90)
     assert figures["beside_of_limit/max"].value == pytest.approx(0.09 / 0.06)
@@ -71,5 +71,5 @@ def test_a_quick_plan_moves_once_in_each_direction():
 
 def test_what_does_not_fit_the_model_is_refused():
     with pytest.raises(ConfigError, match="room for"):
-        check(MovesPlan("tiny", Ask(1, 5000, 1)))
+        check(MovesPlan("tiny", InterferenceRequests(1, 5000, 1)))
     assert check(PLAN) is PLAN

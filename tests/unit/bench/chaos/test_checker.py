@@ -7,8 +7,8 @@ import pytest
 from bench.chaos.checker import (
     REPLACED_AFTER_S,
     Books,
-    End,
     Injected,
+    RequestEnd,
     affected,
     disorder,
     judge,
@@ -17,24 +17,24 @@ from bench.chaos.checker import (
     reply_of,
 )
 from bench.chaos.plan import LONG_SILENCE_S, FaultKind
-from bench.chaos.streams import Piece, Stream, Usage
+from bench.chaos.streams import ReceivedPiece, ReceivedStream, ReceivedUsage
 from deploy.controller.links import SILENCE_S
 from deploy.pools.gateways import GATEWAY_UNREACHABLE_S
 
-USAGE = Usage(prompt_tokens=7, completion_tokens=4)
+USAGE = ReceivedUsage(prompt_tokens=7, completion_tokens=4)
 
 
-def stream(*pieces: Piece, **changes) -> Stream:
-    whole = Stream(sent_s=0.0, ended_s=9.0, pieces=pieces, usages=(USAGE,), num_done=1)
+def stream(*pieces: ReceivedPiece, **changes) -> ReceivedStream:
+    whole = ReceivedStream(sent_s=0.0, ended_s=9.0, pieces=pieces, usages=(USAGE,), num_done=1)
     return replace(whole, **changes)
 
 
-def said(text: str, at_s: float = 1.0, choice: int = 0, **more) -> Piece:
-    return Piece(at_s, choice, text, **more)
+def said(text: str, at_s: float = 1.0, choice: int = 0, **more) -> ReceivedPiece:
+    return ReceivedPiece(at_s, choice, text, **more)
 
 
-def end(at_s: float = 2.0, choice: int = 0, finish: str = "length") -> Piece:
-    return Piece(at_s, choice, finish=finish)
+def end(at_s: float = 2.0, choice: int = 0, finish: str = "length") -> ReceivedPiece:
+    return ReceivedPiece(at_s, choice, finish=finish)
 
 
 GOOD = stream(said("a"), said("b"), end())
@@ -43,13 +43,13 @@ SLOW_DEATH = Injected(FaultKind.GATEWAY, "gateway-0", begun_s=3.0, ended_s=5.0)
 DEATH = Injected(FaultKind.GATEWAY, "gateway-0", begun_s=3.0, ended_s=3.0)
 
 
-def broken(*pieces: Piece) -> Stream:
+def broken(*pieces: ReceivedPiece) -> ReceivedStream:
     changes = {"usages": (), "num_done": 0, "failure": "reset", "is_broken": True}
     return stream(*pieces, ended_s=3.1, **changes)
 
 
 def test_the_same_answer_in_other_pieces_is_the_same():
-    assert judge(EXPECTED, [stream(said("ab", at_s=5), end(6))], []).end is End.SAME
+    assert judge(EXPECTED, [stream(said("ab", at_s=5), end(6))], []).end is RequestEnd.SAME
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_same_answer_in_other_pieces_is_the_same():
 def test_a_stream_that_is_no_whole_answer_is_lost(found, reason):
     assert disorder(found, 1) == reason
     verdict = judge(EXPECTED, [found], [])
-    assert (verdict.end, verdict.reason) == (End.LOST, reason)
+    assert (verdict.end, verdict.reason) == (RequestEnd.LOST, reason)
 
 
 def test_each_choice_has_to_finish():
@@ -88,54 +88,54 @@ def test_each_choice_has_to_finish():
         stream(said("ba"), end()),
         stream(said("ab"), end(finish="stop")),
         stream(said("ab", logprobs=(("ab", -0.5),)), end()),
-        stream(said("ab"), end(), usages=(Usage(7, 5),)),
-        stream(said("ab"), end(), usages=(Usage(8, 4),)),
+        stream(said("ab"), end(), usages=(ReceivedUsage(7, 5),)),
+        stream(said("ab"), end(), usages=(ReceivedUsage(8, 4),)),
     ],
 )
 def test_an_answer_that_says_anything_else_is_changed(found):
-    assert judge(EXPECTED, [found], []).end is End.CHANGED
+    assert judge(EXPECTED, [found], []).end is RequestEnd.CHANGED
 
 
 def test_choices_may_not_change_places():
     two = stream(said("a"), said("b", choice=1), end(), end(choice=1))
     swapped = stream(said("b"), said("a", choice=1), end(), end(choice=1))
-    assert judge(reply_of(two, 2), [two], []).end is End.SAME
-    assert judge(reply_of(two, 2), [swapped], []).end is End.CHANGED
+    assert judge(reply_of(two, 2), [two], []).end is RequestEnd.SAME
+    assert judge(reply_of(two, 2), [swapped], []).end is RequestEnd.CHANGED
 
 
 def test_other_log_probabilities_are_another_answer():
     one = stream(said("ab", logprobs=(("a", -0.5), ("b", -1.0))), end())
     other = stream(said("ab", logprobs=(("a", -0.5), ("b", -1.5))), end())
-    assert judge(reply_of(one, 1), [one], []).end is End.SAME
-    assert judge(reply_of(one, 1), [other], []).end is End.CHANGED
+    assert judge(reply_of(one, 1), [one], []).end is RequestEnd.SAME
+    assert judge(reply_of(one, 1), [other], []).end is RequestEnd.CHANGED
 
 
 def test_who_reconnects_after_a_gateway_died_loses_nothing():
-    assert judge(EXPECTED, [broken(said("a")), GOOD], [DEATH]).end is End.SAME
+    assert judge(EXPECTED, [broken(said("a")), GOOD], [DEATH]).end is RequestEnd.SAME
 
 
 def test_a_connection_that_breaks_though_no_gateway_died_is_a_lost_request():
-    assert judge(EXPECTED, [broken(said("a")), GOOD], []).end is End.LOST
+    assert judge(EXPECTED, [broken(said("a")), GOOD], []).end is RequestEnd.LOST
     late = replace(DEATH, begun_s=3.2)
-    assert judge(EXPECTED, [broken(said("a")), GOOD], [late]).end is End.LOST
+    assert judge(EXPECTED, [broken(said("a")), GOOD], [late]).end is RequestEnd.LOST
 
 
 def test_a_connection_that_breaks_long_after_somebody_elses_gateway_died_is_a_lost_request():
     late = replace(broken(said("a")), ended_s=33.0)
-    assert judge(EXPECTED, [late, GOOD], [DEATH]).end is End.LOST
-    assert judge(EXPECTED, [replace(late, ended_s=3.9), GOOD], [DEATH]).end is End.SAME
+    assert judge(EXPECTED, [late, GOOD], [DEATH]).end is RequestEnd.LOST
+    assert judge(EXPECTED, [replace(late, ended_s=3.9), GOOD], [DEATH]).end is RequestEnd.SAME
 
 
 @pytest.mark.parametrize(
     ("lasted_s", "sent_s", "broke_s", "end"),
     [
-        (4.0, 2.0, 4.0, End.LOST),  # it goes on where it stood
-        (4.0, 2.0, 7.1, End.LOST),
-        (LONG_SILENCE_S, 2.0, 2.9, End.LOST),
-        (LONG_SILENCE_S, 2.0, 8.0, End.LOST),
-        (LONG_SILENCE_S, 2.0, 13.5, End.SAME),
-        (LONG_SILENCE_S, 5.0, 13.5, End.SAME),  # asked while it stood
-        (LONG_SILENCE_S, 2.0, 30.0, End.LOST),
+        (4.0, 2.0, 4.0, RequestEnd.LOST),  # it goes on where it stood
+        (4.0, 2.0, 7.1, RequestEnd.LOST),
+        (LONG_SILENCE_S, 2.0, 2.9, RequestEnd.LOST),
+        (LONG_SILENCE_S, 2.0, 8.0, RequestEnd.LOST),
+        (LONG_SILENCE_S, 2.0, 13.5, RequestEnd.SAME),
+        (LONG_SILENCE_S, 5.0, 13.5, RequestEnd.SAME),  # asked while it stood
+        (LONG_SILENCE_S, 2.0, 30.0, RequestEnd.LOST),
     ],
 )
 def test_a_gateway_that_stands_still_breaks_connections_only_if_it_is_replaced(
@@ -151,16 +151,16 @@ def test_a_gateway_is_replaced_when_the_controller_says_so():
 
 
 def test_who_never_gets_an_answer_has_lost_it():
-    assert judge(EXPECTED, [broken(said("a")), broken()], [DEATH]).end is End.LOST
+    assert judge(EXPECTED, [broken(said("a")), broken()], [DEATH]).end is RequestEnd.LOST
 
 
 def test_a_connection_to_a_process_that_is_not_gone_yet_may_break():
     late = replace(broken(said("a")), sent_s=4.5, ended_s=5.2)
-    assert judge(EXPECTED, [late, GOOD], [SLOW_DEATH]).end is End.SAME
-    assert judge(EXPECTED, [late, GOOD], [DEATH]).end is End.LOST
+    assert judge(EXPECTED, [late, GOOD], [SLOW_DEATH]).end is RequestEnd.SAME
+    assert judge(EXPECTED, [late, GOOD], [DEATH]).end is RequestEnd.LOST
     assert (
         judge(EXPECTED, [replace(late, sent_s=5.6, ended_s=5.7), GOOD], [SLOW_DEATH]).end
-        is End.LOST
+        is RequestEnd.LOST
     )
 
 
@@ -169,7 +169,7 @@ def test_a_connection_to_a_process_that_is_not_gone_yet_may_break():
 )
 def test_what_came_before_a_connection_broke_counts(piece):
     verdict = judge(EXPECTED, [broken(piece), GOOD], [DEATH])
-    assert verdict.end is End.CHANGED
+    assert verdict.end is RequestEnd.CHANGED
     assert verdict.reason.startswith("before its connection broke")
 
 

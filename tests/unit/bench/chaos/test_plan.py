@@ -9,8 +9,8 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from bench.chaos.asks import KINDS, asks
-from bench.chaos.deployment import NOTHING, GatewaySeen, OrderFailed, Seen, WorkerSeen
+from bench.chaos.asks import KINDS, chaos_requests
+from bench.chaos.deployment import NOTHING, OrderFailed, SeenGateway, SeenPools, SeenWorker
 from bench.chaos.faults import (
     CONTROLLER,
     ORDER_WITHIN_S,
@@ -117,14 +117,14 @@ def test_quick_is_a_plan_of_few_requests():
     assert quick(replace(PLAN, num_requests=5)).num_requests == 5
 
 
-def worker(name: str, role: Role, /, **changes) -> WorkerSeen:
-    whole = WorkerSeen(name, role, role, "serving", True, 7, 0, 0, 0, num_blocks=9, free_blocks=9)
+def worker(name: str, role: Role, /, **changes) -> SeenWorker:
+    whole = SeenWorker(name, role, role, "serving", True, 7, 0, 0, 0, num_blocks=9, free_blocks=9)
     return msgspec.structs.replace(whole, **changes)
 
 
-def pools(*workers: WorkerSeen, gateways=("g0", "g1"), **changes) -> Seen:
-    known = [GatewaySeen(name, 8, "serving", None, members_version=5) for name in gateways]
-    whole = Seen(settled=True, version=5, workers=list(workers), gateways=known)
+def pools(*workers: SeenWorker, gateways=("g0", "g1"), **changes) -> SeenPools:
+    known = [SeenGateway(name, 8, "serving", None, members_version=5) for name in gateways]
+    whole = SeenPools(settled=True, version=5, workers=list(workers), gateways=known)
     return msgspec.structs.replace(whole, **changes)
 
 
@@ -156,8 +156,8 @@ def test_nobody_takes_the_last_that_works_of_a_pool(kind):
 
 @pytest.mark.parametrize("kind", list(FaultKind))
 def test_nobody_is_hit_while_a_gateway_does_not_know_all_workers(kind):
-    late = GatewaySeen("g1", 8, "serving", None, members_version=4)
-    starting = GatewaySeen("g1", None, "starting", "it says nothing", members_version=5)
+    late = SeenGateway("g1", 8, "serving", None, members_version=4)
+    starting = SeenGateway("g1", None, "starting", "it says nothing", members_version=5)
     whole = pools(P0, P1, D0, D1)
     assert candidates(kind, whole, held=())
     for other in (late, starting):
@@ -195,10 +195,10 @@ class SeenDeployment:
 
     pid = 99
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: SeenPools) -> None:
         self._seen = seen
 
-    async def look(self) -> Seen:
+    async def look(self) -> SeenPools:
         return self._seen
 
 
@@ -213,7 +213,7 @@ class Noted:
         return ""
 
 
-def directed(seen: Seen, *faults: Fault, kinds=ALL) -> tuple[Director, list]:
+def directed(seen: SeenPools, *faults: Fault, kinds=ALL) -> tuple[Director, list]:
     noted = Noted()
     injectors = dict.fromkeys(FaultKind, noted)
     clock = MonotonicClock()
@@ -263,7 +263,7 @@ class StubbornDeployment:
         self._refuses = refuses
         self.orders: list[Role] = []
 
-    async def look(self) -> Seen:
+    async def look(self) -> SeenPools:
         return pools(self._worker)
 
     async def flip(self, victim: str, role: Role) -> None:
@@ -329,8 +329,8 @@ def test_pools_are_whole_when_nothing_is_under_way_or_held():
 
 
 def test_requests_are_of_all_kinds_and_each_names_its_seed():
-    made = asks(500, vocab=range(5, 4096), model="m", seed=1)
-    assert made == asks(500, vocab=range(5, 4096), model="m", seed=1)
+    made = chaos_requests(500, vocab=range(5, 4096), model="m", seed=1)
+    assert made == chaos_requests(500, vocab=range(5, 4096), model="m", seed=1)
     counts = Counter(ask.kind for ask in made)
     assert counts.keys() == KINDS.keys()
     assert min(counts.values()) > 20
@@ -341,7 +341,9 @@ def test_requests_are_of_all_kinds_and_each_names_its_seed():
 
 
 def test_many_prompts_begin_alike():
-    bodies = [json.loads(ask.body) for ask in asks(100, vocab=range(5, 4096), model="m", seed=1)]
+    bodies = [
+        json.loads(ask.body) for ask in chaos_requests(100, vocab=range(5, 4096), model="m", seed=1)
+    ]
     begins = Counter(tuple(body["prompt"][:16]) for body in bodies if "prompt" in body)
     assert len(begins) <= 8
     prompts = [tuple(body["prompt"]) for body in bodies if "prompt" in body]

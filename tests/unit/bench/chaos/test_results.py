@@ -4,27 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from bench.chaos.asks import asks
-from bench.chaos.checker import End, Injected, Reply, Verdict
+from bench.chaos.asks import chaos_requests
+from bench.chaos.checker import Injected, Reply, RequestEnd, RequestVerdict
 from bench.chaos.plan import ChaosPlan, FaultKind, quick
 from bench.chaos.results import complaints, has_passed, results, story
-from bench.chaos.run import Left, Run
-from bench.chaos.streams import Piece, Stream, Usage
+from bench.chaos.run import ChaosRun, LeftBehind
+from bench.chaos.streams import ReceivedPiece, ReceivedStream, ReceivedUsage
 
 KINDS = (FaultKind.KILL, FaultKind.FLIP, FaultKind.DRAIN)
-USAGE = Usage(prompt_tokens=7, completion_tokens=2)
-PIECES = (Piece(1.0, 0, "a"), Piece(3.5, 0, "b", finish="length"))
-ANSWER = Stream(0.0, 4.0, pieces=PIECES, usages=(USAGE,), num_done=1)
-RUN = Run(
+USAGE = ReceivedUsage(prompt_tokens=7, completion_tokens=2)
+PIECES = (ReceivedPiece(1.0, 0, "a"), ReceivedPiece(3.5, 0, "b", finish="length"))
+ANSWER = ReceivedStream(0.0, 4.0, pieces=PIECES, usages=(USAGE,), num_done=1)
+RUN = ChaosRun(
     plan=ChaosPlan(num_requests=100, rate_per_s=4.0, every_s=5.0, kinds=KINDS),
-    asked=tuple(asks(1, vocab=range(5, 4096), model="m", seed=0)),
+    asked=tuple(chaos_requests(1, vocab=range(5, 4096), model="m", seed=0)),
     expected=(Reply((), USAGE),),
     streams=((ANSWER,),),
-    verdicts=(Verdict(End.SAME),),
+    verdicts=(RequestVerdict(RequestEnd.SAME),),
     injected=tuple(Injected(kind, "prefill-0", 2.0, 2.0) for kind in KINDS),
     skipped=(),
     outages=(),
-    left=Left(0, 0),
+    left=LeftBehind(0, 0),
     calm_stall_s=0.0,
     duration_s=25.0,
 )
@@ -38,12 +38,12 @@ def test_a_run_passes_whose_faults_came_and_harmed_nobody():
 @pytest.mark.parametrize(
     "harmed",
     [
-        replace(RUN, verdicts=(Verdict(End.LOST),)),
-        replace(RUN, verdicts=(Verdict(End.CHANGED),)),
-        replace(RUN, left=Left(1, 0)),
-        replace(RUN, left=Left(0, 1)),
-        replace(RUN, left=Left(0, 0, is_whole=False)),
-        replace(RUN, left=Left(0, 0, processes=("7 baton",))),
+        replace(RUN, verdicts=(RequestVerdict(RequestEnd.LOST),)),
+        replace(RUN, verdicts=(RequestVerdict(RequestEnd.CHANGED),)),
+        replace(RUN, left=LeftBehind(1, 0)),
+        replace(RUN, left=LeftBehind(0, 1)),
+        replace(RUN, left=LeftBehind(0, 0, is_whole=False)),
+        replace(RUN, left=LeftBehind(0, 0, processes=("7 baton",))),
     ],
 )
 def test_a_run_does_not_pass_that_harmed_somebody(harmed):

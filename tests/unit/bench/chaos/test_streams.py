@@ -2,7 +2,7 @@
 
 import json
 
-from bench.chaos.streams import Piece, StreamReader, Usage
+from bench.chaos.streams import ReceivedPiece, ReceivedUsage, StreamReader
 
 
 def chunk(**fields) -> bytes:
@@ -32,8 +32,12 @@ def test_pieces_have_the_time_at_which_they_came():
         chunk(choices=[], baton_timeline={"attempts": 3, "queue_s": 0.1}),
         DONE,
     )
-    assert found.pieces == (Piece(2.0, 0, "a"), Piece(2.0, 1, "x"), Piece(3.0, 0, "b", "stop"))
-    assert found.usages == (Usage(3, 2),)
+    assert found.pieces == (
+        ReceivedPiece(2.0, 0, "a"),
+        ReceivedPiece(2.0, 1, "x"),
+        ReceivedPiece(3.0, 0, "b", "stop"),
+    )
+    assert found.usages == (ReceivedUsage(3, 2),)
     assert (found.num_done, found.num_after_done, found.num_attempts) == (1, 0, 3)
     assert (found.sent_s, found.ended_s) == (1.0, 9.0)
     assert found.failure is None
@@ -45,7 +49,7 @@ def test_chats_say_the_same_in_their_own_way():
         chunk(choices=[{"index": 0, "delta": {"content": "a"}}]),
         chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}]),
     )
-    assert found.pieces == (Piece(3.0, 0, "a"), Piece(4.0, 0, finish="length"))
+    assert found.pieces == (ReceivedPiece(3.0, 0, "a"), ReceivedPiece(4.0, 0, finish="length"))
 
 
 def test_log_probabilities_are_kept_by_token():

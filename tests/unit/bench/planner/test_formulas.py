@@ -7,7 +7,7 @@ import pytest
 
 from bench.client.load import Slo
 from bench.planner.load import (
-    Load,
+    ExpectedLoad,
     colocated,
     disaggregated,
     floor_of,
@@ -17,7 +17,7 @@ from bench.planner.load import (
 from bench.planner.model import MODELS, model_named, read_model
 from bench.planner.pricing import (
     GPUS,
-    Options,
+    ModelOptions,
     Platform,
     Speculation,
     block_size_for,
@@ -34,11 +34,11 @@ from engine.layout import KVFormat
 BUNDLED = Path(__file__).parents[4] / "engine" / "model" / "bundled" / "target"
 H200 = Platform("h200", GPUS["h200"], None, 3.0)
 A100 = Platform("a100", GPUS["a100"], None, 1.5)
-LOAD = Load(10.0, 2000, 300, 0.0, 0.5)
+LOAD = ExpectedLoad(10.0, 2000, 300, 0.0, 0.5)
 QWEN3_8B = MODELS["qwen3-8b"]
 
 
-def worker(model="qwen3-8b", platform=H200, options=Options(), *, ranks=1, block_size=128):  # noqa: B008
+def worker(model="qwen3-8b", platform=H200, options=ModelOptions(), *, ranks=1, block_size=128):  # noqa: B008
     return worker_of(MODELS[model], platform, options, ranks=ranks, block_size=block_size)
 
 
@@ -172,7 +172,7 @@ def test_a_profile_of_another_model_is_an_error():
 
 
 def test_weights_of_8_bits_are_read_in_half_the_time_and_multiplied_in_half():
-    plain, eight = worker().hardware, worker(options=Options(WeightFormat.FP8)).hardware
+    plain, eight = worker().hardware, worker(options=ModelOptions(WeightFormat.FP8)).hardware
     read = QWEN3_8B.read_bytes(WeightFormat.FP8) / QWEN3_8B.read_bytes(WeightFormat.BF16)
     assert 0.5 < read < 0.6
     assert eight.decode.fixed_s == pytest.approx(plain.decode.fixed_s * read)
@@ -184,7 +184,7 @@ def test_weights_of_8_bits_are_read_in_half_the_time_and_multiplied_in_half():
 
 def test_a_gpu_without_fp8_multiplies_no_faster_for_it():
     plain, fp8, int8 = (
-        worker(platform=A100, options=Options(weights)).hardware.prefill.token_s
+        worker(platform=A100, options=ModelOptions(weights)).hardware.prefill.token_s
         for weights in (WeightFormat.BF16, WeightFormat.FP8, WeightFormat.INT8)
     )
     assert fp8 == plain
@@ -193,7 +193,7 @@ def test_a_gpu_without_fp8_multiplies_no_faster_for_it():
 
 def test_kv_of_8_bits_is_read_in_half_the_time_and_nearly_twice_as_much_fits():
     plain = worker()
-    eight = worker(options=Options(kv_format=KVFormat.INT8))
+    eight = worker(options=ModelOptions(kv_format=KVFormat.INT8))
     assert eight.hardware.decode.context_s / plain.hardware.decode.context_s == pytest.approx(
         132 / 256
     )
@@ -202,7 +202,7 @@ def test_kv_of_8_bits_is_read_in_half_the_time_and_nearly_twice_as_much_fits():
 
 def test_speculation_spreads_a_step_over_the_tokens_it_brings():
     plain = worker().hardware.decode
-    fast = worker(options=Options(speculation=Speculation(2.0, 4, 0.05))).hardware.decode
+    fast = worker(options=ModelOptions(speculation=Speculation(2.0, 4, 0.05))).hardware.decode
     assert fast.fixed_s == pytest.approx(plain.fixed_s * 1.2 / 3)
     assert fast.row_s == pytest.approx(plain.row_s * 5 / 3)
     assert fast.context_s == pytest.approx(plain.context_s / 3)
@@ -228,10 +228,10 @@ def test_blocks_are_a_sixteenth_of_a_prompt_within_bounds():
 
 def test_prefill_takes_what_its_formula_says():
     cost = worker().hardware.prefill
-    load = Load(1.0, 2000, 300, 0.25, spread=0.0)
+    load = ExpectedLoad(1.0, 2000, 300, 0.25, spread=0.0)
     expected = cost.fixed_s + cost.token_s * 1500 + cost.square_s * (2000**2 - 500**2)
     assert prefill_mean_s(load, worker()) == pytest.approx(expected)
-    spread = Load(1.0, 2000, 300, 0.25, spread=0.5)
+    spread = ExpectedLoad(1.0, 2000, 300, 0.25, spread=0.5)
     more = cost.square_s * 2000**2 * (1 - 0.25**2) * (math.exp(0.25) - 1)
     assert prefill_mean_s(spread, worker()) == pytest.approx(expected + more)
 
@@ -239,7 +239,7 @@ def test_prefill_takes_what_its_formula_says():
 def test_the_conversation_trace_needs_as_many_prefill_workers_as_were_counted_request_by_request():
     profile = PROFILES["h200-qwen3-32b-tp2"]
     platform = Platform(profile.name, None, profile, 3.0)
-    load = Load(3.40, 12_035, 343, spread=1.05)  # Mooncake's: median 6,909, no cache
+    load = ExpectedLoad(3.40, 12_035, 343, spread=1.05)  # Mooncake's: median 6,909, no cache
     busy = load.rate_per_s * prefill_mean_s(load, worker("qwen3-32b", platform, ranks=2))
     assert busy == pytest.approx(3.15, rel=0.05)
 
@@ -253,9 +253,9 @@ def test_a_queue_of_one_worker_waits_as_long_as_is_known():
 
 def test_decode_by_formula_is_where_rows_and_steps_agree():
     slo = Slo(2.0, 0.03)
-    found = disaggregated(Load(40.0, 2000, 300, spread=0.5), worker(), slo, max_workers=99)
+    found = disaggregated(ExpectedLoad(40.0, 2000, 300, spread=0.5), worker(), slo, max_workers=99)
     decode = worker().hardware.decode
-    context = Load(40.0, 2000, 300).context_tokens
+    context = ExpectedLoad(40.0, 2000, 300).context_tokens
     assert found.running == pytest.approx(40 * 299 / found.pools.decode * found.tpot_s)
     assert found.tpot_s == pytest.approx(
         decode.fixed_s + found.running * (decode.row_s + decode.context_s * context)
@@ -264,7 +264,9 @@ def test_decode_by_formula_is_where_rows_and_steps_agree():
 
 def test_more_load_and_tighter_bounds_never_need_fewer_workers():
     sizes = [
-        disaggregated(Load(rate, 2000, 300), worker(), Slo(2.0, tpot_s), max_workers=999).pools
+        disaggregated(
+            ExpectedLoad(rate, 2000, 300), worker(), Slo(2.0, tpot_s), max_workers=999
+        ).pools
         for tpot_s in (0.05, 0.02, 0.01)
         for rate in (5.0, 50.0, 200.0)
     ]
@@ -278,8 +280,8 @@ def test_more_load_and_tighter_bounds_never_need_fewer_workers():
 
 def test_one_pool_pays_for_prompts_in_its_steps():
     slo = Slo(2.0, 0.02)
-    both = colocated(Load(60.0, 4000, 300), worker(), slo, max_workers=99)
-    apart = disaggregated(Load(60.0, 4000, 300), worker(), slo, max_workers=99)
+    both = colocated(ExpectedLoad(60.0, 4000, 300), worker(), slo, max_workers=99)
+    apart = disaggregated(ExpectedLoad(60.0, 4000, 300), worker(), slo, max_workers=99)
     assert both.pools.mixed >= apart.pools.prefill
     assert both.tpot_s <= 0.9 * 0.02
 
@@ -287,7 +289,7 @@ def test_one_pool_pays_for_prompts_in_its_steps():
 def test_memory_bounds_a_pool_of_patient_users():
     small = worker("llama-3.1-70b", ranks=2)
     slo = Slo(60.0, 10.0)
-    found = disaggregated(Load(2.0, 8000, 2000), small, slo, max_workers=99)
+    found = disaggregated(ExpectedLoad(2.0, 8000, 2000), small, slo, max_workers=99)
     assert found.kv_used <= 1
     fewer = found.pools.decode - 1
     assert fewer == 0 or found.kv_used * found.pools.decode / fewer > 0.8
@@ -295,12 +297,12 @@ def test_memory_bounds_a_pool_of_patient_users():
 
 def test_too_few_workers_are_none():
     slo = Slo(2.0, 0.02)
-    assert disaggregated(Load(1e4, 4000, 300), worker(), slo, max_workers=20) is None
-    assert colocated(Load(1e4, 4000, 300), worker(), slo, max_workers=20) is None
+    assert disaggregated(ExpectedLoad(1e4, 4000, 300), worker(), slo, max_workers=20) is None
+    assert colocated(ExpectedLoad(1e4, 4000, 300), worker(), slo, max_workers=20) is None
 
 
 def test_the_floor_is_one_request_alone():
-    floor = floor_of(Load(10.0, 2000, 300, spread=0.0), worker())
+    floor = floor_of(ExpectedLoad(10.0, 2000, 300, spread=0.0), worker())
     hardware = worker().hardware
     assert floor.ttft_s == hardware.prefill.seconds(2000)
     assert floor.tpot_s == pytest.approx(hardware.decode.seconds(1, 2150))
@@ -313,7 +315,7 @@ def test_the_floor_is_one_request_alone():
 )
 def test_a_load_that_cannot_be_is_an_error(fields):
     with pytest.raises(ConfigError):
-        Load(*fields)
+        ExpectedLoad(*fields)
 
 
 # ---------------------------------------------------------------- made-up requests
@@ -321,7 +323,7 @@ def test_a_load_that_cannot_be_is_an_error(fields):
 
 @pytest.mark.parametrize("hit", [0.0, 0.37, 0.8])
 def test_a_made_up_load_has_the_means_that_were_asked_for(hit):
-    load = Load(5.0, 2000, 300, hit)
+    load = ExpectedLoad(5.0, 2000, 300, hit)
     trace = workload(load, num_requests=800, block_tokens=128, rng=Random(1))
     inputs = [r.input_len for r in trace.requests]
     outputs = [r.output_len for r in trace.requests]

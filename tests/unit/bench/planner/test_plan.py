@@ -5,23 +5,23 @@ from typer.testing import CliRunner
 
 from bench.client.load import Slo
 from bench.common.report import from_json
-from bench.planner.load import Load, disaggregated
+from bench.planner.load import ExpectedLoad, disaggregated
 from bench.planner.model import MODELS
-from bench.planner.plan import Ask, CannotPlan, Sized, plan_of, size
-from bench.planner.pricing import GPUS, Options, Platform, Speculation, worker_of
+from bench.planner.plan import CannotPlan, PlanInput, SizedPools, plan_of, size
+from bench.planner.pricing import GPUS, ModelOptions, Platform, Speculation, worker_of
 from bench.planner.search import NEEDED, Depth, Search, cells_of
-from bench.simulator.cluster import Pools
+from bench.simulator.cluster import SimulatedPools
 from bench.simulator.hardware import PROFILES, write_hardware
 from deploy.commands.main import app
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 
 SLO = Slo(1.0, 0.02)
-ASK = Ask(
+ASK = PlanInput(
     model=MODELS["qwen3-8b"],
     platform=Platform("h200", GPUS["h200"], None, 3.0),
-    options=Options(),
-    load=Load(60.0, 2000, 30),
+    options=ModelOptions(),
+    load=ExpectedLoad(60.0, 2000, 30),
     slo=SLO,
     max_gpus=64,
     depth=None,
@@ -39,9 +39,9 @@ COMMAND = [
 def test_a_worker_has_as_many_gpus_as_the_model_needs():
     small = replace(ASK, platform=Platform("l40s", GPUS["l40s"], None, 1.0), slo=Slo(5.0, 0.1))
     assert size(small, apart=True).ranks == 1
-    large = replace(small, model=MODELS["llama-3.1-70b"], load=Load(1.0, 2000, 30))
+    large = replace(small, model=MODELS["llama-3.1-70b"], load=ExpectedLoad(1.0, 2000, 30))
     assert size(large, apart=True).ranks >= 4
-    assert size(replace(large, options=Options(WeightFormat.INT8)), apart=True).ranks >= 2
+    assert size(replace(large, options=ModelOptions(WeightFormat.INT8)), apart=True).ranks >= 2
 
 
 def test_a_model_that_does_not_fit_is_an_error_that_says_how_large_it_is():
@@ -53,7 +53,9 @@ def test_a_model_that_does_not_fit_is_an_error_that_says_how_large_it_is():
 
 def test_an_option_that_makes_it_fit_is_named():
     small = replace(GPUS["l40s"], memory_bytes=17e9)
-    ask = replace(ASK, model=MODELS["llama-3.1-70b"], slo=Slo(60.0, 1.0), load=Load(0.1, 2000, 30))
+    ask = replace(
+        ASK, model=MODELS["llama-3.1-70b"], slo=Slo(60.0, 1.0), load=ExpectedLoad(0.1, 2000, 30)
+    )
     plan = plan_of(replace(ask, platform=Platform("small", small, None, 1.0)))
     assert isinstance(plan.colocated, CannotPlan)
     with pytest.raises(CannotPlan, match=r"does not fit.*it can be done with weights in fp8"):
@@ -69,12 +71,12 @@ def test_bounds_that_nobody_can_meet_are_an_error_that_prints_the_floor():
 
 def test_too_few_gpus_are_an_error():
     with pytest.raises(CannotPlan, match="more than 2 GPUs are needed, by formula"):
-        size(replace(ASK, load=Load(500.0, 2000, 30), max_gpus=2), apart=True)
+        size(replace(ASK, load=ExpectedLoad(500.0, 2000, 30), max_gpus=2), apart=True)
 
 
 def test_a_context_that_the_model_lacks_is_an_error():
     with pytest.raises(CannotPlan, match="40,960"):
-        plan_of(replace(ASK, load=Load(1.0, 50_000, 30)))
+        plan_of(replace(ASK, load=ExpectedLoad(1.0, 50_000, 30)))
 
 
 def test_cost_is_all_gpus_over_all_tokens():
@@ -84,8 +86,8 @@ def test_cost_is_all_gpus_over_all_tokens():
 
 
 def test_options_are_stacked_in_order_and_what_costs_more_is_left_out():
-    options = Options(WeightFormat.INT8, KVFormat.INT8, Speculation(1.5, 4))
-    load = Load(200.0, 2000, 200, 0.37)
+    options = ModelOptions(WeightFormat.INT8, KVFormat.INT8, Speculation(1.5, 4))
+    load = ExpectedLoad(200.0, 2000, 200, 0.37)
     plan = plan_of(replace(ASK, options=options, load=load, max_gpus=999))
     labels = [step.label.split(",")[0] for step in plan.steps]
     assert labels == [
@@ -116,27 +118,27 @@ def test_options_that_were_not_asked_for_are_shown_in_8_bits():
 
 
 def simulated_worker():
-    found = worker_of(ASK.model, ASK.platform, Options(), ranks=1, block_size=128)
+    found = worker_of(ASK.model, ASK.platform, ModelOptions(), ranks=1, block_size=128)
     assert found is not None
     return found
 
 
 def test_a_large_load_is_cut_into_cells_of_a_few_workers():
-    load, depth = Load(100.0, 2000, 400), Depth(num_requests=300)
+    load, depth = ExpectedLoad(100.0, 2000, 400), Depth(num_requests=300)
     # Four times 1 s + 400 · 20 ms at 100/s are 3,600 requests.
     assert cells_of(load, SLO, depth, smallest_pool=100).number == 12
     few = cells_of(load, SLO, depth, smallest_pool=6)
     assert (few.number, few.num_requests, few.spans) == (2, 1200, pytest.approx(1200 / 450))
-    one = cells_of(Load(1.0, 2000, 400), SLO, depth, smallest_pool=1)
+    one = cells_of(ExpectedLoad(1.0, 2000, 400), SLO, depth, smallest_pool=1)
     assert (one.number, one.num_requests) == (1, 300)
 
 
 def test_the_search_ends_where_one_worker_less_would_miss_the_bounds():
-    load = Load(60.0, 2000, 30)
+    load = ExpectedLoad(60.0, 2000, 30)
     cells = cells_of(load, SLO, SHALLOW, smallest_pool=1)
     search = Search(load, simulated_worker(), SLO, cells=cells, seed=0)
     start = disaggregated(load, simulated_worker(), SLO, max_workers=32)
-    for pools in (start.pools, Pools(1, 1), Pools(3, 2)):
+    for pools in (start.pools, SimulatedPools(1, 1), SimulatedPools(3, 2)):
         found = search.smallest(replace(start, pools=pools), max_workers=32)
         assert found.attainment >= NEEDED
         assert found.pools.prefill > 1
@@ -146,11 +148,11 @@ def test_the_search_ends_where_one_worker_less_would_miss_the_bounds():
 
 
 def test_a_search_that_finds_nothing_in_its_bounds_is_none():
-    load = Load(200.0, 2000, 30)
+    load = ExpectedLoad(200.0, 2000, 30)
     cells = cells_of(load, SLO, SHALLOW, smallest_pool=1)
     search = Search(load, simulated_worker(), SLO, cells=cells, seed=0)
     start = disaggregated(load, simulated_worker(), SLO, max_workers=32)
-    assert search.smallest(replace(start, pools=Pools(1, 1)), max_workers=2) is None
+    assert search.smallest(replace(start, pools=SimulatedPools(1, 1)), max_workers=2) is None
 
 
 def test_the_command_prints_a_plan_and_says_it_again(tmp_path):
@@ -206,4 +208,4 @@ def test_without_simulation_there_is_no_column_for_it():
     assert result.exit_code == 0
     assert "by formula" in result.output
     assert "simulated" not in result.output
-    assert isinstance(size(ASK, apart=True), Sized)
+    assert isinstance(size(ASK, apart=True), SizedPools)

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from bench.client.load import Slo
 from bench.common.report import from_json
 from bench.simulator.clock import Future, Rank
-from bench.simulator.cluster import GATEWAY, Pools, Setup, simulate
+from bench.simulator.cluster import GATEWAY, SimulatedPools, SimulationSetup, simulate
 from bench.simulator.cluster import _Cluster as Cluster
-from bench.simulator.hardware import Hardware
+from bench.simulator.hardware import HardwareProfile
 from bench.simulator.results import figures_of
 from bench.simulator.traces import Chat, Trace, TraceRequest, synthetic, with_ids, write_trace
 from bench.simulator.transfers import Transfers
@@ -35,7 +35,7 @@ from router.machine.machine import Arrived, RouterMachine
 from router.machine.requests import Finished
 from router.native.machine import native_machine
 
-TINY = Hardware(
+TINY = HardwareProfile(
     name="tiny",
     source="made up",
     layout=KVLayout(8, KVFormat.BF16, (KVSection(1, 1, 32),)),
@@ -47,7 +47,7 @@ TINY = Hardware(
     chunk_tokens=48,
     max_running=8,
 )
-ONE_AND_ONE = Pools(1, 1)
+ONE_AND_ONE = SimulatedPools(1, 1)
 PRICES = WorkerCosts(TINY.prefill, TINY.decode, TINY.pull)
 
 
@@ -75,7 +75,7 @@ def run_of(trace, setup, policy=RouterPolicy.LEAST_LOADED, **config):
 
 def test_a_request_alone_takes_what_its_steps_and_messages_are_priced_at():
     latency_s = 1e-3
-    run = run_of(trace_of((2.0, 40, 3)), Setup(TINY, ONE_AND_ONE, latency_s))
+    run = run_of(trace_of((2.0, 40, 3)), SimulationSetup(TINY, ONE_AND_ONE, latency_s))
     [record] = run.records
     assert isinstance(record.outcome, Finished)
     first_s, second_s, third_s = record.times_s
@@ -90,7 +90,7 @@ def test_a_request_alone_takes_what_its_steps_and_messages_are_priced_at():
 def test_a_prompt_of_two_chunks_pulls_the_first_while_the_second_is_computed():
     pull = PullCost(1e-4, 1e-5, 1e8)
     quick = msgspec.structs.replace(TINY, pull=pull)
-    run = run_of(trace_of((0.0, 64, 2)), Setup(quick, ONE_AND_ONE, 0.0))
+    run = run_of(trace_of((0.0, 64, 2)), SimulationSetup(quick, ONE_AND_ONE, 0.0))
     first_s, second_s = run.records[0].times_s
     assert first_s == pytest.approx(TINY.prefill.seconds(48) + TINY.prefill.seconds(64, 48))
     last_chunk_s = pull.seconds(2, 2 * TINY.layout.block_bytes) - pull.fixed_s
@@ -99,14 +99,14 @@ def test_a_prompt_of_two_chunks_pulls_the_first_while_the_second_is_computed():
 
 def test_a_prompt_seen_before_is_not_computed_again():
     trace = trace_of((0.0, 40, 2, (1, 2, 3, 4, 5)), (1.0, 44, 2, (1, 2, 3, 4, 5, 6)))
-    run = run_of(trace, Setup(TINY, ONE_AND_ONE, 0.0))
+    run = run_of(trace, SimulationSetup(TINY, ONE_AND_ONE, 0.0))
     assert run.records[1].timeline.num_cached_tokens == 40
     ttft_s = run.records[1].times_s[0] - 1.0
     assert ttft_s == pytest.approx(TINY.prefill.seconds(44, 40))
 
 
 def test_an_answer_of_one_token_ends_with_its_prompt():
-    run = run_of(trace_of((0.0, 16, 1)), Setup(TINY, ONE_AND_ONE))
+    run = run_of(trace_of((0.0, 16, 1)), SimulationSetup(TINY, ONE_AND_ONE))
     assert len(run.records[0].times_s) == 1
     assert run.workers[1].num_steps == 0
 
@@ -117,19 +117,22 @@ def test_an_answer_of_one_token_ends_with_its_prompt():
 @pytest.mark.parametrize("prefills_locally", [True, False])
 def test_decode_workers_compute_prompts_where_that_is_quicker_if_they_may(prefills_locally):
     trace = busy_trace(60)
-    setup = Setup(TINY, Pools(1, 2), prefills_locally=prefills_locally)
+    setup = SimulationSetup(TINY, SimulatedPools(1, 2), prefills_locally=prefills_locally)
     run = run_of(trace, setup, RouterPolicy.SLO)
     assert all(isinstance(record.outcome, Finished) for record in run.records)
     where = {record.timeline.prefill_worker.partition("-")[0] for record in run.records}
     assert where == ({"prefill", "decode"} if prefills_locally else {"prefill"})
 
 
-@pytest.mark.parametrize("pools", [Pools(2, 1), Pools(2, 2), Pools(1, 1, 1), Pools(0, 0, 2)])
+@pytest.mark.parametrize(
+    "pools",
+    [SimulatedPools(2, 1), SimulatedPools(2, 2), SimulatedPools(1, 1, 1), SimulatedPools(0, 0, 2)],
+)
 @pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.ROUND_ROBIN])
 def test_leaping_over_steps_that_are_alike_changes_no_token_s_time(pools, policy):
     trace = busy_trace(25)
     leaping, stepping = (
-        run_of(trace, Setup(TINY, pools, leaps=leaps), policy) for leaps in (True, False)
+        run_of(trace, SimulationSetup(TINY, pools, leaps=leaps), policy) for leaps in (True, False)
     )
     assert [r.times_s for r in leaping.records] == [r.times_s for r in stepping.records]
     assert [r.outcome for r in leaping.records] == [r.outcome for r in stepping.records]
@@ -138,12 +141,15 @@ def test_leaping_over_steps_that_are_alike_changes_no_token_s_time(pools, policy
 
 
 def test_a_run_is_the_same_again():
-    runs = [run_of(busy_trace(20), Setup(TINY, Pools(2, 2)), RouterPolicy.RANDOM) for _ in "12"]
+    runs = [
+        run_of(busy_trace(20), SimulationSetup(TINY, SimulatedPools(2, 2)), RouterPolicy.RANDOM)
+        for _ in "12"
+    ]
     assert [r.times_s for r in runs[0].records] == [r.times_s for r in runs[1].records]
 
 
 def test_answers_have_their_lengths_and_tokens_come_one_after_the_other():
-    run = run_of(busy_trace(30), Setup(TINY, Pools(2, 2)))
+    run = run_of(busy_trace(30), SimulationSetup(TINY, SimulatedPools(2, 2)))
     for record in run.records:
         assert isinstance(record.outcome, Finished)
         assert len(record.times_s) == record.asked.output_len
@@ -154,7 +160,11 @@ def test_hearing_of_tokens_late_changes_figures_only_a_little():
     trace = busy_trace(30)
     exact, coarse = (
         figures_of(
-            run_of(trace, Setup(TINY, Pools(2, 2), settles=settles), RouterPolicy.SLO),
+            run_of(
+                trace,
+                SimulationSetup(TINY, SimulatedPools(2, 2), settles=settles),
+                RouterPolicy.SLO,
+            ),
             Slo(),
             usd_per_gpu_hour=1.0,
         )
@@ -166,14 +176,14 @@ def test_hearing_of_tokens_late_changes_figures_only_a_little():
 
 def test_what_does_not_fit_any_worker_fails_and_all_else_is_answered():
     trace = trace_of((0.0, 2000, 2), (0.0, 40, 2))
-    run = run_of(trace, Setup(TINY, ONE_AND_ONE))
+    run = run_of(trace, SimulationSetup(TINY, ONE_AND_ONE))
     kinds = [type(record.outcome).__name__ for record in run.records]
     assert kinds == ["Failed", "Finished"]
 
 
 def test_a_full_queue_refuses_and_that_is_a_miss():
     trace = trace_of(*[(0.0, 200, 20)] * 12)
-    run = run_of(trace, Setup(TINY, ONE_AND_ONE), max_queue=4)
+    run = run_of(trace, SimulationSetup(TINY, ONE_AND_ONE), max_queue=4)
     figures = figures_of(run, Slo(), usd_per_gpu_hour=2.0)
     rejected = figures["requests/rejected"].value
     assert rejected > 0
@@ -184,7 +194,7 @@ def test_a_full_queue_refuses_and_that_is_a_miss():
 
 
 def test_figures_are_those_of_the_tokens_times():
-    run = run_of(trace_of((0.0, 40, 3), (9.0, 40, 3)), Setup(TINY, ONE_AND_ONE))
+    run = run_of(trace_of((0.0, 40, 3), (9.0, 40, 3)), SimulationSetup(TINY, ONE_AND_ONE))
     figures = figures_of(run, Slo(ttft_s=1e-4), usd_per_gpu_hour=3.6)
     first = run.records[0].times_s
     assert figures["ttft/p50"].value == pytest.approx(first[0] * 1000)
@@ -335,7 +345,7 @@ CHANGES = [
 @pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.LEAST_LOADED])
 def test_workers_change_their_roles_and_all_is_answered(policy, max_answer_tokens):
     trace = busy_trace(60)
-    setup = Setup(TINY, Pools(1, 3), max_answer_tokens=max_answer_tokens)
+    setup = SimulationSetup(TINY, SimulatedPools(1, 3), max_answer_tokens=max_answer_tokens)
     run, counters = with_roles(trace, setup, CHANGES, policy)
     for record in run.records:
         assert isinstance(record.outcome, Finished)
@@ -347,7 +357,7 @@ def test_workers_change_their_roles_and_all_is_answered(policy, max_answer_token
 
 def test_leaping_and_changing_roles_go_together():
     trace = busy_trace(40)
-    setup = Setup(TINY, Pools(1, 3))
+    setup = SimulationSetup(TINY, SimulatedPools(1, 3))
     ends = [
         [record.ended_s for record in run.records]
         for leaps in (True, False)
@@ -369,7 +379,7 @@ def test_answers_end_as_in_the_trace_though_the_router_was_asked_for_more():
                 told.append(limits.max_len - limits.prompt_len)
             return super().handle(event, now_s)
 
-    setup = Setup(TINY, Pools(2, 2), max_answer_tokens=200)
+    setup = SimulationSetup(TINY, SimulatedPools(2, 2), max_answer_tokens=200)
     run = simulate(trace, setup, Machine(RouterConfig(queue_timeout_s=1e4)))
     assert set(told) == {200}
     for record in run.records:

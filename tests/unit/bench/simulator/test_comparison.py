@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.common.report import from_json
-from bench.comparison.peer import Dynamo, PeerError, Shape, tables
-from bench.comparison.run import Plan, play
+from bench.comparison.peer import Dynamo, PeerDeployment, PeerError, tables
+from bench.comparison.run import ComparisonPlan, play
 from bench.simulator.hardware import hardware_named
 from bench.simulator.traces import Trace, TraceRequest, write_trace
 from deploy.commands.main import app
@@ -46,9 +46,9 @@ def test_the_peer_s_tables_hold_our_costs():
 
 
 def test_who_is_refused_early_counts_as_a_miss_of_both_bounds():
-    plan = Plan(TRACE, HARDWARE, [(1, 1)], 4, ttft_s=1e-3)
+    plan = ComparisonPlan(TRACE, HARDWARE, [(1, 1)], 4, ttft_s=1e-3)
     everybody, some = (
-        play(plan, TRACE, Shape(1, 1), RouterPolicy.SLO, keeps_bounds=keeps)
+        play(plan, TRACE, PeerDeployment(1, 1), RouterPolicy.SLO, keeps_bounds=keeps)
         for keeps in (False, True)
     )
     assert everybody.keeps(ttft_s=5.0, tpot_s=0.025)
@@ -57,13 +57,13 @@ def test_who_is_refused_early_counts_as_a_miss_of_both_bounds():
 
 def test_a_peer_s_report_is_read_and_one_of_too_few_requests_refused(tmp_path):
     with Dynamo(fake(tmp_path), TRACE, HARDWARE) as peer:
-        played = peer.play(Shape(1, 1, 2.0), "kv_router")
+        played = peer.play(PeerDeployment(1, 1, 2.0), "kv_router")
         assert (played.ttft_mean_s, played.ttft_p90_s, played.hits) == (0.5, 4.0, 0.1)
     with (
         Dynamo(fake(tmp_path, lacking=-1), TRACE, HARDWARE) as peer,
         pytest.raises(PeerError, match="3 requests only"),
     ):
-        peer.play(Shape(1, 1), "kv_router")
+        peer.play(PeerDeployment(1, 1), "kv_router")
 
 
 def test_a_peer_that_is_not_there_or_says_nothing_is_an_error(tmp_path):
@@ -71,12 +71,12 @@ def test_a_peer_that_is_not_there_or_says_nothing_is_an_error(tmp_path):
         Dynamo(tmp_path / "none", TRACE, HARDWARE) as peer,
         pytest.raises(PeerError, match="no su"),
     ):
-        peer.play(Shape(1, 1), "kv_router")
+        peer.play(PeerDeployment(1, 1), "kv_router")
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\necho broken >&2\n")
     silent.chmod(0o755)
     with Dynamo(silent, TRACE, HARDWARE) as peer, pytest.raises(PeerError, match="broken"):
-        peer.play(Shape(1, 1), "kv_router")
+        peer.play(PeerDeployment(1, 1), "kv_router")
 
 
 def test_the_command_prints_ours_beside_the_peer_s(tmp_path):

@@ -8,19 +8,29 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.client.load import Slo
 from bench.common.report import from_json
-from bench.elastic.planned import Decision
-from bench.elastic.run import Mix, Plan, Played, Turns, figures_of, play, reactions
+from bench.elastic.planned import SimulatedDecision
+from bench.elastic.run import (
+    ElasticPlan,
+    ElasticRun,
+    RequestMix,
+    TurningLoad,
+    figures_of,
+    play,
+    reactions,
+)
 from bench.simulator.hardware import hardware_named
 from router.planning.planner import PoolPlan, PoolSizes
 
 HARDWARE = hardware_named("h200-qwen3-32b-tp2")
 # Few requests, that are long enough to keep four workers busy.
-TURNS = Turns(2, 40.0, (Mix(0.5, 0, 20000, 30), Mix(0.5, 16384, 512, 600)))
-PLAN = Plan(HARDWARE, TURNS, 4, splits=(1, 2, 3), seeds=(0,), slo=Slo(5.0, 0.025))
+TURNS = TurningLoad(2, 40.0, (RequestMix(0.5, 0, 20000, 30), RequestMix(0.5, 16384, 512, 600)))
+PLAN = ElasticPlan(HARDWARE, TURNS, 4, splits=(1, 2, 3), seeds=(0,), slo=Slo(5.0, 0.025))
 
 
 def decision(at_s, prefill, wanted):
-    return Decision(at_s, PoolSizes(prefill, 8 - prefill), PoolPlan(wanted, 8 - wanted, 8, ()))
+    return SimulatedDecision(
+        at_s, PoolSizes(prefill, 8 - prefill), PoolPlan(wanted, 8 - wanted, 8, ())
+    )
 
 
 def test_planned_pools_lose_nothing_and_meet_more_bounds_than_any_fixed_split():
@@ -35,7 +45,7 @@ def test_planned_pools_lose_nothing_and_meet_more_bounds_than_any_fixed_split():
 
 
 def test_a_planned_run_is_a_function_of_its_load():
-    trace = Turns(2, 10.0, TURNS.mixes).trace(4, 1)
+    trace = TurningLoad(2, 10.0, TURNS.mixes).trace(4, 1)
     first, second = (play(PLAN, trace, 2, PLAN.rules) for _ in range(2))
     assert first == second
     assert all(decision.plan.reasons for decision in first.decisions)
@@ -52,7 +62,7 @@ def test_a_load_is_a_function_of_its_seed():
 
 
 def test_reactions_are_told_of_the_slowest_turn():
-    turns = Turns(3, 10.0)
+    turns = TurningLoad(3, 10.0)
     decisions = [
         decision(0.0, 4, 7),  # before any turn
         *(decision(10.0 + second, 7, 7) for second in range(2)),
@@ -66,8 +76,8 @@ def test_reactions_are_told_of_the_slowest_turn():
 
 
 def test_the_best_split_is_the_strongest_one_and_every_loss_counts():
-    fixed = {"fixed_1+3": Played(10, 20, 0), "fixed_2+2": Played(12, 20, 1)}
-    found = figures_of(PLAN, fixed, Played(18, 20, 0))
+    fixed = {"fixed_1+3": ElasticRun(10, 20, 0), "fixed_2+2": ElasticRun(12, 20, 1)}
+    found = figures_of(PLAN, fixed, ElasticRun(18, 20, 0))
     assert found["ratio"].value == pytest.approx(1.5)
     assert found["goodput/best_fixed"].value == pytest.approx(12 / 80)
     assert found["lost"].value == 1

@@ -8,7 +8,7 @@ import pytest
 
 from bench.client.load import Slo
 from bench.common.stats import summarize
-from bench.simulator.cluster import Pools, Record, Setup, simulate
+from bench.simulator.cluster import SimulatedPools, SimulatedRequest, SimulationSetup, simulate
 from bench.simulator.goodput import distserve_goodput, greatest_speed
 from bench.simulator.hardware import hardware_named
 from bench.simulator.results import summary_of_gaps
@@ -23,7 +23,7 @@ PROMPT_LEN, ANSWER_LEN = 700, 200
 
 def play(trace):
     machine = native_machine(RouterConfig(queue_timeout_s=1e6))
-    return simulate(trace, Setup(HARDWARE, Pools(1, 1)), machine)
+    return simulate(trace, SimulationSetup(HARDWARE, SimulatedPools(1, 1)), machine)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def records_of(lengths, rng):
         times_s = array("d", [1.0])
         for _ in range(length - 1):
             times_s.append(times_s[-1] + rng.choice((0.01, 0.0125, rng.expovariate(50.0))))
-        records.append(Record(TraceRequest(0.0, 1, length), times_s=times_s))
+        records.append(SimulatedRequest(TraceRequest(0.0, 1, length), times_s=times_s))
     return records
 
 

@@ -3,10 +3,10 @@ import pytest
 
 from bench.simulator.hardware import (
     PROFILES,
-    Chip,
     ModelShape,
     Pricing,
     StepPrice,
+    WorkerGpus,
     by_roofline,
     hardware_named,
     write_hardware,
@@ -14,7 +14,7 @@ from bench.simulator.hardware import (
 from engine.errors import ConfigError
 
 QWEN3_8B = ModelShape(36, 32, 8, 128, 36 * 192.9e6, 622e6)
-H200 = Chip(989e12, 4.8e12, 141e9, 50e9)
+H200 = WorkerGpus(989e12, 4.8e12, 141e9, 50e9)
 
 
 @pytest.mark.parametrize(("name", "kilobytes"), [("0.6b", 112), ("8b", 144), ("32b-tp2", 256)])
@@ -72,7 +72,7 @@ def test_a_roofline_is_near_what_was_measured():
 
 def test_a_model_that_does_not_fit_has_no_profile():
     with pytest.raises(ConfigError, match="no room"):
-        by_roofline("mine", QWEN3_8B, Chip(1e15, 1e12, 10e9, 1e10))
+        by_roofline("mine", QWEN3_8B, WorkerGpus(1e15, 1e12, 10e9, 1e10))
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):

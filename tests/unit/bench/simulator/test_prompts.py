@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulator.prompts import Prompts, Unwritten, token_at
+from bench.simulator.prompts import SimulatedPrompts, Unwritten, token_at
 from bench.simulator.traces import Trace, TraceRequest
 from engine.messages import OfferPrefix, RequestId, Sampling, SeqId
 from engine.worker.blocks import hash_block, hash_blocks
@@ -20,7 +20,7 @@ def read(prompts, seq_id, token_ids):
 
 
 def test_equal_ids_give_equal_hashes_and_others_different_ones():
-    prompts = Prompts(TRACE, 4)
+    prompts = SimulatedPrompts(TRACE, 4)
     tokens = {
         name: prompts.open(RequestId(name), r, SAMPLING)[0]
         for name, r in (("a", FIRST), ("b", SECOND))
@@ -33,7 +33,7 @@ def test_equal_ids_give_equal_hashes_and_others_different_ones():
 
 
 def test_the_router_and_the_workers_know_the_same_hashes_also_of_an_answer():
-    prompts = Prompts(TRACE, 4)
+    prompts = SimulatedPrompts(TRACE, 4)
     tokens, hashes = prompts.open(RequestId("a"), FIRST, SAMPLING)
     journal = [*tokens, 70, 71, 72]
     facts = read(prompts, "a.1", journal)
@@ -44,7 +44,7 @@ def test_the_router_and_the_workers_know_the_same_hashes_also_of_an_answer():
 
 
 def test_blocks_of_another_size_are_hashed_by_their_tokens():
-    prompts = Prompts(Trace("t", 8, ()), 4)
+    prompts = SimulatedPrompts(Trace("t", 8, ()), 4)
     tokens, hashes = prompts.open(RequestId("a"), TraceRequest(0.0, 10, 4, (1, 2)), SAMPLING)
     assert tokens == (1,) * 8 + (2,) * 2
     assert hashes is None
@@ -52,7 +52,7 @@ def test_blocks_of_another_size_are_hashed_by_their_tokens():
 
 
 def test_nothing_is_remembered_of_a_request_that_is_over():
-    prompts = Prompts(TRACE, 4)
+    prompts = SimulatedPrompts(TRACE, 4)
     tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
     prompts.close(RequestId("a"))
     assert read(prompts, "a.0", tokens).block_hashes == hash_blocks(tokens, 4)
@@ -93,7 +93,7 @@ def test_a_copy_grows_by_itself():
 
 
 def test_a_part_of_a_prompt_has_the_hashes_of_its_own_blocks_only():
-    prompts = Prompts(TRACE, 4)
+    prompts = SimulatedPrompts(TRACE, 4)
     tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
     whole = read(prompts, "a.0", tokens).block_hashes
     assert list(read(prompts, "a.1.copy", tokens[:4]).block_hashes) == list(whole[:1])

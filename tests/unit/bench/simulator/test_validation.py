@@ -8,13 +8,26 @@ import pytest
 from msgspec.structs import replace
 
 from bench.simulator.clock import Future, Rank
-from bench.simulator.hardware import Hardware, StepPrice
+from bench.simulator.hardware import HardwareProfile, StepPrice
 from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
 from bench.validation.crowd import NO_CHANCES, Chances, Crowd
-from bench.validation.fitting import Fitted, NotEnough, WorkerLimits, _runs, fit
+from bench.validation.fitting import Fitted, TooFewSamples, WorkerLimits, _runs, fit
 from bench.validation.live import DeploymentFailed, _ask_all
-from bench.validation.recordings import Asked, Attempt, DecodeStep, Told, told_by
-from bench.validation.run import Compared, Load, goal_of, made, results_of, splits_of
+from bench.validation.recordings import (
+    DecodeStep,
+    RecordedAttempt,
+    RecordedRequest,
+    RecordedRun,
+    read_run,
+)
+from bench.validation.run import (
+    SplitComparison,
+    ValidationLoad,
+    goal_of,
+    made,
+    results_of,
+    splits_of,
+)
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
 from engine.demand import DecodeCost
@@ -45,7 +58,7 @@ from tests.unit.router.recording.test_lines import recorded
 LAYOUT = KVLayout(4, KVFormat.FP32, (KVSection(6, 2, 64),))
 LIMITS = WorkerLimits(max_batch_tokens=512, chunk_tokens=256)
 PREFILL, DECODE = PrefillCost(1e-3, 6e-5, 5e-8), DecodeCost(4e-4, 3e-4, 1e-6)
-HARDWARE = Hardware("h", "made up", LAYOUT, 100, PREFILL, DECODE, PullCost(0.0, 0.0, 1e9))
+HARDWARE = HardwareProfile("h", "made up", LAYOUT, 100, PREFILL, DECODE, PullCost(0.0, 0.0, 1e9))
 LATENCY_S, PULL_S = 2e-3, 4e-3
 
 
@@ -102,7 +115,7 @@ def recording() -> list[bytes]:
 
 
 def test_a_recording_tells_when_a_request_passed_what():
-    told = told_by(recording())
+    told = read_run(recording())
     assert set(told.workers) == {"p0", "d0"}
     first = told.asked["a"]
     assert first.is_finished
@@ -118,14 +131,19 @@ def test_a_recording_tells_when_a_request_passed_what():
 
 
 def test_a_decode_step_tells_what_its_rows_read():
-    steps = told_by(recording()).steps["d0"]
+    steps = read_run(recording()).steps["d0"]
     assert [step.num_context for step in steps[:4]] == [10, 11, 12, 13]
     assert [bool(step.finished) for step in steps[:4]] == [False, False, False, True]
 
 
 def test_tokens_that_are_told_at_once_are_of_one_step():
-    asked = {name: Asked(request(name, range(size), 5), 1.0) for name, size in (("a", 3), ("b", 7))}
-    told = Told(asked, {f"{name}.0": Attempt(f"{name}.0", 9, True, "p0", 1.0) for name in asked})
+    asked = {
+        name: RecordedRequest(request(name, range(size), 5), 1.0)
+        for name, size in (("a", 3), ("b", 7))
+    }
+    told = RecordedRun(
+        asked, {f"{name}.0": RecordedAttempt(f"{name}.0", 9, True, "p0", 1.0) for name in asked}
+    )
     tokens = [Tokens("a.0", [8]), Tokens("b.0", [8], FinishReason.STOP)]
     told.note(Recorded(2.0, Stepped("d0", tokens), ()))
     assert told.steps == {"d0": [DecodeStep(2.0, {"a.0": 3, "b.0": 7}, {"b.0"})]}
@@ -202,16 +220,18 @@ def test_when_asking_fails_nobody_waits_for_the_others():
 # ---------------------------------------------------------------- fits
 
 
-def told_of(*, num_others: int = 0, slower: float = 1.0) -> Told:
+def told_of(*, num_others: int = 0, slower: float = 1.0) -> RecordedRun:
     """A deployment that takes what HARDWARE says, every other time beside others that compute."""
-    told = Told(workers={"p0": welcome("p0", Role.PREFILL), "d0": welcome("d0", Role.DECODE)})
+    told = RecordedRun(
+        workers={"p0": welcome("p0", Role.PREFILL), "d0": welcome("d0", Role.DECODE)}
+    )
     rng = Random(3)
     at_s = 0.0
     for i in range(60):
         num_tokens, num_cached = rng.randrange(300, 1500), rng.randrange(0, 200)
         chunks = -(-(num_tokens - num_cached) // LIMITS.chunk_tokens)
         seconds = PREFILL.seconds(num_tokens, num_cached) + (chunks - 1) * PREFILL.fixed_s
-        attempt = Attempt(f"{i}.0", num_tokens, True, "p0", at_s, "d0", num_cached)
+        attempt = RecordedAttempt(f"{i}.0", num_tokens, True, "p0", at_s, "d0", num_cached)
         attempt.started_s = at_s + 2 * LATENCY_S
         attempt.done_s = attempt.started_s + seconds * (slower if i % 2 else 1.0)
         attempt.ready_s = attempt.done_s + PULL_S
@@ -286,7 +306,7 @@ def test_a_decode_step_beside_a_prompt_of_the_same_worker_says_nothing_of_decodi
     told = told_of()
     clean = fit([told], LIMITS, name="found").hardware
     steps = told.steps["d0"]
-    local = Attempt("local.0", 500, False, "d0", steps[100].at_s)
+    local = RecordedAttempt("local.0", 500, False, "d0", steps[100].at_s)
     local.started_s, local.done_s = steps[100].at_s, steps[101].at_s + 5
     for step in steps[101:]:
         step.at_s += 5
@@ -307,10 +327,10 @@ def test_a_step_that_was_interrupted_does_not_change_what_others_take():
 
 
 def test_recordings_that_say_too_little_are_refused():
-    with pytest.raises(NotEnough, match="no worker"):
+    with pytest.raises(TooFewSamples, match="no worker"):
         fit([], LIMITS, name="found")
-    with pytest.raises(NotEnough, match="prompts"):
-        fit([told_by(recording())], LIMITS, name="found")
+    with pytest.raises(TooFewSamples, match="prompts"):
+        fit([read_run(recording())], LIMITS, name="found")
 
 
 class Crowded:
@@ -392,7 +412,7 @@ def test_steps_that_followed_each_other_are_drawn_together():
 
 
 def test_loads_are_what_they_are_said_to_be():
-    load = Load(5.0, 400, input_tokens=300, output_tokens=32, share_with_prefix=0.25)
+    load = ValidationLoad(5.0, 400, input_tokens=300, output_tokens=32, share_with_prefix=0.25)
     ids = count()
     trace, again = made(load, Random(1), ids), made(load, Random(1), ids)
     assert len(trace.requests) == 400
@@ -412,7 +432,7 @@ def test_loads_are_what_they_are_said_to_be():
 def test_figures_tell_both_sides_and_how_far_off_the_simulated_one_is():
     measured = [{"ttft": [1.0, 3.0], "tpot": [0.1]}, {"ttft": [2.0, 4.0], "tpot": [0.3]}]
     simulated = [{"ttft": [ttft_s], "tpot": [0.22]} for ttft_s in (1.0, 2.0, 9.0)]
-    compared = Compared((1, 1), Fitted(HARDWARE, 0.0), measured, simulated)
+    compared = SplitComparison((1, 1), Fitted(HARDWARE, 0.0), measured, simulated)
     values = {result.name: result.value for result in results_of(compared)}
     assert values["validation/1+1/ttft_mean/measured"] == pytest.approx(2500)
     assert values["validation/1+1/ttft_mean/simulated"] == pytest.approx(2000)
