@@ -1,1 +1,1 @@
-"""KV moves by lease and pull: the protocol, its backends, and the endpoint that runs them."""
+"""KV transfer between workers by lease and pull: protocol, transports, and endpoint."""

@@ -1,11 +1,11 @@
 """A worker's transfer endpoint: one thread that runs both ends of the protocol on real sockets.
 
 The worker's core gives it orders (`perform`) and gets events back through `on_event`, which is
-called on the endpoint's thread. All bytes are moved on that thread, or by reads that it watches, so
-when it reports that a pull is over nothing of that pull can write any more.
+called on the endpoint's thread. All bytes are moved on that thread, or by reads that it watches. So
+once it reports the end of a pull, nothing of that pull can write any more.
 
 The thread sleeps until a socket, an order or a deadline wakes it. While blocks wait for a staging
-buffer, or a one-sided read is under way, it looks again and again: nothing would wake it.
+buffer, or a one-sided read is under way, it polls, because nothing would wake it.
 """
 
 import logging
@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 
 TransferOrder = OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull
 MAX_POLL_S = 0.25
-BUFFER_WAIT_S = 0.001  # while blocks wait for one, before looking at sockets and orders
+BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders have their turn
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointConfig:
-    """Who the worker is, what it may exchange with whom, and how."""
+    """The worker's identity, secret, transport and deadlines."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -88,9 +88,9 @@ class TransferEndpoint:
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
 
     def open(self) -> Address:
-        """Binds the socket and starts the thread; returns where sinks can connect.
+        """Binds the socket and starts the thread; returns the address for sinks.
 
-        Raises ConfigError where the wanted transport is not to be had.
+        Raises ConfigError if the configured transport is not available.
         """
         config = self._config
         keep_freed_memory()
@@ -148,7 +148,7 @@ class TransferEndpoint:
         os.eventfd_write(self._wake_fd, 1)
 
     def counters(self) -> dict[str, float]:
-        """Transfer counters since the start, as `name` or `name:reason`. Safe from any thread."""
+        """Returns counters since the start, by `name` or `name:reason`. Safe from any thread."""
         own = {**self._counters, **self._doorkeeper.counters}
         return {**own, "reread_blocks": self.sink.num_rereads}
 
@@ -159,10 +159,10 @@ class TransferEndpoint:
         self._thread.join(timeout=5)
         assert not self._thread.is_alive(), "the transfer thread did not stop"
         os.close(self._wake_fd)  # not by the thread, which may end before it is woken
-        del self._source_end, self._sink_end  # they refer to this; the pool is to go at once
+        del self._source_end, self._sink_end  # they refer to this object; frees the pool at once
 
     def _open_nixl(self) -> NixlAgent | None:
-        """An agent where the configuration or GPU memory asks for it, or RDMA makes it worth it."""
+        """Opens an agent if the configuration, GPU memory or an RDMA device calls for it."""
         config = self._config
         wanted = config.transport is Transport.NIXL or self._pool.blocks is None
         if not wanted and not (config.transport is Transport.AUTO and has_rdma()):
@@ -178,7 +178,7 @@ class TransferEndpoint:
             if wanted:
                 raise ConfigError(f"KV cannot be moved over NIXL: {error}") from error
             self._count("fallbacks:nixl_unavailable")
-            log.warning("transfers do without NIXL: %s", error)
+            log.warning("NIXL is not used: %s", error)
             return None
         return agent
 
@@ -221,7 +221,7 @@ class TransferEndpoint:
         return math.ceil(1000 * min(max(due_s, 0.0), MAX_POLL_S))
 
     def _count_served_reads(self) -> None:
-        """Takes what sinks notify at the end of their reads; leases are renewed by messages."""
+        """Counts the reads that sinks finished over NIXL."""
         if self._nixl is not None:
             self._counters["served_reads"] += len(self._nixl.progress())
 

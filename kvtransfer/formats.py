@@ -1,12 +1,11 @@
-"""Records of one KV format made into those of another.
+"""Converts records from one KV format to another.
 
-Numbers are rounded as where a cache of the other format is written: by token and head, with the
-scale, if any, of just that token and head. So a pool of fp32 that sends int8 sends what a pool of
-int8 would hold: `engine.layout` tells the formats, `engine.model.attention.kvcache` has the same
-for tensors.
-Numbers are finite; what becomes of others is not said, but it is nobody else's token that suffers.
+Numbers are rounded as a cache of the other format rounds them: by token and head, with the scale,
+if any, of that token and head. So a pool of fp32 that sends int8 sends what a pool of int8 would
+hold. `engine.layout` defines the formats; `engine.model.attention.kvcache` converts tensors.
+Numbers must be finite. An infinite one has an undefined result, for its own token and head only.
 
-C++ does the work; numpy does where it cannot be built, and is kept to check it, bit for bit.
+C++ does the work. If it cannot be built, numpy does, with the same bits; tests compare the two.
 """
 
 import sys
@@ -30,22 +29,22 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def is_defined(source: KVFormat, to: KVFormat) -> bool:
-    """Whether records can be converted: nothing is rounded twice to a format with scales."""
+    """Whether records can be converted: quantised numbers are not quantised again."""
     return source in FLOATS or to in FLOATS
 
 
 def is_exact(source: KVFormat, to: KVFormat) -> bool:
-    """Whether every number stays what it was."""
+    """Whether every number stays the same."""
     return source is to or (source, to) == (KVFormat.BF16, KVFormat.FP32)
 
 
 def convert(
     records: Blocks, layout: KVLayout, to: KVFormat, *, out: Blocks | None = None
 ) -> Blocks:
-    """Records [n, block_bytes] of `layout` in the format `to`, in `out` if given; padding is zero.
+    """Converts records [n, block_bytes] of `layout` to the format `to`; padding is zero.
 
-    Raises ValueError where the conversion is not defined, the layout cannot have that format, or an
-    array is not made of such records.
+    Writes to `out` if given, and returns the result. Raises ValueError if the conversion is not
+    defined, the layout cannot have that format, or an array is not made of such records.
     """
     if not is_defined(layout.kv_format, to):
         raise ValueError(f"no conversion from {layout.kv_format} to {to}")
@@ -68,7 +67,7 @@ def _check(records: Blocks, num_records: int, layout: KVLayout) -> None:
 
 
 def _convert_natively(source: Blocks, layout: KVLayout, sink: Blocks, to: KVLayout) -> bool:
-    """Whether it did: not without C++."""
+    """Converts in C++. Returns False without C++."""
     library = kernels()
     if library is None:
         return False
@@ -103,7 +102,7 @@ def _heads_struct(layout: KVLayout, index: int) -> Heads:
 
 
 def _num_heads(layout: KVLayout, index: int) -> int:
-    """K's and V's of all layers of a section."""
+    """Returns the number of K and V heads in all layers of a section."""
     section = layout.sections[index]
     return 2 * section.num_layers * section.num_kv_heads
 

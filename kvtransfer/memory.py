@@ -2,9 +2,9 @@
 
 A pool in host memory lives in a memfd: anonymous shared memory with no name in any file system, so
 that a process killed at any moment leaves nothing behind. A process of the same host opens it
-through /proc/PID/fd/FD, and checks the inode and the size, so that a recycled process id is not
-believed. Pools are sealed against shrinking, and nothing else is mapped: who reads a page that is
-gone is killed (SIGBUS). A pool in a GPU's memory is the runner's; only its address is known here.
+through /proc/PID/fd/FD, and checks the inode and the size, in case the process id was reused. Pools
+are sealed against shrinking, and only sealed memory is mapped: a process that reads a page that is
+gone is killed (SIGBUS). The runner owns a pool in a GPU's memory; only its address is known here.
 """
 
 import ctypes
@@ -34,25 +34,25 @@ class ShmUnavailable(BatonError):
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what is freed, up to a bound, instead of giving it back.
+    """Lets the C library keep freed memory, up to a bound, instead of returning it to the system.
 
-    ZeroMQ allocates a message for each frame that comes. By default glibc returns such large ones
-    to the system and takes their pages anew, zeroed, for the next: a tenth of a pull's time.
+    ZeroMQ allocates a message for each incoming frame. By default glibc returns such large blocks
+    and takes new zeroed pages for the next one, which costs a tenth of a pull's time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc's; others have ways of their own
+    if mallopt is not None:  # glibc only
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # its maximum
         mallopt(M_TRIM_THRESHOLD, 128 * 2**20)
 
 
 def boot_id() -> str:
-    """Identifies this host until it restarts."""
+    """Returns an id of this host that lasts until it restarts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where a pool lies: `kind` is DRAM, or VRAM of that device."""
+    """The place of a pool. `kind` is DRAM, or VRAM of that device."""
 
     address: int
     num_bytes: int
@@ -61,14 +61,14 @@ class Region:
 
 
 class Pool(Protocol):
-    """Memory of KV blocks, for as long as an endpoint is open."""
+    """Memory of KV blocks. It outlives the endpoint that uses it."""
 
     num_blocks: int
     block_bytes: int
 
     @property
     def blocks(self) -> Blocks | None:
-        """The pool as [num_blocks, block_bytes] bytes; None where the host cannot reach it."""
+        """The pool as [num_blocks, block_bytes] bytes; None if the host cannot reach it."""
         ...
 
     def region(self) -> Region:
@@ -76,12 +76,12 @@ class Pool(Protocol):
         ...
 
     def offer(self) -> ShmOffer | None:
-        """What another process needs to map it, if any can."""
+        """Returns what another process needs to map it; None if none can."""
         ...
 
 
 class DevicePool:
-    """A pool in a GPU's memory, which somebody else owns: only NIXL reads from it and into it."""
+    """A pool in a GPU's memory, owned by the runner. Only NIXL reads from it and writes to it."""
 
     blocks = None
 
@@ -99,7 +99,7 @@ class DevicePool:
 
 
 class PrivatePool:
-    """A pool's memory for one process: in huge pages, so quicker to read, write and register."""
+    """A pool's memory for one process, in huge pages: faster to read, write and register."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         assert block_bytes % ALIGNMENT_BYTES == 0
@@ -127,7 +127,7 @@ class PrivatePool:
         """No other process can map it."""
 
     def close(self) -> None:
-        """Lets go of the memory, which goes when the last view of it does."""
+        """Lets go of the memory. It is freed with the last view of it."""
         self._map = None
 
 
@@ -175,27 +175,27 @@ class SharedPool:
         return Region(blocks.ctypes.data, blocks.nbytes)
 
     def offer(self) -> ShmOffer:
-        """What another process needs to map this pool."""
+        """Returns what another process needs to map this pool."""
         assert self._fd is not None, "open() first"
         stat = os.fstat(self._fd)
         return ShmOffer(boot_id(), os.getpid(), self._fd, stat.st_ino, stat.st_size)
 
     def close(self) -> None:
-        """Gives the descriptor back; the memory goes when the last view of it does."""
+        """Closes the descriptor. The memory is freed with the last view of it."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
-    """Another worker's pool, read-only. Raises ShmUnavailable."""
+    """Maps another worker's pool, read-only. Raises ShmUnavailable."""
     if offer.boot_id != boot_id():
         raise ShmUnavailable("source is on another host")
     num_bytes = num_blocks * block_bytes
     if num_blocks < 1 or not num_bytes <= offer.num_bytes < num_bytes + HUGE_PAGE_BYTES:
         raise ShmUnavailable("offered size does not match the layout")
     try:
-        # Where processes are numbered anew (in a container), this may be a pipe of a stranger.
+        # In another PID namespace (a container) this may be an unrelated process's pipe.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", flags)
     except OSError as error:
@@ -215,18 +215,18 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
 
 
 def host_pool(num_blocks: int, block_bytes: int, transport: Transport) -> PrivatePool | SharedPool:
-    """A pool for a worker that may use that transport: shared only where others may map it."""
+    """Returns a pool for a worker with that transport; shared only if others may map it."""
     may_share = transport in (Transport.AUTO, Transport.SHM)
     return (SharedPool if may_share else PrivatePool)(num_blocks, block_bytes)
 
 
 def _in_huge_pages(num_bytes: int) -> int:
-    """As many bytes as whole huge pages hold."""
+    """Rounds up to whole huge pages."""
     return -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _rows(mapped: mmap.mmap | None, num_blocks: int, block_bytes: int) -> Blocks:
-    """The beginning of mapped memory as blocks."""
+    """Returns the beginning of mapped memory as blocks."""
     assert mapped is not None, "open() first"
     flat = np.frombuffer(mapped, np.uint8, count=num_blocks * block_bytes)
     return flat.reshape(num_blocks, block_bytes)

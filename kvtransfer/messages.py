@@ -1,9 +1,9 @@
-"""What a sink and a source of KV say to each other.
+"""The messages between a sink and a source of KV.
 
 A sink opens a connection to a source's transfer socket. Its first message is `Attach`, which the
-source answers with `Attached` or `AttachRefused`; the version is compared before the rest of
-`Attach` is decoded, so that a later version may change it. A message is one frame; `Data` is
-followed by one payload frame, the records of its blocks one after the other.
+source answers with `Attached` or `AttachRefused`. The version is compared before the rest of
+`Attach` is decoded, so a later version may change the rest. A message is one frame. `Data` is
+followed by one payload frame, which holds the records of its blocks without gaps.
 """
 
 from typing import Annotated, TypeVar
@@ -27,15 +27,16 @@ class Identity(msgspec.Struct, frozen=True):
     """What two workers must agree on before a block moves between them: see `kvtransfer.wire`."""
 
     fingerprint: str  # of model, weights and configuration
-    layout: KVLayout  # of this worker's records: of its heads, where tensor parallelism shares them
+    layout: KVLayout  # of this worker's records: its own heads, under tensor parallelism
     shard: Shard = Shard()
-    kv_wire_dtype: KVFormat | None = None  # what KV is converted to for the way; None: it is not
+    kv_wire_dtype: KVFormat | None = None  # format on the wire; None: no conversion
 
 
 class ShmOffer(msgspec.Struct, frozen=True):
     """A source's pool as shared memory: a memfd that processes of the same host can open.
 
-    `boot_id` tells the host; `inode` and `num_bytes` tell that the descriptor is still that memory.
+    `boot_id` identifies the host. `inode` and `num_bytes` prove that the descriptor is still this
+    memory.
     """
 
     boot_id: str
@@ -57,7 +58,7 @@ class NixlOffer(msgspec.Struct, frozen=True):
 
 
 class Offers(msgspec.Struct, frozen=True):
-    """Ways to read a source's pool; `sends` says whether it can be asked to send."""
+    """Ways to read a source's pool. `sends`: the source can send blocks over its socket."""
 
     shm: ShmOffer | None = None
     nixl: NixlOffer | None = None
@@ -68,7 +69,7 @@ class Offers(msgspec.Struct, frozen=True):
 
 
 class AttachBody(msgspec.Struct, frozen=True):
-    """Who the sink is, and whom it means to talk to."""
+    """The sink's identity, and the source that it expects."""
 
     sink: Incarnation
     source: Incarnation
@@ -83,22 +84,22 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Renew a lease; `num_known` of its ready blocks are known. Answered by Ready or Ended."""
+    """Renews a lease; the sink knows `num_known` ready blocks. Answered by Ready or Ended."""
 
     lease_id: LeaseId
     num_known: int
-    stamp: int  # of this Hold: its answer says that the lease was open when it arrived
+    stamp: int  # identifies this Hold; the answer proves that the lease was open at its arrival
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Send these blocks of a lease, by index. Answered by Data or Ended."""
+    """Asks for blocks of a lease, by index. Answered by Data or Ended."""
 
     lease_id: LeaseId
     indices: list[int]
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """The sink needs the lease no longer. Answered by Ended, with the same `pull_id`."""
+    """Gives a lease up. Answered by Ended with the same `pull_id`."""
 
     lease_id: LeaseId
     pull_id: int
@@ -108,7 +109,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """The source's answer to Attach."""
+    """The source's answer to Attach if it accepts the sink."""
 
     incarnation: Incarnation
     identity: Identity
@@ -117,15 +118,15 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class AttachRefused(msgspec.Struct, frozen=True, tag=True):
-    """The source's other answer to Attach: `field` is what does not agree."""
+    """The source's answer to Attach if `field` does not agree."""
 
     field: Reason
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Blocks `first`, `first + 1`, … of a lease are computed; these are their ids at the source.
+    """Names the computed blocks `first`, `first + 1`, … of a lease, by their ids at the source.
 
-    `stamp` is that of the Hold which this answers.
+    `stamp` is that of the Hold which this answers, if any.
     """
 
     lease_id: LeaseId
@@ -135,7 +136,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Data(msgspec.Struct, frozen=True, tag=True):
-    """Records of blocks follow, one after the other in one frame, of which this is the xxh3-64."""
+    """Announces the next frame: records of these blocks without gaps, and its xxh3-64."""
 
     lease_id: LeaseId
     indices: list[int]
@@ -143,7 +144,7 @@ class Data(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A lease is over. `released` confirms that it held until the Release of `pull_id` arrived."""
+    """Says that a lease is over. `released`: it was open until the Release of `pull_id` arrived."""
 
     lease_id: LeaseId
     reason: Reason
@@ -160,22 +161,22 @@ _attach_body = msgspec.msgpack.Decoder(AttachBody)
 
 
 def attach(body: AttachBody) -> Attach:
-    """An Attach of this version."""
+    """Returns an Attach of this version."""
     return Attach(version=TRANSFER_VERSION, body=msgspec.Raw(encode(body)))
 
 
 def decode_attach_body(raw: msgspec.Raw) -> AttachBody:
-    """The body of an Attach of this version. Raises ProtocolError."""
+    """Decodes the body of an Attach of this version. Raises ProtocolError."""
     return _decode(_attach_body, bytes(raw))
 
 
 def decode_to_source(frame: bytes) -> ToSource:
-    """A sink's message. Raises ProtocolError."""
+    """Decodes a sink's message. Raises ProtocolError."""
     return _decode(_to_source, frame)
 
 
 def decode_to_sink(frame: bytes) -> ToSink:
-    """A source's message. Raises ProtocolError."""
+    """Decodes a source's message. Raises ProtocolError."""
     return _decode(_to_sink, frame)
 
 

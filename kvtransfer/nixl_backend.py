@@ -1,46 +1,46 @@
-"""Blocks read from a source's registered memory with NIXL: READ over UCX.
+"""Reads blocks from a source's registered memory with NIXL: READ over UCX.
 
-An endpoint has a `NixlAgent`, and a `NixlReader` for each source that it pulls from so. Two NIXL
-agents stand behind the former:
+An endpoint has a `NixlAgent`, and a `NixlReader` for each source that it reads from. A `NixlAgent`
+consists of two NIXL agents:
 
-    serving    other endpoints read from it; UCX works on its thread, which sleeps until it is asked
-    pulling    reads of this endpoint; no thread, so UCX works, and over cma and tcp also writes,
-               only inside `fetch` and `poll`
+    serving    other endpoints read from it. UCX works on its thread, which sleeps until needed
+    pulling    reads for this endpoint. It has no thread, so UCX works, and over cma and tcp also
+               writes, only inside `fetch` and `poll`
 
-What was found out with nixl 1.5.1 on a 2-core host (its UCX backend, and UCX as it brings it):
+Findings with nixl 1.5.1 on a 2-core host, with its UCX backend and the UCX that it includes:
 
-* A source that drives nothing stalls its sinks, over cma too: connections and flushes want an
-  answer. NIXL's own progress thread spins a core, as its Python API asks it to poll without
-  delay. With a delay it sleeps on UCX's events: an idle agent takes under 1 % of a core, and a
-  block comes in 14 to 40 us, as from a source that spins. Hence `serving`.
+* A source whose agent makes no progress stalls its sinks, over cma too: connections and flushes
+  need an answer. NIXL's progress thread takes a whole core, because its Python API lets it poll
+  without delay. With a delay it sleeps on UCX's events: an idle agent takes under 1 % of a core,
+  and a block comes in 14 to 40 us, as from a source that polls. Hence `serving`.
 * READ of scattered blocks over cma, GiB/s in reads of 64 blocks: 2.4 (16 KiB), 3.1 (64 KiB), 3.8
   (1 MiB); with all 64 MiB in one read 2.7, 3.5, 3.8. Such a read is over when `fetch` returns.
   Over tcp 1.0 to 1.5, less than ZeroMQ. RNDV_THRESH has no part in it: NIXL sets it to inf.
-* tcp is excluded. UCX emulates READ there with messages of the source, and a sink that is killed
-  in the middle aborts the SOURCE's process ("ucp_request.inl: unexpected error"), whatever the
-  error handling. Over cma, and in shared memory without it, a source outlived every sink.
-  Without RDMA a source on another host is thus unreachable, and `connect` says so.
-  Who sets UCX_TLS in the environment overrules this.
-* Error handling `peer` needs tcp or RDMA underneath. Without RDMA the mode is `none`: a connection
-  costs less (14 us a block, not 35), a killed source is noticed at the next read (within
-  milliseconds), and a stopped one is read from all the same.
+* tcp is excluded. UCX emulates READ there with messages of the source. A sink that is killed in
+  the middle aborts the SOURCE's process ("ucp_request.inl: unexpected error"), with any error
+  handling. Over cma, and in shared memory without it, a source outlived every sink. So without
+  RDMA a source on another host is unreachable, and `connect` says so. UCX_TLS in the environment
+  overrides this.
+* Error handling `peer` needs tcp or RDMA underneath. Without RDMA the mode is `none`. Then a
+  connection costs less (14 us a block, not 35), a killed source is noticed at the next read (within
+  milliseconds), and a stopped source can still be read.
 * Releasing a READ in flight cancels nothing: over tcp, 58 of 64 MiB were written after it was
-  released and its source removed. What ends writing is that the read is DONE, or that the agent is
-  destroyed, with its sockets and queue pairs. So a read that fails, or is cancelled and does not
-  end within `CANCEL_GRACE_S`, costs the pulling agent: it is made anew (20 ms, and the region's
-  registration once more), and all reads in flight fail, those from other sources too.
+  released and its source removed. Writing ends only when the read is DONE, or when the agent is
+  destroyed with its sockets and queue pairs. So if a read fails, or is cancelled and does not end
+  within `CANCEL_GRACE_S`, the pulling agent is made anew. That takes 20 ms and a new registration
+  of the region, and all reads in flight fail, those from other sources too.
 * Descriptors by stride are as fast as a list of all blocks, and have no size. A `NixlReader` moves
   0.96 to 0.99 of what bare NIXL does with the same descriptors.
-* Metadata that are damaged are refused by NIXL, with an error; they are still only taken from who
-  knows the token.
-* Closing gives threads, files and memory back. A forked child must not use an agent (UCX); a
-  spawned process is no matter.
+* NIXL refuses damaged metadata with an error. Metadata are still taken only from authenticated
+  sources.
+* Closing frees threads, files and memory. A forked child must not use an agent (UCX); a spawned
+  process may.
 
-Not known here: RDMA and GPU memory as these lines were written. Registration is once for each of
-the two agents; with RDMA the pool should be in huge pages.
+Not measured: RDMA and GPU memory. The region is registered once for each of the two agents; with
+RDMA the pool should be in huge pages.
 
-UCX is configured through the backend's parameters. Only its log level has no parameter: it is read
-from the environment as the library is loaded, which says UCX_LOG_LEVEL=error for that moment.
+UCX is configured through the backend's parameters. Only its log level has none: UCX reads it from
+the environment when the library is loaded, so UCX_LOG_LEVEL=error is set for that moment.
 
 Sources: NIXL, src/plugins/ucx/ucx_backend.cpp (`release`, `nixlUcxSharedThread`) and ucx_utils.cpp.
 """
@@ -64,7 +64,7 @@ from engine.clock import Clock, MonotonicClock
 from engine.errors import BatonError
 from kvtransfer.memory import Region
 from kvtransfer.messages import NixlOffer
-from kvtransfer.records import Piece
+from kvtransfer.records import RecordPiece
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class NixlAgent:
         record_bytes: int,
         clock: Clock | None = None,
     ) -> None:
-        """`name` is not that of any other agent, nor of an earlier one: let it name its process."""
+        """`name` must be unique, also among earlier agents: include the process in it."""
         assert region.num_bytes % record_bytes == 0
         self.record_bytes = record_bytes
         self.num_blocks = region.num_bytes // record_bytes
@@ -111,7 +111,7 @@ class NixlAgent:
         self._notifications: deque[bytes] = deque()
 
     def open(self) -> None:
-        """Makes the agents and registers the region with them. Raises NixlUnavailable."""
+        """Creates both agents and registers the region. Raises NixlUnavailable."""
         try:
             self._serving = _Engine(self._name, self._region, delay_us=PROGRESS_DELAY_US)
             self._open_pulling()
@@ -120,7 +120,7 @@ class NixlAgent:
             raise
 
     def offer(self) -> NixlOffer:
-        """What a sink needs to read the region."""
+        """Returns what a sink needs to read the region."""
         assert self._serving is not None, "open() first"
         metadata = bytes(self._serving.nixl.get_agent_metadata())
         region = self._region
@@ -134,14 +134,14 @@ class NixlAgent:
         num_blocks: int,
         *,
         record_bytes: int,
-        pieces: Sequence[Piece] | None = None,
+        pieces: Sequence[RecordPiece] | None = None,
     ) -> "NixlReader":
-        """Prepares to read a source that has `num_blocks` records of `record_bytes` each.
+        """Prepares to read a source with `num_blocks` records of `record_bytes` each.
 
-        `pieces` of each record are read, the whole of it unless given. Raises NixlUnavailable for
-        an offer that does not hold so many, and for a source that cannot be reached.
+        Reads `pieces` of each record, or all of it without them. Raises NixlUnavailable if the
+        offer is too small or the source cannot be reached.
         """
-        whole = (Piece(0, 0, record_bytes),)
+        whole = (RecordPiece(0, 0, record_bytes),)
         records = _Records(num_blocks, record_bytes, whole if pieces is None else tuple(pieces))
         _check(offer, records, self.record_bytes)
         if any(reader.agent == offer.agent for reader in self._readers):
@@ -152,7 +152,7 @@ class NixlAgent:
         return reader
 
     def progress(self) -> list[bytes]:
-        """Notifications of finished reads, some at a time. UCX needs no help from here."""
+        """Returns notifications of finished reads, at most `MAX_NOTIFICATIONS` at a time."""
         assert self._serving is not None, "open() first"
         for notifications in self._serving.nixl.get_new_notifs().values():
             self._notifications.extend(notifications)
@@ -160,7 +160,7 @@ class NixlAgent:
         return [self._notifications.popleft() for _ in range(num)]
 
     def close(self) -> None:
-        """Ends all reads, and lets go of the region. Nothing is written to it any more."""
+        """Ends all reads and lets go of the region. Nothing writes to it any more."""
         self._close_pulling("endpoint closed")
         self._readers.clear()
         if self._serving is not None:
@@ -171,20 +171,20 @@ class NixlAgent:
 
     @property
     def pulling(self) -> "_Engine":
-        """Does the reads. Raises NixlUnavailable if it could not be made anew."""
+        """The agent that reads. Raises NixlUnavailable if it cannot be made anew."""
         if self._pulling is None:
             self._open_pulling()
         assert self._pulling is not None
         return self._pulling
 
     def restart(self, reason: str) -> None:
-        """Makes certain that no read in flight writes any more: all of them fail."""
+        """Fails all reads in flight, and ensures that none of them writes any more."""
         log.warning("restarting reads over NIXL: %s", reason)
         self.num_restarts += 1
         self._close_pulling(reason)
 
     def forget(self, reader: "NixlReader") -> None:
-        """That reader is closed."""
+        """Drops a closed reader."""
         if reader in self._readers:
             self._readers.remove(reader)
 
@@ -205,7 +205,7 @@ class NixlAgent:
 
 @dataclass(slots=True)
 class _Read:
-    handle: Any  # None once it is released; then the engine goes too
+    handle: Any  # None once it is released; then the engine is destroyed too
     cancelled_s: float | None = None
 
 
@@ -226,15 +226,15 @@ class NixlReader:
 
     @property
     def num_outstanding(self) -> int:
-        """Reads whose end `poll` has not reported."""
+        """The number of reads whose end `poll` has not reported."""
         return len(self._reads) + len(self._ended)
 
     def fetch(self, read_id: int, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Begins to read `source_blocks` into `blocks`, one into one.
+        """Begins to read each of `source_blocks` into the same place of `blocks`.
 
         At the end the source is notified of `read_id` (8 bytes, little endian). Raises IndexError,
-        before anything is read, for a block that is not in its pool. A read that cannot be begun
-        has failed: `poll` says so.
+        before anything is read, for a block that is not in its pool. `poll` reports a read that
+        could not begin as failed.
         """
         assert len(source_blocks) == len(blocks) > 0
         assert read_id not in self._reads
@@ -255,7 +255,7 @@ class NixlReader:
             self._owner.restart(f"a read failed: {error}")  # part of it may be on its way
 
     def poll(self) -> list[tuple[int, str | None]]:
-        """Reads that have ended and write no more, each with the reason if it failed."""
+        """Returns ended reads, each with the reason if it failed. They write no more."""
         failure = None
         for read_id, read in list(self._reads.items()):
             failure = self._advance(read_id, read) or failure
@@ -265,20 +265,20 @@ class NixlReader:
         return ended
 
     def cancel(self, read_id: int) -> None:
-        """Asks a read to stop; `poll` reports it once nothing of it can write."""
+        """Asks a read to stop. `poll` reports it once nothing of it can write."""
         read = self._reads.get(read_id)
         if read is not None and read.cancelled_s is None:
             read.cancelled_s = self._owner.clock.now_s()
 
     def close(self) -> None:
-        """Lets go of the source; a read that is still under way fails."""
+        """Lets go of the source. Reads under way fail."""
         if self._reads:
             self._owner.restart("a reader was closed while it read")
         self.disconnect()
         self._owner.forget(self)
 
     def _advance(self, read_id: int, read: _Read) -> str | None:
-        """Looks at one read; returns why the pulling agent has to go, if it has."""
+        """Checks one read. Returns why the pulling agent must be made anew, or None."""
         assert self._link is not None
         try:
             state = self._link.nixl.check_xfer_state(read.handle)
@@ -305,7 +305,7 @@ class NixlReader:
         return self._link
 
     def disconnect(self) -> None:
-        """Gives up what belongs to the pulling agent; reads in flight end with that agent."""
+        """Releases all handles of the pulling agent. Reads in flight end with that agent."""
         for read in self._reads.values():
             if read.handle is not None:
                 read.handle.release()
@@ -315,7 +315,7 @@ class NixlReader:
             self._link = None
 
     def fail_all(self, reason: str) -> None:
-        """The pulling agent is gone: nothing is in flight."""
+        """Reports all reads as failed, after the pulling agent was destroyed."""
         self._ended += [(read_id, reason) for read_id in self._reads]
         self._reads.clear()
 
@@ -325,19 +325,19 @@ class NixlReader:
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """Equal records side by side, of each of which some pieces are read.
+    """Equal records without gaps, and the pieces of each that are read.
 
     Descriptors are numbered by piece, then by block: piece * num_blocks + block.
     """
 
     num_blocks: int
     record_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RecordPiece, ...]
 
     def indices(self, blocks: Sequence[int]) -> Sequence[int]:
         """Descriptors of these blocks, block by block. Raises IndexError.
 
-        Without numpy: its dozen calls, cold after each read, took 90 us of a read of 1 MiB.
+        It avoids numpy: its dozen calls, cold after each read, took 90 us of a read of 1 MiB.
         """
         if min(blocks) < 0 or max(blocks) >= self.num_blocks:
             raise IndexError(f"a block is not among the {self.num_blocks} of its pool")
@@ -349,9 +349,9 @@ class _Records:
     def descriptors(
         self, address: int, device_id: int, offsets: Sequence[int]
     ) -> npt.NDArray[np.uint64]:
-        """[pieces, 5]: address, bytes, device, stride, count, as NIXL takes strided lists.
+        """Returns [pieces, 5]: address, bytes, device, stride, count, as NIXL's strided lists.
 
-        It merges whole records that are adjacent on both sides by itself.
+        NIXL merges whole records that are adjacent on both sides.
         """
         rows = [
             (address + offset, piece.num_bytes, device_id, self.record_bytes, self.num_blocks)
@@ -361,7 +361,7 @@ class _Records:
 
 
 def _check(offer: NixlOffer, records: _Records, sink_record_bytes: int) -> None:
-    """Raises NixlUnavailable for an offer in which the records are not."""
+    """Raises NixlUnavailable if the records do not fit into the offer."""
     if offer.kind not in KINDS:
         raise NixlUnavailable(f"offered memory is of kind {offer.kind!r}")
     if offer.address < 0 or offer.device_id < 0 or offer.address + offer.num_bytes > 2**64:
@@ -408,7 +408,7 @@ class _Link:
             raise NixlUnavailable(f"source cannot be reached: {error}") from error
 
     def prepare(self, here: Sequence[int], there: Sequence[int]) -> Any:
-        """A READ of these descriptors, ready to be posted."""
+        """Returns a READ of these descriptors, ready to be posted."""
         local, remote = self._sides
         return self.nixl.make_prepped_xfer("READ", local, here, remote, there)
 
@@ -429,7 +429,7 @@ class _Engine:
     """A NIXL agent with UCX, and the region registered with it."""
 
     def __init__(self, name: str, region: Region, *, delay_us: int | None) -> None:
-        """Has a thread if there is a `delay_us`: its longest sleep. Raises NixlUnavailable."""
+        """With `delay_us`, its longest sleep, it has a thread. Raises NixlUnavailable."""
         self.region = region
         api = _load()
         self.errors = _errors(api)
@@ -443,13 +443,13 @@ class _Engine:
             raise NixlUnavailable(f"NIXL: {error}") from error
 
     def close(self) -> None:
-        """Destroys the agent, with its connections. Handles of it are released before."""
+        """Destroys the agent and its connections. Its handles must be released before."""
         self.nixl.deregister_memory(self._registered)
         self.nixl.agent = None  # the last reference: the destructor closes sockets and queue pairs
 
 
 def _load() -> Any:
-    """The NIXL package that is installed. Raises NixlUnavailable."""
+    """Imports the installed NIXL package. Raises NixlUnavailable."""
     _bind_system_libnl()
     reasons = []
     raises = logging.raiseExceptions
@@ -460,8 +460,8 @@ def _load() -> Any:
         except ImportError as error:
             reasons.append(f"{package}: {error}")
             continue
-        logging.raiseExceptions = raises  # which the import switches off for the whole process
-        logger = logging.getLogger("nixl")  # and it writes to standard output
+        logging.raiseExceptions = raises  # the import switches it off for the whole process
+        logger = logging.getLogger("nixl")  # it writes to standard output
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.WARNING)
@@ -470,18 +470,18 @@ def _load() -> Any:
 
 
 def _bind_system_libnl() -> None:
-    """Loads the host's own libnl-route, if it has one, before NIXL brings its copy.
+    """Loads the host's own libnl-route, if it has one, before NIXL loads its copy.
 
-    UCX loads the host's libibverbs, and with it this library. Loaded after the copy it would take
-    the copy's functions for its own, and at the end of the process unregister from lists that it
-    never was in: a segmentation fault on hosts that are made for RDMA.
+    UCX loads the host's libibverbs, and with it this library. If it were loaded after the copy, it
+    would use the copy's functions, and at the end of the process unregister from lists that it was
+    never in. That is a segmentation fault on hosts with RDMA.
     """
     with suppress(OSError):
         ctypes.CDLL("libnl-route-3.so.200", mode=os.RTLD_NOW)
 
 
 def _errors(api: Any) -> tuple[type[Exception], ...]:
-    """What NIXL raises: types of its own, which have no common base, and C++'s standard ones."""
+    """Returns the types that NIXL raises: its own (they share no base) and C++'s standard ones."""
     members = vars(api.nixlBind).values()
     own = [m for m in members if isinstance(m, type) and issubclass(m, Exception)]
     return (RuntimeError, ValueError, OverflowError, *own)
@@ -493,7 +493,7 @@ def _new_agent(api: Any, name: str, delay_us: int | None) -> Any:
         bindings = api.nixlBind
         config = bindings.nixlAgentConfig()
         config.useProgThread = True
-        config.pthrDelay = delay_us  # `nixl_agent_config` cannot say this: it always says 0
+        config.pthrDelay = delay_us  # `nixl_agent_config` always sets 0
         config.useListenThread = False
         config.captureTelemetry = False
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE  # UCX's own locks suffice
@@ -502,7 +502,7 @@ def _new_agent(api: Any, name: str, delay_us: int | None) -> Any:
 
 
 def _ucx_parameters() -> dict[str, str]:
-    """Of the backend; an environment variable of UCX overrules `engine_config`."""
+    """Returns the backend's parameters. UCX's environment variables override `engine_config`."""
     mode = "peer" if has_rdma() else "none"
     return {"ucx_error_handling_mode": mode, "engine_config": "TLS=^tcp"}
 
@@ -512,7 +512,7 @@ _environment = threading.Lock()
 
 @contextmanager
 def _quiet_ucx() -> Iterator[None]:
-    """UCX reports each request that its owner abandons, thousands at a time, at level WARN."""
+    """Silences UCX, which warns of each abandoned request, thousands at a time."""
     with _environment:
         if "UCX_LOG_LEVEL" in os.environ:
             yield

@@ -1,4 +1,4 @@
-"""Blocks of a pool to and from the records that travel: what `Wire` says, carried out on bytes."""
+"""Brings blocks of a pool into the records that travel, and back, as `Wire` says."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from kvtransfer.wire import Wire
 
 
 def pack(wire: Wire, pool: Blocks, block_ids: Sequence[int], out: Blocks) -> int:
-    """Blocks of the source's pool as records [num_blocks, wire.record_bytes] in `out`.
+    """Writes blocks of the source's pool to `out` [num_blocks, wire.record_bytes].
 
-    Returns the checksum of all of `out`, whose records lie side by side.
+    The records in `out` are contiguous. Returns the checksum of all of `out`.
     """
     if wire.stored.kv_format == wire.travels_as:
         return gather_records(out, pool, block_ids, wire.packing)
@@ -31,7 +31,7 @@ def convert_blocks(
     sink: Blocks,
     sink_ids: Sequence[BlockId],
 ) -> None:
-    """Blocks of the source's pool to blocks of the sink's, by way of what would have travelled."""
+    """Copies blocks from pool to pool through the records that would travel on a wire."""
     records = np.empty((len(source_ids), wire.stored.block_bytes), np.uint8)
     copy_records(records, None, source, source_ids, wire.packing)
     if wire.stored.kv_format != wire.travels_as:
@@ -44,9 +44,9 @@ def convert_blocks(
 def unpack(
     wire: Wire, records: Blocks, rows: Sequence[int], pool: Blocks, block_ids: Sequence[BlockId]
 ) -> int:
-    """These rows of `records` [num_records, wire.record_bytes] to blocks of the sink's pool.
+    """Writes these rows of `records` [num_records, wire.record_bytes] to blocks of the sink's pool.
 
-    Returns the checksum of all of `records`, which lie side by side: it is known only when the
+    The records are contiguous. Returns the checksum of all of them, which is known only after the
     blocks are written.
     """
     if wire.travels_as == wire.wanted.kv_format:

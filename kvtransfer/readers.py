@@ -1,13 +1,13 @@
-"""How a sink brings blocks of one source here: the seam between the protocol and its backends.
+"""Readers bring blocks of one source here: one reader for each transport.
 
-Three backends stand behind the contract test:
+All three pass the same contract test:
 
     shm    copies from the source's mapped memory, before `fetch` returns
-    zmq    asks the source to send; the endpoint hands what arrives to `take`
-    nixl   reads the source's registered memory by itself; `poll` says what has come
+    zmq    asks the source to send; the endpoint passes what arrives to `take`
+    nixl   reads the source's registered memory; `poll` reports the reads that ended
 
-What may be written by a fetch is the blocks that it names, until its end is reported: at once, in
-`take`, or by `poll`. A sink gives blocks back only when `is_writing` denies that any is written.
+A fetch may write only the blocks that it names, until its end is reported: at once, in `take`, or
+by `poll`. A sink frees blocks only when `is_writing` says that none of them is being written.
 """
 
 import itertools
@@ -30,15 +30,15 @@ from kvtransfer.nixl_backend import NixlReader
 from kvtransfer.packing import convert_blocks, unpack
 from kvtransfer.wire import Wire
 
-FRAME_BYTES = 2 * 2**20  # of one Data: fewer cost more in calls, more fall out of the caches
+FRAME_BYTES = 2 * 2**20  # of one Data: smaller frames cost calls, larger ones exceed the caches
 BATCH_BYTES = 8 * 2**20  # of one Fetch
-WINDOW_BYTES = 32 * 2**20  # on their way from one source
-READ_BYTES = 32 * 2**20  # of one one-sided read: each costs NIXL an exchange with the source
+WINDOW_BYTES = 32 * 2**20  # in flight from one source
+READ_BYTES = 32 * 2**20  # of one one-sided read, which costs NIXL an exchange with the source
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """Blocks of a lease are in place; `sent_by_source` while the lease was open."""
+class BlocksArrived:
+    """Blocks of a lease that are in place. `sent_by_source`: the lease was open then."""
 
     lease_id: LeaseId
     indices: tuple[int, ...]
@@ -46,16 +46,16 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """Blocks of a lease did not come, and are not being written any more."""
+class BlocksFailed:
+    """Blocks of a lease that did not come, and are not written any more."""
 
     lease_id: LeaseId
     indices: tuple[int, ...]
     reason: str
-    damaged: bool = False  # they came, but not as they were sent
+    damaged: bool = False  # they came with a wrong checksum
 
 
-News = Arrived | Broken
+FetchNews = BlocksArrived | BlocksFailed
 
 
 class Reader(Protocol):
@@ -63,11 +63,11 @@ class Reader(Protocol):
 
     means: Means
 
-    def fetch(self, fetch: Fetch) -> Sequence[News]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
         """Begins to fetch; returns what has ended already."""
         ...
 
-    def poll(self) -> Sequence[News]:
+    def poll(self) -> Sequence[FetchNews]:
         """What has ended since."""
         ...
 
@@ -94,21 +94,21 @@ class ShmReader:
         batch = num_records(BATCH_BYTES, wire)
         self.means = Means(Transport.SHM, batch_blocks=batch, window_blocks=batch)
 
-    def fetch(self, fetch: Fetch) -> Sequence[News]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
         """All blocks are in place afterwards."""
         there, here = fetch.source_blocks, fetch.block_ids
         if self._wire.pieces is not None:
             copy_records(self._local, here, self._source, there, self._wire.pieces)
         else:
             convert_blocks(self._wire, self._source, there, self._local, here)
-        return [Arrived(fetch.lease_id, fetch.indices)]
+        return [BlocksArrived(fetch.lease_id, fetch.indices)]
 
-    def poll(self) -> Sequence[News]:
-        """Nothing: `fetch` does it all."""
+    def poll(self) -> Sequence[FetchNews]:
+        """Returns nothing: `fetch` reports everything."""
         return ()
 
     def cancel(self, seq_id: SeqId) -> None:
-        """Nothing is under way."""
+        """Does nothing: no fetch is under way."""
 
     def is_writing(self, seq_id: SeqId) -> bool:
         """Never outside `fetch`."""
@@ -120,7 +120,7 @@ class ShmReader:
 
 
 class ZmqReader:
-    """Asks for blocks; what comes is checked and put in its place by `take`."""
+    """Asks the source for blocks. `take` checks what comes and puts it in place."""
 
     def __init__(self, wire: Wire, local: Blocks, send: Callable[[Read], None]) -> None:
         self._wire = wire
@@ -133,19 +133,19 @@ class ZmqReader:
             resends=True,
         )
 
-    def fetch(self, fetch: Fetch) -> Sequence[News]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
         """No block is in place yet."""
         self._send(Read(fetch.lease_id, list(fetch.indices)))
         return ()
 
-    def take(self, data: Data, payload: memoryview, places: Sequence[BlockId | None]) -> News:
-        """Records as they came, and where each goes; None if nobody waits for it.
+    def take(self, data: Data, payload: memoryview, places: Sequence[BlockId | None]) -> FetchNews:
+        """Puts records in their places and checks them. None as a place: no pull waits for it.
 
-        Whether they are damaged is known when they are in their places, which belong to this pull
-        alone: nothing else is overwritten, and they are asked for again, or the pull fails.
+        Damage is found only after they are in place. The places belong to this pull alone, so
+        nothing else is overwritten. Damaged blocks are asked for again, or the pull fails.
         """
         indices = tuple(data.indices)
-        damaged = Broken(data.lease_id, indices, "blocks arrive damaged", damaged=True)
+        damaged = BlocksFailed(data.lease_id, indices, "blocks arrive damaged", damaged=True)
         if payload.nbytes != len(indices) * self._wire.record_bytes:
             return damaged
         rows = [row for row, place in enumerate(places) if place is not None]
@@ -153,21 +153,23 @@ class ZmqReader:
         records = np.frombuffer(payload, np.uint8).reshape(len(indices), self._wire.record_bytes)
         if unpack(self._wire, records, rows, self._local, blocks) != data.checksum:
             return damaged
-        return Arrived(data.lease_id, tuple(indices[row] for row in rows), sent_by_source=True)
+        return BlocksArrived(
+            data.lease_id, tuple(indices[row] for row in rows), sent_by_source=True
+        )
 
-    def poll(self) -> Sequence[News]:
-        """Nothing: what comes goes through `take`."""
+    def poll(self) -> Sequence[FetchNews]:
+        """Returns nothing: `take` reports what comes."""
         return ()
 
     def cancel(self, seq_id: SeqId) -> None:
-        """What still comes has no place."""
+        """Does nothing: blocks that still come have no place."""
 
     def is_writing(self, seq_id: SeqId) -> bool:
         """Never outside `take`."""
         return False
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Does nothing: the connection belongs to the endpoint."""
 
 
 class OneSidedReader:
@@ -175,7 +177,7 @@ class OneSidedReader:
 
     def __init__(self, wire: Wire, reader: NixlReader) -> None:
         self._reader = reader
-        self._read_ids = itertools.count(secrets.randbits(48))  # no two sinks' are alike
+        self._read_ids = itertools.count(secrets.randbits(48))  # different at each sink
         self._reads: dict[int, Fetch] = {}
         self.means = Means(
             Transport.NIXL,
@@ -183,26 +185,26 @@ class OneSidedReader:
             window_blocks=num_records(2 * READ_BYTES, wire),
         )
 
-    def fetch(self, fetch: Fetch) -> Sequence[News]:
+    def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
         """No block is in place yet."""
         read_id = next(self._read_ids)
         self._reads[read_id] = fetch
         self._reader.fetch(read_id, fetch.source_blocks, fetch.block_ids)
         return ()
 
-    def poll(self) -> Sequence[News]:
-        """Reads that have ended, well or not."""
-        news: list[News] = []
+    def poll(self) -> Sequence[FetchNews]:
+        """Returns the reads that ended or failed."""
+        news: list[FetchNews] = []
         for read_id, reason in self._reader.poll() if self._reads else ():
             fetch = self._reads.pop(read_id)
             if reason is None:
-                news.append(Arrived(fetch.lease_id, fetch.indices))
+                news.append(BlocksArrived(fetch.lease_id, fetch.indices))
             else:
-                news.append(Broken(fetch.lease_id, fetch.indices, reason))
+                news.append(BlocksFailed(fetch.lease_id, fetch.indices, reason))
         return news
 
     def cancel(self, seq_id: SeqId) -> None:
-        """Asks the network to stop; that it did is seen by `poll`."""
+        """Asks for the reads of a sequence to stop; `poll` reports their end."""
         for read_id, fetch in self._reads.items():
             if fetch.seq_id == seq_id:
                 self._reader.cancel(read_id)
@@ -222,5 +224,5 @@ class OneSidedReader:
 
 
 def num_records(num_bytes: int, wire: Wire) -> int:
-    """Blocks that so many bytes hold on the wire; one at least."""
+    """Returns how many blocks of the wire fit into so many bytes; at least one."""
     return max(1, num_bytes // wire.record_bytes)

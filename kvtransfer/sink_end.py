@@ -1,7 +1,7 @@
 """The sink's side of an endpoint: a DEALER socket and a reader for each source.
 
-A connection keeps its routing id when it breaks and is made again, so that the source knows the
-sink and its leases, and a pull goes on from the blocks that it has.
+A connection keeps its routing id when it breaks and is made again. So the source still knows the
+sink and its leases, and a pull continues from the blocks that it has.
 """
 
 import logging
@@ -26,8 +26,8 @@ from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
 from kvtransfer.readers import (
     FRAME_BYTES,
-    Arrived,
-    News,
+    BlocksArrived,
+    FetchNews,
     OneSidedReader,
     Reader,
     ShmReader,
@@ -37,7 +37,7 @@ from kvtransfer.source_end import set_heartbeat
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGES_PER_TURN = 64  # of one source, before the others and the deadlines have their turn
+MAX_MESSAGES_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
 WAYS = {  # in order of preference
     Transport.AUTO: (Transport.SHM, Transport.NIXL, Transport.ZMQ),
     Transport.SHM: (Transport.SHM,),
@@ -52,14 +52,14 @@ class _Unfit(Exception):
 
 @dataclass(slots=True)
 class _Link:
-    """A connection to a source; `reader` is there when it has accepted us."""
+    """A connection to a source. `reader` is set once the source has accepted us."""
 
     socket: "zmq.Socket[bytes]"
     reader: Reader | None = None
 
 
 class SinkEnd:
-    """Performs what the sink's machine decides. Owned by the transfer thread."""
+    """Performs the effects of the sink's machine. Owned by the transfer thread."""
 
     def __init__(  # noqa: PLR0913 - wiring
         self,
@@ -84,7 +84,7 @@ class SinkEnd:
         self._on_end = on_end
         self._count = count
         self._links: dict[str, _Link] = {}
-        self._ending: dict[SeqId, tuple[Reader, PullFailed]] = {}  # something is still written
+        self._ending: dict[SeqId, tuple[Reader, PullFailed]] = {}  # blocks are still being written
         self._closing: list[OneSidedReader] = []
 
     def open(
@@ -93,27 +93,27 @@ class SinkEnd:
         secret: Secret,
         poller: zmq.Poller,
     ) -> None:
-        """Connections are made with that context, and watched by that poller."""
+        """Sets the context that makes connections, and the poller that watches them."""
         self._context = context
         self._secret = secret
         self._poller = poller
 
     def close(self) -> None:
-        """Closes every connection and lets go of the pool and of the sources' memory."""
+        """Closes every connection, and lets go of the pool and of the sources' memory."""
         for address in list(self._links):
             self._close_link(address)
         del self._pool
 
     @property
     def must_poll(self) -> bool:
-        """Whether a read is under way of which no socket tells."""
+        """Whether a read is under way whose end no socket reports."""
         one_sided = [*self._readers(OneSidedReader), *self._closing]
         return any(reader.num_reads for reader in one_sided)
 
     # ------------------------------------------------------------ what comes
 
     def receive(self) -> None:
-        """Takes what sources have sent, and what has been read from them."""
+        """Takes messages of sources, and reads that ended."""
         for address in list(self._links):
             for _ in range(MAX_MESSAGES_PER_TURN):
                 if not self._receive_one(address):
@@ -138,7 +138,7 @@ class SinkEnd:
             news = self._receive_payload(link, address, message)
         except ProtocolError as error:
             self._count("bad_messages", 1)
-            log.warning("%s is sent away: %s", address, error)
+            log.warning("cut off source %s: %s", address, error)
             self.perform(self._machine.refuse_source(address, "source sends nonsense"))
             return False
         self.perform(self._machine.receive(address, message, now_s))
@@ -146,7 +146,7 @@ class SinkEnd:
             self.perform(self._take_news(news))
         return True
 
-    def _receive_payload(self, link: _Link, address: str, message: ToSink) -> News | None:
+    def _receive_payload(self, link: _Link, address: str, message: ToSink) -> FetchNews | None:
         """Receives the records of a Data, checks them and puts them in their places."""
         if not isinstance(message, Data):
             if link.socket.get(zmq.RCVMORE):
@@ -161,18 +161,18 @@ class SinkEnd:
             raise ProtocolError("Data that nobody asked for")
         places = self._machine.places(address, message)
         if all(place is None for place in places):
-            return None  # nobody waits for it: not of this source, or not any more
+            return None  # no pull waits for it, or it is not of this source
         return link.reader.take(message, frame.buffer, places)
 
-    def _take_news(self, news: News) -> list[SinkEffect]:
+    def _take_news(self, news: FetchNews) -> list[SinkEffect]:
         now_s = self._clock.now_s()
-        if isinstance(news, Arrived):
+        if isinstance(news, BlocksArrived):
             self._count("pulled_blocks", len(news.indices))
             self._count("pulled_bytes", len(news.indices) * self._block_bytes)
             return self._machine.fetched(
                 news.lease_id, news.indices, now_s, sent_by_source=news.sent_by_source
             )
-        log.warning("blocks of lease %s did not come: %s", news.lease_id, news.reason)
+        log.warning("could not fetch blocks of lease %s: %s", news.lease_id, news.reason)
         self._count(f"failed_fetches:{news.reason.split(':')[0].replace(' ', '_')}", 1)
         if news.damaged:
             return self._machine.damaged(news.lease_id, news.indices, now_s)
@@ -181,7 +181,7 @@ class SinkEnd:
     # ------------------------------------------------------------ what follows
 
     def perform(self, effects: list[SinkEffect]) -> None:
-        """Carries effects out, and what follows from them."""
+        """Performs effects, and the effects that follow from them."""
         todo = list(effects)
         while todo:
             effect = todo.pop(0)
@@ -192,7 +192,7 @@ class SinkEnd:
                     todo += self._use_source(effect)
                 case Fetch():
                     reader = self._links[effect.address].reader
-                    assert reader is not None, "blocks of a source that has not accepted us"
+                    assert reader is not None, "the source has not accepted us"
                     for news in reader.fetch(effect):
                         todo += self._take_news(news)
                 case CloseSource():
@@ -206,7 +206,7 @@ class SinkEnd:
                     self._fail(effect)
 
     def _fail(self, failed: PullFailed) -> None:
-        """Reports a failed pull, as soon as nothing writes to its blocks any more."""
+        """Reports a failed pull once nothing writes to its blocks any more."""
         self._count(f"pulls_failed:{failed.reason.split(':')[0].replace(' ', '_')}", 1)
         for reader in [*self._readers(OneSidedReader), *self._closing]:
             if reader.is_writing(failed.seq_id):
@@ -229,7 +229,7 @@ class SinkEnd:
     def _use_source(self, use: UseSource) -> list[SinkEffect]:
         link = self._links[use.address]
         if link.reader is not None:
-            return []  # it answered twice
+            return []  # a repeated answer
         refused: list[str] = []
         for way in WAYS[self._transport]:
             try:
@@ -311,7 +311,7 @@ class SinkEnd:
             link.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._count("unsent_messages", 1)  # the source counts as silent soon
-            log.warning("a message to %s was not sent: %s", address, error)
+            log.warning("could not send a message to %s: %s", address, error)
 
     def _open_link(self, address: str) -> _Link:
         socket = self._context.socket(zmq.DEALER)

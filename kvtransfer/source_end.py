@@ -1,8 +1,8 @@
 """The source's side of an endpoint: a ROUTER socket to which sinks connect.
 
-Blocks are gathered into staging buffers, from which ZeroMQ sends without another copy. So what a
-source holds for its sinks is bounded by its buffers: reads wait, sink by sink, until one is free.
-A read whose lease ended meanwhile is dropped, for its sink has been told so.
+Blocks are gathered into staging buffers, from which ZeroMQ sends without another copy. The buffers
+bound the memory that a source holds for its sinks: reads wait, sink by sink, until one is free. A
+read whose lease ended meanwhile is dropped; its sink has been told.
 """
 
 import contextlib
@@ -29,26 +29,26 @@ from kvtransfer.readers import FRAME_BYTES, num_records
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 2**16  # of a sink; it sends no payload
-MAX_UNREAD_MESSAGES = 1024  # of one sink; one that reads more slowly is cut off
-MAX_MESSAGES_PER_TURN = 64  # before sources and deadlines have their turn
+MAX_MESSAGE_BYTES = 2**16  # of a sink, which sends no payload
+MAX_UNREAD_MESSAGES = 1024  # of one sink; a sink with more is cut off
+MAX_MESSAGES_PER_TURN = 64  # then sources and deadlines have their turn
 MAX_FRAMES_PER_TURN = 16  # to each sink
-MAX_BUFFERS_PER_SINK = 3  # one being filled while ZeroMQ sends from the others: they stay in caches
+MAX_BUFFERS_PER_SINK = 3  # one is filled while ZeroMQ sends the others; few stay in caches
 MAX_BUFFERS = 64
-MAX_QUEUED_READS = 256  # of one sink; it asks again for what is lost
+MAX_QUEUED_READS = 256  # of one sink; it asks again for dropped ones
 
 
 class Staging:
-    """Buffers of one frame each, used again when ZeroMQ has sent what is in them."""
+    """Buffers of one frame each, reused once ZeroMQ has sent their contents."""
 
     def __init__(self) -> None:
         self._free: list[Blocks] = []
         self._sending: list[tuple[zmq.MessageTracker, Peer, Blocks]] = []  # oldest first
 
     def take(self, peer: Peer, num_bytes: int) -> Blocks | None:
-        """A buffer for that sink, of at least so many bytes; None while it must wait."""
+        """Returns a buffer of at least so many bytes for that sink; None while it must wait."""
         still = []
-        for tracker, holder, buffer in self._sending:  # each is asked once: it may end meanwhile
+        for tracker, holder, buffer in self._sending:  # ask each once: it may end meanwhile
             if tracker.done:
                 self._free.append(buffer)
             else:
@@ -65,18 +65,18 @@ class Staging:
         return np.empty(max(num_bytes, FRAME_BYTES), np.uint8)
 
     def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
-        """The buffer is being sent from."""
+        """Marks a buffer as being sent."""
         self._sending.append((tracker, peer, buffer))
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the oldest buffer is sent, but no longer than that."""
+        """Waits until the oldest buffer is sent, for at most `timeout_s`."""
         if self._sending:
             with contextlib.suppress(zmq.NotDone):
                 self._sending[0][0].wait(timeout_s)
 
 
 class SourceEnd:
-    """Performs what the source's machine decides. Owned by the transfer thread."""
+    """Performs the effects of the source's machine. Owned by the transfer thread."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class SourceEnd:
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: Secret, host: str) -> str:
         """Binds the socket; returns where sinks connect."""
         self.socket = context.socket(zmq.ROUTER)
-        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone is an error, not silence
-        self.socket.set(zmq.ROUTER_HANDOVER, 1)  # a sink that comes back is the same sink
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a lost peer is an error
+        self.socket.set(zmq.ROUTER_HANDOVER, 1)  # a sink that reconnects is the same sink
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
         secure_server(self.socket, secret, Channel.KV, max_message_bytes=MAX_MESSAGE_BYTES)
@@ -108,7 +108,7 @@ class SourceEnd:
         return f"tcp://{host}:{port}"
 
     def close(self) -> None:
-        """Closes the socket and lets go of the pool; what was not sent is dropped."""
+        """Closes the socket and lets go of the pool. Unsent messages are dropped."""
         self.socket.close(linger=0)
         del self._pool
 
@@ -118,7 +118,7 @@ class SourceEnd:
         return bool(self._queued)
 
     def receive(self, handle: Callable[[Peer, ToSource], None]) -> None:
-        """Takes what sinks have sent, but not for ever. Who sends nonsense is sent away."""
+        """Takes a limited number of messages. A sink that sends an invalid one is cut off."""
         for _ in range(MAX_MESSAGES_PER_TURN):
             try:
                 peer = self.socket.recv(zmq.NOBLOCK)
@@ -128,7 +128,7 @@ class SourceEnd:
                 message = decode_to_source(self._only_frame())
             except ProtocolError as error:
                 self._count("bad_messages")
-                log.warning("a sink is sent away: %s", error)
+                log.warning("cut off a sink: %s", error)
                 self.perform(self._machine.send_away(peer))
                 continue
             handle(peer, message)
@@ -138,10 +138,10 @@ class SourceEnd:
         if not self.socket.get(zmq.RCVMORE):
             return frame
         drain(self.socket)
-        raise ProtocolError("a sink's message has one frame")
+        raise ProtocolError("a sink's message must have one frame")
 
     def perform(self, effects: list[SourceEffect]) -> None:
-        """Carries effects out; blocks wait for `send_blocks`."""
+        """Performs effects. Blocks wait for `send_blocks`."""
         for effect in effects:
             match effect:
                 case SendToSink():
@@ -153,13 +153,13 @@ class SourceEnd:
                     self._on_ended(effect)
 
     def send_blocks(self) -> None:
-        """Sends a frame to each sink that waits, in turn, as far as there are buffers."""
+        """Sends frames to the waiting sinks in turn, as long as there are buffers."""
         for _ in range(MAX_FRAMES_PER_TURN):
             if not sum(self._send_next(peer) for peer in list(self._queued)):
                 return
 
     def _send_next(self, peer: Peer) -> bool:
-        """Sends the first of the frames that a sink waits for; False if it has to wait on."""
+        """Sends the next frame that a sink waits for. Returns False if it must wait longer."""
         queue = self._queued[peer]
         read = queue[0]
         num = num_records(FRAME_BYTES, read.wire)
@@ -173,26 +173,26 @@ class SourceEnd:
         return True
 
     def wait_for_buffer(self, timeout_s: float) -> None:
-        """Waits for what keeps `send_blocks` from going on."""
+        """Waits for a buffer, so that `send_blocks` can continue."""
         self._staging.wait(timeout_s)
 
     def _queue(self, read: SendBlocks) -> None:
         queue = self._queued.setdefault(read.peer, deque())
         if len(queue) >= MAX_QUEUED_READS:
             self._count("dropped_reads")
-            log.warning("a sink asks for more than it takes")
+            log.warning("dropped a read: the sink asks faster than it receives")
             return
         queue.append(read)
 
     def _send_frame(self, read: SendBlocks) -> bool:
-        """Sends blocks in one Data; False if they have to wait."""
+        """Sends blocks in one Data. Returns False if they must wait."""
         num_bytes = len(read.block_ids) * read.wire.record_bytes
         buffer = self._staging.take(read.peer, num_bytes)
         if buffer is None:
             return False
         payload = buffer[:num_bytes]
         records = payload.reshape(len(read.block_ids), read.wire.record_bytes)
-        assert self._pool is not None, "a sink is not let in that would ask"
+        assert self._pool is not None, "a source without host memory offers no sending"
         checksum = pack(read.wire, self._pool, read.block_ids, records)
         data = Data(read.lease_id, list(read.indices), checksum)
         tracker = self._send(read.peer, encode(data), payload.data)
@@ -201,7 +201,7 @@ class SourceEnd:
         return True
 
     def _send(self, peer: Peer, header: bytes, payload: Any = None) -> zmq.MessageTracker | None:
-        """Sends a message; with a payload, what tells when ZeroMQ needs it no longer."""
+        """Sends a message. With a payload, returns the tracker that says when ZeroMQ is done."""
         try:
             self.socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             if payload is None:
@@ -216,8 +216,8 @@ class SourceEnd:
             self.perform(self._machine.send_away(peer, "unread answers"))
             return None
         except zmq.ZMQError as error:
-            self._count("unsent_messages")  # the sink's deadline or the lease's deals with it
-            log.warning("a message to a sink was not sent: %s", error)
+            self._count("unsent_messages")  # the sink's or the lease's deadline deals with it
+            log.warning("could not send a message to a sink: %s", error)
             return None
 
 
@@ -230,12 +230,12 @@ def _without_first(read: SendBlocks, num: int) -> SendBlocks:
 
 
 def drain(socket: "zmq.Socket[bytes]") -> None:
-    """Drops the rest of a message, frame by frame: it may have any number of them."""
+    """Drops the remaining frames of a message, one by one: there may be any number."""
     while socket.get(zmq.RCVMORE):
         socket.recv(copy=False)
 
 
 def set_heartbeat(socket: "zmq.Socket[bytes]", timing: Timing) -> None:
-    """Connections to a peer that does not answer are closed, and their messages let go."""
+    """Closes connections to peers that do not answer, and drops their messages."""
     socket.set(zmq.HEARTBEAT_IVL, max(1, int(1000 * timing.hold_every_s)))
     socket.set(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * timing.silence_s)))

@@ -1,15 +1,15 @@
-"""How blocks travel between two workers: agreed from what each says of itself, by both alike.
+"""The form in which blocks travel between two workers. Both ends compute it from both identities.
 
     source's record ──packing──> shared heads ──convert──> wire
                                  wire ──convert──> shared heads ──unpacking──> sink's record
 
-Nothing is converted unless the configuration asks for it, or no bit can change by it:
+Nothing is converted unless the configuration asks for it or no bit can change:
 
     formats equal, no `kv_wire_dtype`           as stored
     bf16 at the source, fp32 at the sink        as stored on the wire, widened at the sink
     `kv_wire_dtype` of both                     to that format at the source, from it at the sink
 
-where what is converted to a narrower format is fp32 or bf16: quantised KV is never quantised again.
+Only fp32 and bf16 are converted to a narrower format: quantised KV is never quantised again.
 
 Pure: integers only.
 """
@@ -21,13 +21,20 @@ import msgspec
 from engine.errors import BatonError
 from engine.layout import KVFormat, KVLayout
 from kvtransfer.messages import Identity
-from kvtransfer.records import Piece, difference, packing, plan_pieces, shared_layout, unpacking
+from kvtransfer.records import (
+    RecordPiece,
+    difference,
+    packing,
+    plan_pieces,
+    shared_layout,
+    unpacking,
+)
 
 WIDE = (KVFormat.FP32, KVFormat.BF16)
 
 
 class Disagreement(BatonError):
-    """Two workers cannot exchange blocks; `field` names the first reason."""
+    """Two workers cannot exchange blocks. `field` names the first reason."""
 
     def __init__(self, field: str) -> None:
         super().__init__(field)
@@ -36,20 +43,20 @@ class Disagreement(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The way of a block from one source to one sink."""
+    """The form in which one source's blocks reach one sink."""
 
     stored: KVLayout  # the heads that both hold, as the source stores them
     travels_as: KVFormat
     wanted: KVLayout  # the same heads as the sink stores them
-    packing: tuple[Piece, ...]  # from the source's record to a record of just these heads
-    unpacking: tuple[Piece, ...]  # from such a record to the sink's
-    pieces: tuple[Piece, ...] | None  # from record to record; None where formats differ
+    packing: tuple[RecordPiece, ...]  # from the source's record to a record of these heads only
+    unpacking: tuple[RecordPiece, ...]  # from such a record to the sink's
+    pieces: tuple[RecordPiece, ...] | None  # from record to record; None where formats differ
     layout: KVLayout  # the record that travels
     record_bytes: int  # of a block on the wire
 
 
 def agree(source: Identity, sink: Identity) -> Wire:
-    """The way from that source to that sink. Raises Disagreement."""
+    """Returns the form for this source and this sink. Raises Disagreement."""
     if source.fingerprint != sink.fingerprint:
         raise Disagreement("fingerprint")
     _check_shards(source, sink)
@@ -86,12 +93,12 @@ def _check_shards(source: Identity, sink: Identity) -> None:
 
 
 def _plain(layout: KVLayout) -> KVLayout:
-    """The layout in a format that any other layout can have as well."""
+    """Returns the layout in a format that every layout can have."""
     return msgspec.structs.replace(layout, kv_format=KVFormat.FP32)
 
 
 def _wire_format(source: Identity, sink: Identity) -> KVFormat:
-    """What blocks are on the wire."""
+    """Returns the format on the wire. Raises Disagreement."""
     if source.kv_wire_dtype != sink.kv_wire_dtype:
         raise Disagreement("kv_wire_dtype")
     stored, wanted = source.layout.kv_format, sink.layout.kv_format

@@ -1,8 +1,8 @@
-"""Copies of many records in one call: from any rows of one array to any rows of another.
+"""Copies many records in one call: from any rows of one array to any rows of another.
 
-Of what travels, a frame of records one after the other, the checksum is found while it is filled or
-emptied: each KiB is then read from memory once, not twice. Below 241 bytes XXH3 is another
-algorithm: frames that short are left to numpy and xxhash.
+A frame is a sequence of records without gaps, as it travels. Its checksum is computed while it is
+filled or emptied, so each KiB is read from memory once, not twice. Below 241 bytes XXH3 is another
+algorithm, so numpy and xxhash do such short frames.
 """
 
 from array import array
@@ -16,16 +16,16 @@ import xxhash
 
 from kvtransfer.memory import Blocks
 from kvtransfer.native.library import Records, kernels, records_struct
-from kvtransfer.records import Piece
+from kvtransfer.records import RecordPiece
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
 
 
 class _Side(NamedTuple):
-    """One end of the copies: an array of records, and which of them; None for 0, 1, 2, …"""
+    """One end of the copies: an array of records and the chosen rows; None for 0, 1, 2, …"""
 
     records: Blocks
-    ids: "array[int] | None"  # 64 bits each; unlike numpy's, made and located in no time
+    ids: "array[int] | None"  # 64 bits each; faster to make and locate than a numpy array
 
     @property
     def num_named(self) -> int:
@@ -37,23 +37,26 @@ def copy_records(
     sink_ids: Ids | None,
     source: Blocks,
     source_ids: Ids | None,
-    pieces: Sequence[Piece],
+    pieces: Sequence[RecordPiece],
 ) -> None:
     """Copies the pieces of each record `source_ids[i]` to the record `sink_ids[i]`.
 
-    None stands for 0, 1, 2, …, as many as the other side names. The arrays do not overlap; a
-    record's bytes are contiguous, records need not be. Other threads run meanwhile.
+    None stands for 0, 1, 2, …, as many as the other side names. The arrays must not overlap. A
+    record's bytes are contiguous; records need not be. Other threads run meanwhile.
 
-    Raises, before anything is written, IndexError where an id or a piece is out of bounds, and
-    ValueError where the arrays are not of that kind or the sides name different numbers of records.
+    Raises IndexError if an id or a piece is out of bounds. Raises ValueError if the arrays are not
+    records of bytes or the sides name different numbers of records. Nothing is written then.
     """
     _copy("baton_copy_records", (sink, sink_ids), (source, source_ids), pieces)
 
 
-def gather_records(frame: Blocks, source: Blocks, source_ids: Ids, pieces: Sequence[Piece]) -> int:
-    """Copies the pieces of each record `source_ids[i]` to record i of the frame; its checksum.
+def gather_records(
+    frame: Blocks, source: Blocks, source_ids: Ids, pieces: Sequence[RecordPiece]
+) -> int:
+    """Copies the pieces of each record `source_ids[i]` to record i of the frame.
 
-    Raises as `copy_records` does, and ValueError where the frame's records do not lie side by side.
+    Returns the frame's checksum. Raises as `copy_records` does, and ValueError if the frame's
+    records are not contiguous.
     """
     _check_frame(frame)
     found = c_uint64()
@@ -62,7 +65,7 @@ def gather_records(frame: Blocks, source: Blocks, source_ids: Ids, pieces: Seque
 
 
 def scatter_records(
-    sink: Blocks, sink_ids: Ids, frame: Blocks, rows: Ids, pieces: Sequence[Piece]
+    sink: Blocks, sink_ids: Ids, frame: Blocks, rows: Ids, pieces: Sequence[RecordPiece]
 ) -> int:
     """Copies the pieces of record `rows[i]` of the frame to the record `sink_ids[i]`.
 
@@ -75,7 +78,7 @@ def scatter_records(
 
 
 def checksum(frame: bytes | memoryview) -> int:
-    """The xxh3-64 of its bytes: what goes with them over a network."""
+    """Returns the xxh3-64 of a frame, which is sent with it."""
     return xxhash.xxh3_64_intdigest(frame)
 
 
@@ -83,10 +86,10 @@ def _copy(
     function: str,
     sink: tuple[Blocks, Ids | None],
     source: tuple[Blocks, Ids | None],
-    pieces: Sequence[Piece],
+    pieces: Sequence[RecordPiece],
     found: c_uint64 | None = None,
 ) -> bool:
-    """Whether C++ did it, by that function, which put the checksum into `found`; else numpy did."""
+    """Copies. Returns True if C++ did it and put the checksum into `found`, False if numpy did."""
     _check_arrays(sink[0], source[0])
     to, of = _Side(sink[0], _numbers(sink[1])), _Side(source[0], _numbers(source[1]))
     count = _count(to, of)
@@ -103,10 +106,10 @@ def _copy_natively(
     to: _Side,
     of: _Side,
     count: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[RecordPiece],
     found: c_uint64 | None,
 ) -> bool:
-    """Whether it did: not without C++, where anything is out of bounds, or a frame too short."""
+    """Copies in C++. Returns False without C++, out of bounds, or for a frame too short."""
     library = kernels()
     if library is None:
         return False
@@ -119,7 +122,7 @@ def _copy_natively(
     return bool(getattr(library, function)(*sides, count, address, len(pieces), *results))
 
 
-def _copy_one_by_one(to: _Side, of: _Side, count: int, pieces: Sequence[Piece]) -> None:
+def _copy_one_by_one(to: _Side, of: _Side, count: int, pieces: Sequence[RecordPiece]) -> None:
     for i in range(count):
         sink = to.records[i if to.ids is None else to.ids[i]]
         source = of.records[i if of.ids is None else of.ids[i]]
@@ -152,7 +155,7 @@ def _numbers(ids: Ids | None) -> "array[int] | None":
 
 
 def _count(to: _Side, of: _Side) -> int:
-    """How many records both sides name."""
+    """Returns how many records both sides name. Raises ValueError if they differ."""
     if to.ids is None and of.ids is not None:
         return of.num_named
     if of.ids is None and to.ids is not None:
@@ -163,7 +166,7 @@ def _count(to: _Side, of: _Side) -> int:
 
 
 def _check_bounds(side: _Side, count: int, ranges: Sequence[tuple[int, int]]) -> None:
-    """Raises IndexError; `ranges` within a record are (offset, bytes)."""
+    """Raises IndexError if a row or range is out of bounds; `ranges` are (offset, bytes)."""
     num_records, record_bytes = side.records.shape
     for number in range(count) if side.ids is None else side.ids:
         if not 0 <= number < num_records:

@@ -1,7 +1,7 @@
 """The C++ functions as Python sees them: structures, signatures, and the loaded library.
 
-Structures mirror those of the same names in src/*.h, field by field. They hold addresses, so
-whoever makes one keeps the arrays alive.
+Structures mirror those of the same names in src/*.h, field by field. They hold addresses, so the
+caller must keep the arrays alive.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ SOURCES = Sources("transfer", Path(__file__).parent / "src", "transfer.cpp")
 
 
 class Records(Structure):
-    """Rows of bytes, and which of them."""
+    """An array of records, and the ids of the chosen ones."""
 
     _fields_ = (
         ("bytes", c_void_p),
@@ -42,7 +42,7 @@ class Records(Structure):
 
 
 class Heads(Structure):
-    """How one section lies in records of one format."""
+    """The place of one section in records of one format."""
 
     _fields_ = (
         ("section_offset", c_int64),
@@ -84,7 +84,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 def records_struct(records: npt.NDArray[np.uint8], ids_address: int | None = None) -> Records:
-    """`records` [n, record_bytes] uint8, bytes of a record side by side, for C++."""
+    """Returns `records` [n, record_bytes] uint8 for C++; each record's bytes are contiguous."""
     num_records, record_bytes = records.shape
     return Records(
         bytes=records.ctypes.data,
@@ -97,7 +97,7 @@ def records_struct(records: npt.NDArray[np.uint8], ids_address: int | None = Non
 
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """The library for this machine, built if need be; None, with a warning, where it cannot be."""
+    """Returns the library, building it if needed; None, with a warning, if that fails."""
     try:
         return open_library(built_library(SOURCES), SIGNATURES)
     except (BuildError, OSError) as error:
@@ -106,5 +106,5 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def is_native() -> bool:
-    """Whether C++ does the work; builds the library if that has not been tried yet."""
+    """Whether C++ does the work. Builds the library if that has not been tried yet."""
     return kernels() is not None

@@ -14,7 +14,7 @@ from kvtransfer.messages import Identity
 from kvtransfer.native import copying, library
 from kvtransfer.native.copying import copy_records, gather_records, scatter_records
 from kvtransfer.packing import pack, unpack
-from kvtransfer.records import Piece
+from kvtransfer.records import RecordPiece
 from kvtransfer.wire import agree
 from tests.transfer.test_native_records import COPIES, copied_by, random_records, whole
 
@@ -121,7 +121,7 @@ def test_filling_a_frame_with_any_pieces_gives_bytes_and_checksum_of_two_passes(
     ids = data.draw(st.lists(st.integers(0, 7), min_size=count, max_size=count))
     with copied_by(by):
         pool = random_records(8, pool_bytes)
-        check_gather(pool, ids, [Piece(p, f, n) for p, f, n in pieces], frame_bytes)
+        check_gather(pool, ids, [RecordPiece(p, f, n) for p, f, n in pieces], frame_bytes)
 
 
 @pytest.mark.parametrize("by", COPIES)
@@ -132,7 +132,7 @@ def test_emptying_any_rows_gives_the_same_bytes_and_the_checksum_of_all_rows(by,
     ids = data.draw(st.permutations(range(8)))[: len(rows)]
     # At the sink the pieces lie one behind the other: those of `frames` may overlap there.
     offsets = accumulate((n for _, _, n in pieces), initial=0)
-    apart = [Piece(f, at, n) for (_, f, n), at in zip(pieces, offsets, strict=False)]
+    apart = [RecordPiece(f, at, n) for (_, f, n), at in zip(pieces, offsets, strict=False)]
     sink_bytes = max(pool_bytes, frame_bytes)
     with copied_by(by):
         check_scatter(random_records(count, frame_bytes), rows, apart, (8, sink_bytes), ids)
@@ -140,7 +140,7 @@ def test_emptying_any_rows_gives_the_same_bytes_and_the_checksum_of_all_rows(by,
 
 def test_the_checksum_is_of_what_is_left_where_pieces_overwrite_each_other():
     pool = random_records(4)
-    check_gather(pool, [2, 0, 3], [Piece(0, 0, 4096), Piece(100, 512, 1024)], 4096)
+    check_gather(pool, [2, 0, 3], [RecordPiece(0, 0, 4096), RecordPiece(100, 512, 1024)], 4096)
 
 
 @pytest.mark.usefixtures("_each_copy")

@@ -15,7 +15,7 @@ from engine import native_build
 from engine.errors import BuildError
 from kvtransfer.native import copying, library
 from kvtransfer.native.copying import copy_records
-from kvtransfer.records import Piece
+from kvtransfer.records import RecordPiece
 
 COPIES = ["native", "numpy"]
 RECORD_BYTES = 4096
@@ -43,7 +43,7 @@ def random_records(num_records, record_bytes=RECORD_BYTES, *, seed=0):
 
 
 def whole(num_bytes=RECORD_BYTES):
-    return [Piece(0, 0, num_bytes)]
+    return [RecordPiece(0, 0, num_bytes)]
 
 
 @st.composite
@@ -58,7 +58,7 @@ def copies(draw):
     for _ in range(draw(st.integers(0, 3))):
         start = draw(st.integers(end, sink_bytes))
         num_bytes = draw(st.integers(0, min(sink_bytes - start, source_bytes)))
-        pieces.append(Piece(draw(st.integers(0, source_bytes - num_bytes)), start, num_bytes))
+        pieces.append(RecordPiece(draw(st.integers(0, source_bytes - num_bytes)), start, num_bytes))
         end = start + num_bytes
     return (num_sink, sink_bytes), (num_source, source_bytes), sink_ids, source_ids, pieces
 
@@ -148,14 +148,14 @@ def test_a_record_that_is_not_there_is_refused_before_anything_is_written(sink_i
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece(0, 1, RECORD_BYTES),
-        Piece(1, 0, RECORD_BYTES),
-        Piece(-1, 0, 8),
-        Piece(0, -1, 8),
-        Piece(8, 8, -4),
-        Piece(0, 0, RECORD_BYTES + 1),
-        Piece(2**62, 0, 8),
-        Piece(2**63 - 1, 0, 2**63 - 1),
+        RecordPiece(0, 1, RECORD_BYTES),
+        RecordPiece(1, 0, RECORD_BYTES),
+        RecordPiece(-1, 0, 8),
+        RecordPiece(0, -1, 8),
+        RecordPiece(8, 8, -4),
+        RecordPiece(0, 0, RECORD_BYTES + 1),
+        RecordPiece(2**62, 0, 8),
+        RecordPiece(2**63 - 1, 0, 2**63 - 1),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ import pytest
 from kvtransfer.memory import Region, SharedPool
 from kvtransfer.messages import NixlOffer
 from kvtransfer.nixl_backend import PACKAGES, NixlAgent, NixlReader, NixlUnavailable
-from kvtransfer.records import Piece
+from kvtransfer.records import RecordPiece
 
 if not any(importlib.util.find_spec(package) for package in PACKAGES):
     pytest.skip(f"none of {', '.join(PACKAGES)} is installed", allow_module_level=True)
@@ -187,7 +187,7 @@ def test_adjacent_blocks_arrive_where_they_belong(sink):
 
 
 def test_of_each_record_only_the_pieces_are_read(sink):
-    pieces = (Piece(0, 64, 1000), Piece(8192, 4096, 128))
+    pieces = (RecordPiece(0, 64, 1000), RecordPiece(8192, 4096, 128))
     there, here = [63, 0, 31], [1, 62, 5]
     with source() as other:
         reader = sink.connect(other, pieces=pieces)
@@ -256,7 +256,7 @@ def test_an_offer_that_is_not_what_it_says_is_refused(sink, changed, reason):
         assert read_all(sink.connect(other), 1) is None
 
 
-@pytest.mark.parametrize("piece", [Piece(1, 0, BLOCK_BYTES), Piece(0, 1, BLOCK_BYTES)])
+@pytest.mark.parametrize("piece", [RecordPiece(1, 0, BLOCK_BYTES), RecordPiece(0, 1, BLOCK_BYTES)])
 def test_a_piece_that_exceeds_its_record_is_refused(sink, piece):
     with source() as other, pytest.raises(NixlUnavailable, match="within"):
         sink.connect(other, pieces=[piece])

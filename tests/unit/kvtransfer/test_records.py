@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.layout import KVFormat, KVLayout, KVSection
 from kvtransfer.records import (
-    Piece,
+    RecordPiece,
     Shard,
     difference,
     packing,
@@ -130,13 +130,13 @@ def test_a_shared_record_lies_as_its_layout_says_and_carries_all_there_is_to_mov
 def test_equal_shards_have_one_piece_that_is_the_whole_record(layout, size):
     for shard in shards(size):
         num_bytes = rank_layout(layout, shard).block_bytes
-        assert plan(layout, shard, shard) == (Piece(0, 0, num_bytes),)
+        assert plan(layout, shard, shard) == (RecordPiece(0, 0, num_bytes),)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_shared_record_that_is_all_of_one_side_is_one_piece_there(size):
     for shard in shards(size):
-        whole = (Piece(0, 0, rank_layout(LAYOUT, shard).block_bytes),)
+        whole = (RecordPiece(0, 0, rank_layout(LAYOUT, shard).block_bytes),)
         assert unpacking(plan(LAYOUT, WHOLE, shard)) == whole
         assert packing(plan(LAYOUT, shard, WHOLE)) == whole
 
@@ -154,9 +154,9 @@ def test_k_and_v_of_each_layer_are_a_piece_each():
     head = LAYOUT.head_bytes(0)
     pieces = plan(LAYOUT, WHOLE, Shard(1, 2))
     assert pieces[:3] == (
-        Piece(2 * head, 0, 2 * head),
-        Piece(6 * head, 2 * head, 2 * head),
-        Piece(10 * head, 4 * head, 2 * head),
+        RecordPiece(2 * head, 0, 2 * head),
+        RecordPiece(6 * head, 2 * head, 2 * head),
+        RecordPiece(10 * head, 4 * head, 2 * head),
     )
     assert len(pieces) == 2 * (2 + 1)
 
@@ -165,7 +165,10 @@ def test_sizes_that_do_not_divide_each_other_share_parts():
     layout = KVLayout(1, KVFormat.FP32, (KVSection(num_layers=1, num_kv_heads=6, head_dim=16),))
     shared = shared_layout(rank_layout(layout, Shard(1, 3)), Shard(1, 3), Shard(0, 2))
     assert shared.sections[0].num_kv_heads == 1
-    assert plan(layout, Shard(1, 3), Shard(0, 2)) == (Piece(0, 128, 64), Piece(128, 320, 64))
+    assert plan(layout, Shard(1, 3), Shard(0, 2)) == (
+        RecordPiece(0, 128, 64),
+        RecordPiece(128, 320, 64),
+    )
 
 
 @pytest.mark.parametrize(
