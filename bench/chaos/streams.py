@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from bench.client.chunks import DONE, ChunkChoice, ChunkLogprobs, decode_chunk, shown
 from bench.client.sse import SseParser
-
-DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +27,10 @@ class ReceivedPiece:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedUsage:
-    """Tokens as the server counted them. What was cached depends on who was asked before."""
+    """Tokens as the server counted them. Cached ones depend on earlier requests: left out."""
 
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,37 +46,6 @@ class ReceivedStream:
     num_attempts: int = 1  # that the router needed
     failure: str | None = None
     is_broken: bool = False  # the connection ended before the answer did
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-
-
-class _Logprobs(msgspec.Struct):
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-
-
-class _Choice(msgspec.Struct):
-    index: int
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Timeline(msgspec.Struct):
-    attempts: int = 1
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: ReceivedUsage | None = None
-    error: object = None
-    baton_timeline: _Timeline | None = None
-
-
-_chunks = msgspec.json.Decoder(_Chunk)
 
 
 class StreamReader:
@@ -130,30 +98,29 @@ class StreamReader:
             self._num_done += 1
             return
         try:
-            chunk = _chunks.decode(data)
+            chunk = decode_chunk(data)
         except msgspec.MsgspecError as error:
-            self._failure = self._failure or f"{error}: {_shown(data)}"
+            self._failure = self._failure or f"{error}: {shown(data)}"
             return
         if chunk.error is not None:
-            self._failure = self._failure or _shown(data)
-        self._pieces += _pieces(chunk.choices, now_s)
+            self._failure = self._failure or shown(data)
+        self._pieces += _pieces(chunk.choices or (), now_s)
         if chunk.usage is not None:
-            self._usages.append(chunk.usage)
+            usage = ReceivedUsage(chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+            self._usages.append(usage)
         if chunk.baton_timeline is not None:
-            self._num_attempts = chunk.baton_timeline.attempts
+            attempts = chunk.baton_timeline.get("attempts")
+            self._num_attempts = attempts if isinstance(attempts, int) else 1
 
 
-def _pieces(choices: Sequence[_Choice], now_s: float) -> list[ReceivedPiece]:
-    """Without those that say nothing, like the role at the begin of a chat's answer."""
+def _pieces(choices: Sequence[ChunkChoice], now_s: float) -> list[ReceivedPiece]:
+    """Leaves out chunks without content, such as the role that begins a chat's answer."""
     pieces = []
     for choice in choices:
-        text = choice.text or (choice.delta or _Delta()).content or ""
-        scored = choice.logprobs or _Logprobs()
+        scored = choice.logprobs or ChunkLogprobs()
         logprobs = tuple(zip(scored.tokens, scored.token_logprobs, strict=True))
-        if text or logprobs or choice.finish_reason is not None:
-            pieces.append(ReceivedPiece(now_s, choice.index, text, choice.finish_reason, logprobs))
+        if choice.said or logprobs or choice.finish_reason is not None:
+            pieces.append(
+                ReceivedPiece(now_s, choice.index, choice.said, choice.finish_reason, logprobs)
+            )
     return pieces
-
-
-def _shown(data: bytes) -> str:
-    return data[:200].decode(errors="replace")

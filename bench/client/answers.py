@@ -23,10 +23,16 @@ from itertools import pairwise
 
 import msgspec
 
+from bench.client.chunks import (
+    DONE,
+    AnswerChunk,
+    ChunkPromptDetails,
+    ChunkUsage,
+    decode_chunk,
+    shown,
+)
 from bench.client.sse import SseEvent, SseParser
 from bench.common.prompts import Prompt
-
-DONE = b"[DONE]"
 
 
 class Endpoint(StrEnum):
@@ -106,43 +112,6 @@ def request_body(
     )
 
 
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-
-    @property
-    def has_content(self) -> bool:
-        delta = self.delta or _Delta()
-        return bool(self.text or delta.content or delta.reasoning_content or delta.reasoning)
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: object = None
-    baton_timeline: dict[str, object] | None = None
-
-
-_chunks = msgspec.json.Decoder(_Chunk)
-
-
 class AnswerReader:
     """Reads one streamed answer: `feed` for every piece of the body, then `finish`, once."""
 
@@ -150,7 +119,7 @@ class AnswerReader:
         self._sent_s = sent_s
         self._parser = SseParser()
         self._chunk_times_s: list[float] = []
-        self._usage = _Usage()
+        self._usage = ChunkUsage()
         self._timeline_s: dict[str, float] = {}
         self._complete = False
         self._failure: Failure | None = None
@@ -178,16 +147,16 @@ class AnswerReader:
             self._complete = True
             return
         try:
-            chunk = _chunks.decode(event.data)
+            chunk = decode_chunk(event.data)
         except msgspec.MsgspecError as error:
-            self._fail(f"{error}: {_shown(event.data)}")
+            self._fail(f"{error}: {shown(event.data)}")
             return
         if chunk.error is not None or event.kind == b"error":
-            self._fail(_shown(event.data))
+            self._fail(shown(event.data))
             return
         self._take_chunk(chunk, now_s)
 
-    def _take_chunk(self, chunk: _Chunk, now_s: float) -> None:
+    def _take_chunk(self, chunk: AnswerChunk, now_s: float) -> None:
         choices = chunk.choices or ()
         if any(choice.has_content for choice in choices):
             self._chunk_times_s.append(now_s)
@@ -200,7 +169,7 @@ class AnswerReader:
         self._failure = self._failure or Failure("stream_error", detail)
 
     def _answer(self) -> Answer:
-        details = self._usage.prompt_tokens_details or _PromptDetails()
+        details = self._usage.prompt_tokens_details or ChunkPromptDetails()
         return Answer(
             sent_s=self._sent_s,
             chunk_times_s=tuple(self._chunk_times_s),
@@ -218,7 +187,3 @@ def _stages(timeline: Mapping[str, object]) -> dict[str, float]:
         for name, value in timeline.items()
         if isinstance(value, float)
     }
-
-
-def _shown(data: bytes) -> str:
-    return data[:200].decode(errors="replace")
