@@ -35,8 +35,8 @@ from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.serving import Options, serving
 from bench.common.waiting import holds_within, pause
-from bench.serve.plan import Target
-from bench.serve.run import Client as Api
+from bench.serve.plan import ServeTarget
+from bench.serve.run import ServeClient
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Role
 
@@ -134,7 +134,7 @@ async def _measure(
     ) as session:
         deployment = deployed(session)
         deployment.open()
-        model = await Api(session, Target(deployment.url), clock).first_model()
+        model = await ServeClient(session, ServeTarget(deployment.url), clock).first_model()
         asked = chaos_requests(
             plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed
         )

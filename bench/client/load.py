@@ -35,7 +35,7 @@ MEASURES = {  # in the timeline beside the stages, with which they overlap
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """One request: how late it was sent, how long it waited for a slot, and what came back."""
 
     send_lag_s: float  # the client's own lateness, before any wait for a slot
@@ -44,11 +44,11 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoadRun:
     """All requests of one repetition."""
 
     duration_s: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RequestOutcome, ...]
 
     @property
     def answers(self) -> list[Answer]:
@@ -64,14 +64,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class SloBounds:
     """Bounds on one request's latencies; None bounds nothing."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
 
-def figures_of_runs(runs: Sequence[Run], slo: Slo | None) -> list[dict[str, Figure]]:
+def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict[str, Figure]]:
     """The figures of every run. A kind of error seen in one run is a zero in the others."""
     kinds = sorted({failure.kind for run in runs for failure in run.failures})
     return [
@@ -87,18 +87,18 @@ def figures_of_runs(runs: Sequence[Run], slo: Slo | None) -> list[dict[str, Figu
     ]
 
 
-def meets(answer: Answer, slo: Slo) -> bool:
+def meets(answer: Answer, slo: SloBounds) -> bool:
     """Whether TTFT and TPOT are inside their bounds."""
     return _inside(answer.ttft_s, slo.ttft_s) and _inside(answer.tpot_s, slo.tpot_s)
 
 
-def meets_by_longest_gaps(answer: Answer, slo: Slo) -> bool:
+def meets_by_longest_gaps(answer: Answer, slo: SloBounds) -> bool:
     """Whether TTFT and Mooncake's TBT are inside their bounds."""
     tbt_s = mean_of_longest(answer.gaps_s, TBT_SHARE) if answer.gaps_s else None
     return _inside(answer.ttft_s, slo.ttft_s) and _inside(tbt_s, slo.tpot_s)
 
 
-def warnings(runs: Sequence[Run], *, input_len: int, output_len: int) -> list[str]:
+def warnings(runs: Sequence[LoadRun], *, input_len: int, output_len: int) -> list[str]:
     """One line for each thing that makes the figures mean less than they seem to."""
     answers = [answer for run in runs for answer in run.answers]
     return [
@@ -124,7 +124,7 @@ def kinds_with_example(failures: Iterable[Failure]) -> Mapping[str, tuple[int, s
     return table
 
 
-def _latency(run: Run) -> dict[str, Figure]:
+def _latency(run: LoadRun) -> dict[str, Figure]:
     answers, outcomes = run.answers, run.outcomes
     samples_s = {
         "ttft": [answer.ttft_s for answer in answers],
@@ -144,7 +144,7 @@ def _latency(run: Run) -> dict[str, Figure]:
     }
 
 
-def _throughput(run: Run) -> dict[str, Figure]:
+def _throughput(run: LoadRun) -> dict[str, Figure]:
     answers = run.answers
     num_output = sum(answer.num_output_tokens for answer in answers)
     num_prompt = sum(answer.num_prompt_tokens or 0 for answer in answers)
@@ -156,7 +156,7 @@ def _throughput(run: Run) -> dict[str, Figure]:
     }
 
 
-def _goodput(run: Run, slo: Slo) -> dict[str, Figure]:
+def _goodput(run: LoadRun, slo: SloBounds) -> dict[str, Figure]:
     num_sent = len(run.outcomes)
     num_met = sum(meets(answer, slo) for answer in run.answers)
     num_effective = sum(meets_by_longest_gaps(answer, slo) for answer in run.answers)
@@ -182,7 +182,7 @@ def _tokens(answers: Sequence[Answer]) -> dict[str, Figure]:
     return figures
 
 
-def _requests(run: Run, kinds: Iterable[str]) -> dict[str, Figure]:
+def _requests(run: LoadRun, kinds: Iterable[str]) -> dict[str, Figure]:
     by_kind = Counter(failure.kind for failure in run.failures)
     return {
         "requests/sent": Figure(len(run.outcomes), "req"),
@@ -207,14 +207,14 @@ def _inside(value_s: float | None, bound_s: float | None) -> bool:
     return value_s is None or bound_s is None or value_s <= bound_s
 
 
-def _late_client(runs: Sequence[Run]) -> list[str]:
+def _late_client(runs: Sequence[LoadRun]) -> list[str]:
     lag = summarize([outcome.send_lag_s for run in runs for outcome in run.outcomes])
     if lag is None or lag.p99 * 1e3 <= LATE_MS:
         return []
     return [f"the client itself was late: send lag p99 {lag.p99 * 1e3:.1f} ms"]
 
 
-def _waits_for_slots(runs: Sequence[Run]) -> list[str]:
+def _waits_for_slots(runs: Sequence[LoadRun]) -> list[str]:
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     waits = summarize([wait for outcome in outcomes if (wait := outcome.slot_wait_s) is not None])
     if waits is None or waits.p99 * 1e3 <= LATE_MS:

@@ -36,7 +36,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ModelMemory:
     """What a step reads, as the engine holds it."""
 
     weights_bytes: float  # all matrices but the embedding
@@ -100,7 +100,7 @@ def model_size(checkpoint: Path) -> ModelSize | None:
     )
 
 
-def prefill_work(model: ModelSize, memory: Memory, lens: Sequence[int]) -> Work:
+def prefill_work(model: ModelSize, memory: ModelMemory, lens: Sequence[int]) -> Work:
     """One prompt of each length, in one step: weights are read once."""
     tokens = sum(lens)
     pairs = sum(n * (n + 1) / 2 for n in lens)
@@ -111,7 +111,7 @@ def prefill_work(model: ModelSize, memory: Memory, lens: Sequence[int]) -> Work:
     )
 
 
-def decode_work(model: ModelSize, memory: Memory, contexts: Sequence[int]) -> Work:
+def decode_work(model: ModelSize, memory: ModelMemory, contexts: Sequence[int]) -> Work:
     """One step of sequences whose contexts, the new token included, have these lengths."""
     total = sum(contexts)
     return Work(

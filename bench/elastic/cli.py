@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
@@ -45,7 +45,7 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
             workers,
             splits=_splits(workers, step),
             seeds=range(seed, seed + repeat),
-            slo=Slo(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
+            slo=SloBounds(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
         )
         report = report_here(
             "elastic",

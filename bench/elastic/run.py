@@ -29,7 +29,7 @@ from itertools import chain, count, cycle, islice
 from math import exp
 from random import Random
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.progress import Say
 from bench.common.report import Figure, Result, results_of
 from bench.elastic.planned import SimulatedDecision
@@ -134,7 +134,7 @@ class ElasticPlan:
     num_workers: int
     splits: Sequence[int]
     seeds: Sequence[int]
-    slo: Slo
+    slo: SloBounds
 
     @property
     def rules(self) -> PlannerRules:
@@ -219,7 +219,7 @@ def play(
     return _played(run, plan.slo, num_moved)
 
 
-def _played(run: SimulatedRun, slo: Slo, num_moved: int) -> ElasticRun:
+def _played(run: SimulatedRun, slo: SloBounds, num_moved: int) -> ElasticRun:
     return ElasticRun(
         num_good=sum(meets(latencies_of(record), slo) for record in run.records),
         num_requests=len(run.records),

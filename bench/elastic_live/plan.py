@@ -35,7 +35,7 @@ from random import Random
 
 from bench.client.answers import Answer, Failure
 from bench.client.arrivals import arrival_times_s
-from bench.client.load import Outcome, Slo, meets
+from bench.client.load import RequestOutcome, SloBounds, meets
 from bench.common.report import Figure, Result, Scalar, results_of
 
 MAX_RUNNING = 4  # places of a decode worker
@@ -107,11 +107,11 @@ class MeasuredPace:
     most: Mapping[LiveMix, float]
 
     @property
-    def slo(self) -> Slo:
+    def slo(self) -> SloBounds:
         """The bounds that requests should meet."""
         prompt_s = self.num_workers / self.most[READING]
         token_s = self.num_workers * MAX_RUNNING / (self.most[WRITING] * WRITING.output_len)
-        return Slo(SLACK * prompt_s, SLACK * token_s)
+        return SloBounds(SLACK * prompt_s, SLACK * token_s)
 
     def rate_per_s(self, mix: LiveMix) -> float:
         """Requests/s of the load."""
@@ -164,10 +164,10 @@ class LiveRun:
 
     setting: int | None
     repeat: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RequestOutcome, ...]
     num_flips: int
 
-    def num_good(self, slo: Slo) -> int:
+    def num_good(self, slo: SloBounds) -> int:
         """Requests that met both bounds."""
         results = (outcome.result for outcome in self.outcomes)
         return sum(not isinstance(one, Failure) and meets(one, slo) for one in results)

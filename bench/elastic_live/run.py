@@ -32,8 +32,8 @@ from bench.elastic_live.plan import (
     order_of,
 )
 from bench.interference.run import link_checkpoint
-from bench.serve.plan import Target
-from bench.serve.run import KEEP_ALIVE_S, Client, run_open_loop
+from bench.serve.plan import ServeTarget
+from bench.serve.run import KEEP_ALIVE_S, ServeClient, run_open_loop
 from engine.clock import MonotonicClock
 from engine.config import PlannerMode
 from engine.errors import BatonError
@@ -87,7 +87,7 @@ async def _measure(
     ) as session:
         deployment = deployment_of(session)
         deployment.open()
-        client = Client(session, Target(deployment.url), MonotonicClock())
+        client = ServeClient(session, ServeTarget(deployment.url), MonotonicClock())
         bench = _Bench(plan, vocab, deployment, client, await client.first_model())
         pace = await bench.pace()
         for mix in MIXES:
@@ -111,7 +111,7 @@ class _Bench:
         plan: LivePlan,
         vocab: Sequence[int],
         deployment: DisturbedDeployment,
-        client: Client,
+        client: ServeClient,
         model: str,
     ) -> None:
         self._plan = plan

@@ -33,7 +33,7 @@ QUANTISED_ENGINES = ("onednn", "x86", "fbgemm")  # of torch's operators
 Way = Callable[[], object]
 
 
-class Ceilings:
+class CeilingProbe:
     """Inputs that are made once, for measuring again and again."""
 
     def __init__(self, threads: int, clock: Clock | None = None) -> None:
@@ -138,7 +138,7 @@ def _packed(weight: torch.Tensor, team: Team, form: WeightFormat) -> PackedLinea
 def main() -> None:
     """Answers `measure` until its input ends."""
     out = stdout_for_answers()
-    drive(lambda: Ceilings(threads=int(sys.argv[1])), sys.stdin, out)
+    drive(lambda: CeilingProbe(threads=int(sys.argv[1])), sys.stdin, out)
 
 
 if __name__ == "__main__":

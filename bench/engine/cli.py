@@ -24,8 +24,8 @@ from bench.common.progress import say_on_stderr
 from bench.common.report import Report
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_speeds, print_warnings
-from bench.engine.plan import EnginePlan, Job, check, config_of, jobs_of, peers_of, quick
-from bench.engine.results import Measured, results, warnings
+from bench.engine.plan import EngineJob, EnginePlan, check, config_of, jobs_of, peers_of, quick
+from bench.engine.results import EngineMeasured, results, warnings
 from bench.engine.run import measure
 from engine.config import WeightFormat
 from engine.layout import KVFormat
@@ -88,7 +88,7 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
         print_warnings(console, warnings(measured))
 
 
-def _report(plan: EnginePlan, measured: Measured) -> Report:
+def _report(plan: EnginePlan, measured: EngineMeasured) -> Report:
     failed = {f"failed_{failed.name}": failed.reason for failed in measured.failed}
     versions = {f"version_{name}": version for name, version in measured.versions.items()}
     return report_here(
@@ -125,7 +125,7 @@ def _plot(plan: EnginePlan, report: Report, path: Path) -> None:
     plot_bars(panels, path, title=title, limits=limits)
 
 
-def _panel(job: Job) -> str:
+def _panel(job: EngineJob) -> str:
     """Where a job's bars stand: jobs for peers by themselves, the others by kind and batch."""
     if job.for_peers:
         return f"{job.name}, tokens/s"
@@ -133,5 +133,5 @@ def _panel(job: Job) -> str:
     return f"{name}, tokens/s"
 
 
-def _bar(job: Job, weights: str) -> str:
+def _bar(job: EngineJob, weights: str) -> str:
     return weights if job.for_peers else f"{weights}, {job.context_len}"

@@ -65,7 +65,7 @@ def tables_of(lens: Sequence[int], block_size: int) -> list[list[BlockId]]:
     return tables
 
 
-class Ours:
+class OurEngine:
     """One runner."""
 
     def __init__(self, options: argparse.Namespace, weights: str, kv_format: str) -> None:
@@ -194,7 +194,7 @@ def main() -> None:
     out = stdout_for_answers()
     weights, kv_format = sys.argv[1:3]
     options = options_of(["ours", *sys.argv[3:]])
-    drive(lambda: Ours(options, weights, kv_format), sys.stdin, out)
+    drive(lambda: OurEngine(options, weights, kv_format), sys.stdin, out)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ MEASURED_WEIGHTS = (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EngineJob:
     """Sequences behind contexts of one length, computed (prefill) or decoded for some steps."""
 
     name: str
@@ -62,7 +62,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class EnginePeer:
     """One peer engine: its name in reports, its driver, and the Python that runs it."""
 
     name: str
@@ -84,7 +84,7 @@ class EnginePlan:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     num_repeats: int
-    peers: tuple[Peer, ...] = ()
+    peers: tuple[EnginePeer, ...] = ()
     seed: int = 0
     is_quick: bool = False
 
@@ -118,43 +118,46 @@ def quick(plan: EnginePlan) -> EnginePlan:
     )
 
 
-def peers_of(option: str) -> list[Peer]:
+def peers_of(option: str) -> list[EnginePeer]:
     """The engines that `NAME=PYTHON` stands for. Raises ConfigError."""
     name, separator, python = option.partition("=")
     if not separator or name not in PEERS:
         raise ConfigError(f"--peer {option!r} is not NAME=PYTHON with a NAME of {', '.join(PEERS)}")
     return [
-        Peer(peer_name, name, variant, Path(python)) for peer_name, variant in PEERS[name].items()
+        EnginePeer(peer_name, name, variant, Path(python))
+        for peer_name, variant in PEERS[name].items()
     ]
 
 
-def jobs_of(plan: EnginePlan) -> list[Job]:
+def jobs_of(plan: EnginePlan) -> list[EngineJob]:
     """All jobs, those for peers first."""
     grid_steps = QUICK_GRID_STEPS if plan.is_quick else NUM_STEPS
     named = [
-        Job("prefill", PREFILL_TOKENS // NAMED_PREFILL_LEN, NAMED_PREFILL_LEN, 0, for_peers=True),
-        Job("decode_b32", 32, DECODE_PROMPT_LEN, NUM_STEPS, for_peers=True),
-        Job("decode_b1", 1, DECODE_PROMPT_LEN, NUM_STEPS, for_peers=True),
+        EngineJob(
+            "prefill", PREFILL_TOKENS // NAMED_PREFILL_LEN, NAMED_PREFILL_LEN, 0, for_peers=True
+        ),
+        EngineJob("decode_b32", 32, DECODE_PROMPT_LEN, NUM_STEPS, for_peers=True),
+        EngineJob("decode_b1", 1, DECODE_PROMPT_LEN, NUM_STEPS, for_peers=True),
     ]
     prefills = [
-        Job(f"prefill_len{n}", max(1, PREFILL_TOKENS // n), n, 0, for_peers=False)
+        EngineJob(f"prefill_len{n}", max(1, PREFILL_TOKENS // n), n, 0, for_peers=False)
         for n in plan.prefill_lens
         if n != NAMED_PREFILL_LEN
     ]
     grid = [
-        Job(f"decode_b{b}_ctx{n}", b, n, grid_steps, for_peers=False, prefills_all=False)
+        EngineJob(f"decode_b{b}_ctx{n}", b, n, grid_steps, for_peers=False, prefills_all=False)
         for b in plan.batches
         for n in plan.contexts
     ]
     return [*named, *prefills, *grid]
 
 
-def warm_up_jobs(plan: EnginePlan) -> list[Job]:
+def warm_up_jobs(plan: EnginePlan) -> list[EngineJob]:
     """What every engine does before it is measured: the jobs for peers. Peers need them all, as
     some compile or allocate for each size; ours alone, if it is to be quick, makes do with less."""
     if plan.peers or not plan.is_quick:
         return [job for job in jobs_of(plan) if job.for_peers]
-    return [Job("warm_up", 4, 64, 4, for_peers=True)]
+    return [EngineJob("warm_up", 4, 64, 4, for_peers=True)]
 
 
 def kv_format_of(plan: EnginePlan, weights: WeightFormat) -> KVFormat:
@@ -167,7 +170,7 @@ def is_comparable(weights: str, variant: str) -> bool:
     return weights != WeightFormat.FP32 or variant == "f32"
 
 
-def prompts_of(job: Job, vocab_size: int, *, seed: int, repeat: int) -> list[list[int]]:
+def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> list[list[int]]:
     """The job's prompts: other ones in every repetition, the same for every engine."""
     rng = Random(f"{seed}/{job.name}/{repeat}")
     num_prompts = job.num_sequences if job.prefills_all else 1
@@ -175,7 +178,7 @@ def prompts_of(job: Job, vocab_size: int, *, seed: int, repeat: int) -> list[lis
     return [[*prompt] for prompt in token_prompts(range(vocab_size), shape, rng)]
 
 
-def limits_of(jobs: Sequence[Job]) -> dict[str, int]:
+def limits_of(jobs: Sequence[EngineJob]) -> dict[str, int]:
     """The most that any of these jobs asks for, as the drivers' options name it."""
     return {
         "--max-sequences": max(job.num_sequences for job in jobs),

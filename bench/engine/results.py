@@ -25,24 +25,24 @@ from operator import add
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.roofline import (
     Ceilings,
-    Memory,
+    ModelMemory,
     ModelSize,
     Work,
     decode_work,
     least_time_s,
     prefill_work,
 )
-from bench.engine.plan import EnginePlan, Job, is_comparable, jobs_of
+from bench.engine.plan import EngineJob, EnginePlan, is_comparable, jobs_of
 
 OVERHEAD_JOB = "decode_b32"
 REFERENCE = "fp32"
 TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 
-Key = tuple[str, str]  # engine, job
+JobKey = tuple[str, str]  # engine, job
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class JobTime:
     """One job, done once by one engine."""
 
     seconds: float
@@ -54,23 +54,23 @@ class Sample:
 class Repetition:
     """All jobs, done once by every engine."""
 
-    samples: Mapping[Key, Sample]
+    samples: Mapping[JobKey, JobTime]
     ceilings: Ceilings
     background: float | None  # share of the CPU that others used meanwhile
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
+class OurMemory:
     """What our engine says of itself, with some weights."""
 
-    memory: Memory
+    memory: ModelMemory
     resident_bytes: float
     load_s: float
     warm_up_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedPeer:
     """A peer that was asked for and could not be measured."""
 
     name: str
@@ -79,17 +79,17 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class EngineMeasured:
     """All that was measured."""
 
     size: ModelSize | None  # None: no limits can be told for this model
-    ours: Mapping[str, Ours]  # by weights
+    ours: Mapping[str, OurMemory]  # by weights
     repetitions: tuple[Repetition, ...]
     versions: Mapping[str, str] = field(default_factory=dict)  # of the peers
-    failed: tuple[Failed, ...] = ()
+    failed: tuple[FailedPeer, ...] = ()
 
 
-def results(plan: EnginePlan, measured: Measured) -> tuple[Result, ...]:
+def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
     """Every result, in the order of the table above."""
     ceilings = _median_ceilings([repetition.ceilings for repetition in measured.repetitions])
     found: list[Result] = []
@@ -101,7 +101,7 @@ def results(plan: EnginePlan, measured: Measured) -> tuple[Result, ...]:
     return (*found, *_same_tokens(measured))
 
 
-def warnings(measured: Measured) -> list[str]:
+def warnings(measured: EngineMeasured) -> list[str]:
     """What a reader should know before believing the results."""
     lines = [f"{failed.name} was not measured: {failed.reason}" for failed in measured.failed]
     busiest = max(repetition.background or 0.0 for repetition in measured.repetitions)
@@ -113,27 +113,29 @@ def warnings(measured: Measured) -> list[str]:
     return lines
 
 
-def work_of(job: Job, size: ModelSize, memory: Memory) -> Work:
+def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
     """What a job has to do at least. A prefill counts as one step: its weights are read once."""
     if not job.num_steps:
         return prefill_work(size, memory, [job.context_len] * job.num_sequences)
     return reduce(add, _steps(job, size, memory))
 
 
-def limit_s(job: Job, size: ModelSize, ours: Memory, ceilings: Ceilings, weights: str) -> float:
+def limit_s(
+    job: EngineJob, size: ModelSize, ours: ModelMemory, ceilings: Ceilings, weights: str
+) -> float:
     """The least time that a job can take: the sum over its steps, each bound in its own way."""
     if not job.num_steps:
         return least_time_s(work_of(job, size, ours), ceilings, weights)
     return sum(least_time_s(step, ceilings, weights) for step in _steps(job, size, ours))
 
 
-def _steps(job: Job, size: ModelSize, memory: Memory) -> Iterator[Work]:
+def _steps(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Iterator[Work]:
     for step in range(1, job.num_steps + 1):
         yield decode_work(size, memory, [job.context_len + step] * job.num_sequences)
 
 
 def _job_results(
-    plan: EnginePlan, measured: Measured, job: Job, weights: str, ceilings: Ceilings
+    plan: EnginePlan, measured: EngineMeasured, job: EngineJob, weights: str, ceilings: Ceilings
 ) -> Iterator[Result]:
     samples = _samples(measured, (weights, job.name))
     runs = [Figure(job.num_tokens / sample.seconds, "tokens/s") for sample in samples]
@@ -150,7 +152,7 @@ def _job_results(
 
 
 def _rates(
-    job: Job, work: Work, samples: Sequence[Sample], weights: str, ceilings: Ceilings
+    job: EngineJob, work: Work, samples: Sequence[JobTime], weights: str, ceilings: Ceilings
 ) -> Iterator[Result]:
     """Flops/s and, where decoding is bound by them, bytes/s."""
     in_registers = replace(work, read_bytes=0.0)
@@ -161,14 +163,14 @@ def _rates(
         yield _rate(f"{job.name}_bandwidth/{weights}", amount, samples, ceilings.read_bytes_per_s)
 
 
-def _rate(name: str, amount: Figure, samples: Sequence[Sample], limit: float) -> Result:
+def _rate(name: str, amount: Figure, samples: Sequence[JobTime], limit: float) -> Result:
     """`amount` a second, in thousands of millions, beside its limit."""
     runs = [Figure(amount.value / sample.seconds / 1e9, amount.unit) for sample in samples]
     [result] = results_of([{name: run} for run in runs])
     return _limited(result, limit / 1e9)
 
 
-def _overhead(name: str, samples: Sequence[Sample]) -> tuple[Result, ...]:
+def _overhead(name: str, samples: Sequence[JobTime]) -> tuple[Result, ...]:
     return results_of(
         [
             {name: Figure(100 * sample.outside_forward_s / sample.seconds, "%")}
@@ -179,7 +181,7 @@ def _overhead(name: str, samples: Sequence[Sample]) -> tuple[Result, ...]:
 
 
 def _peers(
-    plan: EnginePlan, measured: Measured, job: Job, weights: str, value: float
+    plan: EnginePlan, measured: EngineMeasured, job: EngineJob, weights: str, value: float
 ) -> dict[str, Peer]:
     found = {}
     for peer in plan.peers:
@@ -190,7 +192,7 @@ def _peers(
     return found
 
 
-def _facts(weights: str, ours: Ours) -> tuple[Result, ...]:
+def _facts(weights: str, ours: OurMemory) -> tuple[Result, ...]:
     facts = {
         f"memory_weights/{weights}": Figure(ours.memory.weights_bytes / 2**20, "MiB"),
         f"memory_resident/{weights}": Figure(ours.resident_bytes / 2**20, "MiB"),
@@ -213,7 +215,7 @@ def _machine_figures(repetition: Repetition) -> dict[str, Figure]:
     return figures
 
 
-def _same_tokens(measured: Measured) -> tuple[Result, ...]:
+def _same_tokens(measured: EngineMeasured) -> tuple[Result, ...]:
     """How often each engine's first tokens are those of our fp32: do they compute the same?"""
     runs = []
     for repetition in measured.repetitions:
@@ -237,7 +239,7 @@ def _share_equal(found: Sequence[int], expected: Sequence[int]) -> float:
     return sum(a == b for a, b in zip(found, expected, strict=True)) / len(expected)
 
 
-def _samples(measured: Measured, key: Key) -> list[Sample]:
+def _samples(measured: EngineMeasured, key: JobKey) -> list[JobTime]:
     return [r.samples[key] for r in measured.repetitions if key in r.samples]
 
 

@@ -19,19 +19,19 @@ import msgspec
 from bench.common import background
 from bench.common.driven import Answer, Driven, DrivenFailed
 from bench.common.progress import Say, say_nothing
-from bench.common.roofline import Ceilings, Memory, model_size
+from bench.common.roofline import Ceilings, ModelMemory, model_size
 from bench.common.shapes import cached_checkpoint
 from bench.engine.plan import (
+    EngineJob,
+    EnginePeer,
     EnginePlan,
-    Job,
-    Peer,
     jobs_of,
     kv_format_of,
     limits_of,
     prompts_of,
     warm_up_jobs,
 )
-from bench.engine.results import Failed, Key, Measured, Ours, Repetition, Sample
+from bench.engine.results import EngineMeasured, FailedPeer, JobKey, JobTime, OurMemory, Repetition
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
 from engine.model.loading.files import read_json
@@ -51,9 +51,9 @@ class Contest:
     ours: dict[str, Driven]
     peers: dict[str, Driven]
     ceilings: Driven
-    failed: list[Failed] = field(default_factory=list)
+    failed: list[FailedPeer] = field(default_factory=list)
 
-    def engines(self, job: Job, repeat: int) -> list[Driven]:
+    def engines(self, job: EngineJob, repeat: int) -> list[Driven]:
         """Those that a job is meant for, in the order of that repetition."""
         engines = [*self.ours.values(), *(self.peers.values() if job.for_peers else ())]
         return engines[::-1] if repeat % 2 else engines
@@ -68,10 +68,10 @@ class Contest:
         if self.peers.pop(peer.name, None) is None:
             raise error
         peer.close()
-        self.failed.append(Failed(error.name, error.reason, error.last_lines))
+        self.failed.append(FailedPeer(error.name, error.reason, error.last_lines))
 
 
-def measure(plan: EnginePlan, say: Say = say_nothing) -> Measured:
+def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
     """Carries out the plan. Raises DrivenFailed where our own engine fails, and ConfigError."""
     checkpoint = plan.checkpoint or cached_checkpoint(plan.shape, plan.seed)
     size = model_size(checkpoint)
@@ -90,7 +90,7 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> Measured:
         for repeat in range(plan.num_repeats):
             say(f"repetition {repeat + 1} of {plan.num_repeats}")
             repetitions.append(_repetition(contest, plan, vocab_size, repeat))
-        return Measured(
+        return EngineMeasured(
             size=size,
             ours={name: _described(engine, facts[name]) for name, engine in contest.ours.items()},
             repetitions=tuple(repetitions),
@@ -122,7 +122,7 @@ def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int
     idle_share = _idle_share()
     before = background.read(contest.sessions())
     ceilings = contest.ceilings.ask("measure", timeout_s=JOB_TIMEOUT_S)
-    samples: dict[Key, Sample] = {}
+    samples: dict[JobKey, JobTime] = {}
     for job in jobs_of(plan):
         samples |= _round(contest, job, vocab_size, seed=plan.seed, repeat=repeat)
     others = background.share_of_others(before, background.read(contest.sessions()))
@@ -134,8 +134,8 @@ def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int
 
 
 def _round(
-    contest: Contest, job: Job, vocab_size: int, *, seed: int, repeat: int
-) -> dict[Key, Sample]:
+    contest: Contest, job: EngineJob, vocab_size: int, *, seed: int, repeat: int
+) -> dict[JobKey, JobTime]:
     """One job, done by every engine that it is meant for, one after the other."""
     prompts = prompts_of(job, vocab_size, seed=seed, repeat=repeat)
     samples = {}
@@ -148,7 +148,7 @@ def _round(
     return samples
 
 
-def _sample(engine: Driven, job: Job, prompts: Sequence[Sequence[int]]) -> Sample:
+def _sample(engine: Driven, job: EngineJob, prompts: Sequence[Sequence[int]]) -> JobTime:
     if not job.prefills_all:
         answer = engine.ask(
             "decode_at",
@@ -157,11 +157,11 @@ def _sample(engine: Driven, job: Job, prompts: Sequence[Sequence[int]]) -> Sampl
             num_sequences=job.num_sequences,
             num_steps=job.num_steps,
         )
-        return Sample(answer["decode_s"], (), answer["outside_forward_s"])
+        return JobTime(answer["decode_s"], (), answer["outside_forward_s"])
     answer = engine.ask(
         "generate", timeout_s=JOB_TIMEOUT_S, prompts=prompts, num_steps=job.num_steps
     )
-    return Sample(
+    return JobTime(
         seconds=answer["decode_s"] if job.num_steps else answer["prefill_s"],
         first_tokens=tuple(tokens[0] for tokens in answer["answers"]),
         outside_forward_s=answer.get("outside_forward_s"),
@@ -174,7 +174,7 @@ def _ours(plan: EnginePlan, weights: WeightFormat, checkpoint: Path) -> Driven:
     return Driven(weights, [*command, *options], _environment(plan))
 
 
-def _peer(plan: EnginePlan, peer: Peer, checkpoint: Path) -> Driven:
+def _peer(plan: EnginePlan, peer: EnginePeer, checkpoint: Path) -> Driven:
     jobs = [job for job in jobs_of(plan) if job.for_peers]
     options = _options(plan, checkpoint, jobs, variant=peer.variant)
     environment = _environment(plan)
@@ -191,7 +191,9 @@ def _ceilings(plan: EnginePlan) -> Driven:
     return Driven("ceilings", command, _environment(plan))
 
 
-def _options(plan: EnginePlan, checkpoint: Path, jobs: Sequence[Job], *, variant: str) -> list[str]:
+def _options(
+    plan: EnginePlan, checkpoint: Path, jobs: Sequence[EngineJob], *, variant: str
+) -> list[str]:
     """The options that all drivers have."""
     fixed = {"--checkpoint": checkpoint, "--variant": variant, "--threads": plan.num_threads}
     limits = limits_of([*jobs, *warm_up_jobs(plan)])
@@ -202,10 +204,10 @@ def _environment(plan: EnginePlan) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(plan.num_threads)}
 
 
-def _described(engine: Driven, facts: Answer) -> Ours:
+def _described(engine: Driven, facts: Answer) -> OurMemory:
     memory = engine.ask("memory", timeout_s=JOB_TIMEOUT_S)
-    return Ours(
-        memory=Memory(facts["weights_bytes"], facts["kv_token_bytes"]),
+    return OurMemory(
+        memory=ModelMemory(facts["weights_bytes"], facts["kv_token_bytes"]),
         resident_bytes=memory["resident_bytes"],
         load_s=facts["load_s"],
         warm_up_s=facts["warm_up_s"],

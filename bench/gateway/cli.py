@@ -21,7 +21,7 @@ from bench.common.progress import say_on_stderr
 from bench.common.report import Report
 from bench.common.tables import print_head, print_warnings
 from bench.gateway.plan import GatewayPlan, config_of, plan_of, quick
-from bench.gateway.results import Measured, results, warnings
+from bench.gateway.results import GatewayMeasured, results, warnings
 from bench.gateway.run import measure
 
 
@@ -52,7 +52,7 @@ def gateway(  # noqa: PLR0913 (one parameter for each option is how typer declar
         print_warnings(Console(), warnings(plan, measured))
 
 
-def _report(plan: GatewayPlan, measured: Measured) -> Report:
+def _report(plan: GatewayPlan, measured: GatewayMeasured) -> Report:
     versions = {f"version_{name}": version for name, version in measured.versions.items()}
     return report_here(
         "gateway",

@@ -23,7 +23,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 TIMEOUT_S = 120.0
 
 
-class Stream(msgspec.Struct, frozen=True, tag_field="do", tag="stream"):
+class StreamCommand(msgspec.Struct, frozen=True, tag_field="do", tag="stream"):
     """`num_requests` of them over `num_connections`, each of which sends one after the other.
 
     Every body has a `seed` of its own, which is how answers are told apart.
@@ -99,7 +99,7 @@ class _Connection(asyncio.Protocol):
         self._send()
 
 
-async def stream(command: Stream) -> dict[str, Any]:
+async def stream(command: StreamCommand) -> dict[str, Any]:
     """Carries the command out."""
     left = deque(_request(command.body, command.seed + i) for i in range(command.num_requests))
     seen = _Seen()
@@ -136,7 +136,7 @@ async def _main() -> None:
     _say({"ready": {"pid": os.getpid()}})
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
-            answer = await stream(msgspec.json.decode(line, type=Stream))
+            answer = await stream(msgspec.json.decode(line, type=StreamCommand))
         except (OSError, TimeoutError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         _say(answer)

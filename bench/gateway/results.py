@@ -27,7 +27,7 @@ SATURATED = 0.95  # share of a core at which times are those of a queue
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GatewayRun:
     """One load on one server. Times in seconds."""
 
     server: str
@@ -42,24 +42,26 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class GatewayMeasured:
     """All runs."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[GatewayRun, ...]
     background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
     versions: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, server: str, load: StreamLoad) -> list[Run]:
+    def of(self, server: str, load: StreamLoad) -> list[GatewayRun]:
         """A server's runs of one load, by repetition."""
         return [run for run in self.runs if (run.server, run.load) == (server, load)]
 
 
-def results(plan: GatewayPlan, measured: Measured) -> tuple[Result, ...]:
+def results(plan: GatewayPlan, measured: GatewayMeasured) -> tuple[Result, ...]:
     """Every result, in the order of the table above."""
     first = plan.loads[0]
     peers = [name for name in plan.servers if name not in (OURS, WRITES)]
 
-    def compared(name: str, unit: str, load: StreamLoad, of: Callable[[Run], float]) -> Result:
+    def compared(
+        name: str, unit: str, load: StreamLoad, of: Callable[[GatewayRun], float]
+    ) -> Result:
         values = {
             server: [of(run) for run in measured.of(server, load)] for server in (OURS, *peers)
         }
@@ -77,7 +79,7 @@ def results(plan: GatewayPlan, measured: Measured) -> tuple[Result, ...]:
     return (*found, *results_of(shares))
 
 
-def warnings(plan: GatewayPlan, measured: Measured) -> list[str]:
+def warnings(plan: GatewayPlan, measured: GatewayMeasured) -> list[str]:
     """What a reader should know before believing the results."""
     lines = []
     busiest = max(measured.background, default=0.0)
@@ -89,7 +91,7 @@ def warnings(plan: GatewayPlan, measured: Measured) -> list[str]:
     return lines
 
 
-def _warnings_of(server: str, load: StreamLoad, runs: Sequence[Run]) -> list[str]:
+def _warnings_of(server: str, load: StreamLoad, runs: Sequence[GatewayRun]) -> list[str]:
     lines: list[str] = []
     if not runs:
         return lines
@@ -104,7 +106,7 @@ def _warnings_of(server: str, load: StreamLoad, runs: Sequence[Run]) -> list[str
     return lines
 
 
-def _added(plan: GatewayPlan, measured: Measured, name: str, percent: int) -> Result:
+def _added(plan: GatewayPlan, measured: GatewayMeasured, name: str, percent: int) -> Result:
     """Beyond the median of the bare server in the same repetition."""
     load = plan.serial
     bare_ms = {run.repeat: _ttft_ms(run, 50) for run in measured.of(BARE, load)}
@@ -123,17 +125,17 @@ def _result(name: str, unit: str, values: Mapping[str, Sequence[float]]) -> Resu
     return replace(ours, peers=peers)
 
 
-def _tokens_per_cpu_s(run: Run) -> float:
+def _tokens_per_cpu_s(run: GatewayRun) -> float:
     return run.load.total_tokens / max(run.cpu_s, 1e-9)
 
 
-def _ttft_ms(run: Run, percent: int) -> float:
+def _ttft_ms(run: GatewayRun, percent: int) -> float:
     return 1e3 * percentile(run.ttft_s, percent)
 
 
-def _ttft_p99_ms(run: Run) -> float:
+def _ttft_p99_ms(run: GatewayRun) -> float:
     return _ttft_ms(run, 99)
 
 
-def _gap_p99_ms(run: Run) -> float:
+def _gap_p99_ms(run: GatewayRun) -> float:
     return 1e3 * percentile(run.gaps_s, 99)

@@ -12,14 +12,14 @@ from bench.common import background
 from bench.common.driven import Driven
 from bench.common.progress import Say, say_nothing
 from bench.gateway.plan import GatewayPlan, StreamLoad, body_of, order_of
-from bench.gateway.results import Measured, Run
+from bench.gateway.results import GatewayMeasured, GatewayRun
 from bench.gateway.servers import Server, open_all
 
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 150.0
 
 
-def measure(plan: GatewayPlan, say: Say = say_nothing) -> Measured:
+def measure(plan: GatewayPlan, say: Say = say_nothing) -> GatewayMeasured:
     """Carries the plan out. Raises DrivenFailed or ServiceFailed where something does not start."""
     with ExitStack() as stack:
         say("starting the servers")
@@ -30,7 +30,7 @@ def measure(plan: GatewayPlan, say: Say = say_nothing) -> Measured:
         client.ready(START_TIMEOUT_S)
         for server in servers.values():
             _warm_up(plan, server, client)
-        runs: list[Run] = []
+        runs: list[GatewayRun] = []
         busy: list[float] = []
         sessions = [session for server in servers.values() for session in server.sessions]
         sessions += [client.session or 0, os.getsid(0)]
@@ -44,7 +44,7 @@ def measure(plan: GatewayPlan, say: Say = say_nothing) -> Measured:
             if others is not None:
                 busy.append(others)
         versions = {name: s.version for name, s in servers.items() if s.version}
-        return Measured(tuple(runs), tuple(busy), versions)
+        return GatewayMeasured(tuple(runs), tuple(busy), versions)
 
 
 def _warm_up(plan: GatewayPlan, server: Server, client: Driven) -> None:
@@ -56,7 +56,7 @@ def _warm_up(plan: GatewayPlan, server: Server, client: Driven) -> None:
 
 def _run(
     plan: GatewayPlan, server: Server, client: Driven, *, load: StreamLoad, repeat: int
-) -> Run:
+) -> GatewayRun:
     before_s = server.cpu_s()
     seen = client.ask(
         "stream",
@@ -67,7 +67,7 @@ def _run(
         num_requests=load.num_requests,
         seed=(plan.seed * plan.num_repeats + repeat) * load.num_requests,
     )
-    return Run(
+    return GatewayRun(
         server=server.name,
         load=load,
         repeat=repeat,

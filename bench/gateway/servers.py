@@ -13,7 +13,7 @@ from bench.common import background
 from bench.common.driven import Driven
 from bench.common.services import launched
 from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
-from bench.gateway.worker import BLOCK_SIZE, Options
+from bench.gateway.worker import BLOCK_SIZE, NullWorkerOptions
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Member, Members, Version
 from engine.messages import WorkerId
@@ -90,7 +90,7 @@ def _open(
 
 def _open_ours(stack: ExitStack) -> Server:
     token_ids = tuple(load_text_model(TOKENIZER).encode_text(TEXT, CONTEXT_LEN))
-    options = msgspec.json.encode(Options(TOKEN, STEP_S, token_ids)).decode()
+    options = msgspec.json.encode(NullWorkerOptions(TOKEN, STEP_S, token_ids)).decode()
     worker = Driven("worker", [sys.executable, "-m", "bench.gateway.worker", options])
     worker.start()
     stack.callback(worker.close)

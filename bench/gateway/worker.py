@@ -60,7 +60,7 @@ NUM_SHOWN = 16  # prompts
 REPORT_EVERY = 100  # steps
 
 
-class Options(msgspec.Struct, frozen=True):
+class NullWorkerOptions(msgspec.Struct, frozen=True):
     """What it is started with: one JSON object as its only argument."""
 
     token: str
@@ -94,7 +94,7 @@ class _Session:
 class NullWorker:
     """Serves any number of gateways."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: NullWorkerOptions) -> None:
         self._options = options
         self._clock = MonotonicClock()
         self._sessions: list[_Session] = []
@@ -201,7 +201,7 @@ def _welcome(worker_id: str) -> Welcome:
     )
 
 
-async def _main(options: Options) -> None:
+async def _main(options: NullWorkerOptions) -> None:
     worker = NullWorker(options)
     address = await worker.open()
     _say({"ready": {"address": address, "pid": os.getpid()}})
@@ -215,4 +215,4 @@ def _say(answer: object) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_main(msgspec.json.decode(sys.argv[1], type=Options)))
+    uvloop.run(_main(msgspec.json.decode(sys.argv[1], type=NullWorkerOptions)))

@@ -29,9 +29,9 @@ from bench.gpu.kernels import (
     check_matmul,
 )
 from bench.gpu.models import check_model, random_llama
-from bench.gpu.session import Session
+from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES, GpuShape
-from bench.gpu.speeds import Ceilings, ModelSpeeds, measure_attention, measure_ceilings
+from bench.gpu.speeds import GpuCeilings, ModelSpeeds, measure_attention, measure_ceilings
 from engine.clock import MonotonicClock
 from engine.config import WeightFormat
 from engine.layout import KVFormat
@@ -53,7 +53,7 @@ ATTENTION_KV = (KVFormat.BF16, KVFormat.FP8_E4M3, KVFormat.INT8, KVFormat.INT4)
 
 def run(*, shape_name: str, device: str, is_quick: bool, budget_s: float, json: Path | None) -> int:
     """Everything, as far as time allows: the exit status."""
-    session = Session(MonotonicClock(), budget_s, sys.stdout)
+    session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
     with torch.inference_mode():
         GpuBench(session, SHAPES[shape_name], device, is_quick=is_quick).run(shape_name)
     session.conclude(judges_goals=device != "cpu")
@@ -72,13 +72,15 @@ def run(*, shape_name: str, device: str, is_quick: bool, budget_s: float, json: 
 class GpuBench:
     """One run on one device."""
 
-    def __init__(self, session: Session, shape: GpuShape, device: str, *, is_quick: bool) -> None:
+    def __init__(
+        self, session: GpuSession, shape: GpuShape, device: str, *, is_quick: bool
+    ) -> None:
         self._session = session
         self._shape = shape
         self._device = device
         self._is_quick = is_quick
         self._has_fp8 = device == "cpu" or fp8.can_multiply(torch.device(device))
-        self._ceilings: Ceilings | None = None
+        self._ceilings: GpuCeilings | None = None
 
     def run(self, shape_name: str) -> None:
         """All sections."""
@@ -175,7 +177,7 @@ class GpuBench:
             self._session.fail(line)
 
 
-def _report(session: Session, config: Mapping[str, Scalar]) -> Report:
+def _report(session: GpuSession, config: Mapping[str, Scalar]) -> Report:
     return report_here(
         "gpu",
         seed=0,

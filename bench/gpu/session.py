@@ -29,7 +29,7 @@ class Goal:
 
 
 @dataclass(slots=True)
-class Session:
+class GpuSession:
     """One run."""
 
     clock: Clock

@@ -18,9 +18,9 @@ from functools import partial
 
 import torch
 
-from bench.common.roofline import Memory, Work, decode_work, prefill_work
+from bench.common.roofline import ModelMemory, Work, decode_work, prefill_work
 from bench.gpu.models import BLOCK_SIZE
-from bench.gpu.session import Session
+from bench.gpu.session import GpuSession
 from bench.gpu.shapes import GpuShape, scattered_tables
 from engine.clock import Clock
 from engine.config import WeightFormat
@@ -51,7 +51,7 @@ Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Ceilings:
+class GpuCeilings:
     """What this GPU was measured to do."""
 
     bytes_per_s: float
@@ -67,7 +67,7 @@ class Ceilings:
         return max(compute_s, work.read_bytes / self.bytes_per_s)
 
 
-class Stopwatch:
+class GpuStopwatch:
     """Times calls on a device."""
 
     def __init__(self, device: str, clock: Clock) -> None:
@@ -94,9 +94,9 @@ class Stopwatch:
             torch.cuda.synchronize()
 
 
-def measure_ceilings(session: Session, shape: GpuShape, device: str) -> Ceilings:
+def measure_ceilings(session: GpuSession, shape: GpuShape, device: str) -> GpuCeilings:
     """Bandwidth and matrix rates; of several ways to read the fastest counts."""
-    watch = Stopwatch(device, session.clock)
+    watch = GpuStopwatch(device, session.clock)
     source = torch.randn(shape.read_bytes // 4, device=device)
     target = torch.empty_like(source)
     matrix = source.view(torch.bfloat16).view(-1, 4096)
@@ -125,11 +125,11 @@ def measure_ceilings(session: Session, shape: GpuShape, device: str) -> Ceilings
         ]
         session.add("ceiling/fp8", [rate / 1e12 for rate in rates], "TFLOP/s")
         by_fp8 = statistics.median(rates)
-    return Ceilings(fastest, statistics.median(bf16), by_fp8)
+    return GpuCeilings(fastest, statistics.median(bf16), by_fp8)
 
 
 def measure_attention(
-    session: Session, shape: GpuShape, ceilings: Ceilings, kv_format: KVFormat, device: str
+    session: GpuSession, shape: GpuShape, ceilings: GpuCeilings, kv_format: KVFormat, device: str
 ) -> None:
     """One layer's attention of decode steps, storing K and V included, as a captured step runs it.
 
@@ -149,7 +149,7 @@ def measure_attention(
         call = captured(partial(attend, *arguments), device)
         num_bytes = num_rows * context_len * layout.block_bytes / BLOCK_SIZE
         runs = [
-            num_bytes / seconds / 1e9 for seconds in Stopwatch(device, session.clock).runs(call)
+            num_bytes / seconds / 1e9 for seconds in GpuStopwatch(device, session.clock).runs(call)
         ]
         session.add(
             f"attention_b{num_rows}_ctx{context_len}/{kv_format}",
@@ -165,9 +165,9 @@ class ModelSpeeds:
 
     def __init__(
         self,
-        session: Session,
+        session: GpuSession,
         shape: GpuShape,
-        ceilings: Ceilings,
+        ceilings: GpuCeilings,
         loaded: LoadedModel,
         *,
         weights: WeightFormat,
@@ -182,7 +182,7 @@ class ModelSpeeds:
         self._device = loaded.device.type
         self._layout = KVLayout(BLOCK_SIZE, kv_format, loaded.layout.sections)
         self._forward = CudaForward(loaded, weights, captured_rows=shape.batches)
-        self._watch = Stopwatch(self._device, session.clock)
+        self._watch = GpuStopwatch(self._device, session.clock)
 
     def run(self, *, has_prefill: bool) -> None:
         """Opens the model, measures all jobs that memory and time allow, and closes it."""
@@ -307,9 +307,9 @@ class ModelSpeeds:
         return chosen
 
     @property
-    def _memory(self) -> Memory:
+    def _memory(self) -> ModelMemory:
         kv_token_bytes = self._layout.block_bytes / BLOCK_SIZE
-        return Memory(self._forward.weights_bytes, kv_token_bytes)
+        return ModelMemory(self._forward.weights_bytes, kv_token_bytes)
 
 
 def random_blocks(layout: KVLayout, num_blocks: int, device: str) -> torch.Tensor:

@@ -35,8 +35,8 @@ from bench.interference.plan import (
     order_of,
 )
 from bench.interference.results import InterferenceRun
-from bench.serve.plan import Target
-from bench.serve.run import KEEP_ALIVE_S, Client
+from bench.serve.plan import ServeTarget
+from bench.serve.run import KEEP_ALIVE_S, ServeClient
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 
@@ -107,7 +107,7 @@ async def _measure(
     ) as session:
         servers = {}
         for deployment, one in served.items():
-            client = Client(session, Target(one.url), MonotonicClock())
+            client = ServeClient(session, ServeTarget(one.url), MonotonicClock())
             servers[deployment] = _Server(one, client.send, await client.first_model())
             say(f"warming up: {deployment}")
             brief = replace(plan, streams=replace(plan.streams, output_len=WARM_UP_TOKENS))

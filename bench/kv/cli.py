@@ -37,7 +37,7 @@ from bench.kv.plan import (
     quick,
 )
 from bench.kv.plots import plot_kv
-from bench.kv.results import Handoffs, Measured, Missing, results, warnings
+from bench.kv.results import Handoffs, KvMeasured, Missing, results, warnings
 from bench.kv.run import measure
 from bench.kv.tables import print_kv
 from engine.errors import BatonError
@@ -106,7 +106,7 @@ def _handoffs(plan: KvPlan, say: Say) -> tuple[list[Handoffs], list[Missing]]:
 
 
 def _report(
-    plan: KvPlan, measured: Measured, handoffs: list[Handoffs], not_handed: list[Missing]
+    plan: KvPlan, measured: KvMeasured, handoffs: list[Handoffs], not_handed: list[Missing]
 ) -> Report:
     missing = (*measured.missing, *not_handed)
     failed = {f"failed_{one.name}".replace(" ", "_"): one.reason for one in missing}

@@ -11,7 +11,7 @@ from bench.common.serving import Options, serving
 from bench.common.shapes import cached_checkpoint
 from bench.kv.plan import HandoffPlan
 from bench.kv.results import Handoffs
-from bench.serve.plan import Ask, Load, Plan, Target
+from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
 from bench.serve.run import measure as measure_server
 
 REQUEST_TIMEOUT_S = 60.0
@@ -30,16 +30,16 @@ def measure(plan: HandoffPlan, transport: str, *, seed: int) -> Handoffs:
         "--kv-transport": transport,
     }
     with serving(checkpoint, options) as server:
-        asked = Plan(
-            target=Target(server.url, timeout_s=REQUEST_TIMEOUT_S),
-            load=Load(
+        asked = ServePlan(
+            target=ServeTarget(server.url, timeout_s=REQUEST_TIMEOUT_S),
+            load=ServeLoad(
                 rate_per_s=float("inf"),
                 num_requests=plan.num_requests,
                 concurrency_limit=1,
                 num_warmup=1,
                 num_repeats=plan.num_repeats,
             ),
-            ask=Ask(plan.prompt_len, OUTPUT_LEN, tokenizer_dir=checkpoint),
+            ask=ServeAsk(plan.prompt_len, OUTPUT_LEN, tokenizer_dir=checkpoint),
             seed=seed,
         )
         runs = uvloop.run(measure_server(asked)).runs

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from bench.kv.plan import KIB, MIB
 from bench.peers.driver import drive, stdout_for_answers
-from bench.peers.kv_memory import Memory, digest, fill
+from bench.peers.kv_memory import PoolMemory, digest, fill
 from engine.clock import MonotonicClock
 
 SOURCE_SEED = 2
@@ -61,18 +61,18 @@ class Memcpy:
         in_c = compiled_copy()
         if in_c is not None:
             self._copies = {"c": in_c, **self._copies}
-        self._memory: dict[str, Memory] = {}
+        self._memory: dict[str, PoolMemory] = {}
         self.facts: dict[str, object] = {"version": "", "ways": list(self._copies)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
         """A mapping full of random bytes."""
-        self._memory["source"] = Memory(pool_bytes)
+        self._memory["source"] = PoolMemory(pool_bytes)
         fill(self._memory["source"].array, SOURCE_SEED)
         return {"source": None}
 
     def open_sink(self, pool_bytes: int, block_sizes: list[int], source: None) -> dict[str, object]:
         """A mapping with all its pages touched."""
-        self._memory["sink"] = Memory(pool_bytes)
+        self._memory["sink"] = PoolMemory(pool_bytes)
         return {}
 
     def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
@@ -140,12 +140,12 @@ class RawTcp:
     def __init__(self) -> None:
         self._offered: queue.SimpleQueue[list[Views]] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
-        self._memory: Memory | None = None
+        self._memory: PoolMemory | None = None
         self.facts: dict[str, object] = {"version": "", "ways": list(CALL_BYTES)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
         """Listens, and serves whoever connects."""
-        self._memory = Memory(pool_bytes)
+        self._memory = PoolMemory(pool_bytes)
         fill(self._memory.array, SOURCE_SEED)
         listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
@@ -153,7 +153,7 @@ class RawTcp:
 
     def open_sink(self, pool_bytes: int, block_sizes: list[int], source: int) -> dict[str, object]:
         """Connects to the source."""
-        self._memory = Memory(pool_bytes)
+        self._memory = PoolMemory(pool_bytes)
         self._connection = socket.create_connection(("127.0.0.1", source))
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return {}

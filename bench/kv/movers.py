@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.common.driven import Answer, Driven, DrivenFailed
-from bench.kv.plan import Case, KvPlan, Pull
+from bench.kv.plan import KvCase, KvPlan, Pull
 from engine.errors import BatonError
 
 START_TIMEOUT_S = 60.0
@@ -34,7 +34,7 @@ class NotMovable(BatonError):
 class WrongBytes(BatonError):
     """A mover that said that blocks were moved, and they were not."""
 
-    def __init__(self, mover: str, way: str, case: Case) -> None:
+    def __init__(self, mover: str, way: str, case: KvCase) -> None:
         told = f" ({way})" if way else ""
         super().__init__(f"{mover}{told} moved wrong bytes at {case.name}")
 
@@ -65,7 +65,7 @@ class Mover:
         self.sink.ask("open_sink", timeout_s=START_TIMEOUT_S, source=source, **pools)
         return facts
 
-    def move(self, way: str, case: Case, pulls: Sequence[Pull]) -> list[float]:
+    def move(self, way: str, case: KvCase, pulls: Sequence[Pull]) -> list[float]:
         """Carries out the pulls one after the other: seconds of each."""
         offered = self.source.ask(
             "offer",
@@ -84,7 +84,7 @@ class Mover:
         )
         return [float(seconds) for seconds in pulled["seconds"]]
 
-    def verify(self, way: str, case: Case, pull: Pull) -> None:
+    def verify(self, way: str, case: KvCase, pull: Pull) -> None:
         """Moves once, into blocks wiped before, and compares. Raises WrongBytes."""
         size = case.block_bytes
         self.sink.ask("wipe", timeout_s=PULL_TIMEOUT_S, block_bytes=size, blocks=pull.blocks)

@@ -52,7 +52,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KvCase:
     """So many blocks of one size, moved together."""
 
     block_bytes: int
@@ -168,17 +168,17 @@ def peer_of(option: str) -> KvPeer:
     return KvPeer(name, Path(python))
 
 
-def cases_of(plan: KvPlan) -> list[Case]:
+def cases_of(plan: KvPlan) -> list[KvCase]:
     """All cases, those of one block size together, the largest of it last."""
     cases = []
     for size in plan.block_sizes:
         whole = plan.total_bytes // size
-        cases += [Case(size, n, is_whole=False) for n in COUNTS if n < whole]
-        cases.append(Case(size, whole, is_whole=True))
+        cases += [KvCase(size, n, is_whole=False) for n in COUNTS if n < whole]
+        cases.append(KvCase(size, whole, is_whole=True))
     return cases
 
 
-def pulls_of(plan: KvPlan, case: Case, repeat: int) -> list[Pull]:
+def pulls_of(plan: KvPlan, case: KvCase, repeat: int) -> list[Pull]:
     """What is moved in one repetition: the same for every mover, other blocks in every pull."""
     rng = Random(f"{plan.seed}/{case.name}/{repeat}")
     pool = range(plan.pool_bytes // case.block_bytes)
@@ -190,7 +190,7 @@ def pulls_of(plan: KvPlan, case: Case, repeat: int) -> list[Pull]:
 
 def order_of(
     plan: KvPlan, ways: Sequence[tuple[str, str]], repeat: int
-) -> list[tuple[str, str, Case]]:
+) -> list[tuple[str, str, KvCase]]:
     """Every way of every mover with every case, once, in that repetition's own order."""
     order = [(mover, way, case) for mover, way in ways for case in cases_of(plan)]
     Random(f"{plan.seed}/order/{repeat}").shuffle(order)

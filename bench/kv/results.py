@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import fsum
 
 from bench.common.report import Figure, Peer, Result, results_of
-from bench.kv.plan import LIMIT_OF, Case, KvPlan, cases_of
+from bench.kv.plan import LIMIT_OF, KvCase, KvPlan, cases_of
 
 GIB = 2**30
 TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
@@ -34,12 +34,12 @@ Timeline = Mapping[str, float]  # seconds by stage
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class TimeKey:
     """What one time belongs to."""
 
     mover: str
     way: str
-    case: Case
+    case: KvCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class KvMeasured:
     """All times of all repetitions."""
 
-    seconds: Mapping[Key, tuple[float, ...]]  # one median for each repetition
+    seconds: Mapping[TimeKey, tuple[float, ...]]  # one median for each repetition
     background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
     versions: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[Missing, ...] = ()
@@ -75,7 +75,7 @@ class Handoffs:
 
 
 def results(
-    plan: KvPlan, measured: Measured, handoffs: Sequence[Handoffs] = ()
+    plan: KvPlan, measured: KvMeasured, handoffs: Sequence[Handoffs] = ()
 ) -> tuple[Result, ...]:
     """Every result, in the order of the table above."""
     peers = [peer.name for peer in plan.peers if peer.name in measured.movers]
@@ -89,7 +89,7 @@ def results(
     return (*found, *_handoff_results(handoffs), *results_of(shares))
 
 
-def warnings(measured: Measured, handoffs: Sequence[Handoffs] = ()) -> list[str]:
+def warnings(measured: KvMeasured, handoffs: Sequence[Handoffs] = ()) -> list[str]:
     """What a reader should know before believing the results."""
     lines = [f"{missing.name} was not measured: {missing.reason}" for missing in measured.missing]
     if "memcpy" in measured.movers and all(key.way != COMPILED for key in measured.seconds):
@@ -110,7 +110,7 @@ def warnings(measured: Measured, handoffs: Sequence[Handoffs] = ()) -> list[str]
     return lines
 
 
-def _result(measured: Measured, mover: str, case: Case, *, peers: Sequence[str]) -> Result:
+def _result(measured: KvMeasured, mover: str, case: KvCase, *, peers: Sequence[str]) -> Result:
     [result] = results_of(
         [{f"{mover}/{case.name}": _figure(case, s)} for s in _best(measured, mover, case)]
     )
@@ -125,11 +125,11 @@ def _result(measured: Measured, mover: str, case: Case, *, peers: Sequence[str])
     return replace(result, limit=allowed, of_limit=result.value / allowed)
 
 
-def _median(measured: Measured, mover: str, case: Case) -> float:
+def _median(measured: KvMeasured, mover: str, case: KvCase) -> float:
     return statistics.median(_figure(case, s).value for s in _best(measured, mover, case))
 
 
-def _best(measured: Measured, mover: str, case: Case) -> tuple[float, ...]:
+def _best(measured: KvMeasured, mover: str, case: KvCase) -> tuple[float, ...]:
     """Times of a mover's fastest way."""
     ways = [
         runs for key, runs in measured.seconds.items() if (key.mover, key.case) == (mover, case)
@@ -137,7 +137,7 @@ def _best(measured: Measured, mover: str, case: Case) -> tuple[float, ...]:
     return min(ways, key=statistics.median)
 
 
-def _figure(case: Case, seconds: float) -> Figure:
+def _figure(case: KvCase, seconds: float) -> Figure:
     if case.is_latency:
         return Figure(seconds * 1e6, "µs")
     return Figure(case.num_bytes / seconds / GIB, "GiB/s")

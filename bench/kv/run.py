@@ -19,7 +19,7 @@ from bench.common.driven import DrivenFailed
 from bench.common.progress import Say, say_nothing
 from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of, ways_of
 from bench.kv.plan import KvPlan, cases_of, order_of, pulls_of
-from bench.kv.results import Key, Measured, Missing
+from bench.kv.results import KvMeasured, Missing, TimeKey
 
 REQUIRED = ("shm", "zmq", "memcpy", "tcp")  # these work wherever Baton does
 WARM_UP = -1  # no repetition has this number, so none has its blocks
@@ -50,7 +50,7 @@ class Field:
         return [process.session for process in processes if process.session]
 
 
-def measure(plan: KvPlan, say: Say = say_nothing) -> Measured:
+def measure(plan: KvPlan, say: Say = say_nothing) -> KvMeasured:
     """Carries out the plan, but for its handoffs.
 
     Raises DrivenFailed and WrongBytes where shared memory, ZeroMQ or what they are held against
@@ -61,7 +61,7 @@ def measure(plan: KvPlan, say: Say = say_nothing) -> Measured:
         versions = _open_all(movers, plan, stack, say)
         say("moving everything once, and comparing the bytes")
         _verify_all(movers, plan)
-        seconds: dict[Key, list[float]] = {}
+        seconds: dict[TimeKey, list[float]] = {}
         busy: list[float] = []
         for repeat in range(plan.num_repeats):
             say(f"repetition {repeat + 1} of {plan.num_repeats}")
@@ -72,7 +72,7 @@ def measure(plan: KvPlan, say: Say = say_nothing) -> Measured:
             others = background.share_of_others(before, background.read(movers.sessions()))
             if others is not None:
                 busy.append(max(others, idle_share))
-        return Measured(
+        return KvMeasured(
             seconds={
                 key: tuple(runs) for key, runs in seconds.items() if key.mover in movers.movers
             },
@@ -119,7 +119,7 @@ def _verify_all(movers: Field, plan: KvPlan) -> None:
                 movers.drop(name, error)
 
 
-def _repetition(movers: Field, plan: KvPlan, repeat: int) -> Iterator[tuple[Key, float]]:
+def _repetition(movers: Field, plan: KvPlan, repeat: int) -> Iterator[tuple[TimeKey, float]]:
     """Median seconds of each case's pulls."""
     pulls = {case: pulls_of(plan, case, repeat) for case in cases_of(plan)}
     for name, way, case in order_of(plan, movers.ways, repeat):
@@ -131,7 +131,7 @@ def _repetition(movers: Field, plan: KvPlan, repeat: int) -> Iterator[tuple[Key,
         except DrivenFailed as error:
             movers.drop(name, error)
             continue
-        yield Key(name, way, case), statistics.median(seconds)
+        yield TimeKey(name, way, case), statistics.median(seconds)
 
 
 def _idle_share() -> float:

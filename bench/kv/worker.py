@@ -53,7 +53,7 @@ class TransferError(BatonError):
     """A pull that did not end well; the message says why."""
 
 
-class End:
+class OpenEndpoint:
     """An open endpoint over a pool of blocks of one size."""
 
     def __init__(
@@ -127,12 +127,12 @@ class End:
                     _raise(event)
 
 
-class Worker:
+class TransferWorker:
     """Sources or sinks of one transport, by block size; its methods are its commands."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._ends: dict[int, End] = {}
+        self._ends: dict[int, OpenEndpoint] = {}
         self.facts: dict[str, object] = {"version": "", "ways": [""]}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
@@ -186,7 +186,9 @@ class Worker:
     def _open(self, role: str, pool_bytes: int, block_sizes: list[int]) -> None:
         for size in block_sizes:
             name = f"{role}-{self._transport}-{size}"
-            self._ends[size] = End(name, self._transport, pool_bytes=pool_bytes, block_bytes=size)
+            self._ends[size] = OpenEndpoint(
+                name, self._transport, pool_bytes=pool_bytes, block_bytes=size
+            )
 
 
 def _raise(event: Event | BaseException) -> NoReturn:
@@ -200,7 +202,11 @@ def main() -> None:
     """Answers commands until they end."""
     out = stdout_for_answers()
     with ExitStack() as stack:
-        drive(lambda: stack.enter_context(closing(Worker(Transport(sys.argv[1])))), sys.stdin, out)
+        drive(
+            lambda: stack.enter_context(closing(TransferWorker(Transport(sys.argv[1])))),
+            sys.stdin,
+            out,
+        )
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from bench.interference.plan import bodies
 from bench.interference.run import RunBroken, link_checkpoint
 from bench.moves.plan import CALM_S, OPTIONS, MovesPlan
 from bench.moves.results import MovesRun
-from bench.serve.plan import Target
-from bench.serve.run import Client
+from bench.serve.plan import ServeTarget
+from bench.serve.run import ServeClient
 from engine.clock import Clock, MonotonicClock
 from engine.errors import BatonError
 from engine.messages import Role
@@ -69,7 +69,7 @@ async def _measure(
     ) as session:
         deployment = deployed(session)
         deployment.open()
-        client = Client(session, Target(deployment.url), clock)
+        client = ServeClient(session, ServeTarget(deployment.url), clock)
         model = await client.first_model()
         operator = _Operator(deployment, clock)
         prompts = bodies(plan.streams, vocab, model=model, rng=Random(f"{plan.seed}/prompts"))
@@ -119,7 +119,7 @@ class _Operator:
 
 
 async def _flipped(
-    client: Client,
+    client: ServeClient,
     operator: _Operator,
     asked: Sequence[bytes],
     beside: Sequence[bytes],

@@ -27,7 +27,7 @@ class Delta(BaseModel):
     content: str | None = None
 
 
-class Choice(BaseModel):
+class ChunkChoice(BaseModel):
     """The only one."""
 
     index: int
@@ -43,7 +43,7 @@ class Chunk(BaseModel):
     object: str = "chat.completion.chunk"
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChunkChoice]
 
 
 class Message(BaseModel):
@@ -53,7 +53,7 @@ class Message(BaseModel):
     content: str
 
 
-class Body(BaseModel):
+class PeerChatBody(BaseModel):
     """What is asked."""
 
     model: str
@@ -67,14 +67,14 @@ app = FastAPI()
 
 
 @app.post("/v1/chat/completions")
-async def answer(body: Body, _: Request) -> StreamingResponse:
+async def answer(body: PeerChatBody, _: Request) -> StreamingResponse:
     """Streams tokens at the pace that the body asks for."""
 
     async def events():
         for i in range(body.max_tokens):
             if i:
                 await asyncio.sleep(float(body.user))  # noqa: TID251
-            choice = Choice(index=0, delta=Delta(content=" token"))
+            choice = ChunkChoice(index=0, delta=Delta(content=" token"))
             chunk = Chunk(id="chatcmpl-0", created=1700000000, model=body.model, choices=[choice])
             yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
         yield "data: [DONE]\n\n"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 
-class Memory:
+class PoolMemory:
     """Anonymous memory in huge pages where the system allows it, all of it touched.
 
     `array` is [num_bytes] uint8; `blocks` shows it as [num_blocks, block_bytes].

@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from typing import Any
 
 from driver import drive, stdout_for_answers  # type: ignore[import-not-found]
-from kv_memory import Memory, digest, fill  # type: ignore[import-not-found]
+from kv_memory import PoolMemory, digest, fill  # type: ignore[import-not-found]
 
 HOST = "127.0.0.1"
 SOURCE_SEED = 4
@@ -68,7 +68,7 @@ class Mooncake:
         return {}
 
     def _open(self, pool_bytes: int) -> None:
-        self._memory = Memory(pool_bytes)
+        self._memory = PoolMemory(pool_bytes)
         status = self._engine.register_memory(self._memory.address, pool_bytes)
         _succeed("register_memory", status)
 

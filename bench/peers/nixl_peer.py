@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from driver import drive, stdout_for_answers  # type: ignore[import-not-found]
-from kv_memory import Memory, digest, fill  # type: ignore[import-not-found]
+from kv_memory import PoolMemory, digest, fill  # type: ignore[import-not-found]
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 SOURCE_SEED = 3
@@ -32,7 +32,7 @@ TIMEOUT_S = 30.0
 class Agent:
     """One agent in one mode, with the memory registered and described."""
 
-    def __init__(self, nixl: Any, name: str, way: str, memory: Memory) -> None:
+    def __init__(self, nixl: Any, name: str, way: str, memory: PoolMemory) -> None:
         config = nixl.nixl_agent_config(backends=[], enable_prog_thread=False)
         self._agent = nixl.nixl_agent(name, config)
         self._agent.create_backend("UCX", {"ucx_error_handling_mode": way})
@@ -133,7 +133,7 @@ class Nixl:
         return {}
 
     def _open(self, role: str, pool_bytes: int) -> None:
-        self._memory = Memory(pool_bytes)
+        self._memory = PoolMemory(pool_bytes)
         self._agents = {way: Agent(self._nixl, f"{role}-{way}", way, self._memory) for way in WAYS}
 
 

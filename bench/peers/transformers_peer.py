@@ -12,7 +12,7 @@ from driver import Prompts, Stopwatch  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 
-class Stamps(StoppingCriteria):  # type: ignore[misc]
+class TokenStamps(StoppingCriteria):  # type: ignore[misc]
     """Is asked after each token whether to stop: never, but it takes the time."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Transformers:
     def generate(self, prompts: Prompts, num_steps: int) -> dict[str, object]:
         """Prompts are of one length: nothing is padded."""
         ids = torch.tensor(prompts)
-        stamps = Stamps()
+        stamps = TokenStamps()
         with torch.inference_mode():
             answers = self._model.generate(
                 ids,

@@ -67,7 +67,7 @@ class Ticker:
             self.streams = [stream for stream in self.streams if stream[1] > 0]
 
 
-class Connection(asyncio.Protocol):
+class BareConnection(asyncio.Protocol):
     """One client's."""
 
     def __init__(self, ticker: "Ticker | None") -> None:
@@ -114,7 +114,7 @@ async def main() -> None:
     """Serves until standard input ends."""
     loop = asyncio.get_running_loop()
     ticker = Ticker() if sys.argv[1] == "ticks" else None
-    server = await loop.create_server(lambda: Connection(ticker), "127.0.0.1", 0)
+    server = await loop.create_server(lambda: BareConnection(ticker), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     print(json.dumps({"ready": {"port": port}}), flush=True)  # noqa: T201
     ticking = asyncio.ensure_future(ticker.run()) if ticker else None

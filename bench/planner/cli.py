@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.command import JsonOption, SeedOption, printed_errors, save
 from bench.common.machine import report_here
 from bench.common.report import results_of
@@ -95,7 +95,7 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
             platform=platform,
             options=_options(weights, kv_dtype, accepted, drafted, draft_cost),
             load=ExpectedLoad(rps, input_, output, prefix_hit, spread),
-            slo=Slo(slo_ttft / 1000, slo_tpot / 1000),
+            slo=SloBounds(slo_ttft / 1000, slo_tpot / 1000),
             max_gpus=max_gpus,
             depth=Depth(requests, seed) if simulated else None,
         )

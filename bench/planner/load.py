@@ -23,7 +23,7 @@ in Allen, Probability, Statistics, and Queueing Theory, 2nd ed., 1990; Little, 1
 import math
 from dataclasses import dataclass
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.planner.pricing import PlannedWorker
 from bench.simulator.cluster import SimulatedPools
 from engine.errors import ConfigError
@@ -91,7 +91,7 @@ class LatencyFloor:
     ttft_s: float  # of the prompt that one in ten exceeds
     tpot_s: float
 
-    def meets(self, slo: Slo) -> bool:
+    def meets(self, slo: SloBounds) -> bool:
         """Whether both bounds can be met at all."""
         return _within(self.ttft_s, slo.ttft_s) and _within(self.tpot_s, slo.tpot_s)
 
@@ -114,7 +114,7 @@ def floor_of(load: ExpectedLoad, worker: PlannedWorker) -> LatencyFloor:
 
 
 def disaggregated(
-    load: ExpectedLoad, worker: PlannedWorker, slo: Slo, *, max_workers: int
+    load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, max_workers: int
 ) -> PoolEstimate | None:
     """The fewest prefill workers and the fewest decode workers; None if there are not so many."""
     for prefill in range(1, max_workers):
@@ -131,7 +131,7 @@ def disaggregated(
 
 
 def colocated(
-    load: ExpectedLoad, worker: PlannedWorker, slo: Slo, *, max_workers: int
+    load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, max_workers: int
 ) -> PoolEstimate | None:
     """The fewest workers that do both; None if there are not so many."""
     for mixed in range(1, max_workers + 1):
@@ -192,7 +192,7 @@ def _beside_decoding_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
     return max(prefill_mean_s(load, worker) - saved_s, 0.0)
 
 
-def _fits(found: PoolEstimate, worker: PlannedWorker, slo: Slo) -> bool:
+def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
     """TPOT and memory, each with headroom; arrivals are Poisson, and so are those in flight."""
     if not _within(found.tpot_s, slo.tpot_s) or not math.isfinite(found.running):
         return False

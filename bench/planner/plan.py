@@ -8,7 +8,7 @@ all. How many workers there are is then found by simulation, unless that is not 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.planner.load import ExpectedLoad, PoolEstimate, colocated, disaggregated, floor_of
 from bench.planner.model import DenseModel
 from bench.planner.pricing import (
@@ -37,7 +37,7 @@ class PlanInput:
     platform: Platform
     options: ModelOptions
     load: ExpectedLoad
-    slo: Slo
+    slo: SloBounds
     max_gpus: int
     depth: Depth | None
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.stats import percentile
 from bench.planner.load import ExpectedLoad, PoolEstimate
 from bench.planner.pricing import PlannedWorker
@@ -89,7 +89,7 @@ class Depth:
     seed: int = 0
 
 
-def cells_of(load: ExpectedLoad, slo: Slo, depth: Depth, *, smallest_pool: int) -> Cells:
+def cells_of(load: ExpectedLoad, slo: SloBounds, depth: Depth, *, smallest_pool: int) -> Cells:
     """`smallest_pool` is what the formula gives the smallest pool of the whole load."""
     assert slo.tpot_s is not None
     assert slo.ttft_s is not None
@@ -106,7 +106,7 @@ class Search:
     """Looks for the fewest workers of one kind; remembers what was simulated."""
 
     def __init__(
-        self, load: ExpectedLoad, worker: PlannedWorker, slo: Slo, *, cells: Cells, seed: int
+        self, load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, cells: Cells, seed: int
     ) -> None:
         self.load = replace(load, rate_per_s=load.rate_per_s / cells.number)
         self._cells = cells
@@ -175,7 +175,7 @@ def _more(num: int) -> int:
     return num + max(1, num // _GROWTH)
 
 
-def _judged(run: SimulatedRun, slo: Slo, cells: Cells) -> Simulated:
+def _judged(run: SimulatedRun, slo: SloBounds, cells: Cells) -> Simulated:
     middle = _middle(run.trace, run.records)
     latencies = [latencies_of(record) for record in middle]
     answered = [one for one in latencies if one is not None]
@@ -187,8 +187,8 @@ def _judged(run: SimulatedRun, slo: Slo, cells: Cells) -> Simulated:
         cells=cells,
         pools=run.setup.pools,
         attainment=sum(meets(one, slo) for one in latencies) / num,
-        ttft_attainment=sum(meets(one, Slo(slo.ttft_s, None)) for one in latencies) / num,
-        tpot_attainment=sum(meets(one, Slo(None, slo.tpot_s)) for one in latencies) / num,
+        ttft_attainment=sum(meets(one, SloBounds(slo.ttft_s, None)) for one in latencies) / num,
+        tpot_attainment=sum(meets(one, SloBounds(None, slo.tpot_s)) for one in latencies) / num,
         ttft_p90_s=percentile(ttfts_s, 90) if ttfts_s else None,
         tpot_p90_s=percentile(tpots_s, 90) if tpots_s else None,
         prefix_hits=cached / sum(r.asked.input_len for r in middle),

@@ -45,7 +45,7 @@ Window = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class QualitySetting:
     """How weights and KV are held."""
 
     weights: WeightFormat
@@ -60,12 +60,12 @@ class Setting:
         return f"weights_{self.weights}{kv}"
 
 
-EXACT = Setting(WeightFormat.FP32, KVFormat.FP32)
+EXACT = QualitySetting(WeightFormat.FP32, KVFormat.FP32)
 SETTINGS = (
     EXACT,
-    *(Setting(WeightFormat.FP32, form) for form in KVFormat if form is not KVFormat.FP32),
-    Setting(WeightFormat.INT8, KVFormat.FP32),
-    Setting(WeightFormat.INT8, KVFormat.INT8),
+    *(QualitySetting(WeightFormat.FP32, form) for form in KVFormat if form is not KVFormat.FP32),
+    QualitySetting(WeightFormat.INT8, KVFormat.FP32),
+    QualitySetting(WeightFormat.INT8, KVFormat.INT8),
 )
 
 
@@ -119,7 +119,7 @@ def held_out_windows(
     return [stream[start : start + window_len] for start in sorted(chosen)]
 
 
-def figures_of(setting: Setting, scores: Scores, exact: Scores) -> dict[str, Figure]:
+def figures_of(setting: QualitySetting, scores: Scores, exact: Scores) -> dict[str, Figure]:
     """What a setting costs, beside fp32 weights and KV."""
     change = scores.perplexity / exact.perplexity - 1
     return {
@@ -178,7 +178,9 @@ def attention_errors(checkpoint: Path, windows: Sequence[Window]) -> dict[str, F
     }
 
 
-def score(checkpoint: Path, setting: Setting, windows: Sequence[Window], *, threads: int) -> Scores:
+def score(
+    checkpoint: Path, setting: QualitySetting, windows: Sequence[Window], *, threads: int
+) -> Scores:
     """Predictions of the engine, as a worker would hold its weights and KV."""
     loaded = load(checkpoint, kv_format=setting.kv_format, block_size=BLOCK_SIZE)
     engine = CpuForward(loaded, setting.weights, threads=threads)

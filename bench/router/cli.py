@@ -26,7 +26,7 @@ from bench.router.plan import (
     FULL_CASES,
     GOALS,
     QUICK_CASES,
-    Case,
+    RouterCase,
     RouterPlan,
     check,
     config_of,
@@ -104,13 +104,13 @@ def panels(report: Report) -> dict[str, dict[str, float]]:
     return found
 
 
-def _cases(text: str) -> tuple[Case, ...]:
+def _cases(text: str) -> tuple[RouterCase, ...]:
     return values_of("--cases", text, _case, "WORKERS:BLOCKS,…")
 
 
-def _case(text: str) -> Case:
+def _case(text: str) -> RouterCase:
     workers, blocks = text.split(":")
-    return Case(int(workers), int(blocks))
+    return RouterCase(int(workers), int(blocks))
 
 
 def _goal(result: Result) -> tuple[str, str]:

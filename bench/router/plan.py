@@ -45,7 +45,7 @@ LESS_IS_BETTER = ("latency", "bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RouterCase:
     """So many workers that hold so many different blocks."""
 
     num_workers: int
@@ -63,17 +63,21 @@ class Case:
 class RouterPlan:
     """One benchmark of the router's decisions."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[RouterCase, ...]
     num_repeats: int
     num_decisions: int = 20_000  # of a repetition
     seed: int = 0
 
 
 FULL_CASES = (
-    *(Case(num_workers, MAIN_BLOCKS) for num_workers in (10, 100, 1_000, 10_000)),
-    *(Case(num_workers, num) for num_workers in (1_000, 10_000) for num in (10**5, 10**7)),
+    *(RouterCase(num_workers, MAIN_BLOCKS) for num_workers in (10, 100, 1_000, 10_000)),
+    *(RouterCase(num_workers, num) for num_workers in (1_000, 10_000) for num in (10**5, 10**7)),
 )
-QUICK_CASES = (Case(1_000, MAIN_BLOCKS), Case(10_000, MAIN_BLOCKS), Case(10, 10**5))
+QUICK_CASES = (
+    RouterCase(1_000, MAIN_BLOCKS),
+    RouterCase(10_000, MAIN_BLOCKS),
+    RouterCase(10, 10**5),
+)
 
 
 def check(plan: RouterPlan) -> RouterPlan:

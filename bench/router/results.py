@@ -22,7 +22,7 @@ from typing import TypeVar
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.stats import percentile
 from bench.router.plan import GOALS, LESS_IS_BETTER, MAIN_BLOCKS
-from bench.router.run import Measured, Run
+from bench.router.run import RouterMeasured, Run
 
 PEER = "dict_bitmask"
 TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def results(
-    cases: Sequence[Measured], ingest: tuple[Sequence[float], Sequence[float]]
+    cases: Sequence[RouterMeasured], ingest: tuple[Sequence[float], Sequence[float]]
 ) -> tuple[Result, ...]:
     """Every result, in the order of the table above."""
     found = [
@@ -51,7 +51,7 @@ def results(
     return (*found, *results_of(sizes), *results_of(shares))
 
 
-def warnings(cases: Sequence[Measured]) -> list[str]:
+def warnings(cases: Sequence[RouterMeasured]) -> list[str]:
     """What a reader should know before believing the results."""
     busiest = max((share for one in cases for share in one.background), default=0.0)
     if busiest <= TOO_BUSY:

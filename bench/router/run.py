@@ -35,7 +35,7 @@ from bench.router.plan import (
     NUM_REPLICAS,
     POOL_BLOCKS,
     PROMPT_BLOCKS,
-    Case,
+    RouterCase,
     RouterPlan,
 )
 from engine.messages import PROTOCOL_VERSION, Incarnation, Role, SeqId, Welcome, WorkerId
@@ -50,10 +50,10 @@ Run = tuple[float, ...]  # seconds of each decision
 
 
 @dataclass(slots=True)
-class Measured:
+class RouterMeasured:
     """Of one case."""
 
-    case: Case
+    case: RouterCase
     ours: list[Run] = field(default_factory=list)
     requests: list[Run] = field(default_factory=list)
     peer: list[Run] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Prompt:
 class World:
     """The workers of a case, the chains and who holds them."""
 
-    def __init__(self, case: Case, rng: random.Random) -> None:
+    def __init__(self, case: RouterCase, rng: random.Random) -> None:
         self.prefills = [i % 4 != 0 for i in range(case.num_workers)]
         self.names = [WorkerId(f"worker-{i}") for i in range(case.num_workers)]
         prefillers = [i for i, is_prefill in enumerate(self.prefills) if is_prefill]
@@ -112,7 +112,7 @@ class World:
         return Prompt(packed, PROMPT_BLOCKS * BLOCK_SIZE + rng.randint(1, BLOCK_SIZE - 1))
 
 
-class Ours:
+class OurRouter:
     """A fleet that takes a load. What it decides is claimed in the view, as the router does it;
     prompts take as long as predicted, and an answer is over when so many other requests have come.
     """
@@ -202,7 +202,7 @@ def _info(name: WorkerId, role: Role) -> Welcome:
     )
 
 
-class Theirs:
+class PeerRouter:
     """The peer under the same load."""
 
     def __init__(self, world: World) -> None:
@@ -237,18 +237,18 @@ class Theirs:
         return tuple(seconds)
 
 
-def measure(plan: RouterPlan, say: Say = say_nothing) -> list[Measured]:
+def measure(plan: RouterPlan, say: Say = say_nothing) -> list[RouterMeasured]:
     """Every case. Raises BuildError where C++ cannot be built."""
     return [_measure(plan, case, say) for case in plan.cases]
 
 
-def _measure(plan: RouterPlan, case: Case, say: Say) -> Measured:
+def _measure(plan: RouterPlan, case: RouterCase, say: Say) -> RouterMeasured:
     say(f"{case.num_workers} workers, {case.num_blocks:,} blocks")
     world = World(case, random.Random(plan.seed))
-    ours = Ours(world, plan.seed)
-    measured = Measured(case, ingest=ours.ingest())
+    ours = OurRouter(world, plan.seed)
+    measured = RouterMeasured(case, ingest=ours.ingest())
     measured.bytes_per_block = ours.index.num_bytes / ours.index.num_blocks
-    theirs = Theirs(world) if case.num_blocks <= MAX_PEER_BLOCKS else None
+    theirs = PeerRouter(world) if case.num_blocks <= MAX_PEER_BLOCKS else None
     sessions = [os.getsid(0)]
     gc.collect()
     gc.freeze()
@@ -270,11 +270,11 @@ def _measure(plan: RouterPlan, case: Case, say: Say) -> Measured:
 
 def measure_ingest(plan: RouterPlan) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Block events/s of the index and of the peer, taken in by each anew, in turns."""
-    case = Case(INGEST_WORKERS, INGEST_BLOCKS)
+    case = RouterCase(INGEST_WORKERS, INGEST_BLOCKS)
     world = World(case, random.Random(plan.seed))
     ours, theirs = [], []
     for _ in range(plan.num_repeats):
-        ours.append(Ours(world, plan.seed).ingest())
+        ours.append(OurRouter(world, plan.seed).ingest())
         theirs.append(_ingest_theirs(world))
     return tuple(ours), tuple(theirs)
 

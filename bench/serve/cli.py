@@ -8,7 +8,7 @@ import uvloop
 from rich.console import Console
 
 from bench.client.answers import Endpoint
-from bench.client.load import Slo, figures_of_runs, kinds_with_example, warnings
+from bench.client.load import SloBounds, figures_of_runs, kinds_with_example, warnings
 from bench.common.command import (
     JsonOption,
     PlotOption,
@@ -22,8 +22,8 @@ from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
 from bench.common.report import Report, results_of
 from bench.common.tables import print_failures, print_report, print_warnings
-from bench.serve.plan import Ask, Load, Plan, Target, check, config_of, quick
-from bench.serve.run import Measured, measure
+from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget, check, config_of, quick
+from bench.serve.run import ServeMeasured, measure
 
 
 def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -73,10 +73,10 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     plot: PlotOption = None,
 ) -> None:
     """Send an open-loop load to an OpenAI-compatible server and report latency and throughput."""
-    plan = Plan(
-        target=Target(url, endpoint, model, api_key, timeout_s),
-        load=Load(rate, requests, burstiness, concurrency_limit, warmup, repeat),
-        ask=Ask(input_len, output_len, shared_prefix_len, temperature, tokenizer),
+    plan = ServePlan(
+        target=ServeTarget(url, endpoint, model, api_key, timeout_s),
+        load=ServeLoad(rate, requests, burstiness, concurrency_limit, warmup, repeat),
+        ask=ServeAsk(input_len, output_len, shared_prefix_len, temperature, tokenizer),
         slo=_slo(slo_ttft_ms, slo_tpot_ms),
         seed=seed,
     )
@@ -84,7 +84,7 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
         plan = check(quick(plan) if quick_ else plan)
         if plot:
             require_matplotlib()
-        measured: Measured = uvloop.run(measure(plan))
+        measured: ServeMeasured = uvloop.run(measure(plan))
         report = _report(plan, measured)
         _print(plan, measured, report)
         save(report, json)
@@ -92,16 +92,16 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
             _plot(plan, measured, report, plot)
 
 
-def _slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo | None:
+def _slo(ttft_ms: float | None, tpot_ms: float | None) -> SloBounds | None:
     if ttft_ms is None and tpot_ms is None:
         return None
-    return Slo(
+    return SloBounds(
         ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
         tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
     )
 
 
-def _report(plan: Plan, measured: Measured) -> Report:
+def _report(plan: ServePlan, measured: ServeMeasured) -> Report:
     return report_here(
         "serve",
         seed=plan.seed,
@@ -110,7 +110,7 @@ def _report(plan: Plan, measured: Measured) -> Report:
     )
 
 
-def _print(plan: Plan, measured: Measured, report: Report) -> None:
+def _print(plan: ServePlan, measured: ServeMeasured, report: Report) -> None:
     console = Console()
     print_report(console, report, title=_title(plan, report))
     failures = [failure for run in measured.runs for failure in run.failures]
@@ -120,7 +120,7 @@ def _print(plan: Plan, measured: Measured, report: Report) -> None:
     print_warnings(console, lines)
 
 
-def _plot(plan: Plan, measured: Measured, report: Report, path: Path) -> None:
+def _plot(plan: ServePlan, measured: ServeMeasured, report: Report, path: Path) -> None:
     answers = [answer for run in measured.runs for answer in run.answers]
     plot_cdfs(
         {
@@ -132,7 +132,7 @@ def _plot(plan: Plan, measured: Measured, report: Report, path: Path) -> None:
     )
 
 
-def _title(plan: Plan, report: Report) -> str:
+def _title(plan: ServePlan, report: Report) -> str:
     load, ask = plan.load, plan.ask
     return (
         f"{report.config['model']} at {report.config['url']}: {load.num_repeats} ×"

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from bench.client.answers import Endpoint
 from bench.client.arrivals import arrival_times_s
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.prompts import Prompt, PromptShape, text_prompts, token_prompts
 from bench.common.report import Scalar
 from engine.errors import ConfigError
@@ -27,7 +27,7 @@ QUICK_OUTPUT_LEN = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServeTarget:
     """The server under test. `model` None means the first one it lists."""
 
     url: str
@@ -38,7 +38,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServeLoad:
     """When requests are sent."""
 
     rate_per_s: float
@@ -50,7 +50,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ServeAsk:
     """What each request asks for. With a tokenizer prompts are token ids, else words."""
 
     input_len: int
@@ -61,17 +61,17 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """One benchmark of one server."""
 
-    target: Target
-    load: Load
-    ask: Ask
-    slo: Slo | None = None
+    target: ServeTarget
+    load: ServeLoad
+    ask: ServeAsk
+    slo: SloBounds | None = None
     seed: int = 0
 
 
-def check(plan: Plan) -> Plan:
+def check(plan: ServePlan) -> ServePlan:
     """The plan itself, or a ConfigError that names what cannot be done."""
     load, ask = plan.load, plan.ask
     if not load.rate_per_s > 0:
@@ -87,7 +87,7 @@ def check(plan: Plan) -> Plan:
     return plan
 
 
-def quick(plan: Plan) -> Plan:
+def quick(plan: ServePlan) -> ServePlan:
     """A smaller plan, done in under 50 s even by a server that lets requests hang.
 
     At most 18 s to warm up, about 8 s of arrivals, at most 18 s for the last of them.
@@ -110,7 +110,7 @@ def quick(plan: Plan) -> Plan:
     )
 
 
-def due_times_s(plan: Plan) -> list[float]:
+def due_times_s(plan: ServePlan) -> list[float]:
     """When each request of a repetition is due, from its start."""
     load = plan.load
     return arrival_times_s(
@@ -121,7 +121,9 @@ def due_times_s(plan: Plan) -> list[float]:
     )
 
 
-def prompts(plan: Plan, vocab: Sequence[int] | None) -> tuple[list[Prompt], list[list[Prompt]]]:
+def prompts(
+    plan: ServePlan, vocab: Sequence[int] | None
+) -> tuple[list[Prompt], list[list[Prompt]]]:
     """The prompts to warm up with, and those of each repetition: no two alike."""
     load, ask = plan.load, plan.ask
     shape = PromptShape(
@@ -136,9 +138,9 @@ def prompts(plan: Plan, vocab: Sequence[int] | None) -> tuple[list[Prompt], list
     return warmup, [measured[i * size : (i + 1) * size] for i in range(load.num_repeats)]
 
 
-def config_of(plan: Plan, model: str) -> dict[str, Scalar]:
+def config_of(plan: ServePlan, model: str) -> dict[str, Scalar]:
     """The plan as a report records it: flat, without secrets."""
-    target, slo = plan.target, plan.slo or Slo()
+    target, slo = plan.target, plan.slo or SloBounds()
     tokenizer_dir = plan.ask.tokenizer_dir
     return {
         "url": _without_password(target.url),

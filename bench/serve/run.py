@@ -18,9 +18,9 @@ import aiohttp
 import msgspec
 
 from bench.client.answers import Answer, AnswerReader, Failure, request_body
-from bench.client.load import Outcome, Run, kinds_with_example
+from bench.client.load import LoadRun, RequestOutcome, kinds_with_example
 from bench.common.prompts import Prompt, plain_token_ids
-from bench.serve.plan import Plan, Target, base_url, due_times_s, prompts
+from bench.serve.plan import ServePlan, ServeTarget, base_url, due_times_s, prompts
 from engine.clock import Clock, MonotonicClock
 from engine.errors import BatonError
 
@@ -47,11 +47,11 @@ class NothingCompleted(BatonError):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ServeMeasured:
     """What was measured, of which model."""
 
     model: str
-    runs: tuple[Run, ...]
+    runs: tuple[LoadRun, ...]
 
 
 class _ModelCard(msgspec.Struct):
@@ -62,10 +62,10 @@ class _ModelList(msgspec.Struct):
     data: list[_ModelCard]
 
 
-class Client:
+class ServeClient:
     """One server, over HTTP connections that are kept and reused."""
 
-    def __init__(self, session: aiohttp.ClientSession, target: Target, clock: Clock) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: ServeTarget, clock: Clock) -> None:
         self._session = session
         self._url = base_url(target.url)
         self._path = target.endpoint.path
@@ -102,7 +102,7 @@ class Client:
         return reader.finish()
 
 
-async def measure(plan: Plan, clock: Clock | None = None) -> Measured:
+async def measure(plan: ServePlan, clock: Clock | None = None) -> ServeMeasured:
     """Warms the server up and runs every repetition of the plan.
 
     Raises ServerUnreachable, and NothingCompleted where no request of the warm-up or of all
@@ -124,7 +124,7 @@ async def measure(plan: Plan, clock: Clock | None = None) -> Measured:
         ]
     if not any(run.answers for run in runs):
         raise NothingCompleted("requests", [failure for run in runs for failure in run.failures])
-    return Measured(model=model, runs=tuple(runs))
+    return ServeMeasured(model=model, runs=tuple(runs))
 
 
 async def run_open_loop(
@@ -134,18 +134,18 @@ async def run_open_loop(
     *,
     clock: Clock,
     concurrency_limit: int | None = None,
-) -> Run:
+) -> LoadRun:
     """Sends each body when it is due, counted from now, and waits for all of them to end."""
     slots: AbstractAsyncContextManager[object] = (
         nullcontext() if concurrency_limit is None else asyncio.Semaphore(concurrency_limit)
     )
 
-    async def one(body: bytes, due_at_s: float) -> Outcome:
+    async def one(body: bytes, due_at_s: float) -> RequestOutcome:
         ready_s = clock.now_s()
         async with slots:
             slot_wait_s = None if concurrency_limit is None else clock.now_s() - ready_s
             result = await send(body)
-        return Outcome(
+        return RequestOutcome(
             send_lag_s=max(0.0, ready_s - due_at_s), slot_wait_s=slot_wait_s, result=result
         )
 
@@ -158,11 +158,11 @@ async def run_open_loop(
             await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)
             tasks.append(group.create_task(one(body, due_at_s)))
     duration_s = clock.now_s() - start_s
-    return Run(duration_s=duration_s, outcomes=tuple(task.result() for task in tasks))
+    return LoadRun(duration_s=duration_s, outcomes=tuple(task.result() for task in tasks))
 
 
 @asynccontextmanager
-async def _client(target: Target, clock: Clock) -> AsyncIterator[Client]:
+async def _client(target: ServeTarget, clock: Clock) -> AsyncIterator[ServeClient]:
     headers = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
@@ -171,7 +171,7 @@ async def _client(target: Target, clock: Clock) -> AsyncIterator[Client]:
         timeout=aiohttp.ClientTimeout(total=target.timeout_s),
         headers=headers,
     ) as session:
-        yield Client(session, target, clock)
+        yield ServeClient(session, target, clock)
 
 
 async def _warm_up(send: Send, bodies: Sequence[bytes]) -> None:
@@ -181,7 +181,7 @@ async def _warm_up(send: Send, bodies: Sequence[bytes]) -> None:
         raise NothingCompleted("warm-up requests", failures)
 
 
-def _bodies(plan: Plan, model: str, prompts: Sequence[Prompt]) -> list[bytes]:
+def _bodies(plan: ServePlan, model: str, prompts: Sequence[Prompt]) -> list[bytes]:
     ask = plan.ask
     return [
         request_body(

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.command import JsonOption, PlotOption, SeedOption, printed_errors, save
 from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
@@ -99,7 +99,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             latency_s=latency_ms / 1000,
             max_answer_tokens=max_tokens,
         )
-        slo = Slo(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms))
+        slo = SloBounds(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms))
         router = RouterConfig(
             policy=policy,
             seed=seed,

@@ -12,7 +12,7 @@ adhering to the SLO attainment goal (say, 90%) for each GPU provisioned".
 
 from collections.abc import Callable
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.report import Figure
 from bench.simulator.cluster import SimulatedRun
 from bench.simulator.results import latencies_of, meets
@@ -26,7 +26,7 @@ Simulate = Callable[[Trace], SimulatedRun]
 
 
 def distserve_goodput(
-    trace: Trace, simulate: Simulate, slo: Slo, *, gpus: int
+    trace: Trace, simulate: Simulate, slo: SloBounds, *, gpus: int
 ) -> dict[str, Figure]:
     """Its figure; none where nothing is bounded or the trace has no rate."""
     is_bounded = slo.ttft_s is not None or slo.tpot_s is not None
@@ -41,7 +41,7 @@ def distserve_goodput(
     return {"goodput/distserve": Figure(speed * rate_per_s / gpus, "1/s/GPU")}
 
 
-def attainment(run: SimulatedRun, slo: Slo) -> float:
+def attainment(run: SimulatedRun, slo: SloBounds) -> float:
     """The share of requests with TTFT and TPOT inside their bounds."""
     return sum(meets(latencies_of(r), slo) for r in run.records) / len(run.records)
 

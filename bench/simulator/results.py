@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.client.load import TBT_SHARE, Slo
+from bench.client.load import TBT_SHARE, SloBounds
 from bench.common.report import Figure
 from bench.common.stats import Summary, summarize
 from bench.simulator.cluster import SimulatedRequest, SimulatedRun
@@ -68,7 +68,7 @@ def _mean_of_longest(values: Values, share: float) -> float:
     return float(np.partition(values, num_others)[num_others:].mean())
 
 
-def meets(latencies: Latencies | None, slo: Slo) -> bool:
+def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
     """TTFT and TPOT inside their bounds."""
     if latencies is None:
         return False
@@ -78,7 +78,7 @@ def meets(latencies: Latencies | None, slo: Slo) -> bool:
     )
 
 
-def figures_of(run: SimulatedRun, slo: Slo, *, usd_per_gpu_hour: float) -> dict[str, Figure]:
+def figures_of(run: SimulatedRun, slo: SloBounds, *, usd_per_gpu_hour: float) -> dict[str, Figure]:
     """All figures of one simulation."""
     latencies = [latencies_of(record) for record in run.records]
     return {
@@ -172,7 +172,7 @@ def _gaps_s(records: Sequence[SimulatedRequest], num_together: int) -> Iterator[
 
 
 def _goodput_figures(
-    run: SimulatedRun, latencies: Sequence[Latencies | None], slo: Slo
+    run: SimulatedRun, latencies: Sequence[Latencies | None], slo: SloBounds
 ) -> dict[str, Figure]:
     num, gpus = len(latencies), _num_gpus(run)
     num_good = sum(meets(one, slo) for one in latencies)

@@ -24,7 +24,7 @@ from bench.common.report import Report
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_warnings
 from bench.speculate.plan import BATCHES, SETUPS, SpeculatePlan, check, config_of, quick
-from bench.speculate.results import Measured, results, warnings
+from bench.speculate.results import SpeculateMeasured, results, warnings
 from bench.speculate.run import measure
 from bench.speculate.tables import print_speculation
 from engine.config import WeightFormat
@@ -80,7 +80,7 @@ def speculate(  # noqa: PLR0913 (one parameter for each option is how typer decl
         print_warnings(console, warnings(measured))
 
 
-def _report(plan: SpeculatePlan, measured: Measured) -> Report:
+def _report(plan: SpeculatePlan, measured: SpeculateMeasured) -> Report:
     return report_here(
         "speculate",
         seed=plan.seed,

@@ -54,7 +54,7 @@ GOALS = {
 }
 
 
-class Kind(StrEnum):
+class PromptKind(StrEnum):
     """What a prompt is made of."""
 
     TEXT = "text"
@@ -63,10 +63,10 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class SpeculateWorkload:
     """Prompts of one kind, answered at one temperature."""
 
-    kind: Kind
+    kind: PromptKind
     temperature: float = 0.0
 
     @property
@@ -76,13 +76,13 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class SpeculateSetup:
     """Two models and what they are asked."""
 
     name: str
     shape: str | None  # None: the bundled models
     agrees: bool  # whether the draft was made for this target
-    workloads: tuple[Workload, ...]
+    workloads: tuple[SpeculateWorkload, ...]
 
     @property
     def modes(self) -> tuple[Speculate, ...]:
@@ -96,8 +96,8 @@ class Setup:
 class Cell:
     """One workload at one batch size, in all modes of its setup."""
 
-    setup: Setup
-    workload: Workload
+    setup: SpeculateSetup
+    workload: SpeculateWorkload
     batch: int
 
     @property
@@ -166,21 +166,21 @@ def quick(plan: SpeculatePlan) -> SpeculatePlan:
     )
 
 
-def setups_of(plan: SpeculatePlan) -> list[Setup]:
+def setups_of(plan: SpeculatePlan) -> list[SpeculateSetup]:
     """Setups with their workloads."""
     both = (0.0,) if plan.is_quick else (0.0, TEMPERATURE)
-    repeat = Workload(Kind.REPEAT)
-    text = tuple(Workload(Kind.TEXT, temperature) for temperature in both)
-    random = tuple(Workload(Kind.RANDOM, temperature) for temperature in both)
+    repeat = SpeculateWorkload(PromptKind.REPEAT)
+    text = tuple(SpeculateWorkload(PromptKind.TEXT, temperature) for temperature in both)
+    random = tuple(SpeculateWorkload(PromptKind.RANDOM, temperature) for temperature in both)
     known = {
-        "bundled": Setup(BUNDLED, None, agrees=True, workloads=(*text, repeat)),
-        "shape": Setup(plan.shape, plan.shape, agrees=True, workloads=(*random, repeat)),
-        "bad": Setup(f"{plan.shape}_bad", plan.shape, agrees=False, workloads=random[:1]),
+        "bundled": SpeculateSetup(BUNDLED, None, agrees=True, workloads=(*text, repeat)),
+        "shape": SpeculateSetup(plan.shape, plan.shape, agrees=True, workloads=(*random, repeat)),
+        "bad": SpeculateSetup(f"{plan.shape}_bad", plan.shape, agrees=False, workloads=random[:1]),
     }
     return [known[name] for name in SETUPS if name in plan.setups]
 
 
-def cells_of(plan: SpeculatePlan, setup: Setup) -> list[Cell]:
+def cells_of(plan: SpeculatePlan, setup: SpeculateSetup) -> list[Cell]:
     """In the order in which they are measured."""
     return [Cell(setup, workload, batch) for workload in setup.workloads for batch in plan.batches]
 

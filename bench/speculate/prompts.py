@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from bench.common.prompts import PromptShape, token_prompts
 from bench.speculate.plan import EDIT_EVERY, PROMPT_LEN
-from bench.speculate.worker import Ask
+from bench.speculate.worker import CoreAsk
 from engine.messages import Grammar, GrammarKind, Sampling
 from engine.model.bundled import corpus
 
@@ -70,7 +70,7 @@ def repeating_asks(
     end_token_ids: Sequence[int],
     num_tokens: int,
     seed: int,
-) -> list[Ask]:
+) -> list[CoreAsk]:
     """Each prompt behind itself and an earlier version of its answer; as much is asked for."""
     rng = Random(f"{seed}/repeat")
     vocab = sorted({token for answer in answers for token in answer} - set(end_token_ids))
@@ -79,7 +79,7 @@ def repeating_asks(
         whole = until_end(answer, end_token_ids)[:MOST_REPEATED]
         if len(whole) >= FEWEST_REPEATED:
             earlier = [*prompt, *edited(whole, vocab, rng), *end_token_ids[-1:]]
-            asks.append(Ask([*earlier, *prompt], min(num_tokens, len(whole))))
+            asks.append(CoreAsk([*earlier, *prompt], min(num_tokens, len(whole))))
     return asks
 
 
@@ -96,10 +96,10 @@ def edited(answer: Sequence[int], vocab: Sequence[int], rng: Random) -> Tokens:
 
 def identity_asks(
     prompts: Sequence[Tokens], count: int, *, end_token_ids: Sequence[int], seed: int
-) -> list[Ask]:
+) -> list[CoreAsk]:
     """Requests of all kinds, those with several choices included."""
     rng = Random(f"{seed}/identity")
-    asks: list[Ask] = []
+    asks: list[CoreAsk] = []
     while len(asks) < count:
         prompt = [*rng.choice(prompts)]
         num_tokens, sampling = rng.randint(*IDENTITY_TOKENS), _sampling(rng)
@@ -108,7 +108,7 @@ def identity_asks(
             min_tokens = 0  # it says itself when the answer may end
         for choice in range(rng.choice((1, 1, NUM_CHOICES))):
             own = _with_seed(sampling, sampling.seed + choice)
-            asks.append(Ask(prompt, num_tokens, own, tuple(end_token_ids), min_tokens))
+            asks.append(CoreAsk(prompt, num_tokens, own, tuple(end_token_ids), min_tokens))
     return asks[:count]
 
 

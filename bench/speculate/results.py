@@ -43,7 +43,7 @@ from bench.speculate.plan import (
     CALIBRATED_LENS,
     GOALS,
     Cell,
-    Kind,
+    PromptKind,
     SpeculatePlan,
     cells_of,
     setups_of,
@@ -53,7 +53,7 @@ from engine.config import Speculate
 TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 
 
-class Run(msgspec.Struct, frozen=True):
+class BatchRun(msgspec.Struct, frozen=True):
     """Decoding a batch for a while, as `bench.speculate.worker` tells it."""
 
     seconds: float
@@ -83,7 +83,7 @@ class Passes(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class RunKey:
     """What a run belongs to."""
 
     thing: str  # setup and workload
@@ -92,10 +92,10 @@ class Key:
 
 
 @dataclass(slots=True)
-class Measured:
+class SpeculateMeasured:
     """All that was measured."""
 
-    runs: dict[Key, list[Run]] = field(default_factory=dict)  # one for each repetition
+    runs: dict[RunKey, list[BatchRun]] = field(default_factory=dict)  # one for each repetition
     passes: dict[tuple[str, int], Passes] = field(default_factory=dict)  # by setup and batch
     identical: dict[str, float] = field(default_factory=dict)  # by weights
     background: list[float] = field(default_factory=list)
@@ -103,9 +103,9 @@ class Measured:
     num_same: int = 0
 
 
-def joined(runs: Sequence[Run]) -> Run:
+def joined(runs: Sequence[BatchRun]) -> BatchRun:
     """Batches one after the other, as one run."""
-    return Run(
+    return BatchRun(
         seconds=sum(run.seconds for run in runs),
         outside_s=sum(run.outside_s for run in runs),
         num_tokens=sum(run.num_tokens for run in runs),
@@ -151,7 +151,7 @@ def expected_total(drafts: Sequence[tuple[int, int, int]], acceptance: float) ->
     return sum(rows * expected_tokens(acceptance, drafted) for drafted, _, rows in drafts)
 
 
-def predicted_s(run: Run, passes: Passes) -> float:
+def predicted_s(run: BatchRun, passes: Passes) -> float:
     """How long the passes of a run take by themselves."""
     return sum(
         _target_s(passes, verified / rows) + _between(passes.draft_s, num_passes)
@@ -159,7 +159,7 @@ def predicted_s(run: Run, passes: Passes) -> float:
     )
 
 
-def predicted_speedup(run: Run, passes: Passes) -> float:
+def predicted_speedup(run: BatchRun, passes: Passes) -> float:
     """Expected tokens over predicted seconds, beside a plain pass that makes one token a row."""
     acceptance = mean_acceptance(run.drafts) or 0.0
     tokens = expected_total(run.drafts, acceptance)
@@ -167,7 +167,7 @@ def predicted_speedup(run: Run, passes: Passes) -> float:
     return tokens / predicted_s(run, passes) / plain_s
 
 
-def results(plan: SpeculatePlan, measured: Measured) -> tuple[Result, ...]:
+def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, ...]:
     """Every result, in the order of the table above."""
     cells = [cell for setup in setups_of(plan) for cell in cells_of(plan, setup)]
     by_cell = [
@@ -183,7 +183,7 @@ def results(plan: SpeculatePlan, measured: Measured) -> tuple[Result, ...]:
     return (*map(_with_goal, named), *by_cell, *places, *results_of(others))
 
 
-def warnings(measured: Measured) -> list[str]:
+def warnings(measured: SpeculateMeasured) -> list[str]:
     """What a reader should know before believing the results."""
     lines = []
     busiest = max(measured.background, default=0.0)
@@ -207,9 +207,9 @@ _ORDER = (
 )
 
 
-def _figures(cell: Cell, mode: Speculate, measured: Measured) -> list[dict[str, Figure]]:
+def _figures(cell: Cell, mode: Speculate, measured: SpeculateMeasured) -> list[dict[str, Figure]]:
     """Of each repetition."""
-    key = Key(cell.thing, cell.batch, mode)
+    key = RunKey(cell.thing, cell.batch, mode)
     plain = measured.runs[replace(key, mode=Speculate.OFF)]
     passes = measured.passes[cell.setup.name, cell.batch]
     name = cell.name(mode)
@@ -226,7 +226,7 @@ def _figures(cell: Cell, mode: Speculate, measured: Measured) -> list[dict[str, 
     return found
 
 
-def _drafting(name: str, run: Run, passes: Passes) -> dict[str, Figure]:
+def _drafting(name: str, run: BatchRun, passes: Passes) -> dict[str, Figure]:
     acceptance = mean_acceptance(run.drafts)
     expected = expected_total(run.drafts, acceptance or 0.0)
     drafted = sum(drafted * rows for drafted, _, rows in run.drafts)
@@ -241,7 +241,7 @@ def _drafting(name: str, run: Run, passes: Passes) -> dict[str, Figure]:
     return figures
 
 
-def _places(cell: Cell, measured: Measured) -> Iterator[Result]:
+def _places(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
     """Acceptance by place, over all batches."""
     for mode in cell.setup.modes:
         runs = [
@@ -270,8 +270,8 @@ def _named(cells: Sequence[Cell], by_cell: Sequence[Result]) -> Iterator[Result]
     """The lowest of the cells that each name stands for."""
     speedups = {r.name.partition("/")[2]: r for r in by_cell if r.name.startswith("speedup/")}
     agreeing = [cell for cell in cells if cell.setup.agrees]
-    fresh = [cell for cell in agreeing if cell.workload.kind is not Kind.REPEAT]
-    repeating = [cell for cell in agreeing if cell.workload.kind is Kind.REPEAT]
+    fresh = [cell for cell in agreeing if cell.workload.kind is not PromptKind.REPEAT]
+    repeating = [cell for cell in agreeing if cell.workload.kind is PromptKind.REPEAT]
     groups = {
         "speedup/draft_b1": [c.name(Speculate.DRAFT) for c in fresh if c.batch == 1],
         "speedup/draft_b8": [c.name(Speculate.DRAFT) for c in fresh if c.batch == 8],
@@ -284,7 +284,7 @@ def _named(cells: Sequence[Cell], by_cell: Sequence[Result]) -> Iterator[Result]
             yield replace(lowest, name=name)
 
 
-def _identical(measured: Measured) -> tuple[Result, ...]:
+def _identical(measured: SpeculateMeasured) -> tuple[Result, ...]:
     figures = {
         "identical_share" if weights == "int8" else f"identical_share/{weights}": share
         for weights, share in measured.identical.items()

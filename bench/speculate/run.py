@@ -29,10 +29,10 @@ from bench.speculate.plan import (
     NUM_PROMPTS,
     PROMPT_LEN,
     Cell,
-    Kind,
-    Setup,
+    PromptKind,
     SpeculatePlan,
-    Workload,
+    SpeculateSetup,
+    SpeculateWorkload,
     cells_of,
     order_of,
     prompts_for,
@@ -46,8 +46,8 @@ from bench.speculate.prompts import (
     repeating_asks,
     text_prompts,
 )
-from bench.speculate.results import Key, Measured, Passes, Run, is_same, joined
-from bench.speculate.worker import Ask, Options
+from bench.speculate.results import BatchRun, Passes, RunKey, SpeculateMeasured, is_same, joined
+from bench.speculate.worker import CoreAsk, CoreOptions
 from engine.config import Speculate, WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling
@@ -59,12 +59,12 @@ LONGEST_PROMPT = 512
 BUNDLED_MODELS = Path(engine.model.bundled.__file__).parent
 IDENTITY_WEIGHTS = {WeightFormat.INT8: KVFormat.INT8, WeightFormat.FP32: KVFormat.FP32}
 
-Asks = Mapping[Workload, Sequence[Ask]]
+Asks = Mapping[SpeculateWorkload, Sequence[CoreAsk]]
 
 
-def measure(plan: SpeculatePlan, say: Say = say_nothing) -> Measured:
+def measure(plan: SpeculatePlan, say: Say = say_nothing) -> SpeculateMeasured:
     """Carries out the plan. Raises DrivenFailed and ConfigError."""
-    measured = Measured()
+    measured = SpeculateMeasured()
     for setup in setups_of(plan):
         _measure_setup(plan, setup, measured, say)
     for weights, kv_format in _identity_weights(plan).items():
@@ -75,7 +75,9 @@ def measure(plan: SpeculatePlan, say: Say = say_nothing) -> Measured:
     return measured
 
 
-def _measure_setup(plan: SpeculatePlan, setup: Setup, measured: Measured, say: Say) -> None:
+def _measure_setup(
+    plan: SpeculatePlan, setup: SpeculateSetup, measured: SpeculateMeasured, say: Say
+) -> None:
     say(f"loading: {setup.name}")
     target, draft = _checkpoints(plan, setup)
     with _worker(plan, target, draft, plan.weights, plan.kv_format) as (worker, facts):
@@ -108,43 +110,43 @@ def _measure_cell(
     plan: SpeculatePlan,
     cell: Cell,
     worker: Driven,
-    asks: Sequence[Ask],
+    asks: Sequence[CoreAsk],
     repeat: int,
-    measured: Measured,
+    measured: SpeculateMeasured,
 ) -> None:
     """One cell in every mode."""
-    found: dict[Speculate, list[Run]] = {mode: [] for mode in cell.setup.modes}
+    found: dict[Speculate, list[BatchRun]] = {mode: [] for mode in cell.setup.modes}
     for round_ in range(rounds_of(plan, cell) if repeat != WARM_UP else 1):
         indices = prompts_for(cell, len(asks), repeat=repeat, round_=round_)
         chosen = msgspec.to_builtins([asks[i] for i in indices])
         for mode in order_of(cell.setup.modes, repeat):
             answer = worker.ask("decode", timeout_s=JOB_TIMEOUT_S, mode=mode, asks=chosen)
-            found[mode].append(msgspec.convert(answer, Run))
+            found[mode].append(msgspec.convert(answer, BatchRun))
     if repeat == WARM_UP:
         return
     plain = joined(found[Speculate.OFF])
     for mode, runs in found.items():
         run = joined(runs)
-        measured.runs.setdefault(Key(cell.thing, cell.batch, mode), []).append(run)
+        measured.runs.setdefault(RunKey(cell.thing, cell.batch, mode), []).append(run)
         measured.num_compared += len(run.answers)
         measured.num_same += sum(map(is_same, run.answers, plain.answers))
 
 
 def _asks_of(
-    plan: SpeculatePlan, setup: Setup, worker: Driven, facts: Mapping[str, object]
+    plan: SpeculatePlan, setup: SpeculateSetup, worker: Driven, facts: Mapping[str, object]
 ) -> Asks:
     """What each workload asks for."""
     if setup.shape is None:
         prompts = _texts(plan)
     else:
         prompts = random_prompts(_number(facts["vocab_size"]), plan.num_prompts, plan.seed)
-    asks: dict[Workload, Sequence[Ask]] = {}
+    asks: dict[SpeculateWorkload, Sequence[CoreAsk]] = {}
     for workload in setup.workloads:
-        if workload.kind is Kind.REPEAT:
+        if workload.kind is PromptKind.REPEAT:
             asks[workload] = _repeating(plan, worker, prompts, facts)
         else:
             asks[workload] = [
-                Ask(prompt, plan.num_tokens, Sampling(workload.temperature, seed=plan.seed + i))
+                CoreAsk(prompt, plan.num_tokens, Sampling(workload.temperature, seed=plan.seed + i))
                 for i, prompt in enumerate(prompts)
             ]
     return asks
@@ -163,9 +165,9 @@ def _identity_weights(plan: SpeculatePlan) -> Mapping[WeightFormat, KVFormat]:
 
 def _repeating(
     plan: SpeculatePlan, worker: Driven, prompts: Sequence[list[int]], facts: Mapping[str, object]
-) -> list[Ask]:
+) -> list[CoreAsk]:
     greedy = Sampling(temperature=0.0)
-    first = [Ask(prompt, MOST_REPEATED, greedy) for prompt in prompts]
+    first = [CoreAsk(prompt, MOST_REPEATED, greedy) for prompt in prompts]
     return repeating_asks(
         prompts,
         _answers(worker, Speculate.OFF, first),
@@ -180,7 +182,7 @@ def _compare(
     worker: Driven,
     facts: Mapping[str, object],
     weights: WeightFormat,
-    measured: Measured,
+    measured: SpeculateMeasured,
     say: Say,
 ) -> None:
     """Share of requests to the bundled models that are answered alike in all modes."""
@@ -192,14 +194,14 @@ def _compare(
     measured.identical[weights] = statistics.mean(same)
 
 
-def _answers(worker: Driven, mode: Speculate, asks: Sequence[Ask]) -> list[list[int]]:
+def _answers(worker: Driven, mode: Speculate, asks: Sequence[CoreAsk]) -> list[list[int]]:
     told = worker.ask(
         "generate", timeout_s=JOB_TIMEOUT_S, mode=mode, asks=msgspec.to_builtins(asks)
     )
     return msgspec.convert(told["answers"], list[list[int]])
 
 
-def _checkpoints(plan: SpeculatePlan, setup: Setup) -> tuple[Path, Path]:
+def _checkpoints(plan: SpeculatePlan, setup: SpeculateSetup) -> tuple[Path, Path]:
     """Target and draft."""
     if setup.shape is None:
         return _bundled()
@@ -216,7 +218,7 @@ def _worker(
     plan: SpeculatePlan, target: Path, draft: Path, weights: WeightFormat, kv_format: KVFormat
 ) -> Iterator[tuple[Driven, Mapping[str, object]]]:
     """A process with these models, and what it says of itself."""
-    options = Options(
+    options = CoreOptions(
         target=str(target),
         draft=str(draft),
         weights=weights,

@@ -1,6 +1,6 @@
 """Workers without sockets in a process of their own, driven by `bench.speculate.run`.
 
-    python -m bench.speculate.worker '{"target": …}'          (the fields of `Options`, as JSON)
+    python -m bench.speculate.worker '{"target": …}'          (the fields of `CoreOptions`, as JSON)
 
 For each mode of speculation there is the core of a mixed worker, the schedulers and speculator of a
 real one, that lives from the first command to the last: what it learns of costs and acceptance it
@@ -63,7 +63,7 @@ FEWEST_TIMES = 3
 _clock = MonotonicClock()
 
 
-class Options(msgspec.Struct, frozen=True):
+class CoreOptions(msgspec.Struct, frozen=True):
     """Models and sizes."""
 
     target: str
@@ -75,7 +75,7 @@ class Options(msgspec.Struct, frozen=True):
     max_draft_tokens: int
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class CoreAsk(msgspec.Struct, frozen=True, array_like=True):
     """One request."""
 
     prompt: list[int]
@@ -97,7 +97,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CoreStep:
     """One step of a core."""
 
     begin_s: float
@@ -146,7 +146,7 @@ class Answers:
         return [self.token_ids[seq_id] for seq_id in self.wanted]
 
 
-class Service:
+class MixedCore:
     """The core of a mixed worker, fed and stepped by hand."""
 
     def __init__(self, runner: Any, pool: BlockPool, *, speculator: Speculator, guides: Guides):
@@ -163,7 +163,7 @@ class Service:
         )
         self._names = (SeqId(str(number)) for number in count())
 
-    def submit(self, asks: Sequence[Ask]) -> list[SeqId]:
+    def submit(self, asks: Sequence[CoreAsk]) -> list[SeqId]:
         """Sends requests; their names."""
         seq_ids = []
         for ask in asks:
@@ -178,7 +178,7 @@ class Service:
         for seq_id in seq_ids:
             self.core.handle(FromGateway(GATEWAY, Cancel(seq_id)), _clock.now_s())
 
-    def step(self) -> Step:
+    def step(self) -> CoreStep:
         """Runs one step."""
         begin_s = _clock.now_s()
         plan, effects = self.core.plan(begin_s)
@@ -188,7 +188,7 @@ class Service:
         result = self._runner.run(plan)
         ran_s = _clock.now_s()
         messages += _no_refusal(self.core.finish(result, ran_s))
-        return Step(begin_s, _clock.now_s(), ran_s - planned_s, plan, result, messages)
+        return CoreStep(begin_s, _clock.now_s(), ran_s - planned_s, plan, result, messages)
 
 
 def _no_refusal(effects: Sequence[Effect]) -> list[ToGateway]:
@@ -203,7 +203,7 @@ def _no_refusal(effects: Sequence[Effect]) -> list[ToGateway]:
 class Bench:
     """Cores of all modes; its other methods are its commands."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: CoreOptions) -> None:
         import torch
 
         torch.set_num_threads(options.num_threads)
@@ -243,7 +243,7 @@ class Bench:
             answers.take(service.step().messages)
         answers.drafts.clear()
         num_before = answers.num_tokens
-        steps: list[Step] = []
+        steps: list[CoreStep] = []
         while not _one_is_complete(answers, wanted):
             steps.append(service.step())
             answers.take(steps[-1].messages)
@@ -286,7 +286,7 @@ class Bench:
             "draft_s": [*map(statistics.median, draft)],
         }
 
-    def _service(self, mode: Speculate, guides: Guides) -> Service:
+    def _service(self, mode: Speculate, guides: Guides) -> MixedCore:
         """As a worker of that mode is deployed."""
         has_draft_model = mode in (Speculate.DRAFT, Speculate.AUTO)
         runner = self._paired if has_draft_model else self._alone
@@ -295,9 +295,9 @@ class Bench:
             max_draft_tokens=self._options.max_draft_tokens,
             has_draft_model=has_draft_model,
         )
-        return Service(runner, self._pools[id(runner)], speculator=speculator, guides=guides)
+        return MixedCore(runner, self._pools[id(runner)], speculator=speculator, guides=guides)
 
-    def _generate(self, service: Service, asks: Sequence[Ask]) -> list[list[int]]:
+    def _generate(self, service: MixedCore, asks: Sequence[CoreAsk]) -> list[list[int]]:
         answers = Answers([])
         waiting = list(asks)[::-1]
         while waiting or len(answers.finished) < len(asks):
@@ -309,7 +309,7 @@ class Bench:
         return answers.in_order()
 
 
-def _opened(options: Options, draft: Path | None) -> Any:
+def _opened(options: CoreOptions, draft: Path | None) -> Any:
     from engine.model.runner import TorchRunner
 
     runner = TorchRunner(
@@ -325,23 +325,23 @@ def _opened(options: Options, draft: Path | None) -> Any:
     return runner
 
 
-def _asks(asks: list[Any]) -> list[Ask]:
-    return msgspec.convert(asks, list[Ask])
+def _asks(asks: list[Any]) -> list[CoreAsk]:
+    return msgspec.convert(asks, list[CoreAsk])
 
 
-def _with_room(asks: Sequence[Ask], num_tokens: int) -> list[Ask]:
+def _with_room(asks: Sequence[CoreAsk], num_tokens: int) -> list[CoreAsk]:
     """Requests that want more: near the end of an answer drafts would be shorter."""
     return [msgspec.structs.replace(ask, num_tokens=ask.num_tokens + num_tokens) for ask in asks]
 
 
-def _one_is_complete(answers: Answers, asks: Sequence[Ask]) -> bool:
+def _one_is_complete(answers: Answers, asks: Sequence[CoreAsk]) -> bool:
     return any(
         len(answers.token_ids[seq_id]) >= ask.num_tokens
         for seq_id, ask in zip(answers.wanted, asks, strict=True)
     )
 
 
-def _described(step: Step) -> list[float]:
+def _described(step: CoreStep) -> list[float]:
     """Seconds, rows, tokens verified beyond those of the rows, passes of the draft model."""
     return [
         step.end_s - step.begin_s,
@@ -376,7 +376,7 @@ def _timed_s(runner: Runner, plan: BatchPlan) -> tuple[float, float]:
 def main() -> None:
     """Answers commands until they end."""
     out = stdout_for_answers()
-    options = msgspec.json.decode(sys.argv[1], type=Options)
+    options = msgspec.json.decode(sys.argv[1], type=CoreOptions)
     drive(lambda: Bench(options), sys.stdin, out)
 
 

@@ -14,7 +14,7 @@ from bench.common.serving import ServerFailed, serving
 from bench.kv import handoff as kv_handoff
 from bench.kv.movers import Mover, WrongBytes, mover_of
 from bench.kv.plan import KIB, HandoffPlan, KvPlan, cases_of, pulls_of
-from bench.kv.results import PHASES, TRANSFER, Measured, results, warnings
+from bench.kv.results import PHASES, TRANSFER, KvMeasured, results, warnings
 from bench.kv.run import measure
 
 pytestmark = pytest.mark.long
@@ -103,7 +103,7 @@ def test_a_handoff_is_told_phase_by_phase():
     for timeline in timelines:
         assert {*PHASES, *TRANSFER} <= set(timeline)
         assert 0 <= timeline["kv_exposed"] <= timeline["kv_transfer"]
-    assert warnings(Measured({}), [handoffs]) == []
+    assert warnings(KvMeasured({}), [handoffs]) == []
 
 
 @pytest.mark.torch

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from bench import cli
 from bench.client.answers import Answer, Failure
-from bench.client.load import Slo, figures_of_runs
+from bench.client.load import SloBounds, figures_of_runs
 from bench.common.report import from_json
-from bench.serve.plan import Ask, Load, Plan, Target
+from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
 from bench.serve.run import NothingCompleted, ServerUnreachable, measure, run_open_loop
 from engine.clock import MonotonicClock
 
@@ -83,11 +83,11 @@ async def serving(fault=None):
 
 
 def plan_for(url, **target):
-    return Plan(
-        target=Target(url, **target),
-        load=Load(rate_per_s=200.0, num_requests=6, num_warmup=2),
-        ask=Ask(input_len=12, output_len=5),
-        slo=Slo(ttft_s=10.0, tpot_s=10.0),
+    return ServePlan(
+        target=ServeTarget(url, **target),
+        load=ServeLoad(rate_per_s=200.0, num_requests=6, num_warmup=2),
+        ask=ServeAsk(input_len=12, output_len=5),
+        slo=SloBounds(ttft_s=10.0, tpot_s=10.0),
     )
 
 
@@ -102,7 +102,7 @@ def measure_against(fault=None, change=lambda plan: plan, **target):
 def test_every_request_is_sent_streamed_and_counted():
     server, measured = measure_against()
     [run] = measured.runs
-    [figures] = figures_of_runs(measured.runs, Slo(ttft_s=10.0))
+    [figures] = figures_of_runs(measured.runs, SloBounds(ttft_s=10.0))
     assert measured.model == "fake"
     assert len(server.bodies) == 8
     assert all(isinstance(outcome.result, Answer) for outcome in run.outcomes)

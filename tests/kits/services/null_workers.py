@@ -5,7 +5,7 @@ import sys
 import msgspec
 
 from bench.common.driven import Driven
-from bench.gateway.worker import NUM_BLOCKS, Options
+from bench.gateway.worker import NUM_BLOCKS, NullWorkerOptions
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery
 from deploy.processes import WorkerReady, WorkerSpec
@@ -19,7 +19,7 @@ class NullWorkers(ProcessLauncher):
         self._pace_s = pace_s
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
-        options = Options(
+        options = NullWorkerOptions(
             spec.token, pace_s=self._pace_s, token_ids=(300, 301), worker_id=spec.worker_id
         )
         argument = msgspec.json.encode(options).decode()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.common.report import from_json
-from bench.common.roofline import Memory, decode_work, prefill_work
+from bench.common.roofline import ModelMemory, decode_work, prefill_work
 from bench.gpu import __main__ as gpu
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import models as gpu_models
@@ -19,9 +19,9 @@ from bench.gpu.kernels import (
     check_attention,
 )
 from bench.gpu.run import GpuBench
-from bench.gpu.session import Session
+from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES, scattered_tables
-from bench.gpu.speeds import Ceilings
+from bench.gpu.speeds import GpuCeilings
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.model.attention import plain as torch_attention
@@ -43,7 +43,7 @@ class Hands:
 
 
 def session(budget_s=100.0):
-    return Session(Hands(), budget_s, io.StringIO())
+    return GpuSession(Hands(), budget_s, io.StringIO())
 
 
 # ------------------------------------------------------------ the command
@@ -197,9 +197,9 @@ def test_the_large_shape_has_eight_thousand_million_weights():
 
 
 def test_limits_are_bytes_for_decoding_and_products_for_prompts():
-    ceilings = Ceilings(bytes_per_s=4e12, bf16_flops_per_s=800e12, fp8_flops_per_s=1600e12)
+    ceilings = GpuCeilings(bytes_per_s=4e12, bf16_flops_per_s=800e12, fp8_flops_per_s=1600e12)
     size = SHAPES["8b"].size
-    memory = Memory(weights_bytes=15e9, kv_token_bytes=131072)
+    memory = ModelMemory(weights_bytes=15e9, kv_token_bytes=131072)
     step = decode_work(size, memory, [1000])
     assert ceilings.least_time_s(step, WeightFormat.BF16) == pytest.approx(15.13e9 / 4e12, rel=1e-3)
     prompt = prefill_work(size, memory, [8192])

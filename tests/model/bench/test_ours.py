@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.common.shapes import SHAPES, make_checkpoint
-from bench.engine.ceilings import Ceilings
-from bench.engine.ours import Ours
+from bench.engine.ceilings import CeilingProbe
+from bench.engine.ours import OurEngine
 from bench.peers.driver import options_of
 from engine.model.native.library import kernels
 
@@ -31,7 +31,7 @@ def ours(checkpoint):
 def open_engine(checkpoint, weights, kv_format):
     fixed = ["ours", "--checkpoint", str(checkpoint), "--variant", weights, "--threads", "1"]
     limits = ["--max-sequences", "4", "--max-len", "300", "--max-tokens", "800"]
-    return Ours(options_of(fixed + limits), weights, kv_format)
+    return OurEngine(options_of(fixed + limits), weights, kv_format)
 
 
 def test_answers_are_those_of_transformers(ours, checkpoint):
@@ -78,7 +78,7 @@ def test_int8_weights_are_a_quarter_and_say_so(ours, checkpoint):
 
 
 def test_ceilings_are_measured_and_plausible():
-    found = Ceilings(threads=1).measure()
+    found = CeilingProbe(threads=1).measure()
     assert found["read_bytes_per_s"] > 1e8
     assert found["fp32_flops_per_s"] > 1e8
     assert found["int8_flops_per_s"] > 1e8

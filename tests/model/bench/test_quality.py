@@ -11,8 +11,8 @@ import bench.quality.run as quality
 from bench.quality.run import (
     EXACT,
     SETTINGS,
+    QualitySetting,
     Scores,
-    Setting,
     attention_errors,
     capacities,
     figures_of,
@@ -89,7 +89,7 @@ def test_capacity_counts_whole_blocks(checkpoint):
 def test_changes_are_told_against_fp32():
     exact = Scores(-2.0, torch.tensor([1, 2, 3, 4]))
     worse = Scores(-2.1, torch.tensor([1, 2, 3, 0]))
-    setting = Setting(WeightFormat.INT8, KVFormat.INT8)
+    setting = QualitySetting(WeightFormat.INT8, KVFormat.INT8)
     figures = figures_of(setting, worse, exact)
     assert setting.name == "weights_int8_kv_int8"
     assert figures[f"perplexity/{setting.name}"].value == pytest.approx(math.exp(2.1))

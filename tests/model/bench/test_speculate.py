@@ -11,7 +11,7 @@ from bench.common.shapes import cached_pair
 from bench.speculate.plan import GOALS, MAX_DRAFT_TOKENS, SpeculatePlan
 from bench.speculate.prompts import identity_asks, random_prompts
 from bench.speculate.results import mean_acceptance, results
-from bench.speculate.worker import Ask, Bench, Options
+from bench.speculate.worker import Bench, CoreAsk, CoreOptions
 from engine.config import Speculate, WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling, SeqId
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.torch
 VOCAB_SIZE = 512
 PROMPTS = random_prompts(VOCAB_SIZE, 32, seed=0)
 NUM_TOKENS = 24
-GREEDY = [Ask(prompt, NUM_TOKENS, Sampling(temperature=0.0)) for prompt in PROMPTS]
+GREEDY = [CoreAsk(prompt, NUM_TOKENS, Sampling(temperature=0.0)) for prompt in PROMPTS]
 PASSES = {"batch": 2, "context_len": 20, "lens": [0, 1, 4]}
 
 
@@ -46,7 +46,7 @@ def pair(tmp_path_factory):
 
 
 def options_of(target, draft, weights=WeightFormat.FP32, kv_tokens=8192):
-    return Options(
+    return CoreOptions(
         target=str(target),
         draft=str(draft),
         weights=weights,

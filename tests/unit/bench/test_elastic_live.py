@@ -3,7 +3,7 @@
 import pytest
 
 from bench.client.answers import Answer, Failure
-from bench.client.load import Outcome
+from bench.client.load import RequestOutcome
 from bench.elastic_live.plan import (
     LOAD,
     MAX_RUNNING,
@@ -31,7 +31,7 @@ def answer(ttft_s):
 
 
 def run(setting, repeat, *found, num_flips=0):
-    outcomes = tuple(Outcome(0.0, None, result) for result in found)
+    outcomes = tuple(RequestOutcome(0.0, None, result) for result in found)
     return LiveRun(setting, repeat, outcomes, num_flips)
 
 

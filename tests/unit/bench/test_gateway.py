@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bench.gateway.plan import BARE, OURS, WRITES, body_of, order_of, plan_of, quick
-from bench.gateway.results import Measured, Run, results, warnings
+from bench.gateway.results import GatewayMeasured, GatewayRun, results, warnings
 from engine.errors import ConfigError
 
 PLAN = plan_of(prompt_words=3, num_tokens=100, num_repeats=2, peers=["fastapi=/a/python"], seed=1)
@@ -24,12 +24,12 @@ def run(server, load, repeat=0, **rest):
         "ttft_s": (ttft_s,) * 3,
         "gaps_s": (load.pace_s,) * 3,
     }
-    return Run(server, load, repeat, **{**figures, **rest})
+    return GatewayRun(server, load, repeat, **{**figures, **rest})
 
 
 def measured(**rest):
     runs = [run(s, load, i) for s in PLAN.servers for load in LOADS for i in range(2)]
-    return Measured(tuple(runs), **rest)
+    return GatewayMeasured(tuple(runs), **rest)
 
 
 def by_name(of):
@@ -72,7 +72,7 @@ def test_a_clean_measurement_warns_of_nothing():
 )
 def test_what_spoils_a_measurement_is_told(rest, told):
     spoilt = [run(OURS, PLAN.loads[0], **rest)]
-    [line] = warnings(PLAN, Measured(tuple(spoilt)))
+    [line] = warnings(PLAN, GatewayMeasured(tuple(spoilt)))
     assert line.startswith(told)
 
 

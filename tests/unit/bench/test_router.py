@@ -7,21 +7,21 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.router.peer import BitmaskRouter
-from bench.router.plan import BLOCK_SIZE, COSTS, PROMPT_BLOCKS, Case, RouterPlan, check
+from bench.router.plan import BLOCK_SIZE, COSTS, PROMPT_BLOCKS, RouterCase, RouterPlan, check
 from bench.router.results import PEER, is_met, results, warnings
-from bench.router.run import Measured, World, measure, measure_ingest
+from bench.router.run import RouterMeasured, World, measure, measure_ingest
 from engine.errors import ConfigError
 
-MAIN = Measured(
-    Case(1000, 10**6),
+MAIN = RouterMeasured(
+    RouterCase(1000, 10**6),
     ours=[(4e-6,) * 100, (5e-6,) * 100, (8e-6,) * 99 + (60e-6,)],
     requests=[(20e-6,) * 100] * 3,
     peer=[(10e-6,) * 100] * 3,
     bytes_per_block=34.0,
     background=[0.0, 0.01],
 )
-OTHER = Measured(
-    Case(10_000, 10**7), ours=[(8e-6,) * 10], requests=[(9e-6,) * 10], bytes_per_block=40.0
+OTHER = RouterMeasured(
+    RouterCase(10_000, 10**7), ours=[(8e-6,) * 10], requests=[(9e-6,) * 10], bytes_per_block=40.0
 )
 INGEST = ((4e6, 6e6, 5e6), (1e6,))
 
@@ -60,22 +60,22 @@ def test_ingest_and_memory_are_told_at_a_million_blocks():
 
 def test_a_busy_machine_is_warned_of():
     assert warnings([MAIN]) == []
-    [line] = warnings([Measured(Case(10, 100), background=[0.4])])
+    [line] = warnings([RouterMeasured(RouterCase(10, 100), background=[0.4])])
     assert "40%" in line
 
 
 def test_what_cannot_be_done_is_refused_by_name():
     with pytest.raises(ConfigError, match="--workers"):
-        check(RouterPlan((Case(5, 1000),), 1))
+        check(RouterPlan((RouterCase(5, 1000),), 1))
     with pytest.raises(ConfigError, match="--blocks"):
-        check(RouterPlan((Case(10, 5),), 1))
+        check(RouterPlan((RouterCase(10, 5),), 1))
     answer = CliRunner().invoke(app, ["router", "--cases", "many"])
     assert answer.exit_code == 1
     assert "--cases" in answer.output
 
 
 def test_prompts_are_as_long_as_planned_and_begin_with_a_chain():
-    world = World(Case(10, 240), random.Random(0))
+    world = World(RouterCase(10, 240), random.Random(0))
     chains = {h for number in range(10) for h in world.chain(number)}
     for prompt in world.prompts(20):
         hashes = prompt.hashes()
@@ -86,7 +86,7 @@ def test_prompts_are_as_long_as_planned_and_begin_with_a_chain():
 
 
 def test_a_small_run_measures_both(monkeypatch):
-    plan = RouterPlan((Case(16, 480),), num_repeats=2, num_decisions=20)
+    plan = RouterPlan((RouterCase(16, 480),), num_repeats=2, num_decisions=20)
     [measured] = measure(plan)
     assert [len(run) for run in (*measured.ours, *measured.peer)] == [20] * 4
     assert measured.bytes_per_block > 16
@@ -98,7 +98,7 @@ def test_a_small_run_measures_both(monkeypatch):
 
 def test_the_peer_prefers_a_holder_until_another_is_sooner_and_spreads_decoding():
     peer = BitmaskRouter([True, True, False, False], 1000, COSTS)
-    blocks = World(Case(10, 240), random.Random(0)).chain(0)[:PROMPT_BLOCKS]
+    blocks = World(RouterCase(10, 240), random.Random(0)).chain(0)[:PROMPT_BLOCKS]
     peer.stored(1, blocks)
     ask = {"num_tokens": PROMPT_BLOCKS * BLOCK_SIZE + 1, "end_tokens": 7000}
     placed = [peer.decide(i, blocks, now_s=0.0, **ask) for i in range(40)]

@@ -11,9 +11,9 @@ from bench.cli import app
 from bench.speculate.plan import (
     CALIBRATED_LENS,
     GOALS,
-    Kind,
+    PromptKind,
     SpeculatePlan,
-    Workload,
+    SpeculateWorkload,
     cells_of,
     check,
     config_of,
@@ -33,10 +33,10 @@ from bench.speculate.prompts import (
     until_end,
 )
 from bench.speculate.results import (
-    Key,
-    Measured,
+    BatchRun,
     Passes,
-    Run,
+    RunKey,
+    SpeculateMeasured,
     acceptance_by_place,
     expected_tokens,
     expected_total,
@@ -71,7 +71,7 @@ PASSES = Passes(
 
 def run_of(*, seconds=1.0, steps=((1.0, 1, 0, 0),), drafts=((0, 0, 1),), answers=((7, 8),)):
     """A run whose tokens follow from its drafts."""
-    return Run(
+    return BatchRun(
         seconds=seconds,
         outside_s=seconds / 10,
         num_tokens=sum(rows * (accepted + 1) for _, accepted, rows in drafts),
@@ -289,13 +289,13 @@ def test_answers_are_compared_as_far_as_both_go():
 
 def measured_with(seconds):
     """Three repetitions in which each mode takes so many seconds for the tokens of `off`."""
-    measured = Measured(identical={"int8": 1.0, "fp32": 0.9}, background=[0.01])
+    measured = SpeculateMeasured(identical={"int8": 1.0, "fp32": 0.9}, background=[0.01])
     for setup in setups_of(PLAN):
         for batch in PLAN.batches:
             measured.passes[setup.name, batch] = PASSES
         for cell in cells_of(PLAN, setup):
             for mode in setup.modes:
-                key = Key(cell.thing, cell.batch, mode)
+                key = RunKey(cell.thing, cell.batch, mode)
                 measured.runs[key] = [
                     run_of(seconds=scale * seconds(cell, mode))
                     if mode is Speculate.OFF
@@ -354,16 +354,16 @@ def test_a_plan_of_one_setup_promises_only_what_it_can_show():
 
 
 def test_a_reader_is_warned_of_others_and_of_answers_that_differ():
-    quiet = Measured(background=[0.01], num_compared=4, num_same=4)
+    quiet = SpeculateMeasured(background=[0.01], num_compared=4, num_same=4)
     assert warnings(quiet) == []
-    [busy, differ] = warnings(Measured(background=[0.5], num_compared=4, num_same=3))
+    [busy, differ] = warnings(SpeculateMeasured(background=[0.5], num_compared=4, num_same=3))
     assert "50%" in busy
     assert differ.startswith("1 of 4")
 
 
 def test_workloads_are_named_by_kind_and_noise():
-    assert Workload(Kind.TEXT).name == "text"
-    assert Workload(Kind.TEXT, 0.7).name == "text_sampled"
+    assert SpeculateWorkload(PromptKind.TEXT).name == "text"
+    assert SpeculateWorkload(PromptKind.TEXT, 0.7).name == "text_sampled"
 
 
 @pytest.mark.parametrize(

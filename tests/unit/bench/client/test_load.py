@@ -2,9 +2,9 @@ import pytest
 
 from bench.client.answers import Answer, Failure
 from bench.client.load import (
-    Outcome,
-    Run,
-    Slo,
+    LoadRun,
+    RequestOutcome,
+    SloBounds,
     figures_of_runs,
     kinds_with_example,
     meets,
@@ -25,8 +25,8 @@ def answer(*chunk_times_s, num_tokens=None, num_prompt=10, num_cached=None, **ti
 
 
 def run(*results, duration_s=4.0, send_lag_s=0.0, slot_wait_s=None):
-    outcomes = tuple(Outcome(send_lag_s, slot_wait_s, result) for result in results)
-    return Run(duration_s, outcomes)
+    outcomes = tuple(RequestOutcome(send_lag_s, slot_wait_s, result) for result in results)
+    return LoadRun(duration_s, outcomes)
 
 
 def values(*runs, slo=None):
@@ -63,14 +63,14 @@ def test_failures_are_counted_by_kind_and_are_zero_in_runs_without_them():
 
 
 def test_a_run_in_which_all_failed_has_figures_but_no_latencies():
-    [figures] = values(run(TIMEOUT), slo=Slo(ttft_s=1.0))
+    [figures] = values(run(TIMEOUT), slo=SloBounds(ttft_s=1.0))
     assert figures["throughput/requests"] == 0
     assert figures["goodput/attainment"] == 0
     assert "ttft/p50" not in figures
 
 
 def test_failed_requests_count_as_misses_of_the_slo():
-    [figures] = values(run(answer(0.1), answer(2.0), TIMEOUT, TIMEOUT), slo=Slo(ttft_s=1.0))
+    [figures] = values(run(answer(0.1), answer(2.0), TIMEOUT, TIMEOUT), slo=SloBounds(ttft_s=1.0))
     assert figures["goodput/attainment"] == 0.25
     assert figures["goodput/effective_capacity"] == 0.25
     assert figures["goodput/requests"] == 0.25
@@ -88,19 +88,19 @@ def test_goodput_is_left_out_without_an_slo():
 
 def test_one_long_gap_fails_the_longest_tenth_but_not_the_mean():
     stalled = answer(0.0, *(1.0 + i / 100 for i in range(9)))
-    slo = Slo(ttft_s=1.0, tpot_s=0.2)
+    slo = SloBounds(ttft_s=1.0, tpot_s=0.2)
     assert meets(stalled, slo)
     assert not meets_by_longest_gaps(stalled, slo)
 
 
 def test_one_token_meets_any_bound_on_tpot():
-    slo = Slo(tpot_s=0.0)
+    slo = SloBounds(tpot_s=0.0)
     assert meets(answer(5.0), slo)
     assert meets_by_longest_gaps(answer(5.0), slo)
 
 
 def test_a_bound_itself_is_met():
-    assert meets(answer(1.0, 1.5), Slo(ttft_s=1.0, tpot_s=0.5))
+    assert meets(answer(1.0, 1.5), SloBounds(ttft_s=1.0, tpot_s=0.5))
 
 
 def test_stages_are_averaged_over_the_requests_that_report_them():

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.engine.plan import (
+    EngineJob,
+    EnginePeer,
     EnginePlan,
-    Job,
-    Peer,
     check,
     config_of,
     is_comparable,
@@ -39,8 +39,8 @@ PLAN = EnginePlan(
     contexts=(2048, 128),
     num_repeats=2,
     peers=(
-        Peer("transformers", "transformers", "f32", PYTHON),
-        Peer("llamacpp_q8_0", "llamacpp", "q8_0", PYTHON),
+        EnginePeer("transformers", "transformers", "f32", PYTHON),
+        EnginePeer("llamacpp_q8_0", "llamacpp", "q8_0", PYTHON),
     ),
 )
 
@@ -48,9 +48,9 @@ PLAN = EnginePlan(
 def test_the_jobs_for_peers_are_those_that_the_goals_name():
     named = [job for job in jobs_of(PLAN) if job.for_peers]
     assert named == [
-        Job("prefill", 8, 512, 0, for_peers=True),
-        Job("decode_b32", 32, 8, 32, for_peers=True),
-        Job("decode_b1", 1, 8, 32, for_peers=True),
+        EngineJob("prefill", 8, 512, 0, for_peers=True),
+        EngineJob("decode_b32", 32, 8, 32, for_peers=True),
+        EngineJob("decode_b1", 1, 8, 32, for_peers=True),
     ]
     assert [job.num_tokens for job in named] == [4096, 1024, 32]
 
@@ -91,7 +91,7 @@ def test_fp32_is_compared_with_fp32_and_int8_with_all():
 
 
 def test_every_engine_gets_the_same_prompts_and_every_repetition_others():
-    job = Job("decode_b32", 32, 8, 32, for_peers=True)
+    job = EngineJob("decode_b32", 32, 8, 32, for_peers=True)
     prompts = prompts_of(job, 512, seed=0, repeat=0)
     assert prompts == prompts_of(job, 512, seed=0, repeat=0)
     assert prompts != prompts_of(job, 512, seed=0, repeat=1)
@@ -102,7 +102,7 @@ def test_every_engine_gets_the_same_prompts_and_every_repetition_others():
 
 
 def test_drivers_are_told_the_most_that_will_come():
-    jobs = [Job("a", 8, 512, 0, for_peers=True), Job("b", 32, 8, 32, for_peers=True)]
+    jobs = [EngineJob("a", 8, 512, 0, for_peers=True), EngineJob("b", 32, 8, 32, for_peers=True)]
     assert limits_of(jobs) == {"--max-sequences": 32, "--max-len": 513, "--max-tokens": 8 * 513}
 
 
@@ -111,7 +111,7 @@ def test_a_peer_option_may_stand_for_several_engines():
         "llamacpp_f32",
         "llamacpp_q8_0",
     ]
-    assert peers_of("vllm=/a=b/python") == [Peer("vllm", "vllm", "f32", Path("/a=b/python"))]
+    assert peers_of("vllm=/a=b/python") == [EnginePeer("vllm", "vllm", "f32", Path("/a=b/python"))]
 
 
 @pytest.mark.parametrize("option", ["vllm", "sglang=/x/python", "=/x/python"])

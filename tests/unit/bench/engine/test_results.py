@@ -8,23 +8,23 @@ import pytest
 
 from bench.common.roofline import (
     Ceilings,
-    Memory,
+    ModelMemory,
     ModelSize,
     decode_work,
     least_time_s,
 )
 from bench.engine.plan import (
+    EngineJob,
+    EnginePeer,
     EnginePlan,
-    Job,
-    Peer,
     jobs_of,
 )
 from bench.engine.results import (
-    Failed,
-    Measured,
-    Ours,
+    EngineMeasured,
+    FailedPeer,
+    JobTime,
+    OurMemory,
     Repetition,
-    Sample,
     limit_s,
     results,
     warnings,
@@ -34,7 +34,7 @@ from engine.config import WeightFormat
 
 PYTHON = Path(sys.executable)
 SIZE = ModelSize(num_layers=2, attention_size=16, layer_weights=1000, head_weights=100)
-MEMORY = Memory(weights_bytes=1100.0, kv_token_bytes=10.0)
+MEMORY = ModelMemory(weights_bytes=1100.0, kv_token_bytes=10.0)
 CEILINGS = Ceilings(read_bytes_per_s=1e6, fp32_flops_per_s=1e7, int8_flops_per_s=4e7)
 PLAN = EnginePlan(
     shape="88m",
@@ -47,14 +47,14 @@ PLAN = EnginePlan(
     contexts=(2048, 128),
     num_repeats=2,
     peers=(
-        Peer("transformers", "transformers", "f32", PYTHON),
-        Peer("llamacpp_q8_0", "llamacpp", "q8_0", PYTHON),
+        EnginePeer("transformers", "transformers", "f32", PYTHON),
+        EnginePeer("llamacpp_q8_0", "llamacpp", "q8_0", PYTHON),
     ),
 )
 
 
 def sample(seconds, tokens=(), outside_s=None):
-    return Sample(seconds, tuple(tokens), outside_s)
+    return JobTime(seconds, tuple(tokens), outside_s)
 
 
 def measured(**changes):
@@ -70,8 +70,8 @@ def measured(**changes):
                 samples["transformers", job.name] = sample(6.0, tokens)
                 samples["llamacpp_q8_0", job.name] = sample(6.0, tokens)
         repetitions.append(Repetition(samples, CEILINGS, background=0.01))
-    ours = Ours(MEMORY, resident_bytes=2**30, load_s=1.5, warm_up_s=0.5)
-    found = Measured(SIZE, {"fp32": ours, "int8": ours}, tuple(repetitions))
+    ours = OurMemory(MEMORY, resident_bytes=2**30, load_s=1.5, warm_up_s=0.5)
+    found = EngineMeasured(SIZE, {"fp32": ours, "int8": ours}, tuple(repetitions))
     return replace(found, **changes)
 
 
@@ -99,7 +99,7 @@ def test_each_speed_stands_beside_what_the_machine_allows():
 
 
 def test_the_limit_of_decoding_sums_steps_of_growing_contexts():
-    job = Job("decode", 2, 10, 3, for_peers=False)
+    job = EngineJob("decode", 2, 10, 3, for_peers=False)
     steps = [decode_work(SIZE, MEMORY, [context] * 2) for context in (11, 12, 13)]
     expected_s = sum(least_time_s(step, CEILINGS, "fp32") for step in steps)
     assert limit_s(job, SIZE, MEMORY, CEILINGS, "fp32") == pytest.approx(expected_s)
@@ -158,7 +158,7 @@ def test_engines_are_checked_to_choose_the_same_tokens():
 
 def test_a_report_says_what_was_not_measured_and_that_others_were_busy():
     assert warnings(measured()) == []
-    failed = Failed("vllm", "no answer in 300 s", ("last words",))
+    failed = FailedPeer("vllm", "no answer in 300 s", ("last words",))
     busy = tuple(replace(r, background=0.2) for r in measured().repetitions)
     lines = warnings(measured(failed=(failed,), repetitions=busy))
     assert lines[0] == "vllm was not measured: no answer in 300 s"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.common.roofline import (
     Ceilings,
-    Memory,
+    ModelMemory,
     ModelSize,
     Work,
     decode_work,
@@ -21,7 +21,7 @@ from bench.common.shapes import SHAPES, make_checkpoint
 from engine.errors import CheckpointError
 
 SIZE = ModelSize(num_layers=2, attention_size=16, layer_weights=1000, head_weights=100)
-MEMORY = Memory(weights_bytes=1100.0, kv_token_bytes=10.0)
+MEMORY = ModelMemory(weights_bytes=1100.0, kv_token_bytes=10.0)
 CEILINGS = Ceilings(read_bytes_per_s=1e6, fp32_flops_per_s=1e7, int8_flops_per_s=4e7)
 
 

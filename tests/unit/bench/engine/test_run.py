@@ -12,11 +12,11 @@ from bench.common.driven import Driven, DrivenFailed
 from bench.engine import run as bench_engine
 from bench.engine.ours import prefill_steps, tables_of
 from bench.engine.plan import (
-    Job,
+    EngineJob,
 )
 from bench.engine.results import (
-    Failed,
-    Sample,
+    FailedPeer,
+    JobTime,
 )
 from bench.engine.run import Contest
 
@@ -72,7 +72,7 @@ ECHO = """
         say(heard=json.loads(line))
 """
 
-JOB = Job("prefill", 1, 4, 0, for_peers=True)
+JOB = EngineJob("prefill", 1, 4, 0, for_peers=True)
 WORKS = """
     say(ready={"version": "1"})
     for line in sys.stdin:
@@ -109,7 +109,7 @@ def test_a_job_goes_round_all_engines_and_turns_round_the_next_time(monkeypatch)
     for repeat, order in ((0, ["fp32", "other", "last"]), (1, ["last", "other", "fp32"])):
         samples = run_round(contest_of(WORKS), monkeypatch, repeat=repeat)
         assert [engine for engine, _ in samples] == order
-        assert set(samples.values()) == {Sample(0.5, (7,))}
+        assert set(samples.values()) == {JobTime(0.5, (7,))}
 
 
 def test_a_job_that_is_ours_alone_is_not_asked_of_peers(monkeypatch):
@@ -121,7 +121,7 @@ def test_a_peer_that_dies_is_named_and_the_rest_goes_on(monkeypatch):
     contest = contest_of('say(ready={}); hear(); sys.stderr.write("bad luck\\n"); sys.exit(1)')
     samples = run_round(contest, monkeypatch)
     assert [engine for engine, _ in samples] == ["fp32", "last"]
-    assert contest.failed == [Failed("other", "it ended with status 1", ("bad luck",))]
+    assert contest.failed == [FailedPeer("other", "it ended with status 1", ("bad luck",))]
     assert list(contest.peers) == ["last"]
 
 

@@ -14,7 +14,7 @@ from bench.kv.limits import calls_of, unfinished
 from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of
 from bench.kv.plan import KIB, KvPeer, KvPlan, cases_of
 from bench.kv.run import measure
-from bench.peers.kv_memory import Memory, digest, fill
+from bench.peers.kv_memory import PoolMemory, digest, fill
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 PLAN = KvPlan(
@@ -161,7 +161,7 @@ def test_bare_nixl_runs_where_nixl_is(monkeypatch, tmp_path):
 
 
 def test_no_two_blocks_of_filled_memory_are_alike():
-    memory = Memory(64 * KIB)
+    memory = PoolMemory(64 * KIB)
     fill(memory.array, 1)
     rows = memory.blocks(4 * KIB)
     assert len({digest(rows, [block]) for block in range(len(rows))}) == 16
@@ -169,7 +169,7 @@ def test_no_two_blocks_of_filled_memory_are_alike():
 
 
 def test_memory_shows_whole_blocks_only():
-    assert Memory(10_000).blocks(4096).shape == (2, 4096)
+    assert PoolMemory(10_000).blocks(4096).shape == (2, 4096)
 
 
 @FEW

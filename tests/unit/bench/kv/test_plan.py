@@ -14,8 +14,8 @@ from bench.kv.plan import (
     BLOCK_SIZES,
     KIB,
     MIB,
-    Case,
     HandoffPlan,
+    KvCase,
     KvPeer,
     KvPlan,
     cases_of,
@@ -72,7 +72,7 @@ def test_blocks_are_distinct_in_the_pool_and_the_same_for_every_mover(case, repe
 
 
 def test_blocks_lie_scattered_on_both_sides():
-    whole = Case(64 * KIB, 1024, is_whole=True)
+    whole = KvCase(64 * KIB, 1024, is_whole=True)
     [pull] = pulls_of(PLAN, whole, 0)
     for blocks in (pull.source_blocks, pull.blocks):
         neighbours = sum(b == a + 1 for a, b in pairwise(blocks))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from bench.common.report import Peer
-from bench.kv.plan import KIB, MIB, Case, KvPeer, KvPlan, cases_of
-from bench.kv.results import Handoffs, Key, Measured, Missing, results, warnings
+from bench.kv.plan import KIB, MIB, KvCase, KvPeer, KvPlan, cases_of
+from bench.kv.results import Handoffs, KvMeasured, Missing, TimeKey, results, warnings
 
 PLAN = KvPlan(
     block_sizes=(64 * KIB,),
@@ -24,9 +24,9 @@ SECONDS = {  # of 64 MiB: 1/16 s is one GiB/s
     ("tcp", "1MiB"): (1 / 32, 1 / 32, 1 / 32),
     ("mooncake", ""): (1 / 8, 1 / 16, 1 / 8),
 }
-MEASURED = Measured(
+MEASURED = KvMeasured(
     seconds={
-        Key(mover, way, case): tuple(second / 1000 for second in seconds)
+        TimeKey(mover, way, case): tuple(second / 1000 for second in seconds)
         if case.is_latency
         else seconds
         for (mover, way), seconds in SECONDS.items()
@@ -153,4 +153,4 @@ def test_a_memcpy_that_python_slows_down_is_warned_of():
 
 
 def test_a_case_knows_its_bytes():
-    assert Case(MIB, 16, is_whole=False).num_bytes == 16 * MIB
+    assert KvCase(MIB, 16, is_whole=False).num_bytes == 16 * MIB

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.planner.load import (
     ExpectedLoad,
     colocated,
@@ -252,7 +252,7 @@ def test_a_queue_of_one_worker_waits_as_long_as_is_known():
 
 
 def test_decode_by_formula_is_where_rows_and_steps_agree():
-    slo = Slo(2.0, 0.03)
+    slo = SloBounds(2.0, 0.03)
     found = disaggregated(ExpectedLoad(40.0, 2000, 300, spread=0.5), worker(), slo, max_workers=99)
     decode = worker().hardware.decode
     context = ExpectedLoad(40.0, 2000, 300).context_tokens
@@ -265,7 +265,7 @@ def test_decode_by_formula_is_where_rows_and_steps_agree():
 def test_more_load_and_tighter_bounds_never_need_fewer_workers():
     sizes = [
         disaggregated(
-            ExpectedLoad(rate, 2000, 300), worker(), Slo(2.0, tpot_s), max_workers=999
+            ExpectedLoad(rate, 2000, 300), worker(), SloBounds(2.0, tpot_s), max_workers=999
         ).pools
         for tpot_s in (0.05, 0.02, 0.01)
         for rate in (5.0, 50.0, 200.0)
@@ -279,7 +279,7 @@ def test_more_load_and_tighter_bounds_never_need_fewer_workers():
 
 
 def test_one_pool_pays_for_prompts_in_its_steps():
-    slo = Slo(2.0, 0.02)
+    slo = SloBounds(2.0, 0.02)
     both = colocated(ExpectedLoad(60.0, 4000, 300), worker(), slo, max_workers=99)
     apart = disaggregated(ExpectedLoad(60.0, 4000, 300), worker(), slo, max_workers=99)
     assert both.pools.mixed >= apart.pools.prefill
@@ -288,7 +288,7 @@ def test_one_pool_pays_for_prompts_in_its_steps():
 
 def test_memory_bounds_a_pool_of_patient_users():
     small = worker("llama-3.1-70b", ranks=2)
-    slo = Slo(60.0, 10.0)
+    slo = SloBounds(60.0, 10.0)
     found = disaggregated(ExpectedLoad(2.0, 8000, 2000), small, slo, max_workers=99)
     assert found.kv_used <= 1
     fewer = found.pools.decode - 1
@@ -296,7 +296,7 @@ def test_memory_bounds_a_pool_of_patient_users():
 
 
 def test_too_few_workers_are_none():
-    slo = Slo(2.0, 0.02)
+    slo = SloBounds(2.0, 0.02)
     assert disaggregated(ExpectedLoad(1e4, 4000, 300), worker(), slo, max_workers=20) is None
     assert colocated(ExpectedLoad(1e4, 4000, 300), worker(), slo, max_workers=20) is None
 
@@ -306,8 +306,8 @@ def test_the_floor_is_one_request_alone():
     hardware = worker().hardware
     assert floor.ttft_s == hardware.prefill.seconds(2000)
     assert floor.tpot_s == pytest.approx(hardware.decode.seconds(1, 2150))
-    assert floor.meets(Slo(floor.ttft_s, floor.tpot_s))
-    assert not floor.meets(Slo(floor.ttft_s * 0.99, floor.tpot_s))
+    assert floor.meets(SloBounds(floor.ttft_s, floor.tpot_s))
+    assert not floor.meets(SloBounds(floor.ttft_s * 0.99, floor.tpot_s))
 
 
 @pytest.mark.parametrize(

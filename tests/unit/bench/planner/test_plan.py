@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.report import from_json
 from bench.planner.load import ExpectedLoad, disaggregated
 from bench.planner.model import MODELS
@@ -16,7 +16,7 @@ from deploy.commands.main import app
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 
-SLO = Slo(1.0, 0.02)
+SLO = SloBounds(1.0, 0.02)
 ASK = PlanInput(
     model=MODELS["qwen3-8b"],
     platform=Platform("h200", GPUS["h200"], None, 3.0),
@@ -37,7 +37,9 @@ COMMAND = [
 
 
 def test_a_worker_has_as_many_gpus_as_the_model_needs():
-    small = replace(ASK, platform=Platform("l40s", GPUS["l40s"], None, 1.0), slo=Slo(5.0, 0.1))
+    small = replace(
+        ASK, platform=Platform("l40s", GPUS["l40s"], None, 1.0), slo=SloBounds(5.0, 0.1)
+    )
     assert size(small, apart=True).ranks == 1
     large = replace(small, model=MODELS["llama-3.1-70b"], load=ExpectedLoad(1.0, 2000, 30))
     assert size(large, apart=True).ranks >= 4
@@ -54,7 +56,10 @@ def test_a_model_that_does_not_fit_is_an_error_that_says_how_large_it_is():
 def test_an_option_that_makes_it_fit_is_named():
     small = replace(GPUS["l40s"], memory_bytes=17e9)
     ask = replace(
-        ASK, model=MODELS["llama-3.1-70b"], slo=Slo(60.0, 1.0), load=ExpectedLoad(0.1, 2000, 30)
+        ASK,
+        model=MODELS["llama-3.1-70b"],
+        slo=SloBounds(60.0, 1.0),
+        load=ExpectedLoad(0.1, 2000, 30),
     )
     plan = plan_of(replace(ask, platform=Platform("small", small, None, 1.0)))
     assert isinstance(plan.colocated, CannotPlan)
@@ -64,9 +69,9 @@ def test_an_option_that_makes_it_fit_is_named():
 
 def test_bounds_that_nobody_can_meet_are_an_error_that_prints_the_floor():
     with pytest.raises(CannotPlan, match=r"at best .* ms with 1, .* with 8 × h200 a worker"):
-        size(replace(ASK, slo=Slo(0.001, 0.02)), apart=True)
+        size(replace(ASK, slo=SloBounds(0.001, 0.02)), apart=True)
     with pytest.raises(CannotPlan, match="no number of workers"):
-        size(replace(ASK, slo=Slo(1.0, 0.0001)), apart=False)
+        size(replace(ASK, slo=SloBounds(1.0, 0.0001)), apart=False)
 
 
 def test_too_few_gpus_are_an_error():

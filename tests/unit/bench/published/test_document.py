@@ -105,7 +105,10 @@ def test_report_is_read_by_the_name_of_its_file(tmp_path):
     ("edit", "said"),
     [
         (lambda data: data.replace(b'"value": 1.5', b'"value": "fast"'), "float"),
-        (lambda data: data.replace(b'"seed": 0', b'"seed": 0, "note": "x"'), "fields that no report has"),
+        (
+            lambda data: data.replace(b'"seed": 0', b'"seed": 0, "note": "x"'),
+            "fields that no report has",
+        ),
         (lambda data: data.replace(b"0123456789", b"0123456789-dirty"), "not measured at a commit"),
         (lambda data: data.replace(b"2026-01-31T", b"yesterday "), "is not a date"),
         (lambda data: data.replace(b"load/int8", b"prefill/int8"), "the same name"),

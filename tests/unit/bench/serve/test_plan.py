@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.client.answers import Endpoint
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.serve.plan import (
-    Ask,
-    Load,
-    Plan,
-    Target,
+    ServeAsk,
+    ServeLoad,
+    ServePlan,
+    ServeTarget,
     base_url,
     check,
     config_of,
@@ -25,10 +25,10 @@ from engine.errors import ConfigError
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 
-PLAN = Plan(
-    target=Target("http://user:secret@host:8000", api_key="hidden"),
-    load=Load(rate_per_s=5.0, num_requests=6, num_warmup=2, num_repeats=3),
-    ask=Ask(input_len=20, output_len=8),
+PLAN = ServePlan(
+    target=ServeTarget("http://user:secret@host:8000", api_key="hidden"),
+    load=ServeLoad(rate_per_s=5.0, num_requests=6, num_warmup=2, num_repeats=3),
+    ask=ServeAsk(input_len=20, output_len=8),
     seed=1,
 )
 
@@ -42,14 +42,14 @@ def test_the_parts_of_a_plan_have_prompts_of_their_own():
 
 def test_arrivals_and_prompts_follow_the_seed_alone():
     other = replace(PLAN, seed=2)
-    assert due_times_s(PLAN) == due_times_s(replace(PLAN, ask=Ask(9, 9)))
+    assert due_times_s(PLAN) == due_times_s(replace(PLAN, ask=ServeAsk(9, 9)))
     assert due_times_s(PLAN) != due_times_s(other)
     assert prompts(PLAN, range(99)) == prompts(PLAN, range(99))
     assert prompts(PLAN, range(99)) != prompts(other, range(99))
 
 
 def test_a_recorded_config_is_json_and_holds_no_secret():
-    plan = replace(PLAN, load=replace(PLAN.load, rate_per_s=math.inf), slo=Slo(ttft_s=0.5))
+    plan = replace(PLAN, load=replace(PLAN.load, rate_per_s=math.inf), slo=SloBounds(ttft_s=0.5))
     config = config_of(plan, "m")
     text = json.dumps(config, allow_nan=False)
     assert "secret" not in text
@@ -62,8 +62,10 @@ def test_a_recorded_config_is_json_and_holds_no_secret():
 @FEW
 @given(st.floats(0.01, 100), st.integers(1, 500), st.integers(1, 9), st.integers(1, 4000))
 def test_a_quick_plan_is_short_and_can_be_carried_out(rate, num_requests, num_repeats, length):
-    load = Load(rate, num_requests, num_repeats=num_repeats)
-    plan = quick(replace(PLAN, load=load, ask=Ask(length, length, shared_prefix_len=length - 1)))
+    load = ServeLoad(rate, num_requests, num_repeats=num_repeats)
+    plan = quick(
+        replace(PLAN, load=load, ask=ServeAsk(length, length, shared_prefix_len=length - 1))
+    )
     assert check(plan) == plan
     assert plan.load.num_requests / plan.load.rate_per_s + 2 * plan.target.timeout_s < 48
     assert plan.load.num_repeats == 1
@@ -73,16 +75,16 @@ def test_a_quick_plan_is_short_and_can_be_carried_out(rate, num_requests, num_re
 @pytest.mark.parametrize(
     ("plan", "option"),
     [
-        (replace(PLAN, load=Load(0.0, 1)), "--rate"),
-        (replace(PLAN, load=Load(math.nan, 1)), "--rate"),
-        (replace(PLAN, load=Load(1.0, 1, burstiness=0.0)), "--burstiness"),
-        (replace(PLAN, ask=Ask(8, 8, shared_prefix_len=8)), "--shared-prefix-len"),
-        (replace(PLAN, target=Target("host:8000")), "--url"),
+        (replace(PLAN, load=ServeLoad(0.0, 1)), "--rate"),
+        (replace(PLAN, load=ServeLoad(math.nan, 1)), "--rate"),
+        (replace(PLAN, load=ServeLoad(1.0, 1, burstiness=0.0)), "--burstiness"),
+        (replace(PLAN, ask=ServeAsk(8, 8, shared_prefix_len=8)), "--shared-prefix-len"),
+        (replace(PLAN, target=ServeTarget("host:8000")), "--url"),
         (
             replace(
                 PLAN,
-                target=Target("http://host", Endpoint.CHAT),
-                ask=Ask(8, 8, tokenizer_dir=Path("here")),
+                target=ServeTarget("http://host", Endpoint.CHAT),
+                ask=ServeAsk(8, 8, tokenizer_dir=Path("here")),
             ),
             "--tokenizer",
         ),

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.report import from_json
 from bench.simulator.clock import Future, Rank
 from bench.simulator.cluster import GATEWAY, SimulatedPools, SimulationSetup, simulate
@@ -165,7 +165,7 @@ def test_hearing_of_tokens_late_changes_figures_only_a_little():
                 SimulationSetup(TINY, SimulatedPools(2, 2), settles=settles),
                 RouterPolicy.SLO,
             ),
-            Slo(),
+            SloBounds(),
             usd_per_gpu_hour=1.0,
         )
         for settles in (True, False)
@@ -184,7 +184,7 @@ def test_what_does_not_fit_any_worker_fails_and_all_else_is_answered():
 def test_a_full_queue_refuses_and_that_is_a_miss():
     trace = trace_of(*[(0.0, 200, 20)] * 12)
     run = run_of(trace, SimulationSetup(TINY, ONE_AND_ONE), max_queue=4)
-    figures = figures_of(run, Slo(), usd_per_gpu_hour=2.0)
+    figures = figures_of(run, SloBounds(), usd_per_gpu_hour=2.0)
     rejected = figures["requests/rejected"].value
     assert rejected > 0
     assert figures["goodput/attainment"].value == (12 - rejected) / 12
@@ -195,7 +195,7 @@ def test_a_full_queue_refuses_and_that_is_a_miss():
 
 def test_figures_are_those_of_the_tokens_times():
     run = run_of(trace_of((0.0, 40, 3), (9.0, 40, 3)), SimulationSetup(TINY, ONE_AND_ONE))
-    figures = figures_of(run, Slo(ttft_s=1e-4), usd_per_gpu_hour=3.6)
+    figures = figures_of(run, SloBounds(ttft_s=1e-4), usd_per_gpu_hour=3.6)
     first = run.records[0].times_s
     assert figures["ttft/p50"].value == pytest.approx(first[0] * 1000)
     assert figures["tpot/p50"].value == pytest.approx((first[2] - first[0]) / 2 * 1000)

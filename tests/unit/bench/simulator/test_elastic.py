@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.report import from_json
 from bench.elastic.planned import SimulatedDecision
 from bench.elastic.run import (
@@ -24,7 +24,7 @@ from router.planning.planner import PoolPlan, PoolSizes
 HARDWARE = hardware_named("h200-qwen3-32b-tp2")
 # Few requests, that are long enough to keep four workers busy.
 TURNS = TurningLoad(2, 40.0, (RequestMix(0.5, 0, 20000, 30), RequestMix(0.5, 16384, 512, 600)))
-PLAN = ElasticPlan(HARDWARE, TURNS, 4, splits=(1, 2, 3), seeds=(0,), slo=Slo(5.0, 0.025))
+PLAN = ElasticPlan(HARDWARE, TURNS, 4, splits=(1, 2, 3), seeds=(0,), slo=SloBounds(5.0, 0.025))
 
 
 def decision(at_s, prefill, wanted):

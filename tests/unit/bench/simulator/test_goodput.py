@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from bench.client.load import Slo
+from bench.client.load import SloBounds
 from bench.common.stats import summarize
 from bench.simulator.cluster import SimulatedPools, SimulatedRequest, SimulationSetup, simulate
 from bench.simulator.goodput import distserve_goodput, greatest_speed
@@ -46,7 +46,7 @@ def test_distserve_s_goodput_is_the_rate_up_to_which_nine_of_ten_keep_their_boun
     requests = [TraceRequest(i / 10, PROMPT_LEN, 2) for i in range(40)]
     trace = Trace("t", 512, tuple(requests))
     # Whoever comes while another prompt is computed is late, so prompts must not overlap.
-    slo = Slo(ttft_s=alone_s + 2e-3)
+    slo = SloBounds(ttft_s=alone_s + 2e-3)
     figure = distserve_goodput(trace, play, slo, gpus=2)["goodput/distserve"]
     assert figure.unit == "1/s/GPU"
     assert figure.value == pytest.approx(40 / 3.9 / 2 * (0.1 / alone_s), rel=0.15)
@@ -54,8 +54,8 @@ def test_distserve_s_goodput_is_the_rate_up_to_which_nine_of_ten_keep_their_boun
 
 def test_there_is_no_goodput_of_what_is_not_bounded_or_has_no_rate():
     trace = Trace("t", 512, (TraceRequest(0.0, 10, 2),))
-    assert distserve_goodput(trace, play, Slo(ttft_s=1.0), gpus=1) == {}
-    assert distserve_goodput(trace, play, Slo(), gpus=1) == {}
+    assert distserve_goodput(trace, play, SloBounds(ttft_s=1.0), gpus=1) == {}
+    assert distserve_goodput(trace, play, SloBounds(), gpus=1) == {}
 
 
 def records_of(lengths, rng):
