@@ -11,11 +11,11 @@ from engine.errors import BatonError
 
 
 class ServerError(BatonError):
-    """The server refused or broke off."""
+    """The server refused a request or the connection broke."""
 
 
 class ChatClient:
-    """One conversation."""
+    """One conversation: keeps its messages and sends them with each request."""
 
     def __init__(self, client: httpx.Client, model: str, options: dict[str, Any]) -> None:
         self._client = client
@@ -24,7 +24,7 @@ class ChatClient:
         self.messages: list[dict[str, str]] = []
 
     def ask(self, text: str) -> Iterator[str]:
-        """Sends a user message; yields the answer piece by piece. Raises ServerError."""
+        """Sends a user message and yields the answer in pieces. Raises ServerError."""
         self.messages.append({"role": "user", "content": text})
         body = {
             "model": self._model,
@@ -48,7 +48,7 @@ class ChatClient:
 
 
 def first_model(client: httpx.Client) -> str:
-    """The first model that the server offers. Raises ServerError."""
+    """Returns the name of the first model that the server lists. Raises ServerError."""
     try:
         response = client.get("/v1/models")
     except httpx.HTTPError as error:
@@ -59,7 +59,7 @@ def first_model(client: httpx.Client) -> str:
 
 
 def content_of(line: str) -> str:
-    """The text in one line of an SSE stream. Raises ServerError on an error event."""
+    """Returns the text in one line of an SSE stream. Raises ServerError on an error event."""
     if not line.startswith("data: ") or line == "data: [DONE]":
         return ""
     event = msgspec.json.decode(line.removeprefix("data: "))
@@ -70,7 +70,7 @@ def content_of(line: str) -> str:
 
 
 def error_message(body: bytes) -> str:
-    """What an OpenAI-shaped error body says, or its first line."""
+    """Returns the message of an OpenAI error body, or the first line of any other body."""
     try:
         return str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
@@ -91,7 +91,7 @@ def converse(client: ChatClient, console: Console) -> None:
             for piece in client.ask(text):
                 console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
         except KeyboardInterrupt:
-            client.messages.pop()  # closing the stream cancelled the answer
+            client.messages.pop()  # closing the stream has cancelled the answer
         except ServerError as error:
             client.messages.pop()
             console.print(f"[red]{error}[/red]")

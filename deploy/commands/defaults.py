@@ -1,4 +1,4 @@
-"""What is served where nothing is said: for commands, which must start at once."""
+"""Defaults of commands: the bundled model and one worker of each role. Imports little."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ BUNDLED_MODEL, BUNDLED_DRAFT = _BUNDLED / "target", _BUNDLED / "draft"
 
 
 def pools_of(config: PoolsConfig) -> Pools:
-    """What is wanted at first. Raises ConfigError if it could not serve anything."""
+    """Returns the configured numbers of workers. Raises ConfigError if they cannot serve."""
     default = 0 if config.mixed else 1
     return Pools(
         prefill=default if config.prefill is None else config.prefill,

@@ -1,4 +1,4 @@
-"""`baton keys add`, `list` and `revoke`: the API keys in a file that gateways watch."""
+"""`baton keys add`, `list` and `revoke`: edit the file of API keys that gateways watch."""
 
 import re
 from collections.abc import Iterator
@@ -12,40 +12,40 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from deploy.commands.options import KeyName, KeysFile
 from engine.errors import ConfigError
 from router.access.file import change_keys, read_keys
 from router.access.keys import KeyRecord, hash_of, new_key, with_key, without_key
 from router.access.limits import KeyLimits
 
 DEFAULT_FILE = Path("~/.baton/keys.json")
-SHOWN_HASH = 8  # characters: tells keys apart, and is no use for anything else
+SHOWN_HASH = 8  # characters: enough to tell keys apart, useless to an attacker
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
-File = Annotated[
-    Path, typer.Option("--file", envvar="BATON_GATEWAY__KEYS_FILE", help="as gateway.keys_file")
-]
-
 keys_app = typer.Typer(
-    help="API keys: changes count within a second, without a restart.", no_args_is_help=True
+    help="API keys. Gateways apply changes within a second, without a restart.",
+    no_args_is_help=True,
 )
 
 
 @keys_app.command("add")
 def add_command(  # noqa: PLR0913 - a command's options
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: KeyName,
     group: Annotated[
-        str | None, typer.Option(help="shares cached prefixes with other keys of it")
+        str | None, typer.Option(help="keys of one group share cached prefixes")
     ] = None,
-    expires: Annotated[str | None, typer.Option(help="30d, 12h, 2w [default: never]")] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="lifetime such as 30d, 12h or 2w (default: unlimited)")
+    ] = None,
     requests_per_s: Annotated[float | None, typer.Option("--requests-per-s")] = None,
     tokens_per_min: Annotated[int | None, typer.Option("--tokens-per-min")] = None,
     max_streams: Annotated[int | None, typer.Option("--max-streams")] = None,
     debug: Annotated[  # noqa: FBT002
-        bool, typer.Option("--debug", help="may ask for decisions, timelines and /metrics")
+        bool, typer.Option("--debug", help="allow decisions, timelines and /metrics")
     ] = False,
-    file: File = DEFAULT_FILE,
+    file: KeysFile = DEFAULT_FILE,
 ) -> None:
-    """Makes a key and prints it: it cannot be shown again."""
+    """Makes a key and prints it. It cannot be shown again."""
     key, now = new_key(), datetime.now(UTC).replace(microsecond=0)
     fields = {
         "name": name,
@@ -59,27 +59,25 @@ def add_command(  # noqa: PLR0913 - a command's options
     try:
         record = msgspec.convert(fields, KeyRecord, from_attributes=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"a key like this cannot be: {error}") from error
+        raise ConfigError(f"the key is not valid: {error}") from error
     change_keys(file.expanduser(), lambda records: with_key(records, record))
     typer.echo(key)
 
 
 @keys_app.command("list")
-def list_command(file: File = DEFAULT_FILE) -> None:
-    """Shows all keys, but not what would open."""
+def list_command(file: KeysFile = DEFAULT_FILE) -> None:
+    """Shows all keys, without the secrets."""
     Console().print(table_of_keys(read_keys(file.expanduser()), datetime.now(UTC)))
 
 
 @keys_app.command("revoke")
-def revoke_command(
-    name: Annotated[str, typer.Argument(metavar="NAME")], file: File = DEFAULT_FILE
-) -> None:
-    """Removes a key: requests with it are refused from now on."""
+def revoke_command(name: KeyName, file: KeysFile = DEFAULT_FILE) -> None:
+    """Removes a key. Requests with it are refused from now on."""
     change_keys(file.expanduser(), lambda records: without_key(records, name))
 
 
 def table_of_keys(records: tuple[KeyRecord, ...], now: datetime) -> Table:
-    """A row for each key."""
+    """Returns a row for each key."""
     table = Table("name", "hash", "created", "expires", "group", "limits", "debug", box=SIMPLE_HEAD)
     for column in table.columns[1:4]:
         column.no_wrap = True
@@ -97,10 +95,10 @@ def table_of_keys(records: tuple[KeyRecord, ...], now: datetime) -> Table:
 
 
 def parse_duration(text: str) -> timedelta:
-    """`30d` and the like. Raises ConfigError."""
+    """Reads a duration such as `30d`. Raises ConfigError."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})([smhdw])", text)
     if match is None:
-        raise ConfigError(f"{text!r} is no duration: say 30d, 12h or 2w")
+        raise ConfigError(f"{text!r} is no duration: use a form like 30d, 12h or 2w")
     return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 

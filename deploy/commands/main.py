@@ -1,4 +1,4 @@
-"""The `baton` command."""
+"""The `baton` command: its subcommands, and the one place where errors are printed."""
 
 import importlib
 import importlib.metadata
@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from deploy.commands.chat import ChatClient, converse, first_model
 from deploy.commands.keys import keys_app
 from deploy.commands.operator import register
-from deploy.commands.up import add_commands as add_cluster_commands
+from deploy.commands.up import register as register_cluster
 from deploy.commands.versions import register as register_versions
 from engine.errors import BatonError, ConfigError
 
@@ -77,19 +77,21 @@ app = typer.Typer(
 )
 register(app)
 register_versions(app)
-add_cluster_commands(app)
+register_cluster(app)
 app.add_typer(keys_app, name="keys")
 
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="server")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="default: the server's first")] = None,
+    url: Annotated[str, typer.Option(help="URL of the server")] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(help="model name (default: the first that is served)")
+    ] = None,
     temperature: Annotated[float, typer.Option()] = 0.7,
     max_tokens: Annotated[int, typer.Option()] = 256,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY")] = "",
 ) -> None:
-    """Talks to a server in the terminal."""
+    """Chats with a server in the terminal."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = httpx.Timeout(10.0, read=120.0)
     with httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False) as client:
@@ -107,7 +109,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Runs the command; an error that Baton raises on purpose is one line and exit status 1."""
+    """Runs the command. A BatonError is printed as one line and gives exit status 1."""
     try:
         app()
     except BatonError as error:

@@ -1,4 +1,4 @@
-"""`baton serve`: a deployment on this machine, or on the Ray that is here, until a signal."""
+"""`baton serve`: runs a deployment on this machine until a signal."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -32,11 +32,11 @@ from engine.config import (
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
-LOOK_EVERY_S = 0.1  # whether it has stopped
+LOOK_EVERY_S = 0.1  # how often a stop looks for signals
 
 
 class LauncherKind(StrEnum):
-    """Where services run."""
+    """How services run."""
 
     RAY = "ray"
     PROCESS = "process"
@@ -44,63 +44,64 @@ class LauncherKind(StrEnum):
 
 def serve(  # noqa: PLR0913 - a command's options
     model: Annotated[
-        str, typer.Argument(help="directory, hf://org/name[@revision], s3://… or gs://…")
+        str, typer.Argument(help="directory, hf://org/name@revision, s3://… or gs://…")
     ] = str(BUNDLED_MODEL),
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
-    prefill: Annotated[int | None, typer.Option(help="prefill workers [default: 1]")] = None,
-    decode: Annotated[int | None, typer.Option(help="decode workers [default: 1]")] = None,
-    mixed: Annotated[int | None, typer.Option(help="workers that do both [default: 0]")] = None,
-    max_workers: Annotated[int | None, typer.Option(help="how many there may ever be")] = None,
-    launcher: Annotated[LauncherKind, typer.Option(help="how to run them")] = LauncherKind.RAY,
+    prefill: Annotated[int | None, typer.Option(help="prefill workers (default: 1)")] = None,
+    decode: Annotated[int | None, typer.Option(help="decode workers (default: 1)")] = None,
+    mixed: Annotated[int | None, typer.Option(help="workers that do both (default: 0)")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="bound on the number of workers")] = None,
+    launcher: Annotated[
+        LauncherKind, typer.Option(help="run services as Ray actors or as processes")
+    ] = LauncherKind.RAY,
     places: Annotated[
         str | None, typer.Option(hidden=True, help="MODULE:FUNCTION: see deploy/local/places.py")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
     keys_file: Annotated[
-        Path | None, typer.Option(help="API keys, of `baton keys` [default: open to everyone]")
+        Path | None, typer.Option(help="file of API keys, see `baton keys` (default: no keys)")
     ] = None,
     open_to_all: Annotated[  # noqa: FBT002
-        bool, typer.Option("--open-to-all", help="listen beyond this machine without keys")
+        bool, typer.Option("--open-to-all", help="serve other machines without API keys")
     ] = False,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file: serve HTTPS")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key")] = None,
     weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
-    kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached K and V")] = None,
+    kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached KV")] = None,
     decode_kv_dtype: Annotated[
-        KVFormat | None, typer.Option(help="format in decode workers [default: --kv-dtype]")
+        KVFormat | None, typer.Option(help="format in decode workers (default: --kv-dtype)")
     ] = None,
     kv_wire_dtype: Annotated[
-        KVFormat | None, typer.Option(help="format between workers [default: as it is held]")
+        KVFormat | None,
+        typer.Option(help="format of KV on the way between workers (default: as stored)"),
     ] = None,
     kv_mib: Annotated[
         int | None,
-        typer.Option(help="KV memory of each worker, MiB [default: as memory allows]"),
+        typer.Option(help="KV memory of each worker, MiB (default: as memory allows)"),
     ] = None,
     max_model_len: Annotated[
         int | None,
-        typer.Option(help="tokens of one request at most [default: the model's context]"),
+        typer.Option(help="most tokens of one request (default: the model's context)"),
     ] = None,
-    kv_transport: Annotated[Transport | None, typer.Option(help="how KV moves")] = None,
+    kv_transport: Annotated[
+        Transport | None, typer.Option(help="how KV moves between workers")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
     threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
-    speculate: Annotated[
-        Speculate | None, typer.Option(help="who proposes tokens that the model verifies")
-    ] = None,
-    draft_model: Annotated[
-        Path | None, typer.Option(help="directory of the model that drafts")
-    ] = None,
+    speculate: Annotated[Speculate | None, typer.Option(help="what proposes draft tokens")] = None,
+    draft_model: Annotated[Path | None, typer.Option(help="directory of the draft model")] = None,
     policy: Annotated[
         RouterPolicy | None, typer.Option(help="how the router chooses workers")
     ] = None,
     record: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, help="directory to record in: prompts, answers and all decisions"
+            file_okay=False, help="record prompts, answers and decisions in this directory"
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
-    admin_port: Annotated[int | None, typer.Option(help="of the operator's API")] = None,
+    admin_port: Annotated[int | None, typer.Option(help="port of the admin API")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
 ) -> None:
     """Serves a model until Ctrl-C; without MODEL, the bundled one."""
@@ -154,10 +155,10 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
 
 
 def run(deployment: Deployment, console: Console) -> int:
-    """Opens the deployment, tells its news until a signal, and closes it; the exit status.
+    """Opens the deployment, prints its news until a signal, and closes it.
 
-    It is 0, or 128 and the signal's number if one came before it served, or another one while it
-    waited for answers.
+    Returns the exit status: 0, or 128 plus the number of a signal that came before it served, or
+    that came while it waited for answers.
     """
     signals = StopSignals()
     signals.install()
@@ -188,7 +189,7 @@ def run(deployment: Deployment, console: Console) -> int:
 
 
 def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int | None:
-    """Closes the deployment; the signal that hurried it, if one did."""
+    """Closes the deployment. Returns the signal that hurried it, if there was one."""
     num_answers = deployment.num_answers()
     if num_answers != 0:
         how_many = "answers are" if num_answers is None else f"{num_answers} answers"
@@ -221,7 +222,7 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
         if not worker.is_batch_invariant:
             console.print(
                 f"[yellow]![/yellow] {worker_id}: the last bits of an answer, and so at times its"
-                " tokens, depend on what is computed beside it"
+                " tokens, depend on the other sequences in its batch"
             )
     console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")
     body = (

@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM of a command that starts something, and has to end it.
+"""SIGINT and SIGTERM for a command that starts services and has to end them.
 
-While it starts, a signal is raised as an exception, so that whatever was begun is undone. From then
-on signals are kept in order for the command to wait for. So is every signal after the first: what
-ends does so undisturbed.
+While services start, the first signal raises an exception, so that the start is undone. Later
+signals, and all signals after the start, are queued for the command to wait for: the end itself is
+never interrupted.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopAsked(BaseException):
-    """A signal came while something starts."""
+    """A signal came while services start."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -22,23 +22,23 @@ class StopAsked(BaseException):
 
 
 class StopSignals:
-    """To be used in the main thread."""
+    """Receives the signals of this process. To be used in the main thread."""
 
     def __init__(self) -> None:
-        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # which a handler may put to
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # safe to use in a signal handler
         self._raises = True
 
     def install(self) -> None:
-        """From now on signals come here."""
+        """Takes over both signals."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
     def keep(self) -> None:
-        """From now on none is raised."""
+        """Queues signals from now on instead of raising them."""
         self._raises = False
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """The next signal, or None if there is none in time."""
+        """Returns the next signal, or None after the timeout."""
         with contextlib.suppress(queue.Empty):
             return self._came.get(timeout=timeout_s)
         return None
@@ -51,5 +51,5 @@ class StopSignals:
 
 
 def exit_status(number: int) -> int:
-    """As shells have it of a command that a signal ended."""
+    """Returns the exit status that shells give a command ended by this signal."""
     return 128 + number

@@ -1,28 +1,26 @@
-"""`baton up`, `baton status` and `baton down`: Baton on a cluster of Ray."""
+"""`baton up`, `baton status` and `baton down`: Baton on a Ray cluster."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.commands.operator import pools_view, table_of
+from deploy.commands.options import ClusterFile
+from deploy.commands.views import pools_view, table_of
 from deploy.ray.config import load_up_config
 from deploy.ray.up import Status, bring_up, cluster_of, take_down
 
-File = Annotated[Path, typer.Option("-c", "--config", help="baton.yaml: cluster, model, pools")]
 
-
-def add_commands(app: typer.Typer) -> None:
-    """To the `baton` command."""
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
     app.command(name="up")(up_command)
     app.command(name="status")(status_command)
     app.command(name="down")(down_command)
 
 
-def up_command(config: File = Path("baton.yaml")) -> None:
-    """Brings a cluster up, and Baton on it; what is there already stays as it is."""
+def up_command(config: ClusterFile = Path("baton.yaml")) -> None:
+    """Brings up a cluster and Baton on it. Parts that run already stay as they are."""
     console = Console(stderr=True)
     cluster = cluster_of(load_up_config(config))
     with console.status("starting") as progress:
@@ -30,8 +28,8 @@ def up_command(config: File = Path("baton.yaml")) -> None:
     _say(console, status)
 
 
-def status_command(config: File = Path("baton.yaml")) -> None:
-    """Shows the nodes, and what runs on them."""
+def status_command(config: ClusterFile = Path("baton.yaml")) -> None:
+    """Shows the nodes, the pools and the gateways of a cluster."""
     console = Console(stderr=True)
     cluster = cluster_of(load_up_config(config))
     with console.status("asking"):
@@ -39,8 +37,8 @@ def status_command(config: File = Path("baton.yaml")) -> None:
     _say(console, status)
 
 
-def down_command(config: File = Path("baton.yaml")) -> None:
-    """Takes Baton down, and the cluster if `ray up` made it; exit status 1 if anything is left."""
+def down_command(config: ClusterFile = Path("baton.yaml")) -> None:
+    """Takes down Baton, and the cluster if `ray up` made it; status 1 if anything is left."""
     console = Console(stderr=True)
     cluster = cluster_of(load_up_config(config))
     with console.status("stopping"):

@@ -1,4 +1,4 @@
-"""Commands for versions of the model: `baton update`, `baton versions` and what is under it."""
+"""Commands for versions of the model: `baton update`, `baton versions` and its subcommands."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,24 +11,24 @@ from rich.table import Table
 
 from deploy.admin.client import AdminClient, AdminError, connect
 from deploy.admin.schema import PoolCounts, PoolsAnswer, UpdateBody, VersionInfo
-from deploy.commands.operator import (
+from deploy.commands.operator import follow
+from deploy.commands.options import (
     AdminKey,
     AdminUrl,
+    Decode,
+    Mixed,
+    Prefill,
+    VersionName,
     Wait,
+    Watch,
     connect_below,
-    follow,
-    show,
-    table_of,
+    is_group_call,
 )
+from deploy.commands.views import show, table_of
 from deploy.ray.config import load_up_config, read_yaml
 from engine.config import Config, load_config, read_toml
 from engine.control import SERVING_ROLES
 from engine.errors import ConfigError
-
-Prefill = Annotated[int | None, typer.Option(help="prefill workers")]
-Decode = Annotated[int | None, typer.Option(help="decode workers")]
-Mixed = Annotated[int | None, typer.Option(help="workers that do both")]
-Name = Annotated[str, typer.Argument(metavar="VERSION")]
 
 versions_app = typer.Typer(help="Versions of the model that are served side by side.")
 
@@ -37,17 +37,19 @@ def update_command(  # noqa: PLR0913 - a command's options
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", "-c", help="TOML file or baton.yaml: its `worker`, pools and model name"
+            "--config", "-c", help="TOML file or baton.yaml: `worker`, pools and model name count"
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="directory, hf://, s3:// or gs://")] = None,
-    name: Annotated[str | None, typer.Option(help="of the version [default: the next v1, v2]")] = (
-        None
-    ),
-    model_name: Annotated[str | None, typer.Option(help="in the API [default: as now]")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="name of the version (default: the next of v1, v2, …)")
+    ] = (None),
+    model_name: Annotated[
+        str | None, typer.Option(help="name in the API (default: as now)")
+    ] = None,
     weight: Annotated[
         int | None,
-        typer.Option(help="serve beside the others, with this weight; without it, take over"),
+        typer.Option(help="serve beside the others with this weight (default: take over)"),
     ] = None,
     prefill: Prefill = None,
     decode: Decode = None,
@@ -56,10 +58,10 @@ def update_command(  # noqa: PLR0913 - a command's options
     admin_url: AdminUrl = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Serves another model, or the same one by another configuration, without a pause.
+    """Serves another model, or the same one with another configuration, without a pause.
 
-    Workers of the new version are started beside those that run, and what is new goes to them, as
-    far as they are there. One that does not start changes nothing.
+    Workers of the new version start beside the running ones and take new requests as they become
+    ready. If the new version does not start, nothing changes.
     """
     body = UpdateBody() if config is None else read_update(config)
     counts = _counts(prefill, decode, mixed) or body.pools
@@ -79,16 +81,14 @@ def update_command(  # noqa: PLR0913 - a command's options
 @versions_app.callback(invoke_without_command=True)
 def versions_command(
     context: typer.Context,
-    watch: Annotated[bool, typer.Option("--watch", help="until Ctrl-C")] = False,  # noqa: FBT002
+    watch: Watch = False,  # noqa: FBT002
     admin_url: AdminUrl = None,
     admin_key: AdminKey = None,
 ) -> None:
     """Shows the versions."""
-    if context.invoked_subcommand is not None:
-        context.obj = (admin_url, admin_key)
-        return
-    with connect(admin_url, admin_key) as client:
-        show(lambda: versions_table(client.pools()), watch=watch)
+    if is_group_call(context, admin_url, admin_key):
+        with connect(admin_url, admin_key) as client:
+            show(lambda: versions_table(client.pools()), watch=watch)
 
 
 @versions_app.command("weight")
@@ -107,7 +107,7 @@ def weight_command(
 @versions_app.command("finish")
 def finish_command(  # noqa: PLR0913 - a command's options
     context: typer.Context,
-    version: Name,
+    version: VersionName,
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = None,
@@ -124,21 +124,21 @@ def finish_command(  # noqa: PLR0913 - a command's options
 @versions_app.command("abort")
 def abort_command(
     context: typer.Context,
-    version: Name,
+    version: VersionName,
     wait: Wait = True,  # noqa: FBT002
     admin_url: AdminUrl = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Gives all new requests back to the current version; this one goes with its last request."""
+    """Gives all new requests to the current version. This one ends after its last request."""
     with connect_below(context, admin_url, admin_key) as client:
         follow(client, client.abort(version), wait=wait)
 
 
 def read_update(path: Path) -> UpdateBody:
-    """What a configuration file says of a version: workers, how many, the model and its name.
+    """Reads what a configuration file says of a version: worker settings, pools, model, name.
 
-    What it leaves out of these is not said. The rest of the file is the deployment's, and is not
-    looked at. Raises ConfigError.
+    Fields that the file leaves out stay None. The rest of the file belongs to the deployment and is
+    ignored. Raises ConfigError.
     """
     if path.suffix in (".yaml", ".yml"):
         up, tree = load_up_config(path), read_yaml(path)
@@ -148,7 +148,7 @@ def read_update(path: Path) -> UpdateBody:
 
 
 def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
-    """`tree` is what the configuration was read from."""
+    """`tree` is the parsed file that `config` was made from."""
     pools = config.pools
     said = pools.mixed or not (pools.prefill is None and pools.decode is None)
     counts = PoolCounts(pools.prefill, pools.decode, pools.mixed) if said else None
@@ -164,7 +164,7 @@ def register(app: typer.Typer) -> None:
 
 
 def parse_weights(weights: list[str]) -> dict[str, int]:
-    """Weights by version from "v1=90". Raises ConfigError."""
+    """Reads weights by version from texts like "v1=90". Raises ConfigError."""
     wanted: dict[str, int] = {}
     for given in weights:
         name, _, number = given.rpartition("=")
@@ -175,7 +175,7 @@ def parse_weights(weights: list[str]) -> dict[str, int]:
 
 
 def versions_table(answer: PoolsAnswer) -> Table:
-    """Each version, what it has and what it is to have."""
+    """Returns a row for each version: state, model, workers there and wanted, weight."""
     title = "versions"
     if answer.taking_over is not None:
         title += f": {answer.taking_over} takes over"
@@ -209,7 +209,7 @@ def _state(version: VersionInfo) -> str:
 
 
 def _follow(client: AdminClient, answer: PoolsAnswer, name: str, *, wait: bool) -> None:
-    """Raises AdminError where the version is not there in the end."""
+    """Follows the steps. Raises AdminError if the version is gone at the end."""
 
     def check(seen: PoolsAnswer) -> None:
         if all(version.name != name for version in seen.versions):
@@ -225,7 +225,7 @@ def _counts(prefill: int | None, decode: int | None, mixed: int | None) -> PoolC
 
 
 def _absolute(model: str | None) -> str | None:
-    """A directory here has the same name for whoever reads it elsewhere on this machine."""
+    """Makes a local directory absolute: other processes have other working directories."""
     if model is not None and Path(model).is_dir():
         return str(Path(model).resolve())
     return model

@@ -21,8 +21,9 @@ from deploy.admin.schema import (
     PoolsAnswer,
     VersionsAnswer,
 )
-from deploy.commands.operator import check_role, parse_counts, planner_view, pools_view
+from deploy.commands.operator import check_role, parse_counts
 from deploy.commands.versions import versions_table
+from deploy.commands.views import planner_view, pools_view
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.shell import PoolController
 from deploy.controller.tasks import ControllerTasks

@@ -1,4 +1,4 @@
-"""`baton keys`: what is printed, and what is kept."""
+"""`baton keys`: what it prints and what it writes to the file."""
 
 from datetime import UTC, datetime, timedelta
 from io import StringIO
@@ -35,7 +35,7 @@ def test_add_prints_the_key_once_and_keeps_its_hash(path):
     assert path.parent.stat().st_mode & 0o077 == 0
 
 
-def test_add_takes_group_expiry_limits_and_permission(path):
+def test_add_stores_group_expiry_limits_and_permission(path):
     options = ("--group", "team", "--expires", "30d", "--requests-per-s", "2.5", "--debug")
     amounts = ("--tokens-per-min", "1000", "--max-streams", "4")
     assert keys(path, "add", "ann", *options, *amounts).exit_code == 0
@@ -59,7 +59,7 @@ def test_list_shows_no_hash_in_full(path):
     assert keys(path, "list").exit_code == 0
 
 
-def test_revoke_takes_a_key_away(path):
+def test_revoke_removes_a_key(path):
     for name in ("ann", "bob"):
         keys(path, "add", name)
     assert keys(path, "revoke", "ann").exit_code == 0
@@ -76,12 +76,12 @@ def test_revoke_takes_a_key_away(path):
         ("add", "ann", "--group", "a/b"),
     ],
 )
-def test_a_mistake_is_one_line_and_makes_no_key(path, arguments):
+def test_an_invalid_option_makes_no_key(path, arguments):
     assert isinstance(keys(path, *arguments).exception, ConfigError)
     assert not path.exists()
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-1d", "0d", "1.5h", "1y", "1d\n", "9999999d"])
-def test_what_is_no_duration_is_refused(text):
+def test_an_invalid_duration_is_refused(text):
     with pytest.raises(ConfigError, match="no duration"):
         parse_duration(text)

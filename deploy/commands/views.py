@@ -1,0 +1,169 @@
+"""Tables that the operator's commands print."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from deploy.admin.schema import (
+    GatewayInfo,
+    PlannerAnswer,
+    PoolsAnswer,
+    RequestsAnswer,
+    StepInfo,
+    WorkerInfo,
+)
+from engine.control import SERVING_ROLES, Pools
+
+WATCH_EVERY_S = 1.0
+NUM_STEPS = 8  # last steps shown below the tables
+NUM_DECISIONS = 8  # last decisions of the planner
+
+
+def show(view: Callable[[], Group | Table], *, watch: bool) -> None:
+    """Prints a view, or with `watch` refreshes it until Ctrl-C."""
+    console = Console()
+    if not watch:
+        console.print(view())
+        return
+    pause = threading.Event()
+    with Live(view(), console=console, auto_refresh=False) as live:
+        while not pause.wait(WATCH_EVERY_S):
+            live.update(view(), refresh=True)
+
+
+def pools_view(answer: PoolsAnswer) -> Group:
+    """Returns the pools, workers and gateways as tables, then the last steps."""
+    table = table_of("pools", ("role",), ("wanted", "serving", "on the way"))
+    for role in SERVING_ROLES:
+        of_role = [w for w in answer.workers if w.target is role]
+        serving = sum(w.state == "serving" and w.is_connected for w in of_role)
+        if answer.wanted.of(role) or of_role:
+            wanted = answer.wanted.of(role)
+            table.add_row(role, str(wanted), str(serving), str(len(of_role) - serving))
+    state = "all as wanted" if answer.settled else "changes are under way"
+    planner = f"planner {answer.planner.mode}"
+    lines = [f"{state}; at most {answer.max_workers} workers; {planner}"]
+    lines += [f"  {reason}" for reason in answer.planner.reasons]
+    lines += [f"  {step.age_s:5.0f} s ago  {step_line(step)}" for step in answer.steps[-NUM_STEPS:]]
+    workers, gateways = workers_view(answer.workers), _gateways_view(answer.gateways)
+    return Group(table, "", workers, "", gateways, "", *lines)
+
+
+def planner_view(answer: PlannerAnswer) -> Group:
+    """Returns what the planner needs now, then its last decisions with their reasons."""
+    wanted = answer.wanted
+    lines: list[str | Padding] = [
+        f"[bold]planner {answer.planner.mode}[/bold]; wanted now: {_counts(wanted)}",
+        *(_indented(escape(reason), 2) for reason in answer.planner.reasons),
+    ]
+    for one in answer.decisions[-NUM_DECISIONS:]:
+        lines.append(f"{one.age_s:5.0f} s ago  {one.mode}: [bold]{escape(one.summary)}[/bold]")
+        lines += [_indented(f"[dim]{escape(reason)}[/dim]", 13) for reason in one.reasons]
+    return Group(*lines)
+
+
+def _indented(text: str, columns: int) -> Padding:
+    return Padding(text, (0, 0, 0, columns))
+
+
+def _counts(pools: Pools) -> str:
+    return ", ".join(f"{pools.of(role)} {role}" for role in SERVING_ROLES if pools.of(role))
+
+
+def table_of(
+    title: str, texts: Sequence[str], numbers: Sequence[str], *, wraps: Sequence[str] = ()
+) -> Table:
+    """Returns an empty table with columns of texts, then of numbers.
+
+    On a narrow terminal only the columns in `wraps` are wrapped: operators type the other names
+    again, so those stay whole.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for name in texts:
+        table.add_column(name, no_wrap=name not in wraps)
+    for name in numbers:
+        table.add_column(name, no_wrap=True, justify="right")
+    return table
+
+
+def workers_view(workers: list[WorkerInfo]) -> Group:
+    """Returns a row for each worker, then remarks on some of them."""
+    texts = ("worker", "version", "role", "state")
+    table = table_of("workers", texts, ("for", "runs", "waits", "KV free", "pid"))
+    for w in workers:
+        role = w.role or "?"
+        if w.target not in (None, w.role):
+            role += f" → {w.target}"
+        free = f"{100 * w.free_blocks / w.num_blocks:.0f} %" if w.num_blocks and w.role else ""
+        table.add_row(
+            w.worker_id,
+            w.version,
+            role,
+            w.state,
+            f"{w.state_s:.0f} s",
+            str(w.running_seqs),
+            str(w.waiting_seqs),
+            free,
+            "" if w.pid is None else str(w.pid),
+        )
+    remarks = [(w.worker_id, remark) for w in workers if (remark := _remark(w))]
+    return Group(table, *(f"  {worker_id} {remark}" for worker_id, remark in remarks))
+
+
+def _remark(worker: WorkerInfo) -> str:
+    if worker.is_crash_looping:
+        return f"[red]failed {worker.failures} times in a row[/red]"
+    if worker.state in ("waiting", "starting", "stopping"):
+        return ""
+    if not worker.is_connected:
+        return "[red]cannot be reached[/red]"
+    return f"moves {worker.leaving_seqs} sequences away" if worker.leaving_seqs else ""
+
+
+def _gateways_view(gateways: list[GatewayInfo]) -> Group:
+    table = table_of("gateways", ("gateway", "state", "url"), ("requests", "waiting"))
+    for g in gateways:
+        table.add_row(g.name, g.state, g.url, str(g.num_requests), str(g.num_waiting))
+    missing = [(g.name, escape(g.missing)) for g in gateways if g.missing is not None]
+    return Group(table, *(f"  {name}: [red]{what}[/red]" for name, what in missing))
+
+
+def requests_table(answer: RequestsAnswer) -> Table:
+    """Returns a row for each request that is being served."""
+    texts = ("request", "state", "prefill", "decode", "gateway")
+    numbers = ("age", "prompt", "answer", "attempts")
+    title = f"{answer.num_requests} requests"
+    table = table_of(title, texts, numbers, wraps=("request", "gateway"))
+    for each in answer.requests:
+        r = each.request
+        table.add_row(
+            r.request_id,
+            r.state,
+            r.prefill or "",
+            r.decode or "",
+            each.gateway,
+            f"{r.age_s:.1f} s",
+            str(r.prompt_len),
+            str(r.answer_len),
+            str(r.num_attempts),
+        )
+    return table
+
+
+def step_line(step: StepInfo) -> str:
+    """Returns one step of a change with its reason, in rich's markup."""
+    why = f"[dim]: {escape(step.why)}[/dim]" if step.why else ""
+    return f"[bold]{escape(step.subject)}[/bold] {escape(step.what)}{why}"
