@@ -1,7 +1,7 @@
-"""The sockets around `BlockNews`: one worker's block events, as they come into a gateway.
+"""The sockets around `BlockNews`: one worker's block events, as a gateway receives them.
 
-Lives on the gateway's event loop, as long as the session with the worker. An ask has a socket of
-its own, so what comes late of an earlier one has nowhere to go.
+It lives on the gateway's event loop as long as the session with the worker. Each ask has its own
+socket, so late answers to an earlier ask are dropped.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD_BATCHES = 10_000
 MAX_MESSAGES_PER_TURN = 32  # before the loop does other things
-HEARTBEAT_MS = 2000  # between the two ends of a connection; a dead one is made anew
+HEARTBEAT_MS = 2000  # between the two ends of a connection; a dead one is replaced
 
 
 class BlockFeed:
@@ -73,7 +73,7 @@ class BlockFeed:
 
     @property
     def is_following(self) -> bool:
-        """Whether all that the worker is known to have published has been told on."""
+        """True if everything that the worker is known to have published was passed on."""
         return self._news.is_following
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -137,7 +137,7 @@ class BlockFeed:
         self._loop.call_soon(self._read_answers, socket)
 
     def _ask(self, wanted: bytes) -> None:
-        """Where that is impossible there is no answer: later all is asked for again."""
+        """Sends an ask. If that is impossible there is no answer, and a later ask covers it."""
         self._hang_up()
         try:
             socket = self._answers = self._connected(zmq.DEALER, self._address.asked)
@@ -202,7 +202,7 @@ def _published(frames: Sequence[bytes]) -> NewsEvent:
 
 
 def _answered(frames: Sequence[bytes]) -> NewsEvent:
-    """The first frame is what the ask began with; nobody else's answers come this way."""
+    """Decodes an answer. Its first frame repeats the ask; the socket receives no other answers."""
     try:
         piece = decode_answer(frames[1:])
     except ProtocolError as error:

@@ -1,8 +1,7 @@
-"""A gateway's side of the controller of the pools: who the workers are, and what it serves.
+"""A gateway's side of the controller: the members that it serves with, and its reports.
 
-The controller dials in, and may be another one than before, or none for a while: the last members
-that were told stay in force. Only members of a higher number count, so that what an earlier
-controller says late changes nothing.
+The controller dials in. It may be a new one, or absent for a while: the last members stay in force.
+Only members of a higher number count, so a late message of an earlier controller changes nothing.
 """
 
 import asyncio
@@ -201,7 +200,7 @@ class ControlServer:
 
 
 async def _next_of(outbox: "asyncio.Queue[ToController]", within_s: float) -> ToController | None:
-    """None when the time is over, whoever waits there."""
+    """Returns the next message; None when the time is over."""
     if within_s <= 0:
         return None
     try:

@@ -1,10 +1,10 @@
-"""The router's shell: streams to the workers, and the machine between them and the clients.
+"""The router's shell: sessions with workers, and the machine between them and the clients.
 
-One asyncio thread. Every event is handled and its effects performed before the next one, so the
-machine needs no lock. A link per worker address keeps one session open; when it breaks, when the
-worker says nothing for `router.silence_s` or computes nothing any more, the worker counts as lost.
-The link goes on trying, so that a worker that was only cut off or stopped comes back, without what
-it had begun for this gateway: it cancels that when it hears of the end of the session.
+It runs on one asyncio thread. Each event is handled and its effects are performed before the next
+one, so the machine needs no lock. A link for each worker address keeps one session open. The worker
+counts as lost if the session breaks, if the worker is silent for `router.silence_s`, or if its step
+hangs. The link goes on dialling. A worker that was only paused or cut off comes back without its
+work for this gateway: it cancels that when it learns of the session's end.
 """
 
 import asyncio
@@ -69,13 +69,13 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 1.0
-LEAST_SLEEP_S = 1e-3  # a loop's timers are no finer: what is due sooner would be asked for in vain
+LEAST_SLEEP_S = 1e-3  # a loop's timers are no finer
 CLOSE_TIMEOUT_S = 5.0
 _LINK_ERRORS = (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch, StepStuck)
 
 
 class _Client:
-    """News of one request on their way to whoever follows it. What is not read yet is merged."""
+    """Updates of one request on their way to its client. Unread updates are merged."""
 
     def __init__(self, take_at_once: TakeAtOnce, take_tokens: TakeTokens) -> None:
         self._take_at_once = take_at_once
@@ -134,8 +134,10 @@ class Router:
         estimates: Estimates | None = None,
         record_dir: Path | None = None,
     ) -> None:
-        """`estimates` may know what workers cost before they have shown it; a recording, which
-        comes to be in `record_dir` under the gateway's id, does not say what they know.
+        """Builds a router that is not open yet.
+
+        `estimates` may hold costs that were measured before. A recording, written to `record_dir`
+        under the gateway's id, does not contain these.
         """
         self._addresses = set(addresses)  # of the workers that there are to be
         self._secret = secret
@@ -168,7 +170,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._closing = self._loop.create_future()
         self._zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # Two are needed for a worker. By default there may be 1,023 in all.
+        # Each worker needs two sockets. ZeroMQ allows 1,023 by default.
         self._zmq.set(zmq.MAX_SOCKETS, self._zmq.get(zmq.SOCKET_LIMIT))
         for address in self._addresses:
             self._link(address)
@@ -183,7 +185,7 @@ class Router:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
-            for request_id in list(self._clients):  # nobody will come whom they could wait for
+            for request_id in list(self._clients):  # no worker will join any more
                 self._handle(ClientGone(request_id))
             self._zmq.destroy(linger=0)
         finally:
@@ -234,7 +236,7 @@ class Router:
             task.cancel()
 
     def _on_task_end(self, task: "asyncio.Task[None]") -> None:
-        """One that ends with an exception died of a bug."""
+        """Ends the router if a task died of a bug."""
         self._linking.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._note_bug(error)
@@ -326,10 +328,10 @@ class Router:
     # ------------------------------------------------------------ the machine
 
     def _handle(self, *events: RouterEvent) -> None:
-        """Feeds events and performs what follows: one frame to each worker, one update a request,
-        and tokens alone, as nearly all there are, past what is needed for all else.
+        """Feeds events and performs their effects: one frame a worker, one update a request.
 
-        News come last: whoever takes them may feed events too.
+        Updates of tokens alone, nearly all there are, take a shorter path. Updates come last, as
+        their receivers may feed events too.
         """
         now_s = self._clock.now_s()
         frames: dict[WorkerId, list[ToWorker]] = {}
@@ -454,8 +456,9 @@ class Router:
             raise StepStuck(step.seconds)
 
     def _follow(self, info: Welcome) -> BlockFeed | None:
-        """What a worker tells of its blocks goes to the machine. None where it tells nothing, or
-        cannot be listened to.
+        """Follows a worker's block events for the machine.
+
+        None if the worker publishes none, or if they cannot be received.
         """
         if info.events is None:
             self._news_counters["block events", "not offered"] += 1

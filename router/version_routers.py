@@ -1,10 +1,10 @@
-"""A router for each version that the controller names, from its first mention to its last request.
+"""A router for each version that the controller names, until its last request ends.
 
-The shell around `versions.Versions`: it opens and closes routers, has tokenizers loaded (in a
-thread, again and again where that fails), and puts what can serve into the table that requests are
-given by. A version that is not named any more has been left by all its requests as the controller
-saw it; should one be there all the same it is waited for. So is another version that can serve: a
-gateway that has not heard of the controller for some time may know none yet.
+The shell around `router.gateway.versions.Versions`. It opens and closes routers, loads tokenizers
+in a thread with retries, and lists the versions that can serve. A version that is no longer named
+was left by all its requests, as far as the controller saw. A request that is still there is waited
+for. So is another version that can serve, as a gateway without news of the controller may know none
+yet.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ LoadText = Callable[[Version], TextModel]  # blocks; raises what it likes
 
 @dataclass(slots=True)
 class _Host:
-    """What serves one version."""
+    """One version, its router and tokenizer."""
 
     version: Version
     router: Router
@@ -51,7 +51,7 @@ class _Host:
         return self.router.readiness() if self.text is not None else self.failure
 
     def served(self) -> Served | None:
-        """As requests see it; None while it cannot be chosen."""
+        """The version as requests see it; None while it cannot be chosen."""
         if self.text is None or not self.context_len:
             return None
         version = self.version
@@ -119,11 +119,11 @@ class VersionRouters:
         return sum(host.router.cut(SHUT_DOWN) for host in hosts if host.is_open)
 
     def routers(self) -> Mapping[str, Router]:
-        """Those that are open, by version, the current one's first."""
+        """Open routers by version, the current version's first."""
         return {name: host.router for name, host in self._hosts.items() if host.is_open}
 
     def reports(self) -> dict[str, VersionReport]:
-        """How each version is served."""
+        """The state of each version, for the controller."""
         return {
             name: VersionReport(
                 missing=host.missing(),

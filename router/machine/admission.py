@@ -1,21 +1,22 @@
-"""Who is let in, decided when a request arrives and before any work is done for it.
+"""Admission of new requests, decided before any work is done for them.
 
-Refused are those for whom there is no place in the queue, and those that are predicted to miss
-their bounds: to refuse them at once leaves the workers to others and the client to go elsewhere.
+A request is refused if the queue has no place for it, or if it is predicted to miss its bounds. An
+early refusal leaves the workers to others, and lets the client go elsewhere.
 
-Both pools are looked at together, and the decode pool as it is predicted to be *when the request
-would reach it*: sequences count as much as they are likely to be there yet, and all that is
-promised counts, prompts in the queue and in prefill workers included. A gate that looks at the
-load of now sees it low while a wave of prompts is being computed, lets more in, and refuses
-everybody when the wave arrives: the pools are then loaded by turns.
+Both pools are predicted together, the decode pool for the time *when the request would reach it*.
+Sequences count as far as they are likely to be there yet. All promises count, with prompts in the
+queue and in prefill workers. A gate that looks at the present load sees it low while a wave of
+prompts is computed. It lets more in, and refuses everything when the wave arrives: the pools are
+then loaded by turns.
 
     time to first token   (work in the queue + left in the workers) / prefill workers, or, where
                           memory is short, until enough sequences have ended; then its own prompt;
-                          sooner if nobody waits and a decode worker has time to compute it
+                          sooner if no prompt waits and a decode worker has time to compute it
     time per token        a step of the sequences there at that time, evenly over decode workers,
                           and of some more: half of all predictions fall short
 
-`Retry-After` is when the same request is predicted to be let in, if nobody else comes meanwhile.
+`Retry-After` is the time after which the same request is predicted to be admitted, if no other one
+comes meanwhile.
 
 Source: early rejection based on prediction, Qin et al., Mooncake, arXiv 2407.00079, §6.
 """
@@ -34,12 +35,12 @@ from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
 from router.policies.slo import spare_s
 
 LEAST_RETRY_S = 1.0
-DRAINED = 0.5  # of a full queue: who is refused is told to come when so much of it is left
+DRAINED = 0.5  # share of a full queue; a refused client is told to retry when this much is left
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """What the decode pool holds, and is promised, at some time; per worker."""
+    """The load of the decode pool at some time, promises included; per worker."""
 
     num_seqs: float
     context_tokens: float
@@ -80,7 +81,7 @@ class Admission:
         )
         tpot_bound_s = request.tpot_bound_s or state.config.slo_tpot_s
         if tpot_bound_s is not None and self._is_quick(flight, tpot_bound_s):
-            tpot_bound_s = None  # whoever ends until it begins
+            tpot_bound_s = None  # holds even if no sequence ends first
         if ttft_bound_s is None and tpot_bound_s is None:
             return None
         ttft_s = self.predicted_ttft_s(flight, now_s)
@@ -97,7 +98,7 @@ class Admission:
     # ------------------------------------------------------------ prefill
 
     def predicted_ttft_s(self, flight: Flight, now_s: float) -> float | None:
-        """Seconds from now to a new request's first token. None where nobody knows."""
+        """Seconds from now to a new request's first token. None if unknown."""
         wait_s = self._prefill_wait_s(now_s)
         if wait_s is None:
             return None
@@ -113,7 +114,7 @@ class Admission:
         return min(wait_s + compute_s, self._local_ttft_s(flight, matched, now_s))
 
     def _local_ttft_s(self, flight: Flight, matched: Mapping[WorkerId, int], now_s: float) -> float:
-        """The same where it is decoded; infinite where nobody has time to prefill beside that."""
+        """The same if a decode worker prefills it; infinite if none has time for that."""
         state, costs = self._state, self._state.estimates
         if state.queue or not state.policy.prefills_locally:
             return inf
@@ -163,12 +164,12 @@ class Admission:
             lacking -= blocks
             if lacking <= 0 and num_ended >= num_lacking:
                 return ends_s - now_s if ends_s < inf else 0.0
-        return 0.0  # whatever it waits for, nobody knows when that ends
+        return 0.0  # the end of that wait is unknown
 
     # ------------------------------------------------------------ decode
 
     def _is_quick(self, flight: Flight, bound_s: float) -> bool:
-        """Whether it keeps the bound with all that is there or promised now. Quickly said."""
+        """True if it keeps the bound with everything that is there or promised now. Cheap."""
         state = self._state
         if state.queue:
             return False
@@ -198,7 +199,7 @@ class Admission:
             return None
         alone_s = state.estimates.step_s(worker, 1, state.predicted_len(flight))
         if alone_s is None or alone_s > bound_s:
-            return None  # nobody could: better slow than never
+            return None  # no worker could: better slow than never
         state.counters["rejected", "tokens slow"] += 1
         share = (pace_s - bound_s) / max(pace_s - alone_s, 1e-9)
         num_to_end = share * num_seqs * len(decoders)
@@ -207,10 +208,10 @@ class Admission:
         return Rejected(message, min(max(retry_s, LEAST_RETRY_S), state.config.queue_timeout_s))
 
     def load_at(self, decoders: Sequence[WorkerView], at_s: float, now_s: float) -> DecodeLoad:
-        """The decode pool at a time to come, with all that will have reached it by then.
+        """The load of the decode pool at a future time, with everything that reaches it by then.
 
-        How fast sequences end depends on how many there are: first it is taken that there are as
-        many as now, then as many as that comes to.
+        Sequences end faster if there are fewer. So the first estimate takes their present number,
+        the second the number that the first one gives.
         """
         claims = [claim for worker in decoders for claim in worker.decodes.values()]
         num_there = sum(claim.num_tokens > 0 for claim in claims)
@@ -244,7 +245,7 @@ class Admission:
         return tokens / len(decoders)
 
     def _pace_s(self, worker: WorkerView, load: DecodeLoad) -> float:
-        """Seconds per token; infinite where nobody knows."""
+        """Seconds per token; infinite if unknown."""
         num_seqs, context_tokens = max(round(load.num_seqs), 1), round(load.context_tokens)
         pace_s = self._state.estimates.step_s(worker, num_seqs, context_tokens)
         return inf if pace_s is None else pace_s

@@ -1,9 +1,9 @@
-"""When something falls due of each request, kept so that the next time is found at once.
+"""The next deadline of all requests, found at once.
 
-With every news of a request its deadline moves to a later time. That is not noted here: what is
-noted is a time before which nothing of it falls due, and when that has come the true deadline is
-looked up and noted anew. So a request costs something at each stage of its life, and then once in
-the time that it may be without news.
+Each message about a request moves its deadline to a later time. That is not noted here. What is
+noted is a time before which nothing of the request is due. At that time the true deadline is looked
+up and noted anew. So a request costs something at each stage of its life, and then once in the time
+that it may be without news.
 """
 
 from heapq import heapify, heappop, heappush
@@ -15,7 +15,7 @@ LEAST_STALE = 64
 
 
 class Deadlines:
-    """Of each request a time before which nothing falls due."""
+    """For each request a time before which nothing of it is due."""
 
     def __init__(self) -> None:
         self._noted: dict[RequestId, float] = {}
@@ -51,7 +51,7 @@ class Deadlines:
         return due
 
     def noted_s(self, request_id: RequestId) -> float | None:
-        """What is noted of a request."""
+        """Returns the noted time of a request."""
         return self._noted.get(request_id)
 
     def validate(self) -> None:

@@ -1,7 +1,7 @@
-"""How attempts and requests end, and how a request begins anew.
+"""Ends of attempts and of requests, and the return of a request to the queue.
 
-Every end of an attempt gives its claims back and tells all workers concerned. Every accepted
-request ends in exactly one of Finished, Rejected, Failed, Cancelled.
+Each end of an attempt returns its claims and tells all its workers. Each accepted request ends as
+exactly one of Finished, Rejected, Failed, Cancelled.
 """
 
 from engine.messages import Cancel, WorkerId
@@ -33,7 +33,7 @@ class Ends:
             state.drop(flight)
         has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready
         if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
-            # Where a first token was the last nothing was handed over. The last token of any answer
+            # If the first token was the last, nothing was handed over. The last token of any answer
             # was not fed back: its KV is nowhere.
             self.record(flight, attempt.decode, flight.length - 1)
         if isinstance(outcome, Finished):
@@ -64,7 +64,7 @@ class Ends:
         return effects
 
     def excuse(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
-        """As `retry`, of an attempt that did not fail: it does not count."""
+        """Like `retry`, for an attempt that does not count as failed."""
         flight.num_excused += 1
         return self.retry(flight, reason, now_s)
 
@@ -118,9 +118,9 @@ class Ends:
     def end_move(
         self, flight: Flight, attempt: Attempt, *, tell_workers: bool = True
     ) -> list[RouterEffect]:
-        """Gives back what a move claimed: room, what is copied for it, and what is leased.
+        """Returns what a move claimed: room, its copy, and its lease.
 
-        Of a copy both workers are told in any case: it does not end with the sequence.
+        Both workers are always told of a copy, as it does not end with the sequence.
         """
         state, request_id = self._state, flight.request.request_id
         stage = state.moves.stage(request_id)
@@ -155,7 +155,7 @@ class Ends:
         worker = self._state.view.workers.get(attempt.prefill)
         if worker is None:
             return None
-        # A worker computes one token at least, or there would be nothing to sample from.
+        # A worker computes at least one token, to sample from its logits.
         block_size = worker.info.layout.block_size
         num_tokens = (len(leader.request.token_ids) - 1) // block_size * block_size
         return SharedPrompt(Placement(attempt.prefill, attempt.decode), num_tokens)

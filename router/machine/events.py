@@ -1,6 +1,7 @@
-"""What goes into the request machine and what comes out of it.
+"""Events and effects of the request machine.
 
-Those of which there is one a token are structs of msgspec, made in a fifth of a dataclass's time.
+Kinds that occur once a token are msgspec structs, which are made in a fifth of the time of a
+dataclass.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class BlocksUnheard:
-    """What a worker told of its blocks is out of date, until it tells all again."""
+    """A worker's block events are out of date, until its next snapshot."""
 
     worker_id: WorkerId
     reason: str
@@ -113,7 +114,7 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but tokens."""
+        """True if it brings only tokens."""
         return self.timeline is None and not self.logprobs and not self.prompt_logprobs
 
 

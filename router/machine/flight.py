@@ -1,6 +1,6 @@
-"""One accepted request on its way: its journal, its present attempt, and when it passed what.
+"""One accepted request: its journal, its present attempt, and the times of its stages.
 
-Plain records; what happens to them is decided in `ends`, `placing` and `progress`.
+Plain records. `ends`, `placing` and `progress` decide what happens to them.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Stamps:
 
 @dataclass(slots=True)
 class Move:
-    """Where a sequence that runs goes on, and as what: room is reserved there under `seq_id`."""
+    """The target of a move. Room is reserved there under `seq_id`, its id from then on."""
 
     seq_id: SeqId
     decode: WorkerId
@@ -43,7 +43,7 @@ class Move:
 class Attempt:
     """One placement. While `offer_due_s` is set, the prefill worker has not heard of it.
 
-    With a `move` it decodes where it shall not, and is on its way to another worker.
+    With a `move` it decodes on a worker that is not to decode, and is on its way to another one.
     """
 
     seq_id: SeqId
@@ -67,12 +67,12 @@ class Attempt:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether nothing is missing for it to be decoded where it is."""
+        """True if it can be decoded where it is: prefilled, and its KV is there."""
         return self.prefilled and self.kv_ready
 
     @property
     def hands_over(self) -> bool:
-        """Whether another worker than the one that prefills goes on from it."""
+        """True if another worker than the one that prefills decodes it."""
         return self.prefill != self.decode
 
 
@@ -98,7 +98,7 @@ class Flight:
     num_excused: int = 0  # the same: a worker changed its role, or its step lasted
     num_moves: int = 0  # attempts that went on from another
     num_hedges: int = 0  # that were begun beside another
-    preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # when last, by whom
+    preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last time, by worker
     back_off_until_s: float | None = None
     leads: bool = True  # followers are held back for it
     shared: SharedPrompt | None = None  # of its leader, or its own when it leads no more
@@ -156,7 +156,9 @@ class Flight:
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """What an attempt is to tell of the prompt: nothing, once the client has been told."""
+        """How many log-probabilities of the prompt an attempt returns: none after the
+        first time.
+        """
         return None if self.tokens else self.request.prompt_logprobs
 
     def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:

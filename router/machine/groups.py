@@ -1,9 +1,9 @@
 """Requests that share a prompt, held back while the first of them has it computed.
 
 Several answers to one prompt are a *group*: a leader and its followers. Followers wait outside of
-the queue until the leader's prompt is computed and its KV is where it decodes, so that they find
-all full blocks of it there and share them; only the last block of a prompt, if it is not full, is
-each one's own. That is copy-on-write with the block as its unit: full blocks are never written.
+the queue until the leader's prompt is computed and its KV is where it decodes. There they find all
+its full blocks and share them. Only the last block of a prompt, if it is not full, belongs to each
+answer alone. That is copy-on-write with the block as its unit, since full blocks are never written.
 """
 
 from engine.messages import RequestId

@@ -1,17 +1,17 @@
-"""A prompt that takes far too long is computed a second time elsewhere; who is first goes on.
+"""A second attempt for a prompt that takes far too long; the first one to finish goes on.
 
     prefilling ──overdue──> two attempts ──PrefillDone of one──> that one, the other is cancelled
                                   └──one fails──> the other, as if there had been no more
 
-A worker that is slow, or hangs and nobody has noticed it yet, holds up what it was given; those
-behind it wait in the router, and go elsewhere. An attempt is overdue when its first token has taken
-`router.hedge_after` times as long as predicted, and a second at least, since the prompt was sent to
-be computed. Tokens are determined by prompt and seed, so it does not matter whose come.
+A slow worker, or one that hangs unnoticed, holds up the prompts that it was given. An attempt is
+overdue when its first token takes `router.hedge_after` times as long as predicted, and at least a
+second, from the time when the prompt was sent. Prompt and seed determine the tokens, so it does not
+matter which attempt brings them.
 
-A second attempt is one like any other: it reserves what it needs at workers that have room now, and
-they are told of its end; only no prefix is pulled for it. A request has one at most, and all of
-them are a bounded share of all placements: where everything takes longer than predicted, doing it
-twice makes it worse. A prompt of which nothing is predicted is not hedged.
+A second attempt is like any other: it reserves room at workers that have it, and they are told of
+its end. Only no prefix is pulled for it. A request has at most one, and all of them are a bounded
+share of all placements. Where everything takes longer than predicted, doing it twice would make it
+worse. A prompt without a prediction is not hedged.
 """
 
 from router.machine.ends import Ends
@@ -20,7 +20,7 @@ from router.machine.flight import Attempt, Flight
 from router.machine.placing import Placing
 from router.machine.state import RouterState
 
-AGAIN_S = 1.0  # where nobody has room, it is tried again so much later
+AGAIN_S = 1.0  # without room, the next try is this much later
 
 
 class Hedging:
@@ -32,7 +32,7 @@ class Hedging:
         self._placing = placing
 
     def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Begins a second attempt where the first is overdue and somebody has room."""
+        """Begins a second attempt if the first is overdue and a worker has room."""
         state, attempt = self._state, flight.attempt
         if attempt is None or attempt.hedge_due_s is None or attempt.hedge_due_s > now_s:
             return []

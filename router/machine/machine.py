@@ -4,38 +4,37 @@
                   ^                   │             │                          │
                   └───────── worker lost, given back, no news in time ─────────┘
 
-The machine's record of a request (prompt, tokens so far, sampling) is its journal: together they
-determine every token to come on whatever worker, so a lost attempt is repeated as a prefill of
-prompt and tokens so far, and the client sees a longer gap and nothing else.
+The machine's record of a request (prompt, tokens so far, sampling) is its journal. It determines
+every token to come, on any worker. So a lost attempt is repeated as a prefill of prompt and tokens
+so far, and the client sees a longer gap and nothing else.
 
-Each placement is an *attempt* with its own SeqId; news of an older one match nothing. Within an
-attempt on two workers, the decode worker is sent `Decode` as soon as the prefill worker has opened
-the lease, and `FirstToken` as soon as the gateway has it, in this order.
+Each placement is an *attempt* with its own SeqId, so news of an older one match nothing. In an
+attempt on two workers, the decode worker gets `Decode` when the prefill worker has opened the
+lease, and then `FirstToken` when the gateway has it.
 
 Of a group of requests that share a prompt only the leader is queued. The others are held back until
-its prompt is computed and its KV is at its decode worker, or until that will not be; they are then
-first in the queue, and go to the same two workers where these have room. From then on each lives,
-fails over and ends by itself.
+its prompt is computed and its KV is at its decode worker, or until that cannot happen any more.
+Then they are first in the queue, and go to the same two workers if these have room. From then on
+each fails over and ends by itself.
 
-A decode worker that runs out of memory gives its youngest sequence back. That is no failure of the
-attempt, if it brought a token at all, and does not count as one. The request is first in the queue
-again, and stays there until some worker has room: one that gave it back, when it has reported room
-for all of it, or after a back-off that grows.
+A decode worker that runs out of memory returns its youngest sequence. That does not count as a
+failed attempt if it brought a token. The request is first in the queue again until a worker has
+room. A worker that returned it has room when it reports room for all of it, or after a back-off
+that grows.
 
-A prompt that takes far longer than predicted is computed a second time elsewhere (`hedging`); the
-attempt whose first token comes first is the one that goes on.
+A prompt that takes far longer than predicted is computed a second time elsewhere (`hedging`). The
+attempt with the first token goes on.
 
-Where a worker is not there to decode any more, what runs on it is moved (`moving`): it stops when
-nearly all of its KV is elsewhere, and goes on there as an attempt that has been prefilled.
+If a worker is no longer to decode, its running sequences move (`moving`). A sequence stops when
+nearly all of its KV is elsewhere, and goes on there as a prefilled attempt.
 
-Every accepted request ends in exactly one of Finished, Rejected, Failed, Cancelled. A placement
-reserves, in the same call, what it chose; every end of an attempt gives that back and tells all
-workers concerned, whatever the reason.
+Each accepted request ends as exactly one of Finished, Rejected, Failed, Cancelled. A placement
+reserves what it chose in the same call. Each end of an attempt returns that and tells all its
+workers.
 
-The machine knows no socket, no clock and no text. Events and time go in, effects come out. Its
-parts share one `RouterState`: `admission` says who is let in, `queue` who is next, `policies` where
-it goes, `placing` has it done, `turns` gives room of one key to another, `progress` takes in what
-workers tell, `ends` ends what is over.
+The machine knows no socket, no clock and no text. Events and time go in, effects come out.
+`admission` admits, `queue` orders, `policies` choose, `placing` places, `turns` gives room of one
+key to another, `progress` takes messages of workers, `ends` ends.
 """
 
 import random
@@ -82,8 +81,8 @@ from router.prefixes.base import Prefixes
 from router.prefixes.map import PrefixMap
 from router.prefixes.news import apply_events
 
-STUCK_FACTOR = 20.0  # nothing takes so many times what is predicted, not on the busiest machine
-EARLY_FACTOR = 10.0  # of `stuck_step_s`: what has to be compiled first takes no longer
+STUCK_FACTOR = 20.0  # even on the busiest machine no step takes this many times its prediction
+EARLY_FACTOR = 10.0  # of `stuck_step_s`, for steps that may compile something first
 
 __all__ = [
     "Arrived",
@@ -142,17 +141,17 @@ class RouterMachine:
 
     @property
     def prefixes(self) -> Prefixes:
-        """Which worker holds which blocks, as far as is known."""
+        """Cached prefixes of all workers, as far as known."""
         return self.state.prefixes
 
     @property
     def policy(self) -> Policy:
-        """Who chooses workers."""
+        """The placement policy."""
         return self.state.policy
 
     @property
     def counters(self) -> Counter[tuple[str, str]]:
-        """What has happened since the start, by name and reason."""
+        """Counts of events since the start, by name and reason."""
         return self.state.counters
 
     @property
@@ -205,12 +204,11 @@ class RouterMachine:
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
-        """Whether the head of the queue may be placed after it that could not be before, or it may
-        have come to be somebody's turn to move.
+        """True if the event may let the head of the queue be placed, or a move go on.
 
-        What is cached where says who is better, not who has room, but where a decode worker may
-        compute what is short: that depends on what is cached. Tokens take room. Time passes at all
-        events, and by itself until `next_wake_s`.
+        Cached blocks change which worker is better, not which has room. The exception is a decode
+        worker that may compute what is not cached. Tokens take room. Time passes with all events,
+        and `next_wake_s` covers the rest.
         """
         match event:
             case BlocksChanged(worker_id):
@@ -239,7 +237,7 @@ class RouterMachine:
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
-        """What is predicted of a worker with all that is promised to it."""
+        """Predicted times of a worker with all that is promised to it."""
         estimates, role = self.state.estimates, worker.info.role
         num_seqs = max(worker.num_decodes, 1)
         context_tokens = worker.context_tokens + worker.foreign.context_tokens
@@ -250,10 +248,10 @@ class RouterMachine:
         )
 
     def longest_step_s(self, worker_id: WorkerId, *, is_early: bool = False) -> float:
-        """A step of a worker that lasts longer will not end: it is as good as lost.
+        """The longest possible step of a worker, seconds: one that lasts longer hangs.
 
-        Of a worker that computes nothing for this gateway nobody here waits, nor is it known what
-        the step holds. An early step is one of the first of its kind.
+        If the worker computes nothing for this gateway, the content of its step is unknown here. An
+        early step is one of the first of its kind.
         """
         config, worker = self.state.config, self.state.view.workers.get(worker_id)
         stuck_s = config.stuck_step_s * (EARLY_FACTOR if is_early else 1.0)
@@ -309,7 +307,7 @@ class RouterMachine:
         return []
 
     def _on_blocks_unheard(self, worker_id: WorkerId, reason: str) -> list[RouterEffect]:
-        """What it told is out of date: it is credited again with what it is seen to do."""
+        """Forgets the events of a worker, which is again credited with what it is seen to use."""
         state = self.state
         if worker_id in state.heard:
             state.heard.discard(worker_id)
@@ -352,7 +350,7 @@ class RouterMachine:
             needs_prefill = attempt.prefill == worker_id and not attempt.is_decoding
             if attempt.decode == worker_id or needs_prefill:
                 if reason == StepStuck.__name__ and flight.num_excused < state.config.max_attempts:
-                    # It lives, and may only have been slow; or it is this request that stops it.
+                    # It lives and may only be slow; or this very request stops it.
                     effects += self._ends.excuse(flight, "worker lost", now_s)
                 else:
                     effects += self._ends.retry(flight, "worker lost", now_s)
@@ -411,7 +409,7 @@ class RouterMachine:
         return "no worker had room in time" if missing is None else f"{missing} came in time"
 
     def _stop_waiting_for_offer(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """The holder is told too: should it offer yet, nobody would come."""
+        """Computes the whole prompt, and tells the holder: its late offer would not be used."""
         attempt = flight.attempt
         if attempt is None or attempt.offer_due_s is None or attempt.offer_due_s > now_s:
             return []

@@ -1,4 +1,4 @@
-"""The state of all moves: which sequence is to leave its worker, and how far that has come.
+"""The state of all moves: the sequences that are to leave their workers, by stage.
 
 The stage of a move lives here and nowhere else. `router.machine.moving` has the rules.
 """

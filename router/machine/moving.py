@@ -1,52 +1,52 @@
-"""Workers change their roles, and what they decode goes on elsewhere.
+"""Moves of running sequences to other decode workers, after role changes.
 
     decoding ──> waiting ──OfferPrefix──> copying ──KvReady──> copied ──HandOver──> leaving
        ^  ^         │       in turn          │                   │     together         │
        │  └─────────┴── target gone, or ─────┴───────────────────┘   HandedOver(lease) ─┘
-       │   (stranded)   nobody has room                                      │
-       └──────── KvReady, of the few blocks that the copy lacks ─────────────┘
+       │   (stranded)   no room                                              │
+       └──────── KvReady, of the few blocks that the copy lacks ── arriving ─┘
 
-Rule, looked at whenever a role changes and whenever a sequence begins to be decoded: what is
-decoded where nobody decodes any more is to be moved. Room is reserved at the target before the
-source is told.
+Rule: a sequence that decodes on a worker which is no longer to decode is to move. The rule is
+checked when a role changes and when a sequence starts to decode. Room is reserved at the target
+before the source is told.
 
-A sequence runs while it is copied. K and V of tokens do not change, so the target pulls the blocks
-that are full, under a lease like that on any prefix (`OfferPrefix`), into a sequence that is given
-no first token (`Decode`): it holds them. Only then is the source told to stop. What is pulled after
-it has stopped is what the prefix cache of the target lacks: the last block, and those that were
-filled meanwhile. So how long a client waits does not depend on how long the context is. One copy is
-enough: a sequence needs thousands of times as long to grow by a block as the network to carry it.
+*Copy.* A sequence runs while it is copied. K and V of its tokens do not change, so the target pulls
+the full blocks under a lease like that on any prefix (`OfferPrefix`). It holds them in a sequence
+without a first token (`Decode`). Only then is the source told to stop. After that the target pulls
+what its prefix cache lacks: the last block, and blocks that were filled meanwhile. So the client's
+wait does not depend on the length of the context. One copy is enough: a sequence needs thousands of
+times as long to grow by a block as the network to carry it.
 
-Of one worker a few sequences are copied at a time, each with a deadline from its turn on. They
-leave together: what a client waits for is steps, of which a target that is joined by one after
-another runs several, and each beside a step of the source. So one that is copied waits, and runs,
-for those of its worker that are not, but not for long; and not so many leave at once that their
-last blocks would wait for each other.
+*Turns.* A few sequences of a worker are copied at a time, each with a deadline from its turn on.
+They leave together. A client waits for steps, and a target that is joined by one sequence after
+another runs a step for each. So a copied sequence runs on until the others of its worker are
+copied, for a bounded time. The number that leaves at once is bounded too, or their last blocks
+would wait for each other.
 
-Tokens of the old id are delivered until `HandedOver`, and from then on the attempt is one whose
-prompt, all tokens but the last, the source has computed: pulls, losses and deadlines are as for any
-other. A move is no failed attempt. Before it has left, a sequence that loses its target, or its
-copy, goes on where it is, and is looked at anew; so does one whose worker decodes again.
+*Hand-over.* Tokens of the old id are delivered until `HandedOver`. From then on the attempt is one
+whose prompt, all tokens but the last, the source has computed. Pulls, losses and deadlines are as
+for any other. A move does not count as a failed attempt. Before it leaves, a sequence that loses
+its target or its copy runs on, and the rule is checked anew. The same holds if its worker is to
+decode again.
 
-Who finds no room stays where it runs, which goes on decoding what it has, and is tried again at
-every chance and every `MOVE_AGAIN_S`. Of a copy that fails, only a pull that did so says anything
-of the two workers: KV is not sent from one to the other for a while. For any other reason it is
-made again later, and one that is late at once, but for that only once. A copy is pure cache: its
-target gives it back before anybody waits for its memory. One that had come is not made again: its
-sequence leaves at once, and what has been evicted meanwhile is pulled with the last blocks.
+*No room.* A sequence without room elsewhere runs on where it is. It is tried again after each event
+that may make room, and every `RETRY_S`. After `move_timeout_s` it is prefilled again, if a worker
+has room that cannot pull its KV. Otherwise it runs to its end.
 
-The target's next step waits for what is pulled then (`Decode.is_moved`) if that is little: where a
-copy is held, or all that there is are a few blocks. It does not wait for a whole context.
+*Failed copies.* Only a failed pull says something about the two workers: no KV is sent between them
+for a while. After any other failure the copy is repeated later; a late copy is repeated at once,
+but only once. A copy is pure cache, and its target returns it before any sequence waits for its
+memory. If the copy was complete, hand over immediately: the last blocks and those evicted since are
+pulled together.
 
-However many copies are begun, a sequence that cannot be moved `move_timeout_s` after it was first
-to be is prefilled again, if somebody has room who cannot pull its KV; where nobody has room it goes
-on to its end.
+*The step that waits.* The target's next step waits for this last pull (`Decode.is_moved`) if the
+pull is small: a copy is held, or the whole context is a few blocks.
 
-An attempt that has a decode worker and is not decoded yet begins anew elsewhere; what is computed
-of its prompt stays cached. One that is prefilled where it would be decoded is moved afterwards.
+An attempt that has a decode worker but does not decode yet starts anew elsewhere, and its computed
+blocks stay cached. If a mixed worker prefills it, it moves afterwards.
 
 Sources: pre-copy, Clark et al., Live Migration of Virtual Machines, NSDI 2005; of KV, which only
-grows, so that what is left at the end is small whatever the length, Sun et al., Llumnix, OSDI 2024.
+grows, so that the rest at the end is small whatever the length, Sun et al., Llumnix, OSDI 2024.
 """
 
 from collections import Counter
@@ -85,10 +85,10 @@ from router.policies.base import Need
 from router.policies.candidates import decode_blocks, has_room
 from router.policies.joining import next_decoder
 
-DRAINED = "drained"  # why a sequence was moved: its worker is there for nothing any more
+DRAINED = "drained"  # reason of a move: its worker has no role any more
 NOT_HANDED_OVER = "not handed over"
 NOT_MOVED = "not moved in time"
-COPY_AT_ONCE = 4  # sequences of one worker that are copied at the same time, at least
+COPY_AT_ONCE = 4  # at least this many sequences of one worker are copied at the same time
 LEAVE_AT_ONCE = 16  # that leave it at the same time, at least
 MOVING_SHARE = 8  # else, of so many that it decodes, one
 GATHER_S = 0.5  # that one which could leave waits for others
@@ -125,7 +125,7 @@ class Moving:
     def _after_change(
         self, flight: Flight, worker_id: WorkerId, now_s: float
     ) -> list[RouterEffect]:
-        """What cannot go on as it was meant to begins anew, or goes elsewhere."""
+        """Restarts or redirects an attempt that needs the old role of the worker."""
         attempt = flight.attempt
         if attempt is None:
             return []
@@ -145,7 +145,7 @@ class Moving:
     # ------------------------------------------------------------ moves
 
     def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Moves what is decoded where nobody decodes any more."""
+        """Moves a sequence that decodes on a worker which is no longer to decode."""
         attempt = flight.attempt
         if attempt is None or not attempt.is_decoding:
             return []
@@ -172,16 +172,15 @@ class Moving:
         return []
 
     def move_all(self, now_s: float) -> list[RouterEffect]:
-        """Tries again to move those for which there was no room, oldest first; copies those whose
-        turn it is.
+        """Tries stranded sequences again, oldest first, and starts the copies whose turn it is.
 
-        A large one does not keep smaller ones from where there is room for them: they leave it its
-        worker. What needs no less than one that has just found nothing is not looked at.
+        A long sequence does not block shorter ones. A sequence that needs at least as much as one
+        that just found no room is skipped.
         """
         state, moves = self._state, self._state.moves
         state.view.forget_severed(now_s)
         effects: list[RouterEffect] = []
-        too_long: dict[WorkerId, int] = {}  # of each source: tokens for which nobody has room
+        too_long: dict[WorkerId, int] = {}  # by source: a length for which there is no room
         for since_s, flight in self._stranded():
             request_id, attempt = flight.request.request_id, flight.attempt
             assert attempt is not None
@@ -199,7 +198,7 @@ class Moving:
         return effects + self._copy_next(now_s)
 
     def _stranded(self) -> list[tuple[float, Flight]]:
-        """Those that cannot be moved, and since when they shall be; oldest first."""
+        """Stranded sequences and the times since when they are to move, oldest first."""
         state, moves = self._state, self._state.moves
         stranded = moves.at(MoveStage.STRANDED)
         since = [(moves.wanted[i].since_s, state.flights[i]) for i in stranded]
@@ -250,7 +249,7 @@ class Moving:
     def on_news_of_copy(
         self, flight: Flight, message: ToGateway, now_s: float
     ) -> list[RouterEffect]:
-        """What the two workers tell of what is copied."""
+        """Handles messages of both workers about a copy."""
         attempt = flight.attempt
         assert attempt is not None
         move = attempt.move
@@ -287,8 +286,9 @@ class Moving:
         return []
 
     def stop_waiting_for_copy(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """The sequence runs, and what has arrived stays cached: another copy may get further. Late
-        is what a busy worker or network is too, so nobody is kept apart for it.
+        """Gives a late copy up. The sequence runs on, and what has arrived stays cached.
+
+        A busy worker or network is late too, so the two workers are not kept apart.
         """
         attempt = flight.attempt
         move = None if attempt is None else attempt.move
@@ -305,12 +305,12 @@ class Moving:
     def _on_copy_given_back(
         self, flight: Flight, attempt: Attempt, move: Move, reason: str, now_s: float
     ) -> list[RouterEffect]:
-        """Between the two workers KV does not get through, or the target has no use for it now."""
+        """Handles a failed copy: KV did not get through, or the target has no use for it now."""
         state = self._state
         state.counters["fallback", "copy failed"] += 1
         if self._stage(flight) in (MoveStage.COPIED, MoveStage.LEAVING):
-            # All has been there, and most is cached still; what is not is pulled with the rest. The
-            # sooner it leaves the less that is.
+            # All of it was there, and most is still cached. The rest is pulled with the last
+            # blocks; the sooner the sequence leaves, the less that is.
             move.gather_until_s = None
             return self._end_copy(move)
         if reason.startswith(PULL_FAILED):
@@ -326,7 +326,7 @@ class Moving:
             self._gather(flight, move, now_s)
 
     def _end_copy(self, move: Move) -> list[RouterEffect]:
-        """Nobody holds what was copied any longer; it stays cached where it is."""
+        """Lets the target release a copy, which stays cached there."""
         copy_id, move.copy_id = move.copy_id, None
         if copy_id is None:
             return []
@@ -335,7 +335,7 @@ class Moving:
         return [SendTo(move.decode, Cancel(copy_id))] if is_there else []
 
     def _next_to_copy(self) -> Iterator[tuple[Flight, WorkerId, Move]]:
-        """Those whose turn it is, with whom they leave: of each worker a few."""
+        """Yields the next sequences to copy, with source and move: a few of each worker."""
         state = self._state
         num_copying = Counter(state.moves.at(MoveStage.COPYING).values())
         for request_id in list(state.moves.at(MoveStage.WAITING)):
@@ -351,7 +351,7 @@ class Moving:
         return flight, flight.attempt.decode, flight.attempt.move
 
     def _most(self, source: WorkerId, least: int) -> int:
-        """Of so many sequences that a worker decodes at once."""
+        """How many sequences of a worker may be copied or leave at once."""
         return max(least, len(self._state.view.workers[source].decodes) // MOVING_SHARE)
 
     # ------------------------------------------------------------ leaving
@@ -371,8 +371,10 @@ class Moving:
             move.gather_until_s = None
 
     def hand_over_next(self) -> list[RouterEffect]:
-        """Stops those whose turn it is: of each worker all that are copied, once nobody is missing
-        or enough are there, and those before them can go on.
+        """Stops sequences whose turn it is.
+
+        All copied sequences of a worker leave when none is missing or enough are there, after those
+        that left before can run again.
         """
         moves = self._state.moves
         num_leaving = Counter(moves.on_their_way())
@@ -403,7 +405,7 @@ class Moving:
         """The source has stopped; what it leased is pulled by the target."""
         move = attempt.move
         if move is None:
-            return []  # nobody asked for it
+            return []  # it was not requested
         if message.lease is None:
             return self._ends.excuse(flight, NOT_HANDED_OVER, now_s)
         self._state.counters["moved", move.reason] += 1
@@ -483,8 +485,10 @@ class Moving:
             target.extend_decode(move.seq_id, num_blocks)
 
     def _give_up(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Where somebody has room for it who cannot pull it, it is prefilled again. Else it stays:
-        what cannot be moved could not be placed either, and runs well where it is.
+        """Prefills a sequence again, if a worker has room for it that cannot pull it.
+
+        Otherwise it stays: what cannot be moved could not be placed either, and runs well where it
+        is.
         """
         attempt = flight.attempt
         assert attempt is not None

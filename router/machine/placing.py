@@ -1,8 +1,8 @@
-"""From the queue to the workers: who is next, what it needs, where it goes.
+"""Placement: takes the next request from the queue, computes its need, and sends it to workers.
 
-Where another worker holds more of the prompt than the one that is to compute it, and the policy
-wants that pulled, the holder is asked to offer it first, and `Prefill` or `Generate` takes the
-offered lease along. No offer in time, or none at all, only means that all is computed.
+If another worker holds more of the prompt and the policy wants that pulled, this worker is asked
+for an offer first. The prefill message then carries the offered lease. Without an offer in time the
+whole prompt is computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from router.policies.candidates import (
     tokens_to_compute,
 )
 
-HEDGE_LEAST_S = 1.0  # predictions of prompts are no better than that on a busy machine
+HEDGE_LEAST_S = 1.0  # predictions on a busy machine are no better than that
 
 
 class Placing:
@@ -71,9 +71,9 @@ class Placing:
         return [self._place(flight, choice, need, now_s)]
 
     def need(self, flight: Flight, now_s: float) -> Need:
-        """What the next attempt needs. Only a first one is kept close to the leader's.
+        """Returns the need of the next attempt. Only a first attempt stays close to its leader.
 
-        The pace of an answer that has begun is kept up as well as can be: it is not held back.
+        The pace of an answer that has begun is kept up as well as possible: it is not held back.
         """
         if flight.back_off_until_s is not None and flight.back_off_until_s <= now_s:
             flight.back_off_until_s = None
@@ -133,9 +133,9 @@ class Placing:
         return policy.choose(asked)
 
     def place_beside(self, flight: Flight, now_s: float) -> SendTo | None:
-        """Begins a second attempt, which has nothing to do with the worker that prefills the first.
+        """Begins a second attempt, without the worker that prefills the first.
 
-        None where nobody has room for it.
+        None if no worker has room.
         """
         first = flight.attempt
         assert first is not None
@@ -266,18 +266,20 @@ class Placing:
 
 
 class KnownPrefixes:
-    """Where the beginning of one request is. Implements `router.policies.base.Known`."""
+    """The workers that hold the beginning of one prompt. Implements
+    `router.policies.base.Known`.
+    """
 
     def __init__(self, state: RouterState, flight: Flight) -> None:
         self._state = state
         self._flight = flight
 
     def hashes(self) -> Sequence[BlockHash]:
-        """Of the full blocks; where there is no choice none, and nothing is hashed."""
+        """Hashes of the full blocks; none if there is no choice, to save hashing."""
         workers, flight = self._state.view.workers, self._flight
         if len(workers) < 2 or flight.prompt_logprobs is not None:
             return ()
-        # One token at least is computed, or there would be nothing to sample from.
+        # At least one token is computed, to sample from its logits.
         return flight.leading_hashes(flight.length - 1, next(iter(workers.values())))
 
     def matched_tokens(self) -> Mapping[WorkerId, int]:

@@ -1,4 +1,4 @@
-"""What workers tell of attempts, and what follows from it."""
+"""Messages of workers about attempts, and their consequences."""
 
 from collections.abc import Sequence
 
@@ -53,7 +53,7 @@ class Progress:
     def on_message(
         self, worker_id: WorkerId, message: ToGateway, now_s: float
     ) -> list[RouterEffect]:
-        """What follows from a worker's message."""
+        """Handles a worker's message."""
         state = self._state
         if isinstance(message, Welcome | Refused | StillStepping):
             return []  # the link deals with these
@@ -92,7 +92,7 @@ class Progress:
     def _on_own_news(
         self, worker_id: WorkerId, message: LoadReport | RoleChanged, now_s: float
     ) -> list[RouterEffect]:
-        """What a worker tells of itself."""
+        """Handles a worker's report of its load or role."""
         worker = self._state.view.workers.get(worker_id)
         if worker is None:
             return []
@@ -204,10 +204,10 @@ class Progress:
     def on_step(
         self, worker_id: WorkerId, tokens: Sequence[Tokens], now_s: float
     ) -> list[RouterEffect]:
-        """What follows from the tokens that a step yielded: what follows from each by itself.
+        """Handles the tokens of one step, as if each had come by itself.
 
-        Of most, only that they are delivered and that their sequence has grown, which is what is
-        done here: it is the one thing that a router does for every token.
+        Most tokens are only delivered and make their sequence grow. That path is here, as it runs
+        once for each token.
         """
         state = self._state
         by_seq, flights, workers = state.by_seq, state.flights, state.view.workers
@@ -239,7 +239,7 @@ class Progress:
         logprobs = tuple(message.logprobs)
         effects: list[RouterEffect] = [self._deliver(flight, message.token_ids, logprobs, now_s)]
         if message.finish is not None:
-            # Both workers are done with it: there is nobody to tell.
+            # Both workers are done with it and need no message.
             outcome = Finished(message.finish)
             effects += self._ends.end(flight, outcome, now_s, tell_workers=False)
         return effects
@@ -306,8 +306,9 @@ class Progress:
         return self._ends.retry(flight, message.reason, now_s)
 
     def _is_of_a_role(self, attempt: Attempt, worker_id: WorkerId, reason: str) -> bool:
-        """Whether it came back because the worker is not there for it any more. One that says so
-        and is, as far as it told, is believed as often as there are attempts.
+        """True if the sequence came back because the worker no longer has the role for it.
+
+        If its announced role contradicts this, the return counts as an attempt.
         """
         worker = self._state.view.workers.get(worker_id)
         if reason not in (WRONG_ROLE, ROLE_CHANGED) or worker is None:

@@ -1,12 +1,13 @@
-"""Requests that wait for a worker, in the order in which they are to be placed.
+"""Requests that wait for a worker, in the order of placement.
 
-First those that come back: they had a worker, or were held back for a leader that had one. Then by
-priority, the lowest number first; a higher number waits as long as there is a lower one. Within a
-priority tenants take turns by deficit round robin: at each turn a tenant may have so much more work
-placed, and what it does not use it keeps as long as it has requests. So who sends more, or longer
-requests, waits longer, and nobody else does. Within a tenant, in order of arrival.
+Returned requests come first: they had a worker, or were held back for a leader that had one. Then
+the lowest priority number comes first, and a higher number waits as long as there is a lower one.
+Within a priority tenants take turns by deficit round robin: each turn a tenant may have a quantum
+of work placed. It keeps what it does not use, as long as it has requests. So a tenant that sends
+more or longer requests waits longer, and no other tenant does. Within a tenant the order is that of
+arrival.
 
-Work is predicted by whoever puts a request in, in whatever unit; `quantum` is what a turn is worth.
+The caller predicts the work of a request, in any unit; `quantum` is the worth of a turn.
 
 Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin, SIGCOMM 1995.
 """
@@ -28,7 +29,7 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _Level:
-    """One priority: tenants with requests, whose turn it is first."""
+    """One priority: its tenants that have requests, in the order of their turns."""
 
     tenants: OrderedDict[str, _Tenant] = field(default_factory=OrderedDict)
     num_requests: int = 0
@@ -36,7 +37,7 @@ class _Level:
 
 
 class FairQueue:
-    """Whom to place next."""
+    """The queue of requests, fair among tenants."""
 
     def __init__(self, quantum: float) -> None:
         self._quantum = quantum
@@ -72,7 +73,7 @@ class FairQueue:
         self.work += work
 
     def head(self) -> RequestId | None:
-        """Whose turn it is. It stays so until that is removed, or somebody goes before it."""
+        """The next request. It stays so until it is removed, or another request goes before it."""
         if self._returned:
             return next(iter(self._returned))
         if not self._levels:
@@ -118,7 +119,7 @@ class FairQueue:
         self._take(request_id, is_placed=True)
 
     def discard(self, request_id: RequestId) -> None:
-        """It waits no longer, and nobody worked for it."""
+        """Removes a request that was not placed."""
         self._take(request_id, is_placed=False)
 
     def _take(self, request_id: RequestId, *, is_placed: bool) -> None:

@@ -24,14 +24,14 @@ from router.prefixes.map import PrefixHashes
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client asked, validated and tokenised. Lengths in `limits` include the prompt.
+    """A client's request, validated and tokenised. Lengths in `limits` include the prompt.
 
-    Several answers to one prompt are a group of requests, each with a seed and a life of its own.
-    All but one name that one as their `leader`; it must have been submitted before them.
+    Several answers to one prompt are a group of requests, each with its own seed. All but one name
+    that one as their `leader`, which must have been submitted before them.
     """
 
     request_id: RequestId
-    token_ids: tuple[int, ...]  # of a simulated one, what acts like it and need not be copied
+    token_ids: tuple[int, ...]  # the simulator passes an object that acts like it and is not copied
     sampling: Sampling
     limits: Limits
     received_s: float  # when the HTTP request came in
@@ -39,7 +39,7 @@ class Request:
     leader: RequestId | None = None
     priority: int = 0  # lower is served earlier, as in vLLM
     tenant: str = ""  # API key or user: the queue is shared fairly among these
-    has_key: bool = False  # `tenant` is known by its key; else it is the client's own word
+    has_key: bool = False  # `tenant` comes from an API key; else the client chose it
     deadline_s: float | None = None  # for the first token, on the clock of `received_s`
     tpot_bound_s: float | None = None  # seconds per token; None: the router's
     salt: Salt = b""  # only requests of equal ones share cached prefixes
@@ -52,7 +52,7 @@ class Request:
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """A placement and its reasons. What nobody could predict is None."""
+    """A placement and its reasons. Unknown predictions are None."""
 
     policy: str
     why: str
@@ -98,23 +98,23 @@ Outcome = Finished | Rejected | Failed | Cancelled
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """Where a request's time went, seconds on the gateway's clock. Stages do not overlap.
+    """The stages of a request, seconds on the gateway's clock. Stages do not overlap.
 
     The first four sum to the time from the HTTP request to its first token (TTFT). The last three
-    sum to the gap between the first and the second token; they are None where there was no second
-    token, and `kv_wait_s` is zero where prefill and decode ran in one worker.
+    sum to the gap between the first and the second token. They are None without a second token, and
+    `kv_wait_s` is zero if one worker did both.
 
-    Two measures beside the stages, None where no KV was handed over: `kv_transfer_s`, while blocks
-    were on their way to the decode worker, and of that `kv_exposed_s`, after the last block was
-    computed. The difference was hidden behind prefill.
+    Two measures beside the stages are None if no KV was handed over. `kv_transfer_s` is the time in
+    which blocks were on their way to the decode worker. `kv_exposed_s` is its part after the last
+    block was computed. The rest was hidden behind prefill.
 
-    `move_pull_s` is the longest time for which KV was on its way while the answer stood still, for
-    it goes on in another decode worker; None where it stayed. `moves` counts how often it did.
+    `move_pull_s` is the longest time for which the answer stood still while KV was on its way to
+    another decode worker; None if it never moved. `moves` counts the moves.
 
-    `decision` is the latest placement and why it was made; None before the first.
+    `decision` is the latest placement and its reasons; None before the first.
 
-    Of the `num_drafted_tokens` that speculation proposed, `num_accepted_tokens` were what the model
-    chose; both are complete at the end of the request only.
+    `num_drafted_tokens` counts the tokens that speculation proposed, `num_accepted_tokens` those
+    that the model chose. Both are complete at the end of the request only.
     """
 
     route_s: float  # validate, apply the chat template, tokenise
@@ -138,11 +138,11 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """News of one request. With an `outcome` it is the last one.
+    """News of one request. The one with an `outcome` is the last.
 
-    The timeline comes with the first two tokens and with the outcome; the latest is the truest.
-    Log-probabilities come where they were asked for: those of an answer's tokens with the tokens,
-    those of the prompt, from its second token on, with the first token.
+    The timeline comes with the first two tokens and with the outcome; the latest is the most
+    complete. Requested log-probabilities of an answer come with its tokens, those of the prompt
+    (from its second token on) with the first token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -154,7 +154,7 @@ class Update(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is predicted of a worker as it is now. What nobody could predict is None."""
+    """Predicted times of a worker as it is now. Unknown ones are None."""
 
     wait_s: float | None = None  # until it has computed the prompts that it was given
     tpot_s: float | None = None  # a step of all that it decodes, or will

@@ -1,6 +1,6 @@
-"""What the request machine knows, and the invariants of that.
+"""The request machine's state and its invariants.
 
-One owner: only what `RouterMachine.handle` calls changes it.
+It has one owner: only what `RouterMachine.handle` calls changes it.
 """
 
 import random
@@ -21,15 +21,15 @@ from router.policies import make_policy
 from router.policies.base import Busy, Placer, Policy
 from router.prefixes.base import Prefixes
 
-# A tenant's turn, in tokens of prompts and predicted answers: the larger, the fewer turns it takes
-# to reach a long request; the smaller, the finer the sharing.
+# A tenant's turn, in tokens of prompts and predicted answers: a larger one takes fewer turns
+# to reach a long request, a smaller one shares finer.
 QUANTUM_TOKENS = 4096.0
-SEVERED_S = 10.0  # workers between which KV did not arrive are kept apart for so long
+SEVERED_S = 10.0  # after a failed pull, two workers are kept apart for this long
 HEDGE_SHARE = 0.05  # of all placements, second attempts at the most
 HEDGE_BURST = 8.0  # that many may have been saved up
 
 
-# Makes what places requests in the policy's stead, if there is one for this policy.
+# Makes the placer that decides in the policy's stead; None for policies without one.
 MakePlacer = Callable[[Policy, ClusterView, Prefixes, Estimates], Placer | None]
 
 
@@ -61,7 +61,7 @@ class RouterState:
         self.by_seq: dict[SeqId, RequestId] = {}
         self.counters: Counter[tuple[str, str]] = Counter()
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
-        self.locally_s = 0.0  # of what was predicted as prompts came, given to decode workers
+        self.locally_s = 0.0  # share of the predicted work that went to decode workers
         self.busy: Busy | None = None  # what the head of the queue waits for
         self.turn_due_s: float | None = None  # when a key that waits may be given others' room
         self.moves = Moves()
@@ -80,7 +80,7 @@ class RouterState:
         return len(self.queue) + len(self.held)
 
     def give_role(self, worker: WorkerView, message: RoleChanged) -> None:
-        """What a worker is there for from now on. Claims on it stay."""
+        """Changes the role of a worker. Claims on it stay."""
         if self.fleet is not None:
             self.fleet.forget(worker)
         worker.change_role(message)
@@ -149,7 +149,7 @@ class RouterState:
         return flight.last_news_s + timeout_s
 
     def _begin_wait(self, flight: Flight) -> None:
-        """What is cached of its prompt is not known before it is looked up."""
+        """Counts a waiting request. Its cached part is unknown until it is looked up."""
         cost = self.estimates.any_prefill_s(flight.length)
         flight.waits_for_s = cost or 0.0
         self.queued_s += flight.waits_for_s

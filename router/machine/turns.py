@@ -1,18 +1,18 @@
-"""Room for keys that have little, taken from the key that has most.
+"""Room for keys that hold little, taken from the key that holds most.
 
-Tenants take turns in the queue, but what has been placed stays until it ends: 200 streams of one
-key would keep another waiting until one of them does. A share of the workers that nobody may use
-would lie idle most of the time. So one key may fill all workers, and gives room back when another
-one asks for it:
+Tenants take turns in the queue, but a placed request stays until it ends. So 200 streams of one key
+would keep another key waiting until one of them ends. A share of the workers that is reserved would
+be idle most of the time. So one key may fill all workers, and gives room back when another one
+asks:
 
     in the queue   If it is full, the key with the most requests in it loses its latest one to a key
                    with fewer.
     in workers     If a request has waited for room for `turn_after_s`, the youngest sequences of
                    the key that holds most are put back in the queue, as many as make room on one
                    worker. They go on from their journal as after any other preemption. That is done
-                   only where the first key does not come to hold more than the second has left.
+                   only if the first key does not come to hold more than the second has left.
 
-Only keys count. A client without one gives itself any name, and could have room for each.
+Only API keys count. A client without one chooses its own name, and could claim room for many names.
 """
 
 from collections import Counter
@@ -141,7 +141,7 @@ class Turns:
                 yield flight
 
     def _held_tokens(self) -> Counter[str]:
-        """What each key holds on workers."""
+        """Tokens that each key holds on workers."""
         held: Counter[str] = Counter()
         for flight in self._state.flights.values():
             if flight.request.has_key:
