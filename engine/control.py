@@ -1,13 +1,12 @@
-"""What the controller of the pools and the gateways tell each other: one schema.
+"""The messages between the controller of the pools and the gateways.
 
-The controller dials every gateway; the first frame each way is `ControllerHello` and
-`GatewayWelcome`. Frames are lists of messages, as in `engine.messages`. A gateway keeps the last
-`Members` that it was told, also while no controller is there: with them it keeps what the operator
-wants, so that a controller that was started again learns that too and goes on with a higher
-number.
+The controller dials each gateway. The first frames are `ControllerHello` and `GatewayWelcome`.
+Frames are lists of messages, as in `engine.messages`. A gateway keeps the last `Members` that it
+was told, also while no controller runs. They include the operator's intent, so a new controller
+learns it from any gateway and goes on with a higher number.
 
-A *version* is a model and how workers serve it. Mostly there is one; while a deployment is updated,
-or two are compared, there are several, each with workers of its own.
+A *version* is a model and how workers serve it. Mostly there is one. During an update or a
+comparison there are several, each with its own workers.
 """
 
 from collections.abc import Sequence
@@ -22,12 +21,12 @@ from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerI
 
 CONTROL_VERSION = 4
 MAX_LISTED = 1000  # requests in one answer
-FIRST_VERSION = "v1"  # the name of what a deployment is started with
+FIRST_VERSION = "v1"  # the name of the version that a deployment starts with
 FULL_WEIGHT = 100
 
 
 class Pools(msgspec.Struct, frozen=True):
-    """How many workers of each role."""
+    """The number of workers of each role."""
 
     prefill: int = 1
     decode: int = 1
@@ -35,17 +34,17 @@ class Pools(msgspec.Struct, frozen=True):
 
     @property
     def total(self) -> int:
-        """Workers of all roles."""
+        """The number of workers of all roles."""
         return self.prefill + self.decode + self.mixed
 
     def of(self, role: Role) -> int:
-        """Workers of that role; none are wanted that are there for nothing."""
+        """Returns the number of workers of a role; 0 for drained workers."""
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}.get(
             role, 0
         )
 
     def moved(self, old: Role, new: Role) -> "Pools":
-        """With one worker less of one role and one more of another."""
+        """Returns the pools with one worker moved between roles."""
         counts = {role: self.of(role) for role in SERVING_ROLES}
         for role, change in ((old, -1), (new, 1)):
             if role in counts:
@@ -53,7 +52,7 @@ class Pools(msgspec.Struct, frozen=True):
         return Pools(*(counts[role] for role in SERVING_ROLES))
 
     def check(self) -> "Pools":
-        """Itself. Raises ConfigError if it could not serve anything."""
+        """Returns itself. Raises ConfigError if these pools cannot serve."""
         if min(self.prefill, self.decode, self.mixed) < 0:
             raise ConfigError("a pool cannot have fewer than 0 workers")
         if not (self.mixed or (self.prefill and self.decode)):
@@ -65,10 +64,10 @@ SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 
 
 class Version(msgspec.Struct, frozen=True):
-    """A model, how workers serve it, and how much of the load they are to have.
+    """A model, how workers serve it, and its share of the load.
 
-    Requests are shared in proportion to the weights. One that is leaving takes no new ones; when
-    the last of its requests is over its pools are empty, and it is gone with its last worker.
+    Requests are shared in proportion to the weights. A version that is leaving takes no new
+    requests. After its last request its pools become empty; it is removed with its last worker.
     """
 
     name: str = FIRST_VERSION
@@ -81,11 +80,11 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody needs its workers any more."""
+        """Whether its workers are not needed any more."""
         return self.pools.total == 0
 
     def serves_like(self, other: "Version") -> bool:
-        """Whether the same requests get the same answers: all but how much it serves is equal."""
+        """Whether both give the same answers: they differ at most in size, weight and leaving."""
         ours, theirs = (msgspec.structs.replace(each, **_AMOUNTS) for each in (self, other))
         return ours == theirs
 
@@ -94,38 +93,38 @@ _AMOUNTS = {"pools": Pools(), "weight": 0, "is_leaving": False}
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """A version takes over from all others but those that stay, worker by worker."""
+    """A version takes over, worker by worker, from all others but those in `stay`."""
 
     to: str
-    pools: Pools  # what it is to have in the end
-    before: tuple[Version, ...]  # all as they were, and are again if that is given up
-    stay: tuple[str, ...] = ()  # where one was given up: those beside the current version
+    pools: Pools  # of `to`, in the end
+    before: tuple[Version, ...]  # the versions at the start, restored by an abort
+    stay: tuple[str, ...] = ()  # after an abort: those beside the current version
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """What the operator wants. The first version is the current one; others come and go."""
+    """What the operator wants. The first version is the current one."""
 
     versions: tuple[Version, ...] = (Version(),)
     planner: PlannerMode = PlannerMode.OFF
-    drained: tuple[WorkerId, ...] = ()  # to stay, and without work
+    drained: tuple[WorkerId, ...] = ()  # workers that keep running without work
     rollout: Rollout | None = None
 
     @property
     def current(self) -> Version:
-        """What is served unless somebody says otherwise."""
+        """The version that is served by default."""
         return self.versions[0]
 
     @property
     def pools(self) -> Pools:
-        """Of the current version."""
+        """The pools of the current version."""
         return self.current.pools
 
     def version(self, name: str) -> Version | None:
-        """The one of that name."""
+        """Returns the version of that name, or None."""
         return next((each for each in self.versions if each.name == name), None)
 
     def changed(self, name: str, **fields: object) -> "Intent":
-        """With one version changed."""
+        """Returns the intent with fields of one version changed."""
         versions = tuple(
             msgspec.structs.replace(each, **fields) if each.name == name else each
             for each in self.versions
@@ -134,37 +133,37 @@ class Intent(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that gateways are to use, for requests of its version alone."""
+    """A worker that gateways use, for requests of its version only."""
 
     worker_id: WorkerId
     address: str
     version: str = FIRST_VERSION
-    context_len: int = 0  # tokens that a sequence of its may have
+    context_len: int = 0  # tokens of one sequence at most
 
 
 # ---------------------------------------------------------------- controller to gateway
 
 
 class ControllerHello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a controller."""
+    """The first message of a controller."""
 
     version: int
 
 
 class Members(msgspec.Struct, frozen=True, tag=True):
-    """All workers. Who has heard a higher number ignores it."""
+    """All workers and the intent. A gateway that knows a higher number ignores it."""
 
     version: int  # of this list; not of a model
     workers: tuple[Member, ...]
     intent: Intent
 
     def of(self, name: str) -> tuple[Member, ...]:
-        """Workers of the version of that name."""
+        """Returns the workers of a version."""
         return tuple(member for member in self.workers if member.version == name)
 
 
 class ListRequests(msgspec.Struct, frozen=True, tag=True):
-    """Which requests are being served? At most so many are listed, the oldest ones."""
+    """Asks for the requests that are served; at most `limit` are listed, oldest first."""
 
     question: int
     limit: int = MAX_LISTED
@@ -174,7 +173,7 @@ class ListRequests(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatewayWelcome(msgspec.Struct, frozen=True, tag=True):
-    """A gateway's answer to `ControllerHello`: the last members that it was told."""
+    """A gateway's answer to `ControllerHello`, with the last members that it was told."""
 
     version: int
     gateway_id: GatewayId
@@ -182,38 +181,38 @@ class GatewayWelcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
-    """Its other answer."""
+    """A gateway's refusal of a `ControllerHello`."""
 
     reason: str
 
 
 class VersionReport(msgspec.Struct, frozen=True):
-    """How a gateway serves a version. `missing` is what keeps it from it, None if nothing does."""
+    """How a gateway serves a version. `missing` is what keeps it from serving, or None."""
 
     missing: str | None
-    num_requests: int  # accepted and not over
+    num_requests: int  # accepted and not ended
     fingerprint: str
 
 
 class GatewayReport(msgspec.Struct, frozen=True, tag=True):
-    """Said once a second. `missing` is what keeps it from serving, None where nothing does.
+    """A gateway's state, sent once a second. `missing` is what keeps it from serving, or None.
 
-    `seen` is what the planner goes by; None where the last members say that it is off, and until a
-    second has been observed since.
+    `seen` is the planner's input. It is None while the planner is off, and in the first second
+    after it is switched on.
     """
 
     missing: str | None
     members_version: int
-    num_workers: int  # that it has a session with
-    num_requests: int  # accepted and not over
-    num_waiting: int  # of these, for a worker
-    queued_s: float  # predicted seconds of one prefill worker to compute what waits
+    num_workers: int  # with a session
+    num_requests: int  # accepted and not ended
+    num_waiting: int  # of these, requests that wait for a worker
+    queued_s: float  # predicted time of one prefill worker for what waits
     seen: Observation | None = None
     versions: dict[str, VersionReport] = {}  # by name
 
 
 class RequestState(StrEnum):
-    """How far a request has come."""
+    """The stage of a request."""
 
     WAITING = "waiting"  # for a worker
     PREFILLING = "prefilling"
@@ -222,7 +221,7 @@ class RequestState(StrEnum):
 
 
 class RequestInfo(msgspec.Struct, frozen=True):
-    """One request that is being served. Lengths in tokens."""
+    """One request in service. Lengths are in tokens."""
 
     request_id: RequestId
     state: RequestState
@@ -236,7 +235,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
 
 
 class RequestList(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `ListRequests`; there are `num_requests`, not all of which may be listed."""
+    """The answer to `ListRequests`. `num_requests` counts also those that are not listed."""
 
     question: int
     num_requests: int
@@ -254,14 +253,14 @@ _to_controller = msgspec.msgpack.Decoder(list[ToController])
 
 
 def encode_control(messages: Sequence[ToGateway] | Sequence[ToController]) -> bytes:
-    """One frame of either direction."""
+    """Returns one frame, of either direction."""
     frame = _encoder.encode(messages)
     assert len(frame) <= MAX_FRAME_BYTES
     return frame
 
 
 def decode_from_controller(frame: bytes) -> list[ToGateway]:
-    """Messages of a controller's frame. Raises ProtocolError."""
+    """Returns the messages of a controller's frame. Raises ProtocolError."""
     try:
         return _to_gateway.decode(frame)
     except _BAD_FRAME as error:
@@ -269,7 +268,7 @@ def decode_from_controller(frame: bytes) -> list[ToGateway]:
 
 
 def decode_from_gateway(frame: bytes) -> list[ToController]:
-    """Messages of a gateway's frame. Raises ProtocolError."""
+    """Returns the messages of a gateway's frame. Raises ProtocolError."""
     try:
         return _to_controller.decode(frame)
     except _BAD_FRAME as error:

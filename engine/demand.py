@@ -1,8 +1,7 @@
-"""What a gateway says of the load: what was asked of the workers lately, and what there is to do.
+"""What a gateway observes of the load: recent demand, and work that waits.
 
-It travels in reports to the controller of the pools, whose planner goes by the sum.
-`router.planning.demand`
-makes it; what is made of it, `router.planning.planner` says.
+`router.planning.demand` makes observations. Gateways report them to the controller of the pools,
+and `router.planning.planner` decides by their sum.
 """
 
 from dataclasses import dataclass
@@ -10,39 +9,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Seconds of a step that gives each of its sequences a token: D + E·b + F·kv."""
+    """The time of a decode step, D + E·b + F·kv: b sequences, kv tokens of context."""
 
     fixed_s: float
     row_s: float
     context_s: float
 
     def seconds(self, num_rows: int, num_context_tokens: int) -> float:
-        """For `num_rows` sequences with so many tokens of context in all."""
+        """Returns the seconds for `num_rows` sequences with that much context in all."""
         return self.fixed_s + self.row_s * num_rows + self.context_s * num_context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a gateway saw in the last second or so. Those of several gateways add up.
+    """What a gateway saw in about the last second. Observations of several gateways add up.
 
-    Rates are per second and count what was refused. Amounts are of the gateway's own requests.
+    Rates are per second and include refused requests. Amounts are of the gateway's own requests.
     """
 
     requests_per_s: float = 0.0
-    prefill_s_per_s: float = 0.0  # predicted for their prompts on one worker, what is cached less
-    output_tokens_per_s: float = 0.0  # predicted for their answers
-    queued_s: float = 0.0  # predicted for prompts that wait for a prefill worker
-    prefilling_s: float = 0.0  # predicted for what prefill workers have left to do
+    prefill_s_per_s: float = (
+        0.0  # predicted time of one worker for their prompts, without cached parts
+    )
+    output_tokens_per_s: float = 0.0  # predicted tokens of their answers
+    queued_s: float = 0.0  # predicted time for prompts that wait for a prefill worker
+    prefilling_s: float = 0.0  # predicted time for what prefill workers have left to do
     num_queued: int = 0  # requests that wait for a decode worker
-    queued_tokens: int = 0  # of their prompts
-    num_decoding: int = 0  # sequences that decode, or will when their prompt is computed
-    context_tokens: int = 0  # of these, in the middle of their predicted growth
-    reserved_tokens: int = 0  # of KV, at the lengths that are predicted for their ends
-    decode_cost: DecodeCost | None = None  # of one worker, if it has been learned
-    num_gateways: int = 1  # whose observations these are
+    queued_tokens: int = 0  # tokens of their prompts
+    num_decoding: int = 0  # sequences that decode, or will once their prompt is computed
+    context_tokens: int = 0  # context of these, halfway through their predicted growth
+    reserved_tokens: int = 0  # KV of these at their predicted final lengths
+    decode_cost: DecodeCost | None = None  # of one worker; None until it is learned
+    num_gateways: int = 1  # gateways in this sum
 
     def __add__(self, other: "Observation") -> "Observation":
-        """Of two gateways; what decoding costs is known best to who sees more of it."""
+        """Returns the sum. The decode cost is from the gateway that decodes more."""
         more, fewer = sorted((self, other), key=lambda one: one.num_decoding, reverse=True)
         return Observation(
             requests_per_s=self.requests_per_s + other.requests_per_s,
@@ -60,6 +61,6 @@ class Observation:
         )
 
     def waiting_s(self, num_prefill: int) -> float:
-        """Prompts that wait, seconds of one worker; one in each worker does not wait."""
+        """Returns the waiting work, in seconds of one worker, beyond one prompt in each."""
         mean_s = self.prefill_s_per_s / self.requests_per_s if self.requests_per_s else 0.0
         return self.queued_s + max(self.prefilling_s - num_prefill * mean_s, 0.0)

@@ -1,4 +1,4 @@
-"""The operator's HTTP API, served by the controller's own process, to who has the admin key."""
+"""The operator's HTTP API. The controller's process serves it; each request needs the admin key."""
 
 import asyncio
 import hmac
@@ -79,7 +79,7 @@ T = TypeVar("T")
 
 
 class AdminService:
-    """A controller and the API to it, from open to close."""
+    """A controller and its API, from open to close."""
 
     drain_timeout_s = 0.0
 
@@ -91,7 +91,7 @@ class AdminService:
         self._file: Path | None = None
 
     async def open(self) -> str:
-        """Opens the controller, then listens; the URL. Raises ConfigError."""
+        """Opens the controller, then listens. Returns the URL. Raises ConfigError."""
         config = self._config
         assert config.key is not None
         try:
@@ -119,10 +119,10 @@ class AdminService:
         return url
 
     def hurry(self) -> None:
-        """It waits for no more than moments as it is."""
+        """Does nothing: a close never waits long."""
 
     async def close(self) -> None:
-        """Answers no more; the controller is closed too."""
+        """Stops to answer, and closes the controller."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         if self._listener is not None:
@@ -131,7 +131,7 @@ class AdminService:
 
 
 def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlette:
-    """The application, to be run by any ASGI server on the controller's loop."""
+    """Returns the application, for any ASGI server on the controller's loop."""
     pages = _Pages(controller, clock)
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("GET", "/v1/pools", pages.pools),
@@ -175,7 +175,7 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
 
 
 class _Pages:
-    """The endpoints. Each order is answered with the pools as they are just then."""
+    """The endpoints. The answer to an order is the present state of the pools."""
 
     def __init__(self, controller: PoolController, clock: Clock) -> None:
         self._controller = controller
@@ -250,7 +250,7 @@ class _Pages:
         return _json(200, openapi(importlib.metadata.version("baton-serve")))
 
     def _order(self, order: Order) -> Response:
-        """The steps are those that the order made, and later ones."""
+        """Carries out an order. The answer has the steps that follow from it."""
         history = self._controller.machine.history
         before = history[-1].number if history else 0
         self._controller.order(order)
@@ -374,7 +374,7 @@ def _worker_id(request: Request) -> WorkerId:
 
 
 async def _body(request: Request, kind: type[T]) -> T:
-    """Raises MsgspecError, HTTPException."""
+    """Decodes a body of bounded size. Raises MsgspecError, HTTPException."""
     pieces = bytearray()
     async for piece in request.stream():
         pieces += piece

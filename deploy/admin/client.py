@@ -1,4 +1,4 @@
-"""The operator's side of the admin API: finds the deployment, asks, and says what is wrong."""
+"""A client of the operator's API, which finds the deployment on this machine by itself."""
 
 import os
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from deploy.local.run_dir import announced, run_directory
 from engine.errors import BatonError, ConfigError
 
 TIMEOUT_S = 10.0
-UPDATE_TIMEOUT_S = 120.0  # a hub is asked first, which commit a branch is
+UPDATE_TIMEOUT_S = 120.0  # the hub may be asked first for the commit of a branch
 
 T = TypeVar("T")
 
 
 class AdminError(BatonError):
-    """The deployment could not be asked, or refused; the message is its reason."""
+    """The deployment did not answer, or refused an order; the message is the reason."""
 
     def __init__(self, reason: str, *, status: int | None = None) -> None:
         super().__init__(reason)
@@ -37,9 +37,9 @@ class AdminError(BatonError):
 def find_deployment(
     url: str | None, key: str | None, environment: Mapping[str, str]
 ) -> tuple[str, str]:
-    """URL and key of the API: as given, else of the one deployment that runs on this machine.
+    """Returns the URL and key of the API: as given, or of the only deployment on this machine.
 
-    Raises ConfigError.
+    Raises ConfigError if there is none, or more than one.
     """
     if url is not None and key is not None:
         return url, key
@@ -58,7 +58,7 @@ def find_deployment(
 
 
 class AdminClient:
-    """Asks one deployment."""
+    """Sends requests to one deployment."""
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url
@@ -76,45 +76,45 @@ class AdminClient:
         self._http.close()
 
     def pools(self, since: int = 0) -> PoolsAnswer:
-        """The pools, and what happened after that step. Raises AdminError."""
+        """Returns the pools, with the steps after number `since`. Raises AdminError."""
         return self._ask("GET", f"/v1/pools?since={since}", PoolsAnswer)
 
     def requests(self) -> RequestsAnswer:
-        """What is being served. Raises AdminError."""
+        """Returns the requests in service. Raises AdminError."""
         return self._ask("GET", "/v1/requests", RequestsAnswer)
 
     def set_pools(self, counts: Mapping[str, int], version: str | None = None) -> PoolsAnswer:
-        """Orders so many workers, of the current version or of that one. Raises AdminError."""
+        """Orders numbers of workers, by default of the current version. Raises AdminError."""
         return self._ask("POST", "/v1/pools", PoolsAnswer, {**counts, "version": version})
 
     def order(self, worker_id: str, what: str, body: Any = None) -> PoolsAnswer:
-        """Orders something of one worker: flip, drain, stop. Raises AdminError."""
+        """Orders a flip, drain or stop of one worker. Raises AdminError."""
         return self._ask("POST", f"/v1/workers/{worker_id}/{what}", PoolsAnswer, body)
 
     def planner(self) -> PlannerAnswer:
-        """What the planner says and did. Raises AdminError."""
+        """Returns the planner and its decisions. Raises AdminError."""
         return self._ask("GET", "/v1/planner", PlannerAnswer)
 
     def set_planner(self, mode: str) -> PoolsAnswer:
-        """Raises AdminError."""
+        """Sets the planner's mode. Raises AdminError."""
         return self._ask("POST", "/v1/planner", PoolsAnswer, {"mode": mode})
 
     def update(self, body: UpdateBody) -> PoolsAnswer:
-        """Orders a version. Raises AdminError."""
+        """Orders a new version. Raises AdminError."""
         wanted = msgspec.to_builtins(body)
         return self._ask("POST", "/v1/versions", PoolsAnswer, wanted, timeout_s=UPDATE_TIMEOUT_S)
 
     def set_weights(self, weights: Mapping[str, int]) -> PoolsAnswer:
-        """Orders how versions share requests. Raises AdminError."""
+        """Orders the weights of versions. Raises AdminError."""
         return self._ask("POST", "/v1/weights", PoolsAnswer, {"weights": dict(weights)})
 
     def finish(self, version: str, pools: PoolCounts | None = None) -> PoolsAnswer:
-        """Orders that a version takes over. Raises AdminError."""
+        """Orders that a version replaces all others. Raises AdminError."""
         body = msgspec.to_builtins(FinishBody(pools))
         return self._ask("POST", f"/v1/versions/{quote(version)}/finish", PoolsAnswer, body)
 
     def abort(self, version: str) -> PoolsAnswer:
-        """Orders that a version goes. Raises AdminError."""
+        """Orders that a version is removed. Raises AdminError."""
         return self._ask("POST", f"/v1/versions/{quote(version)}/abort", PoolsAnswer)
 
     def _ask(
@@ -141,5 +141,5 @@ class AdminClient:
 
 
 def connect(url: str | None, key: str | None) -> AdminClient:
-    """A client of the deployment that is meant. Raises ConfigError."""
+    """Returns a client of the deployment that `find_deployment` chooses. Raises ConfigError."""
     return AdminClient(*find_deployment(url, key, os.environ))

@@ -1,4 +1,4 @@
-"""What the operator's API takes and answers, and its OpenAPI description."""
+"""Bodies and answers of the operator's API, and its OpenAPI description."""
 
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ Weight = Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
 
 
 class PoolCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Workers by role."""
+    """Numbers of workers by role."""
 
     prefill: Count | None = None
     decode: Count | None = None
@@ -25,17 +25,17 @@ class PoolCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolsBody(PoolCounts, frozen=True):
-    """Wanted workers by role; what is left out stays. Of the current version, or of that one."""
+    """Wanted workers by role; omitted roles stay. `version` defaults to the current one."""
 
     version: str | None = None
 
 
 class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A version: what is left out is as in the current one, a name is found.
+    """A new version. Omitted fields are as in the current version; a name is chosen.
 
-    `worker` has settings of `[worker]`, by name; those that it has not are as in the current one.
-    With a weight it is served beside the others, with these pools. Without one it takes over from
-    all others, and these are the pools that it has in the end.
+    `worker` has settings of `[worker]` by name; omitted settings are as in the current version.
+    With a weight the version is served beside the others, with these pools. Without a weight it
+    replaces all others, and has these pools in the end.
     """
 
     name: str | None = None
@@ -47,38 +47,38 @@ class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shares of the requests, by version; who is not named keeps its weight."""
+    """Weights by version. A version that is not named keeps its weight."""
 
     weights: dict[str, Weight]
 
 
 class FinishBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The pools that it is to have; default: no fewer workers than the current version has."""
+    """The final pools; by default at least as many workers as the current version has."""
 
     pools: PoolCounts | None = None
 
 
 class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The role to take."""
+    """The new role of a worker."""
 
     role: Role
 
 
 class PlannerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What becomes of the planner's proposals."""
+    """The planner's mode."""
 
     mode: PlannerMode
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """One worker. `role` is what it says, `target` what it is to be."""
+    """One worker. `role` is what it reports, `target` the wanted role."""
 
     worker_id: WorkerId
     version: str
     role: Role | None
     target: Role | None
     state: WorkerState
-    state_s: float  # so long
+    state_s: float  # time in this state
     is_connected: bool
     is_leaving: bool
     failures: int  # ends and failed starts in a row
@@ -87,10 +87,12 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     address: str | None
     waiting_seqs: int
     running_seqs: int
-    leaving_seqs: int  # of these: they decode although its role is not for that, until they moved
+    leaving_seqs: (
+        int  # of these: sequences that decode here until they move, as the role does not decode
+    )
     open_leases: int
     num_blocks: int
-    free_blocks: int  # cached ones included
+    free_blocks: int  # including cached ones
 
 
 class GatewayInfo(msgspec.Struct, frozen=True):
@@ -118,18 +120,16 @@ class StepInfo(msgspec.Struct, frozen=True):
 
 
 class PlannerInfo(msgspec.Struct, frozen=True):
-    """What the planner may do, and its latest words: what is needed now, and why nothing changes
-    or what does. None of these while it is off.
-    """
+    """The planner's mode, and the reasons of its latest proposal; none while it is off."""
 
     mode: PlannerMode
     reasons: tuple[str, ...]
 
 
 class DecisionInfo(msgspec.Struct, frozen=True):
-    """A proposal of the planner that would change something, and what came of it.
+    """A proposal of the planner that would change something, and its outcome.
 
-    `num_workers` are all that there should be; more than `after` has where there is no room yet.
+    `num_workers` is the wanted total. If `after` has fewer, there is no room for the rest yet.
     """
 
     number: int
@@ -140,12 +140,12 @@ class DecisionInfo(msgspec.Struct, frozen=True):
     num_workers: int
     outcome: DecisionOutcome
     why_refused: str
-    summary: str  # all of that, as one line
+    summary: str  # the decision as one line
     reasons: tuple[str, ...]
 
 
 class PlannerAnswer(msgspec.Struct, frozen=True):
-    """The planner, and its decisions, the latest last."""
+    """The planner and its decisions, latest last."""
 
     planner: PlannerInfo
     wanted: Pools
@@ -169,15 +169,16 @@ class VersionInfo(msgspec.Struct, frozen=True):
 
 
 class VersionsAnswer(msgspec.Struct, frozen=True):
-    """All versions, the current one first. `taking_over`: from all others, if one is."""
+    """All versions, the current one first. `taking_over` names the version of a rollout."""
 
     versions: list[VersionInfo]
     taking_over: str | None
 
 
 class PoolsAnswer(msgspec.Struct, frozen=True):
-    """The pools. `settled`: all is as wanted and nothing is under way. `wanted`: of the current
-    version.
+    """The pools. `wanted` is for the current version.
+
+    `settled`: everything is as wanted, and no change is under way.
     """
 
     wanted: Pools
@@ -190,7 +191,7 @@ class PoolsAnswer(msgspec.Struct, frozen=True):
     gateways: list[GatewayInfo]
     planner: PlannerInfo
     counters: dict[str, int]
-    steps: list[StepInfo]  # of the history, the latest ones
+    steps: list[StepInfo]  # the latest ones of the history
 
 
 class WorkersAnswer(msgspec.Struct, frozen=True):
@@ -200,24 +201,25 @@ class WorkersAnswer(msgspec.Struct, frozen=True):
 
 
 class ListedRequest(msgspec.Struct, frozen=True):
-    """A request, and the gateway process that serves it."""
+    """A request and the gateway that serves it."""
 
     gateway: str
     request: RequestInfo
 
 
 class RequestsAnswer(msgspec.Struct, frozen=True):
-    """Requests that are being served, oldest first; not all may be listed."""
+    """Requests in service, oldest first. `num_requests` counts also those that are not listed."""
 
     num_requests: int
     requests: list[ListedRequest]
 
 
 class BlockEventsAnswer(msgspec.Struct, frozen=True):
-    """What a subscriber to block events sets before it connects: keys of CURVE in Z85, and where
-    each worker publishes and answers (`engine.worker.block_events`).
+    """CURVE keys in Z85 and addresses for a subscriber to block events.
 
-    The keys are those of block events alone; they change when the deployment is started again.
+    Each worker has an address where it publishes and one where it answers
+    (`engine.worker.block_events`). The keys open block events only. Each start of the deployment
+    makes new keys.
     """
 
     curve_serverkey: str
@@ -227,14 +229,14 @@ class BlockEventsAnswer(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What is wrong."""
+    """The kind of an error, and its reason."""
 
     type: str
     message: str
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """Instead of an answer."""
+    """The answer to a request that failed."""
 
     error: ErrorBody
 
@@ -245,7 +247,7 @@ _VERSION = {"name": "name", "in": "path", "required": True, "schema": {"type": "
 _SINCE = {
     "name": "since",
     "in": "query",
-    "description": "only steps of the history with higher numbers",
+    "description": "only steps of the history after this number",
     "schema": {"type": "integer", "minimum": 0},
 }
 # (method, path, summary, body, answer, parameters)
@@ -253,7 +255,7 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("get", "/v1/pools", "The pools, and what happened to them", None, PoolsAnswer, [_SINCE]),
     ("post", "/v1/pools", "Set how many workers there are", PoolsBody, PoolsAnswer, []),
     ("get", "/v1/workers", "All workers", None, WorkersAnswer, []),
-    ("get", "/v1/requests", "Requests that are being served", None, RequestsAnswer, []),
+    ("get", "/v1/requests", "Requests in service", None, RequestsAnswer, []),
     ("post", "/v1/workers/{worker_id}/flip", "Change a role", FlipBody, PoolsAnswer, [_WORKER]),
     ("post", "/v1/workers/{worker_id}/drain", "Take work away", None, PoolsAnswer, [_WORKER]),
     ("post", "/v1/workers/{worker_id}/stop", "Drain and stop", None, PoolsAnswer, [_WORKER]),
@@ -262,8 +264,8 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("post", "/v1/weights", "Share requests among versions", WeightsBody, PoolsAnswer, []),
     ("post", "/v1/versions/{name}/finish", "Take over", FinishBody, PoolsAnswer, [_VERSION]),
     ("post", "/v1/versions/{name}/abort", "Give all back", None, PoolsAnswer, [_VERSION]),
-    ("get", "/v1/block-events", "How to follow block events", None, BlockEventsAnswer, []),
-    ("get", "/v1/planner", "What the planner says and did", None, PlannerAnswer, []),
+    ("get", "/v1/block-events", "Keys and addresses of block events", None, BlockEventsAnswer, []),
+    ("get", "/v1/planner", "The planner and its decisions", None, PlannerAnswer, []),
     ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
 ]
 _ERRORS = {
@@ -275,7 +277,7 @@ _ERRORS = {
 
 
 def openapi(version: str) -> dict[str, Any]:
-    """The description, OpenAPI 3.1."""
+    """Returns the description, OpenAPI 3.1."""
     types = [each for *_, body, answer, _ in _OPERATIONS for each in (body, answer) if each]
     _, components = msgspec.json.schema_components([*types, ErrorAnswer], ref_template=_REF)
     components |= _with_settings(components.pop("UpdateBody"))
@@ -297,7 +299,7 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
-    """What `worker` may hold, by name; what is left out is as it is, so there are no defaults."""
+    """Adds the settings that `worker` may hold. They have no defaults: omitted settings stay."""
     _, parts = msgspec.json.schema_components([WorkerConfig], ref_template=_REF)
     properties = parts.pop("WorkerConfig")["properties"]
     for setting in properties.values():
@@ -310,7 +312,7 @@ def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
 def _operation(
     method: str, summary: str, *, body: Any, answer: Any, parameters: list[Any]
 ) -> dict[str, Any]:
-    done = ("202", "ordered") if method == "post" else ("200", "as it is now")
+    done = ("202", "ordered") if method == "post" else ("200", "the present state")
     found: dict[str, Any] = {
         "summary": summary,
         "responses": {

@@ -1,4 +1,4 @@
-"""The version that an operator's words mean, checked before anything of it is started."""
+"""Turns the body of an update into a version, and checks it before any worker starts."""
 
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -17,10 +17,10 @@ from engine.errors import ConfigError
 
 
 def order_of(body: UpdateBody, intent: Intent) -> AddVersion:
-    """What is not said is as in the current version; without a weight, it is to take over.
+    """Returns the order for an update. Omitted fields are as in the current version.
 
-    Asks the hub where a model of it is named by a branch: to be called in a thread. Raises
-    ConfigError.
+    Without a weight the version takes over. If the model names a branch, this asks the hub for its
+    commit, so call it in a thread. Raises ConfigError.
     """
     current = intent.current
     worker = _changed(current.worker, body.worker or {})
@@ -42,14 +42,14 @@ def order_of(body: UpdateBody, intent: Intent) -> AddVersion:
 
 
 def pools_of(counts: PoolCounts | None, otherwise: Pools) -> Pools:
-    """What is said, and none of what is not; if nothing is said, as otherwise."""
+    """Returns the given counts, with 0 for omitted roles; `otherwise` if there are none."""
     if counts is None:
         return otherwise
     return Pools(counts.prefill or 0, counts.decode or 0, counts.mixed or 0)
 
 
 def _changed(worker: WorkerConfig, changes: Mapping[str, Any]) -> WorkerConfig:
-    """As it is but for the changes. Raises ConfigError where that is no configuration."""
+    """Returns the configuration with changes. Raises ConfigError if the result is not valid."""
     try:
         return msgspec.convert({**msgspec.to_builtins(worker), **changes}, WorkerConfig)
     except msgspec.ValidationError as error:

@@ -1,7 +1,7 @@
-"""The controller's sessions: one with every worker, one with every gateway.
+"""The protocol of the controller's sessions: one with each worker, one with each gateway.
 
-A link dials until its task is cancelled, so that who was only cut off comes back. The controller is
-a client of everybody: nobody needs to know where it is.
+A link dials until its task is cancelled, so a peer that was cut off comes back. The controller is
+always the client, so no peer needs to know its address.
 """
 
 import asyncio
@@ -48,30 +48,30 @@ log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0
 RETRY_EVERY_S = 1.0
-REPORT_STALE_S = 5.0  # a gateway reports once a second
-SILENCE_S = 5.0  # a worker or a gateway that is stopped or cut off says nothing
+REPORT_STALE_S = 5.0  # gateways report once a second
+SILENCE_S = 5.0  # a peer that sends nothing for so long counts as lost
 
 
 class _Session(Protocol):
-    """What one kind of peer is asked and says."""
+    """The conversation with one kind of peer."""
 
     async def shake_hands(self, client: SessionClient) -> None:
-        """Raises ProtocolError, ConnectionError."""
+        """Exchanges the first messages. Raises ProtocolError, ConnectionError."""
         ...
 
     @abstractmethod
     def take(self, frame: bytes) -> None:
-        """Raises ProtocolError."""
+        """Handles a frame of the peer. Raises ProtocolError."""
         ...
 
     @abstractmethod
     def lost(self, reason: str) -> None:
-        """The session that had begun is over."""
+        """Notes that the session is over."""
         ...
 
 
 async def keep(address: str, secret: Secret, session: _Session) -> None:
-    """Dials again and again, until it is cancelled."""
+    """Dials again after each end of the session, until it is cancelled."""
     never = asyncio.get_running_loop().create_future()
     while True:
         client = SessionClient(address, secret, silence_s=SILENCE_S)
@@ -100,7 +100,7 @@ async def _run(client: SessionClient, session: _Session) -> None:
 
 
 class WorkerLink:
-    """Tells the machine what a worker says."""
+    """Turns what a worker says into events."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class WorkerLink:
         self._controller_id = controller_id
         self._on_event = on_event
         self._client: SessionClient | None = None
-        self.info: Welcome | None = None  # its latest first words
+        self.info: Welcome | None = None  # from its latest handshake
 
     def set_role(self, role: Role) -> None:
-        """To be told at once; where that cannot be, the machine says it again."""
+        """Sends a role. If there is no session, the machine repeats it at the next one."""
         if self._client is not None:
             try:
                 self._client.post(encode_frame([SetRole(role)]))
@@ -126,7 +126,7 @@ class WorkerLink:
                 log.info("%s was not told its role: %s", self._worker_id, error)
 
     async def shake_hands(self, client: SessionClient) -> None:
-        """Who is there?"""
+        """Checks that the expected worker answers."""
         await client.send(encode_frame([Hello(PROTOCOL_VERSION, self._controller_id)]))
         frame = await client.receive()
         match decode_to_gateway(frame) if frame is not None else []:
@@ -140,7 +140,7 @@ class WorkerLink:
                 raise ProtocolError(f"answered with {[type(each).__name__ for each in other]}")
 
     def take(self, frame: bytes) -> None:
-        """News."""
+        """Handles loads and changes of role."""
         for message in decode_to_gateway(frame):
             match message:
                 case LoadReport():
@@ -149,13 +149,13 @@ class WorkerLink:
                     self._on_event(RoleSeen(self._worker_id, self._address, role))
 
     def lost(self, reason: str) -> None:
-        """No news any more."""
+        """Reports the end of the session."""
         self._client = None
         self._on_event(Disconnected(self._worker_id, self._address, reason))
 
 
 class GatewayLink:
-    """Tells a gateway who the workers are; knows its last report."""
+    """Tells a gateway the members, and keeps its latest report."""
 
     def __init__(
         self,
@@ -166,9 +166,10 @@ class GatewayLink:
         on_lost: Callable[[str], None] = lambda reason: None,
         on_report: Callable[[GatewayReport | None], None] = lambda report: None,
     ) -> None:
-        """`members` are those of now; `on_welcome` is called when the gateway has said its,
-        `on_lost` when the session is over, and `on_report` with what the gateway says, and with
-        None when it says no more.
+        """`members` returns the present members. `on_welcome` is called after each handshake.
+
+        `on_lost` is called when a session is over, `on_report` with each report, and with None
+        when a session is over.
         """
         self._clock = clock
         self._members = members
@@ -178,27 +179,27 @@ class GatewayLink:
         self._client: SessionClient | None = None
         self._questions = count()
         self._answers: dict[int, asyncio.Future[RequestList]] = {}
-        self.heard: GatewayWelcome | None = None  # its first words, of the latest session
+        self.heard: GatewayWelcome | None = None  # from the latest handshake
         self.report: GatewayReport | None = None
         self._reported_s = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session now."""
+        """Whether there is a session."""
         return self._client is not None
 
     @property
     def fresh_report(self) -> GatewayReport | None:
-        """Its last report, if it is of now: by an older one nothing is to be planned."""
+        """The latest report; None if it is too old to plan by."""
         is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
         return None if is_old else self.report
 
     def tell(self, members: Members) -> None:
-        """Members, if the gateway is there: else it is told when it is."""
+        """Sends members. Without a session the gateway gets them after the next handshake."""
         self._post(members)
 
     async def requests(self) -> RequestList | None:
-        """What it serves. None if it does not answer in time."""
+        """Returns the requests that the gateway serves; None if it does not answer in time."""
         question = next(self._questions)
         self._answers[question] = answer = asyncio.get_running_loop().create_future()
         try:
@@ -210,7 +211,7 @@ class GatewayLink:
             del self._answers[question]
 
     async def shake_hands(self, client: SessionClient) -> None:
-        """Which members does it know?"""
+        """Asks which members the gateway knows."""
         await client.send(encode_control([ControllerHello(CONTROL_VERSION)]))
         frame = await client.receive()
         match decode_from_gateway(frame) if frame is not None else []:
@@ -224,7 +225,7 @@ class GatewayLink:
                 raise ProtocolError(f"answered with {other!r}"[:200])
 
     def welcome(self) -> None:
-        """The members of now, to a gateway whose own are known."""
+        """Sends the present members if the gateway knows older ones."""
         members = self._members()
         if members.version and self.heard is not None:
             known = self.heard.members
@@ -232,7 +233,7 @@ class GatewayLink:
                 self._post(members)
 
     def take(self, frame: bytes) -> None:
-        """A report or an answer."""
+        """Handles a report, or the answer to `requests`."""
         for message in decode_from_gateway(frame):
             match message:
                 case GatewayReport():
@@ -244,8 +245,8 @@ class GatewayLink:
                         answer.set_result(message)
 
     def lost(self, reason: str) -> None:
-        """It is told again when it is back."""
-        log.info("a gateway is lost: %s", reason)
+        """Forgets the report. The next handshake tells the members again."""
+        log.info("the session with a gateway is over: %s", reason)
         self._client = None
         self.report = None
         self._on_report(None)

@@ -1,4 +1,4 @@
-"""In which formats workers hold KV, by role, and which of them go together."""
+"""The KV format of each role, and which formats can exchange KV."""
 
 from collections.abc import Mapping
 from itertools import product
@@ -15,16 +15,16 @@ from kvtransfer.wire import Disagreement, agree
 
 
 def formats_of(config: WorkerConfig) -> dict[Role, KVFormat]:
-    """What workers of each role hold. One can be flipped to a role whose format is its own."""
+    """Returns the KV format of each role. A worker can be flipped only between equal formats."""
     return {role: config_of(role, config).kv_dtype for role in SERVING_ROLES}
 
 
 def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
-    """What workers of that role are started with.
+    """Returns the configuration with which workers of that role start.
 
-    `kv_dtype` is the format of their pool; `decode_kv_dtype` still says whether decode workers have
-    one of their own, so that none becomes what it cannot be. `prefills_locally` is left only where
-    KV that they compute is, to the bit, what would be handed over to them.
+    `kv_dtype` becomes the format of their pool. `decode_kv_dtype` stays, so a worker can refuse a
+    role whose format is not its own. `prefills_locally` stays true only if KV computed at the
+    decode worker has the same bits as KV that is handed over.
     """
     kv_dtype = config.kv_dtype
     if role is Role.DECODE and config.decode_kv_dtype is not None:
@@ -38,14 +38,14 @@ def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
 
 
 def check_formats(configs: Mapping[Role, WorkerConfig]) -> None:
-    """Raises ConfigError if KV could not get from a worker that prefills to one that decodes."""
+    """Raises ConfigError if KV cannot move from a prefilling role to a decoding role."""
     for source, sink in product(configs, configs):
         if source.prefills and sink.decodes and not _exchange(configs[source], configs[sink]):
             raise ConfigError(_refusal(configs[source], configs[sink]))
 
 
 def _exchange(source: WorkerConfig, sink: WorkerConfig) -> bool:
-    """Whether the formats of two workers go together."""
+    """Whether two workers can exchange KV."""
     try:
         agree(_identity(source), _identity(sink))
     except Disagreement:
@@ -54,13 +54,13 @@ def _exchange(source: WorkerConfig, sink: WorkerConfig) -> bool:
 
 
 def _identity(config: WorkerConfig) -> Identity:
-    """As a worker of some model: which one makes no difference to formats."""
+    """Returns an identity for any model: formats do not depend on the model."""
     layout = KVLayout(config.block_size, config.kv_dtype, (KVSection(1, 1, head_dim=2),))
     return Identity("", layout, kv_wire_dtype=config.kv_wire_dtype)
 
 
 def _refusal(source: WorkerConfig, sink: WorkerConfig) -> str:
-    """Names the flags, and what they could be."""
+    """Returns an error text with the flags and the values that would work."""
     ends = f"--kv-dtype {source.kv_dtype}"
     if sink.kv_dtype != source.kv_dtype:
         ends += f" and --decode-kv-dtype {sink.kv_dtype}"

@@ -1,11 +1,11 @@
-"""On which node of a cluster a worker is started, and how many workers there can be. Pure: no Ray.
+"""Chooses the node on which a worker starts, and counts how many workers fit. Pure: no Ray.
 
-A worker takes GPUs and, where the configuration says so, one of a custom resource of its role:
-`prefill_node` and `decode_node` of the cluster files, of which a node offers as many as it may have
-workers of that role. The resource says where a role is *started*, if there is room for it there: a
-worker that is flipped stays where it is, and whoever is started in its place takes that place.
+A worker takes GPUs and, if configured, one unit of a custom resource of its role. The cluster files
+call these resources `prefill_node` and `decode_node`. A node offers as many units as it may have
+workers of that role. The resource decides where a role *starts*, if there is room. A flipped worker
+stays where it is, and its successor takes the same place.
 
-What others than Baton have taken of a node is not known here: Ray has the last word.
+What other programs use of a node is not known here. Ray decides in the end.
 """
 
 import math
@@ -19,17 +19,17 @@ from engine.control import SERVING_ROLES, Pools
 from engine.errors import ConfigError
 from engine.messages import Role
 
-LEAST_ROOM = 4  # workers, also where there are fewer cores: they wait for one another, no more
-HARDLY_ANYTHING = {"CPU": 0.001}  # for who needs nothing: Ray reserves no less
+LEAST_ROOM = 4  # workers, also with fewer cores: they then share the cores
+HARDLY_ANYTHING = {"CPU": 0.001}  # for workers that need nothing: the least that Ray reserves
 
 
 class NoPlace(ConfigError):
-    """No node has room for a worker; one may come."""
+    """No node has room for a worker. A node may come later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that lives, and how many of each resource it has, used or not."""
+    """A live node and its amount of each resource, used or not."""
 
     node_id: str
     address: str
@@ -38,34 +38,34 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is reserved for a worker on a node. `role`: that whose resource it takes."""
+    """What a worker reserves on a node. `role` is the role whose resource it takes."""
 
     worker: str
     role: Role
-    node_id: str | None  # None: there is no room for it at the moment
+    node_id: str | None  # None: no node has room at the moment
     takes: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlacement:
-    """What workers need of their nodes, and how they are spread over them."""
+    """What each worker needs of its node, and how workers are spread over nodes."""
 
     num_gpus: float = 0.0
     prefill_resource: str | None = None
-    decode_resource: str | None = None  # of mixed workers too
+    decode_resource: str | None = None  # mixed workers use it too
     spread: Spread = Spread.PACK
 
     @classmethod
     def of(cls, pools: PoolsConfig) -> "NodePlacement":
-        """As configured."""
+        """Returns the configured placement."""
         return cls(pools.num_gpus, pools.prefill_resource, pools.decode_resource, pools.placement)
 
     def with_gpus(self, num_gpus: float) -> "NodePlacement":
-        """For workers with so many GPUs."""
+        """Returns a placement of workers with `num_gpus` each."""
         return replace(self, num_gpus=num_gpus)
 
     def needs(self, role: Role) -> dict[str, float]:
-        """What a worker that is started for that role takes of its node."""
+        """Returns the resources that a worker of that role reserves."""
         resource = self._resource(role)
         needs = {} if resource is None else {resource: 1.0}
         if self.num_gpus:
@@ -73,17 +73,17 @@ class NodePlacement:
         return needs or dict(HARDLY_ANYTHING)
 
     def stand_in(self, role: Role, nodes: Sequence[Node], places: Sequence[Place]) -> Role | None:
-        """A role that takes another resource, and has room; None where there is none."""
+        """Returns a role of another resource that has room; None if there is none."""
         others = (other for other in SERVING_ROLES if self.needs(other) != self.needs(role))
         return next((other for other in others if self.choose(other, nodes, places)), None)
 
     def usable(self, nodes: Iterable[Node]) -> list[Node]:
-        """Nodes that a worker of some role may be started on."""
+        """Returns the nodes on which a worker of any role may start."""
         needs = [self.needs(role) for role in SERVING_ROLES]
         return [node for node in nodes if any(_how_many(node.has, each) for each in needs)]
 
     def room(self, nodes: Iterable[Node]) -> int:
-        """How many workers there can be in all, whatever is there already."""
+        """Returns how many workers fit in all, including those that run."""
         usable = self.usable(nodes)
         most = sum(self._holds(node) for node in usable)
         if not self.num_gpus:  # cores can be shared, but more workers than cores are no use
@@ -91,11 +91,11 @@ class NodePlacement:
         return int(most)
 
     def room_for(self, role: Role, nodes: Iterable[Node]) -> int:
-        """How many workers there can be if all are started for that role."""
+        """Returns how many workers fit if all start with that role."""
         return sum(_how_many(node.has, self.needs(role)) for node in nodes)
 
     def scarce(self, nodes: Iterable[Node]) -> str:
-        """What limits that number, for an operator."""
+        """Returns what limits the number of workers, for an operator."""
         usable = self.usable(nodes)
         names = {name for role in SERVING_ROLES for name in self.needs(role)}
         names |= set() if self.num_gpus else {"CPU"}
@@ -104,10 +104,10 @@ class NodePlacement:
         return f"nodes have {there}{each}"
 
     def choose(self, role: Role, nodes: Iterable[Node], places: Sequence[Place]) -> str | None:
-        """The node for one more worker; None where none has room.
+        """Returns the node for one more worker; None if no node has room.
 
-        PACK takes the node that has the most workers already, SPREAD that with the fewest of its
-        role, then the fewest. Without GPUs both prefer nodes with more cores than workers.
+        PACK takes the node with the most workers. SPREAD takes the node with the fewest of the
+        role, then the fewest in all. Without GPUs both prefer nodes with more cores than workers.
         """
         needs = self.needs(role)
 
@@ -124,9 +124,9 @@ class NodePlacement:
     def bundles(
         self, num_workers: int, roles: Sequence[Role], wanted: Pools
     ) -> list[dict[str, float]]:
-        """What so many workers take, of which those that there are have places of `roles`.
+        """Returns the resources of `num_workers` workers; `roles` are those that have a place.
 
-        More of them are of the roles of which most are missing in `wanted`, then as there.
+        Further workers get the role that lacks the largest share of its `wanted` number.
         """
         counts = Counter(roles)
         more = []
@@ -141,7 +141,7 @@ class NodePlacement:
         return self.prefill_resource if role is Role.PREFILL else self.decode_resource
 
     def _holds(self, node: Node) -> float:
-        """Workers that a node may have, of whatever roles; endless where cores are all it takes."""
+        """Returns how many workers of any roles a node holds; infinity if they only need cores."""
         names = {self.prefill_resource, self.decode_resource}
         most = math.inf
         if None not in names:
@@ -155,9 +155,9 @@ ANYWHERE = NodePlacement()
 
 
 def nodes_to_start_on(there: Iterable[Node], config: PoolsConfig, wanted: Pools) -> list[Node]:
-    """Nodes for the first workers. Raises ConfigError where some can be started on none of them.
+    """Returns the nodes for the first workers. Raises ConfigError if they do not all fit.
 
-    With `max_workers`, which may count on nodes that come later, one of each role is enough.
+    `max_workers` may count on nodes that come later: then one worker of each role must fit.
     """
     placement = NodePlacement.of(config)
     usable = placement.usable(there)
@@ -174,7 +174,7 @@ def nodes_to_start_on(there: Iterable[Node], config: PoolsConfig, wanted: Pools)
 
 
 def _has_room(node: Node, needs: Mapping[str, float], places: Sequence[Place]) -> bool:
-    """Next to the workers that have their places there, all of which take as much of each."""
+    """Whether a node has room beside its present workers, which all take the same amounts."""
     here = [place for place in places if place.node_id == node.node_id]
     return all(
         _units(node.has, name, each) > sum(name in place.takes for place in here)
@@ -187,7 +187,7 @@ def _how_many(has: Mapping[str, float], needs: Mapping[str, float]) -> int:
 
 
 def _units(has: Mapping[str, float], name: str, each: float) -> int:
-    """For how many workers it suffices. A part of a GPU is never put together of two."""
+    """Returns for how many workers a resource suffices. No worker gets parts of two GPUs."""
     there = has.get(name, 0.0)
     if name == "GPU" and each < 1:
         return int(there) * int(1 / each)
@@ -195,7 +195,7 @@ def _units(has: Mapping[str, float], name: str, each: float) -> int:
 
 
 def _share(there: int, wanted: int) -> float:
-    """Of what is wanted; of a role that is not wanted there is always enough."""
+    """Returns the share of the wanted workers that is there; infinity if none is wanted."""
     return there / wanted if wanted else math.inf
 
 

@@ -1,18 +1,16 @@
-"""The planner on live pools: what it is told, what becomes of its proposals, and a record of them.
+"""Connects the planner to live pools: its input, the orders that follow, and a record of them.
 
-`router.planning.planner` says how many workers each pool should have, from what all gateways saw.
-A proposal
-that changes something becomes an order to the machine of the pools, like an operator's, and is
-carried out like one: which worker is flipped, started or retired is `deploy.pools.reconcile`'s
-choice.
-An operator's own orders are taken while the planner is on; it goes on from there, and takes nothing
-back before its cool-down is over. The cool-down begins anew where a controller was started again or
-the planner was switched on: what was ordered shortly before is not known then.
+`router.planning.planner` computes how many workers each pool should have, from all gateways'
+reports. A proposal that changes something becomes an order, like an operator's. Which worker is
+then flipped, started or retired is chosen by `deploy.pools.workers.reconcile`.
 
-Where more workers are wanted than there is room for, the launcher is to be asked for room
-(`room_for`), unless `pools.max_workers` leaves none. What there is room for is looked at again each
-time, so what comes is used. What was asked for is taken back when nothing is to be planned any
-more, also if an earlier controller has asked.
+An operator may give orders while the planner is on. The planner goes on from there, and takes
+nothing back before its cool-down is over. The cool-down begins anew when the controller starts or
+the planner is switched on, because earlier orders are not known then.
+
+If the planner wants more workers than there is room for, `room_for` says how much room the
+launcher must ask for, as far as `pools.max_workers` allows. The request is taken back once the
+planner is off, also if an earlier controller made it.
 """
 
 from collections import Counter, deque
@@ -40,17 +38,18 @@ _PRESENT = (WorkerState.SERVING, WorkerState.FLIPPING)
 
 
 class DecisionOutcome(StrEnum):
-    """What became of a proposal."""
+    """The result of a proposal."""
 
-    DONE = "done"  # ordered: what follows is among the steps of the pools
+    DONE = "done"  # ordered; the history of the pools shows what follows
     ONLY_TOLD = "only told"  # in a dry run
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerDecision:
-    """A proposal that would change something. `num_workers` is how many there should be in all; if
-    that is more than `after` has, there is no room for them yet.
+    """A proposal that would change something.
+
+    `num_workers` is the wanted total. If `after` has fewer, there is no room for the rest yet.
     """
 
     number: int
@@ -76,22 +75,22 @@ class PlannerDecision:
 
     @property
     def changes_something(self) -> bool:
-        """Whether it is more than that all is well."""
+        """Whether pools or room would change."""
         return self.after != self.before or self.num_workers != self.after.total
 
     @property
     def what(self) -> tuple[object, ...]:
-        """All but when, and with which numbers as reasons."""
+        """The content without time and reasons, to recognise a repetition."""
         pools = self.before, self.after, self.num_workers
         return self.mode, *pools, self.outcome, self.why_refused
 
 
 def rules_of(config: Config) -> PlannerRules:
-    """What the planner of a deployment keeps to."""
+    """Returns the planner's bounds and times, as configured."""
     bounds, router = config.planner, config.router
     most = bounds.max_workers
     if most is not None and config.pools.max_workers is not None:
-        most = min(most, config.pools.max_workers)  # room beyond that is not to be asked for
+        most = min(most, config.pools.max_workers)  # never ask for room beyond it
     return PlannerRules(
         ttft_s=router.slo_ttft_s,
         tpot_s=router.slo_tpot_s,
@@ -108,7 +107,7 @@ def rules_of(config: Config) -> PlannerRules:
 
 
 class Planning:
-    """Asks the planner, while it is on or in a dry run; knows what it said and what came of it."""
+    """Asks the planner while it is on or in a dry run, and keeps its decisions."""
 
     def __init__(
         self,
@@ -119,22 +118,23 @@ class Planning:
         max_workers: int | None = None,
         took_over: bool = False,
     ) -> None:
-        """`order` raises OrderRefused. `max_workers` of all kinds are what room is asked for at
-        most; `took_over` says that there was a controller before, which may have asked.
+        """`order` raises OrderRefused. `max_workers` of all roles bounds the room asked for.
+
+        `took_over`: an earlier controller ran, and may have asked for room.
         """
         self._machine = machine
         self._rules = rules
         self._order = order
         self._max_workers = max_workers
         self._may_have_asked = took_over and rules.max_total is not None
-        self._planner: Planner | None = None  # only while somebody wants to know
+        self._planner: Planner | None = None  # None while it is off
         self._num_decisions = 0
-        self.reasons: tuple[str, ...] = ()  # of its latest words, also where nothing changes
-        self.room_for: int | None = None  # workers of all kinds; None: nothing is to be said
+        self.reasons: tuple[str, ...] = ()  # of the latest proposal, also if nothing changes
+        self.room_for: int | None = None  # workers of all roles; None: ask for nothing
         self.decisions: deque[PlannerDecision] = deque(maxlen=MAX_DECISIONS)
 
     def check(self, mode: PlannerMode) -> None:
-        """Raises OrderRefused where pools cannot be planned."""
+        """Raises OrderRefused if these pools cannot be planned."""
         formats = formats_of(self._machine.intent.current.worker)
         held, wanted = formats[Role.PREFILL], formats[Role.DECODE]
         if mode is not PlannerMode.OFF and held != wanted:
@@ -149,10 +149,10 @@ class Planning:
         workers: Mapping[WorkerId, Welcome],
         now_s: float,
     ) -> PlannerDecision | None:
-        """A decision, if it is a new one. To be called about once a second.
+        """Returns a decision if it is new. The shell calls this about once a second.
 
-        `reports`: of each gateway that should say something, None where one is silent. `workers`:
-        as they introduced themselves.
+        `reports` has an entry for each gateway, None if it is silent. `workers` are the workers'
+        introductions.
         """
         mode, wanted = self._machine.intent.planner, self._machine.intent.pools
         can_plan = bool(wanted.prefill or wanted.decode)
@@ -167,7 +167,9 @@ class Planning:
             return None
         versions = self._machine.intent.versions
         if len(versions) > 1:
-            self._planner = None  # what was idle or short before the update says nothing after it
+            self._planner = (
+                None  # observations before the update say nothing about the time after it
+            )
             names = ", ".join(version.name for version in versions)
             self.reasons = (f"nothing: several versions have workers ({names})",)
             return None
@@ -182,7 +184,7 @@ class Planning:
         self, plan: PoolPlan, pools: planner.PoolSizes, now_s: float
     ) -> PlannerDecision | None:
         mode, before = self._machine.intent.planner, self._machine.intent.pools
-        after = msgspec.structs.replace(  # who is missing is wanted all the same
+        after = msgspec.structs.replace(  # missing workers stay wanted
             before,
             prefill=before.prefill + plan.prefill - pools.prefill,
             decode=before.decode + plan.decode - pools.decode,
@@ -218,8 +220,9 @@ class Planning:
         return DecisionOutcome.DONE, ""
 
     def _kept(self, decision: PlannerDecision) -> PlannerDecision | None:
-        """It, unless it was the last one too: what is refused, or only told, is wanted again. What
-        was ordered is always news.
+        """Records a decision. Returns None if it only repeats the last one.
+
+        A refused or dry-run proposal comes again each second. An order is always new.
         """
         is_order = decision.outcome is DecisionOutcome.DONE and decision.after != decision.before
         if not is_order and self.decisions and decision.what == self.decisions[-1].what:
@@ -232,7 +235,7 @@ class Planning:
 def pools_of(
     machine: PoolMachine, workers: Mapping[WorkerId, Welcome], *, num_gateways: int
 ) -> planner.PoolSizes:
-    """The pools as the planner sees them. Who was ordered and is not there yet is changing."""
+    """Returns the pools as the planner sees them. A worker ordered but not there is changing."""
     wanted, known = machine.intent.pools, machine.workers.values()
     there = Counter(worker.target for worker in known)
     absent = Counter(worker.target for worker in known if worker.state not in _PRESENT)
@@ -252,7 +255,7 @@ def pools_of(
 
 
 def _is_changing(worker: PoolWorker) -> bool:
-    """Whether it was told to come, to go, or to take another role, and has not done so yet."""
+    """Whether a worker is still starting, leaving, or taking another role."""
     if worker.target in SPLIT_ROLES:
         serves = worker.state is WorkerState.SERVING and worker.is_connected
         return not serves or worker.role is not worker.target
