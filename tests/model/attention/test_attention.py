@@ -44,7 +44,7 @@ def test_metadata_has_the_types_that_kernels_expect():
     block_size=st.sampled_from([1, 3, 16]),
 )
 @settings(max_examples=60)
-def test_slots_are_those_of_the_block_table_position_by_position(lengths, block_size):
+def test_slots_follow_the_block_table(lengths, block_size):
     tables = [[100 * i + n for n in range(30)] for i in range(len(lengths))]
     rows = [
         Row(f"s{i}", [0] * now, start, tables[i], None) for i, (start, now) in enumerate(lengths)
@@ -73,7 +73,7 @@ def attention_by_hand(*, window=None, softcap=None):
 @pytest.mark.parametrize(
     "scoring", [Scoring(0.5), Scoring(0.5, window=1), Scoring(0.5, softcap=0.3)]
 )
-def test_the_reference_is_attention_as_computed_by_hand(scoring):
+def test_the_reference_equals_attention_computed_by_hand(scoring):
     cache = empty_cache(block_size=1)
     batch = build_batch([Row("a", [0, 0], 0, [7, 2], None)], cache)
     key = torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]])

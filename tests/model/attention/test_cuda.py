@@ -58,7 +58,7 @@ sizes_of_steps = st.builds(
 
 
 @given(shape=sizes_of_steps)
-def test_inputs_lie_one_behind_another_and_aligned(shape):
+def test_inputs_are_consecutive_and_aligned(shape):
     found = packing.plan(shape)
     end = 0
     for place in found.places:
@@ -78,7 +78,7 @@ def test_host_and_device_see_the_same_bytes(shape):
         assert array.dtype.name == str(tensor.dtype).removeprefix("torch.")
 
 
-def test_steps_are_captured_for_powers_of_two_and_what_lies_halfway():
+def test_steps_are_captured_for_powers_of_two_and_midpoints():
     sizes = packing.padded_sizes(200)
     assert sizes == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
     assert packing.padded_sizes(3) == (1, 2)
@@ -94,7 +94,7 @@ def test_steps_are_captured_for_powers_of_two_and_what_lies_halfway():
     num_pads=st.integers(0, 4),
     pad_len=st.sampled_from([1, 5]),
 )
-def test_what_is_packed_is_what_a_batch_holds_and_padding(lengths, block_size, num_pads, pad_len):
+def test_packed_inputs_equal_the_batch_and_padding(lengths, block_size, num_pads, pad_len):
     rng = random.Random(0)
     rows = [
         Row(f"s{i}", rng.choices(range(99), k=now), before, rng.sample(range(500), 60), None)
@@ -127,7 +127,7 @@ def test_what_is_packed_is_what_a_batch_holds_and_padding(lengths, block_size, n
         assert np.array_equal(inputs.slot_mapping[:num_tokens], batch.slot_mapping)
 
 
-def test_tables_are_made_anew_only_where_blocks_are_others():
+def test_tables_are_rebuilt_only_if_blocks_changed():
     tables = Tables()
 
     def arrays_of(*blocks, ends):
@@ -148,14 +148,14 @@ def test_tables_are_made_anew_only_where_blocks_are_others():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_moe"])
-def test_ragged_steps_are_those_of_the_hook(tmp_path_factory, kind):
+def test_ragged_steps_equal_the_hook(tmp_path_factory, kind):
     path = tiny_checkpoint(tmp_path_factory, kind)
     loaded = loaded_from(path)
     expected = logits_of_the_hook(loaded)
     check_like_the_hook(opened(loaded), loaded, expected)
 
 
-def test_rows_that_fill_a_step_up_change_neither_the_others_nor_the_cache(loaded):
+def test_padding_rows_change_neither_other_rows_nor_the_cache(loaded):
     expected = logits_of_the_hook(loaded)
     forward = opened(loaded, attend=attend_but_pads)
     assert not loaded.context.cache.buffer.any()  # nor did the warm-up
@@ -163,7 +163,7 @@ def test_rows_that_fill_a_step_up_change_neither_the_others_nor_the_cache(loaded
     check_like_the_hook(forward, loaded, expected)
 
 
-def test_decode_steps_are_filled_up_to_the_next_size_and_large_ones_left_alone(loaded):
+def test_decode_steps_are_padded_to_the_next_size_unless_too_large(loaded):
     forward = opened(loaded, attend=attend_but_pads, captured_rows=(1, 2, 4))
     rows = [Row(f"s{i}", [1], 0, [i], None) for i in range(5)]
     sizes = [forward.prepare(rows[:n], range(n)).padded_rows for n in range(1, 6)]
@@ -172,7 +172,7 @@ def test_decode_steps_are_filled_up_to_the_next_size_and_large_ones_left_alone(l
 
 
 @pytest.mark.parametrize("keep", [(), (2,), (2, 0), (0, 1), (0, 1, 2)])
-def test_of_a_filled_up_step_any_logits_can_be_kept(loaded, keep):
+def test_a_padded_step_can_keep_any_logits(loaded, keep):
     rows = [Row(f"s{i}", [i + 1], 0, [i], None) for i in range(3)]
     expected = opened(loaded).logits(rows, range(3))[list(keep)]
     found = opened(loaded, attend=attend_but_pads).logits(rows, keep)
@@ -190,7 +190,7 @@ def test_a_step_can_be_prepared_before_the_last_one_is_launched(loaded):
 
 @pytest.mark.long
 @needs_triton
-def test_over_the_triton_kernels_steps_are_those_of_the_hook():
+def test_steps_over_the_triton_kernels_equal_the_hook():
     check_under_interpreter("interpreted_cuda.py")
 
 
@@ -210,7 +210,7 @@ class Replayed:
         self.num_replays += 1
 
 
-def test_captured_steps_read_their_inputs_where_they_were_captured(loaded):
+def test_captured_steps_read_inputs_at_the_captured_addresses(loaded):
     expected = logits_of_the_hook(loaded)
     forward = opened(loaded, attend=attend_but_pads)
     graphs = {size: Replayed(forward, size) for size in (4, 2, 1)}
@@ -223,7 +223,7 @@ def test_captured_steps_read_their_inputs_where_they_were_captured(loaded):
     assert not forward.is_fused
 
 
-def test_a_failed_capture_is_counted_and_steps_are_no_longer_filled_up(loaded, monkeypatch, caplog):
+def test_a_failed_capture_is_counted_and_ends_padding(loaded, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -236,7 +236,7 @@ def test_a_failed_capture_is_counted_and_steps_are_no_longer_filled_up(loaded, m
     assert forward.prepare([Row("a", [1], 0, [0], None)], [0]).padded_rows is None
 
 
-def test_without_triton_attention_on_a_gpu_is_torchs_and_says_so(loaded, monkeypatch, caplog):
+def test_without_triton_a_gpu_logs_and_uses_torch_attention(loaded, monkeypatch, caplog):
     monkeypatch.setattr(cuda.triton_attention, "available", lambda: False)
     forward = CudaForward(loaded, WeightFormat.FP32)
     forward._is_cuda = True
@@ -260,7 +260,7 @@ class Counting:
 
 
 @pytest.mark.long
-def test_layers_share_what_is_compiled_and_compute_the_same():
+def test_layers_share_compiled_code_and_compute_the_same():
     num_graphs = {}
     for num_layers in (2, 5):
         torch._dynamo.reset()
@@ -280,7 +280,7 @@ def test_layers_share_what_is_compiled_and_compute_the_same():
     assert num_graphs[2] == num_graphs[5] > 0
 
 
-def test_a_failed_compilation_is_counted_and_layers_run_as_they_are(caplog):
+def test_a_failed_compilation_is_counted_and_layers_run_uncompiled(caplog):
     def fail(graph, example_inputs):
         raise RuntimeError("no compiler here")
 
@@ -296,7 +296,7 @@ def test_a_failed_compilation_is_counted_and_layers_run_as_they_are(caplog):
 # ------------------------------------------------------------ weights
 
 
-def test_a_gpu_has_bf16_unless_told_else(monkeypatch):
+def test_a_gpu_uses_bf16_by_default(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_weights(WeightFormat.AUTO, GPU) is WeightFormat.BF16
     for weights in (WeightFormat.BF16, WeightFormat.FP32):
@@ -305,7 +305,7 @@ def test_a_gpu_has_bf16_unless_told_else(monkeypatch):
         resolve_weights(WeightFormat.INT8, GPU)
 
 
-def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch):
+def test_fp8_needs_a_capable_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ConfigError, match=r"8\.9"):
@@ -315,7 +315,7 @@ def test_fp8_needs_a_gpu_that_multiplies_it(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_refused(tmp_path_factory):
+def test_a_missing_device_is_refused(tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, "llama")
     with pytest.raises(ConfigError, match="device cuda: torch finds no GPU"):
         TorchRunner(path, num_blocks=2, device="cuda").open()
@@ -332,7 +332,7 @@ def test_fp8_weights_are_quantised_when_opened_and_have_fewer_bytes(loaded):
     assert forward.weights_bytes < 0.6 * whole_bytes
 
 
-def test_weights_that_a_pass_reads_count_once_and_embeddings_that_are_tied_count():
+def test_weights_count_once_and_tied_embeddings_count():
     config = COMMON | {"model_type": "llama", "head_dim": 8, "tie_word_embeddings": True}
     tied = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     untied = AutoModelForCausalLM.from_config(

@@ -52,7 +52,7 @@ def extents_of(lengths):
     return [Extent(0, query_len, before + query_len) for before, query_len in lengths]
 
 
-def test_decode_verification_and_prefill_are_launched_apart():
+def test_decode_verification_and_prefill_are_separate_launches():
     launches = plan(extents_of([(99, 1), (9, 4), (9, 5), (0, 16), (0, 500), (70, 17)])).launches
     assert [(x.min_len, x.max_len, x.rows_m) for x in launches] == [
         (1, 4, 16),
@@ -63,7 +63,7 @@ def test_decode_verification_and_prefill_are_launched_apart():
     assert [x.longest for x in launches] == [4, 16, 500]
 
 
-def test_prefill_is_split_only_where_units_do_not_fill_the_gpu():
+def test_prefill_is_split_only_if_units_do_not_fill_the_gpu():
     assert plan(extents_of([(30000, 40)])).launches[0].num_spare > 0
     assert plan(extents_of([(0, 8192)])).launches[0].num_spare == 0
 
@@ -72,7 +72,7 @@ def test_a_launch_for_decode_does_not_depend_on_contexts():
     assert plan(extents_of([(1, 1), (2, 1)])) == plan(extents_of([(9999, 1), (0, 1)]))
 
 
-def test_long_rows_with_nothing_before_them_are_launched_elsewhere():
+def test_long_rows_with_an_empty_context_go_to_torch():
     found = plan(extents_of([(0, 300), (1, 300), (0, 255)]), fresh_len=256)
     assert found.fresh == (Extent(0, 300, 300),)
     assert found.launches[0].num_units == 10 + 8
@@ -279,7 +279,7 @@ def halves_of(number):
 
 @needs_triton
 @given(first=st.integers(0, 2**32 - 1), second=st.integers(0, 2**32 - 1))
-def test_the_assembly_takes_words_apart_as_the_formats_say(first, second):
+def test_the_assembly_unpacks_words_as_the_formats_define(first, second):
     from engine.model.attention import kernels as triton_kernels
 
     bytes_of = torch.tensor([first, second]).view(torch.uint8).view(2, 8)[:, :4]  # [2, 4]

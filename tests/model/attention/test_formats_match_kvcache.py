@@ -95,7 +95,7 @@ def unsign_zeros(buffer, layout):
 @pytest.mark.usefixtures("_each_implementation")
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize(("source", "to"), PAIRS)
-def test_a_converted_record_is_what_a_cache_of_that_format_holds(source, to, block_size):
+def test_a_converted_record_equals_a_cache_of_that_format(source, to, block_size):
     layout = KVLayout(block_size, source, SECTIONS)
     sink_layout = msgspec.structs.replace(layout, kv_format=to)
     for exponent in (-45, -42, -39, -37, -10, 0, 4, 30, 38):
@@ -111,14 +111,14 @@ def test_a_converted_record_is_what_a_cache_of_that_format_holds(source, to, blo
 @pytest.mark.usefixtures("_each_implementation")
 @pytest.mark.parametrize("sign", [0.0, -0.0])
 @pytest.mark.parametrize("to", KVFormat)
-def test_zeros_keep_their_sign_where_torch_keeps_it(to, sign):
+def test_zeros_keep_their_sign_if_torch_keeps_it(to, sign):
     layout = KVLayout(2, KVFormat.FP32, (KVSection(1, 1, 8),))
     buffer = torch.full((NUM_BLOCKS, layout.block_bytes // 4), sign).view(torch.uint8)
     found = torch.from_numpy(convert(buffer.numpy(), layout, to))
     assert torch.equal(found, rewritten(buffer, layout, to))
 
 
-def test_the_values_of_fp8_are_those_of_torch():
+def test_fp8_values_equal_those_of_torch():
     codes = torch.arange(256, dtype=torch.uint8)
     expected = codes.view(torch.float8_e4m3fn).float().numpy()
     assert np.array_equal(formats.FP8_VALUES, expected, equal_nan=True)

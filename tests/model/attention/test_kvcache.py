@@ -87,7 +87,7 @@ def raw(tensor):
 
 @given(layouts, st.data())
 @settings(max_examples=80)
-def test_a_written_token_lies_where_the_text_of_the_layout_says(layout, data):
+def test_a_written_token_lies_where_the_layout_defines(layout, data):
     section = data.draw(st.integers(0, len(layout.sections) - 1))
     buffer = allocate_buffer(layout, NUM_BLOCKS)
     cache = KVCache(layout, buffer, section)
@@ -110,7 +110,7 @@ def test_a_written_token_lies_where_the_text_of_the_layout_says(layout, data):
 
 @given(layouts, st.data())
 @settings(max_examples=60)
-def test_what_is_written_is_seen_by_the_views(layout, data):
+def test_views_show_written_values(layout, data):
     section = data.draw(st.integers(0, len(layout.sections) - 1))
     cache = KVCache(layout, allocate_buffer(layout, NUM_BLOCKS), section)
     layer = cache.section.num_layers - 1
@@ -189,7 +189,7 @@ def error_bound(x, scales, kv_format):
 
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize("exponent", [-44, -38, -30, -3, 0, 3, 30, 37])
-def test_what_is_stored_is_near_what_was_given_at_any_magnitude(kv_format, exponent):
+def test_stored_values_are_close_at_any_magnitude(kv_format, exponent):
     rng = torch.Generator().manual_seed(0)
     for offset in (0, 0.1, 1, 100):  # K often has channels that are far from zero
         x = of_magnitude(rng, (40, 80), exponent) + offset * 10.0**exponent
@@ -207,7 +207,7 @@ def test_what_is_stored_is_near_what_was_given_at_any_magnitude(kv_format, expon
     st.lists(st.floats(-(2.0**120), 2.0**120, width=32), min_size=4, max_size=4),
 )
 @settings(max_examples=300)
-def test_any_row_is_stored_within_its_bound(kv_format, row):
+def test_any_row_is_stored_within_its_error_bound(kv_format, row):
     x = torch.tensor([row])
     elements, scales = quantise(x, kv_format)
     error = (dequantise(elements, scales, kv_format) - x).abs()
@@ -224,7 +224,7 @@ def test_zeros_stay_zeros_and_need_no_scale(kv_format):
 
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize("constant", [1.0, -1.0, 0.3, -1234.5, 1.00389, 1e-45, -3e-43, 2e37])
-def test_a_row_of_one_number_keeps_it(kv_format, constant):
+def test_a_row_of_equal_numbers_is_exact(kv_format, constant):
     x = torch.full((2, 8), constant)
     found = dequantise(*quantise(x, kv_format), kv_format)
     precise = kv_format in (KVFormat.FP32, KVFormat.INT8, KVFormat.FP8_E4M3)
@@ -234,7 +234,7 @@ def test_a_row_of_one_number_keeps_it(kv_format, constant):
 
 
 @pytest.mark.parametrize("kv_format", SCALED)
-def test_the_extremes_of_a_row_take_the_extreme_codes(kv_format):
+def test_the_extremes_of_a_row_get_the_extreme_codes(kv_format):
     x = torch.linspace(-2, 2, 16)[None]
     stored = quantise(x, kv_format)[0][0]
     if kv_format is KVFormat.INT4:
@@ -262,7 +262,7 @@ def bf16_bits(number):
     return bits >> 16
 
 
-def test_int4_is_packed_as_the_text_of_the_layout_says():
+def test_int4_is_packed_as_the_layout_defines():
     """low -2, step 0.5, so q = 2 * (x + 2): element i in lower halves, i + head_dim / 2 above."""
     x = torch.tensor([-2.0, 5.5, 0.0, 0.6, 1.25, 1.75, -1.9, 2.0])
     q = [0, 15, 4, 5, 6, 8, 0, 8]  # 1.25 and 1.75 are ties, which round to even
@@ -272,7 +272,7 @@ def test_int4_is_packed_as_the_text_of_the_layout_says():
     assert dequantise(elements, scales, KVFormat.INT4).tolist() == [-2 + 0.5 * n for n in q]
 
 
-def test_int8_is_what_the_text_of_the_layout_says():
+def test_int8_is_stored_as_the_layout_defines():
     """scale 0.5, so q = 2 * x; ties round to even."""
     x = torch.tensor([63.5, -63.5, 0.25, 0.75, 1.25, -0.25, -0.75, 10.1])
     elements, scales = quantise(x, KVFormat.INT8)
@@ -280,7 +280,7 @@ def test_int8_is_what_the_text_of_the_layout_says():
     assert elements.tolist() == [127, -127, 0, 2, 2, 0, -2, 20]
 
 
-def test_fp8_is_what_the_text_of_the_layout_says():
+def test_fp8_is_stored_as_the_layout_defines():
     """scale 2, so x / 2 is stored: exponents from -6, 3 bits behind the point."""
     x = torch.tensor([896.0, -896.0, 2.0, 2.25, 2.125, 2.375, 2 * 2.0**-9, 2 * 2.0**-11])
     elements, scales = quantise(x, KVFormat.FP8_E4M3)
@@ -289,7 +289,7 @@ def test_fp8_is_what_the_text_of_the_layout_says():
     assert elements.float().tolist() == [448, -448, 1, 1.125, 1, 1.25, 2**-9, 0]
 
 
-def test_a_row_is_stored_alike_alone_and_in_company():
+def test_a_row_is_stored_the_same_alone_and_in_a_batch():
     x = torch.randn(7, 3, 16)
     for kv_format in SCALED:
         elements, scales = quantise(x, kv_format)
@@ -307,14 +307,14 @@ def aligned_memory(num_bytes):
     )
 
 
-def test_own_memory_starts_on_a_cache_line_and_is_zero():
+def test_allocated_memory_is_aligned_and_zero():
     buffer = allocate_buffer(LAYOUT, 3)
     assert buffer.data_ptr() % ALIGNMENT_BYTES == 0
     assert buffer.shape == (3, LAYOUT.block_bytes)
     assert not buffer.any()
 
 
-def test_memory_from_outside_is_used_in_place():
+def test_given_memory_is_used_in_place():
     memory = aligned_memory(2 * LAYOUT.block_bytes + 100)
     cache = KVCache(LAYOUT, wrap_buffer(memory, LAYOUT, 2))
     cache.values[0][1].fill_(1.0)

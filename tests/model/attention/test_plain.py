@@ -71,7 +71,7 @@ def test_a_bf16_model_reads_any_format(kv_format, scoring):
 @pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
-def test_a_row_gets_the_same_result_alone_and_in_company(lengths, kv_format, scoring):
+def test_a_row_has_the_same_result_alone_and_in_a_batch(lengths, kv_format, scoring):
     check_company(
         attend,
         kv_format=kv_format,

@@ -89,12 +89,12 @@ def agreements(draft, answers):
     return [figures[f"generated_agreement_{name}"] for name in ("0_0", "0_7", "1_0")]
 
 
-def test_a_target_agrees_with_what_it_wrote_itself(answers):
+def test_a_target_agrees_with_its_own_text(answers):
     """All but ties that int8 weights turn: noise and positions are the decoder's own."""
     assert min(agreements(bundled_model("target"), answers)) > 0.9
 
 
-def test_a_draft_that_knows_nothing_agrees_with_next_to_nothing(answers):
+def test_an_untrained_draft_hardly_ever_agrees(answers):
     assert max(agreements(tiny(1, vocab=4096).eval(), answers)) < 0.1
 
 
@@ -118,7 +118,7 @@ def test_a_question_ends_where_its_answer_begins():
     assert {tuple(prompt) for prompt in drawn} - questions
 
 
-def test_nothing_is_lost_where_the_draft_is_the_target(windows):
+def test_the_loss_is_zero_if_the_draft_is_the_target(windows):
     target = tiny(2)
     lesson = lessons_of(target, windows)
     expected = lesson.top_ids.long().flatten(0, 1), lesson.top_logprobs.float().flatten(0, 1)
@@ -136,7 +136,7 @@ def test_a_draft_of_the_targets_shape_begins_as_the_target(windows):
         torch.testing.assert_close(draft(windows).logits, target(windows).logits)
 
 
-def test_half_of_an_mlp_that_matters_is_all_of_it_where_the_rest_adds_nothing(windows):
+def test_an_mlp_keeps_its_useful_half(windows):
     target, draft = tiny(2), tiny(2, ffn=24)
     silent = torch.randperm(48, generator=torch.Generator().manual_seed(1))[:24]
     with torch.no_grad():

@@ -249,7 +249,7 @@ SERVED = {
 
 @pytest.mark.parametrize("model_type", SERVED)
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_of_no_list_is_served_if_paged_attention_computes_it(model_type, tmp_path):
+def test_an_unlisted_model_is_served_if_paged_attention_computes_it(model_type, tmp_path):
     properties, num_kv_heads, head_dim = SERVED[model_type]
     save_checkpoint(tmp_path, COMMON | properties | {"model_type": model_type})
     (section,) = load_tiny(tmp_path).layout.sections
@@ -283,14 +283,14 @@ def test_a_window_as_long_as_the_context_hides_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kv_format", KVFormat)
-def test_a_model_is_tried_with_exact_kv_whatever_format_is_served(kv_format, tmp_path_factory):
+def test_a_model_is_tried_with_exact_kv_for_every_served_format(kv_format, tmp_path_factory):
     """Over int4 its logits would differ by far more than the check allows."""
     loaded = load(tiny_checkpoint(tmp_path_factory, "qwen3"), kv_format=kv_format, block_size=4)
     assert loaded.layout.kv_format is kv_format
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_may_be_loaded_in_half_the_bits(dtype, tmp_path_factory):
+def test_a_model_may_be_loaded_in_16_bits(dtype, tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, "qwen2")
     loaded = load(path, kv_format=KVFormat.BF16, block_size=4, dtype=dtype)
     assert loaded.model.dtype == dtype
@@ -357,7 +357,7 @@ def served_logits(loaded, weights):
 
 
 @pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
-def test_weights_kept_as_they_are_stored_serve_the_same_bits_as_in_fp32(half, weights):
+def test_weights_kept_as_stored_give_the_bits_of_fp32(half, weights):
     kept, cast = loaded_as(half), loaded_as(half, torch.float32)
     assert (dtypes(kept), dtypes(cast)) == ({torch.bfloat16, torch.float32}, {torch.float32})
     found, num_bytes = served_logits(kept, weights)
@@ -376,7 +376,7 @@ def test_a_model_computes_in_fp32_before_its_weights_are_packed(half):
     assert dtypes(kept) == {torch.float32}
 
 
-def test_what_a_model_makes_by_itself_is_made_in_fp32(half):
+def test_tensors_that_a_model_makes_itself_are_fp32(half):
     buffers, expected = (
         dict(loaded.model.named_buffers())
         for loaded in (loaded_as(half), loaded_as(half, torch.float32))
@@ -387,7 +387,7 @@ def test_what_a_model_makes_by_itself_is_made_in_fp32(half):
         assert torch.equal(buffers[name], values)
 
 
-def test_fp16_is_kept_as_well(tmp_path):
+def test_fp16_weights_are_kept_too(tmp_path):
     save_stored(tmp_path, COMMON | KINDS["qwen2"], torch.float16)
     kept, cast = loaded_as(tmp_path), loaded_as(tmp_path, torch.float32)
     assert dtypes(kept) == {torch.float16, torch.float32}
@@ -403,11 +403,11 @@ def test_tied_weights_stay_tied_in_fp32(tmp_path):
     assert model.lm_head.weight.dtype is torch.float32
 
 
-def test_the_same_model_has_one_fingerprint_however_it_is_held(half):
+def test_a_model_has_one_fingerprint_in_every_dtype(half):
     assert loaded_as(half).fingerprint == loaded_as(half, torch.float32).fingerprint
 
 
-def test_a_module_that_fails_has_its_own_weights_again():
+def test_a_failed_module_gets_its_own_weights_back():
     linear = torch.nn.Linear(4, 4).bfloat16().requires_grad_(requires_grad=False)
     stored.widen_in_use(linear)
     with pytest.raises(RuntimeError, match="shapes"):
@@ -511,7 +511,7 @@ def absent(monkeypatch):
     ],
     ids=lambda value: str(value) if isinstance(value, list) else None,
 )
-def test_what_quantised_weights_need_and_lack_is_named(method, packages, llama, absent):
+def test_missing_packages_for_quantised_weights_are_named(method, packages, llama, absent):
     edit_config(llama, quantization_config=method)
     absent(*(name.replace("-", "_") for name in packages))
     name = method.get("quant_method", "bitsandbytes")
@@ -520,26 +520,26 @@ def test_what_quantised_weights_need_and_lack_is_named(method, packages, llama, 
     )
 
 
-def test_only_what_is_absent_is_named(llama, absent):
+def test_only_absent_packages_are_named(llama, absent):
     edit_config(llama, quantization_config={"quant_method": "torchao"})
     absent("torchao", "nonesuch")
     assert refusal(llama).endswith("not installed: torchao")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("hqq") is not None, reason="hqq is installed")
-def test_of_other_methods_transformers_says_what_it_lacks(llama):
+def test_other_methods_leave_missing_packages_to_transformers(llama):
     edit_config(llama, quantization_config={"quant_method": "hqq", "quant_config": {}})
     assert "hqq" in refusal(llama).lower()
 
 
-def test_a_quantisation_that_transformers_would_pass_over_is_refused(llama):
+def test_a_quantisation_that_transformers_would_ignore_is_refused(llama):
     edit_config(llama, quantization_config={"quant_method": "nonesuch"})
     assert refusal(llama) == "config.json: quant_method 'nonesuch' is unknown to transformers"
     edit_config(llama, quantization_config={"bits": 4})
     assert refusal(llama) == "config.json: quantization_config has no quant_method"
 
 
-def test_weights_that_are_not_quantised_say_so(llama):
+def test_unquantised_weights_have_no_method(llama):
     assert load_tiny(llama).quant_method is None
 
 
@@ -569,7 +569,7 @@ def test_a_corrupted_gguf_file_is_named(gguf):
     assert refusal(gguf) == f"{gguf / 'model-q8_0.gguf'}: corrupted: not a GGUF file"
 
 
-def test_of_several_gguf_files_none_is_guessed(gguf):
+def test_several_gguf_files_are_refused(gguf):
     shutil.copy(gguf / "model-q8_0.gguf", gguf / "model-q4_0.gguf")
     assert refusal(gguf) == f"{gguf}: 2 *.gguf files: only one is allowed"
 
@@ -586,7 +586,7 @@ def test_the_fingerprint_changes_with_a_gguf_file(gguf):
     assert len(set(marks)) == 3
 
 
-def test_safetensors_are_served_where_a_gguf_file_lies_beside_them(llama):
+def test_safetensors_take_precedence_over_a_gguf_file(llama):
     (llama / "model-q8_0.gguf").write_bytes(b"GGUF")
     assert load_tiny(llama).quant_method is None
 
@@ -595,7 +595,7 @@ def mark(path, *, dtype="float32"):
     return fingerprint(path, dtype=dtype)
 
 
-def test_the_fingerprint_is_that_of_a_copy(llama, tmp_path_factory):
+def test_a_copy_has_the_same_fingerprint(llama, tmp_path_factory):
     assert mark(llama) == mark(tiny_checkpoint(tmp_path_factory, "llama"))
     assert len(mark(llama)) == 16
     assert int(mark(llama), 16) >= 0

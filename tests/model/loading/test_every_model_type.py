@@ -77,7 +77,7 @@ def saved(path, model_type):
 
 
 @pytest.mark.parametrize("model_type", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-def test_equal_to_generate_or_refused(model_type, tmp_path, record_property):
+def test_a_model_equals_generate_or_is_refused(model_type, tmp_path, record_property):
     saved(tmp_path, model_type)
     try:
         served = Served(tmp_path, num_blocks=8)

@@ -230,7 +230,7 @@ class Config:
         (lambda q, k: (k <= q) & ((q - k < 500) | (k == 0)), False),  # but for the first
     ],
 )
-def test_a_mask_that_hides_more_or_less_is_another(hides, is_ours):
+def test_a_mask_that_hides_more_or_less_is_noticed(hides, is_ours):
     mask = hook.recording_mask(
         device=torch.device("cpu"),
         mask_function=lambda _batch, _head, q, k: hides(q, k),

@@ -144,14 +144,14 @@ def llama(tmp_path, tmp_path_factory):
         "LlamaForTokenClassification",
     ],
 )
-def test_what_does_not_answer_with_text_is_refused(llama, architecture):
+def test_a_model_that_does_not_answer_with_text_is_refused(llama, architecture):
     edit_config(llama, architectures=[architecture], tie_word_embeddings=True)
     assert refusal(llama) == (
         f"config.json: architectures has {architecture}, which is not a decoder of text"
     )
 
 
-def test_a_head_that_is_left_over_is_refused(llama):
+def test_an_unused_head_is_refused(llama):
     """Of a classifier whose config does not say so."""
     edit_config(llama, architectures=None, tie_word_embeddings=True)
     weights = load_file(llama / WEIGHTS)
@@ -180,14 +180,14 @@ def test_layers_beyond_those_of_the_config_are_refused(llama):
     assert message.endswith(" and 6 more, though num_hidden_layers is 2")
 
 
-def test_layers_that_predict_later_tokens_are_not_used_and_said(llama, caplog):
+def test_layers_for_later_tokens_are_logged_and_unused(llama, caplog):
     caplog.set_level(logging.INFO)
     edit_config(llama, num_hidden_layers=2, num_nextn_predict_layers=1)
     Served(llama).runner.close()
     assert "weights not used: model.layers.2.input_layernorm.weight" in caplog.text
 
 
-def test_weights_that_make_no_token_are_not_used_and_said(llama, caplog):
+def test_weights_without_effect_on_tokens_are_logged_and_unused(llama, caplog):
     caplog.set_level(logging.INFO)
     weights = load_file(llama / WEIGHTS)
     weights["mtp.fc.weight"] = torch.zeros(4)
@@ -196,7 +196,7 @@ def test_weights_that_make_no_token_are_not_used_and_said(llama, caplog):
     assert "weights not used: mtp.fc.weight" in caplog.text
 
 
-def test_gemma_3_that_also_sees_is_computed_as_a_whole(tmp_path):
+def test_gemma_3_with_vision_is_computed_as_a_whole(tmp_path):
     save_checkpoint(tmp_path, GEMMA3)
     assert check_equals_generate(tmp_path)
 
@@ -234,7 +234,7 @@ SEEING = {
 
 
 @pytest.mark.parametrize("model_type", SEEING)
-def test_text_is_served_of_models_that_also_see(model_type, tmp_path, caplog):
+def test_models_with_vision_serve_text(model_type, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     save_checkpoint(tmp_path, SEEING[model_type] | {"model_type": model_type})
     assert check_equals_generate(tmp_path)
@@ -253,7 +253,7 @@ def test_dynamic_rotary_embeddings_are_right_over_the_whole_context(tmp_path):
         assert model.runner.context_len == 128
 
 
-def test_a_context_that_is_cut_is_said(tmp_path, caplog):
+def test_a_shortened_context_is_logged(tmp_path, caplog):
     save_with_rope(
         tmp_path,
         rope_type="longrope",

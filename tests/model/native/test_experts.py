@@ -82,7 +82,7 @@ def tokens(num_tokens, hidden=HIDDEN):
 
 
 @pytest.mark.parametrize("flags", EXPERTS.values(), ids=EXPERTS)
-def test_packed_experts_compute_what_the_experts_do(team, flags):
+def test_packed_experts_equal_the_experts(team, flags):
     experts = experts_of(**flags)
     inputs = [tokens(num_tokens) for num_tokens in (1, 2, 40)]
     expected = [experts(*x) for x in inputs]
@@ -91,7 +91,7 @@ def test_packed_experts_compute_what_the_experts_do(team, flags):
         torch.testing.assert_close(packed(*x), y, rtol=1e-5, atol=1e-5)
 
 
-def test_an_expert_that_no_token_chose_changes_nothing(team):
+def test_an_unchosen_expert_changes_nothing(team):
     experts = experts_of()
     x, _, shares = tokens(4)
     chosen = torch.tensor([[3, 1, 4]] * 4)
@@ -100,7 +100,7 @@ def test_an_expert_that_no_token_chose_changes_nothing(team):
     torch.testing.assert_close(packed(x, chosen, shares), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_int8_experts_are_those_of_int8_layers_added_up_in_the_order_of_choice(team):
+def test_int8_experts_equal_int8_layers_summed_in_order_of_choice(team):
     experts = experts_of()
     layers = [
         [PackedMatrix(team.library, w, WeightFormat.INT8) for w in weights]
@@ -117,7 +117,7 @@ def test_int8_experts_are_those_of_int8_layers_added_up_in_the_order_of_choice(t
 
 
 @pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
-def test_a_token_has_the_same_bits_in_any_company(team, form):
+def test_a_token_has_the_same_bits_in_any_batch(team, form):
     packed = PackedExperts(experts_of(), team, form)
     inputs = tokens(90)
     whole = packed(*inputs)
@@ -127,7 +127,7 @@ def test_a_token_has_the_same_bits_in_any_company(team, form):
 
 
 @pytest.mark.parametrize("flags", EXPERTS.values(), ids=EXPERTS)
-def test_the_weights_of_experts_are_taken_away(team, flags):
+def test_packing_removes_the_experts_weights(team, flags):
     experts = experts_of(**flags)
     num_weights = sum(p.numel() for p in experts.parameters() if p.ndim == 3)
     packed = PackedExperts(experts, team, WeightFormat.INT8)
@@ -140,7 +140,7 @@ def test_experts_are_recognised(dtype):
     assert holds_experts(experts_of().to(dtype))
 
 
-def test_experts_of_a_quantised_checkpoint_are_not_ours():
+def test_experts_of_a_quantised_checkpoint_are_not_packed():
     experts = experts_of()
     experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
     assert not holds_experts(experts)
@@ -197,7 +197,7 @@ def test_a_router_is_not_quantised(team):
     assert mixture.shared.matrix.form is WeightFormat.INT8
 
 
-def test_a_router_that_is_a_linear_layer_is_not_quantised_either(team):
+def test_a_router_as_a_linear_layer_is_not_quantised(team):
     class LinearRouter(Router):
         def __init__(self):
             super().__init__()

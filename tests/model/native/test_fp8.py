@@ -29,7 +29,7 @@ def test_the_kernel_and_the_plain_product_agree(num_rows):
     torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=0.02 * 10**-3)
 
 
-def test_operands_are_laid_out_as_the_kernel_asks(monkeypatch):
+def test_operands_have_the_layout_of_the_kernel(monkeypatch):
     seen = {}
 
     def record(a, b, **options):
@@ -52,7 +52,7 @@ def test_operands_are_laid_out_as_the_kernel_asks(monkeypatch):
 
 
 @given(exponent=st.integers(-12, 12), num_rows=st.integers(1, 5))
-def test_a_row_is_within_half_a_step_whatever_its_size(exponent, num_rows):
+def test_a_row_of_any_size_is_within_half_a_step(exponent, num_rows):
     torch.manual_seed(num_rows)
     x = torch.randn(num_rows, 32) * 10.0**exponent
     elements, scales = quantise_rows(x)
@@ -67,7 +67,7 @@ def test_rows_of_zeros_stay_zeros():
     assert scales.isfinite().all()
 
 
-def test_a_token_gets_the_same_alone_and_among_others():
+def test_a_token_has_the_same_result_alone_and_in_a_batch():
     layer = Fp8Linear.of(nn.Linear(64, 32))
     x = torch.randn(7, 64)
     torch.testing.assert_close(layer(x)[3:4], layer(x[3:4]), rtol=0, atol=1e-6)
@@ -86,7 +86,7 @@ def test_a_layer_keeps_shape_dtype_and_bias(bias, dtype):
     assert layer.weight.element_size() == 1
 
 
-def test_layers_are_replaced_but_for_the_last_and_those_that_do_not_fit():
+def test_all_layers_but_the_last_and_unfit_ones_are_replaced():
     model = nn.ModuleDict(
         {
             "block": nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 20)),
@@ -99,7 +99,7 @@ def test_layers_are_replaced_but_for_the_last_and_those_that_do_not_fit():
     assert replace_linears(model, skip=()) == (("lm_head",), ("block.2",))
 
 
-def test_a_transformers_model_says_nearly_the_same_with_fp8_weights():
+def test_a_model_with_fp8_weights_gives_nearly_the_same_logits():
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**COMMON)).eval()
     ids = torch.tensor([[5, 3, 8, 7, 2, 9, 4]])

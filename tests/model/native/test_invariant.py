@@ -53,7 +53,7 @@ def products():
 
 
 @pytest.mark.parametrize("function", ELEMENTWISE.values(), ids=ELEMENTWISE)
-def test_an_element_has_the_same_bits_at_every_place(products, function):
+def test_an_element_has_the_same_bits_at_every_index(products, function):
     x = torch.randn(90, 7)
     expected = function(x)
     with one_torch_thread(), products.active():
@@ -67,7 +67,7 @@ def test_an_element_has_the_same_bits_at_every_place(products, function):
     assert torch.equal(function(x), expected)
 
 
-def test_element_wise_functions_take_what_torch_takes(products):
+def test_element_wise_functions_accept_torchs_arguments(products):
     with products.active():
         assert torch.sigmoid(torch.tensor([1, 2])).dtype == torch.float32
         assert torch.exp(torch.zeros(0)).shape == (0,)
@@ -107,7 +107,7 @@ def test_a_row_of_a_product_with_a_weight_has_the_same_bits_in_any_batch():
     team.close()
 
 
-def test_products_of_other_tensors_are_torch_s(products):
+def test_products_of_other_tensors_are_left_to_torch(products):
     x, y = torch.randn(5, 6), torch.randn(6, 7)
     expected = x @ y
     with products.active():
@@ -142,7 +142,7 @@ def logits_of(runner, token_ids, chunks, company):
 
 
 @pytest.mark.parametrize("weights", FORMS)
-def test_a_sequence_has_the_same_bits_in_any_company_and_chunking(checkpoint, weights):
+def test_a_sequence_has_the_same_bits_in_any_batch_and_chunking(checkpoint, weights):
     runner = opened(checkpoint, weights)
     assert runner.is_batch_invariant
     assert not runner.is_fused
@@ -164,7 +164,7 @@ def test_a_sequence_has_the_same_bits_in_any_company_and_chunking(checkpoint, we
     runner.close()
 
 
-def test_models_with_code_of_their_own_equal_generate(checkpoint):
+def test_models_with_own_code_equal_generate(checkpoint):
     check_equals_generate(checkpoint)
 
 
@@ -177,7 +177,7 @@ def test_the_layers_of_gpt2_are_packed(tmp_path):
     runner.close()
 
 
-def test_a_model_whose_bits_depend_on_company_is_reported(tmp_path, monkeypatch, caplog):
+def test_a_model_whose_bits_depend_on_the_batch_is_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(InvariantProducts, "active", lambda _: nullcontext())
     save_checkpoint(tmp_path, OWN_CODE["qwen2_moe"])
     runner = opened(tmp_path, WeightFormat.FP32)

@@ -71,7 +71,7 @@ def linear_of(outputs, inputs, *, bias=True, bf16=False):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_packed_linear_layer_computes_what_the_layer_does(team, shape, bf16):
+def test_a_packed_linear_layer_equals_the_layer(team, shape, bf16):
     linear = linear_of(*shape, bf16=bf16)
     packed = PackedLinear(linear, team, WeightFormat.FP32)
     assert packed.matrix.struct.kind == (library.BF16 if bf16 else library.FP32)
@@ -121,20 +121,20 @@ def test_avx2_and_avx512_give_the_same_bits(form, two_threads):
     other.close()
 
 
-def test_rows_of_zeros_and_no_rows_are_fine(team):
+def test_zero_rows_and_empty_batches_are_computed(team):
     packed = PackedLinear(linear_of(9, 5, bias=False), team, WeightFormat.INT8)
     assert torch.equal(packed(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 9))
     assert packed(torch.zeros(0, 5)).shape == (0, 9)
 
 
-def test_what_bf16_can_hold_is_recognised():
+def test_values_exact_in_bf16_are_recognised():
     assert exact_in_bf16(torch.tensor([0.0, -1.5, 3e38, 1e-38]).bfloat16().float())
     assert not exact_in_bf16(torch.tensor([1.0, 1.0001]))
     assert exact_in_bf16(torch.tensor([1.0, 1.5]).half())
     assert not exact_in_bf16(torch.tensor([1.0, 1.001]).half())
 
 
-def test_one_number_among_many_that_bf16_cannot_hold_is_seen():
+def test_one_inexact_value_among_many_is_noticed():
     many = torch.zeros(600, 1000)
     assert exact_in_bf16(many)
     many[-1, -1] = 1.0001
@@ -143,7 +143,7 @@ def test_one_number_among_many_that_bf16_cannot_hold_is_seen():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8])
-def test_weights_in_half_the_bits_are_packed_as_if_they_were_in_fp32(two_threads, dtype, form):
+def test_16_bit_weights_are_packed_like_fp32(two_threads, dtype, form):
     half = linear_of(70, 150).to(dtype)
     x = torch.randn(3, 150)
     found, expected = (PackedLinear(linear, two_threads, form) for linear in (half, half.float()))
@@ -157,7 +157,7 @@ def test_attention_equals_the_reference(case, two_threads):
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_attention_of_a_row_has_the_same_bits_in_any_company(case, two_threads):
+def test_attention_of_a_row_has_the_same_bits_in_any_batch(case, two_threads):
     check_company(NativeAttention(two_threads), **case)
 
 
@@ -222,7 +222,7 @@ class Logits:
     ("weights", "kv_format"),
     [*((WeightFormat.INT8, kv_format) for kv_format in KVFormat), (WeightFormat.FP32, "fp32")],
 )
-def test_logits_have_the_same_bits_whatever_the_batch(tmp_path_factory, kind, weights, kv_format):
+def test_logits_have_the_same_bits_in_any_batch(tmp_path_factory, kind, weights, kv_format):
     """Alone and in company, in any chunking (a prefill), and token by token or several at a time
     after a prefix (decode, verification of a draft)."""
     runner = opened(tmp_path_factory, kind, weights=weights, kv_format=KVFormat(kv_format))
@@ -270,7 +270,7 @@ def no_compiler(monkeypatch, caplog):
     library.kernels.cache_clear()
 
 
-def test_without_a_compiler_torch_serves_in_fp32_and_says_so(tmp_path_factory, no_compiler):
+def test_without_a_compiler_torch_serves_in_fp32_with_a_warning(tmp_path_factory, no_compiler):
     plan = BatchPlan([Row("a", list(range(20)), 0, list(range(5)), GREEDY)])
     runner = opened(tmp_path_factory, "llama", weights=WeightFormat.AUTO)
     assert (runner.weights, runner.is_fused) == (WeightFormat.FP32, False)
@@ -292,5 +292,5 @@ def test_fp8_weights_are_refused_on_a_cpu():
         cpu.resolve_weights(WeightFormat.FP8)
 
 
-def test_auto_is_int8_where_there_are_kernels():
+def test_auto_is_int8_with_the_kernels():
     assert cpu.resolve_weights(WeightFormat.AUTO) is WeightFormat.INT8

@@ -88,7 +88,7 @@ VOCABS = (1, 3, 64, 1000, 1024, 5003)
 
 @pytest.mark.parametrize("shape", LOGITS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_definition_chooses_the_same(team, kind, shape):
+def test_cpp_chooses_the_tokens_of_the_definition(team, kind, shape):
     for vocab in VOCABS:
         logits = LOGITS[shape](vocab)
         before = logits.clone()
@@ -115,7 +115,7 @@ def with_seed(kind, seed):
     return Sampling(seed=seed * 0x9E3779B97F4A7C15, **values)
 
 
-def test_a_large_vocabulary_is_no_exception(team):
+def test_a_large_vocabulary_gives_the_same_result(team):
     drawn = [with_seed(kind, seed) for seed, kind in enumerate([*KINDS.values()] * 2)]
     check(team, random_logits(len(drawn), 128_256), drawn)
 
@@ -157,7 +157,7 @@ def test_every_row_of_any_batch_gets_the_token_of_the_definition(batch, kernels,
     check(team_of(kernels, threads), logits, drawn, positions=positions, banned=banned)
 
 
-def test_plain_python_chooses_the_same(team):
+def test_plain_python_chooses_the_same_tokens(team):
     logits = random_logits(15, 75).mul(4).round().div(4)
     drawn = [with_seed(kind, 2**63 + 1 + i) for i, kind in enumerate(KINDS.values())]
     for start in range(0, 1000, 50):
@@ -170,7 +170,7 @@ def test_plain_python_chooses_the_same(team):
         assert sample(logits, choices, team=team).tolist() == expected
 
 
-def test_a_row_gets_the_same_token_alone_in_company_and_with_any_threads():
+def test_a_row_has_the_same_token_in_any_batch_with_any_threads():
     logits = random_logits(30, 1003)
     drawn = [with_seed(kind, i) for i, kind in enumerate([*KINDS.values()] * 2)]
     positions = [100 + i for i in range(30)]
@@ -185,7 +185,7 @@ def test_a_row_gets_the_same_token_alone_in_company_and_with_any_threads():
             assert torch.equal(torch.cat(alone), together)
 
 
-def test_banned_ids_lose(team):
+def test_banned_ids_are_never_chosen(team):
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
     greedy = [Sampling(temperature=0.0)]
     for banned, expected in (((), 1), ((1,), 2), ((1, 2, 1), 3), ((0, 1, 2, 3), 0)):
@@ -193,7 +193,7 @@ def test_banned_ids_lose(team):
         check(team, logits, [Sampling(top_p=0.5)], banned=[banned])
 
 
-def test_rows_without_a_finite_best_get_what_the_definition_gives(team):
+def test_rows_without_a_finite_best_follow_the_definition(team):
     logits = torch.tensor([[-INF] * 70, [0.0] * 30 + [INF] * 40, [-INF] * 69 + [-3e38]])
     for kind in KINDS.values():
         check(team, logits, [kind] * 3)
@@ -208,7 +208,7 @@ def test_extreme_temperatures_are_exact(team, temperature, masks):
     check(team, random_logits(40, 301, scale=5e37), drawn)
 
 
-def test_scores_that_tie_though_logits_differ_share_one_fate(team):
+def test_tied_scores_of_different_logits_are_kept_or_dropped_together(team):
     """In fp64 all small logits are equally far from the best."""
     logits = torch.tensor([[1e20, *(i * 1e-30 for i in range(99))]]).expand(200, -1)
     for masks in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.3}):
@@ -217,11 +217,11 @@ def test_scores_that_tie_though_logits_differ_share_one_fate(team):
         assert len(set(found.tolist())) > 50
 
 
-def test_no_rows_are_fine(team):
+def test_an_empty_batch_is_accepted(team):
     assert sample(torch.empty(0, 9), [], team=team).shape == (0,)
 
 
-def test_tokens_as_good_as_tied_in_fp32_are_told_apart(team):
+def test_near_ties_in_fp32_are_resolved(team):
     """Of tokens with the least and the most noise, the latter's logit in steps of an ulp about
     where it begins to win."""
     vocab, drawn, position = 2**15, Sampling(temperature=0.7, seed=9), 4
@@ -236,7 +236,7 @@ def test_tokens_as_good_as_tied_in_fp32_are_told_apart(team):
         assert set(found.tolist()) == {least, most}
 
 
-def test_of_two_tokens_with_one_score_and_one_noise_the_first_wins(team):
+def test_the_lower_id_wins_a_tie_of_score_and_noise(team):
     """Among so many tokens a few share a word of noise."""
     vocab, seed, position = 2**18, 3, 11
     found, order = noise_of(seed, position, vocab).sort(stable=True)

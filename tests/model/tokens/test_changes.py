@@ -58,7 +58,7 @@ def mask_of(allowed, num_words):
     return words
 
 
-def test_each_penalty_concerns_the_tokens_that_it_should():
+def test_each_penalty_changes_its_own_tokens_only():
     logits = [4.0, -4.0, 0.0, 4.0, -4.0, 4.0]
     context = {"history": [0, 1, 2, 3], "drafted": [4, 3, 3], "prompt_len": 3}  # 5 is nowhere
     for sampling, expected in (
@@ -81,14 +81,14 @@ def test_each_penalty_concerns_the_tokens_that_it_should():
         assert changed_row(logits, sampling, **context) == expected
 
 
-def test_a_prompt_may_end_among_the_drafted_tokens_and_be_all_there_is():
+def test_a_prompt_may_end_among_the_drafted_tokens():
     sampling = Sampling(presence_penalty=1.0)
     context = {"history": [0, 1], "drafted": [1, 2]}
     for prompt_len, expected in ((3, [0.0, 0.0, -1.0]), (4, [0.0] * 3), (0, [-1.0] * 3)):
         assert changed_row([0.0] * 3, sampling, **context, prompt_len=prompt_len) == expected
 
 
-def test_repetition_is_penalised_as_by_transformers():
+def test_repetition_penalty_equals_transformers():
     logits = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
     contexts = torch.randint(VOCAB, (7, 25), generator=torch.Generator().manual_seed(3))
     expected = RepetitionPenaltyLogitsProcessor(1.3)(contexts, logits.clone())
@@ -97,7 +97,7 @@ def test_repetition_is_penalised_as_by_transformers():
     assert torch.equal(changed(logits, choices), expected)
 
 
-def test_of_several_biases_of_an_id_the_last_counts():
+def test_the_last_of_several_biases_for_an_id_counts():
     assert changed_row([1.0, 2.0], Sampling(logit_bias=((0, 9.0), (0, -1.0)))) == [0.0, 2.0]
 
 
@@ -110,7 +110,7 @@ def test_a_mask_allows_the_ids_whose_bits_are_set_and_none_beyond_its_words():
     assert changed_row([1.0] * 3, Sampling(), mask=mask_of({1, 63}, 9)) == [-INF, 1.0, -INF]
 
 
-def test_logits_are_left_alone_where_nothing_is_asked_for():
+def test_logits_without_changes_are_left_alone():
     logits = torch.randn(3, 5)
     assert changed(logits, [TokenChoice(Sampling(), 0, history=[1, 2])] * 3) is logits
     before = logits.clone()
@@ -121,7 +121,7 @@ def test_logits_are_left_alone_where_nothing_is_asked_for():
 
 
 @pytest.mark.parametrize("temperature", [GREEDY, 1.0])
-def test_where_nothing_is_allowed_the_first_id_is_chosen(sampler, temperature):
+def test_the_first_id_is_chosen_if_none_is_allowed(sampler, temperature):
     logits = torch.tensor([[1.0, 2.0, 3.0]] * 4)
     sampling = Sampling(temperature=temperature, top_p=0.9)
     nothing = np.zeros(1, np.uint32)
@@ -138,7 +138,7 @@ def test_where_nothing_is_allowed_the_first_id_is_chosen(sampler, temperature):
 
 
 @pytest.mark.parametrize("temperature", [GREEDY, 0.5])
-def test_an_allowed_id_is_chosen_whatever_its_logit_and_its_penalties(sampler, temperature):
+def test_an_allowed_id_is_chosen_despite_any_logit_and_penalty(sampler, temperature):
     logits = torch.tensor([[3.0, -INF, 3.0], [3.0, -3e38, 3.0], [-INF] * 3])
     sampling = Sampling(temperature=temperature, repetition_penalty=1e30, frequency_penalty=1e300)
     choice = TokenChoice(sampling, 0, history=[1, 1, 0], mask=mask_of({1}, 1))
@@ -154,7 +154,7 @@ def with_an_id_outside(outside):
 
 
 @pytest.mark.parametrize("outside", [-1, 4, 2**31 - 1, 2**31, 2**32 - 1])
-def test_ids_outside_the_vocabulary_are_refused_and_do_no_harm(sampler, outside):
+def test_ids_outside_the_vocabulary_are_refused(sampler, outside):
     logits = torch.tensor([[0.0, 1.0, 0.0, 0.0]])
     fine = TokenChoice(Sampling(temperature=0.0, presence_penalty=0.5), 0, history=[1, 1])
     for choice in with_an_id_outside(outside):
@@ -209,7 +209,7 @@ rows = st.tuples(st.lists(numbers | st.just(-INF), min_size=VOCAB, max_size=VOCA
 
 @given(st.lists(rows, min_size=1, max_size=5))
 @settings(max_examples=150, deadline=None)
-def test_all_twins_choose_the_same_and_torch_makes_the_very_logits_of_the_plain_twin(batch):
+def test_all_implementations_choose_the_same_and_torch_equals_plain_python(batch):
     drawn = [choice for _, choice in batch]
     logits = torch.tensor([row for row, _ in batch])
     expected = [
@@ -258,7 +258,7 @@ def random_choices(num_rows, vocab, rng):
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000, 4096, 5003])
-def test_long_histories_and_odd_vocabularies_come_to_the_same_tokens(vocab):
+def test_long_histories_and_odd_vocabularies_give_the_same_tokens(vocab):
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy(rng.normal(0, 3, (40, vocab)).astype(np.float32))
     drawn = list(random_choices(40, vocab, rng))

@@ -101,7 +101,7 @@ def follow(counts, kind, **others):
     ("sampler", "temperature"),
     [(native_sampler, temperature) for temperature in TEMPERATURES] + [(torch_sampler, 0.7)],
 )
-def test_samples_of_many_seeds_follow_softmax_and_no_other(sampler, temperature):
+def test_samples_of_many_seeds_follow_exactly_softmax(sampler, temperature):
     kind = Sampling(temperature=temperature)
     counts = counts_of(sampler, choices_of_seeds(kind))
     assert follow(counts, kind)
@@ -131,7 +131,7 @@ CHANGED = {
 @pytest.mark.parametrize(
     ("sampler", "name"), [(native_sampler, name) for name in CHANGED] + [(torch_sampler, "all")]
 )
-def test_changed_and_bounded_samples_follow_the_softmax_of_what_is_left(sampler, name):
+def test_changed_and_bounded_samples_follow_the_remaining_softmax(sampler, name):
     kind, others = CHANGED[name]
     counts = counts_of(sampler, choices_of_seeds(kind, **others))
     assert follow(counts, kind, **others)

@@ -199,7 +199,7 @@ def test_chunks_and_prefixes_change_no_byte_of_either_section(tmp_path_factory, 
     assert record_of(pair, shared, len(text)) == stored
 
 
-def test_a_record_goes_on_in_both_sections_at_another_worker(tmp_path_factory, open_runner):
+def test_another_worker_continues_both_sections_of_a_record(tmp_path_factory, open_runner):
     """The handoff: other block ids, a pool of another size, whole blocks copied as bytes."""
     path, draft_path = (tiny_checkpoint(tmp_path_factory, kind) for kind in PAIRS[0])
     options = {"draft": draft_path, "kv_format": KVFormat.INT4}
@@ -230,9 +230,7 @@ def test_a_record_goes_on_in_both_sections_at_another_worker(tmp_path_factory, o
     assert torch.equal(found, expected)  # it can draft: nothing was left to prefill
 
 
-def test_the_fingerprint_tells_drafts_apart_and_without_one_nothing_is_new(
-    tmp_path_factory, tmp_path, open_runner
-):
+def test_the_fingerprint_depends_on_the_draft(tmp_path_factory, tmp_path, open_runner):
     path = tiny_checkpoint(tmp_path_factory, "llama")
     drafts = [tiny_checkpoint(tmp_path_factory, "qwen3"), tmp_path]
     save_checkpoint(tmp_path, COMMON | KINDS["qwen3"], seed=1)
@@ -246,7 +244,7 @@ def test_the_fingerprint_tells_drafts_apart_and_without_one_nothing_is_new(
     assert alone.draft_forward is None
 
 
-def test_a_draft_with_a_shorter_context_shortens_what_is_served(
+def test_a_draft_with_a_shorter_context_shortens_the_served_context(
     tmp_path_factory, tmp_path, open_runner
 ):
     save_checkpoint(tmp_path, COMMON | KINDS["qwen3"] | {"max_position_embeddings": 48})
@@ -255,21 +253,21 @@ def test_a_draft_with_a_shorter_context_shortens_what_is_served(
     assert open_runner(tmp_path, draft=path).context_len == 48
 
 
-def test_a_draft_that_is_not_there_is_named_as_the_draft(tmp_path_factory, tmp_path):
+def test_a_missing_draft_is_named_as_the_draft(tmp_path_factory, tmp_path):
     path = tiny_checkpoint(tmp_path_factory, "llama")
     runner = TorchRunner(path, draft=tmp_path / "nowhere", num_blocks=1)
     with pytest.raises(CheckpointError, match=r"^draft: .*nowhere: no such directory$"):
         runner.open()
 
 
-def test_a_draft_whose_logits_are_of_more_tokens_is_refused(tmp_path_factory, tmp_path):
+def test_a_draft_with_a_larger_vocabulary_is_refused(tmp_path_factory, tmp_path):
     save_checkpoint(tmp_path, COMMON | KINDS["qwen3"] | {"vocab_size": VOCAB_SIZE + 4})
     runner = TorchRunner(tiny_checkpoint(tmp_path_factory, "llama"), draft=tmp_path, num_blocks=1)
     with pytest.raises(CheckpointError, match=rf"^draft: .* {VOCAB_SIZE + 4} .* {VOCAB_SIZE}$"):
         runner.open()
 
 
-def test_a_draft_that_means_other_tokens_by_its_ids_is_refused(tmp_path_factory, tmp_path):
+def test_a_draft_with_a_different_tokenizer_is_refused(tmp_path_factory, tmp_path):
     save_checkpoint(tmp_path, COMMON | KINDS["qwen3"])
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_bytes())
     vocabulary = tokenizer["model"]["vocab"]
@@ -289,9 +287,7 @@ def test_a_format_that_the_drafts_heads_do_not_fit_is_refused(tmp_path_factory, 
         runner.open()
 
 
-def test_a_step_tells_the_drafts_passes_from_the_targets(
-    tmp_path_factory, open_runner, monkeypatch
-):
+def test_a_step_times_the_draft_separately(tmp_path_factory, open_runner, monkeypatch):
     class Clock:
         now = 0.0
 
@@ -331,7 +327,7 @@ def test_the_targets_threads_compute_the_draft_too(tmp_path_factory, open_runner
     assert [b - a for a, b in pairwise(started)] == [2, 2]
 
 
-def test_kv_of_both_models_can_live_in_shared_memory_and_be_let_go(tmp_path_factory):
+def test_kv_of_both_models_can_live_in_shared_memory_and_be_released(tmp_path_factory):
     path, draft_path = (tiny_checkpoint(tmp_path_factory, kind) for kind in PAIRS[0])
     taken = []
 

@@ -55,13 +55,13 @@ rows = st.tuples(
 
 @given(st.lists(rows, min_size=1, max_size=5))
 @settings(max_examples=150, deadline=None)
-def test_rows_with_ties_get_what_a_plain_sort_gives(batch):
+def test_rows_with_ties_equal_a_plain_sort(batch):
     logits = torch.tensor([[first, *others] for (first, others), _, _ in batch])
     check(logits, [row[1] for row in batch], [row[2] for row in batch])
 
 
 @pytest.mark.parametrize("has_ties", [False, True])
-def test_a_large_vocabulary_is_no_exception(has_ties):
+def test_a_large_vocabulary_gives_the_same_result(has_ties):
     logits = torch.randn(3, 32_003, generator=torch.Generator().manual_seed(0)) * 4
     if has_ties:
         logits = logits.mul(8).round().div(8)
@@ -73,14 +73,14 @@ def test_rows_without_ties_do_not_pay_for_them(monkeypatch):
     check(torch.randn(5, 200, generator=torch.Generator().manual_seed(1)), [3] * 5, [7] * 5)
 
 
-def test_the_likeliest_token_has_rank_one_and_tokens_that_tie_share_theirs():
+def test_the_likeliest_token_has_rank_one_and_ties_share_a_rank():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     ranks = [logprobs_of(logits, [token_id], [0])[0].rank for token_id in range(4)]
     assert ranks == [4, 1, 1, 3]
     assert logprobs_of(logits, [0], [3])[0].top_ids == (1, 2, 3)
 
 
-def test_a_row_gets_the_same_bits_alone_in_company_and_in_tiles(monkeypatch):
+def test_a_row_has_the_same_bits_in_any_batch_and_tile(monkeypatch):
     logits = torch.randn(70, 5003, generator=torch.Generator().manual_seed(4)) * 3
     token_ids = [71 * i for i in range(70)]
     num_tops = [i % 4 for i in range(70)]
@@ -114,5 +114,5 @@ def test_impossible_tokens_have_minus_infinity():
     assert found.top_logprobs[2] == -INF
 
 
-def test_no_rows_are_fine():
+def test_an_empty_batch_is_accepted():
     assert logprobs_of(torch.empty(0, 9), [], []) == []

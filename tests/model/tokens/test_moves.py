@@ -232,7 +232,7 @@ def expected(runners):
 
 
 @pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
-def test_no_token_changes_however_often_a_sequence_is_moved(runners, expected, speculate):
+def test_moving_a_sequence_any_number_of_times_changes_no_token(runners, expected, speculate):
     found, couple = answered(runners, speculate=speculate, rng=random.Random(7))
     check(found, expected)
     assert couple.num_moves.total() > NUM_REQUESTS

@@ -109,7 +109,7 @@ def answers_of_transformers(path, texts):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_answers_are_those_of_transformers(kind, tmp_path_factory):
+def test_greedy_answers_equal_transformers(kind, tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, kind)
     runner = opened(path)
     texts = prompts(3)
@@ -138,7 +138,7 @@ def test_greedy_answers_are_those_of_transformers(kind, tmp_path_factory):
     assert [client.answer for client in watched] == expected
 
 
-def test_sampled_answers_do_not_depend_on_chunks_blocks_or_company(llama):
+def test_sampled_answers_do_not_depend_on_chunks_blocks_or_batch(llama):
     texts = prompts(6)
     samplings = [
         Sampling(temperature=0.8, seed=i, top_k=30 * (i % 2), top_p=0.95 if i > 3 else 1.0)
@@ -160,7 +160,7 @@ def test_sampled_answers_do_not_depend_on_chunks_blocks_or_company(llama):
     assert together == alone
 
 
-def test_an_answer_goes_on_the_same_after_its_tokens_are_recomputed(llama):
+def test_recomputing_its_tokens_does_not_change_an_answer(llama):
     """Failover: prompt and tokens so far, prefilled anew, give the token that would have come."""
     (text,) = prompts(1)
     sampling = Sampling(temperature=1.0, seed=11)
@@ -211,7 +211,7 @@ def test_a_bf16_cache_gives_answers_that_do_not_depend_on_chunks(tmp_path_factor
     assert whole == chunked
 
 
-def test_blocks_copied_as_bytes_go_on_in_another_pool(tmp_path_factory):
+def test_blocks_copied_as_bytes_work_in_another_pool(tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, "mistral")
     source, sink = (
         opened(path),
@@ -233,7 +233,7 @@ def test_blocks_copied_as_bytes_go_on_in_another_pool(tmp_path_factory):
     assert serve(sink, [client]) == [expected]
 
 
-def test_kv_can_live_in_shared_memory_and_be_let_go(tmp_path_factory):
+def test_kv_can_live_in_shared_memory_and_be_released(tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, "llama")
     taken = []
 

@@ -84,7 +84,7 @@ def test_speculation_changes_no_token_handed_over(runners, guides, expected, spe
 
 
 @pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
-def test_prompts_that_the_decode_worker_computes_beside_hand_overs_are_answered_alike(
+def test_prompts_computed_at_the_decode_worker_get_the_same_tokens(
     runners, guides, expected, speculate
 ):
     source = Worker("prefill", Role.PREFILL, runners[0], guides=guides)
@@ -103,9 +103,7 @@ def test_prompts_that_the_decode_worker_computes_beside_hand_overs_are_answered_
 
 
 @pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
-def test_sequences_that_had_to_go_for_want_of_memory_come_back_with_the_same_tokens(
-    runners, guides, expected, speculate
-):
+def test_preempted_sequences_continue_with_the_same_tokens(runners, guides, expected, speculate):
     source = Worker("prefill", Role.PREFILL, runners[0], guides=guides)
     sink = Worker(
         "decode",
@@ -124,7 +122,7 @@ def test_sequences_that_had_to_go_for_want_of_memory_come_back_with_the_same_tok
 
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**32), speculate=st.sampled_from(Speculate))
-def test_other_requests_are_no_exception(runners, guides, seed, speculate):
+def test_any_random_requests_get_the_same_tokens(runners, guides, seed, speculate):
     plain = Worker("plain", Role.MIXED, runners[0], guides=guides)
     wanted = Pools(plain, plain).answer(requests(12, seed))
     source = Worker("prefill", Role.PREFILL, runners[0], guides=guides)

@@ -39,7 +39,7 @@ def test_philox_gives_the_known_answers(counter, key, expected):
     assert reference_philox(counter, key) == expected
 
 
-def test_noise_is_the_word_of_the_token_id_and_tiles_fit_together(monkeypatch):
+def test_noise_is_the_word_of_the_token_id_across_tiles(monkeypatch):
     seed, position = 0x1234_5678_9ABC_DEF0, 77
     noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), range(11))
     for token_id in range(11):
@@ -81,7 +81,7 @@ rows = st.tuples(
 
 @given(st.lists(rows, min_size=1, max_size=6))
 @settings(max_examples=150, deadline=None)
-def test_every_row_of_a_batch_gets_the_token_of_the_plain_twin(batch):
+def test_every_row_of_a_batch_has_the_token_of_plain_python(batch):
     choices = [TokenChoice(*drawn) for _, *drawn in batch]
     logits = [row[0] for row in batch]
     assert sample(torch.tensor(logits), choices).tolist() == [
@@ -89,7 +89,7 @@ def test_every_row_of_a_batch_gets_the_token_of_the_plain_twin(batch):
     ]
 
 
-def test_a_row_gets_the_same_token_alone_and_in_any_company():
+def test_a_row_has_the_same_token_in_any_batch():
     generator = torch.Generator().manual_seed(0)
     vocab = 1003
     logits = torch.randn(24, vocab, generator=generator) * 3
@@ -109,7 +109,7 @@ def test_a_row_gets_the_same_token_alone_and_in_any_company():
     assert alone == sample(logits, choices).tolist()
 
 
-def test_noise_has_the_same_bits_alone_and_in_any_company():
+def test_noise_has_the_same_bits_in_any_batch():
     seeds, positions = torch.arange(5), torch.arange(5) + 50
     together = gumbel_noise(seeds, positions, range(203))
     for i in range(5):
@@ -147,7 +147,7 @@ def test_the_best_id_survives_every_mask(sampling):
     assert torch.equal(tokens, logits.argmax(dim=-1))
 
 
-def test_ids_that_tie_at_a_bound_all_stay():
+def test_all_ids_tied_at_a_bound_stay():
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
     for sampling in (Sampling(top_k=2), Sampling(top_p=0.5), Sampling(min_p=math.exp(-1) - 1e-9)):
         assert counts_over_positions(logits, sampling, 2000).ne(0).tolist() == [True] * 4 + [False]

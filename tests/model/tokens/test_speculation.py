@@ -271,7 +271,7 @@ PROPOSERS = {
 
 @pytest.mark.parametrize("company", ["of all kinds", "without grammars"])
 @pytest.mark.parametrize("name", PROPOSERS)
-def test_whatever_is_proposed_tokens_and_logprobs_stay_the_same(pair, plain, name, company):
+def test_proposals_change_neither_tokens_nor_logprobs(pair, plain, name, company):
     """In common batches with each other's prompts, which come in chunks.
 
     Where anybody has to follow a grammar, more of a step is Python.
@@ -298,7 +298,7 @@ def test_whatever_is_proposed_tokens_and_logprobs_stay_the_same(pair, plain, nam
         assert 0.1 * drafted < kept < drafted
 
 
-def test_a_perfect_draft_makes_a_step_come_to_all_of_it_and_one_more(pair, plain):
+def test_a_perfect_draft_is_kept_with_one_token_more(pair, plain):
     answer, logprobs = plain["nucleus"]
     (blocks,) = tables(1)
     client = Client("a", "nucleus", prompt(2), blocks)
@@ -308,7 +308,7 @@ def test_a_perfect_draft_makes_a_step_come_to_all_of_it_and_one_more(pair, plain
     assert client.outcome == (answer, logprobs)
 
 
-def test_a_step_after_rejected_tokens_overwrites_what_they_left(pair, plain):
+def test_a_step_overwrites_the_kv_of_rejected_tokens(pair, plain):
     """Long garbage, then nothing proposed at all: the next steps stand where it stood."""
     (blocks,) = tables(1)
     client = Client("a", "temperature", prompt(1), blocks)
@@ -325,7 +325,7 @@ def test_a_step_after_rejected_tokens_overwrites_what_they_left(pair, plain):
     assert client.outcome == plain["temperature"]
 
 
-def test_proposals_are_what_the_target_would_choose_if_it_were_the_draft(plain):
+def test_a_draft_proposes_as_it_would_choose_as_a_target(plain):
     """Noise, penalties, bans, bias and masks are the same: who drafts for itself is never wrong."""
     runner = TorchRunner(
         BUNDLED / "draft",
@@ -382,7 +382,7 @@ def drafted(forward, rows, draft):
     return [proposal.token_ids for proposal in proposals]
 
 
-def test_one_call_proposes_what_step_by_step_is_proposed(pair, drafting):
+def test_one_call_proposes_the_tokens_of_step_by_step(pair, drafting):
     if not pair.draft_forward.is_fused:
         pytest.skip("without C++ kernels there is only one way")
     forward = pair.draft_forward
@@ -392,7 +392,7 @@ def test_one_call_proposes_what_step_by_step_is_proposed(pair, drafting):
     assert len({tuple(tokens) for tokens in stepwise}) > 5
 
 
-def test_one_call_verifies_as_it_is_done_by_parts(pair):
+def test_one_call_verifies_like_separate_parts(pair):
     """Rows that choose, that score, that do both or neither; with proposals and without."""
     if not pair.is_fused:
         pytest.skip("without C++ kernels there is only one way")
@@ -423,7 +423,7 @@ def test_one_call_verifies_as_it_is_done_by_parts(pair):
     assert len(found.logits) > len(found.chosen) > 0
 
 
-def test_catching_up_proposes_what_having_seen_each_token_does(pair):
+def test_catching_up_proposes_the_same_as_seeing_each_token(pair):
     """Token by token, in pieces, and all with the pass that proposes."""
     tokens = prompt(5)
     proposed = []
@@ -446,7 +446,7 @@ def test_catching_up_proposes_what_having_seen_each_token_does(pair):
     assert proposed == [proposed[0]] * 3
 
 
-def test_scored_tokens_have_the_places_that_softmax_gives_them(pair):
+def test_scored_tokens_have_the_ranks_of_softmax(pair):
     """Whole or in chunks, the last of which chooses a token too."""
     tokens = prompt(6)
     whole, chunked = tables(2)
@@ -476,7 +476,7 @@ def test_scored_tokens_have_the_places_that_softmax_gives_them(pair):
     assert (found.token_ids, found.logprobs) == (result.token_ids, result.logprobs)
 
 
-def test_masks_that_drafting_made_serve_verification(pair):
+def test_verification_reuses_the_masks_of_drafting(pair):
     """The guide is asked once a place: where each token is proposed, and behind the last."""
     (blocks,) = tables(1)
     client = Client("a", "grammar", prompt(1), blocks)
@@ -497,7 +497,7 @@ def test_masks_that_drafting_made_serve_verification(pair):
     assert asked == [0, 1, 2, 3]
 
 
-def test_a_grammar_cuts_off_what_it_does_not_allow(pair):
+def test_a_grammar_cuts_off_forbidden_proposals(pair):
     (blocks,) = tables(1)
     client = Client("a", "grammar", prompt(1), blocks)
     serve_until_answering(pair, client)
@@ -518,7 +518,7 @@ def as_on_a_gpu(loaded, weights, beside=None):
 
 
 @pytest.mark.parametrize("way", ["plain torch", "as on a GPU", "layer by layer"])
-def test_other_ways_to_compute_draft_and_verify_too(tmp_path_factory, monkeypatch, way):
+def test_every_forward_pass_drafts_and_verifies(tmp_path_factory, monkeypatch, way):
     """Models of random weights, whose every token is far from a tie."""
     kinds = ("mixtral", "gpt_neox") if way == "layer by layer" else ("llama", "qwen3")
     target, draft = (tiny_checkpoint(tmp_path_factory, kind) for kind in kinds)

@@ -34,7 +34,7 @@ def test_without_any_source_the_defaults_hold():
     assert load() == Config() == Config(WorkerConfig(), RouterConfig(), GatewayConfig())
 
 
-def test_a_file_sets_what_it_names_and_nothing_else(write):
+def test_a_file_sets_only_the_settings_it_names(write):
     config = load(write("[worker]\nkv_mib = 64\n[gateway]\nkeys_file = '/k'\n"))
     assert config.worker == WorkerConfig(kv_mib=64)
     assert config.gateway == GatewayConfig(keys_file="/k")
@@ -54,12 +54,12 @@ def test_a_keys_file_that_depends_on_the_working_directory_is_an_error(path):
         load(environment={"BATON_GATEWAY__KEYS_FILE": path})
 
 
-def test_keys_themselves_are_no_setting():
+def test_api_keys_are_not_settings():
     with pytest.raises(ConfigError, match="api_keys"):
         load(environment={"BATON_GATEWAY__API_KEYS": "secret"})
 
 
-def test_values_of_the_environment_are_read_as_what_they_are_for():
+def test_environment_values_take_the_type_of_their_setting():
     environment = {
         "BATON_WORKER__KV_DTYPE": "bf16",
         "BATON_WORKER__KV_WIRE_DTYPE": "int8",
@@ -96,7 +96,7 @@ def test_flags_may_have_the_type_of_the_setting():
 
 
 @pytest.mark.parametrize("name", ["worker.kv_mb", "wrker.kv_mib", "worker.threads.count"])
-def test_an_unknown_key_is_named_wherever_it_comes_from(name, write):
+def test_an_unknown_key_is_named_for_every_source(name, write):
     section, _, key = name.partition(".")
     variable = f"BATON_{section}__{key.replace('.', '__')}".upper()
     with pytest.raises(ConfigError, match=r"kv_mb|wrker|threads"):
@@ -154,7 +154,7 @@ def test_a_value_that_makes_no_sense_is_named(key, value):
         load(flags={key: value})
 
 
-def test_a_batch_must_have_room_for_all_that_decode():
+def test_a_batch_must_have_room_for_all_decoding_sequences():
     with pytest.raises(ConfigError, match=r"worker\.max_running.*worker\.max_batch_tokens"):
         load(flags={"worker.max_running": 65, "worker.max_batch_tokens": 64})
 
@@ -185,7 +185,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path):
         load(path)
 
 
-def test_the_policy_of_the_router_is_one_of_those_there_are():
+def test_the_policy_must_be_a_known_one():
     assert load(environment={"BATON_ROUTER__POLICY": "round-robin"}).router.policy == "round-robin"
     assert load(flags={"router.slo_ttft_s": 2.5}).router.slo_ttft_s == 2.5
     with pytest.raises(ConfigError, match="policy"):
@@ -195,7 +195,7 @@ def test_the_policy_of_the_router_is_one_of_those_there_are():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org", ""])
-def test_a_gateway_that_others_can_reach_needs_keys_or_to_say_that_it_needs_none(host):
+def test_a_reachable_gateway_needs_keys_or_open_to_all(host):
     with pytest.raises(ValueError, match=r"no key is needed: make one with `baton keys add NAME`"):
         GatewayConfig(host=host)
     GatewayConfig(host=host, keys_file="/k")
@@ -203,7 +203,7 @@ def test_a_gateway_that_others_can_reach_needs_keys_or_to_say_that_it_needs_none
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
-def test_on_this_machine_no_keys_are_needed(host):
+def test_a_loopback_gateway_needs_no_keys(host):
     GatewayConfig(host=host)
 
 
@@ -216,6 +216,6 @@ def test_on_this_machine_no_keys_are_needed(host):
         {"tls_cert": "c", "tls_key": "/k"},
     ],
 )
-def test_tls_needs_both_files_by_whole_paths(fields):
+def test_tls_needs_both_files_by_absolute_path(fields):
     with pytest.raises(ValueError, match=r"gateway\.tls_"):
         GatewayConfig(**fields)

@@ -35,9 +35,7 @@ def section_bytes(layout, section):
         ("int4", 4, True),
     ],
 )
-def test_a_format_says_how_large_an_element_is_and_whether_it_is_scaled(
-    kv_format, bits, has_scales
-):
+def test_a_format_has_an_element_size_and_maybe_scales(kv_format, bits, has_scales):
     assert (KVFormat(kv_format).element_bits, KVFormat(kv_format).has_scales) == (bits, has_scales)
 
 
@@ -56,7 +54,7 @@ def test_every_format_has_a_size():
         (KVFormat.INT4, 12, 64, 128),
     ],
 )
-def test_a_head_is_its_elements_and_then_its_scales_each_padded_to_cache_lines(
+def test_a_head_is_elements_then_scales_padded_to_cache_lines(
     kv_format, token_bytes, scales_offset_bytes, head_bytes
 ):
     layout = KVLayout(5, kv_format, (KVSection(num_layers=2, num_kv_heads=3, head_dim=24),))
@@ -82,7 +80,7 @@ def test_sections_follow_each_other_without_a_gap(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_head_starts_on_a_cache_line_and_wastes_less_than_one_a_part(layout):
+def test_every_head_starts_on_a_cache_line_with_little_padding(layout):
     for section, shape in enumerate(layout.sections):
         elements = layout.block_size * shape.head_dim * layout.kv_format.element_bits // 8
         scales = layout.block_size * SCALE_BYTES if layout.kv_format.has_scales else 0

@@ -154,7 +154,7 @@ def test_fields_that_a_newer_peer_adds_are_ignored():
     ],
     ids=lambda frame: repr(frame[:12]),
 )
-def test_what_is_no_frame_is_a_protocol_error(decode, frame):
+def test_invalid_bytes_are_a_protocol_error(decode, frame):
     with pytest.raises(ProtocolError):
         decode(frame)
 
@@ -229,7 +229,7 @@ def test_a_damaged_frame_is_read_or_refused_and_nothing_else():
     ("role", "prefills", "decodes"),
     [(Role.PREFILL, True, False), (Role.DECODE, False, True), (Role.MIXED, True, True)],
 )
-def test_a_role_says_what_a_worker_does(role, prefills, decodes):
+def test_a_role_defines_the_accepted_work(role, prefills, decodes):
     assert (role.prefills, role.decodes) == (prefills, decodes)
 
 
@@ -258,7 +258,7 @@ def test_messages_cannot_be_changed():
         (Role.MIXED, {}, True),
     ],
 )
-def test_a_worker_says_whether_it_goes_on_from_prompts_that_it_computes(role, says, generates):
+def test_a_welcome_tells_if_the_worker_generates(role, says, generates):
     layout = KVLayout(4, KVFormat.FP32, (KVSection(1, 1, 2),))
     fields = (PROTOCOL_VERSION, "w", "life", role, "model", layout, 10, 4)
     sent = {"type": "Welcome", **dict(zip(Welcome.__struct_fields__, fields, strict=False)), **says}

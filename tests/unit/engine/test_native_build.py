@@ -66,7 +66,7 @@ def test_a_library_is_built_once(sources, log):
     assert path.name.startswith("thing-")
 
 
-def test_another_source_compiler_or_flag_makes_another_library(sources, log, use_compiler):
+def test_each_source_compiler_or_flag_has_its_own_library(sources, log, use_compiler):
     paths = {built_library(sources), built_library(sources, ("-O0",))}
     (sources.folder / "part.h").write_text("// changed")
     paths.add(built_library(sources))
@@ -108,7 +108,7 @@ def test_other_processors_have_no_library(sources, log, monkeypatch):
         built_library(sources)
 
 
-def test_what_is_built_is_its_owners_alone(sources, log):
+def test_a_built_library_is_writable_by_its_owner_alone(sources, log):
     path = built_library(sources)
     assert path.stat().st_mode & 0o777 == 0o500
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -151,7 +151,7 @@ def linked_folder(path: Path, folder: Path) -> None:
     [open_to_all, open_above, writable_file, link, linked_folder],
     ids=lambda f: f.__name__,
 )
-def test_a_library_that_others_can_have_written_is_built_again_in_private(
+def test_a_library_writable_by_others_is_rebuilt_in_private(
     sources, log, caplog, monkeypatch, meddle
 ):
     monkeypatch.setitem(native_build.counters, "private_builds", 0)
@@ -165,7 +165,7 @@ def test_a_library_that_others_can_have_written_is_built_again_in_private(
     assert "is not to be trusted" in caplog.text
 
 
-def test_another_users_library_is_built_again_in_private(sources, log, monkeypatch):
+def test_another_users_library_is_rebuilt_in_private(sources, log, monkeypatch):
     path, _ = plant(sources)
     as_it_is = Path.lstat
 
@@ -179,7 +179,7 @@ def test_another_users_library_is_built_again_in_private(sources, log, monkeypat
     assert built_library(sources).read_text() == "built\n"
 
 
-def test_other_compilers_get_a_folder_of_their_own(tmp_path, monkeypatch):
+def test_other_compilers_get_their_own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = native_build.compiler_cache("inductor")
     assert folder == tmp_path / "baton" / "inductor"

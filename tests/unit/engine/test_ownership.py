@@ -18,7 +18,7 @@ def folder(tmp_path) -> Path:
     return tmp_path / "one" / "two"
 
 
-def test_folders_are_made_private_whatever_the_umask(tmp_path):
+def test_folders_are_private_for_every_umask(tmp_path):
     umask = os.umask(0)
     try:
         make_folder(tmp_path / "a" / "b", top=tmp_path, mode=0o755)
@@ -27,7 +27,7 @@ def test_folders_are_made_private_whatever_the_umask(tmp_path):
     assert [(tmp_path / part).stat().st_mode & 0o777 for part in ("a", "a/b")] == [0o755, 0o755]
 
 
-def test_a_top_that_is_shared_as_tmp_is_will_do(folder, tmp_path):
+def test_a_sticky_shared_top_is_accepted(folder, tmp_path):
     tmp_path.chmod(0o1777)
     require_trusted(folder, top=tmp_path)
     folder.chmod(0o1777)
@@ -36,9 +36,7 @@ def test_a_top_that_is_shared_as_tmp_is_will_do(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("members", "is_own"), [([], True), (["eve"], False)])
-def test_a_group_of_ones_own_may_write_another_may_not(
-    folder, tmp_path, monkeypatch, members, is_own
-):
+def test_only_the_users_own_group_may_write(folder, tmp_path, monkeypatch, members, is_own):
     folder.chmod(0o770)
     os.chown(folder, -1, os.getegid())
     group = SimpleNamespace(gr_name="ann", gr_mem=members)
@@ -51,7 +49,7 @@ def test_a_group_of_ones_own_may_write_another_may_not(
             require_trusted(folder, top=tmp_path)
 
 
-def test_every_file_of_a_folder_counts(folder, tmp_path):
+def test_every_file_of_a_folder_is_checked(folder, tmp_path):
     (folder / "fine").touch(mode=0o644)
     require_trusted_files(folder, top=tmp_path)
     (folder / "link").symlink_to("fine")

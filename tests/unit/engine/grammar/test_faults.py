@@ -25,7 +25,7 @@ def messages(effects) -> list[object]:
     return [effect.message for effect in effects if isinstance(effect, Emit)]
 
 
-def test_a_prompt_whose_first_token_cannot_be_chosen_is_given_up_with_its_lease():
+def test_a_prompt_without_an_allowed_first_token_ends_with_its_lease():
     guides = Guides()
     rig = Rig(Role.PREFILL, guides=guides)
     rig.take(prefill("a", 6, sampling=GUIDED))
@@ -37,7 +37,7 @@ def test_a_prompt_whose_first_token_cannot_be_chosen_is_given_up_with_its_lease(
     rig.core.validate()
 
 
-def test_an_answer_that_cannot_go_on_is_given_up_without_the_token_that_was_void():
+def test_a_stuck_answer_ends_without_the_void_token():
     guides = Guides()
     rig = Rig(Role.DECODE, guides=guides)
     rig.take(decode("a", 6, sampling=GUIDED))

@@ -113,7 +113,7 @@ def test_every_finished_answer_to_a_random_schema_validates():
     assert num_finished > 0.85 * NUM_SCHEMAS
 
 
-def test_the_test_of_schemas_finds_faults():
+def test_the_schema_checker_finds_faults():
     assert faults(SCHEMA, '{"name": "x", "colour": "green"}')
     assert faults({"type": "string", "format": "date"}, '"2023-02-29"')
     assert faults({"type": "number", "multipleOf": 0.01}, "0.295")
@@ -154,7 +154,7 @@ def test_a_schema_is_followed(wanted, good, bad):
     assert not accepts(schema(wanted), bad)
 
 
-def test_a_key_has_one_spelling_so_that_none_escapes_its_schema():
+def test_a_key_has_one_spelling():
     wanted = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
     grammar = schema({"type": "object", **wanted})
     assert accepts(grammar, '{"a": 1, "b": "x"}')
@@ -196,7 +196,7 @@ def test_a_key_has_one_spelling_so_that_none_escapes_its_schema():
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, ""),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(wanted, named):
+def test_unsupported_keywords_are_refused_by_name(wanted, named):
     with pytest.raises(GrammarError) as caught:
         check(schema(wanted))
     assert named in str(caught.value)
@@ -365,7 +365,7 @@ def test_a_mask_holds_the_ids_with_which_the_answer_can_go_on_and_no_others():
             guide.consume(token_id)
 
 
-def test_masks_do_not_depend_on_what_was_asked_before():
+def test_masks_do_not_depend_on_earlier_questions():
     for answer in random_answers(schema(SCHEMA), 4):
         ended = [*answer, 1]
         stepwise = guides().open(schema(SCHEMA), ())
@@ -381,7 +381,7 @@ def test_masks_do_not_depend_on_what_was_asked_before():
             stepwise.consume(token_id)
 
 
-def test_a_proposal_is_allowed_up_to_where_it_strays():
+def test_a_proposal_is_allowed_up_to_its_first_forbidden_token():
     guide = guides().open(schema({"type": "integer", "maximum": 99, "minimum": 10}), ())
     digits = [ids_of(str(digit))[0] for digit in (4, 2, 7)]
     assert guide.num_allowed(digits) == 2
@@ -393,7 +393,7 @@ def test_a_proposal_is_allowed_up_to_where_it_strays():
     assert guide.fault is None
 
 
-def test_a_complete_answer_allows_only_what_ends_it():
+def test_a_complete_answer_allows_only_end_tokens():
     answer = ids_of("yes")
     guide = guides().open(lark('start: "yes"'), answer)
     assert allowed(guide) == set(EOS)
@@ -463,7 +463,7 @@ def test_a_token_that_was_not_allowed_is_a_fault():
     assert not guide.masks(()).any()
 
 
-def test_threads_that_want_one_grammar_share_what_is_compiled():
+def test_threads_share_one_compiled_grammar():
     makes = LlGuides(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
     expected = allowed(guides().open(schema(SCHEMA), ()))
     seen = []
@@ -481,7 +481,7 @@ def test_threads_that_want_one_grammar_share_what_is_compiled():
     assert seen == [True] * 8
 
 
-def test_the_grammars_that_are_kept_are_bounded_in_bytes(monkeypatch):
+def test_kept_grammars_are_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr("engine.grammar.guides.MAX_CACHED_BYTES", 4 * STATES_BYTES)
     makes = LlGuides(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
     first = makes.open(schema({"const": 0}), ())
@@ -491,7 +491,7 @@ def test_the_grammars_that_are_kept_are_bounded_in_bytes(monkeypatch):
     assert first.num_allowed(ids_of("0")) == 1
 
 
-def test_compiled_grammars_are_kept_for_each_salt_by_itself():
+def test_compiled_grammars_are_kept_for_each_salt_separately():
     makes = guides(VOCAB_SIZE)
     before = makes.cached_bytes
     for salt, num_kept in ((b"a", 1), (b"b", 2), (b"a", 2)):

@@ -65,7 +65,7 @@ def test_a_challenge_of_another_process_is_refused_even_with_the_secret():
     assert refusal(challenger(), claim) == "challenge of another process"
 
 
-def test_an_impostor_cannot_pass_on_what_a_client_says_to_it():
+def test_an_impostor_cannot_pass_a_clients_claim_on():
     """A client dials the impostor, which answers with the challenge of a real server."""
     server = challenger()
     claim = claimant(address="127.0.0.1:6666").claim(server.challenge(0.0, bytes(16)))
@@ -73,7 +73,7 @@ def test_an_impostor_cannot_pass_on_what_a_client_says_to_it():
 
 
 @pytest.mark.parametrize("proof", [b"", bytes(32), b"\xff" * 33], ids=["none", "zeros", "too long"])
-def test_a_client_says_nothing_to_a_server_that_proves_nothing(proof):
+def test_a_client_sends_nothing_to_an_unproven_server(proof):
     client = claimant()
     client.claim(bytes(CHALLENGE_BYTES))
     with pytest.raises(Untrusted):
@@ -87,7 +87,7 @@ def test_a_client_does_not_take_its_own_proof_for_the_servers():
         client.check(claim[-32:])
 
 
-def test_challenges_that_were_answered_are_remembered_only_while_they_matter():
+def test_answered_challenges_are_kept_only_until_they_expire():
     server = challenger()
     for number in range(MAX_SPENT):
         noise = number.to_bytes(16, "big")
@@ -114,6 +114,6 @@ def test_a_claim_with_one_bit_changed_is_refused(bit):
 
 
 @given(st.binary(max_size=2 * CHALLENGE_BYTES).filter(lambda b: len(b) != CHALLENGE_BYTES))
-def test_a_challenge_of_another_length_is_none(challenge):
+def test_a_challenge_of_wrong_length_is_refused(challenge):
     with pytest.raises(Untrusted):
         claimant().claim(challenge)

@@ -14,14 +14,14 @@ def test_silence_lasts_from_the_last_sign_of_life():
     assert silence.look(12.5) == 0.5
 
 
-def test_who_was_stopped_takes_nobody_else_for_dead():
+def test_own_pause_is_not_peer_silence():
     silence = Silence(0.0)
     assert silence.look(0.5) == 0.5
     assert silence.look(60.5) == 0.5 + MAX_BETWEEN_LOOKS_S
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=30))
-def test_it_is_never_longer_than_it_was_and_grows_by_a_bounded_time(looks):
+def test_silence_never_exceeds_real_time_and_grows_by_bounded_steps(looks):
     now_s = last_s = heard_s = 0.0
     silence = Silence(now_s)
     for passed_s, heard in looks:

@@ -27,21 +27,21 @@ def test_a_token_may_hold_any_text(token):
     assert len(Secret(token).key("a")) == KEY_BYTES
 
 
-def test_an_empty_token_is_no_secret():
+def test_an_empty_token_is_refused():
     with pytest.raises(ConfigError):
         Secret("")
 
 
-def test_a_secret_does_not_print_itself():
+def test_a_secret_is_not_printed():
     assert "token" not in repr(Secret("token"))
 
 
 @given(pairs, pairs)
-def test_two_pairs_of_group_and_cache_salt_share_a_salt_only_if_they_are_equal(one, other):
+def test_only_equal_groups_and_cache_salts_share_a_salt(one, other):
     secret = Secret("token")
     assert (secret.salt(*one) == secret.salt(*other)) == (one == other)
     assert len(secret.salt(*one)) == SALT_BYTES
 
 
-def test_another_deployment_has_other_salts():
+def test_deployments_have_different_salts():
     assert Secret("token").salt("group") != Secret("other").salt("group")

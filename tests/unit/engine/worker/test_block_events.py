@@ -162,7 +162,7 @@ def test_no_topic_is_the_beginning_of_anothers():
     ],
     ids=lambda frame: repr(frame[:12]),
 )
-def test_what_is_no_batch_is_a_typed_error(frame):
+def test_invalid_batches_are_a_typed_error(frame):
     with pytest.raises(ProtocolError):
         decode_batch(frame)
     with pytest.raises(ProtocolError):
@@ -171,7 +171,7 @@ def test_what_is_no_batch_is_a_typed_error(frame):
 
 @pytest.mark.parametrize("length", [0, 8, HASH_BYTES - 1, HASH_BYTES, HASH_BYTES + 1])
 @pytest.mark.parametrize("place", ["stored", "parent", "removed"])
-def test_a_hash_of_another_length_does_not_get_past_the_decoder(place, length):
+def test_a_hash_of_wrong_length_is_refused(place, length):
     good, odd = BlockHash(bytes(HASH_BYTES)), BlockHash(bytes(length))
     event = {
         "stored": stored([good, odd], None, block_size=4),
@@ -195,7 +195,7 @@ def test_an_answer_ends_with_an_empty_batch():
 # ---------------------------------------------------------------- what a pool notes
 
 
-def test_a_pool_notes_what_becomes_cached_and_what_is_evicted():
+def test_a_pool_notes_stored_and_evicted_blocks():
     pool = BlockPool(2, keeps_news=True)
     first, second = hashes(2)
     blocks = pool.allocate(2)
@@ -208,7 +208,7 @@ def test_a_pool_notes_what_becomes_cached_and_what_is_evicted():
     assert pool.take_news() == [Evicted(second)]  # the end of a prefix goes first
 
 
-def test_a_block_that_is_cached_twice_is_told_once():
+def test_a_duplicate_block_is_reported_once():
     pool = BlockPool(2, keeps_news=True)
     one, other = pool.allocate(2)
     [content] = hashes(1)
@@ -223,14 +223,14 @@ def test_a_block_that_is_cached_twice_is_told_once():
     assert pool.take_news() == [Evicted(content)]
 
 
-def test_a_pool_whose_news_nobody_takes_notes_nothing():
+def test_a_pool_without_news_readers_notes_nothing():
     pool = BlockPool(1)
     pool.set_hash(pool.allocate(1)[0], hashes(1)[0])
     assert pool.take_news() == []
     assert pool._news is None
 
 
-def test_a_sequence_tells_the_parent_and_the_tokens_of_each_block():
+def test_a_sequence_reports_parent_and_tokens_of_each_block():
     pool = BlockPool(3, keeps_news=True)
     ids = SeqId("a"), GatewayId("g")
     seq = Sequence(*ids, list(range(10)), Sampling(), Limits(max_len=20), BLOCK_SIZE)
@@ -272,7 +272,7 @@ def test_batches_are_numbered_and_no_news_is_no_batch():
     assert log.num_batches == 2
 
 
-def test_very_much_news_is_several_batches(monkeypatch):
+def test_large_news_become_several_batches(monkeypatch):
     monkeypatch.setattr(block_events, "MAX_BLOCKS_PER_BATCH", 2)
     batches = events_of(opened_log().append(chain(3), 0.0))
     first, second, third = hashes(3)
@@ -292,7 +292,7 @@ def test_the_largest_batch_fits_into_what_a_gateway_accepts():
     assert len(payload) <= block_events.MAX_BATCH_BYTES
 
 
-def test_recent_batches_can_be_had_again_from_any_number_on():
+def test_recent_batches_can_be_requested_from_any_number_on():
     log = opened_log(max_batches=3)
     sent = [numbered for i in range(5) for numbered in log.append(chain(1, first=i), 0.0)]
     assert log.since(3) == sent[3:]
@@ -300,7 +300,7 @@ def test_recent_batches_can_be_had_again_from_any_number_on():
     assert log.since(5) == log.since(END_NUMBER) == []
 
 
-def test_batches_are_kept_up_to_so_many_bytes():
+def test_kept_batches_are_bounded_in_bytes():
     log = opened_log(max_kept_bytes=1000)
     sent = [numbered for i in range(50) for numbered in log.append(chain(1, first=i), 0.0)]
     kept = log.since(0)
@@ -308,7 +308,7 @@ def test_batches_are_kept_up_to_so_many_bytes():
     assert 1000 - len(kept[0][1]) < sum(len(batch) for _, batch in kept) <= 1000
 
 
-def test_a_snapshot_is_all_that_is_cached_before_the_next_batch(monkeypatch):
+def test_a_snapshot_holds_all_cached_blocks(monkeypatch):
     monkeypatch.setattr(block_events, "MAX_BLOCKS_PER_BATCH", 2)
     log = opened_log()
     log.append(chain(4), 0.0)
@@ -322,7 +322,7 @@ def test_a_snapshot_is_all_that_is_cached_before_the_next_batch(monkeypatch):
     ]
 
 
-def test_a_snapshot_of_nothing_says_so():
+def test_an_empty_snapshot_is_sent():
     assert events_of(opened_log().snapshot(0.0)) == [(0, [AllBlocksCleared()])]
 
 
@@ -347,7 +347,7 @@ def following(number=0):
     return news
 
 
-def test_in_order_batches_are_applied_as_they_come():
+def test_batches_in_order_are_applied_at_once():
     news = following(7)
     assert news.handle(Published(7, told(1)), 0.0) == [Apply(told(1))]
     assert news.handle(Published(8, told(2)), 0.0) == [Apply(told(2))]
@@ -356,13 +356,13 @@ def test_in_order_batches_are_applied_as_they_come():
     news.validate()
 
 
-def test_what_comes_twice_is_applied_once():
+def test_a_repeated_batch_is_applied_once():
     news = following()
     news.handle(Published(0, told(1)), 0.0)
     assert news.handle(Published(0, told(1)), 0.0) == []
 
 
-def test_what_is_published_before_the_snapshot_comes_is_applied_after_it():
+def test_batches_published_before_the_snapshot_are_applied_after_it():
     news = BlockNews()
     news.open(0.0)
     for number in (3, 4, 5):
@@ -377,7 +377,7 @@ def test_what_is_published_before_the_snapshot_comes_is_applied_after_it():
     assert news.is_following
 
 
-def test_a_missing_batch_is_asked_for_and_those_behind_it_wait():
+def test_a_missing_batch_is_requested_and_later_ones_wait():
     news = following()
     assert news.handle(Published(2, told(2)), 0.0) == [AskBatches(0)]
     assert news.handle(Published(3, told(3)), 0.0) == []  # it has been asked for
@@ -388,7 +388,7 @@ def test_a_missing_batch_is_asked_for_and_those_behind_it_wait():
     assert (news.is_following, news.next_wake_s()) == (True, None)
 
 
-def test_what_is_not_to_be_had_any_more_comes_as_a_snapshot():
+def test_batches_no_longer_kept_come_as_a_snapshot():
     news = following()
     assert news.handle(Published(5, told(5)), 0.0) == [AskBatches(0)]
     news.handle(AnswerPiece(3, told(3)), 0.0)
@@ -397,7 +397,7 @@ def test_what_is_not_to_be_had_any_more_comes_as_a_snapshot():
     assert news.handle(AnswerEnded(), 0.0) == [Apply([CLEARED, *told(3)]), Apply(told(5))]
 
 
-def test_a_loss_with_nothing_behind_it_is_seen_by_the_workers_count():
+def test_a_lost_last_batch_is_noticed_by_the_workers_count():
     news = following()
     news.handle(Published(0, told(0)), 0.0)
     assert news.handle(Counted(2), 1.0) == []  # it may be on its way
@@ -408,21 +408,21 @@ def test_a_loss_with_nothing_behind_it_is_seen_by_the_workers_count():
     assert news.next_wake_s() is None
 
 
-def test_what_was_only_on_its_way_is_not_asked_for():
+def test_a_batch_on_its_way_is_not_requested():
     news = following()
     news.handle(Counted(1), 1.0)
     assert news.handle(Published(0, told(0)), 1.0 + OVERDUE_S / 2) == [Apply(told(0))]
     assert news.handle(NewsTick(), 9.0) == []
 
 
-def test_an_ask_that_brings_nothing_of_what_was_published_ends_in_a_snapshot():
+def test_a_request_without_new_batches_ends_in_a_snapshot():
     news = following()
     news.handle(Counted(1), 0.0)
     assert news.handle(NewsTick(), OVERDUE_S) == [AskBatches(0)]
     assert news.handle(AnswerEnded(), 1.0) == [AskSnapshot()]
 
 
-def test_a_snapshot_older_than_what_was_applied_changes_nothing():
+def test_an_outdated_snapshot_changes_nothing():
     news = following()
     assert news.handle(Published(1, told(1)), 0.0) == [AskBatches(0)]
     assert news.handle(AnswerEnded(), 0.0) == [AskSnapshot()]
@@ -440,7 +440,7 @@ def test_every_piece_of_an_answer_gives_the_next_one_time():
     assert news.handle(AnswerEnded(), 1.8 * ANSWER_TIMEOUT_S) == [Apply([CLEARED])]
 
 
-def test_a_worker_that_does_not_answer_is_unheard_and_asked_again_ever_more_seldom():
+def test_a_silent_worker_is_asked_again_ever_less_often():
     news = following()
     news.handle(Published(1, told(1)), 0.0)
     assert news.handle(NewsTick(), ANSWER_TIMEOUT_S) == [Unheard("no answer in time")]
@@ -473,7 +473,7 @@ def test_a_worker_that_does_not_answer_is_unheard_and_asked_again_ever_more_seld
         ([AnswerPiece(1, [CLEARED]), AnswerPiece(2, [CLEARED])], "pieces of two snapshots"),
     ],
 )
-def test_what_cannot_be_right_is_not_believed(events, reason):
+def test_impossible_answers_are_ignored(events, reason):
     news = BlockNews()
     news.open(0.0)
     effects = [effect for event in events for effect in news.handle(event, 0.0)]
@@ -482,13 +482,13 @@ def test_what_cannot_be_right_is_not_believed(events, reason):
     news.validate()
 
 
-def test_an_answer_to_nobody_changes_nothing():
+def test_an_unrequested_answer_changes_nothing():
     news = following()
     assert news.handle(AnswerPiece(0, told(1)), 0.0) == []
     assert news.handle(AnswerEnded(), 0.0) == []
 
 
-def test_so_many_batches_wait_for_a_missing_one_and_no_more(monkeypatch):
+def test_a_bounded_number_of_batches_waits_for_a_missing_one(monkeypatch):
     monkeypatch.setattr(block_news, "MAX_EARLY_BATCHES", 2)
     news = following()
     for number in (1, 2, 3):
@@ -503,7 +503,7 @@ def test_so_many_batches_wait_for_a_missing_one_and_no_more(monkeypatch):
 # ---------------------------------------------------------------- what is known from it
 
 
-def test_an_index_knows_what_workers_tell():
+def test_an_index_follows_the_workers_events():
     index = PrefixMap()
     index.add(A, 6)
     index.add(B, 6)
@@ -520,7 +520,7 @@ def test_an_index_knows_what_workers_tell():
     assert index.longest(hashes(1, first=70)) == {A: 1}
 
 
-def test_news_of_workers_that_are_gone_or_of_blocks_that_are_unknown_are_harmless():
+def test_news_of_gone_workers_or_unknown_blocks_are_harmless():
     index = PrefixMap()
     index.add(A, 6)
     for worker_id in (A, B):

@@ -106,7 +106,7 @@ def test_blocks_without_content_are_handed_out_before_any_that_is_cached(pool):
     assert in_order_of_reuse(pool) == [2, 3, 4, 5, 1, 0]
 
 
-def test_of_cached_blocks_the_least_recently_used_goes_first(pool):
+def test_the_least_recently_used_cached_block_goes_first(pool):
     names = {name: allocate_full(pool, name, 2) for name in "abc"}
     for name in "bca":
         pool.disown(names[name])
@@ -144,7 +144,7 @@ def test_asking_for_nothing_is_allowed(pool):
 # ---------------------------------------------------------------- prefix matches
 
 
-def test_a_match_is_the_longest_prefix_that_is_here(pool):
+def test_a_match_is_the_longest_cached_prefix(pool):
     taken = allocate_full(pool, "a", 3)
     assert pool.match(hashes("a", 3)) == taken
     assert pool.match(hashes("a", 5)) == taken
@@ -180,7 +180,7 @@ def test_a_block_is_found_while_it_is_held(pool):
     assert pool.counts().owned == 2
 
 
-def test_of_two_equal_blocks_the_first_is_found(pool):
+def test_the_first_of_two_equal_blocks_is_found(pool):
     first = allocate_full(pool, "a", 1)
     second = allocate_full(pool, "a", 1)
     assert pool.match(hashes("a", 1)) == first
@@ -260,7 +260,7 @@ def test_leasing_a_cached_block_protects_it_from_eviction(pool):
 
 
 @pytest.mark.parametrize("kind", HOLDS)
-def test_letting_go_of_what_is_not_held_is_a_bug(kind):
+def test_releasing_a_block_that_is_not_held_is_a_bug(kind):
     with pytest.raises(AssertionError, match="let go more often"):
         HOLDS[kind][1](BlockPool(2), [BlockId(0)])
 

@@ -111,7 +111,7 @@ def test_a_prompt_is_computed_beside_a_hand_over_and_both_are_decoded():
     )
 
 
-def test_what_decodes_has_a_row_in_every_step_in_which_prompts_are_computed_beside_it():
+def test_decoding_sequences_have_a_row_in_every_step_beside_prompts():
     rig = Rig(Role.DECODE, prefills_locally=True, num_blocks=50, budget=9, chunk=8)
     rig.take(generate("a", 3))
     rig.step()
@@ -125,7 +125,7 @@ def test_what_decodes_has_a_row_in_every_step_in_which_prompts_are_computed_besi
 
 
 @pytest.mark.parametrize("gone", [cancel("b"), lost("h")])
-def test_a_local_prompt_that_nobody_wants_leaves_the_hand_over_beside_it_alone(gone):
+def test_cancelling_a_local_prompt_leaves_the_hand_over_alone(gone):
     rig = Rig(Role.DECODE, prefills_locally=True)
     rig.play(
         [
@@ -141,7 +141,7 @@ def test_a_local_prompt_that_nobody_wants_leaves_the_hand_over_beside_it_alone(g
     )
 
 
-def test_a_local_prompt_whose_id_is_taken_is_given_back_when_it_would_be_decoded():
+def test_a_local_prompt_with_a_taken_id_is_given_back():
     rig = Rig(Role.DECODE, prefills_locally=True)
     rig.take(decode("a", 5))
     rig.take(generate("a", range(20, 23)))
@@ -164,7 +164,7 @@ def test_adopted_sequences_are_not_bounded_by_the_number_that_may_be_pulled():
     ]
 
 
-def test_a_mixed_worker_decodes_a_prompt_that_it_finds_in_its_own_cache():
+def test_a_mixed_worker_decodes_a_prompt_from_its_own_cache():
     rig = Rig(Role.MIXED)
     rig.take(prefill("a", 8, more=1))
     rig.step()
@@ -186,7 +186,7 @@ def test_news_of_unknown_sequences_changes_nothing(role):
 # ---------------------------------------------------------------- steps
 
 
-def test_decode_has_the_budget_first_and_prefill_what_is_left():
+def test_decode_gets_the_budget_first_and_prefill_the_rest():
     rig = Rig(Role.MIXED, budget=5, chunk=5)
     rig.play(
         [
@@ -302,7 +302,7 @@ def test_a_lost_gateway_is_lost_to_both_schedulers():
     rig.play([(lost("g1"), []), (Blocks(), blocks(free=5, cached=2, leased=1))])
 
 
-def test_a_load_report_says_where_every_block_and_sequence_is():
+def test_a_load_report_counts_every_block_and_sequence():
     rig = Rig(Role.MIXED, num_blocks=12, chunk=8, budget=16, max_running=1)
     rig.take(prefill("cached", 4, more=1))
     rig.take(prefill("leased", range(20, 26)))
@@ -338,7 +338,7 @@ def promised(rig: Rig) -> tuple[int, int, int, int]:
     return load.prompt_tokens, load.decode_seqs, load.decode_blocks, load.context_tokens
 
 
-def test_what_is_left_to_do_is_a_prompt_until_it_is_computed_and_then_what_decodes():
+def test_the_workload_is_the_prompt_first_and_the_decode_later():
     rig = Rig(Role.MIXED, chunk=4)
     rig.take(generate("a", 6, more=3))
     assert promised(rig) == (6, 0, 0, 0)
@@ -351,7 +351,7 @@ def test_what_is_left_to_do_is_a_prompt_until_it_is_computed_and_then_what_decod
     assert promised(rig) == (0, 0, 0, 0)
 
 
-def test_sequences_that_only_wait_to_decode_are_promised_too_and_cancelled_ones_are_not():
+def test_the_workload_counts_waiting_sequences_but_not_cancelled_ones():
     rig = Rig(Role.DECODE, max_running=1)
     rig.take(decode("pulling", 4))
     rig.take(decode("queued", range(20, 26)))
@@ -363,7 +363,7 @@ def test_sequences_that_only_wait_to_decode_are_promised_too_and_cancelled_ones_
     assert promised(rig) == (0, 0, 0, 0)
 
 
-def test_prompts_that_pull_a_prefix_or_were_cancelled_meanwhile_are_told_apart():
+def test_the_workload_counts_pulling_prompts_but_not_cancelled_ones():
     rig = Rig(Role.PREFILL)
     rig.take(prefill("a", 9, prefix=2))
     rig.step()
@@ -382,7 +382,7 @@ def timed_step(rig: Rig, seconds: float = 0.5, token: int = 99) -> None:
     rig.seconds = None
 
 
-def test_a_report_tells_what_steps_were_and_how_long_they_took():
+def test_a_report_has_the_size_and_time_of_steps():
     rig = Rig(Role.MIXED, chunk=4, budget=8)
     rig.take(generate("a", 6))
     timed_step(rig, 0.1)
@@ -399,7 +399,7 @@ def test_a_report_tells_what_steps_were_and_how_long_they_took():
     assert reported(rig).steps == []  # they were told
 
 
-def test_steps_that_nobody_timed_are_not_told():
+def test_untimed_steps_are_not_reported():
     rig = Rig(Role.MIXED)
     rig.take(generate("a", 3))
     for _ in range(3):
@@ -407,7 +407,7 @@ def test_steps_that_nobody_timed_are_not_told():
     assert reported(rig).steps == []
 
 
-def test_of_many_steps_few_are_told_and_from_all_of_the_time():
+def test_reported_steps_are_few_and_spread_over_the_time():
     rig = Rig(Role.MIXED, num_blocks=200)
     rig.take(generate("a", 3, more=700))
     for number in range(500):
@@ -435,7 +435,7 @@ def test_prompts_do_not_crowd_out_the_steps_that_decode():
 
 
 @pytest.mark.parametrize("proposer", [Proposer.DRAFT, Proposer.NGRAM])
-def test_steps_with_drafts_are_not_told_for_they_cost_more_than_their_rows_say(proposer):
+def test_steps_with_drafts_are_not_reported(proposer):
     rig = Rig(Role.MIXED, num_blocks=50, speculator=FixedSpeculator(proposer, 2))
     rig.take(generate("a", [5, 6] * 4, more=40))
     rig.step(5)
@@ -449,7 +449,7 @@ def test_steps_with_drafts_are_not_told_for_they_cost_more_than_their_rows_say(p
     assert [step.num_rows for step in reported(rig).steps] == [1]
 
 
-def test_steps_in_which_the_draft_model_catches_up_are_not_told_either():
+def test_steps_in_which_the_draft_catches_up_are_not_reported():
     rig = Rig(Role.MIXED, num_blocks=50, speculator=FixedSpeculator(None))
     rig.take(generate("a", 3, more=40))
     rig.step()
@@ -461,7 +461,7 @@ def test_steps_in_which_the_draft_model_catches_up_are_not_told_either():
     assert len(reported(rig).steps) == 8 - 2
 
 
-def test_prompts_whose_log_probabilities_are_wanted_are_not_told():
+def test_prompts_with_log_probabilities_are_not_reported():
     rig = Rig(Role.PREFILL)
     rig.take(prefill("a", 6, num_top=2))
     timed_step(rig)

@@ -76,7 +76,7 @@ def test_new_work_is_taken_by_the_new_role(role, taken):
             assert (rig.take(event(kind, 5)) == wrong) == (kind not in taken)
 
 
-def test_a_worker_that_can_prefill_locally_says_so_while_it_is_there_to_decode():
+def test_a_decode_worker_announces_that_it_prefills_locally():
     rig = Rig(Role.PREFILL, prefills_locally=True)
     rig.play(
         [
@@ -87,13 +87,13 @@ def test_a_worker_that_can_prefill_locally_says_so_while_it_is_there_to_decode()
     )
 
 
-def test_a_role_that_it_cannot_have_leaves_the_worker_what_it_was(rig):
+def test_an_impossible_role_changes_nothing(rig):
     core = WorkerCore([rig.decode], rig.pool, 8, duties=Duties(Role.DECODE, [Role.DECODE]))
     assert core.handle(set_role(Role.PREFILL), 0.0) == [role_changed(Role.DECODE)]
     assert core.role is Role.DECODE
 
 
-def test_prompts_that_wait_are_given_back_and_those_that_are_computed_go_on():
+def test_waiting_prompts_are_given_back_and_running_ones_go_on():
     Rig(Role.PREFILL, num_blocks=4, chunk=4).play(
         [
             (prefill("a", 8, more=1), []),
@@ -124,7 +124,7 @@ def test_a_lease_outlives_the_role_in_which_it_was_opened():
     )
 
 
-def test_sequences_that_are_not_all_here_are_given_back():
+def test_incomplete_sequences_are_given_back():
     rig = Rig(Role.DECODE, max_running=2)
     rig.take(decode("ready", 4))
     rig.take(decode("pulling", range(20, 24)))
@@ -151,7 +151,7 @@ def test_sequences_that_are_not_all_here_are_given_back():
     )
 
 
-def test_what_runs_goes_on_beside_the_new_work(rig):
+def test_running_sequences_go_on_beside_the_new_work(rig):
     rig.play(
         [
             (set_role(Role.PREFILL), [role_changed(Role.PREFILL)]),
@@ -167,7 +167,7 @@ def test_what_runs_goes_on_beside_the_new_work(rig):
     )
 
 
-def test_a_prompt_to_be_decoded_here_is_decoded_whatever_the_role_became():
+def test_a_local_prompt_is_decoded_despite_a_new_role():
     Rig(Role.MIXED, chunk=4).play(
         [
             (generate("a", 6), []),
@@ -223,7 +223,7 @@ def test_a_sequence_leaves_before_its_first_step_too():
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_what_does_not_run_here_is_not_handed_over(role):
+def test_an_unknown_sequence_is_not_handed_over(role):
     rig = Rig(role)
     rig.take(prefill("p", 5))
     rig.take(decode("d", range(20, 25)))
@@ -252,7 +252,7 @@ def test_two_sequences_are_not_handed_over_as_the_same():
 
 
 @pytest.mark.parametrize("gone", [cancel("b"), lost("g")])
-def test_what_was_handed_over_is_freed_when_nobody_wants_it(rig, gone):
+def test_a_cancelled_hand_over_is_freed(rig, gone):
     rig.take(hand_over("a", "b"))
     rig.play(
         [
@@ -264,7 +264,7 @@ def test_what_was_handed_over_is_freed_when_nobody_wants_it(rig, gone):
     )
 
 
-def test_what_was_handed_over_comes_like_any_other_sequence_and_goes_on():
+def test_a_handed_over_sequence_continues_elsewhere():
     rig = Rig(Role.DECODE)
     rig.play(
         [

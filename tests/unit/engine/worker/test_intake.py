@@ -93,7 +93,7 @@ SAMPLING = "a parameter of sampling is out of range"
     ],
 )
 @pytest.mark.parametrize("kind", [Prefill, Generate, Decode])
-def test_what_the_runner_could_not_compute_is_given_back(message, reason, kind):
+def test_requests_the_runner_cannot_compute_are_given_back(message, reason, kind):
     fields = msgspec.structs.asdict(message)
     if kind is Decode:
         if fields.pop("prompt_logprobs") == 50:
@@ -104,7 +104,7 @@ def test_what_the_runner_could_not_compute_is_given_back(message, reason, kind):
     assert found == reason if reason else found.token_ids == message.token_ids
 
 
-def test_where_bounds_are_unknown_only_what_no_runner_could_compute_is_given_back():
+def test_without_bounds_only_requests_no_runner_can_compute_are_given_back():
     intake = Intake(4)
     assert outcome(prefill([2**31]), intake) == TOKEN
     assert outcome(prefill([2**31 - 1], limits={"prompt_len": 1}), intake).token_ids
@@ -128,7 +128,7 @@ def test_a_token_is_known_if_it_is_in_the_vocabulary(token, known):
     assert INTAKE.knows(token) is known
 
 
-def test_a_guide_that_the_shell_opened_is_the_sequences():
+def test_a_sequence_uses_the_guide_that_the_shell_opened():
     message = prefill(grammar=Grammar(GrammarKind.REGEX, "x"))
     assert INTAKE.open(GatewayId("g"), message, "guide").guide == "guide"
     refused = INTAKE.open(GatewayId("g"), message, GrammarError("too large"))

@@ -36,7 +36,7 @@ def rig() -> Rig:
     return r
 
 
-def test_what_is_cached_of_a_prompt_is_leased_at_once(rig):
+def test_the_cached_part_of_a_prompt_is_leased_at_once(rig):
     rig.play(
         [
             (
@@ -62,7 +62,7 @@ def test_only_whole_blocks_that_are_held_and_useful_are_offered(rig, prompt, num
 
 
 @pytest.mark.parametrize("prompt", [range(1, 14), range(4), range(1)])
-def test_where_no_whole_block_is_held_there_is_no_lease(rig, prompt):
+def test_without_a_whole_block_there_is_no_lease(rig, prompt):
     rig.play(
         [
             (offer_prefix("b", prompt), [offered("b", 0)]),
@@ -72,7 +72,7 @@ def test_where_no_whole_block_is_held_there_is_no_lease(rig, prompt):
     assert rig.offers.counters == {"prefix_offers:not_held": 1}
 
 
-def test_a_worker_offers_what_it_is_decoding_with_all_that_it_has_answered():
+def test_a_worker_offers_running_sequences_with_their_answers():
     r = Rig(Role.DECODE)
     r.take(decode("a", 6))
     r.step()
@@ -95,7 +95,7 @@ def test_a_worker_offers_what_it_is_decoding_with_all_that_it_has_answered():
     )
 
 
-def test_a_prefix_can_be_offered_to_several_at_once(rig):
+def test_a_prefix_can_be_offered_to_several_workers_at_once(rig):
     rig.take(offer_prefix("b", HELD))
     rig.take(offer_prefix("c", HELD))
     rig.play(
@@ -108,13 +108,13 @@ def test_a_prefix_can_be_offered_to_several_at_once(rig):
     )
 
 
-def test_an_offer_asked_for_twice_is_made_once(rig):
+def test_an_offer_requested_twice_is_made_once(rig):
     rig.take(offer_prefix("b", HELD))
     rig.play([(offer_prefix("b", HELD), []), (ended("b.prefix", "released"), [])])
     assert rig.take(Blocks()) == blocks(free=5, cached=3)
 
 
-def test_an_offer_is_ended_by_the_gateway_that_asked_for_it_or_by_its_loss(rig):
+def test_an_offer_ends_by_its_gateways_cancel_or_loss(rig):
     rig.take(offer_prefix("b", HELD, gateway="g1"))
     rig.take(offer_prefix("c", HELD, gateway="g2"))
     rig.play(

@@ -111,7 +111,7 @@ def test_only_a_sequence_without_blocks_can_adopt(pool):
         seq.adopt_cached([], pool)
 
 
-def test_a_release_lets_go_of_every_block_and_keeps_the_hashed_ones_cached(pool):
+def test_a_release_frees_every_block_and_keeps_hashed_ones_cached(pool):
     seq = sequence(range(6))
     seq.block_table = pool.allocate(2)
     seq.advance(6, pool)
@@ -150,7 +150,7 @@ def test_a_least_length_beyond_the_greatest_does_not_matter():
 
 
 @pytest.mark.parametrize(("num_tokens", "banned"), [(3, (7, 8)), (4, ()), (5, ())])
-def test_stops_are_banned_as_long_as_they_would_not_end_the_sequence(num_tokens, banned):
+def test_stops_are_banned_below_the_least_length(num_tokens, banned):
     seq = sequence(range(num_tokens), min_len=4, stop_token_ids=(7, 8))
     assert seq.banned() == banned
     assert (seq.append(7) is STOP) == (banned == ())
@@ -160,7 +160,7 @@ def test_without_stops_nothing_is_banned():
     assert sequence(range(3), min_len=10).banned() == ()
 
 
-def test_appending_says_when_the_sequence_is_complete():
+def test_append_returns_the_finish_reason():
     seq = sequence(range(3), max_len=5)
     assert [seq.append(9), seq.append(9)] == [None, LENGTH]
     assert seq.token_ids == [0, 1, 2, 9, 9]
@@ -181,7 +181,7 @@ def test_appending_says_when_the_sequence_is_complete():
         ({"min_len": 6}, 96),
     ],
 )
-def test_a_draft_ends_before_the_answer_does_and_before_stops_are_allowed(limits, most):
+def test_a_draft_ends_before_the_answer_and_before_stops_are_allowed(limits, most):
     assert sequence(range(3), **limits).max_drafted() == most
 
 
@@ -224,7 +224,7 @@ def test_blocks_behind_the_tokens_are_given_back(pool):
     assert pool.counts().owned == 2
 
 
-def test_only_penalties_make_a_history():
+def test_only_penalties_need_a_history():
     plain, penalised = sequence(range(3)), sequence(range(3))
     penalised.sampling = Sampling(frequency_penalty=0.5)
     penalised.__post_init__()
@@ -243,7 +243,7 @@ def test_a_grammar_follows_the_answer_up_to_its_last_token():
 
 @pytest.mark.parametrize("limits", [{}, {"stop_token_ids": (7,)}, {"max_len": 6}, {"max_len": 4}])
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
-def test_tokens_added_together_end_where_they_would_one_by_one(limits, penalty):
+def test_tokens_added_together_end_as_they_would_one_by_one(limits, penalty):
     together, single = sequence(range(4), **limits), sequence(range(4), **limits)
     for seq in (together, single):
         seq.sampling = Sampling(presence_penalty=penalty)
@@ -258,11 +258,11 @@ def test_tokens_added_together_end_where_they_would_one_by_one(limits, penalty):
     assert (together.token_ids, together.history) == (single.token_ids, single.history)
 
 
-def test_no_tokens_end_nothing():
+def test_extending_by_no_tokens_ends_nothing():
     assert sequence(range(4)).extend(()) == ([], None)
 
 
-def test_hashes_that_are_given_are_not_computed_again():
+def test_given_hashes_are_not_computed_again():
     known = [b"a" * 16, b"b" * 16]
     seq = Sequence(
         seq_id=SeqId("a"),
