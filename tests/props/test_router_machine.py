@@ -664,7 +664,7 @@ def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONF
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_without_trouble_every_request_that_is_accepted_is_answered(seed):
+def test_without_faults_every_accepted_request_is_answered(seed):
     world = busy_day(random.Random(seed), troubles=0.0)
     outcomes = [client.outcomes[0] for client in world.clients.values()]
     assert sum(isinstance(outcome, Finished) for outcome in outcomes) > 50
@@ -731,7 +731,7 @@ def machine_in_python(config: RouterConfig) -> RouterMachine:
 
 
 @pytest.mark.parametrize("policy", RouterPolicy)
-def test_with_every_policy_days_end_well_and_are_the_same_when_replayed(policy):
+def test_every_policy_ends_well_and_replays_alike(policy):
     config = msgspec.structs.replace(CONFIG, policy=policy, seed=7, slo_ttft_s=5.0)
     world = busy_day(random.Random(1), troubles=0.3, config=config)
     outcomes = [client.outcomes[0] for client in world.clients.values()]

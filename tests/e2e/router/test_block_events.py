@@ -153,7 +153,7 @@ async def following(*gateways: Gateway) -> AsyncIterator[None]:
 # ---------------------------------------------------------------- one worker's publisher
 
 
-def test_what_a_worker_tells_is_known_to_all_who_follow_it_and_what_it_takes_back_too():
+def test_followers_learn_stored_and_evicted_blocks():
     async def test() -> None:
         with publishing() as (source, address):
             source.publish(chain(3))  # before anybody listens
@@ -174,9 +174,7 @@ def test_what_a_worker_tells_is_known_to_all_who_follow_it_and_what_it_takes_bac
 
 
 @pytest.mark.parametrize(("num_batches", "means"), [(150, "batches"), (400, "snapshot")])
-def test_who_reads_too_slowly_loses_batches_and_gets_them_by_asking(
-    monkeypatch, num_batches, means
-):
+def test_slow_subscriber_recovers_lost_batches(monkeypatch, num_batches, means):
     """Of 100 kB each, so that buffers on the way are full; 160 or so are kept to be asked for."""
     monkeypatch.setattr(block_feed, "MAX_UNREAD_BATCHES", 2)
     token_ids = [2**32 - 1] * 20_000
@@ -205,7 +203,7 @@ def test_who_reads_too_slowly_loses_batches_and_gets_them_by_asking(
     run(test)
 
 
-def test_a_subscriber_of_vllm_gets_batches_and_asks_for_those_it_missed():
+def test_vllm_subscriber_gets_batches_and_replays():
     async def test() -> None:
         with publishing() as (source, address), opened_context() as context:
             batches, asked = context.socket(zmq.SUB), context.socket(zmq.DEALER)
@@ -262,7 +260,7 @@ def _impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_a_worker_that_answers_nobody_is_unheard_until_it_does():
+def test_worker_without_answers_is_unheard_until_it_answers():
     async def test() -> None:
         probe = publisher()
         address = probe.open()
@@ -292,7 +290,7 @@ def test_another_life_of_the_worker_at_the_same_address_is_not_believed(caplog):
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_who_sends_what_cannot_be_read_is_unheard_and_then_asked_for_all():
+def test_unreadable_batch_leads_to_a_snapshot():
     async def test() -> None:
         with publishing() as (source, address), opened_context() as context:
             liar = context.socket(zmq.PUB)
@@ -346,7 +344,7 @@ def test_a_worker_that_tells_nothing_is_counted():
 
 
 @pytest.mark.torch
-def test_two_gateways_know_what_one_of_them_had_computed_until_the_worker_evicts_it():
+def test_gateways_share_knowledge_of_blocks_until_eviction():
     rng = random.Random(5)
     config = WorkerConfig(kv_mib=4, max_running=4)
     sampling = Sampling(temperature=0.0)

@@ -81,7 +81,7 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
     assert ends.count("left") > 50
 
 
-def test_transfers_are_counted_and_what_went_wrong_is_labelled_with_its_reason():
+def test_transfers_are_counted_and_failures_have_a_reason():
     own = {
         Role.PREFILL: WorkerConfig(kv_mib=64, kv_transport=Transport.ZMQ),
         Role.DECODE: WorkerConfig(kv_mib=64),  # would rather have shared memory
@@ -189,7 +189,7 @@ def test_the_last_decode_worker_dies_and_the_client_gets_a_clear_error():
         asyncio.run(run())
 
 
-def test_a_full_queue_refuses_and_what_was_accepted_finishes():
+def test_full_queue_refuses_and_accepted_requests_finish():
     async def run() -> None:
         async with router(running, RouterConfig(max_queue=4)) as r:
             requests = [

@@ -358,7 +358,7 @@ def test_a_worker_that_does_not_fit_is_left_out_and_the_reason_is_logged(
     assert reason in caplog.text
 
 
-def test_workers_come_and_go_and_who_goes_finishes_what_it_has_first():
+def test_leaving_worker_finishes_its_sequences():
     async def test() -> None:
         first, second = FakeWorker("m0"), FakeWorker("m1")
         first.patience = 2
@@ -403,7 +403,7 @@ def test_a_worker_that_does_not_shake_hands_is_tried_again(greeting):
     run(test())
 
 
-def test_a_worker_that_is_not_there_is_tried_for_ever_and_closing_is_quick(monkeypatch):
+def test_absent_worker_is_dialled_for_ever_and_closing_is_quick(monkeypatch):
     tries: list[str] = []
 
     class CountingClient(SessionClient):
@@ -625,7 +625,7 @@ def test_a_worker_that_answers_and_computes_nothing_any_more_is_lost():
     run(test())
 
 
-def test_a_worker_that_is_stuck_joins_when_it_computes_again():
+def test_stuck_worker_joins_when_it_computes_again():
     async def test() -> None:
         worker = FakeWorker(step=StillStepping(61.0))
         async with serving(worker, joined=0) as router:
@@ -737,7 +737,7 @@ def test_a_router_that_has_lost_a_task_to_a_bug_is_not_ready(caplog):
 # ---------------------------------------------------------------- the session beneath
 
 
-def test_a_frame_to_a_session_that_is_over_is_a_connection_error():
+def test_frame_to_an_ended_session_is_a_connection_error():
     async def test() -> None:
         worker = FakeWorker()
         worker.greeting = []

@@ -57,7 +57,7 @@ def test_nothing_is_observed_while_the_planner_is_off():
     assert world.machine.demand._sums.num_requests == 0
 
 
-def test_what_was_seen_goes_with_each_report_and_is_the_same_for_all_controllers():
+def test_each_report_carries_the_observation_for_all_controllers():
     world = World()
     assert world.seen(PlannerMode.DRY_RUN, 0.0) is None
     ask(world.machine, "r")

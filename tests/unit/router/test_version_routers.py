@@ -130,7 +130,7 @@ def test_the_first_that_takes_requests_is_loaded_before_all_others(first, second
     play(scene, *({"v1", "v2"} - {which}))
 
 
-def test_who_is_not_there_yet_is_waited_for_when_the_others_leave():
+def test_last_version_waits_for_one_that_cannot_serve_yet():
     async def scene(world: World) -> None:
         await world.routers.open(members(1, V1))
         world.routers.follow(members(2, LEAVING, V2))
@@ -177,7 +177,7 @@ def test_without_any_worker_the_pages_say_so():
     assert get(app, "/v1/models").json()["data"] == []
 
 
-def test_a_version_that_is_not_named_any_more_is_left_when_its_last_request_is_over():
+def test_unnamed_version_closes_after_its_last_request():
     async def scene(world: World) -> None:
         await world.routers.open(members(1, V1))
         router = world.versions.table[0].port

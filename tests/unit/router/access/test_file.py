@@ -18,7 +18,7 @@ def path(tmp_path):
     return tmp_path / "keys.json"
 
 
-def test_only_its_owner_may_read_a_file_that_is_written(path):
+def test_only_the_owner_may_read_the_file(path):
     write_keys(path, record("a", "ann"))
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each.name for each in read_keys(path)] == ["ann"]

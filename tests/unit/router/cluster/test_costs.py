@@ -65,7 +65,7 @@ PROMPTS = ((64, 0), (1024, 0), (8192, 0), (8192, 4096), (5000, 4096))
 STEPS = ((1, 500), (8, 60_000), (64, 600_000))
 
 
-def test_chunks_of_a_prompt_cost_what_the_prompt_costs_and_the_fixed_part_once_each():
+def test_chunks_cost_the_prompt_and_a_fixed_part_each():
     cost = H200.prefill
     chunks = [cost.seconds(end, start) for start, end in ((0, 4000), (4000, 8000), (8000, 9000))]
     assert sum(chunks) == pytest.approx(cost.seconds(9000) + 2 * cost.fixed_s)

@@ -33,7 +33,7 @@ def test_a_rate_is_unknown_until_it_was_measured():
     assert rate.s_per_unit == 0.25
 
 
-def test_a_rate_follows_what_is_measured_now():
+def test_rate_follows_recent_measurements():
     rate = Rate()
     for _ in range(20):
         rate.observe(10, 1.0)
@@ -69,7 +69,7 @@ def test_no_work_and_no_time_say_nothing(num_tokens, seconds):
     assert estimates.pull_s(P0, 100) is None
 
 
-def test_a_pull_costs_its_bytes_and_what_comes_with_them():
+def test_pull_costs_bytes_and_a_fixed_part():
     estimates = Estimates()
     estimates.observe_pull(D0, 10, seconds=0.1)
     assert estimates.pull_s(P0, 80) == pytest.approx(PULL_OVERHEAD_S + 0.2)
@@ -119,7 +119,7 @@ def test_steps_of_one_size_teach_how_long_a_step_is_and_nothing_of_contexts():
     assert estimates.step_s(D0, 1, 0) == pytest.approx(0.012, rel=0.1)
 
 
-def test_what_is_known_beforehand_holds_until_more_is_known():
+def test_prior_costs_hold_until_enough_is_measured():
     prior = WorkerCosts(PrefillCost(0.0, 0.5), DecodeCost(0.25, 0.0, 0.0), PullCost(1.0, 0.0, 1e9))
     estimates = Estimates(prior)
     assert estimates.prefill_s(P0, 3, 1) == 1.0
@@ -130,7 +130,7 @@ def test_what_is_known_beforehand_holds_until_more_is_known():
     assert estimates.prefill_s(P0, 3, 1) == 1.0
 
 
-def test_of_what_is_well_known_not_every_observation_is_paid_for():
+def test_well_known_class_skips_observations():
     estimates = Estimates()
     taken = []
     estimates._online.observe_step = lambda worker_class, step: taken.append(step)
@@ -146,7 +146,7 @@ def test_how_late_busy_workers_answer_is_learned():
     assert estimates.offer_s() == pytest.approx(0.4, rel=0.01)
 
 
-def test_what_was_forgotten_is_not_learned_again_from_prompts_of_one_length():
+def test_forgotten_fit_is_not_relearned_from_one_length():
     """The square explains one length as well as the length does, and others ten times too slow."""
     estimates = Estimates()
     for number in range(40):

@@ -35,7 +35,7 @@ def test_only_answers_with_a_like_bound_count():
     assert lengths.nearly_longest(4000) == 4000
 
 
-def test_what_answers_were_long_ago_is_forgotten():
+def test_old_lengths_are_forgotten():
     lengths = AnswerLengths()
     for _ in range(300):
         lengths.observe(1000, 900)
@@ -44,7 +44,7 @@ def test_what_answers_were_long_ago_is_forgotten():
     assert (lengths.nearly_longest(1000), lengths.mean(1000)) == (30, 30.0)
 
 
-def test_what_is_left_of_an_answer_is_judged_by_those_that_were_longer():
+def test_rest_of_an_answer_is_predicted_from_longer_ones():
     lengths = AnswerLengths()
     for _ in range(ENOUGH):
         lengths.observe(100, 10)

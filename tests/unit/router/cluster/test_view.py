@@ -29,7 +29,7 @@ def test_promises_add_up_and_are_credited_back_one_by_one(worker):
     ClusterView({"m0": worker}).validate()
 
 
-def test_what_is_credited_back_twice_counts_once(worker):
+def test_second_release_of_a_claim_is_ignored(worker):
     worker.reserve_prefill("a", 7)
     worker.reserve_decode("b", 3)
     for seq_id in ("a", "b", "a", "never promised"):
@@ -55,7 +55,7 @@ def test_promising_twice_is_a_bug(worker):
 
 
 @pytest.mark.parametrize("field", ["reserved_tokens", "reserved_blocks"])
-def test_a_sum_that_is_not_the_sum_of_its_parts_is_found(worker, field):
+def test_validate_finds_a_wrong_sum(worker, field):
     view = ClusterView({"m0": worker})
     view.validate()
     setattr(worker, field, 1)
@@ -68,7 +68,7 @@ def joined(view: ClusterView, name: str, role: Role, num_blocks: int, *, local: 
     return view.add(replace(info, prefills_locally=local))
 
 
-def test_the_longest_request_is_what_some_worker_of_each_role_holds():
+def test_capacity_is_the_least_of_the_largest_workers_of_each_role():
     view = ClusterView()
     assert view.capacity_tokens is None
     joined(view, "p0", Role.PREFILL, 10)

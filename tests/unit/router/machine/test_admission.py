@@ -81,7 +81,7 @@ def refused(effects) -> list[Rejected]:
 # ---------------------------------------------------------------- one decision
 
 
-def test_who_would_wait_too_long_for_a_first_token_is_told_when_to_come_again():
+def test_predicted_late_request_is_refused_with_retry_after():
     router = machine(welcome("p0"), welcome("d0"), slo_ttft_s=3.0)
     for number in range(3):  # one second each
         assert not refused(router.handle(arrival(f"r{number}", 0.1 * number), 0.0))
@@ -94,7 +94,7 @@ def test_who_would_wait_too_long_for_a_first_token_is_told_when_to_come_again():
     router.validate()
 
 
-def test_what_is_cached_somewhere_is_not_waited_for():
+def test_cached_prefix_shortens_the_predicted_wait():
     router = machine(welcome("p0"), welcome("p1"), welcome("d0"), slo_ttft_s=0.5)
     event = arrival("r", 0.0)
     assert refused(router.handle(event, 0.0))
@@ -114,7 +114,7 @@ def test_a_prompt_that_a_decode_worker_has_time_for_does_not_wait_for_others():
     router.validate()
 
 
-def test_where_nobody_is_there_to_prefill_those_that_can_are_counted():
+def test_without_prefill_workers_local_prefillers_count():
     router = machine(welcome("p0"), welcome("d0"), slo_ttft_s=1.5)
     router.handle(FromWorker("d0", RoleChanged(Role.DECODE, prefills_locally=True)), 0.0)
     router.handle(FromWorker("p0", RoleChanged(Role.DRAINED)), 0.0)
@@ -133,7 +133,7 @@ def test_a_request_may_bring_bounds_of_its_own():
     assert router.counters["rejected", "tokens slow"] == 1
 
 
-def test_without_a_bound_or_a_prediction_nobody_is_refused_early():
+def test_without_bound_or_prediction_no_request_is_refused_early():
     for router in (
         machine(welcome("p0"), welcome("d0")),
         machine(welcome("p0"), welcome("d0"), estimates=Estimates(), slo_ttft_s=1e-3),
@@ -159,7 +159,7 @@ def test_a_full_queue_says_when_half_of_it_is_predicted_to_be_gone():
     assert outcome.retry_after_s == pytest.approx(8.0 / 2 / 2)
 
 
-def test_memory_that_is_full_is_waited_for_in_the_prediction():
+def test_prediction_includes_the_wait_for_memory():
     # 13 blocks hold one sequence; it ends after a second of prefill and a hundred steps of 11 ms
     router = machine(welcome("p0"), welcome("d0", num_blocks=13), slo_ttft_s=2.5)
     assert not refused(router.handle(arrival("r", 0.0), 0.0))

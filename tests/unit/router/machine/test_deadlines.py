@@ -8,7 +8,7 @@ from router.machine.deadlines import LEAST_STALE, MAX_STALE, Deadlines
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 
 
-def test_the_soonest_is_found_and_those_that_are_due_are_taken_once():
+def test_soonest_is_found_and_due_ones_are_taken_once():
     deadlines = Deadlines()
     assert deadlines.soonest_s() is None
     for request_id, due_s in ((A, 3.0), (B, 1.0), (C, 2.0)):
@@ -20,7 +20,7 @@ def test_the_soonest_is_found_and_those_that_are_due_are_taken_once():
     assert deadlines.soonest_s() == 3.0
 
 
-def test_what_is_noted_anew_counts_whether_sooner_or_later():
+def test_a_new_note_counts_if_sooner_or_later():
     deadlines = Deadlines()
     deadlines.note(A, 3.0)
     deadlines.note(A, 2.0)
@@ -32,7 +32,7 @@ def test_what_is_noted_anew_counts_whether_sooner_or_later():
     assert deadlines.soonest_s() is None
 
 
-def test_what_is_forgotten_falls_due_no_more():
+def test_forgotten_requests_are_never_due():
     deadlines = Deadlines()
     deadlines.note(A, 1.0)
     deadlines.forget(A)

@@ -85,7 +85,7 @@ class Predicting(Driver):
 # ---------------------------------------------------------------- reasons
 
 
-def test_a_decision_says_what_was_known_and_what_was_predicted():
+def test_decision_holds_what_was_known_and_predicted():
     driver = Predicting("p0", "p1", "d0")
     driver.holds("p1", LONG[:40])
     driver.request("r")
@@ -101,7 +101,7 @@ def test_a_decision_says_what_was_known_and_what_was_predicted():
     assert driver.machine.counters["placed", "least TTFT"] == 1
 
 
-def test_a_prefix_that_is_pulled_is_among_the_reasons():
+def test_pulled_prefix_is_among_the_reasons():
     driver = Predicting("p0", "d0")
     driver.holds("d0", LONG[:80])
     [(holder, _)] = sent(driver.request("r"), OfferPrefix)
@@ -116,7 +116,7 @@ def test_a_prefix_that_is_pulled_is_among_the_reasons():
 # ---------------------------------------------------------------- workers' own news of blocks
 
 
-def test_what_a_worker_tells_of_its_blocks_is_believed_and_nothing_else():
+def test_block_events_replace_own_observations():
     driver = Predicting("p0", "d0")
     known = driver.machine.prefixes
     hashes = hash_blocks(LONG, 4)
@@ -132,7 +132,7 @@ def test_what_a_worker_tells_of_its_blocks_is_believed_and_nothing_else():
     assert driver.machine.counters["blocks unheard", "silent"] == 1
 
 
-def test_news_of_blocks_of_a_worker_that_is_lost_are_ignored():
+def test_block_events_of_lost_workers_are_ignored():
     driver = Predicting("p0", "d0")
     driver.holds("p0", LONG)
     driver.handle(WorkerLost("p0", "gone"))
@@ -145,7 +145,7 @@ def test_news_of_blocks_of_a_worker_that_is_lost_are_ignored():
     assert driver.machine.prefixes.longest(hash_blocks(LONG, 4)) == {"p0": 25}
 
 
-def test_what_is_predicted_of_workers_is_told_for_all_that_is_promised_to_them():
+def test_forecast_includes_all_promises():
     driver = Predicting("p0", "d0", "m0")
     workers = driver.machine.view.workers
 
@@ -240,7 +240,7 @@ def learned(*workers: str, num_blocks: int = 100) -> Predicting:
     return driver
 
 
-def test_memory_is_promised_for_what_answers_come_to_and_not_for_what_they_may():
+def test_memory_is_reserved_for_predicted_lengths():
     driver = learned("p0", "d0", num_blocks=30)
     driver.request("a", range(8), max_tokens=100)
     claim = driver.machine.view.workers["d0"].decodes["a.0"]
@@ -297,14 +297,14 @@ def test_a_client_that_leaves_the_queue_leaves_its_turn_to_others():
     assert driver.machine.state.queued_s == 0.0
 
 
-def test_a_mixed_worker_computes_the_short_rest_of_what_it_holds():
+def test_mixed_worker_computes_the_short_rest_of_its_prefix():
     driver = Predicting("p0", "m0")
     driver.holds("m0", LONG[:96])
     [(worker, _)] = sent(driver.request("r"), Generate)
     assert worker == "m0"
 
 
-def test_a_decode_worker_is_chosen_by_the_pace_that_is_left():
+def test_decode_worker_is_chosen_by_its_pace():
     driver = Predicting("p0", "d0", "d1", prefill_backlog_s=100.0)
     for name in "abc":
         driver.request(name)

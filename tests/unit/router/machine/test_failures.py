@@ -143,7 +143,7 @@ def test_requests_of_a_lost_worker_keep_their_order():
     assert [m.seq_id[0] for _, m in sent(effects, Prefill)] == names
 
 
-def test_requests_of_a_lost_worker_go_before_those_that_wait():
+def test_requests_of_a_lost_worker_go_first():
     driver = Driver("p0", "d0", prefill_backlog_tokens=10)
     for name in ("a", "b", "c"):  # five tokens each: the third one waits
         driver.ask(name)
@@ -154,7 +154,7 @@ def test_requests_of_a_lost_worker_go_before_those_that_wait():
     assert driver.machine.queue_len == 1
 
 
-def test_a_worker_that_joins_is_given_what_waits():
+def test_joining_worker_gets_waiting_requests():
     driver = Driver("p0", "d0", prefill_backlog_tokens=1)
     driver.ask("a")
     driver.ask("b")
@@ -191,7 +191,7 @@ OLD_NEWS: list[tuple[str, ToGateway]] = [
 
 @pytest.mark.parametrize(("worker", "message"), OLD_NEWS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_news_of_an_attempt_that_is_over_change_nothing(stage, worker, message):
+def test_messages_of_a_past_attempt_change_nothing(stage, worker, message):
     driver = in_stage(stage)
     driver.say("d0", GivenBack("r.0", "preempted"))
     deadline_s = driver.machine.next_wake_s()
@@ -200,7 +200,7 @@ def test_news_of_an_attempt_that_is_over_change_nothing(stage, worker, message):
 
 
 @pytest.mark.parametrize(("worker", "message"), OLD_NEWS)
-def test_news_of_a_request_that_is_over_change_nothing(worker, message):
+def test_messages_of_a_past_request_change_nothing(worker, message):
     driver = in_stage("decoding")
     driver.handle(ClientGone(RequestId("r")))
     assert driver.say(worker, message) == []
@@ -307,7 +307,7 @@ def test_an_impossible_request_does_not_keep_others_waiting():
     assert sent(driver.ask("small"), Prefill)
 
 
-def test_decode_memory_that_is_promised_is_not_promised_again():
+def test_decode_memory_is_not_promised_twice():
     driver = Driver("p0", "d0", num_blocks=5)  # three blocks each
     driver.ask("a")
     driver.say("p0", PrefillStarted("a.0", 0, LEASE))
@@ -383,7 +383,7 @@ def test_every_news_moves_the_deadline():
     assert driver.machine.next_wake_s() == said_s + allowed_s
 
 
-def test_a_request_that_was_being_answered_fails_when_nobody_has_room_for_the_rest():
+def test_started_request_fails_without_room_for_the_rest():
     driver = in_stage("answering", "p0", "d0", prefill_backlog_tokens=1, queue_timeout_s=30.0)
     driver.ask("b")
     driver.say("d0", GivenBack("r.0", "preempted"))  # b has the prefill worker by now
@@ -396,7 +396,7 @@ def test_a_request_that_was_being_answered_fails_when_nobody_has_room_for_the_re
     assert driver.machine.num_flights == 1
 
 
-def test_nobody_has_a_deadline_when_there_is_nobody():
+def test_without_requests_there_is_no_deadline():
     driver = in_stage("decoding")
     driver.handle(ClientGone(RequestId("r")))
     assert driver.machine.next_wake_s() is None
@@ -420,7 +420,7 @@ def test_a_load_report_of_a_lost_worker_is_ignored():
     assert driver.handle(FromWorker("d0", REPORT)) == []
 
 
-def test_what_belongs_to_the_handshake_is_ignored():
+def test_handshake_messages_are_ignored():
     driver = in_stage("decoding")
     welcome = driver.machine.view.workers["d0"].info
     assert welcome.version == PROTOCOL_VERSION
@@ -428,7 +428,7 @@ def test_what_belongs_to_the_handshake_is_ignored():
     assert driver.say("d0", Refused("why not")) == []
 
 
-def test_what_no_worker_could_do_is_not_tried_again():
+def test_impossible_request_is_not_retried():
     driver = in_stage("sent")
     effects = driver.say("p0", GivenBack("r.0", "grammar: too costly", hopeless=True))
     [outcome] = ends(effects)
@@ -438,7 +438,7 @@ def test_what_no_worker_could_do_is_not_tried_again():
 # ---------------------------------------------------------------- steps that do not end
 
 
-def test_a_step_may_take_many_times_what_is_predicted_and_never_less_than_a_bound():
+def test_step_deadline_is_a_multiple_of_the_prediction_above_a_bound():
     driver = Driver("p0", "d0", stuck_step_s=5.0, progress_timeout_s=60.0)
     machine, workers = driver.machine, driver.machine.view.workers
     assert machine.longest_step_s("p0") == 60.0  # what it computes is for others

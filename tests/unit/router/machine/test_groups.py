@@ -121,7 +121,7 @@ def test_if_the_same_workers_have_no_room_others_are_taken():
     assert list(group.machine.view.workers["d1"].decodes) == [seq_id]
 
 
-def test_held_requests_keep_nobody_waiting():
+def test_held_requests_do_not_block_the_queue():
     group = Group("p0", "d0")
     group.ask_all(3)
     assert seqs(group.ask("next")) == [("p0", "next.0")]
@@ -146,7 +146,7 @@ def test_held_requests_count_as_waiting():
     assert isinstance(ends(group.ask("next"))[0], Rejected)
 
 
-def test_who_comes_when_the_prompt_is_there_does_not_wait():
+def test_late_follower_of_a_computed_prompt_does_not_wait():
     group = Group("p0", "d0")
     group.ask_all(1)
     group.start_leader()
@@ -186,7 +186,7 @@ def test_a_leader_without_news_lets_the_others_go_with_its_own_deadline():
     assert sorted(seq_id for _, seq_id in seqs(effects)) == ["r-1.0", "r.1"]
 
 
-def test_held_requests_of_a_leader_that_nobody_places_wait_no_longer_than_twice_its_time():
+def test_followers_of_an_unplaced_leader_wait_at_most_twice_its_time():
     group = Group("p0", "d0", prefill_backlog_tokens=1, queue_timeout_s=5.0)
     group.ask("long")
     group.ask_all(2)
@@ -240,7 +240,7 @@ def test_log_probabilities_are_delivered_with_their_tokens():
     assert more.prompt_logprobs == ()
 
 
-def test_the_prompt_is_scored_again_only_if_nobody_was_told():
+def test_prompt_is_scored_again_only_if_not_delivered():
     group = Group("p0", "p1", "d0")
     group.ask_all(1, prompt_logprobs=0)
     [(_, again)] = sent(group.say("p0", GivenBack("r.0", "lease expired")), Prefill)
@@ -293,7 +293,7 @@ def test_a_preempted_request_waits_until_its_worker_reports_room_for_all_of_it()
     assert seqs(group.say("d0", report(4), after_s=0.1)) == [("p0", "r.1")]
 
 
-def test_what_a_worker_reported_before_it_ran_out_does_not_count():
+def test_reports_before_the_preemption_do_not_count():
     group = Group("p0", "d0")
     group.ask_all(1)
     group.hand_over("r.0")
@@ -344,7 +344,7 @@ def test_a_preemption_that_brought_nothing_is_a_failed_attempt():
     assert "preempted" in outcome.message
 
 
-def test_nobody_takes_the_place_of_a_preempted_request_while_it_waits():
+def test_preempted_request_keeps_its_place_at_the_head():
     group = preempted("p0", "d0", num_blocks=6)
     assert not sent(group.ask("next"), Prefill)
     assert seqs(group.say("d0", report(6), after_s=0.1)) == [("p0", "r.1")]

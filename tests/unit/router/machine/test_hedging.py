@@ -69,7 +69,7 @@ def is_clear(driver: Driver) -> bool:
     )
 
 
-def test_a_prompt_is_computed_again_after_a_multiple_of_what_was_predicted():
+def test_prompt_is_hedged_after_a_multiple_of_its_prediction():
     driver = cluster()
     [(first, _)] = sent(driver.ask(), Prefill)
     assert driver.machine.next_wake_s() == pytest.approx(driver.now_s + 3 * PREDICTED_S)
@@ -182,7 +182,7 @@ def test_two_attempts_without_news_in_time_are_both_given_up():
     assert again.seq_id == "r.2"
 
 
-def test_where_nobody_has_room_it_is_tried_again():
+def test_hedge_without_room_is_tried_again():
     driver = cluster("p0", "d0")
     driver.ask()
     assert tick(driver, 3 * PREDICTED_S) == []

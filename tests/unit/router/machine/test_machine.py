@@ -264,7 +264,7 @@ def test_a_prefill_worker_lost_after_the_kv_is_over_costs_nothing(pair):
     assert ends(pair.say("d0", Tokens("r.0", [8], FinishReason.STOP)))
 
 
-def test_a_sequence_that_is_given_back_is_placed_again(pair):
+def test_returned_sequence_is_placed_again(pair):
     pair.ask()
     pair.hand_over()
     effects = pair.say("d0", GivenBack("r.0", "no room"))
@@ -314,7 +314,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten():
     assert driver.machine.queue_len == 0
 
 
-def test_nobody_waits_in_the_queue_for_ever():
+def test_no_request_queues_for_ever():
     driver = Driver("p0", "d0", prefill_backlog_tokens=1, queue_timeout_s=5)
     driver.ask("a")
     driver.ask("b")

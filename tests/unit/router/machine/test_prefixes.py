@@ -95,7 +95,7 @@ def test_a_worker_that_holds_as_much_computes_without_asking():
     assert not sent(effects, OfferPrefix)
 
 
-def test_what_is_not_predicted_to_pay_is_computed(driver):
+def test_prefix_is_computed_if_pulling_is_slower(driver):
     effects = driver.ask("short", (*LONG[:4], 7))  # 40 ms of computing at most
     assert sent(effects, OfferPrefix)
     quick = Driver("p0", "p1", "d0")
@@ -129,7 +129,7 @@ def test_an_offer_of_nothing_means_that_all_is_computed_and_it_is_not_asked_for_
     assert holder == "p0"
 
 
-def test_what_a_worker_stored_after_it_answered_and_told_before_that_came_is_not_forgotten(driver):
+def test_blocks_stored_after_a_crossing_answer_are_kept(driver):
     told = [AllBlocksCleared(), stored(block_hashes(LONG), None, block_size=4)]
     driver.handle(BlocksChanged("d0", told))
     driver.ask("again", (*LONG, 7))
@@ -158,7 +158,7 @@ def test_an_offer_of_a_worker_that_was_not_asked_is_ignored(driver):
     assert driver.say("d0", PrefixOffered("again.0", OFFERED)) == []
 
 
-def test_a_holder_that_is_lost_before_its_offer_costs_only_the_prefix():
+def test_holder_lost_before_its_offer_costs_only_the_prefix():
     driver = learned("p0", "p1", "d0", "d1")
     driver.machine.prefixes.retract("d0", block_hashes(LONG))
     driver.ask("backlog", range(500, 540))
@@ -170,7 +170,7 @@ def test_a_holder_that_is_lost_before_its_offer_costs_only_the_prefix():
     assert driver.machine.counters["retried", "worker lost"] == 1  # of the backlog
 
 
-def test_a_holder_that_is_lost_after_its_offer_is_the_prefill_workers_affair():
+def test_holder_lost_after_its_offer_is_left_to_the_prefill_worker():
     driver = learned("p0", "p1", "d0", "d1")
     driver.machine.prefixes.retract("d0", block_hashes(LONG))
     driver.ask("backlog", range(500, 540))
@@ -247,7 +247,7 @@ def test_blocks_of_a_worker_that_was_lost_are_not_hoped_for():
     assert driver.machine.prefixes.longest(block_hashes(LONG)) == {"p0": 25}
 
 
-def test_a_request_that_is_alone_with_one_worker_hashes_nothing(monkeypatch):
+def test_single_worker_needs_no_hashes(monkeypatch):
     def never(*args):
         raise AssertionError("hashed for nothing")
 

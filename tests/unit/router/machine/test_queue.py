@@ -41,14 +41,14 @@ def test_a_lower_number_is_served_earlier(queue):
     assert drain(queue) == ["urgent", "normal", "later"]
 
 
-def test_what_comes_back_is_first_and_the_last_to_come_back_before_the_others(queue):
+def test_returned_requests_go_first_latest_before_earlier(queue):
     put(queue, "urgent", priority=-9)
     queue.put_back("second", work=1.0)
     queue.put_back("first", work=1.0)
     assert drain(queue) == ["first", "second", "urgent"]
 
 
-def test_the_head_stays_until_it_is_taken_or_somebody_goes_before_it(queue):
+def test_head_stays_until_taken_or_overtaken(queue):
     put(queue, "a", tenant="x", work=25.0)
     put(queue, "b", tenant="y", work=25.0)
     head = queue.head()
@@ -67,7 +67,7 @@ def test_tenants_take_turns_however_many_requests_one_has(queue):
     assert drain(queue, 4) == ["many-0", "few-0", "many-1", "few-1"]
 
 
-def test_who_sends_long_requests_is_served_as_much_and_not_as_often(queue):
+def test_tenant_with_long_requests_gets_equal_work_less_often(queue):
     for number in range(30):
         put(queue, f"long-{number}", tenant="long", work=40.0)
         for part in range(4):
@@ -90,7 +90,7 @@ def test_a_tenant_that_leaves_takes_nothing_along(queue):
     assert drain(queue) == ["d", "c"]
 
 
-def test_what_is_not_there_cannot_be_taken_and_what_is_there_not_put_twice(queue):
+def test_absent_requests_cannot_be_taken_nor_present_ones_put_twice(queue):
     put(queue, "a")
     assert "a" in queue
     assert "b" not in queue

@@ -84,7 +84,7 @@ def moving(copying) -> Driver:
     return copying
 
 
-def test_what_runs_where_nobody_decodes_any_more_is_handed_over_and_has_room_elsewhere(moving):
+def test_sequence_moves_with_room_reserved_when_its_worker_stops_decoding(moving):
     assert promised(moving) == {"p0": 0, "d0": 7, "d1": 7}
     assert moving.machine.counters["role changed", "prefill"] == 1
 
@@ -132,7 +132,7 @@ def test_an_answer_that_ends_before_it_has_stopped_needs_no_room_elsewhere(movin
     assert moving.say("d0", HandedOver("r.0", None)) == []
 
 
-def test_a_client_that_leaves_meanwhile_frees_what_may_be_leased_already(moving):
+def test_leaving_client_frees_a_possible_lease(moving):
     effects = moving.handle(ClientGone(RequestId("r")))
     assert ends(effects) == [Cancelled()]
     assert ("d0", Cancel("r.1")) in sent(effects, Cancel)
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_afterwards_is_cancelled_at_both_ends(moving, news)
     assert set(sent(effects, Cancel)) == {("d0", Cancel("r.1")), ("d1", Cancel("r.1"))}
 
 
-def test_what_cannot_be_handed_over_is_prefilled_again_and_counts_as_no_attempt():
+def test_failed_hand_over_is_prefilled_again_without_counting():
     driver = Driver("p0", "d0", "d1", max_attempts=1)
     driver.ask(max_tokens=20)
     driver.hand_over()
@@ -174,7 +174,7 @@ def test_another_target_is_found_when_the_first_one_is_lost_and_the_source_need_
     assert driver.machine.counters["retried", ROLE_CHANGED] == 1
 
 
-def test_a_target_that_is_lost_afterwards_costs_a_prefill(moving):
+def test_target_lost_after_the_hand_over_costs_a_prefill(moving):
     moving.say("d0", HandedOver("r.0", MOVED))
     effects = moving.handle(WorkerLost("d1", "gone"))
     assert ("d0", Cancel("r.1")) in sent(effects, Cancel)
@@ -183,13 +183,13 @@ def test_a_target_that_is_lost_afterwards_costs_a_prefill(moving):
     assert again.seq_id == "r.2"
 
 
-def test_a_source_that_is_lost_before_its_blocks_are_pulled_costs_a_prefill(moving):
+def test_source_lost_before_the_pull_costs_a_prefill(moving):
     moving.say("d0", HandedOver("r.0", MOVED))
     [(worker, message)] = sent(moving.handle(WorkerLost("d0", "gone")), Prefill)
     assert (worker, message.token_ids) == ("p0", [1, 2, 3, 4, 5, 9, 8, 7])
 
 
-def test_a_source_that_is_lost_after_they_are_pulled_costs_nothing(moving):
+def test_source_lost_after_the_pull_costs_nothing(moving):
     moving.say("d0", HandedOver("r.0", MOVED))
     moving.say("d1", KvReady("r.1", 2, 0, "shm"))
     assert moving.handle(WorkerLost("d0", "gone")) == []
@@ -222,7 +222,7 @@ def test_the_copy_is_let_go_of_once_the_sequence_itself_has_come(moving):
     assert [e.message.seq_id for e in effects] == ["r.1", "r.1", "r.1.copy"]
 
 
-def test_what_has_no_block_to_copy_is_stopped_at_once(copying):
+def test_sequence_without_full_blocks_is_stopped_at_once(copying):
     effects = copying.say("d0", NOT_HELD)
     assert sent(effects, HandOver) == [("d0", HandOver("r.0", "r.1"))]
 
@@ -236,7 +236,7 @@ def test_less_than_a_block_is_not_offered():
     assert not sent(effects, OfferPrefix)
 
 
-def test_an_answer_that_ends_while_it_is_copied_leaves_nothing_at_either_end(copying):
+def test_answer_that_ends_while_copied_leaves_nothing(copying):
     copying.say("d0", PrefixOffered("r.1.copy", COPIED))
     effects = copying.say("d0", Tokens("r.0", [6], FinishReason.STOP))
     cancels = [("d0", Cancel("r.1.copy")), ("d1", Cancel("r.1.copy"))]
@@ -246,7 +246,7 @@ def test_an_answer_that_ends_while_it_is_copied_leaves_nothing_at_either_end(cop
 
 
 @pytest.mark.parametrize("news", ["gone", "another role"])
-def test_a_target_that_goes_before_the_sequence_has_stopped_costs_nothing(copying, news):
+def test_target_lost_before_the_stop_costs_nothing(copying, news):
     copying.say("d0", PrefixOffered("r.1.copy", COPIED))
     copying.join("d2")
     if news == "gone":
@@ -260,14 +260,14 @@ def test_a_target_that_goes_before_the_sequence_has_stopped_costs_nothing(copyin
     assert copying.machine.counters["retried", ROLE_CHANGED] == 0
 
 
-def test_a_sequence_without_any_target_left_goes_on_where_it_is(copying):
+def test_sequence_without_a_target_runs_on(copying):
     copying.handle(WorkerLost("d1", "gone"))
     assert list(copying.machine.state.moves.at(MoveStage.STRANDED)) == ["r"]
     assert delivered(copying.say("d0", Tokens("r.0", [6]))) == [(6,)]
     assert promised(copying) == {"p0": 0, "d0": 7}
 
 
-def test_a_worker_that_decodes_again_meanwhile_keeps_what_it_has(copying):
+def test_worker_that_decodes_again_keeps_sequences_being_copied(copying):
     effects = copying.say("d0", TO_DECODE)
     assert sent(effects, Cancel) == [("d0", Cancel("r.1.copy")), ("d1", Cancel("r.1.copy"))]
     assert promised(copying) == {"p0": 0, "d0": 7, "d1": 0}
@@ -278,7 +278,7 @@ def test_a_worker_that_decodes_again_too_late_has_told_it_to_stop(moving):
     assert sent(moving.say("d0", HandedOver("r.0", MOVED)), Decode)
 
 
-def test_a_copy_that_fails_is_made_elsewhere(copying):
+def test_failed_copy_is_repeated_elsewhere(copying):
     copying.say("d0", PrefixOffered("r.1.copy", COPIED))
     copying.join("d2")
     effects = copying.say("d1", GivenBack("r.1.copy", "pull failed: why"))
@@ -294,7 +294,7 @@ def be_late(driver: Driver, until_s: float):
     return driver.handle(Tick())
 
 
-def test_a_copy_that_does_not_come_in_time_is_begun_again_once_and_nobody_is_kept_apart_for_it(
+def test_late_copy_is_repeated_once_and_severs_no_workers(
     copying,
 ):
     timeout_s = copying.machine.state.config.move_timeout_s
@@ -335,9 +335,7 @@ def test_a_move_of_which_no_pull_succeeds_is_given_up_in_time_and_counts_as_no_a
 
 
 @pytest.mark.parametrize("reason", [WRONG_ROLE, ROLE_CHANGED, PREEMPTED])
-def test_a_copy_that_its_target_does_not_want_is_made_again_later_and_cuts_nobody_off(
-    copying, reason
-):
+def test_refused_copy_is_repeated_later_and_severs_no_workers(copying, reason):
     copying.say("d0", PrefixOffered("r.1.copy", COPIED))
     effects = copying.say("d1", GivenBack("r.1.copy", reason))
     assert not sent(effects, OfferPrefix)
@@ -348,7 +346,7 @@ def test_a_copy_that_its_target_does_not_want_is_made_again_later_and_cuts_nobod
     assert sent(copying.handle(Tick()), OfferPrefix)[0][1].seq_id == "r.2.copy"
 
 
-def test_who_loses_a_copy_that_had_come_leaves_at_once_and_is_not_copied_again():
+def test_sequence_that_loses_a_complete_copy_leaves_at_once():
     driver = leaving("abc")
     assert copy_one(driver, "a") == []
     effects = driver.say(target_of(driver, "a"), GivenBack("a.1.copy", PREEMPTED))
@@ -384,7 +382,7 @@ def test_steps_of_the_target_wait_for_it_where_little_is_left_to_pull(
     assert decode.is_moved is is_moved
 
 
-def test_few_are_copied_at_a_time_and_each_is_waited_for_from_its_turn_on(monkeypatch):
+def test_few_sequences_are_copied_at_a_time_with_deadlines_from_their_turn(monkeypatch):
     monkeypatch.setattr("router.machine.moving.COPY_AT_ONCE", 2)
     driver = Driver("p0", "d0")
     for name in "abcd":
@@ -425,21 +423,21 @@ def copy_one(driver: Driver, name: str) -> list[str]:
     return [m.seq_id for _, m in sent(effects, HandOver)]
 
 
-def test_those_of_a_worker_leave_together_when_all_are_copied_wherever_they_go():
+def test_sequences_of_a_worker_leave_together_when_all_are_copied():
     driver = leaving("abcd")
     assert {target_of(driver, name) for name in "abcd"} == {"d1", "d2"}
     told = [copy_one(driver, name) for name in "abcd"]
     assert told == [[], [], [], ["a.0", "b.0", "c.0", "d.0"]]
 
 
-def test_who_is_copied_does_not_wait_for_one_that_ends():
+def test_copied_sequence_does_not_wait_for_one_that_ends():
     driver = leaving("ab")
     assert copy_one(driver, "a") == []
     effects = driver.say("d0", Tokens("b.0", [6], FinishReason.STOP))
     assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
 
 
-def test_who_is_copied_waits_for_others_but_not_for_long():
+def test_copied_sequence_waits_for_others_for_a_bounded_time():
     driver = leaving("abc")
     assert copy_one(driver, "a") == []
     driver.now_s += 0.2
@@ -491,20 +489,20 @@ def stranded() -> Driver:
     return driver
 
 
-def test_who_finds_no_room_stays_and_is_moved_when_there_is_some(stranded):
+def test_stranded_sequence_moves_when_there_is_room(stranded):
     assert delivered(stranded.say("d0", Tokens("a.0", [8]))) == [(8,)]
     effects = stranded.say("d1", Tokens("b.0", [8], FinishReason.STOP))
     assert [(i, m.seq_id) for i, m in sent(effects, OfferPrefix)] == [("d0", "a.1.copy")]
 
 
-def test_who_finds_no_room_is_tried_again_after_a_while(stranded):
+def test_stranded_sequence_is_retried_every_second(stranded):
     assert stranded.machine.next_wake_s() == stranded.now_s + 1
     stranded.now_s += 1
     assert stranded.handle(Tick()) == []
     assert stranded.machine.next_wake_s() == stranded.now_s + 1
 
 
-def test_who_finds_no_room_for_long_goes_on_where_it_is(stranded):
+def test_sequence_stranded_for_long_runs_on(stranded):
     for _ in range(30):
         stranded.now_s += 1
         assert stranded.handle(Tick()) == []
@@ -525,7 +523,7 @@ def test_a_large_one_without_room_does_not_keep_a_smaller_one_from_it():
     assert list(driver.machine.state.moves.at(MoveStage.STRANDED)) == ["large"]
 
 
-def test_where_there_is_nobody_else_what_runs_goes_on_to_its_end():
+def test_without_other_workers_sequences_run_to_their_ends():
     driver = Driver("p0", "d0")
     driver.ask(max_tokens=20)
     driver.hand_over()
@@ -535,7 +533,7 @@ def test_where_there_is_nobody_else_what_runs_goes_on_to_its_end():
     assert ends(driver.say("d0", Tokens("r.0", [8], FinishReason.STOP)))
 
 
-def test_a_worker_that_decodes_again_keeps_what_it_has(stranded):
+def test_worker_that_decodes_again_keeps_stranded_sequences(stranded):
     stranded.say("d0", TO_DECODE)
     assert not stranded.machine.state.moves.at(MoveStage.STRANDED)
     stranded.now_s += 20
@@ -546,7 +544,7 @@ def test_a_worker_that_decodes_again_keeps_what_it_has(stranded):
 
 
 @pytest.mark.parametrize("num_news", range(3))
-def test_what_is_not_decoded_yet_begins_anew_elsewhere(num_news):
+def test_attempt_that_does_not_decode_yet_restarts_elsewhere(num_news):
     driver = Driver("p0", "d0", "d1", max_attempts=1)
     driver.ask(max_tokens=20)
     news = [PrefillStarted("r.0", 0, LEASE), PrefillDone("r.0", 9, None)]
@@ -587,7 +585,7 @@ def test_a_worker_that_only_says_that_it_is_not_there_for_it_is_not_asked_for_ev
     assert isinstance(outcome, Failed)
 
 
-def test_a_prompt_that_is_computed_where_nobody_decodes_any_more_is_moved_when_it_is_done():
+def test_prompt_on_a_worker_that_stopped_decoding_moves_when_done():
     driver = Driver("m0")
     driver.ask(max_tokens=20)
     driver.join("m1")
@@ -598,7 +596,7 @@ def test_a_prompt_that_is_computed_where_nobody_decodes_any_more_is_moved_when_i
     assert delivered(effects) == [(9,)]
 
 
-def test_decode_workers_that_can_prefill_stand_in_where_nobody_is_there_to_do_it():
+def test_local_prefillers_stand_in_without_prefill_workers():
     driver = Driver("p0", "d0")
     driver.say("d0", RoleChanged(Role.DECODE, prefills_locally=True))
     driver.say("p0", TO_NOTHING)

@@ -132,7 +132,7 @@ def test_a_stream_that_gave_its_room_goes_on_from_its_tokens():
     assert message.token_ids == [1, 2, 3, 4, 5, 9, 8, 7]
 
 
-def test_keys_come_to_share_the_workers_evenly_and_then_keep_what_they_have():
+def test_keys_converge_to_even_shares_and_keep_them():
     driver = filled()
     for number in range(100):
         driver.ask_as("b", f"b{number}", max_tokens=1000)
@@ -191,7 +191,7 @@ def test_of_1100_requests_of_one_key_another_keys_first_is_let_in():
     assert driver.machine.queue_len == 1024
 
 
-def test_keys_with_equal_parts_of_a_full_queue_take_nothing_from_each_other():
+def test_keys_with_equal_shares_of_a_full_queue_lose_nothing():
     driver = Keys("p0", prefill_backlog_tokens=10_000, max_queue=10)
     driver.join("d0", num_blocks=100_000, max_running=1)
     for i in range(6):
@@ -202,7 +202,7 @@ def test_keys_with_equal_parts_of_a_full_queue_take_nothing_from_each_other():
     assert "waiting already" in refused.message
 
 
-def test_without_keys_a_full_queue_refuses_who_comes():
+def test_without_keys_a_full_queue_refuses_new_requests():
     driver = Keys("p0", prefill_backlog_tokens=10_000, max_queue=4)
     driver.join("d0", num_blocks=100_000, max_running=1)
     for i in range(5):

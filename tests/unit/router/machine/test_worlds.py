@@ -124,7 +124,7 @@ def test_one_gateways_sequences_keep_the_others_away_too():
     assert (both.placed(0, "mine")[1], both.placed(1, "theirs")[1]) == ("d0", "d1")
 
 
-def test_what_all_have_promised_together_is_no_more_than_there_is():
+def test_gateways_together_never_promise_too_much():
     both = Gateways("p0", "d0", num_blocks=20)  # an answer has twelve blocks
     both.ask(0, "mine")
     both.compute(0, "p0", "mine.0")
@@ -136,7 +136,7 @@ def test_what_all_have_promised_together_is_no_more_than_there_is():
     assert both.machines[1].queue_len == 0
 
 
-def test_what_is_on_its_way_to_a_worker_is_nobody_elses():
+def test_claims_on_their_way_are_not_foreign():
     both = Gateways("p0", "d0")
     both.ask(0, "mine")
     both.workers["p0"].prompts.clear()  # as if the report had left before the prompt arrived
@@ -146,7 +146,7 @@ def test_what_is_on_its_way_to_a_worker_is_nobody_elses():
 
 
 @pytest.mark.parametrize("num_asked", [1, 2, 3])
-def test_both_see_the_same_sum_whoever_asked(num_asked):
+def test_gateways_see_the_same_total(num_asked):
     both = Gateways("m0")
     for number in range(num_asked):
         both.ask(number % 2, f"r{number}", num_tokens=4)

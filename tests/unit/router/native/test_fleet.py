@@ -345,7 +345,7 @@ def cluster_of(*roles, **fields):
     return Cluster(*(welcome(n, kinds[n[0]], local=n[0] == "l") for n in roles), **fields)
 
 
-def test_what_is_decided_is_reserved_for_the_next_decision():
+def test_decision_is_reserved_for_the_next_one():
     cluster = cluster_of("p0", "p1", "d0", "d1")
     first, second = (cluster.fleet.choose(NEED, [], 0.0) for _ in range(2))
     assert {first.placement.prefill, second.placement.prefill} == {"p0", "p1"}
@@ -354,7 +354,7 @@ def test_what_is_decided_is_reserved_for_the_next_decision():
     assert third.ttft_s == pytest.approx(2 * first.ttft_s)
 
 
-def test_what_was_claimed_instead_of_the_decision_counts():
+def test_claims_other_than_the_decision_count():
     cluster = cluster_of("p0", "p1", "d0")
     first = cluster.fleet.choose(NEED, [], 0.0)
     for name in ("p0", "p1"):
@@ -363,7 +363,7 @@ def test_what_was_claimed_instead_of_the_decision_counts():
     assert cluster.fleet.choose(NEED, [], 0.0).ttft_s == first.ttft_s
 
 
-def test_a_decode_worker_prefills_what_its_steps_have_time_for():
+def test_decode_worker_prefills_within_its_spare_time():
     cluster = cluster_of("p0", "l0", costs=QUICK)
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=1.0)
     assert cluster.fleet_choice(NEED).placement == Placement("l0", "l0")
@@ -387,7 +387,7 @@ def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
     assert cluster.fleet_choice(NEED, BLOCKS).placement == Placement("l0", "l0")
 
 
-def test_of_those_that_hold_something_only_who_holds_most_is_asked_to_prefill_locally():
+def test_only_the_longest_holder_is_asked_to_prefill_locally():
     costs = WorkerCosts(QUICK.prefill, DecodeCost(0.25, 2**-6, 0.0), QUICK.pull)
     cluster = Cluster(
         welcome("p0", P),
@@ -403,7 +403,7 @@ def test_of_those_that_hold_something_only_who_holds_most_is_asked_to_prefill_lo
         assert choice.placement == Placement("l2", "l2")
 
 
-def test_who_goes_on_decoding_has_memory_for_the_longest_answer():
+def test_local_prefill_needs_memory_for_the_longest_answer():
     small = welcome("m0", M, num_blocks=10)
     cluster = Cluster(welcome("p0", P), welcome("d0", D), small)
     cluster.hold("m0", BLOCKS)
@@ -459,7 +459,7 @@ def test_a_holder_that_can_answer_at_once_is_preferred():
         Need(5000, 5001),
     ],
 )
-def test_what_the_fleet_does_not_know_is_left_to_the_policy(need):
+def test_unknown_cases_are_left_to_the_policy(need):
     assert cluster_of("p0", "d0").fleet_choice(need) is None
 
 
@@ -491,7 +491,7 @@ def test_nothing_is_decided_before_something_was_measured():
     assert cluster.fleet_choice(NEED).ttft_s == pytest.approx(0.01 * NEED.num_tokens)
 
 
-def test_prompts_of_which_nobody_predicted_how_long_they_take_are_left_to_the_policy():
+def test_prompts_without_a_prediction_are_left_to_the_policy():
     cluster = cluster_of("p0", "p1", "d0")
     cluster.view.workers["p0"].reserve_prefill("s", 100)
     assert cluster.fleet_choice(NEED) is None
@@ -547,7 +547,7 @@ def test_a_worker_whose_first_prompt_takes_too_long_is_not_waited_for_by_the_clo
     assert ours == theirs == Busy(lacks=Role.PREFILL)
 
 
-def test_what_others_gave_to_a_worker_is_priced_anew_with_new_costs():
+def test_foreign_load_is_priced_anew_with_new_costs():
     cluster = cluster_of("p0", "d0")
     worker = cluster.view.workers["p0"]
     worker.report(LoadReport(*(0,) * 8, prompt_tokens=256), 0.0)
@@ -560,7 +560,7 @@ def test_what_others_gave_to_a_worker_is_priced_anew_with_new_costs():
     assert after.ttft_s > before.ttft_s + 0.5
 
 
-def test_nobody_decides_where_nobody_is():
+def test_without_workers_there_is_no_decision():
     cluster = cluster_of()
     assert cluster.fleet_choice(NEED) is None
     cluster.add(welcome("p0", P))

@@ -69,7 +69,7 @@ def test_a_worker_is_credited_with_as_much_as_it_can_hold_and_the_latest_of_that
     assert known.longest(hashes(range(16))) == {A: 2}  # its end went first
 
 
-def test_what_is_used_again_is_kept(known):
+def test_reused_blocks_are_kept(known):
     known.record(A, hashes(range(16)))
     known.record(A, hashes(range(100, 108)))
     known.record(A, hashes(range(16)))
@@ -87,7 +87,7 @@ def test_a_worker_that_comes_back_holds_nothing(known):
     assert known.longest(hashes(range(8))) == {}
 
 
-def test_what_a_worker_turns_out_not_to_hold_is_taken_back(known):
+def test_retracted_blocks_are_forgotten(known):
     three = hashes(range(12))
     known.record(A, three)
     known.retract(A, three[1:])
@@ -118,7 +118,7 @@ def test_stored_removed_and_cleared_are_believed(known):
 # ---------------------------------------------------------------- news and what was seen
 
 
-def test_a_worker_that_sends_news_is_not_credited_with_what_it_was_seen_to_use(index):
+def test_worker_with_block_events_gets_no_credit(index):
     seen, told = chain(4), chain(4, seed=1)
     index.record(A, seen)
     index.stored(A, told)
@@ -128,7 +128,7 @@ def test_a_worker_that_sends_news_is_not_credited_with_what_it_was_seen_to_use(i
     assert index.longest(told) == {A: 4}
 
 
-def test_what_a_worker_says_that_it_holds_is_not_taken_back_because_it_was_once_asked_in_vain(
+def test_retraction_does_not_override_block_events(
     index,
 ):
     index.stored(A, chain(4))
@@ -167,7 +167,7 @@ def test_of_thousands_of_owners_each_is_found_with_its_depth():
     index.validate()
 
 
-def test_a_new_worker_does_not_inherit_what_one_that_left_held(index):
+def test_new_worker_does_not_inherit_blocks_of_a_slot(index):
     for _ in range(3):
         index.stored(A, chain(24))
         index.forget(A)

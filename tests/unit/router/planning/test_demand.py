@@ -62,7 +62,7 @@ def test_arrivals_are_rates_since_the_last_look():
     assert (again.requests_per_s, again.prefill_s_per_s) == (0.0, 0.0)
 
 
-def test_who_waits_for_a_prefill_worker_is_told_in_seconds():
+def test_wait_for_prefill_is_reported_in_seconds():
     machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE)
     machine.demand.observe(0.0)
     for number in range(3):
@@ -73,7 +73,7 @@ def test_who_waits_for_a_prefill_worker_is_told_in_seconds():
     assert (seen.num_queued, seen.queued_tokens) == (0, 0)
 
 
-def test_who_waited_before_anybody_observed_counts_as_well():
+def test_requests_queued_before_the_first_observation_count():
     machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE)
     for number in range(3):
         ask(machine, f"r{number}")
@@ -81,7 +81,7 @@ def test_who_waited_before_anybody_observed_counts_as_well():
 
 
 @pytest.mark.parametrize("after_s", [0.01 * number for number in range(8)])
-def test_who_waits_for_a_prefill_worker_does_so_too_when_nobody_knows_how_long(after_s):
+def test_wait_for_prefill_counts_without_a_prediction(after_s):
     """Behind the first prompt, which is late, there are others: no time is told for the next."""
     machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE, num_blocks=1000)
     machine.demand.observe(0.0)
@@ -116,7 +116,7 @@ def test_without_prefill_workers_all_wait_for_one():
     assert (seen.num_queued, seen.queued_s) == (0, pytest.approx(0.4))
 
 
-def test_who_waits_for_a_decode_worker_is_told_in_requests():
+def test_wait_for_decode_is_reported_in_requests():
     machine = machine_of(
         Role.PREFILL, Role.PREFILL, Role.DECODE, num_blocks=LAYOUT.num_blocks_for(50)
     )
@@ -127,7 +127,7 @@ def test_who_waits_for_a_decode_worker_is_told_in_requests():
     assert (seen.num_queued, seen.queued_tokens, seen.queued_s) == (2, 80, 0.0)
 
 
-def test_who_is_refused_has_asked_all_the_same():
+def test_refused_requests_count_as_demand():
     machine = machine_of(Role.PREFILL, Role.DECODE, slo_ttft_s=0.1)
     machine.demand.observe(0.0)
     [end] = ask(machine, "r")
@@ -135,7 +135,7 @@ def test_who_is_refused_has_asked_all_the_same():
     assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.4)
 
 
-def test_what_decode_workers_compute_is_not_asked_of_prefill_workers():
+def test_local_prefill_is_not_demand_on_prefill_workers():
     machine = machine_of(Role.DECODE, locally=True)
     machine.demand.observe(0.0)
     ask(machine, "a")
@@ -146,7 +146,7 @@ def test_what_decode_workers_compute_is_not_asked_of_prefill_workers():
     assert seen.prefilling_s == 0.0
 
 
-def test_what_decode_workers_compute_again_is_not_taken_off_again():
+def test_repeated_local_prefill_is_subtracted_once():
     machine = machine_of(Role.DECODE, locally=True)
     machine.demand.observe(0.0)
     ask(machine, "a")
@@ -163,7 +163,7 @@ def test_without_workers_nothing_is_predicted():
     assert machine.demand.observe(1.0).decode_cost is None
 
 
-def test_decode_costs_are_those_of_workers_that_decode():
+def test_decode_costs_come_from_decode_workers():
     assert machine_of(Role.PREFILL, Role.DECODE).demand.observe(0.0).decode_cost == COSTS.decode
     assert machine_of(Role.PREFILL).demand.observe(0.0).decode_cost is None
 
@@ -189,7 +189,7 @@ def test_however_many_ask_it_is_observed_once_a_second():
     assert observer.latest(2.0).requests_per_s == 0.0
 
 
-def test_who_rests_begins_anew(monkeypatch):
+def test_demand_starts_anew_after_a_rest(monkeypatch):
     machine = machine_of(Role.PREFILL, Role.DECODE)
     observer = Observer(machine.demand)
     observer.latest(0.0)
@@ -203,7 +203,7 @@ def test_who_rests_begins_anew(monkeypatch):
     assert observer.latest(61.0).requests_per_s == pytest.approx(1.0)
 
 
-def test_nothing_is_looked_up_where_nobody_observes(monkeypatch):
+def test_nothing_is_looked_up_without_an_observer(monkeypatch):
     machine = machine_of(Role.PREFILL, Role.DECODE)
     monkeypatch.setattr(machine.demand, "_prefill_s", lambda flight: 1 / 0)
     ask(machine, "early")

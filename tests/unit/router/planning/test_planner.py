@@ -83,13 +83,13 @@ def test_a_queue_is_answered_at_the_first_look():
     assert "10.00 s wait" in plan.reasons[0]
 
 
-def test_who_waits_for_a_decode_worker_counts_there():
+def test_requests_waiting_for_decode_count_there():
     waiting = seen(1.0, 90, num_queued=200, queued_tokens=200 * 8000)
     plan = look(waiting, pools(8, 2))
     assert plan.decode > 4
 
 
-def test_what_decodes_now_keeps_its_workers_however_many_prompts_wait():
+def test_running_sequences_keep_their_workers():
     planner = at_rest(pools(2, 14))
     busy = seen(30.0, 600, queued_s=300.0)  # holds 11.4 workers
     plan = planner.decide(busy, pools(2, 14), 0.0)
@@ -103,7 +103,7 @@ def test_at_most_half_of_a_pool_goes_at_once():
     assert plan.decode == 8
 
 
-def test_memory_that_is_short_counts_as_well_as_pace():
+def test_short_memory_counts_like_pace():
     plenty = replace(seen(0.5, 10), reserved_tokens=4_000_000)
     plan = look(plenty, pools(8, 2))
     assert plan.decode >= 6
@@ -213,7 +213,7 @@ def test_a_worker_that_never_comes_is_wanted_and_keeps_its_place_but_is_no_capac
     decoding=st.integers(0, 2000),
     room=st.integers(0, 30),
 )
-def test_who_is_absent_stays_wanted_within_all_bounds(sizes, work, decoding, room):
+def test_absent_workers_count_towards_the_target_size(sizes, work, decoding, room):
     prefill, decode, absent_prefill, absent_decode = sizes
     absent = {
         "absent_prefill": min(absent_prefill, prefill),
@@ -237,7 +237,7 @@ def test_each_change_has_a_deadline_of_its_own():
     assert not plans[30].is_held
 
 
-def test_missing_reports_take_nothing_away_until_a_gateway_is_taken_to_be_gone():
+def test_missing_reports_shrink_nothing_until_a_gateway_counts_as_gone():
     planner, load = Planner(RULES), seen(10.0, 20, queued_s=20.0)
     plans = [planner.decide(load, pools(2, 14, num_gateways=2), float(t)) for t in range(31)]
     assert all(plan.prefill == 2 for plan in plans[:30])
@@ -262,7 +262,7 @@ def test_an_operator_s_edit_is_where_it_goes_on_from():
     assert later[-1].prefill >= 7
 
 
-def test_a_planner_that_was_just_started_does_not_know_what_was_ordered_before():
+def test_new_planner_waits_for_one_cool_down():
     planner, load = Planner(RULES), seen(10.0, 20, queued_s=20.0)
     plans = [planner.decide(load, pools(2, 14), 100.0 + second) for second in range(16)]
     assert all(plan.prefill == 2 for plan in plans[:15])
@@ -309,7 +309,7 @@ def test_the_total_stays_without_a_limit():
     assert after([seen(2.0, 60)] * 301, pools(8, 8)).nodes == 16
 
 
-def test_who_comes_joins_the_pool_that_is_shorter_as_far_as_there_is_room():
+def test_new_workers_join_the_shorter_pool_within_room():
     rules = replace(RULES, max_total=24)
     overload = [seen(17.0, 300)] * 31
     plan = after(overload, pools(10, 6, room=19), rules)
@@ -320,7 +320,7 @@ def test_who_comes_joins_the_pool_that_is_shorter_as_far_as_there_is_room():
     assert (plan.prefill, plan.decode) == (18, 6)
 
 
-def test_who_goes_leaves_the_pool_that_has_more_to_spare():
+def test_workers_leave_the_pool_with_more_to_spare():
     rules = replace(RULES, max_total=16)
     plan = after([seen(2.0, 60)] * 301, pools(8, 8, room=16), rules)
     assert (plan.prefill, plan.decode) == (5, 3)

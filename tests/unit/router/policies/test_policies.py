@@ -216,7 +216,7 @@ def test_memory_may_be_filled_exactly():
         "mixed cannot hold the answer, and would have to",
     ],
 )
-def test_what_no_live_worker_could_ever_serve_is_impossible(workers, reason):
+def test_request_beyond_every_live_worker_is_impossible(workers, reason):
     choice = place(*workers)
     assert isinstance(choice, Impossible)
     assert reason in choice.reason
@@ -227,7 +227,7 @@ def test_a_prompt_goes_to_a_worker_that_can_hold_it():
     assert place(small, large, D0) == Placement("p1", "d0")
 
 
-def test_what_is_too_large_stays_impossible_however_full_the_workers_are():
+def test_too_large_request_stays_impossible_on_full_workers():
     choice = place(worker("p0", tokens=20), worker("d0", num_blocks=3, blocks=3))
     assert isinstance(choice, Impossible)
 
@@ -304,7 +304,7 @@ def source_in(view, known, sink="p0"):
     ],
     ids=["nobody", "itself", "as much", "less", "more", "most", "by name", "lost"],
 )
-def test_a_prefix_comes_from_whoever_holds_most_of_it_and_more_than_is_here(held, expected):
+def test_prefix_is_pulled_from_the_longest_holder(held, expected):
     assert source(held) == expected
 
 

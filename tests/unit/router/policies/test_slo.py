@@ -223,14 +223,14 @@ def test_unless_there_is_a_queue_for_it():
 
 
 @pytest.mark.parametrize(("num_cached", "prefill"), [(97, "m0"), (96, "p0")])  # beside 11 ms
-def test_those_that_decode_there_are_not_held_up_for_longer_than_their_bound(num_cached, prefill):
+def test_mixed_worker_does_not_hold_up_its_sequences_beyond_the_bound(num_cached, prefill):
     known = Costs({"m0": num_cached}, pull_token_s=None)
     need = Need(num_tokens=100, max_len=120, tpot_bound_s=0.05)
     choice = choose(worker("p0"), worker("m0", seqs=1), D0, known=known, need=need)
     assert choice.placement.prefill == prefill
 
 
-def test_where_all_do_both_somebody_has_to():
+def test_if_all_workers_are_mixed_one_is_taken():
     need = Need(num_tokens=100, max_len=120, tpot_bound_s=0.05)
     choice = choose(worker("m0", seqs=2), worker("m1", seqs=1), need=need)
     assert choice.placement == Placement("m1", "m1")

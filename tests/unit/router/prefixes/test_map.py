@@ -7,7 +7,7 @@ from router.prefixes.map import PrefixHashes
 
 
 @pytest.mark.parametrize("salt", [b"", b"s" * 32])
-def test_hashes_are_those_of_the_workers_and_computed_once(monkeypatch, salt):
+def test_hashes_equal_the_workers_and_are_computed_once(monkeypatch, salt):
     prefix, tokens = PrefixHashes(salt=salt), list(range(30))
     expected = hash_blocks(tokens, 4, salt)
     assert prefix.leading(tokens[:10], num_tokens=10, block_size=4) == expected[:2]

@@ -69,7 +69,7 @@ def on_disk(tmp_path, monkeypatch, disk: BadDisk) -> RecordingFile:
     return file
 
 
-def test_what_is_closed_is_complete_and_can_be_replayed(tmp_path):
+def test_closed_recording_is_complete_and_replays(tmp_path):
     file = RecordingFile(tmp_path / "there" / "r.jsonl", CONFIG)
     file.open()
     play(file)
@@ -90,7 +90,7 @@ def test_the_end_of_a_recording_that_was_cut_off_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["r.jsonl", "file/r.jsonl"])
-def test_where_nothing_can_be_written_that_is_said_at_the_start(tmp_path, name):
+def test_unwritable_folder_is_reported_at_the_start(tmp_path, name):
     (tmp_path / "r.jsonl").touch()  # no recording is ever written over
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot record"):
@@ -137,9 +137,7 @@ def test_one_that_was_never_opened_can_be_closed(tmp_path):
     RecordingFile(tmp_path / "r.jsonl", CONFIG).close()
 
 
-def test_memory_that_is_short_ends_the_recording_and_what_is_unwritten_is_freed(
-    tmp_path, monkeypatch
-):
+def test_short_memory_ends_the_recording_and_frees_its_lines(tmp_path, monkeypatch):
     file = on_disk(tmp_path, monkeypatch, BadDisk(0, error=MemoryError()))
     play(file)
     file.close()
@@ -170,7 +168,7 @@ def test_a_disk_that_does_not_finish_is_said(tmp_path, monkeypatch):
     assert not file._thread.is_alive()
 
 
-def test_what_cannot_be_encoded_ends_the_recording_and_is_not_repeated(tmp_path, caplog):
+def test_encoding_error_ends_the_recording(tmp_path, caplog):
     file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
     file.open()
     play(file)
@@ -183,7 +181,7 @@ def test_what_cannot_be_encoded_ends_the_recording_and_is_not_repeated(tmp_path,
     assert len(list(read(lines_of(file.path)))) == len(SCRIPT)
 
 
-def test_a_router_answers_whom_it_cannot_record(tmp_path):
+def test_router_answers_requests_that_it_cannot_record(tmp_path):
     async def outcomes() -> list[object]:
         config = RouterConfig(queue_timeout_s=0.01)
         clock = MonotonicClock()

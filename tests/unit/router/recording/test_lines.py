@@ -128,7 +128,7 @@ def test_an_effect_that_was_changed_by_hand_is_found():
         ),
     ],
 )
-def test_what_is_no_recording_is_told_by_its_line(lines, reason):
+def test_bad_recording_is_reported_with_its_line(lines, reason):
     with pytest.raises(ProtocolError, match=reason):
         list(replay(lines))
 
