@@ -19,8 +19,11 @@ from bench.common.progress import say_on_stderr
 from bench.common.report import Report, Result
 from bench.common.tables import print_head
 from bench.comparison.peer import NAME, Dynamo
-from bench.comparison.run import GOALS, ComparisonPlan, is_met, measure
+from bench.comparison.plan import ComparisonPlan
+from bench.comparison.results import GOALS
+from bench.comparison.run import measure
 from bench.simulator.hardware import hardware_named
+from bench.simulator.splits import splits_of
 from bench.simulator.traces import read_trace
 from engine.errors import ConfigError
 
@@ -51,7 +54,7 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
 ) -> None:
     """Simulate a trace at Dynamo's costing, and in Dynamo's simulator beside it."""
     with printed_errors():
-        pairs = _splits(splits)
+        pairs = splits_of(splits)
         profile = hardware_named(hardware_)
         num_blocks = -(-int(pool_tokens) // (sum(pairs[0]) * profile.layout.block_size))
         profile = msgspec.structs.replace(profile, num_blocks=num_blocks)
@@ -94,31 +97,15 @@ def print_comparison(console: Console, report: Report, *, title: str) -> None:
         column.justify = "right"
     for result in report.results:
         table.add_row(
-            result.name, f"{result.value:.4g}", result.unit, *_goal(result), *_peer(result)
+            result.name, f"{result.value:.4g}", result.unit, *GOALS.cells(result), *_peer(result)
         )
     print_head(console, report, title=title)
     console.print(table)
 
 
-def _goal(result: Result) -> tuple[str, str]:
-    met = is_met(result)
-    return ("", "") if met is None else (f"{GOALS[result.name]:g}", "yes" if met else "no")
-
-
 def _peer(result: Result) -> tuple[str, str]:
     theirs = result.peers.get(NAME)
     return ("", "") if theirs is None else (f"{theirs.value:.4g}", f"{theirs.ratio:.2f}")
-
-
-def _splits(text: str) -> tuple[tuple[int, int], ...]:
-    try:
-        parts = [part.split("+") for part in text.split(",") if part]
-        pairs = tuple((int(prefill), int(decode)) for prefill, decode in parts)
-    except ValueError as error:
-        raise ConfigError(f"--splits: {text!r} is not PREFILL+DECODE,…") from error
-    if not pairs or min(min(pair) for pair in pairs) < 1:
-        raise ConfigError("--splits: at least one, with workers of both roles")
-    return pairs
 
 
 def _python(option: str) -> Path:

@@ -1,26 +1,15 @@
-"""What `baton bench simulator` measures: a trace in this simulator, and in the peer's beside it.
-
-    sim/round_robin    mean TTFT, each worker in turn: near the peer's, or the two do not compare
-    sim/ttft_x1, _x2   mean TTFT of `slo` at the trace's own pace and at twice that
-    sim/hit_ratio      prompt tokens found cached, as a share of what an endless cache would hold
-    sim/goodput_ratio  the most that the trace may be sped up with nine of ten requests within the
-                       bound on TTFT and nine of ten within that on TPOT, at the best split of as
-                       many workers; ours over the peer's. On the first requests of the trace. Our
-                       router knows the bounds and refuses early; a refusal is a miss of both
-    sim/wall_s         wall time of ours, `sim/ttft_x1`
-
-All are of the same costs and pools; beside it, the peer's figure with its own KV router.
-"""
+"""Plays a trace in this simulator and in the peer's, at the same costs and pool sizes."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import inf
 
 from bench.common.progress import Say
-from bench.common.report import Peer, Result
+from bench.common.report import Result
 from bench.common.stats import summarize
 from bench.comparison.peer import NAME, Dynamo, PeerDeployment, PeerReplay
+from bench.comparison.plan import ComparisonPlan
+from bench.comparison.results import result_of
 from bench.simulator.cluster import (
     MAX_ANSWER_TOKENS,
     SimulatedPools,
@@ -29,36 +18,12 @@ from bench.simulator.cluster import (
     simulate,
 )
 from bench.simulator.goodput import greatest_speed
-from bench.simulator.hardware import HardwareProfile
 from bench.simulator.results import latencies_of
 from bench.simulator.traces import Trace, infinite_cache_hits
 from engine.config import RouterConfig, RouterPolicy
 from router.native.machine import native_machine
 
-GOALS = {
-    "sim/ttft_x1": 0.575,
-    "sim/ttft_x2": 0.630,
-    "sim/hit_ratio": 0.95,
-    "sim/goodput_ratio": 1.4,
-    "sim/wall_s": 15.0,
-}
-LEAST_IS_BEST = ("sim/ttft_x1", "sim/ttft_x2", "sim/wall_s")
 MAX_SPEED_UP = 16.0
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonPlan:
-    """What is compared. `splits` are prefill and decode workers, the first the one for TTFT."""
-
-    trace: Trace
-    hardware: HardwareProfile
-    splits: Sequence[tuple[int, int]]
-    num_for_goodput: int
-    ttft_s: float = 5.0
-    tpot_s: float = 0.025
-    seed: int = 0
-
-
 Play = Callable[[PeerDeployment], PeerReplay]
 
 
@@ -78,16 +43,16 @@ def measure(
         theirs = None if peer is None else peer.play(shape, router)
         say(f"{name}: {ours} {theirs}")
         results.append(
-            _result(name, ours.ttft_mean_s, "s", None if theirs is None else theirs.ttft_mean_s)
+            result_of(name, ours.ttft_mean_s, "s", None if theirs is None else theirs.ttft_mean_s)
         )
         if name == "sim/ttft_x1":
             most = infinite_cache_hits(plan.trace)
             their_hits = None if theirs is None or not most else theirs.hits / most
             results.append(
-                _result("sim/hit_ratio", ours.hits / most if most else 0.0, "", their_hits)
+                result_of("sim/hit_ratio", ours.hits / most if most else 0.0, "", their_hits)
             )
             results.append(
-                _result("sim/wall_s", ours.wall_s, "s", None if theirs is None else theirs.wall_s)
+                result_of("sim/wall_s", ours.wall_s, "s", None if theirs is None else theirs.wall_s)
             )
     return results + _goodput(plan, short_peer, say)
 
@@ -102,12 +67,12 @@ def _goodput(plan: ComparisonPlan, peer: Dynamo | None, say: Say) -> list[Result
 
     ours = _best(plan, play_ours, "ours", say)
     if peer is None:
-        return [_result("sim/goodput", ours, "×", None)]
+        return [result_of("sim/goodput", ours, "×", None)]
     theirs = _best(plan, lambda shape: peer.play(shape, "kv_router"), NAME, say)
     ratio = ours / theirs if theirs else float("inf")
     return [
-        _result("sim/goodput", ours, "×", theirs),
-        _result("sim/goodput_ratio", ratio, "", None),
+        result_of("sim/goodput", ours, "×", theirs),
+        result_of("sim/goodput_ratio", ratio, "", None),
     ]
 
 
@@ -167,16 +132,3 @@ def _played(run: SimulatedRun, wall_s: float) -> PeerReplay:
         cached / sum(r.asked.input_len for r in run.records),
         wall_s,
     )
-
-
-def _result(name: str, value: float, unit: str, peer: float | None) -> Result:
-    peers = {} if peer is None else {NAME: Peer(peer, value / peer if peer else 0.0)}
-    return Result(name=name, value=value, unit=unit, runs=(value,), peers=peers)
-
-
-def is_met(result: Result) -> bool | None:
-    """Whether a goal is reached; None where there is none."""
-    goal = GOALS.get(result.name)
-    if goal is None:
-        return None
-    return result.value <= goal if result.name in LEAST_IS_BEST else result.value >= goal

@@ -16,7 +16,9 @@ from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
 from bench.common.report import Report
 from bench.common.tables import print_head
-from bench.elastic.run import GOALS, ElasticPlan, TurningLoad, is_met, measure
+from bench.elastic.plan import ElasticPlan, TurningLoad
+from bench.elastic.results import GOALS
+from bench.elastic.run import measure
 from bench.simulator.hardware import hardware_named
 from engine.errors import ConfigError
 
@@ -74,9 +76,9 @@ def print_elastic(console: Console, report: Report) -> None:
         column.justify = "right"
     for result in report.results:
         values = (result.value, min(result.runs), max(result.runs))
-        met = is_met(result)
-        goal = ("", "") if met is None else (f"{GOALS[result.name]:g}", "yes" if met else "no")
-        table.add_row(result.name, *(f"{value:.4g}" for value in values), result.unit, *goal)
+        table.add_row(
+            result.name, *(f"{value:.4g}" for value in values), result.unit, *GOALS.cells(result)
+        )
     config = report.config
     title = (
         f"simulated: a load that turns every {config['phase_s']:g} s, {config['workers']} × "

@@ -11,7 +11,8 @@ from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_failures, print_head, print_spread
-from bench.elastic_live.plan import LivePlan, config_of, quick, results
+from bench.elastic_live.plan import LivePlan, config_of, quick
+from bench.elastic_live.results import results
 from bench.elastic_live.run import measure
 
 

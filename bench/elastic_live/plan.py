@@ -33,17 +33,16 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from random import Random
 
-from bench.client.answers import Answer, Failure
+from bench.client.answers import Answer
 from bench.client.arrivals import arrival_times_s
-from bench.client.load import RequestOutcome, SloBounds, meets
-from bench.common.report import Figure, Result, Scalar, results_of
+from bench.client.load import SloBounds
+from bench.common.report import Scalar
 
 MAX_RUNNING = 4  # places of a decode worker
 AHEAD = 2  # prompts that each prefill worker has of a closed loop
 LOAD = 0.85
 SLACK = 4.0
 COOL_DOWN_S = 3.0
-REFUSED = "http_429"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,68 +152,6 @@ def load_of(plan: LivePlan, pace: MeasuredPace, repeat: int) -> Iterator[tuple[f
         for at_s in arrival_times_s(rate_per_s, num_requests, burstiness=1.0, rng=rng):
             if at_s < plan.phase_s:
                 yield phase * plan.phase_s + at_s, mix
-
-
-# ---------------------------------------------------------------- what it came to
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRun:
-    """One setting, once."""
-
-    setting: int | None
-    repeat: int
-    outcomes: tuple[RequestOutcome, ...]
-    num_flips: int
-
-    def num_good(self, slo: SloBounds) -> int:
-        """Requests that met both bounds."""
-        results = (outcome.result for outcome in self.outcomes)
-        return sum(not isinstance(one, Failure) and meets(one, slo) for one in results)
-
-    @property
-    def failures(self) -> list[Failure]:
-        """Of all requests, refused ones included."""
-        results = (outcome.result for outcome in self.outcomes)
-        return [result for result in results if isinstance(result, Failure)]
-
-
-def results(plan: LivePlan, pace: MeasuredPace, runs: Sequence[LiveRun]) -> tuple[Result, ...]:
-    """All figures, over the repetitions."""
-    repeats = sorted({run.repeat for run in runs})
-    return results_of(
-        [_figures(plan, pace, [r for r in runs if r.repeat == one]) for one in repeats]
-    )
-
-
-def _figures(plan: LivePlan, pace: MeasuredPace, runs: Sequence[LiveRun]) -> dict[str, Figure]:
-    slo = pace.slo
-    by_name = {name_of(plan, setting): _of(runs, setting) for setting in plan.settings}
-    planned = by_name["planner"]
-    best = max(
-        (run for run in by_name.values() if run is not planned),
-        key=lambda run: run.num_good(slo),
-    )
-    named = {"best_fixed": best, **by_name}
-    good = {name: run.num_good(slo) for name, run in named.items()}
-    failures = [failure for run in runs for failure in run.failures]
-    num_refused = sum(failure.kind == REFUSED for failure in failures)
-    return {
-        "ratio": Figure(good["planner"] / max(good["best_fixed"], 1), ""),
-        **{f"goodput/{name}": Figure(n / plan.duration_s, "1/s") for name, n in good.items()},
-        **{
-            f"attainment/{name}": Figure(good[name] / len(run.outcomes), "share")
-            for name, run in named.items()
-        },
-        **{f"scaling/{mix.name}": Figure(pace.most[mix] / pace.one[mix], "") for mix in MIXES},
-        "flips": Figure(planned.num_flips, ""),
-        "refused": Figure(num_refused, ""),
-        "lost": Figure(len(failures) - num_refused, ""),
-    }
-
-
-def _of(runs: Sequence[LiveRun], setting: int | None) -> LiveRun:
-    return next(run for run in runs if run.setting == setting)
 
 
 def config_of(plan: LivePlan, pace: MeasuredPace) -> Mapping[str, Scalar]:

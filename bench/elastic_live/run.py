@@ -23,7 +23,6 @@ from bench.elastic_live.plan import (
     READING,
     LiveMix,
     LivePlan,
-    LiveRun,
     MeasuredPace,
     answered_per_s,
     load_of,
@@ -31,6 +30,7 @@ from bench.elastic_live.plan import (
     num_at_once,
     order_of,
 )
+from bench.elastic_live.results import LiveRun
 from bench.interference.run import link_checkpoint
 from bench.serve.plan import ServeTarget
 from bench.serve.run import KEEP_ALIVE_S, ServeClient, run_open_loop

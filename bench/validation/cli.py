@@ -27,15 +27,10 @@ from bench.common.progress import say_on_stderr
 from bench.common.report import Report, Result, Scalar
 from bench.common.tables import print_head
 from bench.simulator.hardware import write_hardware
-from bench.validation.run import (
-    QUICK_REQUESTS,
-    SplitComparison,
-    ValidationPlan,
-    goal_of,
-    measure,
-    results_of,
-    splits_of,
-)
+from bench.simulator.splits import splits_of
+from bench.validation.plan import QUICK_REQUESTS, ValidationPlan
+from bench.validation.results import SplitComparison, goal_of, results_of
+from bench.validation.run import measure
 
 DEFAULTS = ValidationPlan()
 

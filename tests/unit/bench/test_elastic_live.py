@@ -11,15 +11,14 @@ from bench.elastic_live.plan import (
     SLACK,
     WRITING,
     LivePlan,
-    LiveRun,
     MeasuredPace,
     answered_per_s,
     load_of,
     name_of,
     order_of,
     quick,
-    results,
 )
+from bench.elastic_live.results import LiveRun, results
 
 PLAN = LivePlan("88m", 3, (1, 2), num_phases=4, phase_s=10.0, num_repeats=2)
 PACE = MeasuredPace(2, one={READING: 2.0, WRITING: 4.0}, most={READING: 8.0, WRITING: 8.0})

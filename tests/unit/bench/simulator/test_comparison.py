@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from bench.common.report import from_json
 from bench.comparison.peer import Dynamo, PeerDeployment, PeerError, tables
-from bench.comparison.run import ComparisonPlan, play
+from bench.comparison.plan import ComparisonPlan
+from bench.comparison.run import play
 from bench.simulator.hardware import hardware_named
 from bench.simulator.traces import Trace, TraceRequest, write_trace
 from deploy.commands.main import app

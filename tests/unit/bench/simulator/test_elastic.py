@@ -8,16 +8,10 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.client.load import SloBounds
 from bench.common.report import from_json
+from bench.elastic.plan import ElasticPlan, RequestMix, TurningLoad
 from bench.elastic.planned import SimulatedDecision
-from bench.elastic.run import (
-    ElasticPlan,
-    ElasticRun,
-    RequestMix,
-    TurningLoad,
-    figures_of,
-    play,
-    reactions,
-)
+from bench.elastic.results import ElasticRun, figures_of, reactions
+from bench.elastic.run import play
 from bench.simulator.hardware import hardware_named
 from router.planning.planner import PoolPlan, PoolSizes
 

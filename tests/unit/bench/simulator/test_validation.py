@@ -9,10 +9,12 @@ from msgspec.structs import replace
 
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile, StepPrice
+from bench.simulator.splits import splits_of
 from bench.simulator.traces import Trace, TraceError, TraceRequest, read_trace
 from bench.validation.crowd import NO_CHANCES, Chances, Crowd
 from bench.validation.fitting import Fitted, TooFewSamples, WorkerLimits, _runs, fit
 from bench.validation.live import DeploymentFailed, _ask_all
+from bench.validation.plan import ValidationLoad, made
 from bench.validation.recordings import (
     DecodeStep,
     RecordedAttempt,
@@ -20,14 +22,7 @@ from bench.validation.recordings import (
     RecordedRun,
     read_run,
 )
-from bench.validation.run import (
-    SplitComparison,
-    ValidationLoad,
-    goal_of,
-    made,
-    results_of,
-    splits_of,
-)
+from bench.validation.results import SplitComparison, goal_of, results_of
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
 from engine.demand import DecodeCost

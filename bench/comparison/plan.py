@@ -1,0 +1,20 @@
+"""What `bench simulator` compares. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.simulator.hardware import HardwareProfile
+from bench.simulator.traces import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonPlan:
+    """What is compared. `splits` are prefill and decode workers, the first the one for TTFT."""
+
+    trace: Trace
+    hardware: HardwareProfile
+    splits: Sequence[tuple[int, int]]
+    num_for_goodput: int
+    ttft_s: float = 5.0
+    tpot_s: float = 0.025
+    seed: int = 0

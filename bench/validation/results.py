@@ -1,0 +1,106 @@
+"""How far simulated figures are from measured ones. Pure.
+
+validation/{split}/{ttft,tpot}_{mean,p50,p99}   error of the simulation, as a share of the
+                                                measured figure
+                   …/measured, …/simulated      both figures, in milliseconds
+                   …/spread                     how far single measured runs are from the
+                                                median of the others, for the same trace: no
+                                                simulation can be expected to be nearer
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from bench.common.report import Result
+from bench.common.stats import summarize
+from bench.simulator.cluster import SimulatedRun
+from bench.validation.fitting import Fitted
+from bench.validation.recordings import RecordedRun
+
+GOALS = {"mean": 0.10, "p99": 0.20}
+Samples = Mapping[str, Sequence[float]]  # seconds, by name
+
+
+@dataclass(frozen=True, slots=True)
+class SplitComparison:
+    """One split: what was measured, several times, and what was simulated."""
+
+    split: tuple[int, int]
+    fitted: Fitted
+    measured: Sequence[Samples]
+    simulated: Sequence[Samples]
+
+    @property
+    def name(self) -> str:
+        """Prefill workers + decode workers."""
+        return f"{self.split[0]}+{self.split[1]}"
+
+
+def measured_samples(told: RecordedRun) -> Samples:
+    """TTFT and TPOT of all requests of a recording, at the router."""
+    asked = told.asked.values()
+    return _samples([(one.arrived_s, one.times_s) for one in asked])
+
+
+def simulated_samples(run: SimulatedRun) -> Samples:
+    """The same of a simulation."""
+    return _samples([(record.asked.arrived_s, record.times_s) for record in run.records])
+
+
+def _samples(answers: Sequence[tuple[float, Sequence[float]]]) -> Samples:
+    return {
+        "ttft": [times_s[0] - arrived_s for arrived_s, times_s in answers],
+        "tpot": [(times_s[-1] - times_s[0]) / (len(times_s) - 1) for _, times_s in answers],
+    }
+
+
+def results_of(compared: SplitComparison) -> list[Result]:
+    """How far off each figure is, and both of them beside it, in milliseconds."""
+    results = []
+    for name in ("ttft", "tpot"):
+        runs = [_summary(samples[name]) for samples in compared.measured]
+        guesses = [_summary(samples[name]) for samples in compared.simulated]
+        for statistic in ("mean", "p50", "p99"):
+            results += _results(
+                f"validation/{compared.name}/{name}_{statistic}",
+                [run[statistic] for run in runs],
+                [guess[statistic] for guess in guesses],
+            )
+    return results
+
+
+def _results(name: str, measured_s: Sequence[float], simulated_s: Sequence[float]) -> list[Result]:
+    guess_s = median(simulated_s)
+    errors = tuple(abs(guess_s / value - 1) for value in measured_s)
+    off = Result(name, abs(guess_s / median(measured_s) - 1), "share", errors)
+    both = {
+        "measured": tuple(value * 1000 for value in measured_s),
+        "simulated": tuple(value * 1000 for value in simulated_s),
+    }
+    return [
+        off,
+        *_spread(name, measured_s),
+        *(Result(f"{name}/{kind}", median(runs), "ms", runs) for kind, runs in both.items()),
+    ]
+
+
+def _spread(name: str, measured_s: Sequence[float]) -> list[Result]:
+    """How far each run is from the median of the others; nothing where there is but one."""
+    if len(measured_s) < 2:
+        return []
+    others_s = [median([*measured_s[:i], *measured_s[i + 1 :]]) for i in range(len(measured_s))]
+    apart = tuple(abs(a / b - 1) for a, b in zip(measured_s, others_s, strict=True))
+    return [Result(f"{name}/spread", median(apart), "share", apart)]
+
+
+def _summary(values_s: Sequence[float]) -> dict[str, float]:
+    summary = summarize(values_s)
+    assert summary is not None
+    return {"mean": summary.mean, "p50": summary.p50, "p99": summary.p99}
+
+
+def goal_of(name: str) -> float | None:
+    """The greatest share by which a figure may be off; None where nothing is promised."""
+    statistic = name.rpartition("_")[2]
+    return GOALS.get(statistic)
