@@ -18,7 +18,7 @@ def bundled_guides():
 
 
 class CheckedAtOnce:
-    """A `GrammarCheck` that compiles in this process, whatever the tokenizer is."""
+    """A `GrammarCheck` that compiles in this process, for any tokenizer."""
 
     def __init__(self):
         self.counters = Counter()

@@ -1,4 +1,4 @@
-"""Random JSON schemas of the shapes that people write, and answers that a guide lets happen."""
+"""Random JSON schemas of shapes that people write, and random answers under a guide."""
 
 import json
 import random
@@ -200,7 +200,7 @@ def random_schema(seed: int) -> dict[str, object]:
 
 
 def faults(schema: dict[str, object], text: str) -> list[str]:
-    """Why JSON does not validate. Numbers are compared as written, not as doubles."""
+    """The reasons why JSON does not validate. Numbers are compared as written, not as doubles."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     validator = Draft202012Validator(exact, format_checker=CHECKER)
     value = json.loads(text, parse_float=Decimal)
@@ -214,7 +214,7 @@ def allowed_ids(mask: np.ndarray) -> np.ndarray:
 
 
 def terseness(tokens: list[str]) -> np.ndarray:
-    """Weights under which random answers end: what closes something is likely, blanks are not."""
+    """Weights that make random answers end: closing tokens are likely, blanks are not."""
     closing = set('"}],') | set(string.digits)
     weights = [200.0 if t in closing else 5.0 if t and t[-1] in '"}]' else 1.0 for t in tokens]
     blank = [0.02 if not t.strip() else 1.0 for t in tokens]

@@ -1,4 +1,4 @@
-"""What the tests of core and schedulers share: tables of events and the effects they must have.
+"""Shared by the tests of core and schedulers: tables of events and the effects they must have.
 
 Blocks have four tokens, and an empty pool hands out 0, 1, 2, … in this order.
 """
@@ -67,8 +67,8 @@ from engine.worker.offers import PrefixOffers
 from prefill.scheduler import PrefillScheduler
 
 BLOCK_SIZE = 4
-ROOM = 100  # tokens that an answer may have where nothing else is said
-SAMPLED = 99  # what every step samples where nothing else is said
+ROOM = 100  # tokens that an answer may have by default
+SAMPLED = 99  # the token that every step samples by default
 PLAIN = Sampling()
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -108,7 +108,7 @@ def prefill(
 ) -> FromGateway:
     """A prompt, given by its tokens or their number, and bounds of the answer's length.
 
-    `prefix` blocks of it are offered by another worker.
+    Another worker offers `prefix` blocks of it.
     """
     fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(f"{name}.prefix", prefix) if prefix else None
@@ -132,14 +132,14 @@ def offer_prefix(name, prompt, gateway="g") -> FromGateway:
 def decode(
     name, prompt, *, more=ROOM, least=0, stops=(), sampling=PLAIN, gateway="g", **kind
 ) -> FromGateway:
-    """`kind`: is_copy, is_moved."""
+    """A `Decode` message; `kind` may be is_copy or is_moved."""
     fields = _fields(name, prompt, more, least, stops, sampling)
     lease = there(name, -(-len(fields["token_ids"]) // BLOCK_SIZE))
     return FromGateway(GatewayId(gateway), Decode(**fields, lease=lease, **kind))
 
 
 def copy(name, prompt, gateway="g") -> FromGateway:
-    """What a router sends for a sequence that still runs elsewhere."""
+    """The message for a sequence that still runs elsewhere."""
     return decode(name, prompt, more=1, gateway=gateway, is_copy=True)
 
 
@@ -176,7 +176,7 @@ def pull_failed(name, reason="why", arrived=()) -> PullFailed:
 
 
 class Step:
-    """The core plans, what it plans is run, and the rows that sample get these tokens.
+    """The core plans and runs a step; the rows that sample get these tokens.
 
     Several tokens for one row are a tuple: all but the last were drafted and kept.
     """
@@ -244,7 +244,7 @@ def hold_prefix(name, num_blocks) -> HoldLease:
 
 
 def offered(name, num_blocks, gateway="g") -> Emit:
-    """The answer to an offer asked for; no blocks, no lease."""
+    """The answer to a requested offer; without blocks, no lease."""
     lease = here(f"{name}.prefix", num_blocks) if num_blocks else None
     return emit(PrefixOffered(SeqId(name), lease), gateway)
 
@@ -271,7 +271,7 @@ def token(name, token=SAMPLED, finish=None, gateway="g") -> Emit:
 
 
 def tokens(name, *token_ids, drafted=0, accepted=None, finish=None) -> Emit:
-    """What a step with a draft came to."""
+    """The tokens of a step with a draft."""
     num_accepted = len(token_ids) - 1 if accepted is None else accepted
     return emit(Tokens(SeqId(name), list(token_ids), finish, [], drafted, num_accepted))
 
@@ -285,7 +285,7 @@ def role_changed(role, *, locally=False) -> EmitToAll:
 
 
 def handed_over(name, lease=None, num_blocks=0, gateway="g") -> Emit:
-    """No lease: it does not run here."""
+    """No lease: the sequence does not run here."""
     ref = None if lease is None else here(lease, num_blocks)
     return emit(HandedOver(SeqId(name), ref), gateway)
 
@@ -298,7 +298,7 @@ def blocks(*, free=0, cached=0, owned=0, leased=0, in_flight=0) -> list[BlockCou
 
 
 class FixedSpeculator:
-    """In place of a `Speculator`: always the same draft, where there may be one."""
+    """Stands in for a `Speculator`: always the same draft, where a draft is allowed."""
 
     def __init__(self, proposer: Proposer | None, num_tokens=3, *, has_draft_model=True) -> None:
         self.max_draft_tokens = self.num_tokens = num_tokens
@@ -368,7 +368,7 @@ class Rig:
             duties=Duties(role, prefills_locally=prefills_locally),
         )
         self.rows: tuple[Row, ...] = ()  # of the last step
-        self.seconds: float | None = None  # that the runner says of a step
+        self.seconds: float | None = None  # the runner's time of a step
         self.now_s = 0.0
 
     def take(self, event: Event | Step | Blocks) -> list[Effect | Ran | BlockCounts]:
@@ -391,7 +391,7 @@ class Rig:
         return [*effects, *ran, *self.core.finish(BatchResult(sampled, times), self.now_s)]
 
     def play(self, table: Iterable[tuple[object, list[object]]]) -> None:
-        """Each event must have just these effects, in this order."""
+        """Asserts that each event has just these effects, in this order."""
         for number, (event, expected) in enumerate(table, start=1):
             assert self.take(event) == expected, f"event {number}"
             self.core.validate()
@@ -409,5 +409,5 @@ def _result(row: Row, chosen: int | tuple[int, ...]) -> RowResult:
 
 
 def score(token_id: int) -> Logprobs:
-    """What the rig says of a token."""
+    """The rig's log-probability of a token."""
     return Logprobs(-float(token_id), token_id)

@@ -1,4 +1,4 @@
-"""Tests that need torch and transformers: where these are absent each file is skipped, with why."""
+"""Skips each file with the reason if torch and transformers are absent."""
 
 import importlib.util
 

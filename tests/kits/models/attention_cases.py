@@ -1,4 +1,4 @@
-"""What every `Attend` must do, whatever the device: the cases, and the checks that run them.
+"""The cases that every `Attend` must pass on any device, and the checks that run them.
 
     check_attend(attend, **case)    against `reference_attention` and `KVCache.write`
     check_company(attend, **case)   each row gets what it gets alone
@@ -35,7 +35,7 @@ STORE_SLACK = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A cache that holds the rows' earlier tokens and nothing else, and their present tokens."""
+    """A cache that holds only the rows' earlier tokens, and the rows' present tokens."""
 
     cache: KVCache
     rows: list[Row]
@@ -97,8 +97,9 @@ def check_attend(
     tolerance=1e-5,
     dtype=torch.float32,
 ):
-    """Asserts that `attend` stores K and V where and as it must, touches no other byte, and gives
-    within `tolerance` what the reference reads from the record that it left."""
+    """Asserts that `attend` stores K and V in their slots, touches no other byte, and gives within
+    `tolerance` the reference's result from the record that it left.
+    """
     problem = make_problem(
         device=device,
         kv_format=kv_format,
@@ -135,7 +136,7 @@ def check_company(
     tolerance=0.0,
     dtype=torch.float32,
 ):
-    """Asserts that a row alone gets what it gets among the others; bitwise unless told else."""
+    """Asserts that a row alone gets the same result as among others, bitwise by default."""
     problem = make_problem(
         device=device,
         kv_format=kv_format,
@@ -157,7 +158,9 @@ def check_company(
 
 
 def _check_stored(problem, before):
-    """K and V are in their slots as well as the format can; every other byte is as `before`."""
+    """Asserts that K and V are in their slots within the format's error; other bytes are as
+    `before`.
+    """
     after = problem.cache
     slots = build_batch(problem.rows, after).slot_mapping
     block, offset = slots // after.layout.block_size, slots % after.layout.block_size
@@ -188,7 +191,7 @@ def stored(cache, layer):
 
 
 def _tables(layout, lengths, rng):
-    """Scattered blocks of each row; those that belong to nobody lie among them."""
+    """Scattered blocks of each row; unowned blocks lie among them."""
     counts = [layout.num_blocks_for(start + query_len) for start, query_len in lengths]
     free = torch.randperm(sum(counts) + 3, generator=rng).tolist()
     return [[free.pop() for _ in range(count)] for count in counts]

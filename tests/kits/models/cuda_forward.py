@@ -1,4 +1,4 @@
-"""The GPU's forward pass on a CPU, beside the hook's."""
+"""The GPU's forward pass on a CPU, compared with the hook's."""
 
 import random
 
@@ -46,7 +46,7 @@ def steps_of(vocab_size, *, seed=0):
 
 
 def attend_but_pads(query, key, value, cache, layer, batch, scoring):
-    """torch's attention of the rows that are no padding; lengths as the device has them."""
+    """torch's attention of the rows that are no padding; lengths are those on the device."""
     starts, contexts = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
     num_rows = sum(length > 0 for length in contexts)
     num_tokens = starts[num_rows]
@@ -102,7 +102,7 @@ def logits_of_the_hook(loaded):
 
 
 def logits_of(forward, loaded):
-    """Likewise of a CudaForward."""
+    """The same logits by a CudaForward."""
     steps = steps_of(loaded.vocab_size)
     return [forward.logits(rows, last_tokens(rows)).clone() for rows in steps]
 

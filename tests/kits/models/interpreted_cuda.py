@@ -1,7 +1,7 @@
 """CudaForward over the Triton kernels under triton's interpreter, on a CPU.
 
-`test_cuda.py` runs this file in a process of its own: whether triton interprets is decided when it
-is imported.
+`test_cuda.py` runs this file in a process of its own, because triton decides at import if it
+interprets.
 """
 
 import os

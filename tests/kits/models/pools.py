@@ -4,8 +4,8 @@
     handed over    one worker prefills, another decodes; KV is copied from pool to pool
     both           the latter, which prefills some prompts itself
 
-What a gateway does is done in its simplest form: all is sent at once, and what a worker gives back
-is sent again, as it stands then, when another request has ended.
+The gateway's part is done in its simplest form. All requests are sent at once. A sequence that a
+worker gives back is sent again, with its tokens so far, when another request has ended.
 """
 
 import random
@@ -70,7 +70,7 @@ MAX_STEPS = 20_000
 
 @dataclass(slots=True)
 class Asked:
-    """A request and what has come of it."""
+    """A request and its answer."""
 
     token_ids: tuple[int, ...]
     sampling: Sampling
@@ -96,7 +96,9 @@ class Asked:
 
 
 class KeenSpeculator(Speculator):
-    """Where the real one, which looks at the machine, drafts nothing, the lot decides."""
+    """Drafts by chance in cases where the real speculator, which looks at the machine,
+    would not.
+    """
 
     def __init__(self, mode: Speculate, **options: Any) -> None:
         super().__init__(mode, **options)
@@ -175,9 +177,9 @@ class Pools:
     """The workers, and the requests that they answer."""
 
     def __init__(self, prefill: Worker, decode: Worker, *, every_local: int | None = None) -> None:
-        """The same worker twice is colocated serving.
+        """The same worker twice means colocated serving.
 
-        One of so many attempts is the decode worker's alone, prompt and all.
+        One of this many attempts is the decode worker's alone, prompt included.
         """
         self._every_local = 1 if prefill is decode else every_local
         self._local: set[SeqId] = set()
@@ -194,11 +196,11 @@ class Pools:
 
     @property
     def num_local(self) -> int:
-        """Attempts that were not handed over."""
+        """Number of attempts that were not handed over."""
         return len(self._local)
 
     def answer(self, requests: Sequence[Asked]) -> list[Asked]:
-        """Answers all of them together; every block is free or cached afterwards."""
+        """Answers all requests together; afterwards every block is free or cached."""
         for asked in requests:
             self._send(asked)
         for _ in range(MAX_STEPS):
@@ -313,12 +315,12 @@ class Pools:
             self._go_on(1)
 
     def _go_on(self, num_requests: int = 0) -> None:
-        """Sends again what was given back, when others have ended: there is room then."""
+        """Sends sequences again that were given back, once others have ended and made room."""
         while self._given_back and (num_requests > 0 or not self._asked):
             self._send(self._given_back.popleft())
             num_requests -= 1
 
 
 def counted(worker: Worker) -> Mapping[str, float]:
-    """What its schedulers have counted."""
+    """A scheduler count of the worker."""
     return worker.core.load(0, {}).counters

@@ -21,7 +21,7 @@ def prompt(num_tokens):
 
 
 def generate(path, token_ids, num_new, *, dtype=torch.float32):
-    """What transformers answers by itself, greedily."""
+    """The greedy answer of transformers itself."""
     config = AutoConfig.from_pretrained(path)
     sees = config.get_text_config(decoder=True) is not config
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -70,7 +70,7 @@ class Served:
 
 
 def check_equals_generate(path, *, lengths=(5, 60), num_new=8, **served):
-    """Equal to transformers in fp32; over int8 it runs, and chunks make no difference."""
+    """Asserts that fp32 equals transformers, and that chunks change no token of int8."""
     with Served(path, **served) as model:
         for length in lengths:
             expected = generate(path, prompt(length), num_new)

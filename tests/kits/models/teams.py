@@ -15,7 +15,7 @@ AVX2_FLAGS = tuple(
 
 @cache
 def team_of(kernels, threads):
-    """The library as it is used here ("best"), or as without AVX-512 ("avx2"), with `threads`."""
+    """The library for this processor ("best"), or without AVX-512 ("avx2"), with `threads`."""
     found = library.kernels()
     if found is None:
         pytest.skip("the C++ kernels cannot be built here")

@@ -1,8 +1,8 @@
-"""The GPU's forward pass, as far as a CPU can tell: what is packed, filled up and computed.
+"""The GPU's forward pass on a CPU: packed inputs, padding and results.
 
-The class computes on a CPU as it does on a GPU, but for captures and pinned memory. Filling steps
-up needs an attention that knows rows which store nothing: `attend_but_pads` stands in for the
-Triton kernels, and gives such rows not-a-number, so that nothing of them reaches others unseen.
+The class computes on a CPU as on a GPU, without captures and pinned memory. Padding needs an
+attention that knows rows which store nothing. `attend_but_pads` stands in for the Triton kernels.
+It gives such rows not-a-number, so that a leak into other rows is noticed.
 """
 
 import logging
@@ -103,7 +103,7 @@ def test_packed_inputs_equal_the_batch_and_padding(lengths, block_size, num_pads
     num_tokens = sum(now for _, now in lengths)
     shape = PackingShape(len(rows) + num_pads, num_tokens + num_pads * pad_len, 3, 60)
     found = packing.plan(shape)
-    memory = np.full(found.num_bytes, 255, np.uint8)  # whatever was there before
+    memory = np.full(found.num_bytes, 255, np.uint8)  # garbage from before
     inputs = packing.arrays(memory, found)
     packing.fill(inputs, rows, (0, 7), tables=Tables(), block_size=block_size, pad_len=pad_len)
 
@@ -195,7 +195,7 @@ def test_steps_over_the_triton_kernels_equal_the_hook():
 
 
 class Replayed:
-    """Stands in for a CUDA graph: computes again, from and into the memory of the first time."""
+    """Stands in for a CUDA graph: computes again, in the memory of the first time."""
 
     @torch.inference_mode()
     def __init__(self, forward, size):
@@ -249,7 +249,7 @@ def test_without_triton_a_gpu_logs_and_uses_torch_attention(loaded, monkeypatch,
 
 
 class Counting:
-    """A backend of torch.compile that counts graphs and runs them as they are."""
+    """A backend of torch.compile that counts graphs and runs them unchanged."""
 
     def __init__(self):
         self.num_graphs = 0

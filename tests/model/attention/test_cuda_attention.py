@@ -1,8 +1,8 @@
-"""The Triton kernels, as far as a machine without a GPU can tell.
+"""The Triton kernels, checked without a GPU.
 
-What they compute is tested under triton's interpreter, in `interpreted_attention.py`; that they
-compile for a Hopper GPU and fit it, by compiling them; their assembly, which the interpreter goes
-around, by carrying it out here. `python -m bench.gpu` checks them on a GPU before it times them.
+Their results are tested under triton's interpreter, in `interpreted_attention.py`. Compiling them
+shows that they compile for a Hopper GPU and fit it. Their assembly, which the interpreter skips, is
+carried out here. `python -m bench.gpu` checks them on a GPU before it times them.
 """
 
 import re
@@ -24,7 +24,7 @@ from tests.kits.models.interpreter import check_under_interpreter, needs_triton
 
 pytestmark = pytest.mark.torch
 
-HOPPER_SHARED_BYTES = 232448  # that a program may have
+HOPPER_SHARED_BYTES = 232448  # the limit of one program
 HOPPER_SMS = 132
 
 
@@ -90,7 +90,7 @@ def test_more_query_heads_than_a_tile_has_rows_make_larger_tiles():
     window=st.none() | st.integers(1, 500),
 )
 def test_the_grid_has_a_program_for_every_item(lengths, group, num_kv_heads, window):
-    """The items of a launch counted as the kernels count them: see `_items` there."""
+    """Counts the items of a launch as the kernels do: see `_items` there."""
     extents = extents_of(lengths)
     for launch in plan(extents, group=group, num_kv_heads=num_kv_heads).launches:
         tile = tiling(KVFormat.BF16, 128, launch.rows_m).tile
@@ -114,7 +114,7 @@ def test_the_grid_has_a_program_for_every_item(lengths, group, num_kv_heads, win
 
 
 class Recorded:
-    """A kernel that is launched in name only."""
+    """A kernel that only records its launches."""
 
     def __init__(self, kernel, launches):
         self.kernel = kernel
@@ -127,7 +127,7 @@ class Recorded:
 
 
 class RecordedKernels:
-    """The module of the kernels, whose launches end up in a list."""
+    """The module of the kernels, with launches recorded in a list."""
 
     def __init__(self):
         from engine.model.attention import kernels as triton_kernels
@@ -139,7 +139,9 @@ class RecordedKernels:
 
 
 def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128):
-    """What `attend` launches for eight such rows of an 8 B Llama: kernel, arguments, constants."""
+    """The launches of `attend` for eight such rows of an 8 B Llama: kernel, arguments,
+    constants.
+    """
     kernels = RecordedKernels()
     monkeypatch.setattr(triton_attention, "_kernels", lambda: kernels)
     monkeypatch.setattr(triton_attention, "_is_interpreted", lambda: False)
@@ -192,7 +194,7 @@ def compile_for_hopper(kernel, arguments, constants):
 
 
 def bytes_on_stack(compiled, folder):
-    """Bytes that a thread keeps in memory for want of registers."""
+    """Bytes that a thread spills to memory for lack of registers."""
     import triton
 
     binary = folder / "kernel.cubin"
@@ -233,7 +235,9 @@ def test_kernels_of_other_steps_fit_a_hopper_multiprocessor(
 
 
 def carry_out(assembly, words):
-    """The registers $0, $1, … after the PTX of `assembly`, as far as the kernels use PTX."""
+    """The registers $0, $1, … after the PTX of `assembly`, for the subset of PTX that the kernels
+    use.
+    """
     registers = dict(words)
 
     def value(name):

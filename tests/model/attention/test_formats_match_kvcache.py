@@ -29,9 +29,9 @@ def _each_implementation(request, monkeypatch):
 
 
 def numbers(rng, shape, exponent):
-    """[..., head_dim]: of one magnitude; some rows far from zero, or zero, or of one number.
+    """Random [..., head_dim] of one magnitude; some rows are far from zero, zero, or of one number.
 
-    None so large that int4, whose step is the range's 15th part, would need an infinite one.
+    None is so large that int4, whose step is a 15th of the range, would need an infinite step.
     """
     x = torch.randn(shape, generator=rng)
     rows = torch.randint(9, shape[:-1], generator=rng)
@@ -60,7 +60,7 @@ def fill(layout, exponent):
 
 
 def rewritten(buffer, layout, to):
-    """What a cache of the other format holds when it is given what this one gives."""
+    """The contents of a cache of the other format after writing this cache's values to it."""
     sink_layout = msgspec.structs.replace(layout, kv_format=to)
     sink_buffer = allocate_buffer(sink_layout, NUM_BLOCKS)
     slots = torch.arange(NUM_BLOCKS * layout.block_size)

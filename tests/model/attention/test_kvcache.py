@@ -1,4 +1,4 @@
-"""The tensors lie where the layout's text says, and hold what its formats say."""
+"""The tensors lie where the layout's text defines, and hold what its formats define."""
 
 import math
 import struct
@@ -41,7 +41,7 @@ BITS = {"fp32": 32, "bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
 
 
 def lines(num_bytes):
-    """`num_bytes`, up to whole cache lines."""
+    """`num_bytes`, rounded up to whole cache lines."""
     return math.ceil(num_bytes / 64) * 64
 
 
@@ -129,7 +129,7 @@ def test_views_show_written_values(layout, data):
 
 
 def as_bytes(tensor):
-    """Elements that compare even where they are float8."""
+    """Elements in a form that compares, even for float8."""
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -172,7 +172,7 @@ def of_magnitude(rng, shape, exponent):
 
 
 def error_bound(x, scales, kv_format):
-    """How far from `x` [..., head_dim] what is stored may be, by the format's own arithmetic."""
+    """Largest possible error of stored `x` [..., head_dim], by the format's own arithmetic."""
     tiniest = 2.0**-126  # below it, floats have fewer bits
     if kv_format is KVFormat.FP32:
         return torch.zeros_like(x)
@@ -247,7 +247,7 @@ def test_the_extremes_of_a_row_get_the_extreme_codes(kv_format):
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP8_E4M3, KVFormat.INT8])
 def test_a_scale_too_small_to_be_exact_does_not_change_a_sign(kv_format):
-    """448 or 127 times the smallest float, and a half more: it has no scale that fits."""
+    """448 or 127 times the smallest float, and a half more: no exact scale exists."""
     largest = 448 if kv_format is KVFormat.FP8_E4M3 else 127
     x = torch.tensor([1.0, -1.0, 0.0, 1.0]) * (1.4 * largest * 2.0**-149)
     elements, scales = quantise(x, kv_format)

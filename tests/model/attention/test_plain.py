@@ -1,4 +1,4 @@
-"""The plain torch fallback equals the reference for every format, and rows cannot meet."""
+"""The plain torch fallback equals the reference for every format, and rows never mix."""
 
 import pytest
 import torch

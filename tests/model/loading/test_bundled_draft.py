@@ -1,4 +1,4 @@
-"""How the bundled draft is trained and judged, and that what is judged is what is drafted."""
+"""Training and evaluation of the bundled draft; the evaluation measures what decoding drafts."""
 
 import random
 from pathlib import Path
@@ -25,7 +25,7 @@ PROMPTS = 4
 
 
 class Ticking:
-    """A second passes whenever somebody looks."""
+    """A clock that advances a second at every look."""
 
     def __init__(self):
         self.now = 0.0
@@ -90,7 +90,9 @@ def agreements(draft, answers):
 
 
 def test_a_target_agrees_with_its_own_text(answers):
-    """All but ties that int8 weights turn: noise and positions are the decoder's own."""
+    """All tokens agree but ties that int8 weights turn: noise and positions are the
+    decoder's own.
+    """
     assert min(agreements(bundled_model("target"), answers)) > 0.9
 
 

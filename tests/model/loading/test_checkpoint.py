@@ -1,4 +1,4 @@
-"""What can be served is loaded; what cannot is refused in one line that says why."""
+"""Checkpoints are loaded, or refused in one line with the reason."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def llama(tmp_path, tmp_path_factory):
-    """A copy that a test may spoil."""
+    """A copy that a test may change."""
     return shutil.copytree(tiny_checkpoint(tmp_path_factory, "llama"), tmp_path / "llama")
 
 
@@ -257,7 +257,7 @@ def test_an_unlisted_model_is_served_if_paged_attention_computes_it(model_type, 
 
 
 def save_phimoe(path, sliding_window):
-    """A model that has its window in the mask only, and does not tell its attention."""
+    """A model whose window is in the mask only, and not in its attention's arguments."""
     extra = {"model_type": "phimoe", "num_local_experts": 2, "sliding_window": sliding_window}
     save_checkpoint(path, COMMON | extra)
 
@@ -309,7 +309,7 @@ TOKENS = tuple((7 * i * i + 3) % 256 for i in range(30))
 
 
 def save_stored(path, properties, dtype):
-    """A checkpoint in `dtype`, but for its norms, which are in fp32."""
+    """A checkpoint in `dtype`, except for its norms, which are in fp32."""
     save_checkpoint(path, properties)
     weights = load_file(path / WEIGHTS)
     weights = {k: w if "norm" in k else w.to(dtype) for k, w in weights.items()}
@@ -445,7 +445,7 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
 def test_loading_and_packing_take_little_more_memory_than_the_file(tmp_path, tmp_path_factory):
-    """1.5 times its size for int8: the file and what is packed of it."""
+    """1.5 times its size for int8: the file and the packed weights."""
     large = {
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -461,7 +461,7 @@ def test_loading_and_packing_take_little_more_memory_than_the_file(tmp_path, tmp
 
 
 def test_int4_is_refused_for_a_model_whose_heads_are_odd(tmp_path):
-    """Nine elements a head."""
+    """The heads have nine elements."""
     save_checkpoint(tmp_path, COMMON | {"model_type": "gpt_neox", "hidden_size": 36})
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, kv_format=KVFormat.INT4, block_size=4)
@@ -485,7 +485,7 @@ def test_context_ends_where_rotary_embeddings_would_change(tmp_path):
 
 @pytest.fixture
 def absent(monkeypatch):
-    """Makes packages absent, whatever is installed here."""
+    """Makes packages absent, even if they are installed here."""
 
     def hide(*names):
         real = importlib.util.find_spec
@@ -545,7 +545,7 @@ def test_unquantised_weights_have_no_method(llama):
 
 @pytest.fixture
 def gguf(llama):
-    """A directory whose weights are a GGUF file, as far as can be told without reading it."""
+    """A directory whose weights are a GGUF file, valid as far as its header."""
     (llama / WEIGHTS).unlink()
     (llama / "model-q8_0.gguf").write_bytes(b"GGUF" + bytes(range(256)) * 100)
     return llama

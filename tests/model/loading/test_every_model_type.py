@@ -1,6 +1,6 @@
-"""Every decoder of text that transformers knows, tiny and random: right, or refused with why.
+"""Every decoder of text that transformers knows, tiny and random: computed right, or refused.
 
-A type without a tiny config here is skipped. `--junit-xml` lists what each type came to.
+A type without a tiny config here is skipped. `--junit-xml` lists the outcome of each type.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""What a pass does not model is noticed when a model is loaded, whatever was changed in the model.
+"""Loading notices model properties that a pass does not compute, for many changed models.
 
-Each change is made to a loaded model's modules. Then the model is refused, or what is served are
-the logits of the changed model by its own code, near and far.
+Each change is made to a loaded model's modules. Then the model is refused, or the served logits are
+those of the changed model by its own code, near and far.
 """
 
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def changed_to(module, function):
 
 
 def by_position(module, function):
-    """Has `module` compute with hidden states that are multiplied by a function of positions."""
+    """Makes `module` compute with hidden states that are multiplied by a function of positions."""
 
     def before(_module, args, kwargs):
         factor = function(kwargs["position_ids"].float())[..., None]
@@ -63,7 +63,7 @@ def add_bias(linear):
 
 
 def shift(module):
-    """Mixes in what the token before had: a state besides K and V."""
+    """Mixes in the hidden state of the token before: a state besides K and V."""
 
     def before(_module, args):
         return (0.7 * args[0] + 0.3 * args[0].roll(1, dims=1),)
@@ -84,7 +84,7 @@ def stretch_with_the_batch(model):
 
 
 def layer(model):
-    """One that is not the first, from which a builder might take what holds for all."""
+    """A layer that is not the first; a builder might take the first one's properties for all."""
     return model.model.layers[1]
 
 
@@ -211,7 +211,7 @@ def test_a_change_that_begins_at_any_position_is_noticed(llama, begins, strength
 
 
 class Config:
-    """As much of a config as `probe.origins` asks for."""
+    """The attributes of a config that `probe.origins` reads."""
 
     def __init__(self, **properties):
         self._properties = properties

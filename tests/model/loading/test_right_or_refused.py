@@ -1,4 +1,4 @@
-"""Models that were served wrongly or failed at their first step: now right, or refused with why."""
+"""Models that once were served wrongly or failed at their first step: now right, or refused."""
 
 import logging
 import shutil
@@ -62,7 +62,7 @@ def save_ministral3(path, original, *, context_len=512):
 
 
 def test_ministral_3_equals_generate_beyond_its_original_context(tmp_path, caplog):
-    """Its queries are scaled by the logarithm of their position from there on."""
+    """From there on, its queries are scaled by the logarithm of their position."""
     save_ministral3(tmp_path, 64)
     assert not check_equals_generate(tmp_path, lengths=(5, 200), num_blocks=20)
     assert "fused logits are off" in caplog.text
@@ -131,7 +131,7 @@ def test_dbrx_in_bf16_equals_generate(tmp_path):
 
 @pytest.fixture
 def llama(tmp_path, tmp_path_factory):
-    """A copy that a test may spoil."""
+    """A copy that a test may change."""
     return shutil.copytree(tiny_checkpoint(tmp_path_factory, "llama"), tmp_path / "llama")
 
 
@@ -152,7 +152,7 @@ def test_a_model_that_does_not_answer_with_text_is_refused(llama, architecture):
 
 
 def test_an_unused_head_is_refused(llama):
-    """Of a classifier whose config does not say so."""
+    """The head is that of a classifier whose config does not say so."""
     edit_config(llama, architectures=None, tie_word_embeddings=True)
     weights = load_file(llama / WEIGHTS)
     del weights["lm_head.weight"]

@@ -1,4 +1,4 @@
-"""Mixtures over packed weights: what the model's own code computes, whatever the company."""
+"""Mixtures over packed weights equal the model's own code, in any batch."""
 
 import weakref
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ def parameter(*shape):
 
 
 def tokens(num_tokens, hidden=HIDDEN):
-    """Hidden states, and for each token different experts and their shares."""
+    """Hidden states, and different experts and shares for each token."""
     torch.manual_seed(num_tokens)
     scores = torch.randn(num_tokens, NUM_EXPERTS).softmax(-1)
     shares, chosen = scores.topk(TOP_K, dim=-1)
@@ -151,7 +151,7 @@ def test_experts_of_a_quantised_checkpoint_are_not_packed():
 
 
 class Router(nn.Module):
-    """As most models write it."""
+    """A router as most models write it."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""fp8 linear layers: the two ways to multiply agree, and a model with them says nearly the same."""
+"""fp8 linear layers: both ways to multiply agree, and a model with them gives nearly the same
+logits.
+"""
 
 import pytest
 import torch

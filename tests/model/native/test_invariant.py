@@ -1,4 +1,4 @@
-"""Models' own code: the same bits alone, in any company and in any chunking, or it is said."""
+"""Models' own code gives the same bits in any batch and any chunking, or this is reported."""
 
 from contextlib import nullcontext
 
@@ -35,7 +35,7 @@ FORMS = (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8)
 
 
 class Own(nn.Module):
-    """Weights, by which code outside multiplies."""
+    """A module whose weights outside code multiplies by."""
 
     def __init__(self):
         super().__init__()

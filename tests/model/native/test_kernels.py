@@ -1,4 +1,4 @@
-"""The C++ kernels: equal to torch, bitwise independent of company, and replaceable."""
+"""The C++ kernels equal torch, have the same bits in any batch, and can be replaced."""
 
 import logging
 from functools import cache
@@ -41,7 +41,7 @@ def avx2_kernels():
 
 @pytest.fixture(params=["best", "avx2"])
 def kernels(request):
-    """The library as it is used here, and the one that a processor without AVX-512 would use."""
+    """The library for this processor, and the one for a processor without AVX-512."""
     found = library.kernels() if request.param == "best" else avx2_kernels()
     assert found is not None
     return found
@@ -223,8 +223,9 @@ class Logits:
     [*((WeightFormat.INT8, kv_format) for kv_format in KVFormat), (WeightFormat.FP32, "fp32")],
 )
 def test_logits_have_the_same_bits_in_any_batch(tmp_path_factory, kind, weights, kv_format):
-    """Alone and in company, in any chunking (a prefill), and token by token or several at a time
-    after a prefix (decode, verification of a draft)."""
+    """Alone and in a batch, in any chunking (prefill), and by one or several tokens after a prefix
+    (decode, verification of a draft).
+    """
     runner = opened(tmp_path_factory, kind, weights=weights, kv_format=KVFormat(kv_format))
     logits = Logits(runner)
     token_ids = [(7 * i * i + 3) % 256 for i in range(50)]

@@ -1,4 +1,4 @@
-"""The C++ sampler chooses the tokens that the definition chooses, whatever the threads."""
+"""The C++ sampler chooses the tokens of the definition, with any number of threads."""
 
 import math
 from functools import cache
@@ -25,7 +25,7 @@ INF = math.inf
 
 @pytest.fixture(params=["best", "avx2"])
 def team(request):
-    """The library as it is used here, and the one that a processor without AVX-512 would use."""
+    """The library for this processor, and the one for a processor without AVX-512."""
     return team_of(request.param, 2)
 
 
@@ -34,7 +34,7 @@ def random_logits(num_rows, vocab, *, seed=0, scale=3.0):
 
 
 def check(team, logits, samplings, *, positions=None, banned=None):
-    """Both choose the same for every row; what they choose."""
+    """Asserts that both choose the same token for every row; returns the tokens."""
     positions = range(len(samplings)) if positions is None else positions
     banned = [()] * len(samplings) if banned is None else banned
     return check_choices(team, logits, choices_of(samplings, positions, banned))
@@ -105,7 +105,7 @@ def choices_of_kind(kind):
 
 @cache
 def defined(kind, shape, vocab):
-    """What the definition comes to: it takes long, and is the same for every team."""
+    """The definition's result, cached: it takes long, and is the same for every team."""
     return definition.sample(LOGITS[shape](vocab), choices_of_kind(kind)).tolist()
 
 
@@ -222,8 +222,9 @@ def test_an_empty_batch_is_accepted(team):
 
 
 def test_near_ties_in_fp32_are_resolved(team):
-    """Of tokens with the least and the most noise, the latter's logit in steps of an ulp about
-    where it begins to win."""
+    """Two tokens have the least and the most noise. The latter's logit moves in steps of an ulp
+    around the point where it begins to win.
+    """
     vocab, drawn, position = 2**15, Sampling(temperature=0.7, seed=9), 4
     noise = noise_of(drawn.seed, position, vocab)
     order = noise.argsort().tolist()
@@ -237,7 +238,7 @@ def test_near_ties_in_fp32_are_resolved(team):
 
 
 def test_the_lower_id_wins_a_tie_of_score_and_noise(team):
-    """Among so many tokens a few share a word of noise."""
+    """Among this many tokens a few share a word of noise."""
     vocab, seed, position = 2**18, 3, 11
     found, order = noise_of(seed, position, vocab).sort(stable=True)
     twins = (found.diff() == 0).nonzero().flatten().tolist()

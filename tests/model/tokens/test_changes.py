@@ -1,4 +1,4 @@
-"""Penalties, biases and masks: what they come to, and the same token from all three twins."""
+"""Penalties, biases and masks have the defined effect, and all three implementations agree."""
 
 import math
 from array import array

@@ -1,4 +1,4 @@
-"""What is drawn follows softmax: Pearson's chi-square test of 200,000 tokens of one position.
+"""Drawn tokens follow softmax: Pearson's chi-square test of 200,000 tokens of one position.
 
 Seeds are fixed, so a test passes always or never.
 """
@@ -25,7 +25,7 @@ NUM_SAMPLES = 200_000
 BATCH_ROWS = 10_000
 POSITION = 9
 VOCAB = 24
-MAX_DEVIATIONS = 4.0  # of a normal variable: one case in 16,000 goes beyond
+MAX_DEVIATIONS = 4.0  # of a normal variable: one case in 16,000 exceeds it
 TEMPERATURES = [0.3, 0.7, 1.0, 1.5]
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(7)) * 1.5
 
@@ -53,7 +53,7 @@ def choices_of_seeds(kind, **others):
 
 
 def counts_of(sampler, choices):
-    """How often each id comes."""
+    """Counts of each id."""
     logits = LOGITS.expand(BATCH_ROWS, -1)
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     while batch := list(islice(choices, BATCH_ROWS)):
@@ -78,7 +78,7 @@ def expected_probabilities(kind, **others):
 def deviations(counts, probabilities):
     """Pearson's statistic as a normal variable, by Wilson and Hilferty; rare ids are pooled.
 
-    Infinite if an id comes that cannot.
+    Infinite if an impossible id occurs.
     """
     expected = probabilities * counts.sum()
     if counts[expected == 0].any():

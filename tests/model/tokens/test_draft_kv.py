@@ -1,6 +1,6 @@
-"""K and V of a draft travel in the target's blocks: always those that the draft alone would store.
+"""A draft's K and V travel in the target's blocks, with the bytes that the draft alone would store.
 
-The draft here never proposes anything; what it needs to do so has to be there.
+The draft never proposes here, but its KV must be ready for proposals.
 """
 
 import json
@@ -52,7 +52,7 @@ FORMATS = (
 
 @pytest.fixture
 def open_runner():
-    """Opens runners, which the test's end closes."""
+    """Opens runners, which are closed at the end of the test."""
     runners = []
 
     def open_one(path, **options):
@@ -74,7 +74,7 @@ def section_bytes(runner, section):
 
 
 def record_of(runner, table, num_tokens):
-    """What the blocks of a sequence hold of its first tokens, both models, K, V and scales."""
+    """The blocks' contents for the first tokens of a sequence: both models, K, V and scales."""
     found = []
     for forward in (runner._forward, runner.draft_forward):
         kept = forward._loaded.context.cache
@@ -91,8 +91,9 @@ def prompts(*lengths):
 
 
 def generate(runner, texts, tables, *, chunk=1000, start=0):
-    """Answers to all texts, each chunk by chunk and then token by token in common batches; the
-    plans that were run. The first `start` tokens of each are in its blocks already."""
+    """Answers to all texts, computed in chunks and then token by token in common batches; also the
+    plans that were run. The first `start` tokens of each are in its blocks already.
+    """
     sequences = [list(text) for text in texts]
     done = [start] * len(texts)
     plans = []
@@ -117,8 +118,9 @@ def scattered(count, seed=0, num_blocks=NUM_BLOCKS):
 
 
 def check_both_sections(pair, target, draft):
-    """Runs batches of ragged rows: each section, to the last byte, and every token are those of the
-    model alone."""
+    """Runs batches of ragged rows. Each section, to the last byte, and every token must equal those
+    of the model alone.
+    """
     texts = prompts(1, 11, 23)
     answers, plans = generate(pair, texts, scattered(3), chunk=7)
     assert len({token for answer in answers for token in answer}) > 5
@@ -148,7 +150,7 @@ def test_each_section_holds_what_its_model_stores_alone(
 def test_each_section_holds_what_its_model_stores_in_plain_torch(
     tmp_path_factory, open_runner, monkeypatch
 ):
-    """Where the C++ kernels cannot be built."""
+    """The case of a machine where the C++ kernels cannot be built."""
     monkeypatch.setattr(cpu, "kernels", lambda: None)
     target_path, draft_path = (tiny_checkpoint(tmp_path_factory, kind) for kind in PAIRS[0])
     runners = [
@@ -163,7 +165,7 @@ def test_each_section_holds_what_its_model_stores_in_plain_torch(
 def test_each_section_holds_what_its_model_stores_as_a_gpu_computes(
     tmp_path_factory, open_runner, monkeypatch
 ):
-    """On a CPU, but by the code for GPUs: packed steps, and those of decoding filled up."""
+    """On a CPU, but by the code for GPUs: packed steps, and padded decode steps."""
     opened = []
 
     def as_on_a_gpu(loaded, weights, beside=None):
@@ -279,7 +281,7 @@ def test_a_draft_with_a_different_tokenizer_is_refused(tmp_path_factory, tmp_pat
 
 
 def test_a_format_that_the_drafts_heads_do_not_fit_is_refused(tmp_path_factory, tmp_path):
-    """Nine elements a head."""
+    """The heads have nine elements."""
     save_checkpoint(tmp_path, COMMON | {"model_type": "gpt_neox", "hidden_size": 36})
     path = tiny_checkpoint(tmp_path_factory, "llama")
     runner = TorchRunner(path, draft=tmp_path, num_blocks=1, kv_format=KVFormat.INT4)

@@ -1,4 +1,4 @@
-"""Sequences handed over while they run, at random steps, are answered as if they had stayed."""
+"""Sequences handed over at random steps get the same answers as sequences that stay."""
 
 import random
 from collections import Counter
@@ -48,10 +48,10 @@ EVERY = 6  # of so many sequences one is moved in a step
 
 
 class Couple:
-    """Two workers that do the same, and requests that go to and fro between them."""
+    """Two equal workers, and requests that move between them."""
 
     def __init__(self, workers: tuple[Worker, Worker], *, rng: random.Random | None) -> None:
-        """Without a generator everybody stays where it is."""
+        """Without a generator no sequence moves."""
         self._workers = workers
         self._rng = rng
         self._asked: dict[SeqId, Asked] = {}
@@ -163,7 +163,7 @@ class Couple:
                 self._end_copy(1 - number, as_seq_id)
 
     def _copy(self, number: int, copy_id: SeqId, lease) -> None:
-        """What is full goes ahead, and the sequence runs on."""
+        """Copies the full blocks ahead, while the sequence runs on."""
         seq_id = self._copied[copy_id]
         if lease is None:
             self._tell(number, HandOver(seq_id, self._as[seq_id]))
@@ -175,7 +175,7 @@ class Couple:
         self._tell(1 - number, Decode(copy_id, token_ids, Sampling(), limits, lease, is_copy=True))
 
     def _stay(self, number: int, seq_id: SeqId) -> None:
-        """It is not moved, or it is over."""
+        """Cancels the move of a sequence, or notes that it ended."""
         as_seq_id = self._as.pop(seq_id, None)
         if as_seq_id is not None:
             self._end_copy(number, as_seq_id)

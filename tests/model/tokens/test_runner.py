@@ -1,4 +1,4 @@
-"""The runner's tokens are those of transformers, whatever the chunks, blocks and company."""
+"""The runner's tokens equal transformers', for any chunks, blocks and batch."""
 
 import random
 from functools import cache
@@ -25,7 +25,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Client:
-    """A sequence that is computed chunk by chunk and then token by token, as schedulers would."""
+    """A sequence that is computed in chunks and then token by token, as schedulers would."""
 
     def __init__(self, name, prompt, chunks, sampling, blocks):
         self.name = name
@@ -201,7 +201,7 @@ def test_banned_ids_are_not_chosen(llama):
 
 
 def test_a_bf16_cache_gives_answers_that_do_not_depend_on_chunks(tmp_path_factory):
-    """K and V are read from the record only, so those of the present chunk are rounded alike."""
+    """K and V are read from the record only, so those of the present chunk are rounded too."""
     runner = opened(tiny_checkpoint(tmp_path_factory, "qwen3"), kv_format=KVFormat.BF16)
     text = prompts(4)[3]
     whole, chunked = (

@@ -1,4 +1,4 @@
-"""Speculation, handoff and memory pressure change no token: 200 requests of every kind."""
+"""Speculation, hand-over and memory pressure change no token: 200 requests of every kind."""
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +42,7 @@ def guides(runners):
 
 @pytest.fixture(scope="module")
 def expected(runners, guides):
-    """Colocated, without speculation."""
+    """The answers of colocated serving without speculation."""
     worker = Worker("mixed", Role.MIXED, runners[0], guides=guides)
     return Pools(worker, worker).answer(requests(NUM_REQUESTS, seed=1))
 
@@ -113,7 +113,7 @@ def test_preempted_sequences_continue_with_the_same_tokens(runners, guides, expe
         guides=guides,
         speculator=KeenSpeculator,
         num_blocks=24,
-        growth_tokens=1,  # nobody is kept out for what others may need later
+        growth_tokens=1,  # no sequence is refused for the later needs of others
     )
     found = Pools(source, sink).answer(requests(NUM_REQUESTS, seed=1))
     check(found, expected)

@@ -1,4 +1,4 @@
-"""Bounds do what they say, all twins choose the same, and nothing depends on the batch."""
+"""Bounds work as defined, all implementations choose the same, and the batch has no influence."""
 
 import math
 

@@ -1,7 +1,7 @@
-"""Speculation changes no token, no log-probability: the bundled pair, as its CPU path computes it.
+"""Speculation changes no token and no log-probability: the bundled pair on its CPU path.
 
-Clients keep the books that a decode scheduler keeps: which tokens the draft model has seen, what is
-proposed, what was kept. What they come to is compared with what they come to without proposals.
+Clients track what a decode scheduler tracks: the tokens that the draft model has seen, the
+proposals, and the kept tokens. Their results are compared with those without proposals.
 """
 
 import random
@@ -61,7 +61,7 @@ SAMPLINGS = {
 
 
 class ParityGuide:
-    """Allows two ids in three; which, depends on the token before and on the length."""
+    """Allows two ids in three, depending on the token before and on the length."""
 
     def __init__(self):
         self._answer = []
@@ -206,7 +206,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def plain(pair):
-    """What one client of each kind comes to alone, without proposals."""
+    """The result of one client of each kind alone, without proposals."""
     (blocks,) = tables(1)
     clients = {kind: Client("alone", kind, prompt(i), blocks) for i, kind in enumerate(SAMPLINGS)}
     for client in clients.values():
@@ -217,7 +217,7 @@ def plain(pair):
 
 
 def by_model(rng):
-    """The draft model proposes now and then, and is left out now and then."""
+    """The draft model proposes in some steps, and is left out of others."""
 
     def propose(client, room):
         if rng.random() < 0.2:
@@ -241,7 +241,7 @@ def perfect(rng, answer):
 
 
 def nearly_perfect(rng, answer):
-    """Right up to some place, and wrong from there on or only there."""
+    """Right up to a random place; then wrong from there on, or only there."""
     right = perfect(rng, answer)
 
     def propose(client, room):
@@ -255,7 +255,7 @@ def nearly_perfect(rng, answer):
 
 
 def anything(rng, answer):
-    """Each step another of them."""
+    """A different way to propose in each step."""
     ways = by_model(rng), garbage(rng), perfect(rng, answer), nearly_perfect(rng, answer)
     return lambda client, room: rng.choice(ways)(client, room)
 
@@ -274,7 +274,7 @@ PROPOSERS = {
 def test_proposals_change_neither_tokens_nor_logprobs(pair, plain, name, company):
     """In common batches with each other's prompts, which come in chunks.
 
-    Where anybody has to follow a grammar, more of a step is Python.
+    If a client follows a grammar, more of a step is Python.
     """
     rng = random.Random(0)
     kinds = [k for k in SAMPLINGS if company == "of all kinds" or "grammar" not in k]
@@ -309,7 +309,7 @@ def test_a_perfect_draft_is_kept_with_one_token_more(pair, plain):
 
 
 def test_a_step_overwrites_the_kv_of_rejected_tokens(pair, plain):
-    """Long garbage, then nothing proposed at all: the next steps stand where it stood."""
+    """Long garbage, then no proposals at all: the next steps overwrite its KV."""
     (blocks,) = tables(1)
     client = Client("a", "temperature", prompt(1), blocks)
     rng = random.Random(3)
@@ -326,7 +326,9 @@ def test_a_step_overwrites_the_kv_of_rejected_tokens(pair, plain):
 
 
 def test_a_draft_proposes_as_it_would_choose_as_a_target(plain):
-    """Noise, penalties, bans, bias and masks are the same: who drafts for itself is never wrong."""
+    """Noise, penalties, bans, bias and masks are the same: a model that drafts for itself is never
+    wrong.
+    """
     runner = TorchRunner(
         BUNDLED / "draft",
         draft=BUNDLED / "draft",
@@ -349,8 +351,9 @@ def test_a_draft_proposes_as_it_would_choose_as_a_target(plain):
 
 @pytest.fixture
 def drafting(pair):
-    """Proposals of every kind, none of which the draft model has seen more of than a prefix; and of
-    rows that only have it compute."""
+    """Proposals of every kind, with at most a prefix seen by the draft model, and rows without
+    proposals.
+    """
     found = []
     for i, (kind, blocks) in enumerate(zip(SAMPLINGS, tables(len(SAMPLINGS)), strict=True)):
         tokens = prompt(i + 1)
@@ -477,7 +480,7 @@ def test_scored_tokens_have_the_ranks_of_softmax(pair):
 
 
 def test_verification_reuses_the_masks_of_drafting(pair):
-    """The guide is asked once a place: where each token is proposed, and behind the last."""
+    """The guide is asked once a place: for each proposed token, and behind the last."""
     (blocks,) = tables(1)
     client = Client("a", "grammar", prompt(1), blocks)
     serve_until_answering(pair, client)
@@ -519,7 +522,7 @@ def as_on_a_gpu(loaded, weights, beside=None):
 
 @pytest.mark.parametrize("way", ["plain torch", "as on a GPU", "layer by layer"])
 def test_every_forward_pass_drafts_and_verifies(tmp_path_factory, monkeypatch, way):
-    """Models of random weights, whose every token is far from a tie."""
+    """The models have random weights, and no token is near a tie."""
     kinds = ("mixtral", "gpt_neox") if way == "layer by layer" else ("llama", "qwen3")
     target, draft = (tiny_checkpoint(tmp_path_factory, kind) for kind in kinds)
     if way == "plain torch":

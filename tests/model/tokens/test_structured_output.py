@@ -1,4 +1,4 @@
-"""Answers of the bundled model under schemas: those that finish validate; drafts change nothing."""
+"""Answers of the bundled model under schemas: finished ones validate, and drafts change nothing."""
 
 import json
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.torch
 
 BUNDLED = Path(bundled.__file__).parent
 TOKENIZER = BUNDLED / "target" / "tokenizer.json"
-SEEDS = range(300, 500)  # those before are the unit test's
+SEEDS = range(300, 500)  # the unit test uses lower ones
 BLOCK_SIZE = 16
 MAX_TOKENS = 240  # prompt, answer and drafts
 BLOCKS_EACH = MAX_TOKENS // BLOCK_SIZE + 1
@@ -33,7 +33,7 @@ NUM_BIASED = 60
 
 @dataclass
 class Client:
-    """A sequence whose answer shall follow a schema."""
+    """A sequence whose answer has to follow a schema."""
 
     seed: int
     blocks: list[int]
@@ -98,7 +98,7 @@ def guides(runner):
 
 @cache
 def brevity():
-    """Biases by which a small model comes to an end."""
+    """Biases that make a small model finish."""
     texts = [tokenizer().decode([i], skip_special_tokens=False) for i in range(4096)]
     weights = terseness(texts)
     likely = weights.argsort()[::-1][:NUM_BIASED].tolist()
@@ -121,7 +121,7 @@ def client(seed, slot, guides):
 
 
 def answers(runner, guides, seeds, num_to_draft=0):
-    """Clients of these seeds after their answers, of which up to NUM_ROWS share each step."""
+    """Clients of these seeds after their answers; up to NUM_ROWS of them share each step."""
     waiting, running, done = list(seeds), [], []
     slots = list(range(NUM_ROWS))
     while waiting or running:

@@ -1,4 +1,4 @@
-"""One tree from file, environment and flags; whatever is wrong with it is named."""
+"""One tree from file, environment and flags; errors name the faulty setting."""
 
 import re
 

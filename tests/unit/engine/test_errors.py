@@ -1,4 +1,4 @@
-"""The fault is in an error's type, its facts are in its fields, and one tree shows them all."""
+"""The type of an error is its fault, the fields are its facts, and one tree shows all errors."""
 
 import ast
 import builtins

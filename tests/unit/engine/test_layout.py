@@ -1,4 +1,4 @@
-"""Where the bytes of a block lie: sizes, offsets, padding, and what two workers must share."""
+"""The bytes of a block: sizes, offsets, padding, and the fields that two workers must share."""
 
 from itertools import product
 
@@ -20,7 +20,7 @@ LAYOUTS = [
 
 
 def section_bytes(layout, section):
-    """What a section takes of a block: K and V, of all layers and heads."""
+    """Bytes of a section in a block: K and V, of all layers and heads."""
     shape = layout.sections[section]
     return 2 * shape.num_layers * shape.num_kv_heads * layout.head_bytes(section)
 

@@ -1,4 +1,4 @@
-"""Every message survives the wire, and bytes that are no message are a typed error."""
+"""Every message survives the wire, and invalid bytes are a typed error."""
 
 import random
 from enum import Enum
@@ -42,7 +42,7 @@ from engine.net.trust import SALT_BYTES
 
 DECODERS = {decode_to_worker: get_args(ToWorker), decode_to_gateway: get_args(ToGateway)}
 FEW = settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
-SAMPLES = [  # of which broken frames are made
+SAMPLES = [  # broken frames are made of these
     Prefill("a.0", [0, 7, 2**32 - 1], Sampling(seed=2**64 - 1), Limits(9, 4, (1, 2))),
     Decode(
         "a.0",
@@ -80,7 +80,7 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
             return st.sampled_from(origin)
         case origin if origin is KVLayout:
             return st.builds(origin, values(int), values(KVFormat), values(tuple[KVSection, ...]))
-        case origin if origin is KVSection:  # int4 wants an even head_dim
+        case origin if origin is KVSection:  # int4 needs an even head_dim
             even = st.integers(0, 2**32).map(lambda n: 2 * n)
             return st.builds(origin, values(int), values(int), even)
         case origin if issubclass(origin, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""A library is built once for what it depends on, and what keeps it from being built is said."""
+"""A library is built once for each set of inputs, and build failures are reported."""
 
 import os
 import platform
@@ -49,7 +49,7 @@ def use_compiler(tmp_path, monkeypatch):
 
 @pytest.fixture
 def log(tmp_path, use_compiler):
-    """What the compiler was called with; it is there and always succeeds."""
+    """The arguments of each call of a compiler that always succeeds."""
     path = tmp_path / "log"
     use_compiler(COMPILER.format(log=path))
     return path
@@ -116,7 +116,7 @@ def test_a_built_library_is_writable_by_its_owner_alone(sources, log):
 
 
 def plant(sources) -> tuple[Path, Path]:
-    """What another user might leave under a library's name; and the folder that it lies in."""
+    """A file that another user might leave under a library's name, and its folder."""
     path = built_library(sources)
     path.chmod(0o700)
     path.write_text("planted")

@@ -1,4 +1,4 @@
-"""Which files of a cache are taken for one's own."""
+"""The files of a cache that count as the user's own."""
 
 import grp
 import os

@@ -1,4 +1,4 @@
-"""A grammar that cannot be followed on: the answer is given up, and nothing of it is kept back."""
+"""A grammar that cannot be followed any further ends its answer and frees everything it held."""
 
 from engine.messages import GivenBack, Grammar, GrammarKind, LeaseId, Role, Sampling, SeqId
 from engine.worker.events import Emit, RevokeLease

@@ -1,4 +1,4 @@
-"""Guides: what they allow is what the grammar says, wherever and however they are asked."""
+"""Guides allow exactly what the grammar says, on every path."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ def weights():
 
 
 def check(grammar):
-    """As a gateway's child and every worker do it."""
+    """Compiles as a gateway's child and every worker do."""
     guides().prepare(grammar)
 
 
@@ -81,7 +81,7 @@ def allowed(guide):
 
 
 def accepts(grammar, text):
-    """Whether the whole of `text`, and nothing less, is an answer."""
+    """True if exactly the whole of `text` is an answer."""
     guide = guides().open(grammar, ())
     ids = ids_of(text)
     if guide.num_allowed(ids) < len(ids):
@@ -334,7 +334,7 @@ def test_rules_may_lead_deeper_than_a_common_stack():
     "unit", ["\n", " ", "a[\n", "[a", "a{\n", '"\\"', "/\\/", "//", " %json 1"]
 )
 def test_reading_a_grammar_takes_time_in_proportion_to_its_length(unit):
-    """32 kB of newlines took seconds, and 128 kB the gateway."""
+    """32 kB of newlines once took seconds, and 128 kB stopped the gateway."""
     longest = lark('start: "a"\n' + unit * ((MAX_SOURCE_LEN - 20) // len(unit)))
     begin_s = time.process_time()
     with contextlib.suppress(GrammarError):

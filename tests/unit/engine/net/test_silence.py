@@ -1,4 +1,4 @@
-"""Silence is what was listened to."""
+"""Only time spent listening counts as silence."""
 
 from hypothesis import given
 from hypothesis import strategies as st

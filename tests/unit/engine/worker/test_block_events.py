@@ -1,4 +1,4 @@
-"""What workers tell of their cached blocks: the wire, the log of it, and putting it in order."""
+"""Block events of workers: the wire format, the event log, and restoring their order."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def hashes(num, first=0):
 
 
 def chain(num, first=0):
-    """News of so many blocks of one prompt."""
+    """News of this many blocks of one prompt."""
     found = hashes(num, first)
     tokens = range(first, first + BLOCK_SIZE * num)
     return [
@@ -88,7 +88,7 @@ class VllmBatch(msgspec.Struct, array_like=True):
 
 
 class VllmStored(msgspec.Struct, tag="BlockStored"):
-    """`BlockStored` of vLLM 0.32, as far as it must be there."""
+    """`BlockStored` of vLLM 0.32, with the mandatory fields."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -100,7 +100,7 @@ class VllmStored(msgspec.Struct, tag="BlockStored"):
 
 
 class VllmRemoved(msgspec.Struct, tag="BlockRemoved"):
-    """`BlockRemoved` of vLLM 0.32, as far as it must be there."""
+    """`BlockRemoved` of vLLM 0.32, with the mandatory fields."""
 
     block_hashes: list[bytes | int]
     medium: str | None
@@ -203,7 +203,7 @@ def test_a_pool_notes_stored_and_evicted_blocks():
     pool.set_hash(blocks[1], second, parent=first)
     assert pool.take_news() == [Stored(first, None, (0, 1, 2, 3)), Stored(second, first)]
     pool.disown(blocks)
-    assert pool.take_news() == []  # it is cached yet
+    assert pool.take_news() == []  # it is still cached
     pool.disown(pool.allocate(1))
     assert pool.take_news() == [Evicted(second)]  # the end of a prefix goes first
 
@@ -380,7 +380,7 @@ def test_batches_published_before_the_snapshot_are_applied_after_it():
 def test_a_missing_batch_is_requested_and_later_ones_wait():
     news = following()
     assert news.handle(Published(2, told(2)), 0.0) == [AskBatches(0)]
-    assert news.handle(Published(3, told(3)), 0.0) == []  # it has been asked for
+    assert news.handle(Published(3, told(3)), 0.0) == []  # it was requested before
     assert news.handle(AnswerPiece(0, told(0)), 0.0) == [Apply(told(0))]
     assert news.handle(AnswerPiece(1, told(1)), 0.0) == [Apply(told(i)) for i in (1, 2, 3)]
     assert news.handle(AnswerPiece(2, told(2)), 0.0) == []
@@ -450,7 +450,7 @@ def test_a_silent_worker_is_asked_again_ever_less_often():
         assert news.handle(NewsTick(), asked_s) == [AskSnapshot()]
         pauses.append(asked_s - now_s)
         now_s = news.next_wake_s()
-        assert news.handle(NewsTick(), now_s) == []  # that it is unheard has been said
+        assert news.handle(NewsTick(), now_s) == []  # the silence was reported before
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == MAX_PAUSE_S
     now_s = news.next_wake_s()

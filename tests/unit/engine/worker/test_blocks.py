@@ -1,4 +1,4 @@
-"""Who owns which block: hashes, the free list, prefix matches, and the three kinds of holders."""
+"""The block pool: hashes, the free list, prefix matches, and the three kinds of holders."""
 
 from hashlib import blake2b
 from itertools import permutations
@@ -11,13 +11,13 @@ from engine.worker.blocks import BlockCounts, BlockId, BlockPool, hash_block, ha
 
 
 def hashes(name: str, num_blocks: int):
-    """Hashes of the blocks of some prompt."""
+    """Hashes of the blocks of one prompt."""
     tokens = [ord(letter) for letter in name for _ in range(2)]
     return hash_blocks((tokens * num_blocks)[: 2 * num_blocks], block_size=2)
 
 
 def allocate_full(pool: BlockPool, name: str, num_blocks: int):
-    """A sequence takes blocks and fills them."""
+    """Takes blocks for a sequence and fills them."""
     taken = pool.allocate(num_blocks)
     for block, block_hash in zip(taken, hashes(name, num_blocks), strict=True):
         pool.set_hash(block, block_hash)

@@ -1,4 +1,4 @@
-"""Schedulers around one pool: who takes an event, who gets the budget, what is reported."""
+"""Schedulers around one pool: which one gets an event or the budget, and what is reported."""
 
 from itertools import pairwise
 
@@ -343,7 +343,7 @@ def test_the_workload_is_the_prompt_first_and_the_decode_later():
     rig.take(generate("a", 6, more=3))
     assert promised(rig) == (6, 0, 0, 0)
     rig.step()
-    assert promised(rig) == (6, 0, 0, 0)  # all of it, whatever is computed
+    assert promised(rig) == (6, 0, 0, 0)  # all of it, also the computed part
     rig.step(7)
     assert promised(rig) == (0, 1, 2, 7)
     rig.step(8)
@@ -396,7 +396,7 @@ def test_a_report_has_the_size_and_time_of_steps():
         StepReport(0.2, num_prefill_tokens=2, prefill_squares=36 - 16),
         StepReport(0.4, 3, 9, num_rows=1, num_context_tokens=8),
     ]
-    assert reported(rig).steps == []  # they were told
+    assert reported(rig).steps == []  # they were reported before
 
 
 def test_untimed_steps_are_not_reported():

@@ -1,4 +1,4 @@
-"""A worker that is given another role, and sequences that leave it."""
+"""Changes of a worker's role, and sequences that leave it."""
 
 import pytest
 

@@ -51,7 +51,7 @@ def prefill(token_ids=(1, 2, 3), *, num_top=None, limits=None, **sampling) -> Pr
 
 
 def outcome(message, intake=INTAKE):
-    """A sequence, or the reason why there is none."""
+    """The sequence, or the reason why there is none."""
     opened = intake.open(GatewayId("g"), message)
     return opened.reason if isinstance(opened, GivenBack) else opened
 

@@ -1,4 +1,4 @@
-"""Prefixes that a worker holds, leased to others when asked."""
+"""Leases of prefixes that a worker holds."""
 
 import pytest
 
