@@ -1,8 +1,8 @@
-// Records of one KV format made into those of another, token by token.
+// Converts records from one KV format to another, token by token.
 //
-// Formats and record are told in engine/layout.py; rounding is that of engine/model/attention/kvcache.py, bit
-// for bit, and formats.py has the same in numpy. Loops are written for the compiler to vectorise:
-// largest and smallest numbers are found as integers, whose order it may change.
+// engine/layout.py defines formats and record. Rounding is that of engine/model/attention/kvcache.py,
+// bit for bit, and formats.py has the same in numpy. Loops are written for the compiler to vectorise:
+// minima and maxima are taken of integers, which it may reorder.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ enum Format : int32_t { kFp32 = 0, kBf16 = 1, kFp8 = 2, kInt8 = 3, kInt4 = 4 };
 constexpr int kScaleBytes = 4;
 constexpr uint32_t kMagnitude = 0x7FFFFFFF;  // all of a float but its sign
 
-// How one section lies in records of one format; mirrored in library.py.
+// The place of one section in records of one format; mirrored in library.py.
 struct Heads {
   int64_t section_offset;
   int64_t head_bytes;
@@ -47,7 +47,7 @@ inline uint16_t float_to_bf16(float x) {  // halves to even; NaN stays NaN
   return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40 : rounded);
 }
 
-// Halves to even. Numbers are within 448: what is beyond would become another.
+// Halves round to even. Numbers must be within 448; larger ones would give a wrong result.
 inline uint8_t float_to_fp8(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t magnitude = bits & kMagnitude;
@@ -67,7 +67,7 @@ inline float fp8_to_float(uint8_t x) {
   return std::bit_cast<float>((magnitude < 8 ? small : large) | sign);
 }
 
-// A scale or step of zero stores what is left, which then is about zero.
+// With a scale or step of zero, the stored number is the remainder, about zero.
 inline float divisor(float scale) { return scale == 0 ? 1.0f : scale; }
 
 inline float largest_magnitude(const float* x, int64_t n) {
@@ -94,7 +94,7 @@ inline Range range(const float* x, int64_t n) {
   return {std::bit_cast<float>(ordered(low)), std::bit_cast<float>(ordered(high))};
 }
 
-// x within -limit ... limit; what is no number becomes one of the limits.
+// Clamps x to -limit ... limit; NaN becomes one of the limits.
 inline float clamped(float x, float low, float high) {
   const float above = x > low ? x : low;
   return above < high ? above : high;

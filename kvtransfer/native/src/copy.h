@@ -1,6 +1,6 @@
-// Copies of scattered records, and the checksum of a frame while it is filled or emptied.
+// Copies scattered records, and computes a frame's checksum while it is filled or emptied.
 //
-// A frame is records one after the other, without a gap: what travels.
+// A frame is a sequence of records without gaps, as it travels.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@ struct Piece {
   int64_t source_offset, sink_offset, num_bytes;
 };
 
-// Lines of both sides are asked for this far ahead, those to be written for writing: the processor
-// finds them by itself only within a page, and has to read a line before it can write a part of it.
+// Lines of both sides are prefetched this far ahead, the sink's for writing. The processor prefetches
+// only within a page by itself, and must read a line before it writes a part of it.
 constexpr int64_t kAheadBytes = 1024;
 constexpr int64_t kChunkBytes = 512;
 constexpr int64_t kLineBytes = 64;
@@ -42,10 +42,10 @@ inline void prefetch_chunk(const Run& run, int64_t offset) {
 
 // Measured on a Xeon of 2.5 GHz (Cascade Lake, one core), blocks of 16 KiB to 1 MiB scattered over
 // 384 MiB on both sides: 1.3 times the speed of one memcpy a block; 1.05 if only the source's lines
-// are asked for. Stores past the caches reach 1.05 at best, with huge pages too, and what reads the
-// copy next then waits for memory; so there are none, whoever that is.
+// are prefetched. Stores past the caches reach 1.05 at best, with huge pages too, and the next reader
+// of the copy then waits for memory. So they are not used.
 //
-// What is copied is shown to `seen` while it is in the nearest cache.
+// `seen` gets the copied bytes while they are in the nearest cache.
 template <class Seen>
 void copy_run(const Run& run, const Run& next, Seen& seen) {
   int64_t i = 0;
@@ -63,8 +63,8 @@ void copy_run(const Run& run, const Run& next, Seen& seen) {
   seen(run.sink + run.num_bytes, run.source + run.num_bytes);
 }
 
-// Copies runs one behind the other: each is copied when it is known what follows. `seen(sink,
-// source)` is called with the ends of what has been copied of a run.
+// Copies runs in order, each once the next one is known. `seen(sink, source)` is called with the ends
+// of the part of a run that has been copied.
 template <class Seen>
 class Copier {
  public:
@@ -89,7 +89,7 @@ class Copier {
   Run last_{nullptr, nullptr, 0};
 };
 
-// What to copy: the pieces of record i of one side to record i of the other.
+// The copies to make: the pieces of record i of one side go to record i of the other.
 struct Copies {
   const Records &sink, &source;
   int64_t count;
@@ -104,7 +104,7 @@ struct Copies {
            });
   }
 
-  // Whether bytes of the sink are written from the first to the last, none twice.
+  // Whether the sink's bytes are written in ascending order, none twice.
   bool ascend_at_sink() const {
     for (int64_t p = 1; p < num_pieces; ++p)
       if (pieces[p].sink_offset < pieces[p - 1].sink_offset + pieces[p - 1].num_bytes) return false;
@@ -129,8 +129,8 @@ inline int64_t frame_bytes(const Records& frame) { return frame.num_records * fr
 
 inline bool can_be_hashed(const Records& frame) { return frame_bytes(frame) >= Xxh3::kFewestBytes; }
 
-// Measured as above, blocks of 64 KiB and frames of 2 MiB: to copy and hash at once takes 0.82 of
-// the time of one after the other, and 1.1 of that of the copy alone.
+// Measured as above, with blocks of 64 KiB and frames of 2 MiB: copying and hashing at once takes 0.82
+// of the time of both in turn, and 1.1 of the time of the copy alone.
 
 // Fills a frame; returns its checksum.
 inline uint64_t gather(const Copies& copies) {
@@ -143,7 +143,7 @@ inline uint64_t gather(const Copies& copies) {
   return hash.digest();
 }
 
-// Copies from a frame; returns the checksum of all of it. Rows that are passed over are read too.
+// Copies from a frame; returns the checksum of all of it. Rows that are not copied are read too.
 inline uint64_t scatter(const Copies& copies) {
   Xxh3 hash(copies.source.bytes, frame_bytes(copies.source));
   copies.perform([&](const uint8_t*, const uint8_t* source) { hash.advance(source); });

@@ -1,4 +1,4 @@
-// What Python calls, through ctypes: see library.py. Every function runs on the caller's thread and
+// The functions that Python calls through ctypes: see library.py. Each runs on the caller's thread and
 // keeps no state, so any number of threads may call at once.
 #include "convert.h"
 #include "copy.h"
@@ -7,7 +7,7 @@ using namespace baton;
 
 extern "C" {
 
-// Whether the pieces were copied: nothing is where an id or a piece is out of bounds.
+// Copies the pieces. Returns 0, and copies nothing, if an id or a piece is out of bounds.
 int32_t baton_copy_records(const Records* sink, const Records* source, int64_t count,
                            const Piece* pieces, int64_t num_pieces) {
   const Copies copies{*sink, *source, count, pieces, num_pieces};
@@ -16,7 +16,7 @@ int32_t baton_copy_records(const Records* sink, const Records* source, int64_t c
   return true;
 }
 
-// The same where the sink is a frame, whose checksum is found too: none is where it is too short.
+// The same if the sink is a frame, and its checksum. Returns 0 if the frame is too short.
 int32_t baton_gather_records(const Records* frame, const Records* source, int64_t count,
                              const Piece* pieces, int64_t num_pieces, uint64_t* checksum) {
   const Copies copies{*frame, *source, count, pieces, num_pieces};
@@ -25,7 +25,7 @@ int32_t baton_gather_records(const Records* frame, const Records* source, int64_
   return true;
 }
 
-// The same where the source is a frame.
+// The same if the source is a frame.
 int32_t baton_scatter_records(const Records* sink, const Records* frame, int64_t count,
                               const Piece* pieces, int64_t num_pieces, uint64_t* checksum) {
   const Copies copies{*sink, *frame, count, pieces, num_pieces};
@@ -34,8 +34,8 @@ int32_t baton_scatter_records(const Records* sink, const Records* frame, int64_t
   return true;
 }
 
-// Record i of the source, in the format `from`, becomes record i of the sink, in the format `to`;
-// both have `num_records`, and the sections say how they lie.
+// Converts record i of the source, in the format `from`, to record i of the sink, in the format `to`.
+// Both have `num_records`; the sections describe their layouts.
 void baton_convert_records(const Section* sections, int64_t num_sections, int64_t block_size,
                            int32_t from, int32_t to, const Records* source, const Records* sink) {
   convert_records(sections, num_sections, block_size, converter(from, to), *source, *sink);

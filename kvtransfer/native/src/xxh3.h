@@ -1,4 +1,4 @@
-// XXH3-64 of more than 240 bytes, with seed 0 and the default secret, taken in as they come.
+// XXH3-64 of more than 240 bytes, with seed 0 and the default secret, computed as bytes arrive.
 //
 // Written from xxHash's specification (doc/xxhash_spec.md, version 0.2.0). There a stripe is 64
 // bytes, which add to eight lanes of 64 bits, and 16 stripes are a block, after which the lanes are
@@ -15,8 +15,8 @@ namespace baton {
 
 static_assert(std::endian::native == std::endian::little, "words are read as they lie");
 
-// As many lanes as the processor works on at once. Of (x mod 2^32) * (x / 2^32) compilers make a
-// multiplication of 64 bits by 64, three times as long; hence the intrinsics.
+// As many lanes as the processor works on at once. For (x mod 2^32) * (x / 2^32) compilers emit a
+// product of 64 bits by 64, which takes three times as long; hence the intrinsics.
 #if defined(__AVX512F__)
 using Lanes [[gnu::vector_size(64)]] = uint64_t;
 
@@ -42,15 +42,15 @@ inline Lanes neighbours(Lanes x) { return (Lanes)_mm_shuffle_epi32((__m128i)x, 0
 
 class Xxh3 {
  public:
-  static constexpr int64_t kFewestBytes = 241;  // fewer are hashed in another way
+  static constexpr int64_t kFewestBytes = 241;  // shorter input has another algorithm
 
-  // Of bytes that need not be there yet.
+  // The bytes need not have arrived yet.
   Xxh3(const uint8_t* bytes, int64_t num_bytes)
       : next_(bytes), end_(bytes + num_bytes), num_bytes_(num_bytes) {
     std::memcpy(lanes_, kInitialLanes, sizeof lanes_);
   }
 
-  // All bytes before `there` have come, and stay: takes in what blocks they make.
+  // All bytes before `there` have arrived and stay: takes in the blocks that they complete.
   void advance(const uint8_t* there) {
     for (; next_ + kBlockBytes <= there && next_ + kBlockBytes < end_; next_ += kBlockBytes) {
       accumulate(next_, kBlockStripes, kSecret);
@@ -58,8 +58,8 @@ class Xxh3 {
     }
   }
 
-  // All bytes have come. The last block is not scrambled, nor is its last stripe, which may overlap
-  // the one before, like others.
+  // All bytes have arrived. The last block is not scrambled. Its last stripe may overlap the one
+  // before.
   uint64_t digest() {
     advance(end_);
     accumulate(next_, (end_ - next_ - 1) / kStripeBytes, kSecret);

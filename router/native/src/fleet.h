@@ -1,8 +1,8 @@
-// Each worker's load, and where the next request goes: one call that decides and reserves. The rule
-// is that of router/policies/slo.py, which says it in plain words.
+// Each worker's load, and the place of the next request: one call decides and reserves. The rule is
+// that of router/policies/slo.py, which explains it.
 //
-// Arrays are by slot and in chunks of 64, each with a lower bound of its minimum: a chunk that cannot
-// hold the answer is not looked into.
+// Arrays are by slot and in chunks of 64, each with a lower bound of its minimum. A chunk that cannot
+// hold the answer is skipped.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
 
-// Of one class of workers; seconds. n tokens of which p are cached, k blocks, b sequences.
+// Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
 struct Costs {
   double prefill, prefill_per_token, prefill_per_square;  // A + B(n-p) + C(n²-p²)
   double decode, decode_per_seq, decode_per_token;        // D + E·b + F·kv
@@ -33,9 +33,9 @@ struct Costs {
   }
 };
 
-// What workers have in common beside costs. Those of one group hold the same blocks for the same
-// prompt; one that pulls may take them from the others of its group. A local one decodes, and may
-// prefill what it is to decode.
+// What workers have in common beside costs. Workers of one group hold the same blocks for the same
+// prompt; a worker that pulls may take them from others of its group. A local worker decodes, and may
+// prefill the prompts that it will decode.
 struct Kind {
   int32_t costs, group;
   int32_t prefills, decodes, is_local, pulls;
@@ -45,27 +45,27 @@ struct Kind {
 struct Request {
   int64_t num_tokens;    // to prefill
   int64_t final_tokens;  // predicted for the end of the answer, prompt included
-  int64_t max_tokens;    // that it may reach at most
+  int64_t max_tokens;    // longest possible sequence
   double now_s;
-  double tpot_bound_s, wait_bound_s;  // infinite where there is no bound
-  double offer_s;  // at most, until a worker that computes answers who asks for a prefix
+  double tpot_bound_s, wait_bound_s;  // infinite: no bound
+  double offer_s;                     // longest wait for a computing worker's offer of a prefix
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
 
 struct Decision {
   int32_t status, prefill, decode, source;
-  int32_t matched_blocks, pulled_blocks;  // here already, and to come from the source
-  double wait_s, ttft_s, tpot_s;  // if there is no prefill worker: until the soonest is ready
+  int32_t matched_blocks, pulled_blocks;  // cached there, and to be pulled from the source
+  double wait_s, ttft_s, tpot_s;  // wait_s: until the first prefill worker is ready, if none is
 };
 
-// What is promised to a worker.
+// The work that is assigned to a worker.
 struct Load {
-  double ready_at_s = 0;  // when it has computed all prompts
-  double behind_s = 0;    // but not sooner than so long from now: prompts behind the first
+  double ready_at_s = 0;  // when all its prompts are computed
+  double behind_s = 0;    // lower bound, from now: prompts behind the first
   int64_t running = 0;    // sequences that decode, or will
-  int64_t tokens = 0;     // of their contexts, in the middle of their growth
-  int64_t blocks = 0;     // of these at their ends
+  int64_t tokens = 0;     // of their contexts, half-way through their growth
+  int64_t blocks = 0;     // of their contexts at their ends
 };
 
 struct News {
@@ -74,7 +74,7 @@ struct News {
 };
 
 struct Worker {
-  int32_t kind = kNone;  // none: nobody is in this slot
+  int32_t kind = kNone;  // none: the slot is free
   Load load;
 };
 
@@ -95,7 +95,7 @@ class Random {
   uint64_t state_;
 };
 
-// The cheapest so far; of several each is kept with the same probability.
+// The cheapest worker so far. Ties are broken at random, with equal probability.
 struct Choice {
   double cost = kInf;
   Slot slot = 0;
@@ -110,8 +110,8 @@ struct Choice {
   }
 };
 
-// Workers that hold the same blocks for the same prompt. Of the present one, `depth` is the most
-// that any of them holds, and `answers_s` when the first of those can offer it.
+// Workers that hold the same blocks for the same prompt. For the present request, `depth` is the most
+// blocks that one of them holds, and `answers_s` is when the first of these can offer them.
 struct Group {
   std::vector<uint64_t> members;
   uint32_t depth = 0;
@@ -176,7 +176,7 @@ class Fleet {
     Choice decode = choose_decode();
     if (decode.cost == kInf) return void(decision.status = kNoRoom);
     if (decode.cost > request.tpot_bound_s) return void(decision.status = kTooSlow);
-    // A token at least is computed, or there would be nothing to sample the first one from.
+    // At least one token is computed: the first token of the answer is sampled from it.
     match_.find(table_, hashes, std::min(count, (request.num_tokens - 1) / block_size_));
     find_best();
     Choice prefill = choose_prefill();
@@ -188,7 +188,7 @@ class Fleet {
       decision.wait_s = soonest_s();
       return;
     }
-    if (kind_at(prefill.slot).decodes) {  // what it prefills it goes on with
+    if (kind_at(prefill.slot).decodes) {  // it decodes what it prefills
       decode.slot = prefill.slot;
       decode.cost = tpot_s(prefill.slot);
     }
@@ -213,23 +213,23 @@ class Fleet {
   std::vector<Kind> kinds_;
   std::vector<Worker> workers_;
   // By slot, in whole chunks.
-  std::vector<double> ready_at_;  // of prefill workers; infinite: it is none
+  std::vector<double> ready_at_;  // of prefill workers; infinite: not a prefill worker
   std::vector<double> behind_;
   std::vector<double> tpot_;   // of the present batch; infinite: it takes no sequence
   std::vector<int64_t> room_;  // blocks
   std::vector<uint8_t> kind_of_;
   // By chunk.
   std::vector<double> least_ready_at_, least_tpot_;
-  std::vector<int32_t> kind_in_;  // of all workers of the chunk; none: they differ
+  std::vector<int32_t> kind_in_;  // kind of all workers of the chunk; none: they differ
   std::vector<uint64_t> mixed_, locals_, rest_;
   std::vector<Group> groups_;
   // Of the present decision.
   const Request* request_ = nullptr;
   int64_t need_blocks_ = 0;
   Match match_;
-  double added_[kMaxKinds] = {};  // by kind, what joins a worker's own figure
-  bool spares_ = true;            // mixed workers that decode are not held up for too long
-  int64_t num_spared_ = 0;        // that therefore were not taken
+  double added_[kMaxKinds] = {};  // by kind: the request's addition to a worker's TPOT
+  bool spares_ = true;            // mixed workers that decode are not delayed for too long
+  int64_t num_spared_ = 0;        // workers not taken for that reason
 
   size_t num_chunks() const { return least_ready_at_.size(); }
 
@@ -320,7 +320,7 @@ class Fleet {
 
   int64_t blocks_for(int64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
 
-  // Until Python tells what has become of it.
+  // Holds until Python reports the worker's new load.
   void reserve(const Decision& decision, double work_s) {
     Load& prefill = workers_[decision.prefill].load;
     const bool is_idle = prefill.ready_at_s <= request_->now_s && prefill.behind_s == 0;
@@ -359,7 +359,7 @@ class Fleet {
     return choice;
   }
 
-  // That the request adds, in the middle of its growth.
+  // Context tokens that the request adds, half-way through its growth.
   int64_t context_tokens() const { return (request_->num_tokens + request_->final_tokens) / 2; }
 
   double tpot_s(Slot slot) const {
@@ -381,13 +381,13 @@ class Fleet {
     return std::max(load.ready_at_s - request_->now_s, load.behind_s);
   }
 
-  // Whether a worker has memory for the prompt; one that goes on decoding, for the whole answer.
+  // Whether a worker has memory for the prompt, or for the whole answer if it also decodes it.
   bool could_prefill(const Kind& kind) const {
     const int64_t tokens = kind.decodes ? request_->max_tokens : request_->num_tokens;
     return blocks_for(tokens) <= kind.num_blocks;
   }
 
-  // Whether those that decode there would wait too long for so much work.
+  // Whether sequences that decode there would wait too long for so much work.
   bool is_in_the_way(Slot slot, double work_s) const {
     return workers_[slot].load.running > 0 && tpot_[slot] + work_s > request_->tpot_bound_s;
   }
@@ -395,7 +395,7 @@ class Fleet {
   // The most blocks that a worker of this kind might pull.
   uint32_t best_for(const Kind& kind) const { return kind.pulls ? groups_[kind.group].depth : 0; }
 
-  // From ready to the first token, with so many blocks here; whether some more are pulled.
+  // Time from ready to the first token, with so many blocks cached; `pulled`: more are pulled.
   double work_s(const Kind& kind, uint32_t depth, bool* is_pulled) const {
     const Costs& costs = costs_[kind.costs];
     const auto n = static_cast<double>(request_->num_tokens);
@@ -410,7 +410,7 @@ class Fleet {
     return std::min(alone_s, pulled_s);
   }
 
-  // With `spares`, without mixed workers whose sequences it would hold up.
+  // With `spares`, leaves out mixed workers whose sequences it would delay.
   Choice choose_prefill(bool spares = true) {
     spares_ = spares;
     num_spared_ = 0;
@@ -429,8 +429,8 @@ class Fleet {
     return choice;
   }
 
-  // A decode worker that prefills by itself: the one that would decode, or one that holds most of the
-  // prompt of all. Only what is no longer than its steps have time for.
+  // A decode worker that prefills by itself: the worker that would decode, or the one that holds most
+  // of the prompt. Only prompts that its steps have time for.
   Choice choose_local(Slot decode) {
     Choice choice;
     if (is_local(decode)) offer_local({decode, depth_of(decode)}, choice);
@@ -522,7 +522,7 @@ class Fleet {
     return soonest;
   }
 
-  // Those of the group that hold most, until told to stop.
+  // Visits the workers of the group that hold most, until told to stop.
   template <class Visit>
   void each_holder(const Group& group, Visit visit) const {
     for (const Held& held : match_.few) {
@@ -563,7 +563,7 @@ class Fleet {
     choice.offer(wait + work, slot, held.depth, random_);
   }
 
-  // Of a mixed worker: whether it could not go on with it, or should not be held up by it.
+  // Whether a mixed worker could not decode the request, or should not be delayed by it.
   bool is_unable(Slot slot, double work) {
     if (!can_decode(slot)) return true;
     if (!spares_ || !is_in_the_way(slot, work)) return false;
@@ -571,7 +571,7 @@ class Fleet {
     return true;
   }
 
-  // Workers of these bits, or all, hold so many blocks each.
+  // The workers with these bits, or all, hold so many blocks each.
   void offer_all(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
     double least_added = kInf;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
@@ -602,7 +602,7 @@ class Fleet {
     });
   }
 
-  // Mixed workers that are not to be taken.
+  // Mixed workers that must not be taken.
   uint64_t unable(size_t chunk) {
     uint64_t found = 0;
     for (uint64_t rest = mixed_[chunk]; rest; rest &= rest - 1) {
@@ -613,13 +613,13 @@ class Fleet {
     return found;
   }
 
-  // Until some worker has little enough to do; infinite if there is none.
+  // Time until a worker has little enough work; infinite if there is none.
   double soonest_s() const {
     double soonest = kInf;
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
       if (ready_at_[slot] == kInf || !could_prefill(kind_at(slot))) continue;
       if (kind_at(slot).decodes && !has_room(slot)) continue;
-      if (workers_[slot].load.behind_s > request_->wait_bound_s) continue;  // time does not help
+      if (workers_[slot].load.behind_s > request_->wait_bound_s) continue;  // waiting does not help
       soonest = std::min(soonest, wait_s(slot));
     }
     return soonest;
@@ -627,9 +627,9 @@ class Fleet {
 
   // ------------------------------------------------------------------ both
 
-  // Visits chunks, each with a lower bound, until no other can hold what costs less: first the one of
-  // the least bound; of several the first from a random one on, so that ties do not all go to the
-  // same. A bound below the floor is as good as the floor.
+  // Visits chunks by their lower bounds, lowest first, until no other can hold a cheaper worker. Among
+  // equal bounds it starts at a random chunk, so that ties are spread. A bound below the floor counts
+  // as the floor.
   template <class CostOf, class Visit>
   void each_chunk(const std::vector<double>& bounds, double floor, const Choice& choice,
                   CostOf cost_of, Visit visit) {
@@ -694,7 +694,7 @@ class Fleet {
     return work;
   }
 
-  // Any one of those that hold most and can answer first.
+  // A random one of the workers that hold most and can answer first.
   int32_t source(const Group& group) {
     uint64_t ties = 0;
     int32_t found = kNone;

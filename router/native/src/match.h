@@ -13,7 +13,7 @@ struct Held {
   uint32_t depth;  // blocks
 };
 
-// Workers that hold equally much, as bits.
+// Workers that hold the same number of blocks, as bits.
 struct Layer {
   uint32_t depth;
   std::vector<uint64_t> bits;
@@ -40,7 +40,7 @@ class Match {
   }
 
  private:
-  uint32_t depth_ = 0;  // blocks that those still in it hold
+  uint32_t depth_ = 0;  // blocks that the remaining workers hold
   Owners last_ = kNobody;
   bool is_list_ = true;
   std::vector<Slot> list_;
@@ -49,7 +49,7 @@ class Match {
   bool step(const Crowds& crowds, Owners owners) {
     if (depth_ == 0) {
       begin(crowds, owners);
-    } else if (owners != last_) {  // with the same owners nobody drops out
+    } else if (owners != last_) {  // the same owners: no worker drops out
       const bool some = is_list_ ? keep_of_list(crowds, owners) : keep_of_bits(crowds, owners);
       if (!some) return false;
     }
@@ -68,8 +68,8 @@ class Match {
     }
   }
 
-  // Whether anybody is left. Who drops out holds `depth_` blocks; if all do, they are left as they
-  // are, to be counted at the end.
+  // Returns whether any worker is left. Workers that drop out hold `depth_` blocks. If all would drop
+  // out, they stay, and are counted at the end.
   bool keep_of_list(const Crowds& crowds, Owners owners) {
     size_t kept = 0;
     for (size_t i = 0; i < list_.size(); ++i) {
@@ -116,7 +116,7 @@ class Match {
     return true;
   }
 
-  // Few of many are cheaper one by one.
+  // A few workers among many are cheaper one by one.
   void put_aside(const std::vector<uint64_t>& bits) {
     uint32_t count = 0;
     for (uint64_t word : bits) count += std::popcount(word);

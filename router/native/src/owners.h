@@ -1,8 +1,8 @@
-// Who holds a block: a set of slots, one for each worker, in eight bytes.
+// The owners of a block: a set of slots, one for each worker, in eight bytes.
 //
-// Up to four slots are written out, ascending, in 16 bits each from the lowest on; what is left is
-// 0xFFFF, so equal sets are equal numbers. A larger set is a Crowd, whose number stands above 16
-// bits of ones: most blocks have few owners, but everybody has the blocks of the system prompt.
+// Up to four slots are stored ascending, in 16 bits each from the lowest on. The rest is 0xFFFF, so
+// equal sets are equal numbers. A larger set is a Crowd, whose number stands above 16 bits of ones.
+// Most blocks have few owners, but every worker has the blocks of the system prompt.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ inline bool bit_at(const uint64_t* bits, size_t num_words, Slot slot) {
   return slot / 64 < num_words && (bits[slot / 64] >> (slot % 64) & 1);
 }
 
-// A sorted list while that is smaller, else a bit for each slot.
+// A sorted list if that is smaller, else a bit for each slot.
 struct Crowd {
   std::vector<uint16_t> list;
   std::vector<uint64_t> bits;
@@ -107,7 +107,7 @@ struct Crowd {
 // All crowds. Sets are changed through it: a crowd belongs to one entry of the table.
 class Crowds {
  public:
-  uint32_t num_slots = 0;  // as many as were ever in use: how long a row of bits is
+  uint32_t num_slots = 0;  // ever in use: the length of a row of bits
 
   const Crowd& of(Owners owners) const { return crowds_[owners >> 16]; }
 
@@ -198,7 +198,7 @@ class Crowds {
     return number << 16 | 0xFFFF;
   }
 
-  // A crowd that has become small is written out again.
+  // A crowd that has become small is stored as slots again.
   Owners settled(Owners owners) {
     Crowd& crowd = crowds_[owners >> 16];
     if (crowd.count > kInline) return owners;

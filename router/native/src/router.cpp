@@ -1,5 +1,5 @@
-// What Python calls, through ctypes: see library.py. Callers hold Python's global lock throughout,
-// so nothing here is called by two threads at once.
+// The functions that Python calls through ctypes: see library.py. Callers hold Python's global lock,
+// so no two threads call at once.
 #include "fleet.h"
 #include "match.h"
 #include "table.h"
@@ -13,7 +13,7 @@ struct Index {
   Match match;
 };
 
-// All of a decision but the hashes: to convert one argument costs more than to fill a field.
+// All of a decision but the hashes. Converting an argument costs more than filling a field.
 struct Call {
   Fleet* fleet;
   int64_t num_hashes;
@@ -56,7 +56,7 @@ int64_t baton_index_num_bytes(void* index) { return static_cast<Index*>(index)->
 
 int32_t baton_index_is_sound(void* index) { return static_cast<Index*>(index)->table.is_sound(); }
 
-// Into `found` go slot and blocks of each worker that holds any; it has room for all workers.
+// `found` gets slot and blocks of each worker that holds any. It must have room for all workers.
 int64_t baton_index_longest(void* index, const uint8_t* hashes, int64_t count, int32_t* found) {
   auto& [table, match] = *static_cast<Index*>(index);
   match.find(table, hashes, count);

@@ -1,10 +1,10 @@
 // Blocks by hash, each with its owners: open addressing in 4,096 shards of their own size.
 //
-// An entry is 16 bytes, at most three quarters of a shard are in use, and one shard is moved when it
-// grows: so memory is 21 to 43 bytes a block and nobody waits for more than a shard.
+// An entry is 16 bytes, and at most three quarters of a shard are in use. Growth moves one shard. So
+// memory is 21 to 43 bytes a block, and a caller never waits for more than one shard.
 //
-// That a worker holds nothing any more is noted, not done: a shard that has not been swept since is
-// stale, and an owner in it counts only if it was not cleared later than the shard was swept.
+// Clearing a worker only notes the epoch. A shard that was not swept since is stale: an owner in it
+// counts only if it was not cleared after the shard was swept.
 #pragma once
 
 #include <cassert>
@@ -18,10 +18,10 @@
 
 namespace baton {
 
-constexpr int kHashBytes = 16;  // of which the first eight are the key
+constexpr int kHashBytes = 16;  // the first eight are the key
 constexpr int kShardBits = 12;
 constexpr uint32_t kLeastCapacity = 8;
-constexpr int kAhead = 12;  // blocks whose lines are asked for before they are needed
+constexpr int kAhead = 12;  // blocks whose lines are prefetched
 
 struct Entry {
   uint64_t key;  // 0: none
@@ -46,7 +46,7 @@ class Table {
     for (Shard& shard : shards_) std::free(shard.entries);
   }
 
-  // The least that is not in use; kMaxSlots if there is none.
+  // The lowest free slot; kMaxSlots if there is none.
   Slot open_slot() {
     Slot slot = static_cast<Slot>(cleared_.size());
     if (!free_slots_.empty()) {
@@ -93,7 +93,7 @@ class Table {
     });
   }
 
-  // Calls `visit(owners)` for each block until one is nowhere or `visit` says false.
+  // Calls `visit(owners)` for each block until a block has no owner or `visit` returns false.
   template <class Visit>
   void walk(const uint8_t* hashes, int64_t count, Visit visit) {
     each_key(hashes, count, [&](uint64_t key) {
@@ -108,7 +108,7 @@ class Table {
   int64_t num_slots() const { return static_cast<int64_t>(cleared_.size()); }
   int64_t num_held(Slot slot) const { return num_held_[slot]; }
 
-  // Entries; those whose owners all were cleared count until their shard is swept.
+  // The number of entries. Entries without owners count until their shard is swept.
   int64_t num_blocks() const {
     int64_t total = 0;
     for (const Shard& shard : shards_) total += shard.count;
@@ -122,7 +122,7 @@ class Table {
     return total + static_cast<int64_t>(cleared_.capacity() * 12 + free_slots_.capacity() * 4);
   }
 
-  // Whether every entry can be found where it is, and all counts are sums of what they count.
+  // Whether every entry can be found, and all counts are right.
   // Sweeps everything.
   bool is_sound() {
     std::vector<int64_t> held(cleared_.size());
@@ -148,11 +148,11 @@ class Table {
   uint64_t seed_;
   std::vector<Shard> shards_;
   uint32_t epoch_ = 0;
-  std::vector<uint32_t> cleared_;  // by slot, the epoch since which it may hold something
+  std::vector<uint32_t> cleared_;  // by slot: the epoch in which it was last cleared
   std::vector<int64_t> num_held_;
   std::vector<Slot> free_slots_;
 
-  // Mixed with a seed, so that nobody can send prompts whose blocks all come into one shard.
+  // Mixed with a seed, so that no client can send prompts whose blocks all go to one shard.
   uint64_t key_at(const uint8_t* hashes, int64_t i) const {
     uint64_t key;
     std::memcpy(&key, hashes + i * kHashBytes, sizeof key);
@@ -214,7 +214,7 @@ class Table {
     return *entry;
   }
 
-  // Entries behind it move up, so that a search still meets no gap.
+  // Moves later entries up, so that a search meets no gap.
   static void erase(Shard& shard, Entry* entry) {
     const uint32_t mask = shard.capacity - 1;
     uint32_t gap = static_cast<uint32_t>(entry - shard.entries);

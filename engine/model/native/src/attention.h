@@ -1,12 +1,11 @@
 // Attention of a ragged batch over paged KV.
 //
-// A task is a KV head and a few tokens of one row, whose queries, for all query heads that share
-// the KV head, stand together as the rows of a small matrix product. It walks the context in tiles
-// of kTile tokens with a running softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al.,
-// 2022), and joins partitions of kPartition tokens, each begun afresh, in order. Tiles and
-// partitions begin at fixed positions of the sequence. So the bits of a query's result depend on
-// its own context alone: not on other rows, on how many queries its row has, on which thread took
-// the task, or on whether a long context was split among threads.
+// A task is a KV head and a few tokens of one row. The queries of all query heads that share the KV
+// head form the rows of a small matrix product. A task walks the context in tiles of kTile tokens
+// with a running softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Partitions
+// of kPartition tokens each start anew, and are joined in order. Tiles and partitions begin at fixed
+// positions of the sequence. So the bits of a query's result depend on its own context alone: not on
+// other rows, the number of queries, the thread, or a split of the context among threads.
 #pragma once
 
 #include <limits>
@@ -62,21 +61,20 @@ struct Partial {
   }
 };
 
-// Where the tokens of a tile lie.
+// The places of a tile's tokens.
 struct Places {
   uint8_t* elements[kTile];
   uint8_t* scales[kTile];
 
   Place operator[](int t) const { return {elements[t], scales[t]}; }
-  // Asks memory for a line of a token. Of the tile after the one being read, and one by one: heads of
-  // a block lie apart, so that the processor would not guess where the next is, and it waits for
-  // few lines at a time.
+  // Prefetches a line of a token of the next tile. Lines are prefetched one by one, because heads of
+  // a block are far apart: the processor cannot guess the next one, and waits for few lines at a time.
   BATON_INLINE void request(int t, int byte) const {
     _mm_prefetch(reinterpret_cast<const char*>(elements[t]) + byte, _MM_HINT_T0);
   }
 };
 
-// V of a tile as tile_float reads it; asks for the next tile's meanwhile.
+// V of a tile as tile_float reads it; prefetches the next tile's meanwhile.
 template <int32_t format>
 struct LoadTokens {
   const Places* places;
@@ -98,7 +96,7 @@ class Attention {
         tokens_per_task_(std::max(1, kTaskQueries / group)),
         nothing_(cache.token_bytes + kGroupBytes) {}
 
-  // Plans the tasks of a batch for so many threads. Long contexts are split where rows are few.
+  // Plans the tasks of a batch for so many threads. With few rows, long contexts are split.
   void plan(const Batch& batch, int threads) {
     tasks_.clear();
     num_parts_ = 0;
@@ -137,7 +135,7 @@ class Attention {
     });
   }
 
-  // Joins the parts of split tasks and writes their results; by one thread's share of the tasks.
+  // Joins the parts of split tasks and writes their results, for one thread's share of the tasks.
   void join(const Batch& batch, int thread, int threads, float* out, size_t out_stride,
             float* scratch) {
     int seen = 0;
@@ -231,7 +229,8 @@ class Attention {
     float* keys = scratch;                     // [kTile / kPanel][padded][kPanel]
     float* values = keys + kTile * padded_;    // [kTile][padded]
     float* scores = values + kTile * padded_;  // [queries, kTile]
-    if (padded_ != cache_.head_dim) std::fill_n(keys, 2 * kTile * padded_, 0.0f);  // pads stay so
+    if (padded_ != cache_.head_dim)
+      std::fill_n(keys, 2 * kTile * padded_, 0.0f);  // padding stays zero
     alignas(64) float key_scales[kTile], value_scales[kTile];
     Places keys_at[2], values_at[2];  // of this tile and the next
     const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
@@ -244,7 +243,7 @@ class Attention {
       const int now = (tile - begin) / kTile % 2;
       const Places &key_places = keys_at[now], &next_keys = keys_at[1 - now];
       const Places &value_places = values_at[now], &next_values = values_at[1 - now];
-      const int later = tile + kTile < stop ? tile + kTile : tile;  // to be asked for meanwhile
+      const int later = tile + kTile < stop ? tile + kTile : tile;  // to prefetch meanwhile
       find_tile(table, layer, task.head, later, end, keys_at[1 - now], values_at[1 - now]);
       read_keys<format>(key_places, next_keys, keys);
       if (scales_apart(format)) {
@@ -282,7 +281,7 @@ class Attention {
     }
   }
 
-  // Turns the scores of query i, at `position`, into weights and rescales what it has summed.
+  // Turns the scores of query i, at `position`, into weights, and rescales its sums so far.
   template <bool kScaled>
   void weigh(const Scoring& scoring, int position, int tile, const float* key_scales,
              const float* value_scales, float* scores, Partial& p, int i) const {
@@ -363,7 +362,7 @@ class Attention {
       }
   }
 
-  // Where K and V of the tokens of a tile lie; those that do not exist are at `nothing_`, zeros.
+  // The places of K and V of a tile's tokens. Missing tokens are at `nothing_`, which is zeros.
   void find_tile(const int32_t* table, int layer, int head, int first, int end, Places& keys,
                  Places& values) const {
     const int size = cache_.block_size;
@@ -388,8 +387,8 @@ class Attention {
       keys.elements[t] = keys.scales[t] = values.elements[t] = values.scales[t] = none;
   }
 
-  // sums [queries, padded] += weights [queries, kTile] times V, read where it is stored: in the
-  // order and with the bits of what is done where V is read first, for many queries.
+  // sums [queries, padded] += weights [queries, kTile] times V, read from the record. The order and
+  // the bits are those of the path for many queries, which reads V into scratch first.
   template <int32_t format>
   void add_values(int queries, const float* weights, LoadTokens<format> load, float* sums) const {
     with_rows<kMaxRows>(queries, [&](auto r) {
@@ -401,7 +400,7 @@ class Attention {
   }
 
   // K of a tile, transposed: [kTile / kPanel][padded][kPanel]. Words of the record are transposed
-  // before they are expanded, as they are fewer than elements.
+  // before they are expanded, since words are fewer than elements.
   template <int32_t format>
   void read_keys(const Places& places, const Places& next, float* keys) const {
     constexpr int kPerWord = elements_per_word(format);
@@ -422,7 +421,7 @@ class Attention {
         const int bytes = std::min(kGroupBytes, cache_.token_bytes - word * kWord);
         const uint8_t* const* rows = places.elements + token;
         size_t before = word * kWord;
-        if (bytes < kGroupBytes) {  // nothing beyond the token may be read
+        if (bytes < kGroupBytes) {  // no byte beyond the token may be read
           for (int i = 0; i < kLanes; ++i) {
             std::memcpy(tails[i], rows[i] + before, bytes);
             tail_rows[i] = tails[i];

@@ -1,5 +1,5 @@
-// What Python calls, through ctypes: see library.py. Every function runs on the caller's thread and
-// the threads of its team; a team serves one caller at a time.
+// The functions that Python calls through ctypes: see library.py. Each runs on the caller's thread
+// and the threads of its team. A team serves one caller at a time.
 #include "decoder.h"
 #include "sampling.h"
 #include "speculate.h"
@@ -134,7 +134,7 @@ void baton_decoder_forward(void* decoder, const Ragged* rows, const Wanted* want
   static_cast<Decoder*>(decoder)->forward(*rows, *wanted);
 }
 
-// The following three return 0 if a draw names an id that is not in the vocabulary, else 1.
+// The next three functions return 0 if a draw names an id outside the vocabulary, else 1.
 int32_t baton_decoder_draft(void* decoder, const Ragged* rows, float* logits,
                             const Proposals* proposals) {
   return Drafter(*static_cast<Decoder*>(decoder), *rows, logits, *proposals).run();
@@ -142,15 +142,15 @@ int32_t baton_decoder_draft(void* decoder, const Ragged* rows, float* logits,
 int32_t baton_decoder_verify(void* decoder, const Ragged* rows, float* logits, Choices* choices) {
   return Verifier(*static_cast<Decoder*>(decoder), *rows, logits, *choices).run();
 }
-// Both, one after the other.
+// Proposes, then verifies.
 int32_t baton_decoder_speculate(void* decoder, const Ragged* rows, float* logits, Choices* choices,
                                 void* draft, const Ragged* seen, Drafting* drafting) {
   return propose(*static_cast<Decoder*>(draft), *seen, *drafting, *choices, rows->num_rows) &&
          Verifier(*static_cast<Decoder*>(decoder), *rows, logits, *choices).run();
 }
 
-// The token of each row of logits [num_rows, vocab]. Returns 0 if one is none, for a draw names an
-// id that is not in the vocabulary, else 1.
+// Chooses a token for each row of logits [num_rows, vocab]. Returns 0 if a draw names an id outside
+// the vocabulary, else 1.
 int32_t baton_sample(void* team_, const float* logits, int32_t vocab, int32_t num_rows,
                      const Draw* draws, int64_t* tokens) {
   Team& team = *static_cast<Team*>(team_);

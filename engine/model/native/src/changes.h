@@ -1,7 +1,7 @@
-// What a choice changes about its logits, operation by operation as engine/model/sampling/changes.py says.
+// Changes a row's logits before a choice, in the order of engine/model/sampling/changes.py.
 //
-// Costs two passes over the logits, which are copied, and one over the context. Counts of tokens are
-// kept from row to row, all zero between them: they are put back where any is not.
+// It costs two passes over the logits, which are copied, and one over the context. The memory for
+// token counts is kept from row to row. Between rows all counts are zero: those used are reset.
 #pragma once
 
 #include <algorithm>
@@ -12,20 +12,20 @@
 namespace baton {
 
 struct Changes {
-  const int32_t *history, *drafted;  // the context: left out where there are no penalties
+  const int32_t *history, *drafted;  // the context; null without penalties
   const int32_t *banned, *biased;
-  const float* biases;   // of each of `biased`, no id of which is there twice
-  const uint32_t* mask;  // bit i % 32 of word i / 32 says whether id i is allowed; null: all are
+  const float* biases;   // one for each of `biased`, whose ids are distinct
+  const uint32_t* mask;  // bit i % 32 of word i / 32: id i is allowed; null: all are
   int32_t num_history, num_drafted, num_banned, num_biased, num_words;
-  int32_t prompt_len;  // where in history and drafted tokens together the answer begins
+  int32_t prompt_len;  // start of the answer in history and drafted tokens together
   float repetition, frequency, presence;
   int32_t unused;
 };
 
-// Changes logits for one thread, which it keeps memory for.
+// Changes logits for one thread, and keeps that thread's memory.
 class Changer {
  public:
-  // The logits as changed, valid until the next call; null if an id is not in the vocabulary.
+  // Returns the changed logits, valid until the next call; null if an id is outside the vocabulary.
   const float* apply(const float* logits, int vocab, const Changes& changes) {
     if (!knows_all_ids(vocab, changes)) return nullptr;
     x_.resize(vocab);
@@ -53,7 +53,7 @@ class Changer {
            are_below(vocab, c.biased, c.num_biased);
   }
 
-  // Ids below zero are high ones here.
+  // Negative ids become large numbers here.
   static bool are_below(int vocab, const int32_t* ids, int num_ids) {
     uint32_t highest = 0;
     for (int i = 0; i < num_ids; ++i) highest = std::max(highest, static_cast<uint32_t>(ids[i]));
@@ -80,7 +80,7 @@ class Changer {
     }
   }
 
-  // A count is twice the number of times in the answer, and odd for what is in the prompt.
+  // A count is twice the occurrences in the answer, plus one if the prompt has the token.
   void note_prompt(const int32_t* id, const int32_t* end) {
     for (; id < end; ++id) counts_[*id] |= 1;
   }
@@ -95,11 +95,11 @@ class Changer {
   }
 
   static void penalise_group(float* x, const uint32_t* counts, const Changes& c) {
-    const Changes penalties = c;  // of which compilers know that `x` is no part
+    const Changes penalties = c;  // a copy: the compiler then knows that `x` is no part of it
     for (int i = 0; i < kGroup; ++i) x[i] = penalised(x[i], counts[i], penalties);
   }
 
-  // Chooses between results instead of ways to them, so that a group can be done at once.
+  // Computes all results and selects among them, so that a group can be vectorised.
   static float penalised(float x, uint32_t count, const Changes& c) {
     const float times = static_cast<float>(static_cast<int32_t>(count / 2));
     const float repeated = finite(x > 0 ? x / c.repetition : x * c.repetition);
@@ -118,7 +118,7 @@ class Changer {
     }
   }
 
-  static void mask_word(float* x, uint32_t word) {  // so many that compilers take all at once
+  static void mask_word(float* x, uint32_t word) {  // enough ids for the compiler to vectorise
     for (int i = 0; i < kGroup; ++i) x[i] = word >> i & 1 ? x[i] : kNever;
   }
 

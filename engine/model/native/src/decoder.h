@@ -1,10 +1,10 @@
-// The whole forward pass of a decoder of Llama's shape as one job of a team.
+// The whole forward pass of a Llama-like decoder as one job of a team.
 //
-// Covers RMSNorm (before, and where there is one after, attention and feed-forward), optional bias,
+// It covers RMSNorm (before, and optionally after, attention and feed-forward), optional bias,
 // norms of queries and keys per head, rotary embeddings of all or part of a head, grouped queries,
 // windows, soft caps, and gated feed-forward layers: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma 1-3.
-// Per layer seven to ten phases parted by barriers; within a phase threads share rows or columns,
-// which never changes a bit of a result.
+// A layer has seven to ten phases with barriers between them. Within a phase the threads share rows
+// or columns, which changes no bit of a result.
 #pragma once
 
 #include <cstdlib>
@@ -18,7 +18,7 @@ enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
 // Mirrored in library.py, as are the following two.
 struct Layer {
-  Weight qkv[3];  // as many as it has: one for all, or one each
+  Weight qkv[3];  // one for all, or one each
   Weight output;
   Weight gate;
   Weight up;
@@ -26,11 +26,11 @@ struct Layer {
   const float* input_norm;
   const float* query_norm;           // [head_dim] or null
   const float* key_norm;             // [head_dim] or null
-  const float* post_attention_norm;  // of what attention adds; or null
+  const float* post_attention_norm;  // of attention's output; or null
   const float* feed_forward_norm;
-  const float* post_feed_forward_norm;  // of what the feed-forward layer adds; or null
+  const float* post_feed_forward_norm;  // of the feed-forward layer's output; or null
   Scoring scoring;
-  int32_t rope;  // which of the model's
+  int32_t rope;  // index among the model's
   int32_t num_qkv;
 };
 
@@ -58,21 +58,21 @@ struct Model {
   float logit_softcap;  // 0: none
 };
 
-// The rows of a pass, each of tokens that extend one sequence; mirrored in library.py.
+// The rows of a pass. Each row's tokens extend one sequence. Mirrored in library.py.
 struct Ragged {
   const int64_t* token_ids;   // row by row
-  const int32_t* lens;        // [num_rows]: how many each row has
-  const int32_t* ends;        // [num_rows]: context length after them
+  const int32_t* lens;        // [num_rows]: tokens of each row
+  const int32_t* ends;        // [num_rows]: context length after the row
   const int32_t* tables;      // block tables, row by row
   const int32_t* table_lens;  // [num_rows]: blocks, at least as many as `ends` needs
   int32_t num_rows;
   int32_t unused;
-  const int64_t* origins;  // [num_rows]: added to positions when they are embedded; null: nothing
+  const int64_t* origins;  // [num_rows]: added to positions before they are embedded; null: zero
 };
 
-// What is wanted of a pass; mirrored in library.py.
+// The wanted results of a pass; mirrored in library.py.
 struct Wanted {
-  const int64_t* keep;  // [num_keep]: tokens, of the flat batch, whose logits are wanted
+  const int64_t* keep;  // [num_keep]: tokens of the flat batch whose logits are wanted
   float* logits;        // [num_keep, vocab]
   int32_t num_keep;
   int32_t unused;
@@ -111,7 +111,7 @@ class Laid {
   std::vector<int64_t> positions_, slots_;
 };
 
-// Memory that grows and is never given back; starts on a cache line, contents are not kept.
+// Memory that grows and never shrinks. It starts on a cache line. Growth loses its contents.
 class Buffer {
  public:
   ~Buffer() { std::free(memory_); }
@@ -319,7 +319,7 @@ class Decoder {
             mine);
   }
 
-  // Queries, keys and values into one row; threads share the panels of all matrices as one list.
+  // Puts queries, keys and values into one row. Threads share the panels of all matrices.
   void project_qkv(const Layer& layer, int thread) {
     int panels = 0;
     for (int i = 0; i < layer.num_qkv; ++i) panels += layer.qkv[i].num_panels();
@@ -378,7 +378,7 @@ class Decoder {
       rms_norm(y, norm, m_.hidden, m_.epsilon, y);
       for (int i = 0; i < m_.hidden; ++i) sum[i] += y[i];
     }
-    team_.barrier();  // the head shares its rows out otherwise
+    team_.barrier();  // the head divides its rows differently
   }
 
   void head(int thread) {
@@ -391,7 +391,7 @@ class Decoder {
            Store{wanted_->logits, static_cast<size_t>(m_.head.rows), &m_.head, m_.logit_softcap});
   }
 
-  // Packs rows of the residual stream, normalised, for `w`.
+  // Packs normalised rows of the residual stream for `w`.
   void normalise(const float* norm, const Weight& w, int thread, Share mine) {
     pack_rows(w, mine, batch_->num_tokens, packed(),
               [&](int t, int slot) { return normalised(t, norm, thread, slot); });

@@ -2,16 +2,16 @@
 //
 //     fp32, bf16      [num_panels][cols][kPanel]
 //     int8            [num_panels][cols / 4][kPanel][4], one scale per output column
-//     int8 as float   the same weights, with activations as they are: slow, and without the steps of
-//                     rounded activations, over which no two ways to compute a model can be compared
+//     int8 as float   the same weights with fp32 activations: slow, but activations are not rounded,
+//                     so that two ways to compute a model can be compared
 //
 // Activations are fp32, or for int8 bytes with one scale per row (absolute maximum / 127).
-// A tile of at most kMaxRows rows and one panel stays in registers while the whole of `cols` passes
-// by, so an element of the result is one chain of fused additions in the order of `cols` (fp32) or
-// an exact integer (int8): its bits do not depend on how many rows there are, nor on which.
+// A tile of at most kMaxRows rows and one panel stays in registers for all of `cols`. So an element
+// of the result is one chain of fused additions in the order of `cols` (fp32) or an exact integer
+// (int8). Its bits depend neither on the number of rows nor on their order.
 //
-// Weights that a checkpoint holds in bf16 are kept so and widened as they are read: the same products
-// as with fp32 weights, from half the memory.
+// Weights that are bf16 in the checkpoint stay bf16 and are widened when they are read. The products
+// are the same as with fp32 weights, from half the memory.
 #pragma once
 
 #include <algorithm>
@@ -35,11 +35,12 @@ constexpr int kMaxRows = 6;
 constexpr int kMaxRowsInt8 = 4;
 #endif
 constexpr int kPanel = kPanelVecs * kLanes;
-constexpr int kChunkBytes = 512 * 1024;       // activations that stay in a core's L2 cache
-constexpr int kWidenFromRows = 2 * kMaxRows;  // from here on a bf16 panel is widened once for all
+constexpr int kChunkBytes = 512 * 1024;  // activations that stay in a core's L2 cache
+constexpr int kWidenFromRows =
+    2 * kMaxRows;  // with so many rows a bf16 panel is widened once for all
 constexpr int kPrefetchBytes = 2048;
-constexpr int kMaxColumns = 512;   // that meet at a time, where activations exceed that
-constexpr int kWaitingPanels = 8;  // whose sums wait for the next columns
+constexpr int kMaxColumns = 512;   // of one chunk, if all activations exceed kChunkBytes
+constexpr int kWaitingPanels = 8;  // panels whose sums wait for the next columns
 constexpr int kPackColumns = 128;
 
 // A packed matrix [rows, cols]; mirrored in library.py.
@@ -50,15 +51,15 @@ struct Weight {
   int32_t padded_cols;
   const void* panels;
   const float* scales;     // int8: [num_panels * kPanel]
-  const int32_t* offsets;  // int8: what a sum of byte products starts from: undoes kByteZero
+  const int32_t* offsets;  // int8: the start of a sum of byte products; undoes kByteZero
   const float* bias;       // [num_panels * kPanel] or null
 
   int num_panels() const { return (rows + kPanel - 1) / kPanel; }
 };
 
-// Activations of `rows` rows, packed so that the kernels read them from front to back: blocks of up
-// to max_rows rows, each [cols][rows of the block] for fp32 and bf16 weights (`values`), for int8
-// [cols / 4][rows of the block][4] (`bytes`, with one of `scales` for each row).
+// Activations of `rows` rows, packed so that the kernels read them from front to back. They are in
+// blocks of up to max_rows rows. A block is [cols][rows of the block] for fp32 and bf16 weights
+// (`values`), and [cols / 4][rows of the block][4] for int8 (`bytes`, with a scale for each row).
 struct Rows {
   float* values;
   uint8_t* bytes;
@@ -184,7 +185,7 @@ constexpr int kByteZero = 0;
 
 #endif
 
-// Calls f<R>() for R = rows, which is between 1 and Max.
+// Calls f<R>() for R = rows, from 1 to Max.
 template <int Max, class F>
 inline void with_rows(int rows, F f) {
   if constexpr (Max >= 1) {
@@ -246,9 +247,9 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
   });
 }
 
-// How a product is cut so that what is read again stays in a core's cache (Goto and van de Geijn,
+// Divides a product so that data read repeatedly stays in a core's cache (Goto and van de Geijn,
 // "Anatomy of high-performance matrix multiplication", 2008): activations of some rows and columns
-// meet panel after panel. Sums that wait for further columns lie in memory; that changes no bit.
+// are multiplied by panel after panel. Sums wait for further columns in memory; no bit changes.
 struct Blocking {
   int columns;
   int blocks;  // of rows
@@ -269,12 +270,12 @@ struct Blocking {
   }
 };
 
-// A panel is widened once for all rows of a chunk where these are enough to pay for it.
+// A panel is widened once for all rows of a chunk, if these are enough to pay for it.
 inline bool widens(const Weight& w, int rows) {
   return w.kind == kInt8AsFloat || (w.kind == kBf16 && rows >= kWidenFromRows);
 }
 
-// Some columns of a panel in fp32: to [columns][kPanel].
+// Widens some columns of a panel to fp32: to [columns][kPanel].
 inline void widen_panel(const Weight& w, int panel, Columns columns, float* to) {
   const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
   if (w.kind == kBf16) {
@@ -290,7 +291,7 @@ inline void widen_panel(const Weight& w, int panel, Columns columns, float* to) 
       *to = w.scales[panel * kPanel + c] * bytes[(k / 4 * kPanel + c) * 4 + k % 4];
 }
 
-// What a thread needs beside its arguments to multiply by `weights` matrices at once.
+// The scratch floats that a thread needs to multiply by `weights` matrices at once.
 inline size_t linear_floats(const Weight& w, int rows, int weights) {
   const Blocking by(w, rows, weights);
   const size_t wide = widens(w, rows) ? static_cast<size_t>(by.columns) : 0;
@@ -331,7 +332,7 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
       }
 }
 
-// The same of one matrix, this thread's share of its panels.
+// The same for one matrix and this thread's share of its panels.
 template <class Consume>
 inline void linear_tiles(const Weight& w, const Rows& x, int rows, int thread, int threads,
                          float* scratch, Consume consume) {
@@ -339,12 +340,12 @@ inline void linear_tiles(const Weight& w, const Rows& x, int rows, int thread, i
   linear_tiles<1>(weights, x, rows, Share(w.num_panels(), thread, threads), scratch, consume);
 }
 
-// Columns of a panel that exist: the last may be padded.
+// The columns of a panel without padding: the last panel may be padded.
 inline int panel_columns(const Weight& w, int panel) {
   return std::min(kPanel, w.rows - panel * kPanel);
 }
 
-// Rounds row x [cols] to bytes, `step` rows from one group of four to the next; its scale.
+// Rounds row x [cols] to bytes, with `step` rows between groups of four. Returns its scale.
 inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y) {
   Vec most = zeros();
   int i = 0;
@@ -367,8 +368,8 @@ inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y
   return largest / 127.0f;
 }
 
-// Packs this thread's share of `rows` rows as what `w` multiplies. fetch(row, slot) is the row's
-// address, [cols]; it stays as it is until its slot, below max_rows, is asked for again.
+// Packs this thread's share of `rows` rows for `w`. fetch(row, slot) returns the row's address,
+// [cols]; it stays valid until the same slot, below max_rows, is fetched again.
 template <class Fetch>
 inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fetch fetch) {
   const int blocks = num_blocks(w, rows);
@@ -384,7 +385,7 @@ inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fet
       for (int r = 0; r < count; ++r)
         to.scales[row + r] = pack_bytes(w, x[r], step, to.bytes + start + (before + r) * 4);
     } else {
-      for (int k = 0; k < w.cols; k += kPackColumns)  // so that the lines written to stay at hand
+      for (int k = 0; k < w.cols; k += kPackColumns)  // so that the written lines stay in the cache
         for (int r = 0; r < count; ++r)
           for (int i = k; i < std::min(w.cols, k + kPackColumns); ++i)
             to.values[start + static_cast<size_t>(i) * step + before + r] = x[r][i];

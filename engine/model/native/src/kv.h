@@ -1,6 +1,6 @@
-// Tokens in the KV record: where they lie and how they are written and read.
+// Tokens in the KV record: their places, and how they are written and read.
 //
-// The record and its formats are told in engine/layout.py. Rounding here is that of kvcache.py.
+// engine/layout.py defines the record and its formats. Rounding is that of kvcache.py.
 #pragma once
 
 #include <algorithm>
@@ -60,7 +60,7 @@ inline float load_float(const uint8_t* p) {
   return x;
 }
 
-// Halves to even; what is beyond 448 becomes NaN, and cannot occur: values are scaled to 448.
+// Halves round to even. Numbers beyond 448 become NaN, but cannot occur: values are scaled to 448.
 inline uint8_t float_to_fp8(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -152,7 +152,7 @@ inline float int4_low(Place p) {
   return bf16_to_float(x);
 }
 
-// One element of a token, as read_token gives it, for what does not fill a vector.
+// One element of a token as read_token gives it, for the rest that does not fill a vector.
 inline float read_element(const Cache& c, Place from, int i) {
   switch (c.format) {
     case kKvFp32: return load_float(from.elements + 4 * i);
@@ -175,7 +175,7 @@ inline float read_element(const Cache& c, Place from, int i) {
   }
 }
 
-// Sixteen fp8 numbers, in 16 bits each: their bits in the places of fp16 give a 256th of them.
+// Sixteen fp8 numbers in 16 bits each. Their bits, shifted to fp16's places, are 1/256 of them.
 BATON_INLINE Vec fp8_values(__m256i wide) {
   const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
   const __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7F)), 7);
@@ -186,7 +186,7 @@ BATON_INLINE Vec fp8_values(const uint8_t* p) {
   return fp8_values(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
-// Formats whose elements are read without their scale, which the caller applies to whole tokens.
+// Formats read without their scale: the caller applies it to whole tokens.
 constexpr bool scales_apart(int32_t format) { return format == kKvFp8 || format == kKvInt8; }
 
 // Sixteen elements of a token from the i-th on, for formats whose elements follow one another.

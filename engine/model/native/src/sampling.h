@@ -1,15 +1,16 @@
-// Chooses tokens as engine/model/sampling/choosing.py defines it: the very same ones, a row by one thread.
+// Chooses exactly the tokens that engine/model/sampling/choosing.py defines. One thread does a row.
 //
 //     token = argmax(mask(score) + g),   score = (logit - best) / temperature,   g = -log(-log(u))
 //
-// 1. Masks. Each is a lower bound for the score, so a row has one least logit that survives.
+// 1. Masks. Each is a lower bound for the score, so one lowest logit of a row survives.
 // 2. A race in fp32. With e = -log(u), the argmax of score + g is the argmin of e * exp(-score),
-//    whose logarithm is -(score + g): one logarithm and one exponential a token, sixteen at once.
+//    whose logarithm is -(score + g). That is one logarithm and one exponential for each token,
+//    sixteen at once.
 // 3. Tokens that the race cannot tell from its winner are compared in fp64, as the definition says.
 //
 // What the race leaves out. u = (w + 1/2) / 2^32 lies in [2^-33, 1 - 2^-33], so e lies in
-// [2^-33, 22.88]. The best token, score 0, finishes by 22.88; one whose score is below -27 finishes
-// after 2^-33 e^27 > 60. It cannot win, and -27 is a lower bound like those of masks.
+// [2^-33, 22.88]. The best token, score 0, finishes by 22.88. A token whose score is below -27
+// finishes after 2^-33 e^27 > 60 and cannot win. So -27 is a lower bound like those of the masks.
 //
 // What the race may get wrong. For scores from -27 to 0:
 //     the score in fp32   best - logit, 1 / temperature and their product are rounded once each:
@@ -21,8 +22,8 @@
 // Together less than 1e-5 of the product, so the definition's winner finishes within 2.1e-5 of the
 // race's. kMargin is five times that.
 //
-// Masses (`top_p`) are sums in fp64 of exponentials good to a unit or two in the last place, as the
-// definition's are. What is in doubt by that is a mask that hits a cumulated mass to 13 digits.
+// Masses (`top_p`) are sums in fp64 of exponentials that are exact to a unit or two in the last
+// place, as in the definition. Only a mask that equals a cumulated mass to 13 digits is in doubt.
 #pragma once
 
 #include <algorithm>
@@ -44,14 +45,15 @@ struct Draw {  // a row's `Choice`
   uint64_t seed;
   int64_t position;
   int32_t top_k, unused;   // top_k: 0 or less than the vocabulary
-  const Changes* changes;  // null where logits are taken as they come
+  const Changes* changes;  // null: logits are not changed
 };
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr double kHopeless = -27.0;  // no token whose score is below can win
+constexpr double kHopeless = -27.0;  // a token with a lower score cannot win
 constexpr float kLatest = 23.0f;     // by then the best token has finished
 constexpr float kMargin = 1e-4f;
-constexpr double kLeastTemperature = 0x1p-60;  // beyond these fp32 may not hold 1 / temperature
+constexpr double kLeastTemperature =
+    0x1p-60;  // outside these bounds fp32 may not hold 1 / temperature
 constexpr double kGreatestTemperature = 0x1p60;
 
 constexpr int kPhiloxRounds = 10;
@@ -75,7 +77,7 @@ inline uint32_t philox_word(uint32_t token_id, const Draw& draw) {
   return c[token_id % 4];
 }
 
-// The same of sixteen counters: `words` gets all four of each.
+// The same for sixteen counters: `words` gets all four words of each.
 inline void philox(Words counter, const Draw& draw, Words (&words)[4]) {
   const Words m0 = fill_words(kPhiloxMultipliers[0]), m1 = fill_words(kPhiloxMultipliers[1]);
   Words c0 = counter, c1 = fill_words(static_cast<uint32_t>(draw.position));
@@ -96,7 +98,7 @@ inline void philox(Words counter, const Draw& draw, Words (&words)[4]) {
   words[3] = c3;
 }
 
-// e = -log(u) of words w. Near u = 1 it is made of v = 1 - u, which keeps its relative precision.
+// e = -log(u) of words w. Near u = 1 it is computed from v = 1 - u, which keeps relative precision.
 inline Vec exponential(Words w) {
   const Vec unit = fill(0x1p-32f), half = fill(0.5f);
   const Vec u = mul(add(from_unsigned(w), half), unit);
@@ -106,7 +108,7 @@ inline Vec exponential(Words w) {
   return sub(zeros(), log_of_parts(f, parts.exponent));
 }
 
-// Floats in their order: x < y where order_of(x) < order_of(y).
+// Integers in the order of floats: order_of(x) < order_of(y) exactly if x < y.
 inline int64_t order_of(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x);
   return bits >= 0 ? bits : -static_cast<int64_t>(bits & 0x7FFFFFFF);
@@ -116,13 +118,13 @@ inline float float_at(int64_t order) {
   return std::bit_cast<float>(order >= 0 ? bits : bits | 0x80000000u);
 }
 
-// Chooses tokens for one thread, which it keeps memory for.
+// Chooses tokens for one thread, and keeps that thread's memory.
 class Sampler {
  public:
   explicit Sampler(int vocab) : vocab_(vocab) {}
 
-  // The token of a row of logits; where one is NaN, some token. -1 if an id that is to change is
-  // not in the vocabulary.
+  // Returns the token of a row of logits; any token if one is NaN; -1 if a changed id is outside the
+  // vocabulary.
   int64_t choose(const float* logits, const Draw& draw) {
     logits_ = draw.changes == nullptr ? logits : changed(logits, *draw.changes);
     if (logits_ == nullptr) return -1;
@@ -130,7 +132,7 @@ class Sampler {
     if (!(draw.temperature > 0) || !std::isfinite(best_)) return first_best;
     temperature_ = draw.temperature;
     const double bound = lower_bound(draw);
-    if (bound > 0) return 0;  // min_p above 1 leaves nothing, and of nothing the first is best
+    if (bound > 0) return 0;  // min_p above 1 masks every token; then the first one is chosen
     least_ = least_logit(bound);
     draw_ = &draw;
     winner_ = first_best;
@@ -143,10 +145,10 @@ class Sampler {
 
  private:
   static constexpr int kGroup = 4 * kLanes;  // tokens whose noise is made together
-  static constexpr int kBisections = 10;  // leave one in a thousand, where logits are spread evenly
+  static constexpr int kBisections = 10;     // leave one in a thousand if logits are spread evenly
 
   const float* changed(const float* logits, const Changes& changes) const {
-    thread_local Changer changer;  // its memory is worth keeping from call to call
+    thread_local Changer changer;  // keeps its memory from call to call
     return changer.apply(logits, vocab_, changes);
   }
 
@@ -154,7 +156,7 @@ class Sampler {
     return (static_cast<double>(logit) - static_cast<double>(best_)) / temperature_;
   }
 
-  // The logits from `start`, filled up with minus infinity where the vocabulary ends.
+  // The logits from `start`, filled up with minus infinity behind the vocabulary's end.
   const float* group(int start, float (&padded)[kGroup]) const {
     if (start + kGroup <= vocab_) return logits_ + start;
     std::fill(std::copy(logits_ + start, logits_ + vocab_, padded), padded + kGroup, -kInfinity);
@@ -241,7 +243,7 @@ class Sampler {
         count = k;
       }
     }
-    // Logits of minus infinity are not kept; there may be that few others.
+    // Logits of minus infinity are not kept, so there may be fewer than k.
     std::fill(kept_.begin() + count, kept_.end(), -kInfinity);
     std::nth_element(kept_.begin(), kept_.begin() + (k - 1), kept_.end(), std::greater<>());
     kept_.resize(k);
@@ -270,7 +272,7 @@ class Sampler {
     return reach(kept_.data(), kept_.data() + kept_.size(), above, enough);
   }
 
-  // Fills masses_, of logits and of what fills up the last group; their sum.
+  // Fills masses_ for the logits and the last group's padding. Returns their sum.
   double weigh() {
     float padded[kGroup];
     masses_.resize((vocab_ + kGroup - 1) / kGroup * kGroup);
@@ -338,7 +340,7 @@ class Sampler {
       for (int i = 0; i < kGroup; i += kLanes) {
         const Vec x = load(logits + i);
         const Vec below = where_less(x, bound, x, none);
-        if (max_lanes(below) < low) continue;  // most: what is left to keep is little
+        if (max_lanes(below) < low) continue;  // the usual case: few are left to keep
         float lanes[kLanes];
         store(lanes, below);
         for (float lane : lanes) {

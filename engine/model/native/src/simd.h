@@ -18,7 +18,7 @@
 #error "needs AVX-512 with VNNI, or AVX2 with FMA and F16C"
 #endif
 
-// For what has to stay in registers: compilers stop inlining where a file has grown enough.
+// For code that must stay in registers: compilers stop inlining in large files.
 #define BATON_INLINE inline __attribute__((always_inline))
 
 namespace baton {
@@ -380,7 +380,7 @@ BATON_INLINE double sum_lanes(Doubles x) {
          ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
-// e^x to about 2 units in the last place; exactly 0 below -87, so that masked scores weigh nothing.
+// e^x to about 2 units in the last place. Exactly 0 below -87, so masked scores have no weight.
 BATON_INLINE Vec exp(Vec x) {
   const Vec lowest = fill(-87.0f);
   Vec bounded = min(max(x, lowest), fill(88.0f));

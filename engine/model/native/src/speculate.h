@@ -1,4 +1,4 @@
-// Steps of decoding as one call: all passes of a draft model; the target's pass and what it chooses.
+// Decoding steps as one call: all passes of a draft model, the target's pass, and its choices.
 #pragma once
 
 #include <chrono>
@@ -10,41 +10,41 @@ namespace baton {
 
 // Mirrored in library.py, as are the following two.
 struct Proposals {
-  const int32_t* counts;  // [num_rows]: how many tokens each row proposes, none more than the last
-  const Draw* draws;      // [num_rows]: how it chooses the first of them
+  const int32_t* counts;  // [num_rows]: tokens that each row proposes, in falling order
+  const Draw* draws;      // [num_rows]: how the row chooses the first of them
   int32_t* token_ids;     // [num_rows, counts[0]]
-  int32_t num_rows;       // of the first pass, the first so many propose
+  int32_t num_rows;       // rows of the first pass that propose; they come first
   int32_t unused;
 };
 
 struct Choices {
-  const int32_t* counts;  // [num_rows]: tokens that each row chooses, one behind all that are
-                          // proposed and one in the place of each of these; or none
-  const int32_t* scored;  // [num_rows]: of its first so many tokens, logits are wanted too
-  const Draw* draws;      // of the rows that choose, how they choose the first token
+  const int32_t* counts;  // [num_rows]: tokens that each row chooses: one for each proposed
+                          // token, and one behind them; or none
+  const int32_t* scored;  // [num_rows]: the row's first tokens whose logits are wanted too
+  const Draw* draws;      // of the rows that choose: how they choose the first token
   int32_t* proposed;      // row by row
   int64_t* token_ids;     // row by row: the choices
-  double forward_s;       // set to what the pass took
+  double forward_s;       // output: time of the pass
 };
 
-// Rows of a verification whose tokens a draft model is to propose first.
+// Rows of a verification for which a draft model proposes tokens first.
 struct Drafting {
-  const int32_t* rows;    // [num_rows]: which they are, in the order in which the draft sees them
+  const int32_t* rows;    // [num_rows]: their indices, in the draft model's order
   const int32_t* counts;  // [num_rows]: as in Proposals
   float* logits;          // [num_rows, vocab]: memory to work in
   int32_t num_rows;
   int32_t unused;
-  double seconds;  // set to what all passes of the draft took
+  double seconds;  // output: time of all passes of the draft model
 };
 
 inline double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// Chooses tokens by all threads of a team.
+// Chooses tokens with all threads of a team.
 class Chooser {
  public:
-  // What follows `drafted` tokens, in the way that `draw` says for what follows none.
+  // Returns the draw for the position behind `drafted` tokens; `draw` is for the first position.
   struct Ask {
     const Draw* draw;
     const int32_t* drafted;
@@ -54,7 +54,7 @@ class Chooser {
   Chooser(Team& team, int vocab)
       : team_(team), vocab_(vocab), samplers_(team.size(), Sampler(vocab)) {}
 
-  // One token for each row of logits; false if a draw names an id that is not in the vocabulary.
+  // Chooses one token for each row of logits. False if a draw names an id outside the vocabulary.
   bool choose(const std::vector<Ask>& asks, const float* logits, int64_t* tokens) {
     asks_ = &asks;
     logits_ = logits;
@@ -91,9 +91,9 @@ class Chooser {
   int64_t* tokens_ = nullptr;
 };
 
-// Proposes. The first pass computes the rows as they come; each further one has the token that a row
-// chose last, of the rows that propose more. Rows that propose come first, those that propose most
-// before others, so that the rows of a pass are always the first ones of the pass before.
+// Proposes. The first pass computes the rows as given. Each further pass has the latest token of the
+// rows that propose more. Rows are sorted by the number of tokens they propose, highest first. So the
+// rows of a pass are always the first rows of the pass before.
 class Drafter {
  public:
   // `logits`: of the rows that propose.
@@ -153,7 +153,7 @@ class Drafter {
   std::vector<Chooser::Ask> asks_;
 };
 
-// Verifies: computes rows with what is proposed behind them, and chooses in the place of that.
+// Verifies: computes rows with their proposed tokens behind them, and chooses at each position.
 class Verifier {
  public:
   Verifier(Decoder& decoder, const Ragged& rows, float* logits, Choices& choices)
@@ -206,8 +206,8 @@ class Verifier {
   Ragged rows_;
 };
 
-// Has a draft model propose for rows of a verification: fills their places in `choices.proposed`.
-// `seen`: the rows as it computes them. False as above.
+// Lets a draft model propose for rows of a verification: fills their places in `choices.proposed`.
+// `seen` are the rows as the draft model computes them. Returns false as above.
 inline bool propose(Decoder& draft, const Ragged& seen, Drafting& drafting, const Choices& choices,
                     int num_rows) {
   const auto begin = std::chrono::steady_clock::now();

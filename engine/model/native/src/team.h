@@ -1,8 +1,8 @@
 // Threads that run one function together, with barriers inside it.
 //
 // OpenMP would do, but a worker's forward pass has a hundred parallel phases of a few microseconds,
-// and its runtime is shared with torch. Here a pass is one job; phases are parted by a barrier that
-// spins for a while and then yields, so that it survives sharing its cores with other processes.
+// and OpenMP's runtime is shared with torch. Here a pass is one job, with barriers between phases. A
+// barrier spins for a while and then yields, so cores can be shared with other processes.
 #pragma once
 
 #include <immintrin.h>
@@ -44,7 +44,7 @@ class Team {
     barrier();
   }
 
-  // Returns when all threads have come here; what each wrote before, all see after.
+  // Returns when all threads have arrived. All of them see what each wrote before.
   void barrier() {
     if (size_ == 1) return;
     uint32_t round = round_.load(std::memory_order_relaxed);
@@ -60,11 +60,11 @@ class Team {
   std::atomic<int> next_task{0};
 
  private:
-  // For a job, before sleeping, in cycles of the clock: about as long as a step of decoding leaves
-  // the team alone. To wake takes five times as long as to be handed a job.
+  // Cycles to spin for a job before sleeping: about the time between two decoding steps. Waking up
+  // takes five times as long as taking a job while spinning.
   static constexpr uint64_t kSpun = 250'000;
-  // At a barrier, before yielding. Where there are fewer free cores than threads two of these share
-  // one, and all that is spun away there is time that the other, which is waited for, does not have.
+  // Spins at a barrier before yielding. With fewer free cores than threads, two threads share a core.
+  // Then a spinning thread takes time from the thread that it waits for.
   static constexpr int kBarrierSpins = 100;
 
   static void pause(int i) {
@@ -95,7 +95,7 @@ class Team {
   alignas(64) std::atomic<int> arrived_{0};
 };
 
-// The part [begin, end) of `count` things that falls to a thread, in equal shares.
+// A thread's part [begin, end) of `count` items, in equal shares.
 struct Share {
   int begin, end;
   Share(int count, int thread, int size)
