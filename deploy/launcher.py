@@ -10,7 +10,7 @@ not wait for it.
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.control import Pools
 
 STOP_TIMEOUT_S = 30.0  # for a service to stop; a gateway's drain time comes on top

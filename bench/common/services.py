@@ -1,7 +1,7 @@
 """Single services of the product as processes, without `baton serve` around them.
 
-They are told what they are on their standard input (`deploy.processes.WorkerSpec`, `GatewaySpec`),
-and end when that is closed.
+Each reads its spec from standard input (`deploy.services.spec`), and ends
+when that is closed.
 """
 
 import subprocess

@@ -54,7 +54,7 @@ def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iter
     token = secrets.token_hex(16)
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
     specs = [
-        {  # a `deploy.processes.WorkerSpec`
+        {  # a `deploy.services.spec.WorkerSpec`
             "worker_id": f"{role}-{i}",
             "role": role,
             "model": str(model),

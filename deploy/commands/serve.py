@@ -17,8 +17,8 @@ from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.places import load_places
 from deploy.logs import configure_logging
-from deploy.processes import GatewayReady
 from deploy.ray import own_ray
+from deploy.services.spec import GatewayReady
 from engine.clock import MonotonicClock
 from engine.config import (
     WITH_DRAFT,

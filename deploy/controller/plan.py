@@ -8,7 +8,7 @@ import msgspec
 from deploy.model_source import name_of
 from deploy.pools.effects import StartWorker
 from deploy.pools.formats import config_of
-from deploy.processes import GatewayReady, GatewaySpec, WorkerSpec
+from deploy.services.spec import GatewayReady, GatewaySpec, WorkerSpec
 from engine.config import Config
 from engine.control import FIRST_VERSION, Members, Pools, Version
 

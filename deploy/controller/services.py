@@ -20,7 +20,7 @@ from deploy.pools.events import (
 from deploy.pools.machine import PoolMachine
 from deploy.pools.placement import NoPlace
 from deploy.pools.workers.record import WorkerState
-from deploy.processes import GatewayReady, WorkerReady
+from deploy.services.spec import GatewayReady, WorkerReady
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 

@@ -17,7 +17,7 @@ from deploy.controller.tasks import ControllerTasks, pause
 from deploy.pools.events import GatewayHeard, GatewaySeen, GatewayUnheard, Overtaken, PoolEvent
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
-from deploy.processes import GatewayReady
+from deploy.services.spec import GatewayReady
 from engine.clock import Clock
 from engine.control import GatewayReport, Members, RequestInfo
 from engine.messages import GatewayId, Role, Welcome, WorkerId

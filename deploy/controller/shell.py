@@ -32,7 +32,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Order, SetPlanner
 from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import PoolLimits
-from deploy.processes import READY_TIMEOUT_S, GatewayReady, WorkerReady
+from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, WorkerReady
 from engine.clock import Clock
 from engine.control import Intent, Member, Pools, RequestInfo
 from engine.errors import ConfigError

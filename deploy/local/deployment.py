@@ -17,7 +17,8 @@ from deploy.launcher import Launcher
 from deploy.model_source import default_cache, local_model, pinned
 from deploy.pools.formats import check_formats, config_of
 from deploy.pools.orders import OrderRefused
-from deploy.processes import GatewayReady, ServiceThread
+from deploy.services.spec import GatewayReady
+from deploy.services.thread import ServiceThread
 from deploy.worker.memory import available_bytes
 from engine.clock import MonotonicClock
 from engine.config import Config

@@ -14,7 +14,7 @@ from deploy.local.nursery import Nursery
 from deploy.local.places import PlaceOf, ServicePlace
 from deploy.local.service_process import ServiceProcess
 from deploy.pools.placement import LEAST_ROOM
-from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.control import Pools
 from engine.errors import ConfigError
 

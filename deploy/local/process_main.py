@@ -19,15 +19,10 @@ from concurrent.futures import Future, wait
 import msgspec
 
 from deploy.logs import configure_logging
-from deploy.processes import (
-    Fetched,
-    Fetching,
-    ServiceThread,
-    fetch,
-    freeze_heap,
-    has_to_fetch,
-    service_of,
-)
+from deploy.services.build import service_of
+from deploy.services.model import fetch, has_to_fetch
+from deploy.services.spec import Fetched, Fetching
+from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 

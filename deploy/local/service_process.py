@@ -14,7 +14,7 @@ import msgspec
 from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
 from deploy.local.nursery import Child, NoChild, Nursery
 from deploy.model_source import FETCH_TIMEOUT_S
-from deploy.processes import (
+from deploy.services.spec import (
     READY_TIMEOUT_S,
     Fetched,
     Fetching,

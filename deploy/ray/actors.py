@@ -15,18 +15,10 @@ import ray
 from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
 from deploy.logs import configure_logging
 from deploy.model_source import FETCH_TIMEOUT_S
-from deploy.processes import (
-    READY_TIMEOUT_S,
-    GatewayReady,
-    GatewaySpec,
-    ServiceThread,
-    WorkerReady,
-    WorkerSpec,
-    fetch,
-    freeze_heap,
-    has_to_fetch,
-    service_of,
-)
+from deploy.services.build import service_of
+from deploy.services.model import fetch, has_to_fetch
+from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 

@@ -21,9 +21,10 @@ from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.local.run_dir import run_directory
 from deploy.logs import configure_logging
 from deploy.pools.placement import ANYWHERE, NodePlacement
-from deploy.processes import READY_TIMEOUT_S, LateStart, ServiceThread
 from deploy.ray.launcher import CONTROLLER, ON_HEAD, ClusterLauncher
 from deploy.ray.own_ray import NAMESPACE
+from deploy.services.spec import READY_TIMEOUT_S
+from deploy.services.thread import LateStart, ServiceThread
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 

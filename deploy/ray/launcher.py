@@ -16,10 +16,10 @@ from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.pools.placement import ANYWHERE, NodePlacement
-from deploy.processes import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from deploy.ray.actors import ServiceActors, ServiceReady
 from deploy.ray.own_ray import NAMESPACE, OwnRay
 from deploy.ray.places import RayPlaces, nodes
+from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.control import Pools
 from engine.errors import ConfigError
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy import processes
 from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment
-from deploy.processes import GatewayReady, GatewayService, GatewaySpec
+from deploy.services import gateway as gateway_service
+from deploy.services.gateway import GatewayService
+from deploy.services.spec import GatewayReady, GatewaySpec
 from engine.config import Config, GatewayConfig, PoolsConfig, RouterConfig
 from engine.control import Intent, Members, Version
 from engine.errors import ConfigError
@@ -192,17 +193,17 @@ def listens(sock: socket.socket) -> bool:
 
 
 def test_who_joins_gets_no_connection_before_it_can_answer():
-    with processes._bind(GatewayConfig(port=0, processes=2), is_first=True) as first:
+    with gateway_service._bind(GatewayConfig(port=0, processes=2), is_first=True) as first:
         assert listens(first)
         host, port = first.getsockname()
         config = GatewayConfig(port=port, processes=2)
-        with processes._bind(config, is_first=False) as second:
+        with gateway_service._bind(config, is_first=False) as second:
             assert not listens(second)
             first.settimeout(5)
             for _ in range(NUM_REQUESTS):
                 with socket.create_connection((host, port), timeout=5):
                     first.accept()[0].close()
-            processes._listen(second)
+            gateway_service._listen(second)
             assert listens(second)
 
 
@@ -213,8 +214,8 @@ def test_a_gateway_that_does_not_open_gives_its_port_back(tmp_path, monkeypatch)
         bound.append(real_bind(*args, **options))
         return bound[0]
 
-    real_bind = processes._bind
-    monkeypatch.setattr(processes, "_bind", bind)
+    real_bind = gateway_service._bind
+    monkeypatch.setattr(gateway_service, "_bind", bind)
     members = Members(1, (), Intent((Version(model=str(tmp_path)),)))
     spec = GatewaySpec(members, GatewayConfig(port=0), RouterConfig(), "token")
     with pytest.raises(ConfigError):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from deploy.pools.placement import NodePlacement
-from deploy.processes import GatewayReady, GatewaySpec
+from deploy.services.spec import GatewayReady, GatewaySpec
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Members
 from engine.errors import ConfigError

@@ -20,7 +20,7 @@ import pytest
 from bench.chaos.netns import NetworkPlace, Unavailable
 from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.local.launcher import ProcessLauncher
-from deploy.processes import WorkerReady, WorkerSpec
+from deploy.services.spec import WorkerReady, WorkerSpec
 from engine.config import Transport, WorkerConfig
 from engine.messages import Role, Sampling, SeqId, WorkerId
 from engine.worker.batch import BatchPlan, Row

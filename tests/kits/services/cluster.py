@@ -18,7 +18,7 @@ from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery
 from deploy.pools.formats import config_of
-from deploy.processes import WorkerReady, WorkerSpec
+from deploy.services.spec import WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Limits, LoadReport, RequestId, Role, Sampling, WorkerId

@@ -8,7 +8,7 @@ from bench.common.driven import Driven
 from bench.gateway.worker import NUM_BLOCKS, NullWorkerOptions
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery
-from deploy.processes import WorkerReady, WorkerSpec
+from deploy.services.spec import WorkerReady, WorkerSpec
 
 
 class NullWorkers(ProcessLauncher):

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from deploy.commands.serve import _say_ready
-from deploy.processes import GatewayReady, WorkerReady
+from deploy.services.spec import GatewayReady, WorkerReady
 
 
 def report(*, needs_key=False, **says) -> str:

@@ -18,7 +18,7 @@ from deploy.pools.events import Connected
 from deploy.pools.orders import SetPlanner, SetPools, Stop
 from deploy.pools.placement import NoPlace
 from deploy.pools.workers.record import WorkerState
-from deploy.processes import GatewayReady, WorkerReady
+from deploy.services.spec import GatewayReady, WorkerReady
 from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode, PoolsConfig
 from engine.control import (
     CONTROL_VERSION,

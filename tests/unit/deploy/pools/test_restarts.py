@@ -16,13 +16,13 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from deploy import processes
 from deploy.local import process_main
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.service_process import ServiceProcess
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.pools.restarts import Restarts
-from deploy.processes import (
+from deploy.services.model import has_to_fetch
+from deploy.services.spec import (
     READY_TIMEOUT_S,
     Fetched,
     Fetching,
@@ -30,6 +30,7 @@ from deploy.processes import (
     WorkerReady,
     WorkerSpec,
 )
+from deploy.services.thread import LateStart, ServiceThread
 from engine.config import GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members, Version
 from engine.errors import ConfigError
@@ -242,7 +243,7 @@ def test_only_a_worker_whose_model_is_elsewhere_has_to_fetch(kind, model, has_to
     spec = msgspec.structs.replace(SPEC, members=Members(1, (), Intent((version,))))
     worker = WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
     encoded = msgspec.json.encode(worker if kind == "worker" else spec)
-    assert processes.has_to_fetch(kind, encoded) is has_to
+    assert has_to_fetch(kind, encoded) is has_to
 
 
 class Exited(Exception):
@@ -592,7 +593,7 @@ def test_a_service_that_takes_too_long_to_open_is_a_typed_error():
         async def close(self) -> None:
             pass
 
-    thread = processes.ServiceThread(Slow(), "slow", open_timeout_s=0.01)
-    with pytest.raises(processes.LateStart, match=r"did not start in 0\.01 s"):
+    thread = ServiceThread(Slow(), "slow", open_timeout_s=0.01)
+    with pytest.raises(LateStart, match=r"did not start in 0\.01 s"):
         thread.open()
     thread.close()

@@ -1,0 +1,221 @@
+"""A gateway on its listening socket, built from its spec."""
+
+import asyncio
+import logging
+import os
+import random
+import resource
+import socket
+from pathlib import Path
+
+from deploy.model_source import Parts
+from deploy.services.model import directory_of
+from deploy.services.spec import GatewayReady, GatewaySpec
+from engine.clock import Clock, MonotonicClock
+from engine.config import GatewayConfig
+from engine.errors import ConfigError
+from engine.net.trust import Secret
+from router.access.file import KeyFile
+from router.access.limits import KeyLimits
+from router.edge.limits import Book, EdgeLimits
+from router.edge.listener import BACKLOG, Listener
+from router.edge.tls import TlsFiles
+from router.gateway.app import create_app
+from router.gateway.grammar_checker import GrammarChecker
+from router.gateway.jobs import GatewaySettings
+from router.gateway.siblings import Siblings
+from router.membership import ControlServer
+from router.native.library import is_native as is_router_native
+from router.service import Router
+from router.text.tokenizer import load_text_model
+from router.version_routers import VersionRouters
+
+log = logging.getLogger(__name__)
+
+OTHER_DESCRIPTORS = 1024  # open files of a gateway beside its clients' connections
+LINK_TIMEOUT_S = 10.0  # a gateway without a worker by then starts all the same, and answers 503
+
+
+class GatewayService:
+    """A gateway from open to close."""
+
+    def __init__(self, spec: GatewaySpec) -> None:
+        self._spec = spec
+        self.drain_timeout_s = spec.gateway.drain_timeout_s
+        self._siblings: Siblings | None = None
+        self._listener: Listener | None = None
+
+    async def open(self) -> GatewayReady:
+        """Binds the port and connects to the workers. Raises ConfigError."""
+        sock = _bind(self._spec.gateway, is_first=not self._spec.joins)
+        try:
+            return await self._open(sock)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _open(self, sock: socket.socket) -> GatewayReady:
+        spec = self._spec
+        config = spec.gateway
+        clock, secret = MonotonicClock(), Secret(spec.token)
+        await asyncio.to_thread(is_router_native)  # so that no request waits for a compiler
+        self._routers = VersionRouters(
+            new_router=lambda: Router(
+                [],
+                config=spec.router,
+                secret=secret,
+                clock=clock,
+                record_dir=None if config.record_dir is None else Path(config.record_dir),
+            ),
+            load_text=lambda version: load_text_model(directory_of(version.model, Parts.TEXT)),
+        )
+        keys = None if config.keys_file is None else _open_keys(config.keys_file, clock)
+        settings = GatewaySettings(
+            secret=Secret(spec.token),
+            max_body_bytes=config.max_body_bytes,
+            key_limits=KeyLimits(config.requests_per_s, config.tokens_per_min, config.max_streams),
+            max_choices=config.max_choices,
+            min_priority=config.min_priority,
+        )
+        rng = random.Random(os.urandom(16))
+        if spec.siblings is not None:
+            self._siblings = Siblings(Path(spec.siblings), str(spec.process))
+        tls = _open_tls(config)
+        book = Book(_limits_of(config))
+        self._grammars = GrammarChecker(clock)
+        app = create_app(
+            self._routers.versions,
+            settings=settings,
+            clock=clock,
+            rng=rng,
+            grammars=self._grammars,
+            keys=keys,
+            siblings=self._siblings,
+            edge=book,
+        )
+        if self._siblings is not None:
+            await self._siblings.open()
+        first = await self._routers.open(spec.members)
+        missing = await self._routers.routers()[first.name].wait_until_ready(LINK_TIMEOUT_S)
+        if missing is not None:
+            log.warning("the gateway starts although it cannot serve yet: %s", missing)
+        self._listener = Listener(app, book, tls)
+        self._control = ControlServer(
+            self._routers,
+            secret=secret,
+            clock=clock,
+            members=spec.members,
+            host=spec.control_host,
+        )
+        control = await self._control.open()
+        _listen(sock)
+        self._listener.open(sock)
+        host, port = sock.getsockname()[:2]
+        return GatewayReady(
+            url=f"{'http' if tls is None else 'https'}://{host}:{port}",
+            model_name=first.model_name,
+            pid=os.getpid(),
+            control=control,
+            drain_timeout_s=self.drain_timeout_s,
+        )
+
+    def hurry(self) -> None:
+        """Ends running answers now."""
+        if self._listener is not None:
+            self._listener.hurry()
+
+    async def close(self) -> None:
+        """Takes no more requests, waits for running answers, and ends all sessions."""
+        assert self._listener is not None
+        self._routers.versions.stop()
+        await self._listener.close(self.drain_timeout_s, self._cut)
+        await self._control.close()
+        await self._grammars.close()
+        if self._siblings is not None:
+            await self._siblings.close()
+        await self._routers.close()
+
+    def _cut(self) -> None:
+        """Ends the answers that are left, each with an error."""
+        log.warning("%d requests are ended before they are complete", self._routers.cut())
+
+
+def _open_tls(config: GatewayConfig) -> TlsFiles | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    client_ca = config.tls_client_ca
+    tls = TlsFiles(
+        Path(config.tls_cert).expanduser(),
+        Path(config.tls_key).expanduser(),
+        None if client_ca is None else Path(client_ca).expanduser(),
+    )
+    tls.open()
+    return tls
+
+
+def _open_keys(path: str, clock: Clock) -> KeyFile:
+    keys = KeyFile(Path(path).expanduser(), clock)
+    keys.open()
+    return keys
+
+
+def _limits_of(config: GatewayConfig) -> EdgeLimits:
+    """Returns the limits of clients, reduced to the open files that this process may have."""
+    wanted = config.max_connections + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            log.warning("gateway.max_connections is bounded by the %d open files allowed", soft)
+    room = wanted if soft == resource.RLIM_INFINITY else soft
+    return EdgeLimits(
+        max_head_bytes=config.max_head_bytes,
+        max_connections=max(
+            1, min(config.max_connections, room - min(room // 2, OTHER_DESCRIPTORS))
+        ),
+        max_connections_per_address=config.max_connections_per_address,
+        head_timeout_s=config.head_timeout_s,
+    )
+
+
+def _bind(config: GatewayConfig, *, is_first: bool) -> socket.socket:
+    """Binds the port, shared with other processes of this user if there are several.
+
+    The kernel spreads connections over all listening processes, including an unrelated one. So the
+    first process checks that the port is free, and listens at once, which later checks then see.
+    The others listen only when they can answer; until then the kernel sends them no connections.
+    """
+    host, port, shares = config.host, config.port, config.processes > 1
+    try:
+        if shares and is_first:
+            with socket.create_server((host, port)) as alone:
+                port = alone.getsockname()[1]
+        if is_first:
+            return socket.create_server((host, port), backlog=BACKLOG, reuse_port=shares)
+        return _bound(host, port, shares=shares)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _bound(host: str, port: int, *, shares: bool) -> socket.socket:
+    """Binds like `socket.create_server`, without listening. Raises OSError."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _listen(sock: socket.socket) -> None:
+    """Lets connections queue from now on. Raises ConfigError."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

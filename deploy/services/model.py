@@ -1,0 +1,31 @@
+"""Where a service finds its model on this machine."""
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from deploy.model_source import Parts, default_cache, is_remote, local_model
+from deploy.services.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+
+def has_to_fetch(kind: str, spec: bytes) -> bool:
+    """Whether `fetch` may take long. Gateways fetch their small part while they open."""
+    return kind == "worker" and is_remote(msgspec.json.decode(spec, type=WorkerSpec).model)
+
+
+def fetch(kind: str, spec: bytes) -> None:
+    """Brings a worker's model to this machine, which takes as long as the download.
+
+    Raises ConfigError.
+    """
+    if kind == "worker":
+        directory_of(msgspec.json.decode(spec, type=WorkerSpec).model, Parts.ALL)
+
+
+def directory_of(model: str, parts: Parts) -> Path:
+    """Returns the model's directory on this machine. Fetches it if needed. Raises ConfigError."""
+    return local_model(model, cache=default_cache(os.environ), parts=parts, report=log.warning)

@@ -1,0 +1,73 @@
+"""What a worker or a gateway is started with, and what it answers once it has started."""
+
+import msgspec
+
+from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.control import FIRST_VERSION, Members
+from engine.messages import Role, WorkerId
+
+READY_TIMEOUT_S = 300.0  # from spec to ready; a fetch of the model comes on top
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """Everything that a worker is started with."""
+
+    worker_id: WorkerId
+    role: Role
+    model: str  # as `model_source` reads it
+    config: WorkerConfig
+    token: str
+    threads: int
+    memory_bytes: int | None = None  # for all workers of the machine; None: what is available
+    num_workers: int = 1  # workers that share this memory
+    host: str = "127.0.0.1"
+    log_level: str = "warning"
+    version: str = FIRST_VERSION
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    """A worker's answer once it listens."""
+
+    address: str
+    pid: int
+    context_len: int
+    num_blocks: int
+    block_bytes: int
+    start_s: float  # from its spec until it listened
+    version: str = FIRST_VERSION
+    max_len: int = 0  # tokens of one request: the context, or less if KV memory is smaller
+    # Whether logits of a sequence do not depend on the batch; measured for this model and format.
+    is_batch_invariant: bool = True
+
+
+class GatewaySpec(msgspec.Struct, frozen=True):
+    """Everything that a gateway is started with."""
+
+    members: Members  # at the time of the start
+    gateway: GatewayConfig
+    router: RouterConfig
+    token: str
+    log_level: str = "warning"
+    name: str = "gateway"
+    process: int = 0  # its number among the processes that share the port
+    joins: bool = False  # another process has the port; if not, the port must be free
+    siblings: str | None = None  # a directory, if several processes share the port
+    control_host: str = "127.0.0.1"  # where the controller reaches it
+
+
+class GatewayReady(msgspec.Struct, frozen=True):
+    """A gateway's answer once it listens."""
+
+    url: str
+    model_name: str
+    pid: int
+    control: str = ""  # address for the controller
+    drain_timeout_s: float = 0.0  # its stop may take this long
+
+
+class Fetching(msgspec.Struct, frozen=True, tag=True):
+    """Says that the service fetches its model now. Sent only if there is something to fetch."""
+
+
+class Fetched(msgspec.Struct, frozen=True, tag=True):
+    """Says that the model is on this machine, and the service starts now."""

@@ -1,0 +1,129 @@
+"""A worker with the torch runner, built from its spec."""
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from deploy.model_source import Parts
+from deploy.services.model import directory_of
+from deploy.services.spec import WorkerReady, WorkerSpec
+from deploy.worker import memory
+from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
+from engine.clock import MonotonicClock
+from engine.grammar.guides import LlGuides
+from engine.net.trust import Secret
+from kvtransfer.memory import PrivatePool, SharedPool, host_pool
+from kvtransfer.native.library import is_native
+
+if TYPE_CHECKING:
+    from engine.model.runner import KVNeeds, SizeKV
+
+log = logging.getLogger(__name__)
+
+
+class WorkerService:
+    """A worker from open to close."""
+
+    drain_timeout_s = 0.0  # gateways drain, and end before workers
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+
+    async def open(self) -> WorkerReady:
+        """Loads the model and starts to listen. Raises CheckpointError, ConfigError."""
+        clock = MonotonicClock()
+        begin_s = clock.now_s()
+        import torch  # takes seconds to import; gateways do not need it
+
+        from engine.model.runner import TorchRunner
+
+        spec = self._spec
+        torch.set_num_threads(spec.threads)
+        directory = await asyncio.to_thread(directory_of, spec.model, Parts.ALL)
+        runner = TorchRunner(
+            directory,
+            draft=spec.config.draft_path,
+            block_size=spec.config.block_size,
+            kv_format=spec.config.kv_dtype,
+            weights=spec.config.weights,
+            kv_bytes=self._kv_bytes(),
+            max_len=spec.config.max_model_len,
+        )
+        pools: list[PrivatePool | SharedPool] = []
+
+        def allocate(num_bytes: int) -> memoryview:
+            block_bytes = num_bytes // runner.num_blocks
+            pool = host_pool(runner.num_blocks, block_bytes, spec.config.kv_transport)
+            pool.open()
+            pools.append(pool)
+            return pool.blocks.reshape(-1).data
+
+        await asyncio.to_thread(runner.open, allocate)
+        await asyncio.to_thread(runner.warm_up)
+        await asyncio.to_thread(is_native)  # so that no pull waits for a compiler
+        identity = WorkerIdentity(
+            spec.worker_id, spec.role, runner.fingerprint, Secret(spec.token), spec.host
+        )
+        self._runner = runner
+        self._host = WorkerHost(
+            identity,
+            config=spec.config,
+            runner=runner,
+            model=ModelFacts(
+                vocab_size=runner.vocab_size,
+                context_len=runner.context_len,
+                has_draft_model=runner.draft_forward is not None,
+                guides=LlGuides(
+                    directory / "tokenizer.json",
+                    vocab_size=runner.vocab_size,
+                    eos_token_ids=runner.eos_token_ids,
+                ),
+            ),
+            memory=pools[0],
+            clock=clock,
+            on_crash=die,
+        )
+        address = await self._host.open()
+        return WorkerReady(
+            address=address,
+            pid=os.getpid(),
+            context_len=runner.context_len,
+            num_blocks=runner.num_blocks,
+            block_bytes=runner.layout.block_bytes,
+            start_s=clock.now_s() - begin_s,
+            version=spec.version,
+            max_len=min(runner.context_len, runner.num_blocks * runner.block_size),
+            is_batch_invariant=runner.is_batch_invariant,
+        )
+
+    def _kv_bytes(self) -> "int | SizeKV":
+        """Returns the configured size, or a function that sizes KV by the memory available now."""
+        spec = self._spec
+        if spec.config.kv_mib is not None:
+            return spec.config.kv_mib * 2**20
+        here_bytes = memory.available_bytes()
+        shared_bytes = here_bytes if spec.memory_bytes is None else spec.memory_bytes
+
+        def size(needs: "KVNeeds") -> int:
+            # If less is available than this worker's share, other programs use it.
+            return memory.kv_bytes(
+                min(shared_bytes, here_bytes * spec.num_workers),
+                num_workers=spec.num_workers,
+                **needs._asdict(),
+            )
+
+        return size
+
+    def hurry(self) -> None:
+        """Does nothing: a close never waits."""
+
+    async def close(self) -> None:
+        """Ends sessions and threads, and asserts the invariants of the block pool."""
+        await self._host.close()
+
+
+def die(error: BaseException) -> None:
+    """Ends the process at once. A worker that lost a thread must not look alive."""
+    log.critical("worker thread died: %r", error, exc_info=error)
+    os._exit(70)
