@@ -1,4 +1,4 @@
-"""The future: what will happen, in order of time."""
+"""The virtual clock: a heap of future events, in order of time."""
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Rank(IntEnum):
-    """Who goes first of what happens at the same moment.
+    """The order of events at the same moment.
 
-    A message that comes when a step ends is there when the next one is planned.
+    A message that arrives when a step ends is there before the next step is planned.
     """
 
     MESSAGE = 0
@@ -27,12 +27,12 @@ class Future:
         self._num_planned = 0
 
     def plan(self, at_s: float, rank: Rank, call: Callable[[Any], None], what: Any) -> None:
-        """Calls `call(what)` at that time, which is not past."""
+        """Plans `call(what)` for a time that has not passed."""
         self._num_planned += 1
         heappush(self._heap, (at_s, rank, self._num_planned, call, what))
 
     def step(self) -> bool:
-        """Lets the next thing happen. False if there is none."""
+        """Runs the next event. Returns False if there is none."""
         if not self._heap:
             return False
         at_s, _, _, call, what = heappop(self._heap)

@@ -1,14 +1,14 @@
 """A simulated cluster: the real router machine, simulated workers, and a trace.
 
-What there is beside the machine and the workers' cores: a heap of future events with its clock, a
-price for steps and pulls, and the rules by which effects become events. No decision is made here.
+Beside the machine and the workers' cores there are a heap of future events with its clock, prices
+for steps and pulls, and the rules that turn effects into events. No decision is made here.
 
-The gateway is told by frames, as by a live worker; each takes `latency_s` either way. So do block
-events. The machine is woken when it asks for it.
+Workers send frames to the gateway, as live ones do. Each message takes `latency_s` either way,
+block events too. The machine is woken when it asks for it.
 
-Workers leap over steps that are alike, and tell of many tokens at once (see `workers`). Before the
-machine can place anything it is told what it would have heard by then; with `settles` off it hears
-of tokens up to a second late, which is for large clusters.
+Workers skip over equal steps and report many tokens at once (see `workers`). Before each placement,
+the machine receives the tokens that it would have heard of by then. With `settles` off it hears of
+tokens up to a second late, which suits large clusters.
 """
 
 import gc
@@ -72,7 +72,7 @@ MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPools:
-    """How many workers of which role."""
+    """The number of workers of each role."""
 
     prefill: int = 0
     decode: int = 0
@@ -80,28 +80,28 @@ class SimulatedPools:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Workers of all roles."""
         return self.prefill + self.decode + self.mixed
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """What is simulated, the machine and the trace aside."""
+    """What is simulated, beside the machine and the trace."""
 
     hardware: HardwareProfile
     pools: SimulatedPools
     latency_s: float = 2e-4  # of a message between gateway and worker
-    max_answer_tokens: int | None = None  # that clients ask for; None: as many as come
-    chances: Chances = NO_CHANCES  # what is beside prices and latency
-    prefills_locally: bool = False  # decode workers do, where that is predicted to be quicker
+    max_answer_tokens: int | None = None  # the clients' limit; None: the length of the answer
+    chances: Chances = NO_CHANCES  # random parts beside prices and latency
+    prefills_locally: bool = False  # on decode workers, if predicted to be faster
     leaps: bool = True  # as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
-    rules: PlannerRules | None = None  # of the planner of pools, if there is one
+    rules: PlannerRules | None = None  # of the planner of pools; None: fixed pools
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """What became of one request, as the gateway saw it."""
+    """One request and its result, as the gateway saw it."""
 
     asked: TraceRequest
     outcome: Outcome | None = None
@@ -112,7 +112,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What one worker did."""
+    """The work of one worker."""
 
     worker_id: WorkerId
     role: Role
@@ -122,7 +122,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """All that came of a simulation."""
+    """The results of a simulation."""
 
     trace: Trace
     setup: SimulationSetup
@@ -134,7 +134,7 @@ class SimulatedRun:
 
 
 def simulate(trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> SimulatedRun:
-    """Lets the trace come upon a cluster that is idle and empty, until all is answered."""
+    """Plays a trace on an idle, empty cluster until all requests have ended."""
     cluster = _Cluster(with_ids(trace), setup, machine)
     with _uncollected():
         cluster.run()
@@ -144,7 +144,7 @@ def simulate(trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> Si
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles: there are millions of objects, and hardly any cycle."""
+    """Turns the cyclic garbage collector off: there are millions of objects, hardly any cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -166,7 +166,7 @@ class _Cluster:
         self._prompts = SimulatedPrompts(trace, setup.hardware.layout.block_size)
         self._records = [SimulatedRequest(asked) for asked in trace.requests]
         self._num_open = len(self._records)
-        self._num_waiting = 0  # in the machine, for a worker or for room at another one
+        self._num_waiting = 0  # in the machine, for a worker or for a move
         self._ended_s = 0.0
         self._wake_s: float | None = None
         self._crowd = Crowd(setup.hardware, self._future, setup.chances)
@@ -189,12 +189,12 @@ class _Cluster:
         settles = setup.settles
         self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
         self._planned = None if setup.rules is None else SimulatedPlanner(setup.rules, machine)
-        self._decoding = [w for w in self._workers.values() if w.role.decodes]  # or once did
+        self._decoding = [w for w in self._workers.values() if w.role.decodes]  # now or earlier
 
     # ------------------------------------------------------------ the run
 
     def run(self) -> None:
-        """From the first arrival to the last answer, and until every worker is idle."""
+        """Runs from the first arrival to the last answer, until every worker is idle."""
         for worker in self._workers.values():
             self._handle(WorkerJoined(worker.welcome()))
             worker.receive([])
@@ -210,7 +210,7 @@ class _Cluster:
             pass
 
     def validate(self) -> None:
-        """Asserts that all workers gave back what they held."""
+        """Asserts that no worker holds a block or a lease."""
         assert self._transfers.num_leases == 0
         for worker in self._workers.values():
             worker.core.validate()
@@ -218,7 +218,7 @@ class _Cluster:
             assert counts.free + counts.cached == counts.total, f"{worker.worker_id} leaks"
 
     def result(self) -> SimulatedRun:
-        """What there is to tell."""
+        """Returns the results, after `run`."""
         workers = [
             WorkerRecord(w.worker_id, w.role, w.busy_s, w.num_steps) for w in self._workers.values()
         ]
@@ -257,7 +257,7 @@ class _Cluster:
         token_ids, hashes = self._prompts.open(request_id, asked, sampling)
         request = Request(
             request_id=request_id,
-            token_ids=cast("tuple[int, ...]", token_ids),  # or what acts like it
+            token_ids=cast("tuple[int, ...]", token_ids),  # or `Unwritten`, which acts like it
             sampling=sampling,
             limits=_limits(asked, self._setup.max_answer_tokens),
             received_s=self._future.now_s,
@@ -268,7 +268,7 @@ class _Cluster:
     # ------------------------------------------------------------ the gateway
 
     def hear(self, worker_id: WorkerId, frame: Frame) -> None:
-        """A worker sends a frame now."""
+        """Plans the arrival of a frame that a worker sends now."""
         at_s = self._future.now_s + self._setup.latency_s
         self._future.plan(at_s, Rank.MESSAGE, self._on_frame, (worker_id, frame))
 
@@ -295,7 +295,7 @@ class _Cluster:
             self._hear_tokens(worker_id, told)
 
     def _note_role(self, worker_id: WorkerId) -> None:
-        """One that may come to decode has tokens to tell of from now on."""
+        """Asks the worker for tokens from now on, since its new role may decode."""
         worker = self._workers[worker_id]
         if worker not in self._decoding:
             self._decoding.append(worker)
@@ -305,7 +305,7 @@ class _Cluster:
         self._take(event)
 
     def _settle(self, *, places: bool = False) -> None:
-        """Tells the machine what it would know by now, if it is about to place something."""
+        """Reports tokens to the machine if it is about to place a request."""
         if not self._settles or not (places or self._num_waiting):
             return
         until_s = self._future.now_s - self._setup.latency_s
@@ -314,10 +314,10 @@ class _Cluster:
                 self._hear_tokens(worker.worker_id, told)
 
     def _hear_tokens(self, worker_id: WorkerId, told: Sequence[Said]) -> None:
-        """Tokens of answers that go on: they are delivered, and nothing else follows."""
+        """Delivers tokens of answers that continue."""
         tokens = cast("list[Tokens]", [message for message, _ in told])
         effects = self._machine.handle(Stepped(worker_id, tokens), self._future.now_s)
-        if len(effects) < len(told):  # some are of attempts that are over
+        if len(effects) < len(told):  # some belong to ended attempts
             here = {int(effect.request_id) for effect in effects if isinstance(effect, Deliver)}
             told = [one for one in told if request_index(tokens_of(one).seq_id) in here]
         for effect, (_, times_s) in zip(effects, told, strict=True):
@@ -325,12 +325,12 @@ class _Cluster:
             self._records[int(effect.request_id)].times_s.extend(times_s)
 
     def _take(self, event: RouterEvent, times_s: Sequence[float] = ()) -> None:
-        """`times_s` is when the worker chose each token that the event brings."""
+        """Hands an event to the machine; `times_s` are the times of its tokens."""
         now_s = self._future.now_s
         effects = self._machine.handle(event, now_s)
         frames: dict[WorkerId, list[Event]] = {}
         for effect in effects:
-            if isinstance(effect, Deliver):  # nearly all are
+            if isinstance(effect, Deliver):  # most effects
                 assert len(effect.token_ids) == len(times_s)
                 self._records[int(effect.request_id)].times_s.extend(times_s)
             elif isinstance(effect, SendTo):
@@ -350,13 +350,13 @@ class _Cluster:
         num_stranded = self._machine.num_stranded
         if frames or num_stranded or isinstance(event, Arrived | Tick):
             self._num_waiting = self._machine.queue_len + num_stranded
-        if frames or self._num_waiting:  # else it has nothing new to wait for
+        if frames or self._num_waiting:  # otherwise there is no new deadline
             self._look_ahead()
 
     def _as_it_ends(self, message: _Begins) -> _Begins:
-        """A worker alone knows how long an answer becomes: it is as if the model ended it.
+        """Gives the worker the true length of the answer, as if the model ended it.
 
-        What only holds a copy answers nothing.
+        A copy produces no answer and is left as it is.
         """
         is_copy = isinstance(message, Decode) and message.is_copy
         if self._setup.max_answer_tokens is None or is_copy:
@@ -365,7 +365,7 @@ class _Cluster:
         return replace(message, limits=_limits(self._records[index].asked))
 
     def _arrival_s(self, worker_id: WorkerId, events: Sequence[Event]) -> float:
-        """When messages that are sent now arrive: never before those sent earlier."""
+        """Returns when messages sent now arrive: never before earlier ones."""
         now_s = self._future.now_s
         at_s = now_s + self._setup.latency_s
         if self._setup.chances:
@@ -376,7 +376,7 @@ class _Cluster:
         return at_s
 
     def _look_ahead(self) -> None:
-        """Plans to wake the machine where it is wanted before the time that is planned."""
+        """Wakes the machine earlier, if it asks for that."""
         at_s = self._machine.next_wake_s()
         if at_s is not None and (self._wake_s is None or at_s < self._wake_s):
             self._plan_wake(at_s)
@@ -387,7 +387,7 @@ class _Cluster:
 
     def _on_wake(self, at_s: float) -> None:
         if at_s != self._wake_s or not self._num_open:
-            return  # it was woken earlier
+            return  # another wake-up came first
         self._wake_s = None
         due_s = self._machine.next_wake_s()
         if due_s is not None and due_s <= self._future.now_s:
@@ -399,18 +399,20 @@ class _Cluster:
         assert record.outcome is None, "a request ends once"
         record.outcome, record.timeline = outcome, timeline
         record.ended_s = self._future.now_s
-        np.asarray(record.times_s)[:] += self._setup.latency_s  # heard, from here on
+        np.asarray(record.times_s)[:] += (
+            self._setup.latency_s
+        )  # from now on: when the gateway heard
         self._num_open -= 1
 
 
 def tokens_of(said: Said) -> Tokens:
-    """A message that brings tokens."""
+    """Returns a message as the Tokens that it is."""
     assert isinstance(said.message, Tokens)
     return said.message
 
 
 def request_index(seq_id: SeqId) -> int:
-    """Whose attempt it is, by its place in the trace."""
+    """Returns the place of a sequence's request in the trace."""
     return int(seq_id[: seq_id.index(".")])
 
 

@@ -1,10 +1,9 @@
 """DistServe's goodput: the highest rate, per GPU, at which enough requests keep both bounds.
 
-Requests per second and GPU, of the trace's own requests sped up or slowed down as a whole, at which
-nine of ten have TTFT and TPOT inside their bounds. Who is refused or fails keeps none. One
-simulation says whether a rate is kept; this looks for the highest one by simulating several, within
-`LEAST` and `MOST` times the trace's own pace, to about 5 %. A rate above one that is not kept is
-taken not to be kept either.
+The trace's requests are sped up or slowed down as a whole. At the rate that is reported, nine of
+ten requests have TTFT and TPOT inside their bounds; a refused or failed request has neither. One
+simulation tests one rate. The search tests several, between `LEAST` and `MOST` times the trace's
+own rate, and is exact to about 5 %. It assumes that a rate above a failing one fails too.
 
 Source: Zhong et al., DistServe, OSDI 2024, §2.2: "the maximum request rate that can be served
 adhering to the SLO attainment goal (say, 90%) for each GPU provisioned".
@@ -20,7 +19,7 @@ from bench.simulator.traces import Trace
 
 ATTAINMENT = 0.9
 LEAST, MOST = 1 / 16, 16.0
-NUM_HALVINGS = 4  # of the factor two within which the greatest speed is looked for
+NUM_HALVINGS = 4  # of the last factor of two
 
 Simulate = Callable[[Trace], SimulatedRun]
 
@@ -42,12 +41,12 @@ def distserve_goodput(
 
 
 def attainment(run: SimulatedRun, slo: SloBounds) -> float:
-    """The share of requests with TTFT and TPOT inside their bounds."""
+    """Returns the share of requests with TTFT and TPOT inside their bounds."""
     return sum(meets(latencies_of(r), slo) for r in run.records) / len(run.records)
 
 
 def greatest_speed(keeps: Callable[[float], bool], *, least: float, most: float) -> float:
-    """The most that a trace may be sped up, powers of two apart at first. 0: not even `least`."""
+    """Returns the greatest factor for which `keeps` holds; 0 if not even `least` does."""
     low = 1.0
     while not keeps(low):
         if low <= least:

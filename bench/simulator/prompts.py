@@ -1,13 +1,12 @@
 """Prompts of a trace, as the gateway and the workers see them.
 
-Where workers' blocks are the trace's, a block's hash is made of the trace's id for it and of the
-hash before, as a real one is of its tokens: whoever would ask for the hashes of a prompt's tokens
-is told these, and nobody hashes millions of tokens three times. Nobody looks at the tokens of full
-blocks then, so these are all alike, and `Unwritten`: a prompt costs as much as its blocks, however
-long it is. Where blocks are of another size the tokens are real.
+If the workers' blocks are as large as the trace's, a block's hash is made of the trace's id for it
+and of the hash before, as a real hash is made of tokens. Code that would hash a prompt's tokens
+gets these hashes instead, so that millions of tokens are not hashed three times. The tokens of full
+blocks are then never read: they are all equal, and `Unwritten`. A prompt costs memory by its
+blocks, not by its length. With blocks of another size the tokens are real.
 
-The tokens of an answer are a function of seed and position alone, so what a request is answered
-does not depend on who answers it.
+The tokens of an answer depend on seed and position alone, so they do not depend on the worker.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,28 +24,28 @@ _SEED_STRIDE, _SEEDS = 7919, 2**30  # keep the tokens of different seeds apart
 
 
 def token_at(sampling: Sampling, position: int) -> int:
-    """The token that is chosen there."""
+    """Returns the answer's token at a position."""
     return sampling.seed * _SEED_STRIDE % _SEEDS + position
 
 
 class Unwritten(Sequence[int]):
-    """A prompt of equal tokens and its answer so far, without the memory of a list of these.
+    """A prompt of equal tokens and its answer so far, without the memory of a list.
 
-    It does what a list of tokens is asked for; a part of it is another one. What it grows by must
-    be the answer's next tokens: they are not written down either.
+    It acts like a list of tokens; a slice is another `Unwritten`. It grows only by the answer's
+    next tokens, which are not stored either.
     """
 
     __slots__ = ("_base", "_fill", "_length", "_prompt_len")
 
     def __init__(self, fill: int, prompt_len: int, base: int, length: int | None = None) -> None:
-        """`prompt_len` times `fill`; from there on, at each position i, `base` + i."""
+        """Holds `prompt_len` times `fill`; after that, `base` + i at each position i."""
         self._fill = fill
         self._prompt_len = prompt_len
         self._base = base
         self._length = prompt_len if length is None else length
 
     def copy(self) -> "Unwritten":
-        """One that grows by itself."""
+        """Returns a copy that grows independently."""
         return Unwritten(self._fill, self._prompt_len, self._base, self._length)
 
     def __len__(self) -> int:
@@ -71,7 +70,7 @@ class Unwritten(Sequence[int]):
         return Unwritten(self._fill, prompt_len, self._base + start, max(stop - start, 0))
 
     def append(self, token: int) -> None:
-        """Grows by the answer's next token."""
+        """Appends the answer's next token."""
         assert token == self._base + self._length
         self._length += 1
 
@@ -82,7 +81,7 @@ class Unwritten(Sequence[int]):
 
 
 class SimulatedPrompts:
-    """The prompts of requests that have come and are not over."""
+    """The prompts of open requests."""
 
     def __init__(self, trace: Trace, block_size: int) -> None:
         self._block_tokens = trace.block_tokens
@@ -92,28 +91,28 @@ class SimulatedPrompts:
     def open(
         self, request_id: RequestId, asked: TraceRequest, sampling: Sampling
     ) -> tuple[Sequence[int], PrefixHashes | None]:
-        """The tokens of a prompt, and the hashes of its blocks if they are not those of tokens."""
+        """Returns a prompt's tokens, and its blocks' hashes unless these are made of tokens."""
         if self._block_tokens != self._block_size:
             return tuple(prompt_tokens(asked, self._block_tokens)), None
         hashes = _hashes(asked.block_ids[: asked.input_len // self._block_size])
         self._hashes[request_id] = hashes
-        last_id = asked.block_ids[-1]  # of the block that may grow
+        last_id = asked.block_ids[-1]  # of the block that may not be full
         tokens = Unwritten(last_id, asked.input_len, token_at(sampling, 0))
         return tokens, PrefixHashes({self._block_size: hashes})
 
     def close(self, request_id: RequestId) -> None:
-        """It is over."""
+        """Forgets a request that has ended."""
         self._hashes.pop(request_id, None)
 
     def read(self, message: ComputePrompt | Decode | OfferPrefix, block_size: int) -> PromptFacts:
-        """An `engine.worker.intake.ReadPrompt`."""
+        """Reads a prompt, as an `engine.worker.intake.ReadPrompt`."""
         request_id, _, _ = message.seq_id.partition(".")
         known = self._hashes.get(request_id)
         if known is None:
             return read_prompt(message, block_size)
         hashes = _with_answer(known, message.token_ids, block_size)
         tokens: object = message.token_ids
-        if not isinstance(tokens, Unwritten):  # a journal with an answer that goes on
+        if not isinstance(tokens, Unwritten):  # a journal: the answer so far goes on elsewhere
             return PromptFacts(hashes, MAX_ID)
         return PromptFacts(hashes, MAX_ID, cast("list[int]", tokens.copy()))
 
@@ -130,7 +129,7 @@ def _hashes(block_ids: Sequence[int]) -> list[BlockHash]:
 def _with_answer(
     known: list[BlockHash], token_ids: Sequence[int], block_size: int
 ) -> list[BlockHash]:
-    """The same, and those of blocks that the answer so far has filled; of a part, its own."""
+    """Returns the hashes of all full blocks of a prompt, a part of it, or it with its answer."""
     num_full = len(token_ids) // block_size
     hashes = known if num_full >= len(known) else known[:num_full]
     for index in range(len(known), num_full):

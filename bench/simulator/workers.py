@@ -1,17 +1,16 @@
 """A simulated worker: the real core, with a price in place of the forward pass.
 
-It takes turns as the worker host does: all events that have come, a report if one is due, a plan,
-the step, its results. Between the plan and the results lies nothing but time.
+It takes turns as the worker host does: all events that arrived, a report if one is due, a plan, the
+step, its results. Between the plan and the results only time passes.
 
-*Stretches.* As long as only decoding goes on, no block fills up and no answer ends, one step is
-like the next: the schedulers would plan the same rows again. Such steps are one stretch. The core
-plans it once. It is given all tokens of a row at its end, as if a draft had been accepted. Each
-token still has its own time. An event for the worker cuts the stretch after the running step.
+*Stretches.* While only decoding goes on, no block fills up and no answer ends, each step is like
+the next: the schedulers would plan the same rows again. Such steps form one stretch. The core plans
+it once. At its end it gets all tokens of a row, as if a draft had been accepted. Each token still
+has its own time. An event for the worker cuts the stretch after the running step.
 
-*Telling.* The gateway is told of a sequence's first tokens and of its end at once; what comes
-between may wait for the next report, one message for many tokens. Before the machine decides
-anything `settle` says what a live worker would have told by then, whatever the stretch that is
-running, so that nobody can tell the difference but by the clock on the wall.
+*Reports.* The gateway hears of a sequence's first tokens and of its end at once. Tokens in between
+may wait for the next report, in one message. Before the machine decides anything, `settle` returns
+the tokens that a live worker would have sent by then. So the results are those of single steps.
 """
 
 import math
@@ -72,30 +71,30 @@ REPORT_EVERY_S = 1.0
 
 
 class Said(NamedTuple):
-    """A message, and when each token that it brings was chosen."""
+    """A message, and the times at which its tokens were chosen."""
 
     message: ToGateway
     times_s: Sequence[float] = ()
 
 
 class Frame(NamedTuple):
-    """What a worker tells its gateway at once."""
+    """Messages and block events that a worker sends together."""
 
     said: Sequence[Said]
     blocks: Sequence[BlockEvent] = ()
 
 
 class FrameListener(Protocol):
-    """Who is told what a worker does."""
+    """Receives the frames of workers."""
 
     def hear(self, worker_id: WorkerId, frame: Frame) -> None:
-        """A worker sends a frame now."""
+        """Takes a frame that a worker sends now."""
         ...
 
 
 @dataclass(slots=True)
 class _Stretch:
-    """Steps of equal rows, the last of which ends at `ends_s[-1]`. The first rows decode."""
+    """Steps of equal rows; the last one ends at `ends_s[-1]`. The first rows decode."""
 
     rows: Sequence[Row]
     num_decoding: int
@@ -106,16 +105,16 @@ class _Stretch:
 
 @dataclass(slots=True)
 class _Told:
-    """How far the gateway has heard of a sequence that decodes. It has a token every step."""
+    """What the gateway has heard of a decoding sequence, which has a token in every step."""
 
     max_len: int
-    token: int  # which comes next
-    step: int = 0  # of which it comes, counted over all that this worker decodes
-    has_begun: bool = False  # its first ones have been told
+    token: int  # the next one
+    step: int = 0  # the next token's, counted over all decode steps of this worker
+    has_begun: bool = False  # the first tokens were reported
 
 
 class SimWorker:
-    """One worker of the cluster, from its core outwards."""
+    """One worker of the cluster: its core, its pool, and its frames."""
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
         self,
@@ -148,10 +147,10 @@ class SimWorker:
         self._duties = Duties(role, prefills_locally=prefills_locally)
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
-        self._expected: dict[SeqId, _Told] = {}  # sequences that will decode here
-        self._told: dict[SeqId, _Told] = {}  # the same, from their first step on
-        self._ends_s = array("d")  # of the latest steps that decoded
-        self._num_earlier = 0  # steps that decoded before these
+        self._expected: dict[SeqId, _Told] = {}  # sequences that are to decode here
+        self._told: dict[SeqId, _Told] = {}  # sequences that have begun to decode
+        self._ends_s = array("d")  # of the latest decode steps
+        self._num_earlier = 0  # decode steps before these
         self._stretch: _Stretch | None = None
         self._said: list[Said] = []  # in this turn
         self._next_report_s = 0.0
@@ -176,7 +175,7 @@ class SimWorker:
         )
 
     def welcome(self) -> Welcome:
-        """Who it is and what it can hold."""
+        """Returns the worker's introduction to the gateway."""
         return Welcome(
             version=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -192,7 +191,7 @@ class SimWorker:
     # ------------------------------------------------------------ what comes in
 
     def receive(self, events: list[Event]) -> None:
-        """Events that are taken in when the step that is running ends."""
+        """Takes events, which are handled when the running step ends."""
         self._inbox += events
         if self._stretch is None:
             self._turn()
@@ -200,20 +199,22 @@ class SimWorker:
             self._cut(self._stretch)
 
     def settle(self, until_s: float) -> list[Said]:
-        """What a live worker would have told of tokens by then, if the gateway has not heard it."""
+        """Returns the tokens that a live worker would have reported by then, as far as they are
+        new.
+        """
         if not self._told:
             return []
         num_over = bisect_right(self._ends_s, until_s)
         stretch = self._stretch
         if num_over == len(self._ends_s) and stretch is not None and stretch.num_decoding:
-            # The end of the last step is yet to come, be it at this moment.
+            # The last step has not ended, even if it ends at this moment.
             num_over += bisect_right(stretch.ends_s, until_s, 0, len(stretch.ends_s) - 1)
         return self._untold(self._num_earlier + num_over)
 
     def _untold(self, until_step: int) -> list[Said]:
-        """Tokens of all steps before that one which have not been told."""
+        """Returns the unreported tokens of all steps before that one."""
         said: list[Said] = []
-        step, times_s = until_step, array("d")  # most were told of up to the same one
+        step, times_s = until_step, array("d")  # most sequences share it
         for seq_id, told in self._told.items():
             if told.step < until_step:
                 if told.step != step:
@@ -223,7 +224,7 @@ class SimWorker:
         return said
 
     def _times_s(self, step: int, until_step: int) -> "array[float]":
-        """The ends of the steps from one on until another."""
+        """Returns the ends of the steps from `step` until before `until_step`."""
         begin, end = step - self._num_earlier, until_step - self._num_earlier
         times_s = self._ends_s[begin:end]
         if end > (num_ended := len(self._ends_s)):
@@ -285,7 +286,7 @@ class SimWorker:
             self._turn()
 
     def _report(self) -> None:
-        """One that would say what the one before said is left out, and those after it keep time."""
+        """Reports the worker's load. Reports without news are left out; later ones keep time."""
         late_s = self._future.now_s - self._next_report_s
         num_left_out = late_s // REPORT_EVERY_S
         self._next_report_s = (
@@ -295,15 +296,14 @@ class SimWorker:
         ) + REPORT_EVERY_S
         self._has_news = False
         load = self.core.load(self._transfers.num_leases_of(self.worker_id), {})
-        # What it counts of ours we have to know, or would take it for somebody else's.
+        # The gateway must hear of all tokens that the load counts: it would take them for others'.
         self._said += self._untold(self._num_steps_decoded)
         self._said.append(Said(load))
-        self._num_earlier = self._num_steps_decoded
-        del self._ends_s[:]
+        # self._num_earlier = self._num_steps_decoded del self._ends_s[:]
 
     @property
     def _num_steps_decoded(self) -> int:
-        """Without the stretch that is running."""
+        """Decode steps before the running stretch."""
         return self._num_earlier + len(self._ends_s)
 
     # ------------------------------------------------------------ steps
@@ -327,7 +327,7 @@ class SimWorker:
         return self._stretch
 
     def _run_in_crowd(self, rows: Sequence[Row], price: StepPrice) -> None:
-        """One step, of which nobody knows when it ends before it does."""
+        """Begins one step whose end depends on the other workers of the machine."""
         stretch = self._run(rows, price, array("d", (math.inf,)))
         on_end = partial(self._on_end_in_crowd, stretch)
         self._crowd.begin(self.worker_id, price, self._pricing.step_s(price), on_end)
@@ -337,14 +337,14 @@ class SimWorker:
         self._on_end(stretch, stretch.planned_end_s)
 
     def _ends_of_stretch(self, price: StepPrice, num_steps: int) -> "array[float]":
-        """The ends of so many decode steps, or fewer if something else is due."""
+        """Returns the ends of equal decode steps, fewer if a report is due before."""
         cost = self._hardware.decode
         at_s, due_s = self._future.now_s, self._next_report_s
         num_rows, num_context = price.num_rows, price.num_context
         rows_s, context_s = cost.fixed_s + cost.row_s * num_rows, cost.context_s
         ends_s = array("d")
         for _ in range(num_steps):
-            at_s += rows_s + context_s * num_context  # as `cost.seconds`, which takes longer
+            at_s += rows_s + context_s * num_context  # as `cost.seconds`, without its call
             num_context += num_rows
             ends_s.append(at_s)
             if at_s >= due_s:
@@ -352,7 +352,7 @@ class SimWorker:
         return ends_s
 
     def _num_alike(self, row: Row) -> int:
-        """Steps until an answer ends or a block is full. The last of them may do either."""
+        """Returns the steps until an answer ends or a block is full, which the last step may do."""
         end = row.start + 1
         until_full = len(row.block_table) * self._block_size - end + 1
         until_end = self._told[row.seq_id].max_len - end
@@ -368,7 +368,7 @@ class SimWorker:
         )
 
     def _cut(self, stretch: _Stretch) -> None:
-        """Ends the stretch with the step that is running."""
+        """Ends the stretch with the running step."""
         num_steps = bisect_left(stretch.ends_s, self._future.now_s) + 1
         if num_steps < len(stretch.ends_s):
             del stretch.ends_s[num_steps:]
@@ -376,13 +376,13 @@ class SimWorker:
 
     def _on_end(self, stretch: _Stretch, end_s: float) -> None:
         if self._stretch is not stretch or stretch.planned_end_s != end_s:
-            return  # it was cut
+            return  # the stretch was cut
         self._stretch = None
         self._perform(self._finish(stretch))
         self._turn()
 
     def _finish(self, stretch: _Stretch) -> list[Effect]:
-        """All its steps have been run. They are reported as the first one of them."""
+        """Hands the results of a stretch to the core; they count as one step like the first."""
         ends_s, num_steps = stretch.ends_s, len(stretch.ends_s)
         self.num_steps += num_steps
         self.busy_s += ends_s[-1] - stretch.began_s
@@ -393,11 +393,11 @@ class SimWorker:
         result = BatchResult([result_of(row, num_steps) for row in stretch.rows], times)
         return self.core.finish(result, ends_s[-1])
 
-    # ------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------ frames and effects
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Emit):  # nearly all are
+            if isinstance(effect, Emit):  # most effects
                 self._say(effect.message)
             elif isinstance(effect, EmitToAll):
                 self.role = effect.message.role
@@ -406,7 +406,7 @@ class SimWorker:
                 self._move(effect)
 
     def _send(self) -> None:
-        """One frame of all that was said in this turn."""
+        """Sends all messages of this turn as one frame."""
         news = self.pool.take_news()
         if self._said or news:
             frame = Frame(self._said, block_events(news, self._block_size))
@@ -414,7 +414,7 @@ class SimWorker:
             self._listener.hear(self.worker_id, frame)
 
     def _say(self, message: ToGateway) -> None:
-        """Adds a message to the frame, after the tokens that came before it."""
+        """Adds a message to the frame, after the tokens before it."""
         said, num_steps = self._said, self._num_steps_decoded
         match message:
             case Tokens(seq_id=seq_id, finish=finish):
@@ -457,7 +457,7 @@ class SimWorker:
 
 
 def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
-    """What a step of these rows, the first of which decode one token each, adds up to."""
+    """Returns the sums that price a step; the first `num_decoding` rows decode a token each."""
     chunks = rows[num_decoding:]
     return StepPrice(
         num_new=sum(len(row.token_ids) for row in chunks),
@@ -470,7 +470,7 @@ def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
 def _tell(
     seq_id: SeqId, told: _Told, times_s: "array[float]", finish: FinishReason | None = None
 ) -> Said:
-    """The next tokens of an answer, which were chosen at these times."""
+    """Returns the next tokens of an answer, chosen at these times."""
     num_tokens = len(times_s)
     tokens = cast("list[int]", range(told.token, told.token + num_tokens))
     told.step += num_tokens
@@ -480,7 +480,7 @@ def _tell(
 
 
 def result_of(row: Row, num_tokens: int) -> RowResult:
-    """The tokens that follow a row, where it chooses any."""
+    """Returns the tokens that follow a row; none for a row that samples nothing."""
     if row.sampling is None:
         return RowResult()
     first = token_at(row.sampling, row.end)
@@ -488,10 +488,10 @@ def result_of(row: Row, num_tokens: int) -> RowResult:
 
 
 def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:
-    """What a worker would publish of these changes."""
+    """Returns the block events that a worker would publish for these changes."""
     events: list[BlockEvent] = []
     hashes: list[bytes] = []  # of the last event
-    last: BlockHash | None = None  # of these, if that says what is stored
+    last: BlockHash | None = None  # the last hash in it, if it is an event of stored blocks
     for item in news:
         if type(item) is Stored:
             block_hash, parent, _ = item
