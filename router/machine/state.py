@@ -14,9 +14,8 @@ from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.deadlines import Deadlines
 from router.machine.flight import Attempt, Flight
-from router.machine.groups import HeldBack
 from router.machine.moves import Moves
-from router.machine.queue import FairQueue
+from router.machine.queue import FairQueue, HeldBack
 from router.policies import make_policy
 from router.policies.base import Busy, Placer, Policy
 from router.prefixes.base import Prefixes
