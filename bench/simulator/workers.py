@@ -299,7 +299,8 @@ class SimWorker:
         # The gateway must hear of all tokens that the load counts: it would take them for others'.
         self._said += self._untold(self._num_steps_decoded)
         self._said.append(Said(load))
-        # self._num_earlier = self._num_steps_decoded del self._ends_s[:]
+        self._num_earlier = self._num_steps_decoded
+        del self._ends_s[:]
 
     @property
     def _num_steps_decoded(self) -> int:
