@@ -9,10 +9,10 @@ arrival.
 
 The caller predicts the work of a request, in any unit; `quantum` is the worth of a turn.
 
-Several answers to one prompt are a *group*: a leader and its followers. Followers wait outside of the
-queue until the leader's prompt is computed and its KV is where it decodes. There they find all its
-full blocks and share them. Only the last block of a prompt, if it is not full, belongs to each answer
-alone. That is copy-on-write with the block as its unit, since full blocks are never written.
+Several answers to one prompt are a *group*: a leader and its followers. Followers wait outside of
+the queue until the leader's prompt is computed and its KV is where it decodes. There they find all
+its full blocks and share them. Only the last block of a prompt, if it is not full, belongs to each
+answer alone. That is copy-on-write with the block as its unit: full blocks are never written.
 
 Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin, SIGCOMM 1995.
 """
