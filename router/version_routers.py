@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.control import Intent, Member, Members, Version, VersionReport
-from router.gateway.versions import SERVER_SHUTDOWN, Served, Versions
+from router.gateway.versions import SERVER_SHUTDOWN, ServedVersion, Versions
 from router.machine.requests import Failed
 from router.service import Router
 from router.text.tokenizer import TextModel
@@ -50,12 +50,12 @@ class _Host:
     def missing(self) -> str | None:
         return self.router.readiness() if self.text is not None else self.failure
 
-    def served(self) -> Served | None:
+    def served(self) -> ServedVersion | None:
         """The version as requests see it; None while it cannot be chosen."""
         if self.text is None or not self.context_len:
             return None
         version = self.version
-        return Served(
+        return ServedVersion(
             name=version.name,
             port=self.router,
             text=self.text,

@@ -21,9 +21,9 @@ from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import BACKLOG, Listener
 from router.edge.tls import TlsFiles
 from router.gateway.app import create_app
-from router.gateway.grammar_checker import GrammarChecker
-from router.gateway.jobs import GatewaySettings
-from router.gateway.siblings import Siblings
+from router.gateway.metrics.siblings import Siblings
+from router.gateway.requests.calls import GatewaySettings
+from router.gateway.requests.grammar_checker import GrammarChecker
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.access.file import KeyFile
 from router.access.keys import ANONYMOUS, Tenant
-from router.gateway.sse import send_invalid
+from router.edge.responses import send_invalid
 from router.inbox.api_errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})

@@ -104,7 +104,7 @@ class Account:
 
 
 @dataclass(slots=True)
-class Stream:
+class KeyUse:
     """One request in flight, and the tokens that it holds."""
 
     account: Account | None  # None: nothing is limited
@@ -155,11 +155,11 @@ class KeyAccounts:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def begin(self, name: str, limits: KeyLimits, now_s: float) -> Stream:
+    def begin(self, name: str, limits: KeyLimits, now_s: float) -> KeyUse:
         """A request of a key. Raises LimitExceeded."""
         limits = limits.or_else(self._defaults)
         if limits == UNLIMITED:
-            return Stream(None)
+            return KeyUse(None)
         account = self._account(name, limits, now_s)
         if limits.max_streams is not None and account.num_streams >= limits.max_streams:
             message = f"this key may have {limits.max_streams} requests in flight"
@@ -173,7 +173,7 @@ class KeyAccounts:
                 raise LimitExceeded(message, wait_s, account.headers(now_s))
             bucket.level -= 1.0
         account.num_streams += 1
-        return Stream(account)
+        return KeyUse(account)
 
     def _account(self, name: str, limits: KeyLimits, now_s: float) -> Account:
         account = self._accounts.get(name)

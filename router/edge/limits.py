@@ -1,7 +1,7 @@
-"""What clients of a listener may take: connections, bytes and time.
+"""Limits on a listener's clients: connections, bytes and time.
 
-Pure: no socket, no clock. `Book` admits connections and counts refusals; `Pace` says of one
-connection when it is overdue. A listener asks once a second, so no connection needs timers.
+Pure: no socket, no clock. `Book` admits connections and counts refusals. `ConnectionPace` decides
+when a connection is overdue. A listener asks once a second, so no connection needs timers.
 
 A request's head is its request line and header fields. Its clock starts with the connection, or
 with the first byte after the request before; the body's clock starts when the head is complete.
@@ -85,7 +85,7 @@ class Book:
 
 
 @dataclass(slots=True)
-class Pace:
+class ConnectionPace:
     """Since when one connection owes what it owes; None: it owes nothing of that kind."""
 
     head_s: float | None  # the head of a request

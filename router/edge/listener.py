@@ -17,9 +17,9 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.edge.connection import Connection
 from router.edge.limits import Book
 from router.edge.tls import TlsAcceptor, TlsFiles
-from router.gateway.connection import Connection
 
 log = logging.getLogger(__name__)
 

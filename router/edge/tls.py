@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ConfigError
+from router.edge.connection import Connection
 from router.edge.limits import Book
-from router.gateway.connection import Connection
 
 log = logging.getLogger(__name__)
 

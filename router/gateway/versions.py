@@ -36,7 +36,7 @@ NOBODY = "no worker is known of a version that takes requests"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedVersion:
     """A version that requests can be given to. Of its model's names, the first is its own."""
 
     name: str
@@ -69,7 +69,9 @@ def _uniform(key: str, name: str) -> float:
     return (int.from_bytes(digest, "big") + 0.5) / 2**64
 
 
-def _able(served: Sequence[Served], model: str | None, version: str | None) -> list[Served]:
+def _able(
+    served: Sequence[ServedVersion], model: str | None, version: str | None
+) -> list[ServedVersion]:
     stays = [each for each in served if not each.is_leaving]
     if not stays:
         raise ApiError(NOBODY, code="not_ready", status=503)
@@ -106,8 +108,8 @@ class Versions:
     empty until a worker of any version is known.
     """
 
-    def __init__(self, *served: Served) -> None:
-        self.table: tuple[Served, ...] = served
+    def __init__(self, *served: ServedVersion) -> None:
+        self.table: tuple[ServedVersion, ...] = served
         self._num_requests: Counter[str] = Counter()
         self._counted: Counter[tuple[str, str]] = Counter()  # here, or by routers that are gone
         self._lock = threading.Lock()
@@ -117,7 +119,7 @@ class Versions:
         """From now on no request is taken."""
         self._is_stopping = True
 
-    def follow(self, table: tuple[Served, ...]) -> None:
+    def follow(self, table: tuple[ServedVersion, ...]) -> None:
         """From now on these are the versions. What those that are gone have counted is kept."""
         left = [each.port for each in table]
         for gone in self.table:
@@ -125,7 +127,9 @@ class Versions:
                 self._counted.update(gone.port.counters())
         self.table = table
 
-    def choose(self, *, key: str, model: str | None = None, version: str | None = None) -> Served:
+    def choose(
+        self, *, key: str, model: str | None = None, version: str | None = None
+    ) -> ServedVersion:
         """The version for a request, from any thread. Raises ApiError where there is none."""
         if self._is_stopping:
             raise ApiError(STOPPING, code=SERVER_SHUTDOWN, status=503)
@@ -146,7 +150,7 @@ class Versions:
         """Of the current version; empty while none is known."""
         return self.table[0].model_names[0] if self.table else ""
 
-    def takes(self, served: Served) -> bool:
+    def takes(self, served: ServedVersion) -> bool:
         """Whether new requests may still be given to what was chosen a moment ago."""
         return any(each.port is served.port and not each.is_leaving for each in self.table)
 
@@ -160,7 +164,7 @@ class Versions:
         return found
 
     @contextlib.contextmanager
-    def serving(self, served: Served) -> Iterator[None]:
+    def serving(self, served: ServedVersion) -> Iterator[None]:
         """Counts a request of a version."""
         self._num_requests[served.name] += 1
         try:

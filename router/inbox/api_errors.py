@@ -1,5 +1,7 @@
 """What clients are told about requests that cannot be served, with OpenAI's `code`."""
 
+from typing import Any
+
 from engine.errors import InvalidRequest
 
 
@@ -11,6 +13,7 @@ class ApiError(InvalidRequest):
     ) -> None:
         super().__init__(message, param=param, status=status)
         self.code = code
+        self.headers: dict[str, str] = {}  # of the response
 
 
 def invalid_value(message: str, param: str | None) -> ApiError:
@@ -30,3 +33,10 @@ def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
         "no room for an answer"
     )
     return context_exceeded(message, param)
+
+
+def error_body(
+    message: str, *, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error as OpenAI shapes it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -65,10 +65,10 @@ class Structure:
 def structure_of(
     fields: Fields, *, token_of: Callable[[str], int | None] = lambda text: None
 ) -> Structure:
-    """What `fields`, those of a body, ask for. Raises InvalidRequest.
+    """Returns the structure that the fields of a body ask for. Raises InvalidRequest.
 
-    `token_of` gives the id of an added token, of which the marks around calls are two in some
-    models. Whether the grammar can be followed is left to `router.gateway.grammar_checker`.
+    `token_of` gives the id of an added token. In some models the marks around calls are such.
+    The gateway's grammar checker decides whether the grammar can be followed.
     """
     asked = [name for name in _GUIDED if fields.get(name) is not None]
     asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.api_errors import context_exceeded, invalid_value, no_room
-from router.inbox.prompt_length import chars_per_token
 from router.text.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
+from router.text.prompt_length import chars_per_token
 from router.text.templates import ChatTemplate
 from router.text.token_bytes import TokenBytes, byte_table
 

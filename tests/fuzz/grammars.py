@@ -19,7 +19,7 @@ from engine.errors import GrammarError
 from engine.grammar.child import GrammarToCompile, GrammarVerdict, Vocabulary
 from engine.grammar.guides import MAX_SOURCE_LEN, MAX_TOKEN_S
 from engine.messages import Grammar
-from router.gateway.grammar_checker import GrammarChild
+from router.gateway.requests.grammar_checker import GrammarChild
 from tests.fuzz.hostile_grammars import hostile_grammar
 from tests.kits.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE, bundled_guides
 from tests.kits.schemas import allowed_ids

@@ -16,8 +16,8 @@ from engine.clock import MonotonicClock
 from engine.errors import GrammarError
 from engine.grammar.child import MAX_WALL_S, GrammarVerdict, Vocabulary
 from engine.messages import Grammar, GrammarKind
-from router.gateway import grammar_checker
-from router.gateway.grammar_checker import (
+from router.gateway.requests import grammar_checker
+from router.gateway.requests.grammar_checker import (
     Asker,
     GrammarBusy,
     GrammarChecker,

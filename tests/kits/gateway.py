@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from engine.messages import FinishReason, WorkerId
 from engine.net.trust import Secret
 from router.gateway.app import create_app
-from router.gateway.jobs import GatewaySettings
-from router.gateway.versions import Served, Versions
+from router.gateway.requests.calls import GatewaySettings
+from router.gateway.versions import ServedVersion, Versions
 from router.machine.requests import Finished, Request, Timeline, Update
 from router.port import TakeAtOnce, TakeTokens, WorkerStatus, take_no_tokens, take_nothing
 from router.text.templates import ChatTemplate
@@ -183,7 +183,7 @@ def versions_of(
     context_len: int = CONTEXT_LEN,
 ) -> Versions:
     """The only one."""
-    return Versions(Served("v1", router, text_model(template), model_names, context_len))
+    return Versions(ServedVersion("v1", router, text_model(template), model_names, context_len))
 
 
 def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings: Any) -> Any:

@@ -19,8 +19,9 @@ from engine.messages import Role
 from engine.net.trust import Secret
 from engine.worker.blocks import hash_blocks
 from router.access.file import KeyFile, change_keys
-from router.gateway.app import GatewaySettings, create_app
-from router.gateway.versions import Served, Versions
+from router.gateway.app import create_app
+from router.gateway.requests.calls import GatewaySettings
+from router.gateway.versions import ServedVersion, Versions
 from router.service import Router
 from router.text.tokenizer import load_text_model
 from tests.kits.access import record
@@ -94,7 +95,7 @@ async def api(running: Workers, keys: KeyFile) -> AsyncIterator[Api]:
     async with router(running) as r:
         text = load_text_model(Path(BUNDLED_MODEL))
         app = create_app(
-            Versions(Served("v1", r, text, ("m",), CONTEXT_LEN)),
+            Versions(ServedVersion("v1", r, text, ("m",), CONTEXT_LEN)),
             settings=GatewaySettings(Secret(TOKEN)),
             clock=MonotonicClock(),
             rng=random.Random(1),

@@ -9,8 +9,8 @@ import pytest
 from deploy.commands.defaults import BUNDLED_MODEL
 from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Role, Sampling
-from router.gateway.metrics import GatewayMetrics
-from router.gateway.versions import Served, Versions
+from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.versions import ServedVersion, Versions
 from router.machine.requests import Failed, Finished, Rejected
 from router.service import Router
 from router.text.tokenizer import load_text_model
@@ -106,7 +106,7 @@ def test_transfers_are_counted_and_failures_have_a_reason():
         async with router(running) as r:
             answer = await ask(r, request("r", [7] * 100, max_tokens=5, sampling=Sampling()))
             assert isinstance(answer.outcome, Finished)
-            served = Served("v1", r, load_text_model(BUNDLED_MODEL), ("m",), context_len=256)
+            served = ServedVersion("v1", r, load_text_model(BUNDLED_MODEL), ("m",), context_len=256)
             page = GatewayMetrics(Versions(served), version="1")
             async with asyncio.timeout(DEADLINE_S):
                 for i in count():

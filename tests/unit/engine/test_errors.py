@@ -27,7 +27,7 @@ BUILT_IN = {
 }
 NO_ERRORS = {
     "StopAsked": "a signal that interrupts the start of a command",
-    "ClientGone": "control flow of the gateway: the client closed its connection",
+    "ClientLeft": "control flow of the gateway: the client closed its connection",
 }
 
 

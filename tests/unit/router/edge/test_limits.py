@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.edge.limits import Book, EdgeLimits, Overdue, Pace
+from router.edge.limits import Book, ConnectionPace, EdgeLimits, Overdue
 
 LIMITS = EdgeLimits(
     max_connections=3,
@@ -52,13 +52,13 @@ def test_the_book_counts_what_is_there(steps):
 
 @pytest.mark.parametrize(("has_begun", "why"), [(False, Overdue.SILENT), (True, Overdue.HEAD)])
 def test_a_head_has_to_be_complete_in_time(has_begun, why):
-    pace = Pace(100.0, has_begun=has_begun)
+    pace = ConnectionPace(100.0, has_begun=has_begun)
     assert overdue(pace, 109.9) is None
     assert overdue(pace, 110.0) is why
 
 
 def test_a_body_has_a_clock_of_its_own():
-    pace = Pace(100.0)
+    pace = ConnectionPace(100.0)
     pace.begin_body(109.0)
     assert overdue(pace, 138.9) is None
     assert overdue(pace, 139.0) is Overdue.BODY
@@ -67,7 +67,7 @@ def test_a_body_has_a_clock_of_its_own():
 
 
 def test_what_waits_for_an_answer_is_not_overdue_and_then_has_its_time():
-    pace = Pace(100.0)
+    pace = ConnectionPace(100.0)
     pace.end_message()
     pace.await_head(101.0)
     assert overdue(pace, 200.0, is_answered=True) is None
@@ -77,14 +77,14 @@ def test_what_waits_for_an_answer_is_not_overdue_and_then_has_its_time():
 
 
 def test_a_client_that_takes_something_has_not_stalled():
-    pace = Pace(None)
+    pace = ConnectionPace(None)
     for now_s, num_unsent in ((0, 900), (59, 900), (59.5, 899), (119, 899)):
         assert overdue(pace, now_s, num_unsent=num_unsent, is_answered=True) is None
     assert overdue(pace, 119.5, num_unsent=899, is_answered=True) is Overdue.STALLED
 
 
 def test_nothing_unsent_is_no_stall():
-    pace = Pace(None)
+    pace = ConnectionPace(None)
     assert overdue(pace, 0, num_unsent=1) is None
     assert overdue(pace, 59, num_unsent=0) is None
     assert overdue(pace, 60, num_unsent=1) is None
@@ -92,6 +92,6 @@ def test_nothing_unsent_is_no_stall():
 
 
 def test_after_the_last_answer_a_connection_lingers_a_moment():
-    pace = Pace(0.0, last_s=100.0)
+    pace = ConnectionPace(0.0, last_s=100.0)
     assert overdue(pace, 101.9) is None
     assert overdue(pace, 102.0) is Overdue.LINGER

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.messages import Limits, Sampling
-from router.gateway.app import LONG_BODY_BYTES
+from router.gateway.endpoint import LONG_BODY_BYTES
 from router.machine.requests import Update
 from tests.kits.gateway import (
     CONTEXT_LEN,

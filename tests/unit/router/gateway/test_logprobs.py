@@ -5,7 +5,7 @@ import math
 import pytest
 
 from engine.messages import Logprobs
-from router.gateway.sse import LONG_PROMPT_TOKENS
+from router.gateway.answers.whole import LONG_PROMPT_TOKENS
 from router.machine.requests import Update
 from tests.kits.gateway import (
     EOS,

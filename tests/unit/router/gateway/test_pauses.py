@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from router.gateway.versions import Served, Versions
+from router.gateway.versions import ServedVersion, Versions
 from router.text.templates import ChatTemplate
 from router.text.tokenizer import TextModel
 from tests.kits.bodies import filled, keyed
@@ -54,7 +54,7 @@ def test_the_loop_goes_on_beside_any_request(name, context_len):
     router = FakeRouter()
     tokenizer = Tokenizer.from_file(str(BUNDLED))
     text = TextModel(tokenizer, template=ChatTemplate(TEMPLATE, {}), eos_token_ids=(0,))
-    versions = Versions(Served("v1", router, text, ("tiny",), context_len))
+    versions = Versions(ServedVersion("v1", router, text, ("tiny",), context_len))
     app = make_app_of(versions, router.clock)
     pause_s, status = asyncio.run(beside(fetch(app, "POST", path, body, {})))
     assert status in (200, 400)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import Logprobs
-from router.gateway.connection import EXTENSION
+from router.edge.extension import EXTENSION
 from router.machine.requests import Update
 from tests.kits.gateway import (
     LENGTH,

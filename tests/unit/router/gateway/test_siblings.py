@@ -1,7 +1,8 @@
 """What gateway processes that share a port tell of one another in /metrics."""
 
 from engine.messages import LoadReport, Role, WorkerId
-from router.gateway.metrics import GatewayMetrics, decode_metrics, encode_metrics
+from router.gateway.metrics.families import decode_metrics, encode_metrics
+from router.gateway.metrics.meters import GatewayMetrics
 from router.port import WorkerStatus
 from tests.kits.gateway import LENGTH, FakeRouter, tokens, versions_of
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.gateway.versions import Served, Versions, by_weight
+from router.gateway.versions import ServedVersion, Versions, by_weight
 from router.inbox.api_errors import ApiError
 from tests.kits.gateway import (
     TEMPLATE,
@@ -32,9 +32,11 @@ class NamedRouter(FakeRouter):
         return f"fp-{self.name}"
 
 
-def served(name: str, weight: int = 1, *, model: str = "tiny", is_leaving: bool = False) -> Served:
+def served(
+    name: str, weight: int = 1, *, model: str = "tiny", is_leaving: bool = False
+) -> ServedVersion:
     text = text_model(TEMPLATE)
-    return Served(name, NamedRouter(name), text, (model,), 64, weight, is_leaving)
+    return ServedVersion(name, NamedRouter(name), text, (model,), 64, weight, is_leaving)
 
 
 weights = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100), min_size=1).filter(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from router.inbox.api_errors import ApiError
-from router.inbox.prompt_length import NFC_JOINS, chars_per_token
+from router.text.prompt_length import NFC_JOINS, chars_per_token
 from router.text.tokenizer import TextModel
 from tests.kits.gateway import TOKENIZER, byte_tokenizer
 

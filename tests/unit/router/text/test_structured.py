@@ -15,7 +15,7 @@ import engine.model
 from engine.errors import InvalidRequest
 from engine.grammar.guides import LlGuides
 from engine.messages import Grammar, GrammarKind
-from router.gateway.grammar_checker import Asker, check_structure
+from router.gateway.requests.grammar_checker import Asker, check_structure
 from router.text.structured import Structure, check_combination, structure_of
 from router.text.tool_calls import CallArguments, CallBegun, Content, ToolCallParser
 from tests.kits.grammar_checks import CheckedAtOnce

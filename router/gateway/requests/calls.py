@@ -1,6 +1,6 @@
-"""What an HTTP body becomes: read, bounded in size and time; checked, templated and tokenised.
+"""From an HTTP body to the router's requests: read within bounds, checked, templated, tokenised.
 
-It does not know how the answer is sent.
+This module does not know how the answer is sent.
 """
 
 import asyncio
@@ -13,11 +13,9 @@ from engine.messages import RequestId
 from engine.net.trust import Secret
 from router.access.keys import Tenant
 from router.access.limits import UNLIMITED, KeyLimits
-from router.gateway.answers import TextRules
-from router.gateway.openai_schema import (
-    Body,
-    CompletionBody,
-    body_of,
+from router.gateway.requests.json_fields import decode_fields
+from router.gateway.requests.openai_schema import Body, CompletionBody, body_of
+from router.gateway.requests.parameters import (
     check_num_choices,
     check_stop_token_ids,
     checked_structure,
@@ -27,10 +25,8 @@ from router.gateway.openai_schema import (
     prompt_logprobs_of,
     sampling_of,
 )
-from router.gateway.sse import Wish
-from router.gateway.versions import Served, Versions
+from router.gateway.versions import ServedVersion, Versions
 from router.inbox.api_errors import ApiError
-from router.inbox.json_fields import decode_fields
 from router.machine.requests import Request
 from router.text.structured import Structure
 from router.text.tokenizer import TextModel
@@ -38,59 +34,85 @@ from router.text.tokenizer import TextModel
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """What holds for all versions."""
+    """Settings that hold for all versions of the model."""
 
     secret: Secret  # of the deployment: salts are derived from it
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     default_max_tokens: int | None = None  # None: the rest of the context
-    key_limits: KeyLimits = UNLIMITED  # of keys that have none of their own
-    max_choices: int = 16  # of one answer, those included that `best_of` leaves out
-    min_priority: int = 0  # clients may ask for no lower one, which would be served earlier
+    key_limits: KeyLimits = UNLIMITED  # of keys without limits of their own
+    max_choices: int = 16  # of one answer, including those that `best_of` leaves out
+    min_priority: int = 0  # the lowest that clients may ask for; lower is served earlier
 
 
-class ClientGone(Exception):
+class ClientLeft(Exception):
     """The client closed the connection."""
 
 
-class Job(msgspec.Struct, frozen=True):
-    """A call that passed all checks. Of its requests, the best `num_shown` are answered with."""
-
-    served: Served
-    requests: tuple[Request, ...]
-    num_shown: int
-    model: str
-    rules: TextRules
-    stream: bool
-    structure: Structure
-    wish: Wish
-
-    @property
-    def first(self) -> Request:
-        """The one whose prompt all others share."""
-        return self.requests[0]
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the prompt and of answers as long as they may be."""
-        prompt_len = len(self.first.token_ids)
-        return prompt_len + sum(each.limits.max_len - prompt_len for each in self.requests)
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A request as it came in."""
+class ApiCall(msgspec.Struct, frozen=True):
+    """A call of an answer endpoint as it came in, not parsed yet."""
 
     data: bytes
     request_id: RequestId
     random_seed: int
     received_s: float
     tenant: Tenant
-    version: str | None  # that was asked for
+    version: str | None  # that the client asked for
     affinity: str | None
+    timeline: bool  # the answer shall hold it
+    decision: bool  # the answer's head shall hold it
+
+
+class AnswerOptions(msgspec.Struct, frozen=True):
+    """How the client wants its answer written.
+
+    Each choice begins with `echo`, the prompt. Each token comes with `num_top` of the likeliest
+    tokens; None means no log-probabilities at all.
+    """
+
+    stream: bool = False
+    stop: tuple[str, ...] = ()
+    usage: bool = False
+    usage_in_every_chunk: bool = False
+    timeline: bool = False
+    decision: bool = False  # in the head
+    echo: str = ""
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+
+
+class CheckedCall(msgspec.Struct, frozen=True):
+    """A call that passed all checks. The answer shows the best `num_shown` of its requests."""
+
+    served: ServedVersion
+    requests: tuple[Request, ...]
+    num_shown: int
+    model: str
+    structure: Structure
+    options: AnswerOptions
+
+    @property
+    def first(self) -> Request:
+        """The request whose prompt all others share."""
+        return self.requests[0]
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.first.token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of the longest answers allowed."""
+        answers = (each.limits.max_len - self.prompt_len for each in self.requests)
+        return self.prompt_len + sum(answers)
 
 
 async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
-    """All of the body. Raises ApiError if too long or too slow, ClientGone if it breaks off."""
+    """Reads the whole body.
+
+    Raises ApiError if it is too long or too slow, ClientLeft if it breaks off.
+    """
     body = bytearray()
     try:
         async with asyncio.timeout(settings.body_timeout_s):
@@ -98,7 +120,7 @@ async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
             while more_body:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone
+                    raise ClientLeft
                 body += message.get("body", b"")
                 more_body = message.get("more_body", False)
                 check_size(len(body), settings)
@@ -109,14 +131,16 @@ async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
 
 
 def check_size(num_bytes: int, settings: GatewaySettings) -> None:
-    """Raises ApiError where a body is too long."""
+    """Raises ApiError if a body is too long."""
     if num_bytes > settings.max_body_bytes:
         text = f"the body is longer than {settings.max_body_bytes} bytes"
         raise ApiError(text, code="request_too_large", status=413)
 
 
-def parse(call: Call, body_type: type[Body], versions: Versions, settings: GatewaySettings) -> Job:
-    """The job that a call asks for. Raises InvalidRequest."""
+def parse(
+    call: ApiCall, body_type: type[Body], versions: Versions, settings: GatewaySettings
+) -> CheckedCall:
+    """Checks a call, chooses its version and makes its requests. Raises InvalidRequest."""
     fields = decode_fields(call.data, body_type)
     body = body_of(fields, body_type)
     served = versions.choose(
@@ -150,32 +174,30 @@ def parse(call: Call, body_type: type[Body], versions: Versions, settings: Gatew
         salt=settings.secret.salt(call.tenant.sharing, body.cache_salt or ""),
         prompt_logprobs=prompt_logprobs_of(body),
         priority=priority_of(body, settings.min_priority),
-        # The holder of a key would otherwise get a turn more for each `user` that it invents.
+        # With a key, its name counts: else each invented `user` would get another turn.
         tenant=call.tenant.name or body.user or "",
         has_key=bool(call.tenant.name),
         deadline_s=_after(call.received_s, body.slo_ttft_ms),
         tpot_bound_s=_after(0.0, body.slo_tpot_ms),
     )
-    return Job(
+    return CheckedCall(
         served=served,
         requests=(leader, *_followers(leader, body.num_candidates)),
         num_shown=body.num_choices,
         model=body.model or served.model_names[0],
-        rules=TextRules(body.stop_strings, scored=body.num_top_logprobs is not None),
-        stream=bool(body.stream),
         structure=structure,
-        wish=_wish(body, token_ids, text),
+        options=_options(body, call, token_ids, text),
     )
 
 
 def _followers(leader: Request, num_candidates: int) -> list[Request]:
-    """The other candidates: each is what a request of its own with that seed would come to."""
+    """The requests of the other candidates. Each equals a request of its own with that seed."""
     return [
         replace(
             leader,
             request_id=RequestId(f"{leader.request_id}-{index}"),
             sampling=nth_seed(leader.sampling, index),
-            prompt_logprobs=None,  # one is enough
+            prompt_logprobs=None,  # the leader's are enough
             leader=leader.request_id,
         )
         for index in range(1, num_candidates)
@@ -186,14 +208,20 @@ def _after(start_s: float, bound_ms: float | None) -> float | None:
     return None if bound_ms is None else start_s + bound_ms / 1e3
 
 
-def _wish(body: Body, token_ids: tuple[int, ...], text: TextModel) -> Wish:
-    options = body.stream_options
+def _options(
+    body: Body, call: ApiCall, token_ids: tuple[int, ...], text: TextModel
+) -> AnswerOptions:
+    stream_options = body.stream_options
     echo = ""
     if isinstance(body, CompletionBody) and body.echo:
         echo = body.prompt_text(token_ids, text)
-    return Wish(
-        usage=bool(options and options.include_usage),
-        usage_in_every_chunk=bool(options and options.continuous_usage_stats),
+    return AnswerOptions(
+        stream=bool(body.stream),
+        stop=body.stop_strings,
+        usage=bool(stream_options and stream_options.include_usage),
+        usage_in_every_chunk=bool(stream_options and stream_options.continuous_usage_stats),
+        timeline=call.timeline,
+        decision=call.decision,
         echo=echo,
         num_top=body.num_top_logprobs,
         num_prompt_top=body.prompt_logprobs,

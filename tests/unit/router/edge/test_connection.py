@@ -7,7 +7,8 @@ import msgspec
 import uvicorn
 from uvicorn.server import ServerState
 
-from router.gateway.connection import Connection, _outboxes, caller_of
+from router.edge.connection import Connection, _outboxes
+from router.edge.extension import caller_of
 from tests.kits.gateway import FakeRouter, Never, answer, make_app, run_alone, tokens
 
 

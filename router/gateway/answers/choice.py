@@ -1,6 +1,6 @@
-"""One choice of an answer: the router's updates go in, what may be shown comes out in pieces.
+"""One choice of an answer: the router's updates go in, pieces that may be shown come out.
 
-It does not know HTTP or JSON, and of the other choices only that there may be some.
+This module does not know HTTP or JSON.
 """
 
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.messages import FinishReason, Logprobs
-from router.gateway.metrics import ChoiceMeter
-from router.machine.requests import Decision, Finished, Outcome, Request, Timeline, Update
+from router.gateway.metrics.meters import ChoiceMeter
+from router.gateway.requests.calls import CheckedCall
+from router.machine.requests import Decision, Finished, Outcome, Timeline, Update
 from router.text.detokenizer import AnswerText
 from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
 from router.text.structured import CALL_BEGIN, CALL_END
-from router.text.tokenizer import TextModel
 from router.text.tool_calls import (
     CallArguments,
     CallBegun,
@@ -25,8 +25,8 @@ from router.text.tool_calls import (
 CallDelta = CallBegun | CallArguments
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """More of one choice. With an `outcome` it is the last one; then `finish` says why, if well."""
+class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
+    """More of one choice. The last piece has an `outcome`, and a `finish` reason if it finished."""
 
     choice: int  # its index
     text: str
@@ -38,32 +38,23 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show yet."""
+        """Whether the piece has nothing to show."""
         return not (self.text or self.entries or self.calls)
 
 
-class TextRules(msgspec.Struct, frozen=True):
-    """How the tokens of each choice become text. Log-probabilities come out if `scored`."""
-
-    stop: tuple[str, ...] = ()
-    scored: bool = False
-
-
-class Choice:
-    """How far one choice has come. A `parser` takes calls of tools out of the text."""
+class AnswerChoice:
+    """The progress of one choice. A `parser` takes tool calls out of the text."""
 
     def __init__(
         self,
         index: int,
-        request: Request,
-        text: TextModel,
+        call: CheckedCall,
         *,
-        rules: TextRules,
         parser: ToolCallParser | None,
         meter: ChoiceMeter,
     ) -> None:
         self.index = index
-        self.request = request
+        request = self.request = call.requests[index]
         self.outcome: Outcome | None = None
         self.timeline: Timeline | None = None
         self.last_s = 0.0  # when the last update came
@@ -75,17 +66,19 @@ class Choice:
         self._parser = parser
         marks = () if parser is None else (CALL_BEGIN, CALL_END)
         self._text = AnswerText(
-            text.detokenizer(request.token_ids, marks),
+            call.served.text.detokenizer(request.token_ids, marks),
             prompt_len=len(request.token_ids),
             limits=request.limits,
-            stop=rules.stop,
+            stop=call.options.stop,
         )
-        self._scored = ScoredText(self._text) if rules.scored else None
-        # Whether tokens become text and nothing else, and only tokens end it.
-        self.is_plain = not (rules.scored or self._is_scored or rules.stop or parser is not None)
+        self._scored = None if call.options.num_top is None else ScoredText(self._text)
+        # Tokens become text and nothing else, and only tokens end the choice.
+        self.is_plain = not (
+            self._scored or self._is_scored or call.options.stop or parser is not None
+        )
 
-    def take(self, update: Update, now_s: float) -> Piece:
-        """What this update makes ready to be shown."""
+    def take(self, update: Update, now_s: float) -> AnswerPiece:
+        """Returns what this update makes ready to be shown."""
         self.last_s = now_s
         entries: tuple[Entry, ...] = ()
         if self._scored is None:
@@ -101,20 +94,20 @@ class Choice:
         outcome = update.outcome
         if outcome is None and not self._text.stopped:
             if self._parser is None:
-                return Piece(self.index, text, self._text.num_tokens, entries)
-            text, calls = _told(self._parser.feed(text))
-            return Piece(self.index, text, self._text.num_tokens, entries, calls)
+                return AnswerPiece(self.index, text, self._text.num_tokens, entries)
+            text, calls = _split(self._parser.feed(text))
+            return AnswerPiece(self.index, text, self._text.num_tokens, entries, calls)
         return self._last(text, entries, outcome, now_s)
 
     def take_tokens(self, token_ids: Sequence[int], now_s: float) -> str:
-        """What tokens alone make ready to be shown, of a choice that `is_plain` and goes on."""
+        """Returns the text that tokens make ready, for a choice that `is_plain` and goes on."""
         self.last_s = now_s
         self._meter.tokens(len(token_ids), now_s)
         return self._text.push(token_ids)
 
     @property
     def decision(self) -> Decision | None:
-        """Where it runs and why, as far as the router has told."""
+        """The placement decision, once the router has reported it."""
         return None if self.timeline is None else self.timeline.decision
 
     @property
@@ -124,12 +117,12 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens, the one that ended it included."""
+        """The mean over its tokens, including the one that ended it."""
         return mean_logprob(self._scores[: self.num_tokens])
 
     def _last(
         self, text: str, entries: tuple[Entry, ...], outcome: Outcome | None, now_s: float
-    ) -> Piece:
+    ) -> AnswerPiece:
         if isinstance(outcome, Finished):
             rest, more = ("", ()) if self._text.stopped else self._flush()
             text, entries = text + rest, entries + more
@@ -139,8 +132,8 @@ class Choice:
         self._meter.end(self.outcome, self.timeline, now_s)
         calls: tuple[CallDelta, ...] = ()
         if self._parser is not None:
-            text, calls = _told([*self._parser.feed(text), *self._parser.finish()])
-        return Piece(
+            text, calls = _split([*self._parser.feed(text), *self._parser.finish()])
+        return AnswerPiece(
             choice=self.index,
             text=text,
             num_tokens=self._text.num_tokens,
@@ -151,7 +144,7 @@ class Choice:
         )
 
     def _finish_reason(self) -> str | None:
-        """Why it ended, as clients are told; None where it failed."""
+        """OpenAI's finish reason; None if the choice failed."""
         if not isinstance(self.outcome, Finished):
             return None
         reason = self.outcome.reason
@@ -170,7 +163,7 @@ class Choice:
             self.prompt_entries = prompt_entries(request.token_ids, update.prompt_logprobs)
 
 
-def _told(deltas: Sequence[Delta]) -> tuple[str, tuple[CallDelta, ...]]:
-    """Text for the user, and calls of tools."""
+def _split(deltas: Sequence[Delta]) -> tuple[str, tuple[CallDelta, ...]]:
+    """Splits deltas into text for the user and tool calls."""
     text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
     return text, tuple(delta for delta in deltas if not isinstance(delta, Content))

@@ -26,52 +26,19 @@ what comes after it is read and thrown away for a moment, so that the client get
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import httptools
 import msgspec
-from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.edge.limits import Book, EdgeLimits, Overdue, Pace
-from router.gateway.sse import BodyPipe, error_body
+from router.edge.extension import EXTENSION, Caller
+from router.edge.limits import Book, ConnectionPace, EdgeLimits, Overdue
+from router.inbox.api_errors import error_body
 
 log = logging.getLogger(__name__)
-
-EXTENSION = "baton.pipe"
-
-
-class Caller:
-    """The client's side of one request."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._on_gone: Callable[[], None] | None = None
-        self._is_gone = False
-
-    def take_body(self) -> bytes | None:
-        """The request's body, if all of it is there and nobody has read any of it."""
-        cycle = self._cycle
-        if cycle.more_body or self._is_gone or cycle.waiting_for_100_continue:
-            return None
-        data, cycle.body = bytes(cycle.body), bytearray()
-        cycle.message_event.clear()  # what `receive` does
-        cycle.flow.resume_reading()
-        return data
-
-    def watch(self, on_gone: Callable[[], None] | None) -> bool:
-        """Whoever is to be told when the client leaves, or nobody. False: it has left already."""
-        self._on_gone = on_gone
-        return not self._is_gone
-
-    def leave(self) -> None:
-        """The client has left."""
-        self._is_gone = True
-        if self._on_gone is not None:
-            self._on_gone()
 
 
 CRLF = "\r\n"
@@ -194,7 +161,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._outbox = _outboxes.setdefault(self.loop, _Outbox())
         self._callers: list[Caller] = []  # of requests that are not answered yet
-        self._pace = Pace(self.loop.time())
+        self._pace = ConnectionPace(self.loop.time())
         self.is_ready = True
         if self._is_counted:
             return
@@ -404,15 +371,3 @@ class _Outbox:
 
 
 _outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()
-
-
-def caller_of(scope: Scope) -> Caller | None:
-    """The client's side of a request, if its server has that."""
-    caller: Caller | None = scope.get("extensions", {}).get(EXTENSION, {}).get("caller")
-    return caller
-
-
-def pipe_of(scope: Scope) -> BodyPipe | None:
-    """The pipe of the connection that a request came over, if its server has one."""
-    pipe: BodyPipe | None = scope.get("extensions", {}).get(EXTENSION, {}).get("pipe")
-    return pipe

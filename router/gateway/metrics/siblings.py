@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client.core import Metric
 
-from router.gateway.metrics import decode_metrics, encode_metrics
+from router.gateway.metrics.families import decode_metrics, encode_metrics
 
 log = logging.getLogger(__name__)
 

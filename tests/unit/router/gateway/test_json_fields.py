@@ -5,7 +5,8 @@ import tracemalloc
 
 import pytest
 
-from router.gateway.openai_schema import (
+from router.gateway.requests.json_fields import SHORT_BODY_BYTES, decode_fields
+from router.gateway.requests.openai_schema import (
     MAX_MESSAGES,
     Body,
     ChatBody,
@@ -13,7 +14,6 @@ from router.gateway.openai_schema import (
     body_of,
 )
 from router.inbox.api_errors import ApiError
-from router.inbox.json_fields import SHORT_BODY_BYTES, decode_fields
 from router.inbox.json_values import MAX_CONTAINERS
 from tests.kits.bodies import BAD_MESSAGES, BAD_PROMPTS, NUM_BYTES, filled, keyed
 from tests.kits.gateway import FakeRouter, complete, make_app, post

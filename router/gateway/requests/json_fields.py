@@ -12,15 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from router.gateway.openai_schema import (
-    Body,
-    ChatMessage,
-    ContentPart,
-    Speaker,
-    from_validation,
-    known_fields,
-    unsupported,
-)
+from router.gateway.requests.messages import ChatMessage, ContentPart, Speaker
+from router.gateway.requests.openai_schema import Body, from_validation, known_fields, unsupported
 from router.inbox.api_errors import invalid_value
 from router.inbox.json_values import check_containers, decode_value, no_object, not_json
 

@@ -1,0 +1,55 @@
+"""Complete responses over ASGI: JSON, and errors as OpenAI shapes them."""
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.types import Send
+
+from engine.errors import InvalidRequest
+from router.inbox.api_errors import ApiError, error_body
+
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+
+_encode = msgspec.json.Encoder().encode
+
+
+_KIND_OF_STATUS = {503: "server_error", 429: "rate_limit_error"}
+
+
+async def send_invalid(send: Send, error: InvalidRequest) -> None:
+    """Answers a refused request. Status 503 is the server's fault, others are the client's."""
+    code: str | None = getattr(error, "code", None)
+    kind = _KIND_OF_STATUS.get(error.status, "invalid_request_error")
+    body = error_body(error.message, kind=kind, param=error.param, code=code)
+    # A body that was not read to its end leaves the connection unusable.
+    headers = {"connection": "close"} if error.status in (408, 413) else {}
+    if error.status == 503:
+        headers["retry-after"] = "1"
+    if isinstance(error, ApiError):
+        headers |= error.headers
+    await send_json(send, error.status, body, headers)
+
+
+async def send_json(
+    send: Send, status: int, body: object, headers: Mapping[str, str] | None = None
+) -> None:
+    """A complete JSON response."""
+    await send_data(send, status, _encode(body), headers)
+
+
+async def send_data(
+    send: Send, status: int, data: bytes, headers: Mapping[str, str] | None
+) -> None:
+    """A complete response with a JSON body that is encoded already."""
+    await send_head(send, status, JSON, {"content-length": str(len(data)), **(headers or {})})
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def send_head(
+    send: Send, status: int, content_type: bytes, headers: Mapping[str, str]
+) -> None:
+    """The start of a response; its body follows."""
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    encoded.append((b"content-type", content_type))
+    await send({"type": "http.response.start", "status": status, "headers": encoded})

@@ -1,0 +1,1 @@
+"""From the router's updates to the bytes of an answer, whole or streamed."""

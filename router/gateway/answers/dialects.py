@@ -1,0 +1,90 @@
+"""How the two endpoints write answers: whole choices, and the parts of a stream's chunks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.gateway.answers.choice import CallDelta
+from router.text.logprobs import (
+    BytesOf,
+    ChatLogprobs,
+    CompletionLogprobs,
+    LogprobsWriter,
+)
+from router.text.tool_calls import CallArguments, CallBegun
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one endpoint writes an answer: the pieces of a chunk's only choice around what varies.
+
+    A choice's chunk is `[{"index":` index `text_start` text `text_end` logprobs and so on.
+    """
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+    is_chat: bool
+    text_start: bytes
+    text_end: bytes
+    finish_start: bytes  # of the chunk that ends the choice
+
+    def whole_choice(
+        self,
+        text: str,
+        calls: Sequence[CallDelta],
+        finish_reason: str,
+        logprobs: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """A choice of an answer that is sent at once, without its index."""
+        choice: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
+        if not self.is_chat:
+            return choice | {"text": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": _whole_calls(calls)}
+        return choice | {"message": message}
+
+    def logprobs_writer(self, bytes_of: BytesOf, num_top: int) -> LogprobsWriter:
+        """For one choice."""
+        return (ChatLogprobs if self.is_chat else CompletionLogprobs)(bytes_of, num_top)
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    calls = [delta for delta in deltas if isinstance(delta, CallBegun)]
+    arguments = [""] * len(calls)
+    for delta in deltas:
+        if isinstance(delta, CallArguments):
+            arguments[delta.index] += delta.text
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+        for call, text in zip(calls, arguments, strict=True)
+    ]
+
+
+def call_delta(delta: CallDelta) -> dict[str, Any]:
+    """As streams have it: the name comes first, with no arguments yet."""
+    if isinstance(delta, CallArguments):
+        return {"index": delta.index, "function": {"arguments": delta.text}}
+    function = {"name": delta.name, "arguments": ""}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+
+
+CHAT = Dialect(
+    id_prefix="chatcmpl-",
+    object_name="chat.completion",
+    chunk_name="chat.completion.chunk",
+    is_chat=True,
+    text_start=b',"delta":{"content":',
+    text_end=b"}",
+    finish_start=b',"delta":{},"logprobs":null,"finish_reason":',
+)
+COMPLETION = Dialect(
+    id_prefix="cmpl-",
+    object_name="text_completion",
+    chunk_name="text_completion",
+    is_chat=False,
+    text_start=b',"text":',
+    text_end=b"",
+    finish_start=b',"text":"","logprobs":null,"finish_reason":',
+)

@@ -1,0 +1,207 @@
+"""Sends an answer as server-sent events.
+
+Everything of a chunk that does not change from token to token is encoded once.
+"""
+
+import asyncio
+
+import msgspec
+from starlette.types import Send
+
+from router.edge.extension import BodyPipe
+from router.edge.responses import EVENT_STREAM, send_head
+from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.dialects import call_delta
+from router.gateway.answers.writing import (
+    Ending,
+    Heading,
+    failure_body,
+    send_failure,
+    usage_of,
+)
+from router.machine.requests import (
+    Cancelled,
+    Finished,
+)
+
+DONE = b"data: [DONE]\n\n"
+_INDEX = b'[{"index":'
+_ROLE = b',"delta":{"role":"assistant","content":""}'
+_CALLS = b',"delta":{"tool_calls":['
+_UNSCORED = b',"logprobs":null'
+_UNFINISHED = b',"finish_reason":null}]'
+
+_encode = msgspec.json.Encoder().encode
+
+
+class StreamedAnswer:
+    """Sends an answer as events: parts of it through `pipe` where there is one and it is ready."""
+
+    def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
+        self._heading = heading
+        self._send = send
+        self._pipe = pipe
+        self._turn = asyncio.Lock()  # choices of one answer wait for one another
+        self._is_open = False  # the head is sent, and nothing waits to be
+        self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
+        self._unfinished = heading.num_choices
+        self._last = b""  # the end of the last choice, which is sent with the end of the answer
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the head is sent and nothing waits to be."""
+        return self._is_open and self._pipe is not None and self._pipe.is_ready
+
+    @property
+    def shows_text_alone(self) -> bool:
+        """Unless each chunk says how many tokens there are by then."""
+        return not self._heading.call.options.usage_in_every_chunk
+
+    def write_at_once(self, piece: AnswerPiece) -> None:
+        """Sends a chunk, unless there is nothing to show."""
+        assert self._chunk is not None
+        assert self._pipe is not None
+        if data := self._chunk.of(piece):
+            self._pipe.write(data)
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Sends a chunk."""
+        assert self._chunk is not None
+        assert self._pipe is not None
+        self._pipe.write(self._chunk.of_text(choice, text))
+
+    async def write(self, piece: AnswerPiece) -> None:
+        """Sends a chunk, unless there is nothing to show."""
+        async with self._turn:
+            self._is_open = False
+            await self._write(piece)
+            self._is_open = True
+
+    async def _write(self, piece: AnswerPiece) -> None:
+        chunk = self._chunk
+        data = b""
+        if chunk is None:
+            data, chunk = await self._open()
+        data += chunk.of(piece)
+        if piece.finish is not None:
+            self._unfinished -= 1
+            finish = chunk.finish(piece.choice, piece.finish)
+            if self._unfinished:
+                data += finish
+            else:
+                self._last = finish
+        if data:
+            await self._send_body(data, more_body=True)
+
+    async def end(self, ending: Ending) -> None:
+        """Sends the last chunks. A stream that breaks off has no [DONE]."""
+        outcome = ending.outcome
+        if self._chunk is None and not isinstance(outcome, Finished):
+            await send_failure(self._send, outcome)
+            return
+        data, chunk = await self._open()
+        if isinstance(outcome, Finished):
+            data += self._last + self._extras(chunk, ending) + DONE
+        elif not isinstance(outcome, Cancelled):
+            data += b"data: " + _encode(failure_body(outcome)) + b"\n\n"
+        await self._send_body(data, more_body=False)
+
+    def _extras(self, chunk: "_ChunkEncoder", ending: Ending) -> bytes:
+        data = b""
+        if self._heading.call.options.usage:
+            data += chunk.extra(b"usage", ending.usage())
+        if self._heading.call.options.timeline:
+            data += chunk.extra(b"baton_timeline", ending.timeline)
+        return data
+
+    async def _open(self) -> tuple[bytes, "_ChunkEncoder"]:
+        """Sends the head if it is not sent yet; the first chunks and the encoder of the others."""
+        if self._chunk is not None:
+            return b"", self._chunk
+        self._chunk = _ChunkEncoder(self._heading)
+        headers = {
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # nginx would collect events
+            **self._heading.headers,
+        }
+        await send_head(self._send, 200, EVENT_STREAM, headers)
+        return self._chunk.first(), self._chunk
+
+    async def _send_body(self, data: bytes, *, more_body: bool) -> None:
+        if self._pipe is not None:
+            self._pipe.flush()
+        await self._send({"type": "http.response.body", "body": data, "more_body": more_body})
+
+
+class _ChunkEncoder:
+    """Events of one stream; what they share is encoded once."""
+
+    def __init__(self, heading: Heading) -> None:
+        dialect, options = heading.dialect, heading.call.options
+        head = _encode(heading.fields(dialect.chunk_name)).removesuffix(b"}")
+        indices = [str(index).encode() for index in range(heading.num_choices)]
+        self._before = b"data: " + head + b',"choices":'
+        self._before_index = [self._before + _INDEX + index for index in indices]
+        self._before_text = [before + dialect.text_start for before in self._before_index]
+        self._after = b',"usage":null}\n\n' if options.usage else b"}\n\n"
+        self._after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
+        self._dialect = dialect
+        self._options = options
+        self._is_plain = options.num_top is None and not options.usage_in_every_chunk
+        self._prompt_tokens = heading.call.prompt_len
+        self._logprobs = [
+            dialect.logprobs_writer(heading.call.served.text.bytes_of, options.num_top or 0)
+            for _ in indices
+        ]
+
+    def first(self) -> bytes:
+        """What each choice begins with."""
+        data = b""
+        for before, before_text in zip(self._before_index, self._before_text, strict=True):
+            if self._dialect.is_chat:
+                data += before + _ROLE + _UNSCORED + _UNFINISHED + self._after
+            if self._options.echo:
+                data += before_text + _encode(self._options.echo) + self._after_text
+        return data
+
+    def of_text(self, choice: int, text: str) -> bytes:
+        """Text alone, where nobody wants to know more."""
+        return self._before_text[choice] + _encode(text) + self._after_text
+
+    def of(self, piece: AnswerPiece) -> bytes:
+        """All that is to be shown of a piece, perhaps nothing."""
+        text = piece.text
+        if self._is_plain and not piece.calls:
+            return self.of_text(piece.choice, text) if text else b""
+        data = self._text(piece) if text or piece.entries else b""
+        return data + self._calls(piece) if piece.calls else data
+
+    def _text(self, piece: AnswerPiece) -> bytes:
+        text = self._before_text[piece.choice] + _encode(piece.text)
+        return text + self._dialect.text_end + self._scores(piece) + self._counted(piece)
+
+    def _calls(self, piece: AnswerPiece) -> bytes:
+        """One chunk for each part of a call."""
+        before, after = self._before_index[piece.choice] + _CALLS, b"]}" + _UNSCORED + _UNFINISHED
+        deltas = (_encode(call_delta(delta)) for delta in piece.calls)
+        return b"".join(before + delta + after + self._after for delta in deltas)
+
+    def finish(self, index: int, reason: str) -> bytes:
+        before = self._before_index[index] + self._dialect.finish_start
+        return before + _encode(reason) + b"}]" + self._after
+
+    def extra(self, name: bytes, value: object) -> bytes:
+        """A chunk without choices."""
+        return self._before + b'[],"' + name + b'":' + _encode(value) + b"}\n\n"
+
+    def _scores(self, piece: AnswerPiece) -> bytes:
+        if self._options.num_top is None:
+            return _UNSCORED + _UNFINISHED
+        scores = self._logprobs[piece.choice].shape(piece.entries)
+        return b',"logprobs":' + _encode(scores) + _UNFINISHED
+
+    def _counted(self, piece: AnswerPiece) -> bytes:
+        """The end of a chunk, with the usage of its choice so far where that is wanted."""
+        if not self._options.usage_in_every_chunk:
+            return self._after
+        return b',"usage":' + _encode(usage_of(self._prompt_tokens, piece.num_tokens)) + b"}\n\n"

@@ -1,0 +1,109 @@
+"""Sends an answer as one JSON body when it is complete."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import Send
+
+from router.edge.responses import send_data
+from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.writing import (
+    Ending,
+    Heading,
+    send_failure,
+)
+from router.machine.requests import (
+    Finished,
+)
+from router.text.logprobs import (
+    Entry,
+    prompt_logprobs,
+)
+
+LONG_PROMPT_TOKENS = 256  # more take milliseconds to tell of, with twenty alternatives each
+
+_encode = msgspec.json.Encoder().encode
+
+
+class WholeAnswer:
+    """Sends an answer when it is complete."""
+
+    def __init__(self, heading: Heading, send: Send) -> None:
+        self._heading = heading
+        self._send = send
+        self._pieces: list[list[AnswerPiece]] = [[] for _ in range(heading.num_choices)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Nothing is ever waited for."""
+        return True
+
+    @property
+    def shows_text_alone(self) -> bool:
+        """Where there is nothing else, nothing is lost."""
+        return True
+
+    def write_at_once(self, piece: AnswerPiece) -> None:
+        """Keeps the piece."""
+        self._pieces[piece.choice].append(piece)
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Keeps the text."""
+        self._pieces[choice].append(AnswerPiece(choice, text, 0))
+
+    async def write(self, piece: AnswerPiece) -> None:
+        """Keeps the piece."""
+        self._pieces[piece.choice].append(piece)
+
+    async def end(self, ending: Ending) -> None:
+        """Sends everything, or the error."""
+        if not isinstance(ending.outcome, Finished):
+            await send_failure(self._send, ending.outcome)
+            return
+        long = len(ending.prompt_entries) > LONG_PROMPT_TOKENS
+        data = await asyncio.to_thread(self._body, ending) if long else self._body(ending)
+        await send_data(self._send, 200, data, self._heading.headers)
+
+    def _body(self, ending: Ending) -> bytes:
+        heading = self._heading
+        body = heading.fields(heading.dialect.object_name)
+        choices = [self._choice(index, ending) for index in ending.shown]
+        body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
+        body["usage"] = ending.usage()
+        if heading.call.options.num_prompt_top is not None:
+            self._tell_prompt_logprobs(
+                body, ending.prompt_entries, heading.call.options.num_prompt_top
+            )
+        if heading.call.options.timeline:
+            body["baton_timeline"] = ending.timeline
+        return _encode(body)
+
+    def _choice(self, index: int, ending: Ending) -> dict[str, Any]:
+        pieces, options, dialect = (
+            self._pieces[index],
+            self._heading.call.options,
+            self._heading.dialect,
+        )
+        finish = pieces[-1].finish
+        assert finish is not None
+        logprobs = None
+        if options.num_top is not None:
+            entries = [entry for piece in pieces for entry in piece.entries]
+            if options.echo:
+                entries[:0] = ending.prompt_entries
+            writer = dialect.logprobs_writer(
+                self._heading.call.served.text.bytes_of, options.num_top
+            )
+            logprobs = writer.shape(entries)
+        text = options.echo + "".join(piece.text for piece in pieces)
+        calls = [delta for piece in pieces for delta in piece.calls]
+        return dialect.whole_choice(text, calls, finish, logprobs)
+
+    def _tell_prompt_logprobs(
+        self, body: dict[str, Any], entries: tuple[Entry, ...], num_top: int
+    ) -> None:
+        """vLLM has them once in a chat's answer, and in each choice of a completion."""
+        scores = prompt_logprobs(entries, self._heading.call.served.text.bytes_of, num_top)
+        for place in [body] if self._heading.dialect.is_chat else body["choices"]:
+            place["prompt_logprobs"] = scores

@@ -1,0 +1,167 @@
+"""What the two answer writers share: heading, ending, token counts and failures.
+
+The head of a response is sent with the first token. So a request that is refused before its first
+token gets a status that says so.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Send
+
+from router.edge.responses import send_json
+from router.gateway.answers.choice import AnswerChoice, AnswerPiece
+from router.gateway.answers.dialects import Dialect
+from router.gateway.requests.calls import CheckedCall
+from router.inbox.api_errors import error_body
+from router.machine.requests import Decision, Failed, Finished, Outcome, Rejected, Timeline
+from router.text.logprobs import Entry
+
+DECISION_HEADER = "x-baton-decision"
+MAX_RETRY_AFTER_S = 3600.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Heading(msgspec.Struct, frozen=True):
+    """What all chunks of one answer and all of its choices have in common."""
+
+    dialect: Dialect
+    call: CheckedCall
+    created: int  # Unix time, in seconds
+    decision: Callable[[], Decision | None]  # known with the first token
+    limit_headers: Callable[[], Mapping[str, str]]  # what remains of the key's limits
+
+    @property
+    def num_choices(self) -> int:
+        """Choices that are generated, shown or not."""
+        return len(self.call.requests)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every answer. The decision is JSON, which has no line breaks."""
+        headers = {"x-request-id": self.call.first.request_id, **self.limit_headers()}
+        if self.call.options.decision and (decision := self.decision()) is not None:
+            headers[DECISION_HEADER] = _encode(decision).decode()
+        return headers
+
+    def fields(self, object_name: str) -> dict[str, Any]:
+        """The fields that each chunk, or the whole answer, begins with."""
+        call = self.call
+        return {
+            "id": call.first.request_id,
+            "object": object_name,
+            "created": self.created,
+            "model": call.model,
+            "system_fingerprint": call.served.port.fingerprint() or None,
+        }
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How an answer ended.
+
+    The choices in `shown` are sent in this order; tokens are counted over all choices. `timeline`
+    is the first choice's, or None if the router gave none.
+    """
+
+    outcome: Outcome
+    shown: tuple[int, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    timeline: Timeline | None
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    prompt_entries: tuple[Entry, ...] = ()
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts as OpenAI names them. Drafted tokens are counted if there were any."""
+        details = None
+        if self.timeline is not None:
+            details = {"cached_tokens": self.timeline.num_cached_tokens}
+        counts = usage_of(self.prompt_tokens, self.completion_tokens)
+        usage: dict[str, Any] = {**counts, "prompt_tokens_details": details}
+        if self.num_drafted_tokens:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.num_accepted_tokens,
+                "rejected_prediction_tokens": self.num_drafted_tokens - self.num_accepted_tokens,
+            }
+        return usage
+
+
+def ending_of(choices: Sequence[AnswerChoice], outcome: Outcome, num_shown: int) -> Ending:
+    """The ending of an answer. The choices with the best mean log-probability are shown."""
+    first = choices[0]
+    timelines = [choice.timeline for choice in choices if choice.timeline is not None]
+    shown = list(range(len(choices)))
+    if num_shown < len(choices) and isinstance(outcome, Finished):
+        shown.sort(key=lambda index: -choices[index].mean_logprob)
+    return Ending(
+        outcome=outcome,
+        shown=tuple(shown[:num_shown]),
+        prompt_tokens=len(first.request.token_ids),
+        completion_tokens=sum(choice.num_tokens for choice in choices),
+        timeline=first.timeline,
+        num_drafted_tokens=sum(timeline.num_drafted_tokens for timeline in timelines),
+        num_accepted_tokens=sum(timeline.num_accepted_tokens for timeline in timelines),
+        prompt_entries=first.prompt_entries,
+    )
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The three token counts of OpenAI's `usage`."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class AnswerWriter(Protocol):
+    """Sends one answer: pieces of its choices as they come, then its ending."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `write_at_once` may be called now."""
+        ...
+
+    @property
+    def shows_text_alone(self) -> bool:
+        """Whether `write_text` is enough for pieces that hold only text."""
+        ...
+
+    def write_at_once(self, piece: AnswerPiece) -> None:
+        """Takes more of a choice that goes on; the piece may be empty."""
+        ...
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Takes more of a choice that goes on, if it is only text."""
+        ...
+
+    async def write(self, piece: AnswerPiece) -> None:
+        """Takes more of a choice, perhaps nothing; the first call means that there is an answer."""
+        ...
+
+    async def end(self, ending: Ending) -> None:
+        """Ends the answer. Without any token, this is the only call."""
+        ...
+
+
+async def send_failure(send: Send, outcome: Outcome) -> None:
+    """Answers a request that ended before anything of its answer was sent."""
+    if isinstance(outcome, Rejected):
+        status, retry_after_s = 429, outcome.retry_after_s
+    else:
+        status, retry_after_s = 503, 1.0
+    headers = {"retry-after": str(max(1, math.ceil(min(retry_after_s, MAX_RETRY_AFTER_S))))}
+    await send_json(send, status, failure_body(outcome), headers)
+
+
+def failure_body(outcome: Outcome) -> dict[str, Any]:
+    """The error body for an outcome other than Finished."""
+    if isinstance(outcome, Rejected):
+        return error_body(outcome.message, kind="rate_limit_error", code="rate_limit_exceeded")
+    if isinstance(outcome, Failed):
+        return error_body(outcome.message, kind="server_error", code=outcome.code)
+    return error_body("the request was cancelled", kind="server_error", code="request_failed")

@@ -1,0 +1,1 @@
+"""What the gateway measures and exports for Prometheus."""

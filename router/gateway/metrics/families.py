@@ -1,0 +1,64 @@
+"""Families of samples: copied with more labels, joined, and sent to another process."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+
+import msgspec
+from prometheus_client.core import (
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+
+class CompleteFamilies(Collector):
+    """Families of samples that are complete."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        """The families."""
+        return self._families
+
+
+def labelled(metric: Metric, labels: Mapping[str, str], *, name: str | None = None) -> Metric:
+    """Returns a copy with more labels, perhaps under another name."""
+    copy = Metric(name or metric.name, metric.documentation, metric.type)
+    for sample in metric.samples:
+        suffix = sample.name.removeprefix(metric.name)
+        copy.samples.append(Sample(copy.name + suffix, {**labels, **sample.labels}, sample.value))
+    return copy
+
+
+def joined(told: Iterable[Iterable[Metric]]) -> list[Metric]:
+    """Joins the metrics of several processes, with one family for each name."""
+    families: dict[str, Metric] = {}
+    for metric in chain.from_iterable(told):
+        family = families.setdefault(
+            metric.name, Metric(metric.name, metric.documentation, metric.type)
+        )
+        family.samples += metric.samples
+    return list(families.values())
+
+
+_Wire = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
+
+
+def encode_metrics(metrics: Iterable[Metric]) -> bytes:
+    """Encodes metrics for another process."""
+    wire: _Wire = [
+        (m.name, m.documentation, m.type, [(s.name, s.labels, s.value) for s in m.samples])
+        for m in metrics
+    ]
+    return msgspec.msgpack.encode(wire)
+
+
+def decode_metrics(data: bytes) -> list[Metric]:
+    """The inverse of `encode_metrics`. Raises msgspec.DecodeError."""
+    metrics = []
+    for name, text, kind, samples in msgspec.msgpack.decode(data, type=_Wire):
+        metric = Metric(name, text, kind)
+        metric.samples = [Sample(*sample) for sample in samples]
+        metrics.append(metric)
+    return metrics

@@ -1,0 +1,90 @@
+"""Histograms that cost little to observe, and the bounds of their buckets."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import (
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+# fmt: off
+TTFT_BUCKETS_S = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+)
+ITL_BUCKETS_S = (
+    0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
+    1, 2.5, 5, 10, 20, 40, 80,
+)
+E2E_BUCKETS_S = (
+    0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920,
+)
+STAGE_BUCKETS_S = (
+    0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1, 2.5, 5, 10, 30, 60, 300,
+)
+RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
+# fmt: on
+
+
+class Buckets:
+    """The counts of one series of a histogram."""
+
+    __slots__ = ("_bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one: values above all bounds
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+
+class Histogram(Collector):
+    """Counts by bucket, without a lock.
+
+    prometheus_client's own takes a lock and a method call for each bucket.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        bounds: Sequence[float],
+        *,
+        labels: Sequence[str] = (),
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = tuple(bounds)
+        self._labels = tuple(labels)
+        self._series: dict[tuple[str, ...], Buckets] = {}
+        if not labels:
+            self.series()
+
+    def series(self, labels: tuple[str, ...] = ()) -> Buckets:
+        """The series with these labels. A caller that observes often keeps it."""
+        series = self._series.get(labels)
+        if series is None:
+            self._series[labels] = series = Buckets(self._bounds)
+        return series
+
+    def observe(self, value: float, labels: tuple[str, ...] = ()) -> None:
+        """Counts a value."""
+        self.series(labels).observe(value)
+
+    def collect(self) -> Iterator[Metric]:
+        """The histogram as it is now."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, series in self._series.items():
+            buckets = zip(bounds, accumulate(series.counts), strict=True)
+            family.add_metric(labels, list(buckets), series.sum)
+        yield family

@@ -1,0 +1,313 @@
+"""What the gateway measures by itself: latencies, token counts and outcomes.
+
+A `RequestMeter` feeds the histograms. What the routers and workers count is read at scrape time and
+costs nothing between scrapes. Each app has its own registry, so there are no globals.
+
+If several gateway processes share a port, the one that is scraped asks all others. Then the counts
+of a process have a label `process`. The workers' counts and the build are the same for all
+processes, so they are exported once, without the label.
+
+Predictions are exported as they are made and beside what came of them. `baton_prediction_ratio` is
+the truth over the prediction: for the time from placement to first token, if the request was placed
+once, and for the time per token. `baton_cost_error_ratio` is the recent error of the formulas for
+workers of a class, as a share of each observation.
+
+Latencies have the label `version`. An operator gives these names, and a series stays as long as the
+process runs. So there are as many series as there were updates.
+
+An inter-token latency is observed once for each update of a stream, which is once a step. Tokens
+that speculation yields together arrive together and count as one gap.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from router.edge.limits import Book
+from router.gateway.metrics.collectors import (
+    EdgeCounts,
+    Forecasts,
+    LabelledCounts,
+    RouterCounts,
+    VersionShares,
+    counter_of,
+)
+from router.gateway.metrics.families import CompleteFamilies, joined, labelled
+from router.gateway.metrics.histograms import (
+    E2E_BUCKETS_S,
+    ITL_BUCKETS_S,
+    RATIO_BUCKETS,
+    STAGE_BUCKETS_S,
+    TTFT_BUCKETS_S,
+    Histogram,
+)
+from router.gateway.metrics.vllm_names import vllm_families
+from router.gateway.metrics.workers import worker_families
+from router.gateway.versions import Versions
+from router.machine.requests import (
+    Cancelled,
+    Decision,
+    Failed,
+    Finished,
+    Outcome,
+    Rejected,
+    Timeline,
+)
+
+OUTCOMES = ("finished", "rejected", "failed", "cancelled", "invalid")
+OUTCOME_NAMES: dict[type[Outcome], str] = {
+    Finished: "finished",
+    Rejected: "rejected",
+    Failed: "failed",
+    Cancelled: "cancelled",
+}
+_MEASURES = (
+    "kv_transfer_s",
+    "kv_exposed_s",
+    "move_pull_s",
+)  # beside the stages: they overlap with them
+_STAGES = tuple(
+    name for name in Timeline.__struct_fields__ if name.endswith("_s") and name not in _MEASURES
+)
+
+
+class GatewayMetrics:
+    """The histograms and counters of one gateway process."""
+
+    def __init__(
+        self,
+        versions: Versions,
+        *,
+        version: str,
+        process: str | None = None,
+        key_events: Mapping[str, int] | None = None,
+    ) -> None:
+        """`key_events` is counted elsewhere: refused keys and reloads of the keys file."""
+        self._versions = port = versions
+        self._version = version
+        self._process = process
+        self._own: list[Collector] = []
+        by = ("version",)
+        self.ttft = self._histogram("ttft", "HTTP request to first token", TTFT_BUCKETS_S, by)
+        self.itl = self._histogram("itl", "Gap between two updates of a stream", ITL_BUCKETS_S, by)
+        self.tpot = self._histogram("tpot", "Time per token after the first", ITL_BUCKETS_S, by)
+        self.e2e = self._histogram("e2e", "HTTP request to last token", E2E_BUCKETS_S, by)
+        self.kv_transfer = self._histogram(
+            "kv_transfer", "KV blocks on their way to a decode worker", STAGE_BUCKETS_S
+        )
+        self.kv_exposed = self._histogram(
+            "kv_exposed", "Of the KV transfer, what prefill did not hide", STAGE_BUCKETS_S
+        )
+        self.stages = self._histogram(
+            "stage", "Where the time of a request went", STAGE_BUCKETS_S, labels=("stage",)
+        )
+        self.predicted_ttft = self._histogram(
+            "predicted_ttft", "Placement to first token, as predicted then", TTFT_BUCKETS_S
+        )
+        self.predicted_tpot = self._histogram(
+            "predicted_tpot", "Time per token, as predicted at the placement", ITL_BUCKETS_S
+        )
+        self.prediction_ratio = Histogram(
+            "baton_prediction_ratio",
+            "What it came to, over what was predicted",
+            RATIO_BUCKETS,
+            labels=("measure",),
+        )
+        self._own.append(self.prediction_ratio)
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_in_flight = 0
+        self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
+        self._own += [
+            _RequestCounts(self),
+            RouterCounts(port),
+            Forecasts(port),
+            VersionShares(versions),
+        ]
+        if key_events is not None:
+            text = "Refused keys, reloads of the keys file"
+            self._own.append(LabelledCounts("baton_key_events", text, "event", key_events))
+
+    def watch_edge(self, book: Book) -> None:
+        """Also exports the counts of the gateway's listener."""
+        self._own.append(EdgeCounts(book))
+
+    def watch_grammars(self, counts: Mapping[str, int]) -> None:
+        """Also exports how many grammars were compiled, by verdict."""
+        text = "Grammars compiled before workers get them"
+        self._own.append(LabelledCounts("baton_grammars", text, "verdict", counts))
+
+    @contextmanager
+    def request(self) -> Iterator["RequestMeter"]:
+        """Counts one request, from its head to its end, whatever its outcome."""
+        meter = RequestMeter(self)
+        self.num_in_flight += 1
+        try:
+            yield meter
+        finally:
+            self.num_in_flight -= 1
+            self.num_by_outcome[meter.outcome] += 1
+
+    def own(self) -> list[Metric]:
+        """The counts of this process alone."""
+        metrics = [metric for collector in self._own for metric in collector.collect()]
+        if self._process is None:
+            return metrics
+        return [labelled(metric, {"process": self._process}) for metric in metrics]
+
+    def exposition(self, others: Sequence[Sequence[Metric]] = ()) -> bytes:
+        """All metrics in Prometheus' text format 0.0.4, including those of other processes."""
+        registry = CollectorRegistry()
+        registry.register(CompleteFamilies([*self._families(others)]))
+        return generate_latest(registry)
+
+    def _families(self, others: Sequence[Sequence[Metric]]) -> Iterator[Metric]:
+        counted = joined([self.own(), *others])
+        yield from counted
+        if self._process is not None:
+            told = 1 + len(others)
+            yield GaugeMetricFamily(
+                "baton_gateway_processes", "Gateway processes that answered when asked", told
+            )
+        build = {"version": self._version, "fingerprint": self._versions.fingerprint()}
+        yield InfoMetricFamily("baton_build", "What runs, with which model", build)
+        yield from worker_families(self._versions)
+        yield from vllm_families(counted, self._versions)
+
+    def _histogram(
+        self, name: str, text: str, bounds_s: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        histogram = Histogram(f"baton_{name}_seconds", text, bounds_s, labels=labels)
+        self._own.append(histogram)
+        return histogram
+
+
+class RequestMeter:
+    """Measures one HTTP request, which may have several choices.
+
+    A request whose outcome is not reported counts as cancelled: its client has left.
+    """
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self.outcome = "cancelled"
+        self._metrics = metrics
+        self.labels = ("",)  # the version that serves it
+        self._received_s = 0.0
+        self._prompt_tokens = 0
+        self._is_answered = False
+
+    def accept(self, received_s: float, prompt_tokens: int, version: str) -> None:
+        """Notes that the request is valid and goes to the router of a version."""
+        self.labels = (version,)
+        self._received_s = received_s
+        self._prompt_tokens = prompt_tokens
+
+    def refuse(self) -> None:
+        """Notes that the request is invalid."""
+        self.outcome = "invalid"
+
+    def choice(self) -> "ChoiceMeter":
+        """Returns the meter of one choice."""
+        return ChoiceMeter(self._metrics, self)
+
+    def first_tokens(self, now_s: float) -> None:
+        """Notes the first token of a choice; the earliest one counts as the request's."""
+        if not self._is_answered:
+            self._is_answered = True
+            self._metrics.num_prompt_tokens += self._prompt_tokens
+            self._metrics.ttft.observe(now_s - self._received_s, self.labels)
+
+    def end(self, outcome: Outcome, now_s: float) -> None:
+        """Notes the outcome of the request."""
+        self.outcome = OUTCOME_NAMES[type(outcome)]
+        if isinstance(outcome, Finished):
+            self._metrics.e2e.observe(now_s - self._received_s, self.labels)
+
+
+class ChoiceMeter:
+    """Measures one choice. Gaps between tokens are gaps within one choice."""
+
+    def __init__(self, metrics: GatewayMetrics, request: RequestMeter) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._itl = metrics.itl.series(request.labels)
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._num_tokens = 0
+
+    def tokens(self, num_tokens: int, now_s: float) -> None:
+        """Notes more tokens of the choice."""
+        if self._first_s is None:
+            self._first_s = now_s
+            self._request.first_tokens(now_s)
+        else:
+            self._itl.observe(now_s - self._last_s)
+        self._last_s = now_s
+        self._num_tokens += num_tokens
+        self._metrics.num_generation_tokens += num_tokens
+
+    def end(self, outcome: Outcome, timeline: Timeline | None, now_s: float) -> None:
+        """Notes the outcome of the choice, and where its time went."""
+        if timeline is not None:
+            for name, seconds in _stages(timeline):
+                self._metrics.stages.observe(seconds, (name,))
+            if timeline.kv_transfer_s is not None:
+                self._metrics.kv_transfer.observe(timeline.kv_transfer_s)
+            if timeline.kv_exposed_s is not None:
+                self._metrics.kv_exposed.observe(timeline.kv_exposed_s)
+        tpot_s = None
+        if isinstance(outcome, Finished) and self._first_s is not None and self._num_tokens > 1:
+            tpot_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
+            self._metrics.tpot.observe(tpot_s, self._request.labels)
+        if timeline is not None and timeline.decision is not None and self._first_s is not None:
+            self._compare(timeline, timeline.decision, tpot_s)
+
+    def _compare(self, timeline: Timeline, decision: Decision, tpot_s: float | None) -> None:
+        """Compares what was predicted when the choice was placed with the truth."""
+        metrics = self._metrics
+        ttft_s = timeline.prefill_queue_s + timeline.prefill_compute_s
+        if timeline.attempts > 1:
+            return  # the last placement did not begin the answer, or not alone
+        for name, predicted_s, true_s, histogram in (
+            ("ttft", decision.predicted_ttft_s, ttft_s, metrics.predicted_ttft),
+            ("tpot", decision.predicted_tpot_s, tpot_s, metrics.predicted_tpot),
+        ):
+            if predicted_s is None:
+                continue
+            histogram.observe(predicted_s)
+            if true_s is not None and predicted_s > 0:
+                metrics.prediction_ratio.observe(true_s / predicted_s, (name,))
+
+
+class _RequestCounts(Collector):
+    """The plain integers of `GatewayMetrics`."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        prompt = metrics.num_prompt_tokens
+        yield CounterMetricFamily(
+            "baton_prompt_tokens", "Tokens of prompts that got an answer", prompt
+        )
+        generated = metrics.num_generation_tokens
+        yield CounterMetricFamily("baton_generation_tokens", "Tokens sent out", generated)
+        in_flight = metrics.num_in_flight
+        yield GaugeMetricFamily("baton_requests_in_flight", "Requests not ended yet", in_flight)
+        yield counter_of("baton_requests", "Requests ended", "outcome", metrics.num_by_outcome)
+
+
+def _stages(timeline: Timeline) -> Iterator[tuple[str, float]]:
+    for name in _STAGES:
+        seconds: float | None = getattr(timeline, name)
+        if seconds is not None:
+            yield name.removesuffix("_s"), seconds

@@ -1,0 +1,154 @@
+"""What the workers report and what the router predicts of them, as families of samples.
+
+What the workers count comes with their load reports, by "name" or "name:reason". It is exported as
+`baton_worker_<name>_total`. Counts of speculation have names of their own:
+
+    drafted:<proposer>    tokens that a proposer drafted         baton_draft_tokens_total
+    accepted:<proposer>   drafted tokens that the model kept     baton_accepted_tokens_total
+    accepted_len:<n>      drafts of which n tokens were kept     baton_accepted_length
+
+Tokens per step are `baton_worker_step_tokens_total` over `baton_worker_steps_total`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from engine.messages import LoadReport
+from router.port import RouterStatus
+
+ACCEPTED_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
+BY_PROPOSER = {  # name in a load report: name here, name of vLLM's, text
+    "drafted": ("draft_tokens", "num_draft_tokens", "Tokens proposed to the model"),
+    "accepted": ("accepted_tokens", "num_accepted_tokens", "Proposed tokens that were kept"),
+}
+_ACCEPTED_LEN = "accepted_len"
+_BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
+
+
+def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
+    """The last load report of each worker that sent one, with (worker, role)."""
+    return [
+        ((str(worker_id), status.role.value), status.load)
+        for worker_id, status in port.workers().items()
+        if status.load is not None
+    ]
+
+
+def worker_families(port: RouterStatus) -> Iterator[Metric]:
+    """The blocks, sequences, leases and counters of all workers."""
+    loads = loads_of(port)
+    blocks = GaugeMetricFamily(
+        "baton_worker_blocks", "KV blocks by state", labels=["worker", "role", "state"]
+    )
+    for worker, load in loads:
+        for state in _BLOCK_STATES:
+            blocks.add_metric([*worker, state], getattr(load, f"{state}_blocks"))
+    yield blocks
+    for name, text in (
+        ("waiting_seqs", "Sequences waiting in the worker"),
+        ("running_seqs", "Sequences in its running batch"),
+        ("open_leases", "Leases that others may pull under"),
+    ):
+        gauge = GaugeMetricFamily(f"baton_worker_{name}", text, labels=["worker", "role"])
+        for worker, load in loads:
+            gauge.add_metric(worker, getattr(load, name))
+        yield gauge
+    yield from _speculation(loads)
+    yield from _worker_counters(loads)
+
+
+def forecast_families(port: RouterStatus) -> Iterator[Metric]:
+    """The predictions for each worker, as far as there are any."""
+    labels = ["worker", "role"]
+    waits = GaugeMetricFamily(
+        "baton_worker_predicted_wait_seconds",
+        "Until it has computed the prompts that it was given",
+        labels=labels,
+    )
+    paces = GaugeMetricFamily(
+        "baton_worker_predicted_tpot_seconds", "A step of all that it decodes", labels=labels
+    )
+    errors = GaugeMetricFamily(
+        "baton_cost_error_ratio",
+        "How far predictions for workers like this one were off lately",
+        labels=[*labels, "work"],
+    )
+    for worker_id, status in port.workers().items():
+        worker, forecast = (str(worker_id), status.role.value), status.forecast
+        if forecast.wait_s is not None:
+            waits.add_metric(worker, forecast.wait_s)
+        if forecast.tpot_s is not None:
+            paces.add_metric(worker, forecast.tpot_s)
+        for work in ("prefill", "decode", "pull"):
+            error: float | None = getattr(forecast.errors, work)
+            if error is not None:
+                errors.add_metric([*worker, work], error)
+    yield from (waits, paces, errors)
+
+
+def by_reason(load: LoadReport, name: str) -> dict[str, float]:
+    """The counts of a worker under a name, by reason."""
+    prefix = f"{name}:"
+    counts = load.counters.items()
+    return {key.removeprefix(prefix): n for key, n in counts if key.startswith(prefix)}
+
+
+def _speculation(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
+    for name, (our_name, _, text) in BY_PROPOSER.items():
+        counter = CounterMetricFamily(
+            f"baton_{our_name}", text, labels=["worker", "role", "proposer"]
+        )
+        for worker, load in loads:
+            for proposer, count in by_reason(load, name).items():
+                counter.add_metric([*worker, proposer], count)
+        yield counter
+    lengths = HistogramMetricFamily(
+        "baton_accepted_length", "Tokens kept of one draft", labels=["worker", "role"]
+    )
+    for worker, load in loads:
+        counts = {int(n): count for n, count in by_reason(load, _ACCEPTED_LEN).items()}
+        if counts:
+            num_tokens = sum(n * count for n, count in counts.items())
+            lengths.add_metric(worker, _cumulative(counts), num_tokens)
+    yield lengths
+
+
+def _cumulative(counts: Mapping[int, float]) -> list[tuple[str, float]]:
+    """Cumulative counts for each bound, as Prometheus wants them."""
+    bounds = [
+        (str(float(bound)), sum(count for n, count in counts.items() if n <= bound))
+        for bound in ACCEPTED_LENGTH_BUCKETS
+    ]
+    return [*bounds, ("+Inf", sum(counts.values()))]
+
+
+def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
+    """All other counts of the workers; a reason becomes a label."""
+    by_name: dict[str, list[tuple[tuple[str, str], str, float]]] = {}
+    for worker, load in loads:
+        for key, value in load.counters.items():
+            name, _, reason = key.partition(":")
+            if name in BY_PROPOSER or name == _ACCEPTED_LEN:
+                continue
+            by_name.setdefault(_metric_name(name), []).append((worker, reason, value))
+    for name, counts in sorted(by_name.items()):
+        labels = ["worker", "role"]
+        if any(reason for _, reason, _ in counts):
+            labels.append("reason")
+        counter = CounterMetricFamily(
+            f"baton_worker_{name}", "Counted by the worker", labels=labels
+        )
+        for worker, reason, value in counts:
+            counter.add_metric([*worker, reason][: len(labels)], value)
+        yield counter
+
+
+def _metric_name(name: str) -> str:
+    return re.sub("[^a-zA-Z0-9_]", "_", name).removesuffix("_total")

@@ -1,0 +1,76 @@
+"""Chat messages as clients send them, and as chat templates expect them."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from router.inbox.api_errors import ApiError, invalid_value
+from router.inbox.json_values import decode_value
+
+Speaker = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message; only text is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    """One message. Of the tool calls of earlier turns, only the template knows what to expect."""
+
+    role: Speaker
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """The message as chat templates know it; absent fields are left out."""
+    role = "system" if message.role == "developer" else message.role
+    fields = {
+        "role": role,
+        "content": _content(message, f"messages[{index}].content"),
+        "name": message.name,
+        "tool_calls": _template_calls(message.tool_calls),
+        "tool_call_id": message.tool_call_id,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _template_calls(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Clients write the arguments as JSON in a string, templates expect what it says."""
+    return None if calls is None else [_template_call(call) for call in calls]
+
+
+def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    match call:
+        case {"function": {"arguments": str(arguments)} as function}:
+            try:
+                decoded = decode_value(arguments.encode(), "messages")
+            except (ValueError, RecursionError):
+                return call  # text that an answer was cut short in
+            return {**call, "function": {**function, "arguments": decoded}}
+    return call
+
+
+def _content(message: ChatMessage, param: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role != "assistant":
+            raise invalid_value("content is missing", param)
+        return ""
+    return "\n".join(_part_text(part, param) for part in content)
+
+
+def _part_text(part: ContentPart, param: str) -> str:
+    if part.type != "text":
+        message = f"content of type {part.type!r} is not supported"
+        raise ApiError(message, param=param, code="unsupported_content")
+    if part.text is None:
+        raise invalid_value("a part of type 'text' needs a text", param)
+    return part.text

@@ -1,0 +1,147 @@
+"""From the fields of a body to sampling, limits and priority, as the workers know them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from engine.messages import Grammar, Limits, Sampling
+from router.gateway.requests.openai_schema import (
+    UINT64_MASK,
+    Body,
+    CompletionBody,
+    check_in_vocabulary,
+)
+from router.inbox.api_errors import context_exceeded, invalid_value, no_room
+from router.text.structured import Structure, check_combination, structure_of
+
+MAX_ID_DIGITS = 10
+
+
+def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | None]) -> Structure:
+    """What the answer shall look like, as far as fields tell. Raises ApiError.
+
+    `router.gateway.requests.grammar_checker` tells whether its grammar can be followed.
+    """
+    try:
+        structure = structure_of(fields, token_of=token_of)
+        check_combination(structure, fields)
+    except InvalidRequest as error:
+        raise invalid_value(error.message, error.param) from error
+    return structure
+
+
+def sampling_of(
+    body: Body, *, vocab_size: int, random_seed: int, grammar: Grammar | None = None
+) -> Sampling:
+    """How tokens are chosen; `random_seed` serves where the client gave none."""
+    seed = random_seed if body.seed is None else body.seed
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=min(max(body.top_k or 0, 0), vocab_size),
+        min_p=body.min_p or 0.0,
+        seed=seed & UINT64_MASK,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        grammar=grammar,
+        logprobs=_scored(body),
+    )
+
+
+def nth_seed(sampling: Sampling, index: int) -> Sampling:
+    """How the tokens of one choice of several are chosen: the first one's as if it were alone."""
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & UINT64_MASK)
+
+
+def prompt_logprobs_of(body: Body) -> int | None:
+    """How many of the likeliest tokens are wanted for each token of the prompt; None: nothing."""
+    wanted = [body.prompt_logprobs]
+    if isinstance(body, CompletionBody) and body.echo:
+        wanted.append(body.num_top_logprobs)
+    return max((count for count in wanted if count is not None), default=None)
+
+
+def check_num_choices(body: Body, max_choices: int) -> None:
+    """Raises ApiError if more answers are asked for than the operator allows."""
+    for name, count in (("n", body.num_choices), ("best_of", body.num_candidates)):
+        if count > max_choices:
+            raise invalid_value(f"{name} is {count}; at most {max_choices} are allowed", name)
+
+
+def priority_of(body: Body, min_priority: int) -> int:
+    """Lower is served earlier; who says nothing gets 0, or the lowest that the operator allows.
+    Raises ApiError if it is lower than that.
+    """
+    priority = max(0, min_priority) if body.priority is None else body.priority
+    if priority < min_priority:
+        raise invalid_value(
+            f"priority is {priority}; at least {min_priority} is allowed", "priority"
+        )
+    return priority
+
+
+def limits_of(
+    body: Body,
+    *,
+    prompt_len: int,
+    context_len: int,
+    default_max_tokens: int | None,
+    stop_token_ids: Sequence[int],
+) -> Limits:
+    """When the answer ends; `stop_token_ids` end it besides the client's own. Raises ApiError."""
+    max_tokens = _max_tokens(body, default_max_tokens, prompt_len, context_len)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        message = f"min_tokens is {min_tokens}, more than the {max_tokens} tokens allowed"
+        raise invalid_value(message, "min_tokens")
+    return Limits(
+        max_len=prompt_len + max_tokens,
+        min_len=prompt_len + min_tokens,
+        stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *(body.stop_token_ids or ())])),
+        prompt_len=prompt_len,
+    )
+
+
+def check_stop_token_ids(body: Body, vocab_size: int) -> None:
+    """Raises ApiError for an id that no token has."""
+    check_in_vocabulary(body.stop_token_ids or (), vocab_size, "stop_token_ids")
+
+
+def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: int) -> int:
+    wanted, room = body.wanted_tokens, context_len - prompt_len
+    if room < 1:
+        raise no_room(context_len, prompt_len, body.prompt_field)
+    if wanted is None:
+        return room if default is None else min(default, room)
+    if wanted > room:
+        message = (
+            f"requests may have {context_len} tokens, "
+            f"and {prompt_len} in the prompt plus {wanted} in the answer are more"
+        )
+        raise context_exceeded(message, "max_tokens")
+    return wanted
+
+
+def _scored(body: Body) -> int | None:
+    """Candidates are compared by their log-probabilities, whether these are shown or not."""
+    if body.num_candidates > body.num_choices:
+        return body.num_top_logprobs or 0
+    return body.num_top_logprobs
+
+
+def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    token_ids = [_token_id(key) for key in biases]
+    check_in_vocabulary(token_ids, vocab_size, "logit_bias")
+    if len(set(token_ids)) < len(token_ids):
+        raise invalid_value("logit_bias names a token id twice", "logit_bias")
+    return tuple(zip(token_ids, biases.values(), strict=True))
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
+        raise invalid_value(f"logit_bias: {key[:40]!r} is no token id", "logit_bias")
+    return int(key)
