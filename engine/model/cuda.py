@@ -323,7 +323,7 @@ class CudaForward:
             self._begin_compilation()
             try:
                 self._run_padded()
-            except Exception as error:  # whatever a compiler raises: it can be done without
+            except Exception as error:  # a compiler may raise anything: do without it
                 self._fall_back("torch_compile", error)
                 self._end_compilation()
             else:

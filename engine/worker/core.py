@@ -188,7 +188,7 @@ class WorkerCore:
         duties: Duties | None = None,
         observe: Observe | None = None,
     ) -> None:
-        """Without `duties` the core takes whatever its schedulers take.
+        """Without `duties` the core takes everything that its schedulers take.
 
         `observe` is called with each step's plan, its result and the time when it ended.
         """

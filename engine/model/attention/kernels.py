@@ -219,7 +219,7 @@ def _store(
 
 @triton.jit
 def _int4(x, low, step):
-    """q of `x` [n, width], as int32."""
+    """The codes q of `x` [n, width], as int32."""
     divisor = tl.broadcast_to(_nonzero(step)[:, None], x.shape)
     q = _round(tl.div_rn(x - low[:, None], divisor))
     return tl.minimum(tl.maximum(q, 0.0), 15.0).to(tl.int32)
@@ -232,7 +232,7 @@ def _nonzero(scale):
 
 @triton.jit
 def _round(x):
-    """To the nearest integer, halves to even, for |x| < 2**22."""
+    """Rounds to the nearest integer, halves to even, for |x| < 2**22."""
     return (x + ROUNDER) - ROUNDER
 
 
@@ -240,7 +240,8 @@ def _round(x):
 def _bf16_bits(x):
     """The 16 bits of fp32 `x`, rounded to bf16, halves to even, in an int32.
 
-    In integers, as below, since triton's interpreter cuts off where the hardware rounds.
+    It works in integers, as the next function does, because triton's interpreter truncates where
+    the hardware rounds.
     """
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
@@ -248,7 +249,7 @@ def _bf16_bits(x):
 
 @triton.jit
 def _round_to_e4m3(x):
-    """`x`, |x| <= 448, as the nearest number that e4m3 has, halves to even."""
+    """The nearest e4m3 number to `x`, |x| <= 448, halves to even."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20
     subnormal = (x + SUBNORMAL_ROUNDER) - SUBNORMAL_ROUNDER  # multiples of 2**-9
@@ -272,12 +273,12 @@ def _items(
 ):
     """For every row: its number of splits, and the end of its items.
 
-    Only rows of MIN_LEN to MAX_LEN queries have items, without those of `fresh_len` queries or more
-    and nothing before them: these are attended elsewhere.
+    Only rows of MIN_LEN to MAX_LEN queries have items. Rows of `fresh_len` queries or more with an
+    empty context have none: they are attended elsewhere.
 
     A row of u units over t tiles of context (tokens that any of its queries sees) has u * t tiles
     of work, all rows together W. With SPLIT each unit has ceil(t / ceil(W / num_spare)) splits,
-    less than t * num_spare / W + 1; so all rows have at most num_spare items more than units.
+    less than t * num_spare / W + 1. So all rows have at most num_spare items more than units.
     """
     row = tl.arange(0, ROWS)
     there = row < num_rows
@@ -304,7 +305,7 @@ def _mine(query_len, context_len, fresh_len, MIN_LEN: tl.constexpr, MAX_LEN: tl.
 
 @triton.jit
 def _first_seen(position, window):
-    """The first token that a query at `position` sees; `window` is 0 where there is none."""
+    """The first token that a query at `position` sees; `window` is 0 if there is none."""
     return tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
 
 
@@ -351,7 +352,7 @@ def attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One item of one KV head. Grid: (items, num_kv_heads)."""
+    """Computes one item of one KV head. Grid: (items, num_kv_heads)."""
     item = tl.program_id(0)
     if not SPLIT:  # the last units have the longest contexts: they go first
         item = tl.num_programs(0) - 1 - item
@@ -460,7 +461,7 @@ def _stretch(
 ):
     """Begin and end of the tokens that a unit looks at in one of its row's splits.
 
-    Splits cut the row's context into equal numbers of tiles, whatever the unit: for some units a
+    Splits cut the row's context into equal numbers of tiles for all units. So for some units a
     split may be empty.
     """
     first_tile = _first_seen(first_position, window) // TILE
@@ -505,8 +506,9 @@ def _scan(
     HAS_SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The online softmax over tokens `begin` to `end`; without MASKED all are seen by all queries,
-    and they are whole tiles."""
+    """The online softmax over tokens `begin` to `end`. Without MASKED all queries see all tokens,
+    and tiles are whole.
+    """
     HAS_SCALES: tl.constexpr = FORMAT == "fp8_e4m3" or FORMAT == "int8" or FORMAT == "int4"
     token = begin + tl.arange(0, TILE)
     block = tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
@@ -587,7 +589,7 @@ def _tile(
 
 @triton.jit
 def _elements(FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Which element of a head each column of a tile holds, and whether there is one."""
+    """The element of a head that each column of a tile holds, and a flag if there is one."""
     column = tl.arange(0, WIDTH)
     if FORMAT == "int4":
         word = column % (WIDTH // 8)
@@ -602,7 +604,7 @@ def _elements(FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def _words(heads, offset, there, LENGTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """LENGTH words of each token's head [TILE, PADDED]; zero where there are none."""
+    """LENGTH words of each token's head [TILE, PADDED]; zero beyond its end."""
     word = tl.arange(0, PADDED)
     at = (heads + offset * LENGTH)[:, None] + word[None, :]
     if MASKED:
@@ -616,7 +618,7 @@ def _words(heads, offset, there, LENGTH: tl.constexpr, PADDED: tl.constexpr, MAS
 
 @triton.jit
 def _side_by_side(left, right):
-    """[n, width] and [n, width] as [n, 2 * width]."""
+    """Joins [n, width] and [n, width] to [n, 2 * width]."""
     both = tl.permute(tl.join(left, right), (0, 2, 1))
     return tl.reshape(both, (left.shape[0], 2 * left.shape[1]))
 
@@ -714,7 +716,7 @@ def merge_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,  # splits at a time
 ):
-    """One query of one head, from its splits. Grid: (num_rows * longest, num_heads)."""
+    """Merges the splits of one query of one head. Grid: (num_rows * longest, num_heads)."""
     row = tl.program_id(0) // longest
     nth = tl.program_id(0) % longest
     head = tl.program_id(1)

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Character tables and fixtures written to be hard to read teach nothing about Python.
+# Character tables, and fixtures that are hard to read on purpose, teach nothing about Python.
 SKIPPED_DIRS = ("site-packages", "encodings", "__pycache__", "lib2to3/tests/data")
 HELD_OUT_ONE_IN = 50
 MAX_DIALOGUE_CHARS = 4000

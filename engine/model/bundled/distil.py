@@ -1,9 +1,9 @@
-"""The bundled draft: a smaller Llama that learns to think what the target thinks.
+"""Trains the bundled draft: a smaller Llama that learns the target's distribution.
 
 It begins as a part of the target: the embedding, the first layer and the last, each with all of its
-heads but only the half of its MLP that matters most. (Of all pairs of layers these two come
-closest to the whole; without heads it is much farther off than without half of the MLP.) At batch
-1 a pass costs hardly more than one of half the width, which would have to begin from nothing.
+heads but only the more important half of its MLP. Of all pairs of layers these two come closest to
+the whole. Without heads the model is much farther off than without half of the MLP. At batch 1 a
+pass costs hardly more than one of half the width, which would have to begin from nothing.
 
 The loss is KL(target || draft) over the windows of `on_policy`. The target's share of it was
 computed when the windows were scored, so a step costs the draft's passes alone.
@@ -28,7 +28,7 @@ SMALLEST_SHARE = 1e-4  # of the tokens beyond the likeliest ones: fp16 may leave
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How far training has come."""
+    """The progress of training."""
 
     steps: int
     tokens: int
@@ -39,8 +39,8 @@ class Done:
 def begin_as(draft: LlamaForCausalLM, target: LlamaForCausalLM, windows: torch.Tensor) -> None:
     """Copies the target's embedding, first layer and last layer, as far as they fit the draft.
 
-    Both have the same width and heads; the draft has two layers, whose MLPs get what adds most to
-    the target's residual stream on `windows` [num_windows, window] int64.
+    Both have the same width and heads. The draft has two layers. Their MLPs get the channels that
+    add most to the target's residual stream on `windows` [num_windows, window] int64.
     """
     copy = {"model.embed_tokens.weight", "model.norm.weight"}
     state = {name: value for name, value in target.state_dict().items() if name in copy}
@@ -58,7 +58,7 @@ def begin_as(draft: LlamaForCausalLM, target: LlamaForCausalLM, windows: torch.T
 
 
 def _weigh_mlps(target: LlamaForCausalLM, windows: torch.Tensor) -> list[torch.Tensor]:
-    """For each layer, what each channel [intermediate] of its MLP adds: root mean square."""
+    """For each layer, the root mean square of what each channel [intermediate] of its MLP adds."""
     weighed: list[torch.Tensor] = []
 
     def weigh(down: torch.nn.Linear, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -77,7 +77,7 @@ def distillation_loss(
     top_ids: torch.Tensor,  # [num_tokens, top] int64
     top_logprobs: torch.Tensor,  # [num_tokens, top]: the target's
 ) -> torch.Tensor:
-    """Mean KL(target || draft), all tokens beyond the target's likeliest being one."""
+    """Mean KL(target || draft). All tokens beyond the target's likeliest count as one."""
     draft_logprobs = draft_logits.gather(-1, top_ids) - draft_logits.logsumexp(-1, keepdim=True)
     shares = top_logprobs.exp()
     rest = (1 - shares.sum(-1)).clamp_min(SMALLEST_SHARE)
@@ -95,7 +95,7 @@ def distil(
     clock: Clock,
     checkpoint: Callable[[Done], None],
 ) -> Done:
-    """Trains the draft for so long, and at least one step; calls `checkpoint` now and then."""
+    """Trains the draft for the given time, at least one step; calls `checkpoint` now and then."""
     optimisers = Optimisers(draft, muon_lr=MUON_LR, adam_lr=ADAM_LR)
     begin_s = saved_s = clock.now_s()
     done = Done(0, 0, 0.0)

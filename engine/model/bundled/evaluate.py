@@ -1,8 +1,8 @@
-"""How good the bundled pair is: perplexity, and how often the draft says what the target says.
+"""Quality of the bundled pair: perplexity, and how often the draft agrees with the target.
 
-Agreement is the share of positions where both choose the same token after the same text, which is
-the share of first drafts that verification keeps. Where they sample, the noise is the same for
-both, as in Baton's decoder. Models compute in fp32; serving in int8 costs a little.
+Agreement is the share of positions where both choose the same token after the same text. That is
+the share of first drafts that verification keeps. If they sample, the noise is the same for both,
+as in Baton's decoder. Models compute in fp32; serving in int8 costs a little.
 """
 
 import math
@@ -27,10 +27,10 @@ def evaluate(
     written: Sequence[Written],
     max_windows: int,
 ) -> dict[str, float]:
-    """Figures of text that was never trained on.
+    """Figures for text that was never trained on.
 
-    `held_out` [num_tokens] are people's words. In `written` the target answers prompts from there,
-    a temperature each; an answer counts up to its first end of text or turn.
+    `held_out` [num_tokens] is text that people wrote. In `written` the target answers prompts from
+    it, at one temperature each; an answer counts up to its first end of text or turn.
     """
     target.eval(), draft.eval()
     figures = _on_held_out(target, draft, held_out, max_windows)
@@ -83,7 +83,7 @@ def _noise(logits: torch.Tensor, *, seed: int, start: int) -> torch.Tensor:
 
 
 def _choose(logits: torch.Tensor, temperature: float, noise: torch.Tensor) -> torch.Tensor:
-    """Tokens [num_tokens]."""
+    """The chosen tokens [num_tokens]."""
     return (logits if temperature == 0 else logits / temperature + noise).argmax(-1)
 
 

@@ -1,8 +1,7 @@
 """The optimisers of the bundled models, and their learning rate over a run.
 
-Hidden matrices are trained by Muon (Jordan et al., 2024), the rest by AdamW. The schedule is a
-function of the share of a run's time, not of steps, so that a run ends when it was told to on any
-machine.
+Muon (Jordan et al., 2024) trains hidden matrices, AdamW the rest. The schedule depends on the share
+of a run's time, not on steps, so a run ends on time on any machine.
 """
 
 import torch
@@ -56,7 +55,7 @@ class Optimisers:
         self._peaks = ((Muon(hidden, lr=muon_lr), muon_lr), (adam, adam_lr))
 
     def step(self, share: float) -> None:
-        """One update after `share` of the run; the gradients are gone then."""
+        """Does one update after `share` of the run, and clears the gradients."""
         for optimiser, peak in self._peaks:
             for group in optimiser.param_groups:
                 group["lr"] = peak * schedule(share)

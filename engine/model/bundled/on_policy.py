@@ -1,15 +1,15 @@
-"""Text that the target itself writes, and what it thinks of every token of it.
+"""Text that the target itself writes, with the target's distribution of every token.
 
-A draft is judged on the target's own text, so that is what it learns from (on-policy distillation,
-Zhou et al., "DistillSpec", ICLR 2024). The target runs as it is served: `TorchRunner` writes,
-`CpuForward` scores.
+A draft is judged on the target's own text, so it learns from that (on-policy distillation, Zhou et
+al., "DistillSpec", ICLR 2024). The target runs as it is served: `TorchRunner` writes, `CpuForward`
+scores.
 
     window    a prompt and the target's continuation, past any end of text, up to a fixed number of
               tokens; no two share a seed
     lesson    for each token of a window, the `TOP` likeliest tokens after it
 
-Prompts are pieces of code and questions as the chat template puts them. A few windows are long and
-all code: writing at such lengths is slow, and what far attention is good for can be learnt there.
+Prompts are pieces of code, and questions in the chat template. A few windows are long and all code:
+writing at such lengths is slow, but far attention can be learnt there.
 """
 
 import random
@@ -44,7 +44,7 @@ TEMPERATURES = (0.0, 0.7, 0.7, 1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Windows [num_windows, window] int64; from `prompt_lens` on they are the target's words."""
+    """Windows [num_windows, window] int64; from `prompt_lens` on the target wrote them."""
 
     windows: torch.Tensor
     prompt_lens: list[int]
@@ -53,29 +53,30 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """Windows [num_windows, window], and of each token the likeliest after it, best first.
+    """Windows [num_windows, window], and the likeliest tokens after each of their tokens, best
+    first.
 
-    `top_ids` and `top_logprobs` are [num_windows, window, TOP], of the distribution at
-    temperature 1.
+    `top_ids` and `top_logprobs` are [num_windows, window, TOP], of the distribution at temperature
+    1.
     """
 
-    windows: torch.Tensor  # int16: so are ids below 32,768 kept here
+    windows: torch.Tensor  # int16, which holds ids below 32,768
     top_ids: torch.Tensor  # int16
     top_logprobs: torch.Tensor  # fp16
 
     @property
     def window(self) -> int:
-        """Tokens of each window."""
+        """Number of tokens of each window."""
         return self.windows.shape[1]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all windows."""
+        """Number of tokens of all windows."""
         return self.windows.numel()
 
     @classmethod
     def joined(cls, parts: "Sequence[Lessons]") -> "Lessons":
-        """One of several whose windows have the same length."""
+        """Joins several lessons whose windows have the same length."""
         return cls(
             torch.cat([part.windows for part in parts]),
             torch.cat([part.top_ids for part in parts]),
@@ -85,7 +86,7 @@ class Lessons:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Where prompts come from: token streams [num_tokens] int64, and the ids that part them."""
+    """The source of prompts: token streams [num_tokens] int64, and the ids that separate them."""
 
     code: torch.Tensor
     dialogues: torch.Tensor
@@ -109,7 +110,7 @@ class Prompts:
         return self.code[start : start + length].tolist()
 
     def _questions(self) -> list[list[int]]:
-        """Every dialogue up to where the answer begins."""
+        """Every dialogue, cut off where the answer begins."""
         starts = (self.dialogues == self.end_of_text).nonzero()[:-1, 0] + 1
         answers = (self.dialogues == self.answer_begins).nonzero()[:, 0]
         ends = answers[torch.searchsorted(answers, starts)] + 1
@@ -122,7 +123,7 @@ class Prompts:
 def gather(
     target: Path, prompts: Prompts, *, seconds: float, rng: random.Random, clock: Clock
 ) -> list[Lessons]:
-    """Lessons of short windows and of long ones, as many as there is time for."""
+    """Makes lessons of short and of long windows, as many as there is time for."""
     deadline_s = clock.now_s() + seconds
     short: list[Lessons] = []
     long: list[Lessons] = []
@@ -181,7 +182,7 @@ def write(runner: TorchRunner, prompts: Sequence[list[int]], samplings: list[Sam
 
 
 class Scorer:
-    """What the target thinks of windows of one length."""
+    """Computes the target's distributions over windows of one length."""
 
     def __init__(self, target: Path, window: int) -> None:
         self._num_rows = max(1, SCORED_TOKENS // window)
@@ -197,7 +198,7 @@ class Scorer:
         self._forward.close()
 
     def lessons(self, windows: torch.Tensor) -> Lessons:
-        """What follows each token of `windows` [num_windows, window]."""
+        """The likeliest tokens after each token of `windows` [num_windows, window]."""
         found = [self._top(rows.tolist()) for rows in windows.split(self._num_rows)]
         shape = (*windows.shape, TOP)
         top_logprobs, top_ids = (torch.cat(part).view(shape) for part in zip(*found, strict=True))

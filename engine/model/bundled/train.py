@@ -104,7 +104,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token streams, int64 [num_tokens]: what is trained on, and what is held out."""
+    """Token streams, int64 [num_tokens], for training and held out."""
 
     code: torch.Tensor
     dialogues: torch.Tensor
@@ -139,7 +139,7 @@ def sample_batch(data: Corpus, window: int, rng: random.Random) -> torch.Tensor:
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """A Hugging Face model directory with bf16 weights."""
+    """Saves a Hugging Face model directory with bf16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
@@ -205,7 +205,7 @@ to their end or to {window} tokens with the prompt. All in fp32.
 def train_target(
     data: Corpus, tokenizer: Tokenizer, out: Path, *, minutes: float, rng: random.Random
 ) -> None:
-    """Trains for so long and writes target/ and the target's part of the card below `out`."""
+    """Trains for the given time; writes target/ and the target's part of the card below `out`."""
     clock = MonotonicClock()
     target = LlamaForCausalLM(target_config())
     optimisers = Optimisers(target, muon_lr=MUON_LR, adam_lr=ADAM_LR)
@@ -251,7 +251,7 @@ def train_target(
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """What the draft is trained with and judged by; all but `target` in tokens of `tokenizer`."""
+    """Inputs of the draft's training and evaluation; all but `target` in tokens of `tokenizer`."""
 
     target: LlamaForCausalLM
     tokenizer: Tokenizer
@@ -261,7 +261,7 @@ class DraftInputs:
 
 
 def train_draft(inputs: DraftInputs, out: Path, *, minutes: float, rng: random.Random) -> None:
-    """Trains for so long and writes draft/ and the draft's part of the card below `out`."""
+    """Trains for the given time; writes draft/ and the draft's part of the card below `out`."""
     clock = MonotonicClock()
     begin_s = clock.now_s()
     draft = LlamaForCausalLM(draft_config())
@@ -293,7 +293,7 @@ def write_draft_card(
     minutes: float,
     figures: dict[str, float],
 ) -> None:
-    """Replaces what the card says of the draft."""
+    """Replaces the card's section on the draft."""
     cores = torch.get_num_threads()
     text = DRAFT_CARD.format(
         draft_params=draft.num_parameters(),
@@ -315,7 +315,7 @@ def write_draft_card(
 def lessons_of(
     target: Path, prompts: Prompts, cache: Path | None, *, seconds: float, rng: random.Random
 ) -> list[Lessons]:
-    """Those in the file `cache` if there is one, else new ones, which are left there."""
+    """The lessons in the file `cache`; if it is missing, makes new ones and writes them there."""
     if cache is not None and cache.exists():
         return [Lessons(*tensors) for tensors in torch.load(cache)]
     lessons = on_policy.gather(target, prompts, seconds=seconds, rng=rng, clock=MonotonicClock())
@@ -331,7 +331,7 @@ def prompts_of(code: torch.Tensor, dialogues: torch.Tensor, tokenizer: Tokenizer
 
 
 def judged_answers(target: Path, prompts: Prompts) -> list[Written]:
-    """The same ones whenever the target is the same."""
+    """Answers for the evaluation; the same ones if the target is the same."""
     return [
         on_policy.answers(
             target, prompts, temperature=temperature, num=JUDGED_PROMPTS, rng=random.Random(0)

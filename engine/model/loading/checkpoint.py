@@ -127,7 +127,7 @@ def load(
             section, tried = _probe(model, context, computed_in, tolerance, context_len)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a model's code raises: it cannot be served
+    except Exception as error:  # a model's code may raise anything: refuse the model
         raise CheckpointError(f"{_model_type(config)} fails: {_first_line(error)}") from error
     read_outside = names_like(model, seen.read)
     for name in read_outside:
@@ -242,7 +242,7 @@ def _load_weights(
             **({"gguf_file": gguf[0]} if gguf else {}),
         )
         model = model.to(device)
-    except Exception as error:  # whatever a model's code or a quantiser raises: it cannot be served
+    except Exception as error:  # a model's code or a quantiser may raise anything: refuse the model
         raise CheckpointError(f"{path}: {_first_line(error)}") from error
     if info["missing_keys"]:
         raise CheckpointError(f"{path}: weights lack {min(info['missing_keys'])}")
@@ -281,7 +281,7 @@ def _probe(
     off = tried.error(_paged_logits(model, context, section, tried))
     if not off <= tolerance:
         who = _model_type(model.config)
-        raise CheckpointError(f"{who}: over paged KV its logits are not its own: {_why(calls)}")
+        raise CheckpointError(f"{who}: over paged KV its logits differ: {_why(calls)}")
     return section, tried
 
 
@@ -298,7 +298,7 @@ def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
     section, tried = loaded.layout.sections[0], loaded.probe
     try:
         found = _paged_logits(model, loaded.context, section, tried)
-    except Exception as error:  # whatever a model's code raises: it cannot be served
+    except Exception as error:  # a model's code may raise anything: refuse the model
         raise CheckpointError(f"{who} fails over packed weights: {_first_line(error)}") from error
     off = tried.error(found)
     if not off <= max(tolerance, tried.tolerance):

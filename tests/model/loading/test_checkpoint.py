@@ -436,7 +436,7 @@ def pack(path):
 torch.set_num_threads(1)
 team = Team(kernels(), 1)
 small, large = sys.argv[1:]
-pack(small)  # whatever is loaded and compiled on first use
+pack(small)  # loads and compiles everything that is needed once
 before = status("VmRSS")
 pack(large)
 print(status("VmHWM") - before)
