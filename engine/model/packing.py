@@ -126,9 +126,8 @@ def arrays(memory: np.ndarray, packing: Packing) -> Inputs[np.ndarray]:
 class Tables:
     """The block tables of the last step's rows, as arrays.
 
-    A sequence's next step has the same blocks and now and then one more. To see that they are the
-    same takes an eighth of the time of making an array of them, most of the work of a decode step
-    behind long contexts.
+    A sequence's next step mostly has the same blocks. Comparing them takes an eighth of the time of
+    making an array, which is most of the host's work for a decode step with long contexts.
     """
 
     def __init__(self) -> None:

@@ -6,11 +6,10 @@
       ── Session, claim ─────────────────────────────>  challenge, client's noise, client's proof
       <───────────────────────────── server's proof ──  after the claim is checked
 
-All of it travels in gRPC's metadata. So the server reads no message of a client that it does not
-trust, and the client sends none to a server that it does not trust. A challenge costs the server no
-memory: its MAC, under a key of this process, shows that the server made it. A challenge is good for
-one session. Proofs cover the address that the client dialled, so an impostor at another address
-cannot pass them on.
+All of it travels in gRPC's metadata. So the server reads no message of an untrusted client, and the
+client sends none to an untrusted server. A challenge costs the server no memory: its MAC, under a
+key of this process, shows that the server made it. A challenge is good for one session. Proofs
+cover the address that the client dialled, so an impostor at another address cannot pass them on.
 
 Limits: sessions are neither encrypted nor signed, frame by frame. An attacker on the path between
 two machines can read them, and can take one over after it has begun.

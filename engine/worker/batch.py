@@ -1,12 +1,12 @@
 """What a step computes, in integers: the seam between schedulers and the runner.
 
-One shape serves all steps. Each row extends one sequence's context by `q` tokens: a prefill chunk
-(`q` = chunk), a decode step (`q` = 1), or the verification of a draft of k tokens (`q` = k + 1, the
-row's own token and the drafted ones behind it).
+One shape serves all steps. Each row extends one sequence's context by `q` tokens. A prefill chunk
+has `q` = chunk, a decode step `q` = 1. The verification of a draft of k tokens has `q` = k + 1: the
+row's own token and the drafted ones behind it.
 
 A drafted token is kept if the target chooses it there, with the noise of that position. The token
 after the last kept one is the target's choice too. So a row that drafts k tokens yields between 1
-and k + 1, and these equal the tokens of k + 1 steps without a draft.
+and k + 1 tokens. They equal those of k + 1 steps without a draft.
 """
 
 from array import array

@@ -3,8 +3,8 @@
 Each row of a batch extends one sequence by `q` tokens: a prefill chunk, a decode step, or the
 verification of a draft. Its queries see the sequence's context up to themselves, the present tokens
 included. K and V are read only from the cache record, never from the projections just computed. So
-what a token sees does not depend on where a chunk ended, on a prefix hit, or on the worker that
-computed it, even if the record holds fewer bits than the projections.
+what a token sees does not depend on where a chunk ended, on a prefix hit, or on the worker. This
+holds even if the record has fewer bits than the projections.
 
     AttentionBatch       what the layers of one forward pass share: built once, on the host
     Attend               stores K and V of the batch's tokens, then attends: one per kind of device

@@ -9,10 +9,10 @@ to fill the GPU. `kernels.py` defines units, items and splits.
 
 **CUDA graphs.** A launch depends on the host's view of the batch only through `extents`: the query
 lengths and, for prefill, the length of the context. Context lengths, block tables and slots are
-read on the device. So a captured decode step serves any contexts, if its `extents` have one query a
-row and its `block_tables` are as wide as the longest context needs. Rows that only fill a batch up
-have `context_len` 0 and slots `packing.PAD_SLOT`: nothing is stored for them and their result is
-zero.
+read on the device. So a captured decode step serves any contexts. For that, its `extents` have one
+query a row, and its `block_tables` are as wide as the longest context needs. Rows that only fill a
+batch up have `context_len` 0 and slots `packing.PAD_SLOT`: nothing is stored for them and their
+result is zero.
 
 **Prefill in torch.** A long row with nothing before it attends to itself alone. If the record is
 bf16 and so are K and V, the record holds exactly the bits that were just projected. Reading the

@@ -3,10 +3,10 @@
 It serves if no kernel can be used, and it is the simple twin of the kernels. It gathers whole
 blocks by block table, dequantises them into contiguous K and V, and calls torch's own attention.
 
-A span is computed at once. It is one row of several queries, or all rows of one query whose KV
-lengths have the same number of bits, padded to the longest of them. A row of a span does not see
-tokens outside its window, its context or its memory. These are zeroed after the gather and then
-hidden by the mask.
+A span is computed at once. It is one row of several queries, or several rows of one query each. The
+latter have KV lengths with the same number of bits, and are padded to the longest of them. A row of
+a span does not see tokens outside its window, its context or its memory. These are zeroed after the
+gather and then hidden by the mask.
 """
 
 from collections import defaultdict

@@ -7,10 +7,10 @@ the model when it is opened:
    KV heads and head size. The `KVSection` comes from these calls, not from names in the config.
    The window that a layer tells its attention must be that of its mask.
 2. The rows of `probe`, near and far, with the model's own attention, and the same in two passes
-   over paged KV, in fp32 or bf16 whatever format is served. The logits must agree. They do not if
-   anything besides K and V passes from token to token (states of a recurrence or a convolution), if
-   the attention has terms that ours does not (biases, sinks, no causality), if positions are not
-   taken from `position_ids`, or if anything depends on the other rows of a batch.
+   over paged KV, in fp32 or bf16 for every served format. The logits must agree. They do not if
+   anything besides K and V passes from token to token (states of a recurrence or a convolution).
+   Nor do they if the attention has terms that ours does not (biases, sinks, no causality), if
+   positions are not taken from `position_ids`, or if other rows of a batch have an influence.
 
 Code that changes the model afterwards, such as packing its weights, repeats the second trial.
 

@@ -9,8 +9,8 @@ A checkpoint is a directory as transformers saves it:
 Two workers may exchange KV only if they serve the same model in the same way. The fingerprint
 stands for all of that but the layout of KV, which is compared by itself. It is a hash of the
 config, the tokenizer, the safetensors headers (names, types, shapes) and a few bytes of every
-tensor, since fine-tunes of one model share all the rest. For a GGUF file it covers the size and
-bytes at even distances. Weights are not read in full.
+tensor. The latter tell fine-tunes of one model apart, which share all the rest. For a GGUF file it
+covers the size and bytes at even distances. Weights are not read in full.
 """
 
 import json

@@ -29,8 +29,8 @@ def as_stored() -> Iterator[None]:
     """A context in which `from_pretrained` casts no tensor; its `dtype` holds for tensors that the
     model makes.
 
-    It uses the plan of exceptions, since a dtype given to transformers is one for all, and a
-    checkpoint in bf16 may keep a few tensors in fp32. None in the plan means no cast.
+    It uses the plan of exceptions. A dtype given to transformers is one for all tensors, but a
+    checkpoint in bf16 may keep a few of them in fp32. None in the plan means no cast.
     """
     plan = PreTrainedModel._get_dtype_plan
     PreTrainedModel._get_dtype_plan = lambda _model, _dtype: {"*": None}

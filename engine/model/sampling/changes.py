@@ -11,8 +11,8 @@ numbers. The result of each of these steps is limited likewise, for the ids that
 
 So an allowed id is chosen as long as there is one. Penalties and biases are limited likewise.
 
-On a GPU too, a batch takes only a few operations on all rows that change anything, and one copy of
-ids, numbers and masks to the device. `reference_changed` does the same in plain Python, and
+A batch takes only a few operations on all rows that change anything. On a GPU, one copy brings ids,
+numbers and masks to the device. `reference_changed` does the same in plain Python, and
 `native/src/changes.h` in C++.
 
 Source of the repetition penalty: Keskar et al., "CTRL", 2019, §4.1.

@@ -97,8 +97,8 @@ def check_attend(
     tolerance=1e-5,
     dtype=torch.float32,
 ):
-    """Asserts that `attend` stores K and V in their slots, touches no other byte, and gives within
-    `tolerance` the reference's result from the record that it left.
+    """Asserts that `attend` stores K and V in their slots and touches no other byte. Its result is
+    within `tolerance` of the reference's over the written record.
     """
     problem = make_problem(
         device=device,
