@@ -1,19 +1,19 @@
-"""One request on the wire of an OpenAI-compatible server: the body out, the streamed answer in.
+"""One request to an OpenAI-compatible server: encodes its body, reads its streamed answer.
 
-Pure: the shell gives bytes with the time at which they came, and gets an `Answer` or a `Failure`.
+Pure: the shell passes in bytes with their arrival time, and gets an `Answer` or a `Failure`.
 
-All times are seconds of one monotonic clock, on the client's side, from the moment the request was
-handed to the HTTP client (a new connection, if one is needed, is inside):
+Times are seconds of one monotonic clock at the client. They count from the moment at which the HTTP
+client gets the request, so they include opening a connection:
 
 | TTFT | first content chunk - sent                                              |
 | ITL  | each gap between consecutive content chunks                             |
 | TPOT | (last - first content chunk) / (n_out - 1); not defined for n_out = 1   |
 | E2E  | last content chunk - sent = TTFT + (n_out - 1) · TPOT                   |
 
-n_out is `completion_tokens` of the server's usage; without usage a content chunk counts as a token.
-A content chunk carries text (or reasoning); role, finish and usage chunks carry none. Where a chunk
-holds several tokens (speculation, a server that batches its frames) or none yet (half a character),
-gaps are between chunks, not tokens: `tokens per chunk` in the report says how far they differ.
+n_out is `completion_tokens` of the server's usage; without usage, the number of content chunks.
+A content chunk carries text or reasoning; role, finish and usage chunks carry none. A chunk can
+hold several tokens (speculation, batched frames) or none (half a character). Then gaps are between
+chunks and not between tokens: `tokens/per_chunk` in the report gives the proportion.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from bench.common.prompts import Prompt
 
 
 class Endpoint(StrEnum):
-    """Which of the two OpenAI endpoints is asked."""
+    """One of the two OpenAI endpoints."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -52,7 +52,7 @@ class Answer:
     """A complete answer."""
 
     sent_s: float
-    chunk_times_s: tuple[float, ...]  # when each content chunk came; never empty
+    chunk_times_s: tuple[float, ...]  # arrival of each content chunk; never empty
     num_output_tokens: int
     num_prompt_tokens: int | None  # None: the server sent no usage
     num_cached_tokens: int | None
@@ -70,7 +70,7 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None where one token was all."""
+        """Mean time per token after the first; None if there was only one token."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
@@ -125,13 +125,13 @@ class AnswerReader:
         self._failure: Failure | None = None
 
     def feed(self, piece: bytes, now_s: float) -> None:
-        """Takes the bytes that came at `now_s`."""
+        """Takes bytes that arrived at `now_s`."""
         for event in self._parser.feed(piece):
             self._take(event, now_s)
 
     def finish(self) -> Answer | Failure:
-        """What the stream, which has now ended, amounts to."""
-        # Of an event that was cut short only the end mark can be trusted to be whole.
+        """The answer or the failure, once the stream has ended."""
+        # In an event that was cut short, only the end mark is certain to be complete.
         if any(event.data == DONE for event in self._parser.finish()):
             self._complete = True
         if self._failure is not None:
@@ -181,7 +181,7 @@ class AnswerReader:
 
 
 def _stages(timeline: Mapping[str, object]) -> dict[str, float]:
-    """The durations, those of the KV transfer beside the stages among them; null ones left out."""
+    """The durations of stages and of the KV transfer, in seconds, without those that are null."""
     return {
         name.removesuffix("_s"): value
         for name, value in timeline.items()

@@ -1,8 +1,8 @@
-"""When each request of an open-loop load is due. Pure: the generator of randomness is an argument.
+"""Due times of the requests of an open-loop load. Pure: the random generator is an argument.
 
-Gaps between requests are independent, of mean 1/rate, gamma distributed with shape `burstiness`:
-1 is a Poisson process, below 1 requests come in bursts, above 1 they come more evenly. The gaps'
-coefficient of variation is 1/√burstiness. Same meaning as `--burstiness` of `vllm bench serve`.
+Gaps between requests are independent, with mean 1/rate, and gamma distributed with shape
+`burstiness`. At 1 this is a Poisson process; below 1 requests come in bursts, above 1 more evenly.
+The gaps' coefficient of variation is 1/√burstiness. `vllm bench serve --burstiness` means the same.
 """
 
 import math
@@ -13,9 +13,10 @@ from random import Random
 def arrival_times_s(
     rate_per_s: float, num_requests: int, *, burstiness: float, rng: Random
 ) -> list[float]:
-    """Seconds from the start at which each request is due, in order; the first is due at 0.
+    """Due time of each request in seconds from the start, in order; the first is 0.
 
-    An infinite rate makes all of them due at once.
+    With an infinite rate all requests are due at once. Raises ValueError if the rate or the
+    burstiness is not above 0.
     """
     if not rate_per_s > 0 or not burstiness > 0 or not math.isfinite(burstiness):
         raise ValueError(f"rate {rate_per_s} and burstiness {burstiness} must be above 0")

@@ -1,8 +1,8 @@
-"""What one run of load against a server came to: figures, goodput, and what to warn of. Pure.
+"""Figures, goodput and warnings of one run of load against a server. Pure.
 
-Figures are in milliseconds, as reports are. Latencies are of complete answers only; failures are
-counted by kind, and a request that failed meets no SLO. Throughput counts the tokens of complete
-answers over the time from the first request's due time to the end of the last request.
+Figures are in milliseconds, as in reports. Latencies are those of complete answers only. Failures
+are counted by kind, and a failed request meets no SLO. Throughput is the tokens of complete answers
+over the time from the first request's due time to the end of the last request.
 
 Goodput, three definitions, side by side because published figures use all three:
 
@@ -13,7 +13,7 @@ Goodput, three definitions, side by side because published figures use all three
 - `goodput/requests`: requests/s with TTFT and TPOT inside their bounds; vLLM's and AIPerf's
   `--goodput`.
 
-A bound that is not given is met; so is a bound on TPOT by an answer of one token.
+A missing bound is met. An answer of one token meets any bound on TPOT.
 """
 
 from collections import Counter
@@ -25,10 +25,10 @@ from bench.common.report import Figure
 from bench.common.stats import mean_of_longest, summarize
 
 TBT_SHARE = 0.1
-LATE_MS = 10.0  # a client later than this at p99 is not the load that was asked for
+LATE_MS = 10.0  # if the client's p99 lag is larger, the load differed from the plan
 LENGTH_TOLERANCE = 0.1
 CACHED_SHARE = 0.1
-MEASURES = {  # in the timeline beside the stages, with which they overlap
+MEASURES = {  # in the timeline, but not stages: they overlap with stages
     "kv_transfer": "kv/transfer",
     "kv_exposed": "kv/exposed",
 }
@@ -36,7 +36,7 @@ MEASURES = {  # in the timeline beside the stages, with which they overlap
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """One request: how late it was sent, how long it waited for a slot, and what came back."""
+    """One request: its lateness, its wait for a slot, and its result."""
 
     send_lag_s: float  # the client's own lateness, before any wait for a slot
     slot_wait_s: float | None  # waiting under the concurrency limit; None without one
@@ -58,14 +58,14 @@ class LoadRun:
 
     @property
     def failures(self) -> list[Failure]:
-        """What the other requests came to."""
+        """The requests without a complete answer."""
         results = (outcome.result for outcome in self.outcomes)
         return [result for result in results if isinstance(result, Failure)]
 
 
 @dataclass(frozen=True, slots=True)
 class SloBounds:
-    """Bounds on one request's latencies; None bounds nothing."""
+    """Bounds on one request's latencies. None means no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -88,18 +88,18 @@ def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict
 
 
 def meets(answer: Answer, slo: SloBounds) -> bool:
-    """Whether TTFT and TPOT are inside their bounds."""
+    """True if TTFT and TPOT are within their bounds."""
     return _inside(answer.ttft_s, slo.ttft_s) and _inside(answer.tpot_s, slo.tpot_s)
 
 
 def meets_by_longest_gaps(answer: Answer, slo: SloBounds) -> bool:
-    """Whether TTFT and Mooncake's TBT are inside their bounds."""
+    """True if TTFT and Mooncake's TBT are within their bounds."""
     tbt_s = mean_of_longest(answer.gaps_s, TBT_SHARE) if answer.gaps_s else None
     return _inside(answer.ttft_s, slo.ttft_s) and _inside(tbt_s, slo.tpot_s)
 
 
 def warnings(runs: Sequence[LoadRun], *, input_len: int, output_len: int) -> list[str]:
-    """One line for each thing that makes the figures mean less than they seem to."""
+    """A line for each reason not to trust the figures."""
     answers = [answer for run in runs for answer in run.answers]
     return [
         *_late_client(runs),
@@ -116,7 +116,7 @@ def warnings(runs: Sequence[LoadRun], *, input_len: int, output_len: int) -> lis
 
 
 def kinds_with_example(failures: Iterable[Failure]) -> Mapping[str, tuple[int, str]]:
-    """For each kind of failure: how many, and the detail of the first."""
+    """The count of each kind of failure, and the detail of its first example."""
     table: dict[str, tuple[int, str]] = {}
     for failure in failures:
         count, first = table.get(failure.kind, (0, failure.detail))
@@ -211,7 +211,7 @@ def _late_client(runs: Sequence[LoadRun]) -> list[str]:
     lag = summarize([outcome.send_lag_s for run in runs for outcome in run.outcomes])
     if lag is None or lag.p99 * 1e3 <= LATE_MS:
         return []
-    return [f"the client itself was late: send lag p99 {lag.p99 * 1e3:.1f} ms"]
+    return [f"the client itself sent late: send lag p99 {lag.p99 * 1e3:.1f} ms"]
 
 
 def _waits_for_slots(runs: Sequence[LoadRun]) -> list[str]:
@@ -220,8 +220,8 @@ def _waits_for_slots(runs: Sequence[LoadRun]) -> list[str]:
     if waits is None or waits.p99 * 1e3 <= LATE_MS:
         return []
     return [
-        f"requests waited for a slot, p99 {waits.p99 * 1e3:.1f} ms: not in TTFT, E2E or goodput,"
-        " which count from the moment of sending"
+        f"requests waited for a slot, p99 {waits.p99 * 1e3:.1f} ms: TTFT, E2E and goodput count"
+        " from the moment of sending and leave this wait out"
     ]
 
 
@@ -245,4 +245,4 @@ def _cached_prompts(answers: Sequence[Answer]) -> list[str]:
     if num_prompt == 0 or num_cached <= CACHED_SHARE * num_prompt:
         return []
     share = num_cached / num_prompt
-    return [f"the server had {share:.0%} of prompt tokens cached: another --seed asks anew"]
+    return [f"the server had {share:.0%} of prompt tokens cached: use another --seed"]

@@ -1,10 +1,11 @@
-"""Server-sent events, parsed as bytes arrive, wherever the network cuts them.
+"""Parses server-sent events as bytes arrive, independent of how the network cuts them. Pure.
 
-Pure: bytes in, events out. Follows the WHATWG HTML standard, §9.2.6: a line ends with CRLF, LF or
-CR; a line that starts with a colon is a comment; a blank line ends an event; the `data` lines of
-one event are joined with LF; an event without data is dropped. `id` and `retry` are ignored: a
-benchmark never reconnects. One departure, in `finish`: the standard drops an event that the end
-of the stream cut short, here it is handed out, because servers exist that omit the last blank line.
+Follows the WHATWG HTML standard, §9.2.6. A line ends with CRLF, LF or CR. A line that starts with a
+colon is a comment. A blank line ends an event. The `data` lines of one event are joined with LF. An
+event without data is dropped. `id` and `retry` are ignored, because a benchmark never reconnects.
+
+`finish` departs from the standard. The standard drops an event that the end of the stream cut
+short; `finish` returns it, because some servers omit the last blank line.
 """
 
 from dataclasses import dataclass
@@ -14,24 +15,24 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One event; `data` is not decoded, since most of it is JSON for a bytes parser."""
+    """One event. `data` stays bytes, because most of it is JSON and its parser takes bytes."""
 
     data: bytes
     kind: bytes = b"message"
 
 
 class SseParser:
-    """Turns pieces of a stream into events; one parser for one response."""
+    """Turns the pieces of one response into events."""
 
     def __init__(self) -> None:
-        self._rest = b""  # a line whose end has not come
-        self._ended_in_cr = False  # then a leading LF belongs to the line already taken
+        self._rest = b""  # a line without its end
+        self._ended_in_cr = False  # if true, a leading LF belongs to the previous line
         self._at_start = True
         self._data: list[bytes] = []
         self._kind = b""
 
     def feed(self, piece: bytes) -> list[SseEvent]:
-        """The events that `piece` completes."""
+        """Returns the events that `piece` completes."""
         if not piece:
             return []
         if self._ended_in_cr:
@@ -44,7 +45,7 @@ class SseParser:
         return [event for line in lines if (event := self._take(line.rstrip(b"\r\n")))]
 
     def finish(self) -> list[SseEvent]:
-        """The event, if any, that the end of the stream left without its blank line."""
+        """Returns the last event if the stream ended before its blank line."""
         last_line, self._rest = self._rest, b""
         return [event for line in (last_line, b"") if (event := self._take(line))]
 

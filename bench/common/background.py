@@ -1,7 +1,7 @@
-"""How much of the CPU others use while a benchmark runs: figures from a busy machine mean little.
+"""CPU time that other programs use during a benchmark: on a busy machine figures mean little.
 
-From Linux's /proc: what all cores did that was not idle, time stolen by a hypervisor included, less
-what our processes did. A process is ours if its session is one of those given. All in clock ticks.
+Read from Linux's /proc, in clock ticks: the busy time of all cores, including time that a
+hypervisor stole, minus the time of our processes. A process is ours if its session is given.
 """
 
 import os
@@ -14,7 +14,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Ticks since the machine was started."""
+    """Clock ticks since the machine booted."""
 
     total: int  # of all cores
     busy: int
@@ -22,7 +22,7 @@ class Reading:
 
 
 def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
-    """The present state; None where there is no /proc to read it from."""
+    """The counters now; None if there is no /proc."""
     try:
         total, busy = machine_ticks((proc / "stat").read_text())
     except OSError:
@@ -31,12 +31,12 @@ def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
 
 
 def session_seconds(session: int, proc: Path = PROC) -> float:
-    """CPU time of all processes of a session, in steps of a tick."""
+    """CPU seconds of all processes of a session, rounded to clock ticks."""
     return session_ticks(_processes(proc), frozenset({session})) / os.sysconf("SC_CLK_TCK")
 
 
 def share_of_others(before: Reading | None, after: Reading | None) -> float | None:
-    """Share of the time of all cores that others used between two readings."""
+    """Share of all cores' time that other programs used between two readings, or None."""
     if before is None or after is None or after.total == before.total:
         return None
     others = (after.busy - before.busy) - (after.own - before.own)
@@ -44,10 +44,10 @@ def share_of_others(before: Reading | None, after: Reading | None) -> float | No
 
 
 def machine_ticks(stat: str) -> tuple[int, int]:
-    """All ticks and those that were not idle, from the text of /proc/stat."""
+    """All ticks and the busy ticks, from the text of /proc/stat."""
     first_line = stat.partition("\n")[0]
     ticks = [int(field) for field in first_line.split()[1:9]]  # guests are within user
-    idle = ticks[3] + ticks[4]  # idle, and waiting for a disk
+    idle = ticks[3] + ticks[4]  # idle, and idle while waiting for a disk
     return sum(ticks), sum(ticks) - idle
 
 
@@ -55,9 +55,9 @@ def session_ticks(stats: Iterable[str], sessions: frozenset[int]) -> int:
     """Ticks of the processes of these sessions, from the texts of /proc/<pid>/stat."""
     total = 0
     for stat in stats:
-        fields = stat.rpartition(")")[2].split()  # the name before may hold anything
+        fields = stat.rpartition(")")[2].split()  # the name before ")" may contain anything
         if int(fields[3]) in sessions:
-            total += sum(int(field) for field in fields[11:15])  # its own, and of ended children
+            total += sum(int(field) for field in fields[11:15])  # with its ended children
     return total
 
 
@@ -65,5 +65,5 @@ def _processes(proc: Path) -> Iterator[str]:
     for path in proc.glob("[0-9]*/stat"):
         try:
             yield path.read_text()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue

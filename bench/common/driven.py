@@ -1,8 +1,8 @@
-"""An engine in a process of its own: commands in, answers out, a deadline on every wait.
+"""Drives an engine in a process of its own: sends commands, waits for answers with a deadline.
 
-The protocol is that of `bench.peers.driver`. The process leads a session, so that all it starts
-ends with it. Pipes are read and written in threads: a process that neither reads nor writes cannot
-hold up more than the deadline.
+The protocol is that of `bench.peers.driver`. The process leads a session, so all its children end
+with it. Threads read and write the pipes, so a process that does neither cannot block past the
+deadline.
 """
 
 import os
@@ -26,7 +26,7 @@ Answer = dict[str, Any]
 
 
 class DrivenFailed(BatonError):
-    """An engine that could not do what it was asked, and the last that it wrote to stderr."""
+    """An engine could not carry out a command. Holds the last lines of its stderr."""
 
     def __init__(self, name: str, reason: str, last_lines: Sequence[str]) -> None:
         super().__init__(f"{name}: {reason}")
@@ -36,7 +36,10 @@ class DrivenFailed(BatonError):
 
 
 class Driven:
-    """One process. Without `environment` it has ours. One that does not answer is ended."""
+    """One driven process. It is ended if it does not answer.
+
+    `environment` None means that of this process.
+    """
 
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
@@ -44,7 +47,7 @@ class Driven:
         self.name = name
         self._command = command
         self._environment = environment
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: no more will come
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: end of stdout
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._readers: list[threading.Thread] = []
         self._writer = threading.Thread()
@@ -58,7 +61,7 @@ class Driven:
 
     @property
     def session(self) -> int | None:
-        """Of the process and what it started; None where it does not run."""
+        """Session id of the process and its children; None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -74,7 +77,7 @@ class Driven:
                 start_new_session=True,
                 env=self._environment,
             )
-        except OSError as error:  # told where an answer is waited for, as all else that fails
+        except OSError as error:  # `ready` raises it, as it does for all other failures
             self._last_lines.append(str(error))
             return
         self._readers = [
@@ -83,17 +86,17 @@ class Driven:
         ]
 
     def ready(self, timeout_s: float) -> Answer:
-        """Waits until it is loaded; what it says of itself. Raises DrivenFailed."""
+        """Waits until the engine is loaded; returns what it reports. Raises DrivenFailed."""
         if self._process is None:
             raise DrivenFailed(self.name, "it could not be started", self._last_lines)
         answer = self._wait(timeout_s)
         facts = answer.get("ready")
         if not isinstance(facts, dict):
-            raise self._failed(f"it said {answer} when it should have been ready")
+            raise self._failed(f"it said {answer} instead of ready")
         return facts
 
     def ask(self, do: str, *, timeout_s: float, **arguments: object) -> Answer:
-        """Has it carry out one command. Raises DrivenFailed."""
+        """Sends one command and waits for its answer. Raises DrivenFailed."""
         if self._process is None:
             raise DrivenFailed(self.name, "it is not running", self._last_lines)
         command = msgspec.json.encode({"do": do, **arguments}).decode()
@@ -101,10 +104,10 @@ class Driven:
         return self._wait(timeout_s)
 
     def close(self) -> None:
-        """Ends it and whatever it started, by force if it does not end by itself."""
+        """Ends the process and its children, by force after `CLOSE_TIMEOUT_S`."""
         if self._process is None:
             return
-        if not self._writer.is_alive():  # else closing its input would wait for the writer
+        if not self._writer.is_alive():  # otherwise closing stdin would wait for the writer
             with suppress(OSError):
                 self._process.stdin.close()  # type: ignore[union-attr]
             with suppress(subprocess.TimeoutExpired):
@@ -116,7 +119,7 @@ class Driven:
         if process is None:
             return
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started may live on without it
+            os.killpg(process.pid, signal.SIGKILL)  # its children may outlive it
         process.wait()
         users = zip(
             (process.stdin, process.stdout, process.stderr),
@@ -126,7 +129,7 @@ class Driven:
         for pipe, user in users:
             if user.ident is not None:
                 user.join(CLOSE_TIMEOUT_S)
-            if not user.is_alive():  # else closing would wait for it
+            if not user.is_alive():  # otherwise closing would wait for the thread
                 with suppress(OSError):
                     pipe.close()  # type: ignore[union-attr]
 
@@ -170,6 +173,6 @@ def _started(function: Callable[..., None], *arguments: object) -> threading.Thr
 
 
 def _write(pipe: IO[str], command: str) -> None:
-    with suppress(OSError, ValueError):  # it is gone, or closed: the reader will say so
+    with suppress(OSError, ValueError):  # the process has ended: the reader reports it
         pipe.write(command + "\n")
         pipe.flush()

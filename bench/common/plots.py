@@ -13,7 +13,7 @@ PANELS_IN_A_ROW = 3
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where plots cannot be made: ask before a run, not after it."""
+    """Raises ConfigError if matplotlib is missing: called before a run, not after it."""
     try:
         import matplotlib  # noqa: F401 (looked for, not used)
     except ImportError as error:
@@ -22,7 +22,7 @@ def require_matplotlib() -> None:
 
 
 def plot_cdfs(series_ms: Mapping[str, Sequence[float]], path: Path, *, title: str) -> None:
-    """One panel for each named sample: the share of values at or below each latency."""
+    """Draws a panel for each named sample: the share of values at or below each latency."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(series_ms), 3.6), layout="constrained")
@@ -45,7 +45,7 @@ def plot_bars(
     title: str,
     limits: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
-    """One panel of named bars for each quantity; a limit is a line across the bar it is for."""
+    """Draws a panel of named bars for each quantity. A limit is a line across its bar."""
     figure = bars_figure(panels, title=title, limits=limits or {})
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=150)
@@ -80,6 +80,6 @@ def bars_figure(
 
 
 def cdf(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The empirical distribution: sorted values, and the share of values up to each of them."""
+    """The empirical distribution: the sorted values, and the share of values up to each."""
     ordered = sorted(values)
     return ordered, [rank / len(ordered) for rank in range(1, len(ordered) + 1)]

@@ -1,9 +1,9 @@
-"""Synthetic prompts: a function of the seed. Pure but for `plain_token_ids`, which reads one file.
+"""Synthetic prompts, a function of the seed. Pure, except that `plain_token_ids` reads one file.
 
-Token ids give prompts of an exact length; text, one common word for one token asked, gives about
-that length, and the server's usage says what it was. No two prompts of one call start with the
-same symbol (while the vocabulary has enough), so none finds another's blocks in a prefix cache,
-unless a shared prefix is asked for; then all start with the same one.
+Prompts of token ids have an exact length. Prompts of text have one common word per token, so their
+length is approximate; the server's usage gives the exact one. The prompts of one call start with
+different symbols while the vocabulary lasts, so none hits another's blocks in a prefix cache. With
+a shared prefix, all prompts start with that prefix.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ WORDS = tuple(_WORD_TEXT.split())
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """How many prompts, and how long; the shared prefix is part of the input's length."""
+    """Number and length of prompts. `input_len` includes the shared prefix."""
 
     num_prompts: int
     input_len: int
@@ -74,7 +74,10 @@ def text_prompts(shape: PromptShape, rng: Random) -> list[Prompt]:
 
 
 def plain_token_ids(tokenizer_dir: Path) -> list[int]:
-    """The ids of `tokenizer.json` that stand for text: special and other added tokens left out."""
+    """The ids in `tokenizer.json` that stand for text, without special and other added tokens.
+
+    Raises ConfigError if the folder has no tokenizer.json.
+    """
     from tokenizers import Tokenizer
 
     path = tokenizer_dir / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""What a machine allows a dense decoder: flops and bytes of a step, and the least time they take.
+"""The roofline of a dense decoder: flops and bytes of its steps, and the least time they take.
 
 With L layers, h query heads of d_h, M weights in the layers' matrices, H in the output matrix,
 b sequences and KV of kv bytes a token:
@@ -7,9 +7,9 @@ b sequences and KV of kv bytes a token:
     a decode step          2·(M + H)·b,                   4·L·h·d_h·(sum of the contexts)
     bytes of a step        (bytes of the matrices as held) + kv·(sum of the contexts)
 
-The least time is the greater of flops over peak and bytes over read bandwidth. Matrices run at the
-peak of int8 where the weights are int8, attention and all else at that of fp32. Norms, activations,
-the embedding and writing are left out, so the limit can be approached and not reached.
+The least time is the greater of flops over peak and bytes over read bandwidth. If weights are int8,
+matrices run at the peak of int8; everything else runs at that of fp32. Norms, activations, the
+embedding and writes are left out, so an engine can approach the limit but not reach it.
 
 Source: the roofline, Williams, Waterman & Patterson, CACM 52(4), 2009.
 """
@@ -27,7 +27,7 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A dense decoder, as far as its speed depends on it."""
+    """The sizes of a dense decoder on which its speed depends."""
 
     num_layers: int
     attention_size: int  # query heads times head_dim
@@ -37,24 +37,24 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """What a step reads, as the engine holds it."""
+    """Bytes that a step reads, in the formats that the engine holds."""
 
-    weights_bytes: float  # all matrices but the embedding
+    weights_bytes: float  # all matrices except the embedding
     kv_token_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this machine was measured to do, with the threads that the engines were given."""
+    """Measured peaks of this machine, with the engines' number of threads."""
 
     read_bytes_per_s: float
     fp32_flops_per_s: float
-    int8_flops_per_s: float  # a multiplication and an addition of integers are two
+    int8_flops_per_s: float  # a multiplication and an addition count as two
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What some steps have to do at least."""
+    """The least work of some steps."""
 
     matrix_flops: float
     attention_flops: float
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """In matrices and in attention."""
+        """Flops in matrices and in attention."""
         return self.matrix_flops + self.attention_flops
 
     def __add__(self, other: "Work") -> "Work":
@@ -74,7 +74,7 @@ class Work:
 
 
 def model_size(checkpoint: Path) -> ModelSize | None:
-    """The model's size, from its files; None for one with experts, of which a step uses some.
+    """The model's size, from its files; None if it has experts, since a step uses only some.
 
     Raises CheckpointError.
     """
@@ -101,7 +101,7 @@ def model_size(checkpoint: Path) -> ModelSize | None:
 
 
 def prefill_work(model: ModelSize, memory: ModelMemory, lens: Sequence[int]) -> Work:
-    """One prompt of each length, in one step: weights are read once."""
+    """The work of a prompt of each length in one step, which reads the weights once."""
     tokens = sum(lens)
     pairs = sum(n * (n + 1) / 2 for n in lens)
     return Work(
@@ -112,7 +112,7 @@ def prefill_work(model: ModelSize, memory: ModelMemory, lens: Sequence[int]) -> 
 
 
 def decode_work(model: ModelSize, memory: ModelMemory, contexts: Sequence[int]) -> Work:
-    """One step of sequences whose contexts, the new token included, have these lengths."""
+    """The work of one decode step. `contexts` are the sequences' lengths with the new token."""
     total = sum(contexts)
     return Work(
         matrix_flops=2 * (model.layer_weights + model.head_weights) * len(contexts),
@@ -122,7 +122,7 @@ def decode_work(model: ModelSize, memory: ModelMemory, contexts: Sequence[int]) 
 
 
 def least_time_s(work: Work, ceilings: Ceilings, weights: str) -> float:
-    """The time below which this machine cannot do the work."""
+    """The least seconds that this machine needs for the work."""
     peak = ceilings.int8_flops_per_s if weights == "int8" else ceilings.fp32_flops_per_s
     compute_s = work.matrix_flops / peak + work.attention_flops / ceilings.fp32_flops_per_s
     return max(compute_s, work.read_bytes / ceilings.read_bytes_per_s)

@@ -3,27 +3,27 @@
     path = cached_checkpoint("88m", seed=0)      ~/.cache/baton/bench/88m-<hash>
 
 A checkpoint is a Llama as transformers saves it: config.json, generation_config.json, one
-model.safetensors in bf16 (which every engine turns into whatever it computes in), and a tokenizer
-whose every id has a text. Norms are one and matrices normal with variance 1 / inputs, so that
-activations, attention scores and logits are all of the order of one, as in trained models: an
-engine that confuses heads or positions answers differently from one that does not.
+model.safetensors in bf16, and a tokenizer with a text for every id. Norms are one, and matrices are
+normal with variance 1 / inputs. So activations, attention scores and logits are of the order of
+one, as in trained models, and an engine that confuses heads or positions gives other answers.
 
-How fast an engine runs does not depend on the weights' values; what it answers means nothing.
+The speed of an engine does not depend on the weights' values. Its answers have no meaning.
 
     pair = cached_pair("88m", seed=0)                   target, draft, stranger
 
-How fast it runs with speculation does depend on them: a draft has to agree with its target as a
-trained one would, and where text repeats, so have the target's choices. So the target of a pair
-drafts for itself. Its first layer is as above; what the others' MLPs add is scaled down, just so
-much that the first layer, with the target's embedding, last norm and output matrix, chooses the
-same token about four times in five. These are the draft's checkpoint. What attention adds is scaled
-down in all layers until the next token is mostly a matter of the last one, so that an answer comes
-again where its question does. The output matrix is scaled up: chances are as uneven as those of
-trained models, and noise of temperature 0.7 does not outweigh what the draft gets wrong.
+The speed of speculation does depend on the values: a draft must agree with its target as often as a
+trained draft would, and repeated text must lead to repeated choices. So the draft is made of the
+target's own parts: its embedding, first layer, last norm and output matrix. The target differs from
+a plain checkpoint in three scales:
 
-The draft costs what a draft of its size costs, and the target what any model of its shape does; how
-often they agree is found out by running them. A stranger has the draft's shape and nothing to do
-with the target.
+    late MLPs       scaled down until the draft chooses the same token about four times in five
+    attention       scaled down in all layers, so that the next token depends mostly on the last
+                    one: a repeated question gets a repeated answer
+    output matrix   scaled up, so that probabilities are as uneven as those of trained models, and
+                    noise of temperature 0.7 does not hide the draft's errors
+
+The draft costs as much as any draft of its size, and the target as much as any model of its shape.
+Only a run shows how often they agree. A stranger has the draft's shape and unrelated weights.
 """
 
 import json
@@ -47,7 +47,7 @@ HEAD = "lm_head.weight"
 NORM_EPS = 1e-5
 ROPE_THETA = 10_000.0
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-FORMAT = 1  # raise it when the files made from one shape and seed change
+FORMAT = 1  # raise it when one shape and seed give other files
 
 DRAFT_LAYERS = 1
 
@@ -56,7 +56,7 @@ Tensor = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense Llama with an output matrix of its own."""
+    """A dense Llama whose output matrix is not its embedding."""
 
     hidden_size: int
     num_layers: int
@@ -94,14 +94,14 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Gains:
-    """What matrices of a pair's target are multiplied by, beside those of a plain checkpoint."""
+    """Factors by which a pair's target differs from a plain checkpoint."""
 
-    attention: float = 0.02  # its output, in every layer
-    late_mlps: float = 0.2  # what those behind the draft's layers add, all together
+    attention: float = 0.02  # of attention's output, in every layer
+    late_mlps: float = 0.2  # of what the MLPs behind the draft's layers add together
     logits: float = 4.0
 
     def of(self, name: str, num_layers: int) -> float:
-        """Of one tensor of a model of so many layers."""
+        """The factor of one tensor in a model of `num_layers` layers."""
         if name == HEAD:
             return self.logits
         if name.endswith("o_proj.weight"):
@@ -113,7 +113,7 @@ class Gains:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What weights a checkpoint has: those of `shape`, or of its first layers only."""
+    """The weights of a checkpoint: all those of `shape`, or its first layers."""
 
     shape: Shape
     seed: int
@@ -128,13 +128,13 @@ class Recipe:
         return replace(self.shape, num_layers=self.num_kept_layers)
 
     def gain(self, name: str) -> float:
-        """What the weights of this tensor are multiplied by."""
+        """The factor of this tensor's weights."""
         return 1.0 if self.gains is None else self.gains.of(name, self.shape.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Folders of a target and of two drafts, one that agrees with it and one that does not."""
+    """Folders of a target, of a draft that agrees with it, and of one that does not."""
 
     target: Path
     draft: Path
@@ -142,25 +142,25 @@ class Pair:
 
 
 def shape_named(name: str) -> Shape:
-    """The shape of that name. Raises ConfigError with the names there are."""
+    """The shape of that name. Raises ConfigError, which lists the names."""
     if name not in SHAPES:
         raise ConfigError(f"--shape {name!r} is none of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where benchmarks keep what they make: `$XDG_CACHE_HOME/baton/bench`."""
+    """The folder for files that benchmarks make: `$XDG_CACHE_HOME/baton/bench`."""
     base = environment.get("XDG_CACHE_HOME")
     return Path(base or Path.home() / ".cache") / "baton" / "bench"
 
 
 def cached_checkpoint(name: str, seed: int, *, cache: Path | None = None) -> Path:
-    """Folder of the checkpoint of that shape and seed, made where it is not there yet."""
+    """Folder of the checkpoint of that shape and seed; makes it if it is missing."""
     return _cached(name, Recipe(shape_named(name), seed), cache or cache_dir())
 
 
 def cached_pair(name: str, seed: int, *, cache: Path | None = None) -> Pair:
-    """Folders of a target of that shape and of its drafts, made where they are not there yet."""
+    """Folders of a target of that shape and of its drafts; makes them if they are missing."""
     folder = cache or cache_dir()
     target = Recipe(shape_named(name), seed, Gains())
     draft = replace(target, num_kept_layers=DRAFT_LAYERS)
@@ -177,7 +177,7 @@ def make_checkpoint(path: Path, shape: Shape, seed: int) -> None:
 
 
 def write_checkpoint(path: Path, recipe: Recipe) -> None:
-    """Writes the checkpoint. `path` appears complete or not at all, whoever else makes it too."""
+    """Writes the checkpoint. `path` appears complete or not at all, even if two processes write."""
     shape = recipe.kept_shape
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{path.name}.", dir=path.parent))
@@ -241,7 +241,10 @@ def tensors_of(shape: Shape) -> Iterator[Tensor]:
 
 
 def tokenizer_of(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of exactly `vocab_size` ids: special tokens, bytes, pairs of bytes."""
+    """Byte-level BPE of exactly `vocab_size` ids: special tokens, bytes, pairs of bytes.
+
+    Raises ConfigError if no such tokenizer exists.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     num_pairs = vocab_size - len(SPECIAL_TOKENS) - len(alphabet)
     if not 0 <= num_pairs <= len(alphabet) ** 2:
@@ -257,7 +260,7 @@ def tokenizer_of(vocab_size: int) -> Tokenizer:
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """fp32 rounded to bf16, halves to even, as the bits of each number (uint16). No infinities."""
+    """Rounds fp32 to bf16, halves to even; returns its bits (uint16). Not for infinities."""
     bits = values.astype("<f4").view("<u4")
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     high: np.ndarray = (rounded >> 16).astype("<u2")
@@ -274,7 +277,7 @@ def _tokenizer_config(shape: Shape) -> dict[str, object]:
 
 
 def _write_weights(path: Path, recipe: Recipe) -> None:
-    """A safetensors file: length of the header (8 bytes), the header (JSON), the tensors."""
+    """Writes a safetensors file: length of the header (8 bytes), header (JSON), tensors."""
     kept = dict(tensors_of(recipe.kept_shape))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -287,7 +290,7 @@ def _write_weights(path: Path, recipe: Recipe) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, size in tensors_of(recipe.shape):
-            values = _values(name, size, rng)  # drawn also where they are not kept
+            values = _values(name, size, rng)  # drawn even if not kept: later tensors stay the same
             if name in kept:
                 file.write(to_bfloat16(values * np.float32(recipe.gain(name))).tobytes())
 
@@ -307,7 +310,7 @@ def _cached(name: str, recipe: Recipe, cache: Path) -> Path:
 
 
 def _key(recipe: Recipe) -> bytes:
-    """What the files depend on; of plain checkpoints as it was before there were others."""
+    """All that the files depend on. Keys of plain checkpoints keep their first form."""
     parts: list[object] = [FORMAT, recipe.seed, asdict(recipe.shape)]
     if recipe.gains is not None or recipe.num_kept_layers is not None:
         gains = None if recipe.gains is None else asdict(recipe.gains)
@@ -323,5 +326,5 @@ def _move(scratch: Path, path: Path) -> None:
     try:
         scratch.rename(path)
     except OSError:
-        if not path.is_dir():  # else another process was faster, with the same content
+        if not path.is_dir():  # otherwise another process was faster and wrote the same
             raise

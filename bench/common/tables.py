@@ -1,4 +1,4 @@
-"""Reports as tables for people. What is printed is what the JSON holds."""
+"""Prints reports as tables. A table holds what the JSON holds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -32,19 +32,19 @@ def number_text(value: float) -> str:
 
 
 def print_head(console: Console, report: Report, *, title: str) -> None:
-    """What was measured, where and how."""
+    """Prints the title, and where and how the report was measured."""
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
 
 
 def print_report(console: Console, report: Report, *, title: str) -> None:
-    """Where and how it was measured, then every result."""
+    """Prints the head, then every result."""
     print_head(console, report, title=title)
     console.print(_tables(report.results))
 
 
 def print_speeds(console: Console, report: Report, *, title: str) -> None:
-    """Where and how it was measured, speeds beside limits and peers, then all other results."""
+    """Prints the head, the speeds beside limits and peers, then all other results."""
     speeds = [result for result in report.results if result.unit == "tokens/s"]
     beside = {_beside(speed, kind) for speed in speeds for kind in RATES}
     shown = beside | {speed.name for speed in speeds}
@@ -56,7 +56,7 @@ def print_speeds(console: Console, report: Report, *, title: str) -> None:
 
 
 def print_pivot(console: Console, report: Report, *, title: str) -> None:
-    """Where and how it was measured, then a row for each setting and a column for each thing."""
+    """Prints the head, then results `thing/setting` with a row a setting and a column a thing."""
     things = {_thing(result): result.unit for result in report.results}
     headers = [f"{thing}_{unit}".replace("_", "\n").rstrip() for thing, unit in things.items()]
     table = Table("", *headers, box=box.SIMPLE_HEAD)
@@ -72,7 +72,7 @@ def print_pivot(console: Console, report: Report, *, title: str) -> None:
 
 
 def print_spread(console: Console, results: Sequence[Result]) -> None:
-    """Every figure, with the least and the most of its runs."""
+    """Prints every result with the least and the greatest of its runs."""
     table = Table("result", "value", "least", "most", "unit", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -83,14 +83,14 @@ def print_spread(console: Console, results: Sequence[Result]) -> None:
 
 
 def print_failures(console: Console, kinds: Mapping[str, tuple[int, str]]) -> None:
-    """Each kind of failed request, how often it came, and what was said the first time."""
+    """Prints each kind of failure with its count and the detail of its first example."""
     for kind, (count, first) in kinds.items():
         line = f"failed: {count} × {kind}, the first: {first}"
         console.print(Text(line, style="red"), soft_wrap=True)
 
 
 def print_warnings(console: Console, lines: Sequence[str]) -> None:
-    """Each line, marked as a warning."""
+    """Prints each line, marked as a warning."""
     for line in lines:
         console.print(Text(f"note: {line}", style="yellow"), soft_wrap=True)
 
@@ -147,12 +147,12 @@ def _peer_table(speeds: Sequence[Result]) -> Table:
 
 
 def _peer(peer: Peer | None) -> str:
-    """A peer's figure and, under it, how many times as fast we are."""
+    """A peer's figure and, below it, the ratio of ours to it."""
     return "" if peer is None else f"{number_text(peer.value)}\n× {peer.ratio:.2f}"
 
 
 def _beside(speed: Result, kind: str) -> str:
-    """Name of the result that says how fast the same job used a part of the machine."""
+    """Name of the result that holds the job's rate of compute or bandwidth."""
     return f"{_thing(speed)}_{kind}/{_statistic(speed)}"
 
 
@@ -173,7 +173,7 @@ def _stage_table(results: Sequence[Result]) -> Table:
 
 
 def _value(result: Result) -> str:
-    """The median and, under it, the least and the greatest of runs that differ."""
+    """The median and, below it, the range of the runs if they differ."""
     low, high = number_text(min(result.runs)), number_text(max(result.runs))
     median = number_text(result.value)
     return median if low == high else f"{median}\n{low}..{high}"

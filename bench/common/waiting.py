@@ -1,4 +1,4 @@
-"""Waiting, for those for whom time itself is the event: a fault has its time, a poll its pace."""
+"""Waits for a time, such as that of a fault or of the next poll."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,14 +9,14 @@ POLL_EVERY_S = 0.25
 
 
 async def pause(seconds: float) -> None:
-    """Lets so much time pass, if it is any."""
+    """Sleeps; returns at once if `seconds` is not above 0."""
     await asyncio.sleep(max(0.0, seconds))  # noqa: TID251 (see above)
 
 
 async def holds_within(
     holds: Callable[[], Awaitable[bool]], deadline_s: float, clock: Clock
 ) -> bool:
-    """Whether it came to hold before so many seconds were over."""
+    """Polls until `holds` is true, and returns True; returns False after `deadline_s`."""
     end_s = clock.now_s() + deadline_s
     while not await holds():
         if clock.now_s() >= end_s:

@@ -1,13 +1,13 @@
-"""What the machine allows, measured with the threads that an engine has: the limits of its figures.
+"""Measures this machine's peaks, with as many threads as an engine has.
 
     read_bytes_per_s    256 MiB, far more than caches hold, read once: sum, dot, matrix by vector
     fp32_flops_per_s    two fp32 matrices of 2048 × 2048
     int8_flops_per_s    two such int8 matrices, or fp32 rows that are quantised on the way by an
                         int8 matrix
 
-All ways that torch has on this CPU, and our own kernels; a way that it does not have is left out.
-Each is timed a few times and counts with its median; of several ways the fastest counts, since it
-is a ceiling that is asked for. Runs as a process of its own, driven like an engine:
+Each figure is tried in all ways that torch offers on this CPU, and with our own kernels. The median
+of a few runs counts for each way, and the fastest way counts as the ceiling. A way that this CPU
+lacks is left out. Runs in a process of its own, driven like an engine:
 
     python -m bench.engine.ceilings THREADS
 """
@@ -34,7 +34,7 @@ Way = Callable[[], object]
 
 
 class CeilingProbe:
-    """Inputs that are made once, for measuring again and again."""
+    """Holds the inputs of all measurements; made once and reused."""
 
     def __init__(self, threads: int, clock: Clock | None = None) -> None:
         torch.set_num_threads(threads)
@@ -50,7 +50,7 @@ class CeilingProbe:
             self._int8 = list(_working(*_int8_products(left, right, team)))
 
     def measure(self) -> dict[str, object]:
-        """The figures, by the names above."""
+        """Measures and returns the figures, by the names above."""
         num_flops = 2 * SIZE**3
         with torch.inference_mode():
             return {
@@ -70,7 +70,7 @@ class CeilingProbe:
 
 
 def _working(*ways: Way) -> Iterator[Way]:
-    """The ways that work here; each has run once, and whatever it prepares is prepared."""
+    """The ways that work here. Each has run once, so its preparation is done."""
     for way in ways:
         try:
             way()
@@ -80,7 +80,7 @@ def _working(*ways: Way) -> Iterator[Way]:
 
 
 def _reads(team: Team | None) -> list[Way]:
-    memory = torch.full((READ_BYTES // 4 // SIZE, SIZE), 1 / 3)  # not a value of bf16
+    memory = torch.full((READ_BYTES // 4 // SIZE, SIZE), 1 / 3)  # bf16 cannot hold this value
     flat, vector = memory.view(-1), torch.ones(SIZE)
     ways: list[Way] = [flat.sum, lambda: torch.dot(flat, flat), lambda: memory @ vector]
     if team is not None:

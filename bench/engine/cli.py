@@ -58,7 +58,7 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Measure prefill and decode of the engine alone, beside the machine's limits and peers."""
+    """Measure prefill and decode of the engine alone, beside this machine's limits and peers."""
     console = Console()
     with printed_errors():
         plan = EnginePlan(
@@ -126,7 +126,7 @@ def _plot(plan: EnginePlan, report: Report, path: Path) -> None:
 
 
 def _panel(job: EngineJob) -> str:
-    """Where a job's bars stand: jobs for peers by themselves, the others by kind and batch."""
+    """Title of a job's panel: jobs for peers have their own, others share by kind and batch."""
     if job.for_peers:
         return f"{job.name}, tokens/s"
     name = f"decode, batch {job.num_sequences}" if job.num_steps else "prefill by length"

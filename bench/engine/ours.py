@@ -1,14 +1,13 @@
-"""Baton's engine, driven like its peers (see `bench.peers.driver`), with more to tell.
+"""Baton's engine, driven like its peers (see `bench.peers.driver`), with a few more commands.
 
-    python -m bench.engine.ours WEIGHTS KV_FORMAT --checkpoint DIR …      (options as of all
-    drivers)
+    python -m bench.engine.ours WEIGHTS KV_FORMAT --checkpoint DIR …   (and the drivers' options)
 
-Steps are those of a worker with default settings in which nothing else happens: prompts in chunks
-under the token budget of a step, then one token of every sequence a step. What a worker does around
-its runner, scheduling and messages, is not part of it.
+Steps are those of an otherwise idle worker with default settings: prompts in chunks under a step's
+token budget, then one token of every sequence in a step. Scheduling and messages, which a worker
+does around its runner, are left out.
 
-`decode_at` decodes behind contexts of any length without computing them all: one prompt is
-computed, and its blocks are copied for the other sequences, so that each reads memory of its own.
+`decode_at` decodes behind contexts of any length. It computes one prompt and copies its blocks for
+the other sequences, so that each sequence reads memory of its own.
 """
 
 import argparse
@@ -37,8 +36,11 @@ def prefill_steps(
     chunk_tokens: int = DEFAULTS.chunk_tokens,
     budget_tokens: int = DEFAULTS.max_batch_tokens,
 ) -> Iterator[list[Row]]:
-    """The steps that compute all prompts, as `prefill.scheduler` takes them: in order of arrival,
-    one chunk of each in a step. The last chunk of a prompt samples its first token."""
+    """The steps that compute all prompts, as `prefill.scheduler` would take them.
+
+    Prompts go in order of arrival, one chunk of each in a step. The last chunk of a prompt samples
+    its first token.
+    """
     starts = [0] * len(prompts)
     while any(start < len(prompt) for start, prompt in zip(starts, prompts, strict=True)):
         rows = []
@@ -55,7 +57,7 @@ def prefill_steps(
 
 
 def tables_of(lens: Sequence[int], block_size: int) -> list[list[BlockId]]:
-    """Block tables of sequences of these lengths, out of blocks 0, 1, …"""
+    """Block tables of sequences of these lengths; blocks are numbered from 0."""
     tables = []
     first = 0
     for length in lens:
@@ -66,7 +68,7 @@ def tables_of(lens: Sequence[int], block_size: int) -> list[list[BlockId]]:
 
 
 class OurEngine:
-    """One runner."""
+    """One runner with its weights and KV; its other methods are commands."""
 
     def __init__(self, options: argparse.Namespace, weights: str, kv_format: str) -> None:
         import torch
@@ -98,7 +100,7 @@ class OurEngine:
         }
 
     def generate(self, prompts: Prompts, num_steps: int) -> dict[str, object]:
-        """Answers every prompt."""
+        """Answers every prompt with `num_steps` + 1 tokens."""
         tables = self._tables([len(prompt) + num_steps for prompt in prompts])
         watch = Stopwatch()
         answers = [[token] for token in self._prefill(prompts, tables)]
@@ -110,7 +112,7 @@ class OurEngine:
         return {**watch.answer(answers), "outside_forward_s": outside_s}
 
     def decode_at(self, prompt: list[int], num_sequences: int, num_steps: int) -> dict[str, object]:
-        """Decodes that many sequences, each as if it had this prompt."""
+        """Decodes `num_sequences` sequences, each behind a copy of this prompt's KV."""
         context_len = len(prompt)
         tables = self._tables([context_len + num_steps] * num_sequences)
         [first] = self._prefill([prompt], tables[:1])
@@ -150,7 +152,7 @@ class OurEngine:
         tables: Sequence[Sequence[BlockId]],
         num_steps: int,
     ) -> float:
-        """Appends `num_steps` tokens to each answer; the seconds outside the forward pass."""
+        """Appends `num_steps` tokens to each answer; returns seconds outside the forward pass."""
         outside_s = 0.0
         for step in range(num_steps):
             begin_s = self._clock.now_s()
@@ -166,7 +168,7 @@ class OurEngine:
         return outside_s
 
     def _copy_blocks(self, tables: Sequence[Sequence[BlockId]], num_blocks: int) -> None:
-        """Gives every sequence the first blocks of the first one."""
+        """Copies the first blocks of the first sequence to every other sequence."""
         blocks = np.frombuffer(self._runner.buffer, np.uint8)
         blocks = blocks.reshape(-1, self._runner.layout.block_bytes)
         for table in tables[1:]:

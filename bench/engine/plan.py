@@ -1,6 +1,6 @@
-"""What one `bench engine` is asked to do. Pure: what follows from the options and the model's size.
+"""The plan of one `bench engine`, from its options and the model's size. Pure.
 
-Jobs, each done by every engine that it is meant for, on the same prompts:
+All engines do the same jobs on the same prompts:
 
     prefill           8 prompts of 512 tokens, to the first token of each          ours and peers
     decode_b32        32 sequences behind prompts of 8 tokens, 32 steps            ours and peers
@@ -8,8 +8,8 @@ Jobs, each done by every engine that it is meant for, on the same prompts:
     prefill_len<n>    about 4096 tokens in prompts of n                            ours
     decode_b<b>_ctx<n>    b sequences behind contexts of n tokens, 32 steps        ours
 
-Peers that hold weights in fp32 are compared with our fp32; with other weights all are: then each
-engine may use the format that suits it best.
+Our fp32 weights are compared with peers that hold fp32 weights. Our other formats are compared with
+all peers: each engine may then use the format that suits it best.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ DECODE_PROMPT_LEN = 8
 PREFILL_TOKENS = 4096
 NAMED_PREFILL_LEN = 512
 
-# What each kind of peer is run as: the name in reports, and the variant that its driver knows.
+# For each kind of peer: the names of its engines in reports, and the variants of its driver.
 PEERS = {
     "transformers": {"transformers": "f32"},
     "vllm": {"vllm": "f32"},
@@ -46,18 +46,18 @@ class EngineJob:
     name: str
     num_sequences: int
     context_len: int
-    num_steps: int  # 0: the prefill is what is measured
+    num_steps: int  # 0: measures the prefill
     for_peers: bool
-    prefills_all: bool = True  # else one context is computed and copied
+    prefills_all: bool = True  # False: computes one context and copies it
 
     @property
     def num_tokens(self) -> int:
-        """Tokens by which the job's speed is counted."""
+        """The tokens that count for the job's speed."""
         return self.num_sequences * (self.num_steps or self.context_len)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV there is at the end."""
+        """Tokens with KV at the end of the job."""
         return self.num_sequences * (self.context_len + self.num_steps + 1)
 
 
@@ -73,12 +73,12 @@ class EnginePeer:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """One benchmark of the engine. Without a checkpoint, one of `shape` is made."""
+    """One benchmark of the engine. Without a checkpoint, random weights of `shape` are made."""
 
     shape: str
     checkpoint: Path | None
     weights: tuple[WeightFormat, ...]
-    kv_format: KVFormat | None  # None: as suits the weights
+    kv_format: KVFormat | None  # None: the default for the weights
     num_threads: int
     prefill_lens: tuple[int, ...]
     batches: tuple[int, ...]
@@ -90,7 +90,7 @@ class EnginePlan:
 
 
 def check(plan: EnginePlan) -> EnginePlan:
-    """The plan itself, or a ConfigError that names what cannot be done."""
+    """Returns the plan. Raises ConfigError, which names the option that is wrong."""
     unknown = [weights for weights in plan.weights if weights not in MEASURED_WEIGHTS]
     if unknown or not plan.weights:
         known = ", ".join(MEASURED_WEIGHTS)
@@ -108,7 +108,7 @@ def check(plan: EnginePlan) -> EnginePlan:
 
 
 def quick(plan: EnginePlan) -> EnginePlan:
-    """A smaller plan, done in under 50 s on two cores where no peers are asked for."""
+    """A smaller plan, which takes under 50 s on two cores without peers."""
     return replace(
         plan,
         num_repeats=1,
@@ -119,7 +119,7 @@ def quick(plan: EnginePlan) -> EnginePlan:
 
 
 def peers_of(option: str) -> list[EnginePeer]:
-    """The engines that `NAME=PYTHON` stands for. Raises ConfigError."""
+    """The engines of a peer `NAME=PYTHON`. Raises ConfigError."""
     name, separator, python = option.partition("=")
     if not separator or name not in PEERS:
         raise ConfigError(f"--peer {option!r} is not NAME=PYTHON with a NAME of {', '.join(PEERS)}")
@@ -153,8 +153,11 @@ def jobs_of(plan: EnginePlan) -> list[EngineJob]:
 
 
 def warm_up_jobs(plan: EnginePlan) -> list[EngineJob]:
-    """What every engine does before it is measured: the jobs for peers. Peers need them all, as
-    some compile or allocate for each size; ours alone, if it is to be quick, makes do with less."""
+    """The jobs that every engine does before it is measured.
+
+    With peers these are all jobs for peers, because some peers compile or allocate for each size.
+    A quick plan without peers does fewer.
+    """
     if plan.peers or not plan.is_quick:
         return [job for job in jobs_of(plan) if job.for_peers]
     return [EngineJob("warm_up", 4, 64, 4, for_peers=True)]
@@ -166,12 +169,12 @@ def kv_format_of(plan: EnginePlan, weights: WeightFormat) -> KVFormat:
 
 
 def is_comparable(weights: str, variant: str) -> bool:
-    """Whether a peer's figure stands beside ours with these weights."""
+    """True if a peer's figure is compared with ours with these weights."""
     return weights != WeightFormat.FP32 or variant == "f32"
 
 
 def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> list[list[int]]:
-    """The job's prompts: other ones in every repetition, the same for every engine."""
+    """The job's prompts: the same for every engine, different in every repetition."""
     rng = Random(f"{seed}/{job.name}/{repeat}")
     num_prompts = job.num_sequences if job.prefills_all else 1
     shape = PromptShape(num_prompts=num_prompts, input_len=job.context_len)
@@ -179,7 +182,7 @@ def prompts_of(job: EngineJob, vocab_size: int, *, seed: int, repeat: int) -> li
 
 
 def limits_of(jobs: Sequence[EngineJob]) -> dict[str, int]:
-    """The most that any of these jobs asks for, as the drivers' options name it."""
+    """The largest sizes of these jobs, by the name of the drivers' option."""
     return {
         "--max-sequences": max(job.num_sequences for job in jobs),
         "--max-len": max(job.context_len + job.num_steps + 1 for job in jobs),
@@ -188,7 +191,7 @@ def limits_of(jobs: Sequence[EngineJob]) -> dict[str, int]:
 
 
 def config_of(plan: EnginePlan) -> dict[str, Scalar]:
-    """The plan as a report records it: flat."""
+    """The plan as a flat mapping for the report."""
     return {
         "shape": None if plan.checkpoint else plan.shape,
         "checkpoint": str(plan.checkpoint) if plan.checkpoint else None,

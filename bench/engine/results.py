@@ -1,4 +1,4 @@
-"""What the measured times of `bench engine` amount to. Pure.
+"""Computes the results of `bench engine` from its measured times. Pure.
 
 | result                            | unit     |                                                |
 |-----------------------------------|----------|------------------------------------------------|
@@ -10,8 +10,8 @@
 | kv_token/<weights>                | B        | KV of one token, with scales and padding       |
 | load/, warm_up/<weights>          | s        |                                                |
 | ceiling/read, fp32, int8          |          | what the limits come from                      |
-| background/cpu                    | %        | of all cores, what others used meanwhile       |
-| same_tokens/<engine>              | %        | of the prefill's tokens: as our fp32 chose      |
+| background/cpu                    | %        | share of all cores that other programs used    |
+| same_tokens/<engine>              | %        | of the prefill's tokens, equal to our fp32's   |
 
 A peer's `value` is the median of its own runs, `ratio` ours over theirs.
 """
@@ -36,14 +36,14 @@ from bench.engine.plan import EngineJob, EnginePlan, is_comparable, jobs_of
 
 OVERHEAD_JOB = "decode_b32"
 REFERENCE = "fp32"
-TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
+TOO_BUSY = 0.05  # a report warns if other programs use a larger share of the CPU
 
 JobKey = tuple[str, str]  # engine, job
 
 
 @dataclass(frozen=True, slots=True)
 class JobTime:
-    """One job, done once by one engine."""
+    """The time that one engine took for one job, once."""
 
     seconds: float
     first_tokens: tuple[int, ...] = ()
@@ -52,16 +52,16 @@ class JobTime:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """All jobs, done once by every engine."""
+    """The times of all jobs, done once by every engine."""
 
     samples: Mapping[JobKey, JobTime]
     ceilings: Ceilings
-    background: float | None  # share of the CPU that others used meanwhile
+    background: float | None  # share of the CPU that other programs used
 
 
 @dataclass(frozen=True, slots=True)
 class OurMemory:
-    """What our engine says of itself, with some weights."""
+    """Memory and start-up times that our engine reports for one format of weights."""
 
     memory: ModelMemory
     resident_bytes: float
@@ -71,7 +71,7 @@ class OurMemory:
 
 @dataclass(frozen=True, slots=True)
 class FailedPeer:
-    """A peer that was asked for and could not be measured."""
+    """A requested peer that could not be measured."""
 
     name: str
     reason: str
@@ -80,9 +80,9 @@ class FailedPeer:
 
 @dataclass(frozen=True, slots=True)
 class EngineMeasured:
-    """All that was measured."""
+    """All measurements of one run."""
 
-    size: ModelSize | None  # None: no limits can be told for this model
+    size: ModelSize | None  # None: this model has no known limits
     ours: Mapping[str, OurMemory]  # by weights
     repetitions: tuple[Repetition, ...]
     versions: Mapping[str, str] = field(default_factory=dict)  # of the peers
@@ -90,7 +90,7 @@ class EngineMeasured:
 
 
 def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
-    """Every result, in the order of the table above."""
+    """All results, in the order of the table above."""
     ceilings = _median_ceilings([repetition.ceilings for repetition in measured.repetitions])
     found: list[Result] = []
     for weights, ours in measured.ours.items():
@@ -102,7 +102,7 @@ def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
 
 
 def warnings(measured: EngineMeasured) -> list[str]:
-    """What a reader should know before believing the results."""
+    """A line for each reason not to trust the results."""
     lines = [f"{failed.name} was not measured: {failed.reason}" for failed in measured.failed]
     busiest = max(repetition.background or 0.0 for repetition in measured.repetitions)
     if busiest > TOO_BUSY:
@@ -114,7 +114,7 @@ def warnings(measured: EngineMeasured) -> list[str]:
 
 
 def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
-    """What a job has to do at least. A prefill counts as one step: its weights are read once."""
+    """The least work of a job. A prefill counts as one step, which reads the weights once."""
     if not job.num_steps:
         return prefill_work(size, memory, [job.context_len] * job.num_sequences)
     return reduce(add, _steps(job, size, memory))
@@ -123,7 +123,7 @@ def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
 def limit_s(
     job: EngineJob, size: ModelSize, ours: ModelMemory, ceilings: Ceilings, weights: str
 ) -> float:
-    """The least time that a job can take: the sum over its steps, each bound in its own way."""
+    """The least seconds of a job: the sum over its steps of each step's bound."""
     if not job.num_steps:
         return least_time_s(work_of(job, size, ours), ceilings, weights)
     return sum(least_time_s(step, ceilings, weights) for step in _steps(job, size, ours))
@@ -154,7 +154,7 @@ def _job_results(
 def _rates(
     job: EngineJob, work: Work, samples: Sequence[JobTime], weights: str, ceilings: Ceilings
 ) -> Iterator[Result]:
-    """Flops/s and, where decoding is bound by them, bytes/s."""
+    """Flops/s and, for decoding, bytes/s."""
     in_registers = replace(work, read_bytes=0.0)
     peak = work.flops / least_time_s(in_registers, ceilings, weights)
     yield _rate(f"{job.name}_compute/{weights}", Figure(work.flops, "GFLOP/s"), samples, peak)
@@ -164,7 +164,7 @@ def _rates(
 
 
 def _rate(name: str, amount: Figure, samples: Sequence[JobTime], limit: float) -> Result:
-    """`amount` a second, in thousands of millions, beside its limit."""
+    """`amount` per second, in 10⁹, beside its limit."""
     runs = [Figure(amount.value / sample.seconds / 1e9, amount.unit) for sample in samples]
     [result] = results_of([{name: run} for run in runs])
     return _limited(result, limit / 1e9)
@@ -216,7 +216,7 @@ def _machine_figures(repetition: Repetition) -> dict[str, Figure]:
 
 
 def _same_tokens(measured: EngineMeasured) -> tuple[Result, ...]:
-    """How often each engine's first tokens are those of our fp32: do they compute the same?"""
+    """Share of each engine's first tokens that equal those of our fp32."""
     runs = []
     for repetition in measured.repetitions:
         chosen = {

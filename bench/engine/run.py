@@ -1,9 +1,9 @@
-"""Measures our engine and its peers: processes are started, asked in turn, and ended.
+"""Measures our engine and its peers: starts their processes, gives them jobs in turn, ends them.
 
-Every engine, ours with each kind of weights included, is a process of its own with the same number
-of threads. Only one works at a time: all are loaded and have run the jobs once before the first
-figure is taken, then each job goes round all engines before the next one begins, in an order that
-turns round with each repetition. So what else happens on the machine meets all of them alike.
+Every engine is a process of its own with the same number of threads; ours is one process for each
+format of weights. Only one works at a time. All are loaded and have run the jobs once before the
+first measurement. Then each job goes to all engines before the next job begins. The order is
+reversed with each repetition, so that other load on the machine affects all engines alike.
 """
 
 import os
@@ -40,13 +40,13 @@ LOAD_TIMEOUT_S = 600.0  # vLLM compiles for a minute or more
 JOB_TIMEOUT_S = 300.0
 IDLE_CHECK_S = 0.3
 SETTLE_S = 0.3  # Intel's OpenMP spins for 0.2 s
-WARM_UP = -1  # no repetition has this number, so none has its prompts
+WARM_UP = -1  # not a repetition: its prompts are used nowhere else
 DRIVER = Path(__file__).parents[1] / "peers" / "driver.py"
 
 
 @dataclass(slots=True)
 class Contest:
-    """The engines that still run, by name; those that failed are left out from then on."""
+    """The engines that still run, by name. A peer that fails is removed."""
 
     ours: dict[str, Driven]
     peers: dict[str, Driven]
@@ -54,17 +54,17 @@ class Contest:
     failed: list[FailedPeer] = field(default_factory=list)
 
     def engines(self, job: EngineJob, repeat: int) -> list[Driven]:
-        """Those that a job is meant for, in the order of that repetition."""
+        """The engines for a job, in the order of that repetition."""
         engines = [*self.ours.values(), *(self.peers.values() if job.for_peers else ())]
         return engines[::-1] if repeat % 2 else engines
 
     def sessions(self) -> list[int]:
-        """Of all processes that still run."""
+        """Session ids of all processes that still run."""
         engines = (self.ceilings, *self.ours.values(), *self.peers.values())
         return [engine.session for engine in engines if engine.session]
 
     def drop(self, peer: Driven, error: DrivenFailed) -> None:
-        """Goes on without a peer. Raises the error where it is one of ours."""
+        """Removes a failed peer. Raises the error if the engine is ours."""
         if self.peers.pop(peer.name, None) is None:
             raise error
         peer.close()
@@ -72,7 +72,7 @@ class Contest:
 
 
 def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
-    """Carries out the plan. Raises DrivenFailed where our own engine fails, and ConfigError."""
+    """Carries out the plan. Raises DrivenFailed if our own engine fails, and ConfigError."""
     checkpoint = plan.checkpoint or cached_checkpoint(plan.shape, plan.seed)
     size = model_size(checkpoint)
     vocab_size = _vocab_size(checkpoint, plan)
@@ -100,7 +100,10 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
 
 
 def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
-    """Loads ours one by one, since that is timed, then the peers at once; what each tells."""
+    """Loads our engines one by one, because that is timed, then all peers at once.
+
+    Returns what each engine reports.
+    """
     facts = {}
     for engine in (contest.ceilings, *contest.ours.values()):
         say(f"loading: {engine.name}")
@@ -136,7 +139,7 @@ def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int
 def _round(
     contest: Contest, job: EngineJob, vocab_size: int, *, seed: int, repeat: int
 ) -> dict[JobKey, JobTime]:
-    """One job, done by every engine that it is meant for, one after the other."""
+    """Gives one job to every engine that does it, one after the other."""
     prompts = prompts_of(job, vocab_size, seed=seed, repeat=repeat)
     samples = {}
     for engine in contest.engines(job, repeat):
@@ -178,7 +181,7 @@ def _peer(plan: EnginePlan, peer: EnginePeer, checkpoint: Path) -> Driven:
     jobs = [job for job in jobs_of(plan) if job.for_peers]
     options = _options(plan, checkpoint, jobs, variant=peer.variant)
     environment = _environment(plan)
-    for name in ("PYTHONPATH", "PYTHONHOME"):  # they are about our Python
+    for name in ("PYTHONPATH", "PYTHONHOME"):  # they belong to our Python
         environment.pop(name, None)
     openmp = peer.python.parent.parent / "lib" / "libiomp5.so"
     if peer.driver == "vllm" and openmp.exists():  # as its documentation recommends
@@ -194,7 +197,7 @@ def _ceilings(plan: EnginePlan) -> Driven:
 def _options(
     plan: EnginePlan, checkpoint: Path, jobs: Sequence[EngineJob], *, variant: str
 ) -> list[str]:
-    """The options that all drivers have."""
+    """The options that all drivers take."""
     fixed = {"--checkpoint": checkpoint, "--variant": variant, "--threads": plan.num_threads}
     limits = limits_of([*jobs, *warm_up_jobs(plan)])
     return [str(text) for pair in (fixed | limits).items() for text in pair]
@@ -215,9 +218,9 @@ def _described(engine: Driven, facts: Answer) -> OurMemory:
 
 
 def _vocab_size(checkpoint: Path, plan: EnginePlan) -> int:
-    """The vocabulary's size. Raises ConfigError where the model cannot do what is planned."""
+    """The vocabulary's size. Raises ConfigError if the plan's contexts are too long."""
     config = read_json(checkpoint, "config.json")
-    assert isinstance(config, dict)  # `model_size` has read it
+    assert isinstance(config, dict)  # `model_size` has checked it
     longest = limits_of(jobs_of(plan))["--max-len"]
     if longest > config.get("max_position_embeddings", longest):
         raise ConfigError(f"contexts of {longest} tokens are longer than the model's")
@@ -227,12 +230,12 @@ def _vocab_size(checkpoint: Path, plan: EnginePlan) -> int:
 
 
 def _settle() -> None:
-    """Waits until the last engine's threads, which spin for a while when they are done, sleep."""
+    """Waits until the last engine's threads sleep: they spin for a while after their work."""
     threading.Event().wait(SETTLE_S)
 
 
 def _idle_share() -> float:
-    """Share of the CPU that is busy while all engines wait; theirs, if they do not sleep."""
+    """Share of the CPU that is busy while all engines wait; high if an engine does not sleep."""
     _settle()
     before = background.read(())
     threading.Event().wait(IDLE_CHECK_S)

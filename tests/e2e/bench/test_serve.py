@@ -10,7 +10,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from bench import cli
-from bench.client.answers import Answer, Failure
+from bench.client.answers import Answer, Endpoint, Failure
 from bench.client.load import SloBounds, figures_of_runs
 from bench.common.report import from_json
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
@@ -122,7 +122,7 @@ def test_requests_ask_for_exact_streams_and_for_the_timeline():
 
 
 def test_chat_is_asked_on_its_own_endpoint():
-    server, measured = measure_against(endpoint=cli.Endpoint.CHAT)
+    server, measured = measure_against(endpoint=Endpoint.CHAT)
     assert {path for path, _, _ in server.bodies} == {"/v1/chat/completions"}
     assert len(measured.runs[0].answers) == 6
 
@@ -252,7 +252,7 @@ def command(monkeypatch):
             async with serving(fault) as (_, url):
                 return await measure(replace(plan, target=replace(plan.target, url=url)))
 
-        monkeypatch.setattr(cli, "measure", served)
+        monkeypatch.setattr("bench.serve.cli.measure", served)
         load = ("--requests", "4", "--rate", "inf", "--input-len", "8", "--output-len", "3")
         return CliRunner().invoke(cli.app, ["serve", *load, *options])
 
