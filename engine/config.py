@@ -25,7 +25,7 @@ MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
 class WeightFormat(StrEnum):
     """How a worker holds the weights of linear layers."""
 
-    AUTO = "auto"  # int8 on a CPU that the kernels know, else fp32; bf16 on a GPU
+    AUTO = "auto"  # int8 on a CPU with the kernels, else fp32; bf16 on a GPU
     FP32 = "fp32"
     BF16 = "bf16"
     INT8 = "int8"

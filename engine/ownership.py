@@ -30,7 +30,7 @@ def make_folder(folder: Path, *, top: Path, mode: int) -> None:
     top.mkdir(parents=True, exist_ok=True)
     _require_own(top, may_be_sticky=True)
     for part in _from_top(folder, top)[1:]:
-        with contextlib.suppress(FileExistsError):  # it may be a link: that is seen at once
+        with contextlib.suppress(FileExistsError):  # it may be a link: `_require_own` checks that
             part.mkdir(mode=mode)
         _require_own(part)
 

@@ -83,7 +83,7 @@ _MESSAGES = {
 }
 _SIGNALS = {
     signal.SIGPROF: GrammarVerdict.SLOW,
-    signal.SIGKILL: GrammarVerdict.BUSY,  # by `_watched`, or by a kernel that is out of memory
+    signal.SIGKILL: GrammarVerdict.BUSY,  # sent by `_watched`, or by a kernel without memory
     signal.SIGABRT: GrammarVerdict.LARGE,  # Rust aborts if it gets no memory
 }
 
@@ -134,7 +134,7 @@ def _compile_and_exit(guides: LlGuides, grammar: Grammar, writer: int) -> NoRetu
     """The life of a fork."""
     status = 1
     try:
-        os.closerange(3, writer)  # the gateway's end would not be seen as closed
+        os.closerange(3, writer)  # or the fork would keep the gateway's socket open
         os.closerange(writer + 1, MAX_DESCRIPTORS)
         _limit()
         os.write(writer, msgspec.msgpack.encode(_compiled(guides, grammar)))
@@ -222,7 +222,7 @@ class _Tokenizers:
             if len(self._loaded) > MAX_TOKENIZERS:
                 self._loaded.popitem(last=False)
             gc.collect()
-            gc.freeze()  # so that forks do not copy what a collection touches
+            gc.freeze()  # so that a collection in a fork copies no memory
         self._loaded.move_to_end(vocabulary)
         return guides
 
@@ -240,7 +240,7 @@ def _serve(sock: socket.socket) -> None:
 
 def main() -> None:
     """Serves the gateway at the other end of the descriptor until that end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the gateway drains first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the gateway drains first
     os.nice(NICENESS)
     with socket.socket(fileno=int(sys.argv[1])) as sock, contextlib.suppress(ConnectionError):
         _serve(sock)

@@ -65,7 +65,7 @@ _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: |(?=invali
 _QUOTED_LINES = re.compile(r"\n +\d+ \| ")
 
 T = TypeVar("T")
-_Kept = tuple[bytes, Grammar]  # the salt of the tenants that share it, and what was compiled
+_Kept = tuple[bytes, Grammar]  # the salt of its tenants, and the grammar
 
 
 class LlGuides:

@@ -45,7 +45,7 @@ from engine.worker.batch import Row
 log = logging.getLogger(__name__)
 
 FUSED_TOLERANCE = 1e-4  # of the spread of the logits
-PACKED_TOLERANCE = {  # the same, for what packing makes of fp32 weights
+PACKED_TOLERANCE = {  # the same, for packed weights of each format
     WeightFormat.FP32: 1e-3,
     WeightFormat.BF16: 0.1,
 }
@@ -68,7 +68,7 @@ class CpuPass(NamedTuple):
 
     token_ids: Sequence[int]  # of the flat batch
     positions: Sequence[int]
-    keep: Sequence[int]  # indices of the tokens whose logits are wanted
+    keep: Sequence[int]  # indices of tokens whose logits are needed
     batch: AttentionBatch
 
 

@@ -56,10 +56,10 @@ log = logging.getLogger(__name__)
 
 BROKEN_OUT = "baton_paged_broken_out"  # PAGED, for compiled layers
 MAX_CAPTURED_ROWS = 128
-MAX_COMPILATIONS = 64  # of one layer's code; models of one kind in a process share it
+MAX_COMPILATIONS = 64  # of one layer's code, which models of one kind in a process share
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 WARM_UP_RUNS = 2  # before a capture: libraries choose their kernels in the first
-WARM_UP_LENS = (8, 48, 2048)  # tokens of a row: of a verification, a prompt's end, a whole chunk
+WARM_UP_LENS = (8, 48, 2048)  # tokens of a row: a verification, a prompt's end, a whole chunk
 
 
 class Staged:
@@ -93,7 +93,7 @@ class CudaStep(NamedTuple):
     packing: Packing
     extents: tuple[Extent, ...]  # empty for a captured step, which has its own
     num_kept: int
-    keeps_all: bool  # logits of every row are wanted, in the order of the rows
+    keeps_all: bool  # keep the logits of every row, in the order of the rows
     padded_rows: int | None  # None: the batch is computed as it is
 
 
@@ -122,7 +122,7 @@ def resolve_weights(wanted: WeightFormat, device: torch.device) -> WeightFormat:
 class CudaForward:
     """Computes logits of rows with one model on a GPU. Used by one thread at a time."""
 
-    is_batch_invariant = False  # not promised, and so not measured
+    is_batch_invariant = False  # not promised, so not measured
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class CudaForward:
         self._attend = attend
         self._compiler = compiler
         self._wanted_sizes = tuple(sorted(captured_rows))
-        self._sizes: tuple[int, ...] = ()  # of rows, to which decode steps are filled up
+        self._sizes: tuple[int, ...] = ()  # numbers of rows to which decode steps are padded
         self._graphs: dict[int, Captured] = {}
         self._table_width = 0  # of captured steps
         self._memory: torch.Tensor | None = None  # the inputs of captured steps
@@ -289,7 +289,7 @@ class CudaForward:
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,
         ).logits
-        if keep is not None and logits.shape[1] != len(keep):  # does not know logits_to_keep
+        if keep is not None and logits.shape[1] != len(keep):  # the model ignores logits_to_keep
             logits = logits[:, keep]
         return logits[0]
 
@@ -377,7 +377,9 @@ class CudaForward:
         return Captured(graph, inputs.keep, logits)
 
     def _begin_compilation(self) -> None:
-        torch._dynamo.config.recompile_limit = MAX_COMPILATIONS  # beyond, it gives up in silence
+        torch._dynamo.config.recompile_limit = (
+            MAX_COMPILATIONS  # beyond this, torch silently stops compiling
+        )
         AttentionInterface.register(BROKEN_OUT, torch.compiler.disable(paged_hook))
         self._loaded.model.set_attn_implementation(BROKEN_OUT)
         self._compiled = decoder_layers(self._loaded.model)
@@ -388,7 +390,7 @@ class CudaForward:
         if self._compiled:
             self._loaded.model.set_attn_implementation(PAGED)
         for layer in self._compiled:
-            layer._compiled_call_impl = None  # `nn.Module.compile` has no other way back
+            layer._compiled_call_impl = None  # `nn.Module.compile` offers no way back
         self._compiled = []
 
     def _fall_back(self, what: str, why: object) -> None:

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-LARGEST = 448.0  # of e4m3
-MULTIPLE = 16  # of what sizes have to be
-LEAST_SCALE = 1e-12  # of an activation: rows of zeros have no scale of their own
-FIRST_CAPABILITY = (8, 9)  # of GPUs that multiply fp8
+LARGEST = 448.0  # the largest e4m3 number
+MULTIPLE = 16  # sizes must be multiples of this
+LEAST_SCALE = 1e-12  # of an activation, for rows of zeros
+FIRST_CAPABILITY = (8, 9)  # the first compute capability with fp8
 
 
 class Replaced(NamedTuple):

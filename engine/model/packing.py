@@ -28,7 +28,7 @@ from engine.worker.blocks import BlockId
 
 PAD_SLOT = -1  # in a slot mapping: a token that is not stored
 ALIGNMENT_BYTES = 64  # of each array: kernels load 16 bytes at once, copies a cache line
-SMALL_SIZES = (1, 2, 4, 8)  # of captured steps; then powers of two and what lies halfway
+SMALL_SIZES = (1, 2, 4, 8)  # rows of captured steps; then powers of two and midpoints
 
 T = TypeVar("T")
 

@@ -46,9 +46,9 @@ Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that 
 class KVNeeds(NamedTuple):
     """The facts that the size of KV memory depends on, known once the model is loaded."""
 
-    weights_bytes: int  # about as many as the weights come to take
+    weights_bytes: int  # estimate of the weights' final size
     block_bytes: int
-    num_context_blocks: int  # that hold a whole context
+    num_context_blocks: int  # blocks that hold a whole context
 
 
 SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
@@ -66,8 +66,8 @@ class TorchRunner:
     weights: WeightFormat  # resolved: never `auto`
     weights_bytes: int  # of linear layers, the draft's too
     last_times: StepTimes | None = None
-    buffer: memoryview | None  # num_blocks * block_bytes; None where it is not host memory
-    draft_forward: CpuForward | CudaForward | None = None  # its cache has what the target's has
+    buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
+    draft_forward: CpuForward | CudaForward | None = None  # its cache covers the target's tokens
 
     def __init__(  # noqa: PLR0913 - all but the path have defaults
         self,

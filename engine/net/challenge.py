@@ -41,7 +41,7 @@ class Challenger:
         self._secret = secret
         self._address = address
         self._process_key = process_key
-        self._spent: OrderedDict[bytes, float] = OrderedDict()  # to when; oldest first
+        self._spent: OrderedDict[bytes, float] = OrderedDict()  # challenge to its end; oldest first
 
     def challenge(self, now_s: float, noise: bytes) -> bytes:
         """A challenge that can be answered for CHALLENGE_TTL_S."""

@@ -304,7 +304,7 @@ class SessionServer:
         try:
             await asyncio.wait([session, keeping], return_when=asyncio.FIRST_COMPLETED)
             if session.done():
-                await session  # which may have failed
+                await session  # raises if it failed
             else:
                 log.warning("a session is ended: its client is %s", keeping.result())
         finally:
@@ -322,7 +322,7 @@ class SessionClient:
         self._address = address
         self._secret = secret
         self._silence_s = silence_s
-        self._channel: grpc.aio.Channel | None = None  # of a session that has begun
+        self._channel: grpc.aio.Channel | None = None  # set once a session has begun
         self._ended: BaseException | None = None  # the reason why the session ended
 
     async def open(self) -> None:
@@ -364,7 +364,7 @@ class SessionClient:
         """
         if not keeping.cancelled():
             self._ended = keeping.exception() or keeping.result()
-            self._call.cancel()  # which ends `receive`, and what is being sent
+            self._call.cancel()  # ends `receive`, and running sends
 
     async def send(self, frame: bytes) -> None:
         """Sends a frame; waits while the worker reads too slowly. Raises ConnectionError."""

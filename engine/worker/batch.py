@@ -100,7 +100,7 @@ class StepTimes(msgspec.Struct, frozen=True):
     prepare_s: float
     forward_s: float
     sample_s: float
-    draft_s: float = 0.0  # the draft model's passes, before all that
+    draft_s: float = 0.0  # the draft model's passes, before the rest
 
     @property
     def total_s(self) -> float:

@@ -41,7 +41,7 @@ SNAPSHOT = b"snapshot of all"
 MAX_BATCHES = 10_000  # kept for subscribers that missed some; vLLM's `buffer_steps`
 MAX_KEPT_BYTES = 16 * 2**20  # size of the kept batches
 MAX_BLOCKS_PER_BATCH = 4096
-MAX_BATCH_BYTES = 4 * 2**20  # with token ids, of blocks of 128 tokens
+MAX_BATCH_BYTES = 4 * 2**20  # enough for blocks of 128 tokens with their ids
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 
@@ -159,9 +159,9 @@ class EventLog:
         self._with_token_ids = with_token_ids
         self._max_batches = max_batches
         self._max_kept_bytes = max_kept_bytes
-        self._recent: deque[bytes] = deque()  # the last of them is `num_batches` - 1
+        self._recent: deque[bytes] = deque()  # the last one's number is `num_batches` - 1
         self._recent_bytes = 0
-        self._cached: dict[BlockHash, BlockHash | None] = {}  # to its parent; oldest first
+        self._cached: dict[BlockHash, BlockHash | None] = {}  # block to parent; oldest first
         self.num_batches = 0
 
     def append(self, news: Sequence[CacheNews], unix_s: float) -> list[Numbered]:

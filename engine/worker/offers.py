@@ -159,7 +159,7 @@ class PrefixOffers:
         lease_id = prefix_lease_id(message.seq_id)
         if lease_id in self._offers:
             return []  # a repeated request gets no second answer
-        # One token at least is left to compute, or there would be nothing to sample from.
+        # At least one token must be left to compute: sampling needs its logits.
         num_blocks = (len(message.token_ids) - 1) // self._block_size
         hashes = self._read(message, self._block_size).block_hashes
         block_ids = tuple(self._pool.match(hashes[:num_blocks]))

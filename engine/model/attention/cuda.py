@@ -40,9 +40,9 @@ from engine.model.attention.base import AttentionBatch, Extent, Scoring
 from engine.model.attention.kvcache import KVCache
 
 ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of the tiles of queries; 16 is the least a dot takes
-ROWS_OF_WIDE_LAUNCHES = (16, 64)  # where a tile of 128 would need more registers than there are
+ROWS_OF_WIDE_LAUNCHES = (16, 64)  # if a tile of 128 would need too many registers
 PROGRAMS_PER_SM = 4  # the aim of splits; more balance the load, fewer leave less to merge
-FLASH_MIN_LEN = 256  # queries; below this a row is not worth a launch of its own
+FLASH_MIN_LEN = 256  # queries; shorter rows are not worth their own launch
 NO_LEN = 2**31 - 1  # longer than any row
 MERGE_CHUNK = 32  # splits whose sums are loaded at a time
 STORE_TOKENS = 16  # a program, in batches of more than FEW_TOKENS
@@ -59,7 +59,7 @@ class Launch(NamedTuple):
     rows_m: int  # rows of its tile
     num_units: int
     longest: int  # queries of a row
-    num_spare: int  # splits beyond one a unit; 0: contexts are not split
+    num_spare: int  # splits beyond one for each unit; 0: contexts are not split
 
 
 class LaunchPlan(NamedTuple):

@@ -30,7 +30,7 @@ RECORDING = "baton_recording"
 MASK_SHAPE = (1, 1, 1, 1)
 UNKNOWN_CONTEXT_LEN = 4096
 
-# (batch, head, query, key), indices → is the key shown to the query
+# (batch, head, query, key) indices → True if the query sees the key
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 KNOWN = frozenset({"position_ids"})  # tensors that an attention does not need
 
@@ -44,8 +44,8 @@ class AttentionCall:
     value_shape: tuple[int, int]
     window: int | None
     mask_window: int | None  # that of the mask; `window` if the layer gives no mask
-    has_own_mask: bool  # the model makes a mask in its own way
-    terms: frozenset[str]  # tensors besides these, which PAGED would not use
+    has_own_mask: bool  # the model builds its own mask
+    terms: frozenset[str]  # names of further tensors, which PAGED would not use
 
 
 @dataclass(slots=True)

@@ -132,7 +132,7 @@ def store_kernel(
     FORMAT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,  # of what is loaded at once: HEAD_DIM or, in int4, its half, and padding
+    WIDTH: tl.constexpr,  # elements loaded at once: HEAD_DIM (in int4, half of it) and padding
     TOKENS: tl.constexpr,
 ):
     """Stores TOKENS tokens of one head. Grid: (tokens / TOKENS, num_kv_heads)."""
@@ -312,7 +312,7 @@ def _first_seen(position, window):
 @triton.jit(do_not_specialize=["num_rows", "num_spare", "fresh_len", "window", "table_stride"])
 def attention_kernel(
     query,  # [num_tokens, num_heads, HEAD_DIM]; elements of a head are neighbours
-    out,  # likewise, contiguous; written where not SPLIT, else:
+    out,  # like query, contiguous; written unless SPLIT, else:
     partial,  # [num_items, num_kv_heads, ROWS_M, HEAD_DIM] fp32: sums of V, weighted
     peaks,  # [num_items, num_kv_heads, ROWS_M] fp32: the largest score, and
     norms,  # [num_items, num_kv_heads, ROWS_M] fp32: the sum of exp2(score - peak)
@@ -410,7 +410,7 @@ def attention_kernel(
     q = q.to(DOT)
 
     acc = tl.zeros([ROWS_M, WIDTH], tl.float32)
-    lift = tl.zeros([ROWS_M], tl.float32)  # what int4's low adds to all elements alike
+    lift = tl.zeros([ROWS_M], tl.float32)  # int4's low, which adds the same to all elements
     peak = tl.full([ROWS_M], float("-inf"), tl.float32)
     norm = tl.zeros([ROWS_M], tl.float32)
     table = block_tables + row.to(tl.int64) * table_stride
@@ -418,7 +418,7 @@ def attention_kernel(
     values += kv_head * head_stride
     key_scales += kv_head * scale_head_stride
     value_scales += kv_head * scale_head_stride
-    # First the whole tiles that all queries see, without masks; then what is left.
+    # First the whole tiles that all queries see, without masks; then the rest.
     whole = tl.minimum(end, first_position + unit * UNIT_LEN + 1) - begin
     whole_end = begin + tl.maximum(whole, 0) // TILE * TILE
     acc, lift, peak, norm = _scan(
@@ -478,7 +478,7 @@ def _stretch(
 @triton.jit
 def _scan(
     q,  # [ROWS_M, WIDTH]
-    q_unit,  # [ROWS_M]: what scores of q are to be multiplied by
+    q_unit,  # [ROWS_M]: factors of the scores of q
     q_sum,  # [ROWS_M]
     acc,
     lift,
@@ -516,7 +516,7 @@ def _scan(
         token = start + tl.arange(0, TILE)
         there = token < end
         here = block.to(tl.int64)
-        # The next tile's blocks are loaded one tile early: K and V could not be otherwise.
+        # The next tile's block ids are loaded one tile early, since K and V depend on them.
         block = tl.load(table + (token + TILE) // BLOCK_SIZE, mask=token + TILE < end, other=0)
         offset = token % BLOCK_SIZE
         scale_at = here * scale_block_stride + offset

@@ -30,11 +30,11 @@ class Span:
     own (then KV and queries have the same length).
     """
 
-    queries: slice | torch.Tensor  # where the rows' queries lie in the flat batch
+    queries: slice | torch.Tensor  # places of the rows' queries in the flat batch
     query_len: int
     block_ids: torch.Tensor  # [n, num_blocks]
     tokens: slice
-    unseen: tuple[torch.Tensor, torch.Tensor] | None  # (row, token) of what no query may touch
+    unseen: tuple[torch.Tensor, torch.Tensor] | None  # (row, token) pairs that no query may touch
     mask: torch.Tensor | None
     is_causal: bool = False
 
@@ -176,7 +176,7 @@ def _span_of_one(
         -(-extent.context_len // size) - start // size
         for extent, start in zip(extents, starts, strict=True)
     )
-    # A table may end before the padding of its row: any block does there.
+    # A table may end before the padding of its row. There, any block will do.
     nth = first_block + torch.arange(num_blocks, device=cache.device)
     nth = nth.clamp(max=batch.block_tables.shape[1] - 1)
     position = first_block * size + torch.arange(num_blocks * size, device=cache.device)

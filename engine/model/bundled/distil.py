@@ -23,7 +23,7 @@ from engine.model.bundled.on_policy import Lessons
 BATCH_TOKENS = 1024
 MUON_LR, ADAM_LR = 0.01, 5e-4
 CHECKPOINT_EVERY_S = 600.0
-SMALLEST_SHARE = 1e-4  # of the tokens beyond the likeliest ones: fp16 may leave them less than none
+SMALLEST_SHARE = 1e-4  # of the tokens beyond the likeliest ones; fp16 may make it negative
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     quant_method: str | None  # how the checkpoint's weights are quantised
-    probe: Probe | None = (
-        None  # repeated after the model is changed; None: the model was made, not loaded
-    )
+    probe: Probe | None = None  # repeated after changes; None: the model was built, not loaded
     read_outside: frozenset[str] = frozenset()  # modules whose weights other modules read
 
 

@@ -24,7 +24,7 @@ from engine.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 TEXT_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "WithLMHead")
-OTHER_FILES = {  # of a directory, and what each tells
+OTHER_FILES = {  # files of other kinds of checkpoints, and their meaning
     "adapter_config.json": "an adapter beside its base; merge them into one checkpoint",
     "modules.json": "a model of embeddings (sentence-transformers), not of text",
     "config_sentence_transformers.json": "a model of embeddings, not of text",

@@ -23,7 +23,7 @@ class Watched:
     """The modules that ran, and those whose weights were read from outside."""
 
     ran: set[nn.Module] = field(default_factory=set)
-    read: set[nn.Module] = field(default_factory=set)  # their weights, while they did not run
+    read: set[nn.Module] = field(default_factory=set)  # weights read while the module did not run
 
 
 @contextmanager

@@ -34,7 +34,7 @@ ACTIVATIONS = (
     lambda x: nn.functional.gelu(x, approximate="tanh"),
     nn.functional.gelu,
 )
-SAME = 1e-5  # measured constants that differ by less are one
+SAME = 1e-5  # measured constants that differ by less count as equal
 
 
 class NotFused(BatonError):
@@ -61,7 +61,7 @@ class PreparedCall(NamedTuple):
     """The inputs of one forward pass."""
 
     packed: PackedRows
-    keep: "array[int]"  # int64: indices of the tokens whose logits are wanted
+    keep: "array[int]"  # int64: indices of tokens whose logits are needed
 
 
 class Decoder:

@@ -146,7 +146,7 @@ def _aligned(num_bytes: int) -> torch.Tensor:
     else:
         alignment = HUGE_PAGE
         memory = mmap.mmap(-1, num_bytes + alignment)
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         raw = torch.frombuffer(memory, dtype=torch.uint8)
     start = -raw.data_ptr() % alignment

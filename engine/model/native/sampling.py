@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, choices: Sequence[TokenChoice], *, team: Team) 
     logits = logits.to(torch.float32).contiguous()
     num_rows, vocab = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
-    kept: list[object] = []  # what draws hold the addresses of
+    kept: list[object] = []  # objects whose addresses the draws hold
     draws = draws_of(choices, vocab, kept)
     is_done = team.library.baton_sample(
         team.handle, logits.data_ptr(), vocab, num_rows, draws, tokens.data_ptr()

@@ -31,11 +31,11 @@ class Drafting(NamedTuple):
 class Chosen(NamedTuple):
     """The result of a verification."""
 
-    token_ids: list[int]  # row by row: the choice in the place of each proposed token, and behind
+    token_ids: list[int]  # row by row: one in the place of each proposed token, one behind the last
     logits: torch.Tensor  # [choices, then scored tokens; vocab], until the next call
     forward_s: float
     prepare_s: float
-    drafted: Sequence[list[int]] = ()  # of each row that was drafted for
+    drafted: Sequence[list[int]] = ()  # proposals of each drafted row
     draft_s: float = 0.0
 
 
