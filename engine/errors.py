@@ -20,7 +20,7 @@ BatonError
 │   ├── OtherVersion          a running cluster whose version does not match
 │   ├── CannotPlan            a load and bounds that no plan meets
 │   ├── TraceError            a trace that cannot be read
-│   └── NotEnough             a recording too short to fit costs to
+│   └── TooFewSamples         a recording too short to fit costs to
 ├── ProtocolError             a frame that the protocol does not allow: the peer's fault
 │   └── Untrusted             a peer that does not prove that it holds the deployment's secret
 ├── PeerSilent                no frame has come from a peer for too long
