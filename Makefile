@@ -1,4 +1,4 @@
-# `make serve` and `make test` are all that a fresh machine needs; each makes the environment first.
+# A fresh machine needs `make serve` and `make test` only. Each makes the environment first.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 install: .venv/.installed
 
-# torch first: with it there, nothing that follows can pull in another build of it.
+# torch comes first, so that no later package pulls in another build of it.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
@@ -23,8 +23,8 @@ check: install
 	$(BIN)/lint-imports
 	git ls-files "*.cpp" "*.h" | xargs $(BIN)/clang-format --dry-run --Werror
 
-# Three at a time, for services mostly wait for each other, and what waits for nobody gives way to them.
-# Each part is printed when it is over.
+# Three parts at a time: services mostly wait, and parts that only compute give way to them (`nice`).
+# The output of each part is printed when it ends.
 test: install .venv-core/.installed
 	$(MAKE) --jobs 3 --keep-going --output-sync=target test-services test-parts test-core test-ray test-chaos
 
@@ -40,15 +40,15 @@ test-chaos: install
 test-parts: install
 	nice $(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/e2e --ignore tests/chaos
 
-# The unit tests in an environment that has neither torch nor Ray: the proof that the core needs none.
+# The unit tests in an environment without torch and Ray: the core needs neither.
 test-core: .venv-core/.installed
 	nice .venv-core/bin/python -m pytest -q tests/unit
 
-# What takes longest: code for GPUs interpreted on a CPU, networks that are cut, some benchmarks.
+# The longest tests: GPU code interpreted on a CPU, networks that are cut, some benchmarks.
 test-long: install
 	$(BIN)/python -m pytest -m long tests
 
-# What peers may send, and what properties hold for, searched for longer than the tests do.
+# Searches longer than the tests do: hostile bytes from peers, and examples of properties.
 fuzz: install
 	$(BIN)/python -m pytest --hypothesis-profile search tests/props tests/unit tests/fuzz/test_listeners.py
 	$(BIN)/python -m tests.fuzz.decoders -runs=200000

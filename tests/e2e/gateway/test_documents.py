@@ -1,0 +1,65 @@
+"""Commands that documents show work against a deployment: curl, Python, the operator's."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from deploy.local.run_dir import announced, run_directory
+from tests.kits import documents
+from tests.kits.documents import SHELLS, Block
+
+pytestmark = pytest.mark.torch
+
+WRITTEN = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
+LOOKS_ONLY = {"pools", "planner", "requests", "version", "versions", "workers"}
+BLOCKS = [block for page in documents.documents() for block in documents.blocks(page)]
+CURLS = [block for block in BLOCKS if block.language in SHELLS and "curl " in block.text]
+PROGRAMS = [block for block in BLOCKS if block.language == "python" and "OpenAI(" in block.text]
+
+
+def said(command: list[str], **environment: str) -> str:
+    """What a command prints; it must succeed."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def titles(blocks: list[Block]) -> list[str]:
+    return [f"{block.document}:{number}" for number, block in enumerate(blocks)]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("block", CURLS, ids=titles(CURLS))
+def test_curl_examples_get_answers(served, block):
+    """Only lines that ask the gateway without a key: others need a deployment of their own."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if line.startswith("curl ") and WRITTEN.search(line) and "uthorization" not in line:
+            words = shlex.split(WRITTEN.sub(served.url, line), comments=True)
+            assert said(["curl", "--fail", "--silent", *words[1:]]), line
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=titles(PROGRAMS))
+def test_python_examples_run(served, block):
+    said([sys.executable, "-c", WRITTEN.sub(served.url, block.text)])
+
+
+def test_operators_commands_that_only_look_work(served):
+    found = (one for page in documents.documents() for one in documents.commands(page))
+    lines = {one.words[1:] for one in found if one.words[0].endswith("baton")}
+    looks = [words for words in lines if len(words) == 1 and words[0] in LOOKS_ONLY]
+    assert looks
+    [access] = [each for each in announced(run_directory(os.environ)) if each.url == served.url]
+    to_admin = {"BATON_ADMIN_URL": access.admin_url, "BATON_ADMIN_KEY": access.key}
+    for words in looks:
+        assert said([sys.executable, "-m", "deploy.commands.main", *words], **to_admin)

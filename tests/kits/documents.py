@@ -1,0 +1,79 @@
+"""Reads the documents as a user would: their code blocks, commands, links and paths."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
+_PATH = re.compile(
+    r"`((?:router|prefill|decode|kvtransfer|deploy|bench|engine|tests|docs)/[\w./-]+)`"
+)
+SHELLS = ("sh", "bash")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    document: str
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of a shell block: the program's words, without a comment at its end."""
+
+    document: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.document}: {shlex.join(self.words)}"
+
+
+def documents() -> list[str]:
+    """Paths of the documents that users read."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    return sorted(str(page.relative_to(ROOT)) for page in pages)
+
+
+def blocks(document: str) -> list[Block]:
+    """The fenced blocks of a document."""
+    text = (ROOT / document).read_text("utf-8")
+    return [Block(document, language, body) for language, body in _BLOCK.findall(text)]
+
+
+def commands(document: str) -> Iterator[Command]:
+    """The command lines of a document's shell blocks."""
+    for block in blocks(document):
+        if block.language not in SHELLS:
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if words := _words(line):
+                yield Command(document, tuple(words))
+
+
+def links(document: str) -> Iterator[Path]:
+    """Files of the tree that a document links to, or names in backticks by their whole path."""
+    page = ROOT / document
+    text = page.read_text("utf-8")
+    for target in _LINK.findall(text):
+        if "://" not in target:
+            yield page.parent / target
+    for path in _PATH.findall(text):
+        yield ROOT / path.rstrip(".")
+
+
+def _words(line: str) -> list[str]:
+    """The words of a line; a here-document, a quote over several lines or none gives none."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        return []
+    while words and (words[0] == "sudo" or re.fullmatch(r"[A-Z_]+=.*", words[0])):
+        words = words[1:]
+    return words

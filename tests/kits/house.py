@@ -1,0 +1,180 @@
+"""Measures how easy the tree is to find one's way in: folders, names, sizes and sentences.
+
+`python -m tests.kits.house [REVISION]` prints the figures of the working tree, or of a commit.
+`tests/unit/test_house.py` holds the tree to bounds on them.
+"""
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("router", "prefill", "decode", "kvtransfer", "deploy", "bench", "engine")
+_FENCE = re.compile(r"^```.*?^```[^\n]*$", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_CODE = re.compile(r"`[^`]*`")
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_END_OF_SENTENCE = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[^a-z])")
+_LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
+
+
+@dataclass(frozen=True)
+class ClassSize:
+    """A class of the product and its length in lines."""
+
+    name: str
+    path: str
+    num_lines: int
+
+
+def texts(revision: str | None = None) -> dict[str, str]:
+    """Text files by path: of a commit, or of the working tree if `revision` is None."""
+    if revision is None:
+        files = [file for top in (*PRODUCT, "tests", "docs") for file in (ROOT / top).rglob("*")]
+        files += ROOT.glob("*.*")
+        paths = {str(file.relative_to(ROOT)): file for file in files if file.is_file()}
+        return {path: paths[path].read_text("utf-8") for path in sorted(paths) if _is_text(path)}
+    listed = _git("ls-tree", "-r", "--name-only", revision).splitlines()
+    return {path: _git("show", f"{revision}:{path}") for path in listed if _is_text(path)}
+
+
+def files_per_folder(paths: Iterable[str]) -> Counter[str]:
+    """Number of text files directly in each folder; `__init__.py` is not counted."""
+    own = (path for path in paths if not path.endswith("__init__.py"))
+    return Counter(str(Path(path).parent) for path in own)
+
+
+def lines_per_folder(files: Mapping[str, str]) -> Counter[str]:
+    """Lines of Python in each top-level folder."""
+    lines: Counter[str] = Counter()
+    for path, text in files.items():
+        if path.endswith(".py"):
+            lines[path.partition("/")[0]] += text.count("\n")
+    return lines
+
+
+def sentences(markdown: str) -> Iterator[str]:
+    """Sentences of a document, and the cells of its tables.
+
+    Fenced code is left out, and inline code counts as one word. A list item and a heading each
+    end a sentence; colons and semicolons do not.
+    """
+    text = _LINK.sub(r"\1", _CODE.sub("Code", _COMMENT.sub("", _FENCE.sub("", markdown))))
+    for paragraph in _paragraphs(text):
+        for sentence in _END_OF_SENTENCE.split(paragraph):
+            if sentence.strip():
+                yield sentence.strip()
+
+
+def sentence_lengths(markdown: str) -> list[int]:
+    """Words in each sentence of the prose, tables aside, that has at least three."""
+    prose = "\n".join(line for line in markdown.splitlines() if not line.startswith("|"))
+    lengths = (num_words(sentence) for sentence in sentences(prose))
+    return [length for length in lengths if length >= 3]
+
+
+def num_words(text: str) -> int:
+    """Words of a text: runs of characters with at least one letter or digit."""
+    return sum(any(c.isalnum() for c in word) for word in text.split())
+
+
+def product_trees(files: Mapping[str, str]) -> Iterator[tuple[str, ast.Module]]:
+    """Each Python file of the product, parsed."""
+    for path, text in files.items():
+        if path.endswith(".py") and path.partition("/")[0] in PRODUCT:
+            yield path, ast.parse(text)
+
+
+def class_homes(files: Mapping[str, str]) -> dict[str, list[str]]:
+    """The files that define each public class of the product, by its name."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path, tree in product_trees(files):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(path)
+    return homes
+
+
+def class_sizes(files: Mapping[str, str]) -> list[ClassSize]:
+    """Classes of the product, the longest first."""
+    found = [
+        ClassSize(node.name, path, (node.end_lineno or node.lineno) - node.lineno + 1)
+        for path, tree in product_trees(files)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    return sorted(found, key=lambda size: size.num_lines, reverse=True)
+
+
+def function_lengths(files: Mapping[str, str]) -> list[int]:
+    """Lines of each function and method of the product, ascending."""
+    return sorted(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for _, tree in product_trees(files)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+
+
+def main() -> None:
+    """Prints the figures."""
+    files = texts(sys.argv[1] if len(sys.argv) > 1 else None)
+    folders = files_per_folder(files).most_common(12)
+    print("files a folder:", ", ".join(f"{folder} {num}" for folder, num in folders))
+    lines = lines_per_folder(files)
+    print("lines of Python:", ", ".join(f"{top} {num}" for top, num in sorted(lines.items())))
+    print(f"lines of Python in all: {lines.total()}, product {sum(lines[top] for top in PRODUCT)}")
+    readme = files["README.md"]
+    print(f"README: {readme.count(chr(10))} lines, {num_words(readme)} words")
+    for path in sorted(path for path in files if path.endswith(".md")):
+        lengths = sentence_lengths(files[path])
+        if lengths:
+            long = sum(num_words(sentence) > 30 for sentence in sentences(files[path]))
+            middle = f"median {statistics.median(lengths):g} words"
+            print(f"  {path}: {len(lengths)} sentences, {middle}, {long} over 30")
+    lengths = function_lengths(files)
+    p50, p90 = lengths[len(lengths) // 2], lengths[len(lengths) * 9 // 10]
+    print(f"functions: {len(lengths)}, p50 {p50} lines, p90 {p90}")
+    for size in class_sizes(files)[:8]:
+        print(f"  class {size.name}: {size.num_lines} lines, {size.path}")
+    clashes = {name: homes for name, homes in class_homes(files).items() if len(homes) > 1}
+    print(f"public class names with several homes: {len(clashes)}")
+    for name, homes in sorted(clashes.items()):
+        print(f"  {name}: {', '.join(homes)}")
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Runs of lines that read as one text."""
+    current: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        stripped = line.strip()
+        is_item = _LIST_ITEM.match(line) is not None
+        if not stripped or is_item or stripped.startswith(("|", "#")):
+            if current:
+                yield " ".join(current)
+            current = [_LIST_ITEM.sub("", line).strip()] if is_item else []
+        else:
+            current.append(stripped)
+        if stripped.startswith("|"):
+            yield from (cell.strip() for cell in stripped.strip("|").split("|"))
+        elif stripped.startswith("#"):
+            yield stripped.lstrip("# ")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _is_text(path: str) -> bool:
+    return path.endswith((".py", ".md", ".toml", ".yaml", ".cpp", ".h", ".hpp", ".inc"))
+
+
+if __name__ == "__main__":
+    main()
