@@ -1,4 +1,4 @@
-"""`baton simulate`: a trace upon a cluster that need not exist. Parses, prints, writes.
+"""`baton simulate`: plays a trace on a simulated cluster. Parses, prints, writes.
 
 baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 --decode 2
 """
@@ -35,16 +35,19 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         str, typer.Option(help="Mooncake JSONL, Azure CSV or Baton's own; or `synthetic`.")
     ],
     hardware_: Annotated[
-        str, typer.Option("--hardware", help=f"A profile's file, or {', '.join(PROFILES)}.")
+        str,
+        typer.Option("--hardware", help=f"A profile: its file, or one of {', '.join(PROFILES)}."),
     ] = "h200-qwen3-8b",
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
-    mixed: Annotated[int, typer.Option(min=0, help="Workers that do both.")] = 0,
-    policy: Annotated[RouterPolicy, typer.Option(help="Who chooses workers.")] = RouterPolicy.SLO,
-    speed_up: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
-    shorten: Annotated[int, typer.Option(min=1, help="All lengths divided by this.")] = 1,
+    mixed: Annotated[int, typer.Option(min=0, help="Workers of both roles.")] = 0,
+    policy: Annotated[
+        RouterPolicy, typer.Option(help="How workers are chosen.")
+    ] = RouterPolicy.SLO,
+    speed_up: Annotated[float, typer.Option(help="Factor on the arrival rate.")] = 1.0,
+    shorten: Annotated[int, typer.Option(min=1, help="Divisor of all lengths.")] = 1,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Only so many, from the first on.")
+        int | None, typer.Option(min=1, help="Play only the first requests.")
     ] = None,
     rate: Annotated[float, typer.Option(help="Requests/s of a synthetic trace.")] = 3.4,
     families: Annotated[int, typer.Option(min=1, help="System prompts of a synthetic trace.")] = 1,
@@ -52,24 +55,22 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         int | None, typer.Option(min=1, help="KV blocks of a worker.", show_default="profile")
     ] = None,
     latency_ms: Annotated[
-        float, typer.Option(min=0.0, help="Of a message, gateway to worker or back.")
+        float, typer.Option(min=0.0, help="Of one message, in milliseconds.")
     ] = 0.2,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that clients ask for at most; models end answers.")
+        int, typer.Option(min=1, help="Limit that clients send with each request.")
     ] = MAX_ANSWER_TOKENS,
     slo_ttft_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TTFT.")] = 5000.0,
     slo_tpot_ms: Annotated[float | None, typer.Option(min=0.0, help="Bound on TPOT.")] = 25.0,
     reject: Annotated[
-        bool, typer.Option(help="Refuse what is predicted to miss its bounds.")
+        bool, typer.Option(help="Refuse requests that are predicted to miss a bound.")
     ] = False,
     goodput_requests: Annotated[
         int,
-        typer.Option(
-            min=0, help="So many, from the first on, to find DistServe's goodput; 0: left out."
-        ),
+        typer.Option(min=0, help="Requests for DistServe's goodput; 0 leaves it out."),
     ] = 1000,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 100_000,
-    queue_timeout_s: Annotated[float, typer.Option(help="How long one may wait.")] = 3600.0,
+    queue_timeout_s: Annotated[float, typer.Option(help="Longest wait of a request.")] = 3600.0,
     gpu_hour_usd: Annotated[
         float | None, typer.Option(min=0.0, help="Price.", show_default="profile")
     ] = None,
@@ -77,10 +78,10 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     json: JsonOption = None,
     plot: PlotOption = None,
     write_trace_: Annotated[
-        Path | None, typer.Option("--write-trace", help="Write the trace as it was played.")
+        Path | None, typer.Option("--write-trace", help="Write the played trace here.")
     ] = None,
     write_hardware_: Annotated[
-        Path | None, typer.Option("--write-hardware", help="Write the profile as a file.")
+        Path | None, typer.Option("--write-hardware", help="Write the profile here.")
     ] = None,
 ) -> None:
     """Play a trace against a simulated cluster and report latency, goodput, hits and cost."""
@@ -142,7 +143,7 @@ def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:
 
 
 def _pools(prefill: int, decode: int, mixed: int) -> SimulatedPools:
-    """The defaults of the first two are for clusters without mixed workers."""
+    """Returns the pools. Raises ConfigError without workers of either role."""
     pools = SimulatedPools(prefill, decode, mixed)
     if not (pools.prefill or pools.mixed) or not (pools.decode or pools.mixed):
         raise ConfigError("a cluster needs workers that prefill and workers that decode")

@@ -1,8 +1,7 @@
-"""What simulated workers are: how long their steps and pulls take, and how much KV they hold.
+"""Profiles of simulated workers: prices of steps and pulls, and memory for KV.
 
-A profile is one of those here by name, or a JSON file of the same shape, as `baton simulate
---write-hardware` writes it; a file may come from a fit of measured steps. All of a profile's
-figures are of one worker, whatever number of GPUs it has.
+A profile has a name here, or is a JSON file as `baton simulate --write-hardware` writes it. A file
+may come from a fit of measured steps. All figures are those of one worker, with all its GPUs.
 
 The price of a step, with n - p new tokens of each prompt's chunk behind p cached or computed ones:
 
@@ -10,9 +9,9 @@ The price of a step, with n - p new tokens of each prompt's chunk behind p cache
     only decoding    D + E·b + F·kv
     both             max(A, D) + the rest of the two: the weights are read once
 
-A profile with a `chunk_table` prices prompts by new tokens alone, interpolated between its points,
-whatever stands before them: so does Dynamo's mocker, and that is what it is for. The sum over the
-chunks of a long prompt is then linear in its length; the true price is not.
+A profile with a `chunk_table` prices prompts by new tokens alone, interpolated between its points.
+Dynamo's mocker does so, and comparisons with it need this. The sum over the chunks of a long prompt
+is then linear in its length; the true price is not.
 
 Workers may share the cores of one small machine, with their gateway: see `crowd`.
 
@@ -67,13 +66,13 @@ class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kv_token_bytes(self) -> int:
-        """KV of one token."""
+        """Bytes of KV of one token."""
         return self.layout.block_bytes // self.layout.block_size
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """What the parts of a step add up to; `num_new` and `squares` are of prompts only."""
+    """The sums that price a step; `num_new` and `squares` cover prompts only."""
 
     num_new: int = 0
     squares: int = 0
@@ -82,18 +81,18 @@ class StepPrice:
 
 
 class Pricing:
-    """A profile's prices, at hand."""
+    """Computes prices from a profile."""
 
     def __init__(self, hardware: HardwareProfile) -> None:
         self._hardware = hardware
         self._lengths = [length for length, _ in hardware.chunk_table]
 
     def decode_s(self, num_rows: int, num_context: int) -> float:
-        """A step in which nothing but decoding is done."""
+        """Returns the seconds of a step that only decodes."""
         return self._hardware.decode.seconds(num_rows, num_context)
 
     def step_s(self, step: StepPrice) -> float:
-        """Any step."""
+        """Returns the seconds of any step."""
         decode = self._hardware.decode
         if not step.num_new:
             return decode.seconds(step.num_rows, step.num_context)
@@ -106,7 +105,7 @@ class Pricing:
         return fixed_s + prefill_s + decode_s
 
     def _of_chunk(self, num_new: int) -> float:
-        """Between the points of the table, and beyond them as between the nearest two."""
+        """Interpolates in the table; beyond its ends, extrapolates from the nearest two points."""
         table = self._hardware.chunk_table
         right = min(max(bisect_left(self._lengths, num_new), 1), len(table) - 1)
         (low, low_s), (high, high_s) = table[right - 1], table[right]
@@ -127,7 +126,7 @@ def _h200(  # noqa: PLR0913 - the columns of a table
     num_blocks: int | None = None,
     chunk_table: Sequence[tuple[int, float]] = (),
 ) -> HardwareProfile:
-    """`model` is layers, KV heads and head size; `prefill_ms` A, B, C and `decode_ms` D, E, F."""
+    """Takes layers, KV heads and head size as `model`, A, B, C and D, E, F in milliseconds."""
     layout = KVLayout(512, KVFormat.BF16, (KVSection(*model),))
     memory = KV_SHARE * (gpus * GPU_BYTES - weights_bytes)
     return HardwareProfile(
@@ -208,12 +207,12 @@ PROFILES = {profile.name: profile for profile in _PROFILES}
 
 
 def hardware_named(name: str) -> HardwareProfile:
-    """A profile of this name, or in the file of this name. Raises ConfigError."""
+    """Returns the profile with this name, or in this file. Raises ConfigError."""
     if name in PROFILES:
         return PROFILES[name]
     path = Path(name)
     if path.suffix != ".json" and not path.exists():
-        raise ConfigError(f"hardware {name!r} is none of {', '.join(PROFILES)}, and no file")
+        raise ConfigError(f"hardware {name!r} is neither a file nor one of {', '.join(PROFILES)}")
     try:
         return msgspec.json.decode(path.read_bytes(), type=HardwareProfile)
     except OSError as error:
@@ -233,7 +232,7 @@ def write_hardware(hardware: HardwareProfile, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder, as far as its speed and memory depend on it."""
+    """The shape of a dense decoder that decides its speed and memory."""
 
     layers: int
     heads: int
@@ -245,7 +244,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGpus:
-    """All the GPUs of one worker together; `reached` is the share of the peaks that is."""
+    """All GPUs of one worker together; `reached` is the reachable share of their peaks."""
 
     flops_per_s: float
     read_bytes_per_s: float
@@ -264,7 +263,7 @@ def by_roofline(
     weight_bytes: float = 2.0,
     block_size: int = 512,
 ) -> HardwareProfile:
-    """A profile from peaks alone: prompts are bound by arithmetic, decoding by memory.
+    """Returns a profile from peaks alone: arithmetic bounds prompts, memory bounds decoding.
 
     The formulas are those of `bench.common.roofline`. A step reads all weights at least, so A and
     D are

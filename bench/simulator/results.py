@@ -1,17 +1,16 @@
-"""What a simulation came to, as figures. Pure.
+"""The figures of a simulation. Pure.
 
-Latencies are of finished answers, seen at the gateway, in milliseconds; a request that was refused
-or failed meets no SLO. ITL percentiles are over all gaps of all answers. Goodput by the three usual
-definitions, as in `bench.client.load`, and per GPU; Mooncake's effective capacity also at the
-bounds of
-its paper, TTFT 30 s and TBT 100, 200 and 300 ms. (DistServe's goodput, the highest rate at which
-`attainment` is 90 %, takes several simulations: see `goodput`.)
+Latencies are those of finished answers, seen at the gateway, in milliseconds. A refused or failed
+request meets no SLO. ITL percentiles cover all gaps of all answers. Goodput follows the three usual
+definitions of `bench.client.load`, also per GPU. Mooncake's effective capacity is given at the
+bounds of its paper too: TTFT 30 s, and TBT 100, 200 and 300 ms. DistServe's goodput takes several
+simulations: see `goodput`.
 
-Prefix hits are prompt tokens found cached or pulled, of all prompt tokens; `infinite_cache` is what
-one cache that never forgets would have had.
+Prefix hits are prompt tokens that were found cached or pulled, of all prompt tokens.
+`infinite_cache` is the share that a cache which never forgets would have had.
 
-A pool's utilisation is the share of the time that its workers spent in steps. Cost is all GPUs for
-all the time; what it is divided by is all tokens, prompts included.
+A pool's utilisation is the share of the time that its workers spent in steps. Costs are those of
+all GPUs for the whole run, divided by all tokens, prompts included.
 """
 
 import math
@@ -32,7 +31,7 @@ from router.machine.requests import Finished
 
 MOONCAKE_TTFT_S = 30.0
 MOONCAKE_TBT_S = (0.1, 0.2, 0.3)
-NUM_BINS = 2**16  # of gaps, and so many answers' are looked at together
+NUM_BINS = 2**16  # of a histogram of gaps
 NUM_TOGETHER = 4096
 
 Values = NDArray[np.float64]
@@ -40,7 +39,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of one finished answer, seconds. The last two are None where there was one token."""
+    """Latencies of one finished answer in seconds; the last two are None for one token."""
 
     ttft_s: float
     e2e_s: float
@@ -49,7 +48,7 @@ class Latencies:
 
 
 def latencies_of(record: SimulatedRequest) -> Latencies | None:
-    """None where the request was not answered in full."""
+    """Returns the latencies of a request; None if it has no full answer."""
     times_s = record.times_s
     if not isinstance(record.outcome, Finished) or not times_s:
         return None
@@ -63,13 +62,13 @@ def latencies_of(record: SimulatedRequest) -> Latencies | None:
 
 
 def _mean_of_longest(values: Values, share: float) -> float:
-    """As `bench.common.stats.mean_of_longest`."""
+    """Computes `bench.common.stats.mean_of_longest` for an array."""
     num_others = len(values) - math.ceil(share * len(values))
     return float(np.partition(values, num_others)[num_others:].mean())
 
 
 def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
-    """TTFT and TPOT inside their bounds."""
+    """Whether TTFT and TPOT are inside their bounds."""
     if latencies is None:
         return False
     in_time = slo.ttft_s is None or latencies.ttft_s <= slo.ttft_s
@@ -79,7 +78,7 @@ def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
 
 
 def figures_of(run: SimulatedRun, slo: SloBounds, *, usd_per_gpu_hour: float) -> dict[str, Figure]:
-    """All figures of one simulation."""
+    """Returns all figures of one simulation."""
     latencies = [latencies_of(record) for record in run.records]
     return {
         **_latency_figures(run, latencies),
@@ -115,9 +114,10 @@ def summary_of_gaps(
     num_bins: int = NUM_BINS,
     num_together: int = NUM_TOGETHER,
 ) -> Summary | None:
-    """Of all gaps between tokens of one answer, of all answers, seconds. Exact, and never in memory
-    all at once: it is first counted how many are about how long, and then looked closely where the
-    percentiles are.
+    """Returns the summary of all gaps between tokens of an answer, in seconds.
+
+    It is exact without holding all gaps in memory. A histogram finds the bins of the percentiles;
+    then only the gaps in these bins are sorted.
     """
     parts = partial(_gaps_s, records, num_together)
     least, most = math.inf, -math.inf
@@ -131,7 +131,7 @@ def summary_of_gaps(
     counts = np.zeros(num_bins + 1, dtype=np.int64)
     for part in parts():
         counts += np.bincount(_bin(part, edges), minlength=num_bins + 1)
-    behind = np.cumsum(counts)  # of each bin's end
+    behind = np.cumsum(counts)  # gaps up to the end of each bin
     positions = {q: (number - 1) * q / 100 for q in (50, 90, 99)}
     places = sorted({f(at) for at in positions.values() for f in (math.floor, math.ceil)})
     wanted = np.unique(np.searchsorted(behind, places, side="right"))
@@ -154,7 +154,7 @@ def summary_of_gaps(
 
 
 def _bin(values: Values, edges: Values) -> NDArray[np.int64]:
-    """The number of the bin of each; the order of values is that of their bins."""
+    """Returns the bin of each value; bins keep the order of values."""
     width = edges[1] - edges[0]
     if not width:
         return np.zeros(len(values), dtype=np.int64)
@@ -163,7 +163,7 @@ def _bin(values: Values, edges: Values) -> NDArray[np.int64]:
 
 
 def _gaps_s(records: Sequence[SimulatedRequest], num_together: int) -> Iterator[Values]:
-    """The gaps of so many records at a time."""
+    """Yields the gaps of `num_together` records at a time."""
     for start in range(0, len(records), num_together):
         some = records[start : start + num_together]
         parts = [np.diff(record.times_s) for record in some if len(record.times_s) > 1]
@@ -253,7 +253,7 @@ def _num_gpus(run: SimulatedRun) -> int:
 
 
 def series_ms(run: SimulatedRun) -> Mapping[str, list[float]]:
-    """The samples that are plotted."""
+    """Returns the samples to plot, in milliseconds."""
     answered = [one for one in map(latencies_of, run.records) if one is not None]
     return {
         "TTFT": [one.ttft_s * 1000 for one in answered],

@@ -1,4 +1,4 @@
-"""Recorded and made-up loads: when requests come, how long they are, what they share.
+"""Recorded and synthetic loads: arrivals, lengths and shared prefixes of requests.
 
 Four formats are read:
 
@@ -13,8 +13,8 @@ Four formats are read:
                that were answered, with as many tokens as they were answered with, and the others
                with as many as they asked for; ids stand for the workers' own blocks of tokens
 
-In memory all are the same. A prompt's tokens are made of its block ids: every token of a block is
-the block's id, so equal ids give equal tokens, and others different ones.
+All formats have one form in memory. Every token of a block is the block's id, so equal ids give
+equal tokens and different ids different tokens.
 
 Sources: Qin et al., Mooncake, FAST 2025 (its traces: github.com/kvcache-ai/Mooncake); Azure's
 public LLM inference traces (github.com/Azure/AzurePublicDataset); the moments of `synthetic`,
@@ -46,12 +46,12 @@ MAX_ID = 2**31 - 1  # of a token, and so of a block
 
 
 class TraceError(ConfigError):
-    """A trace that cannot be read: which line, and why."""
+    """A trace cannot be read; the message names the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. Without `block_ids` its prompt has nothing in common with any other."""
+    """One request. Without `block_ids` its prompt shares no prefix."""
 
     arrived_s: float
     input_len: int
@@ -70,15 +70,15 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last arrival."""
+        """Seconds from the start to the last arrival."""
         return self.requests[-1].arrived_s if self.requests else 0.0
 
     def first(self, num_requests: int) -> "Trace":
-        """The beginning of this trace."""
+        """Returns the first requests of this trace."""
         return replace(self, requests=self.requests[:num_requests])
 
     def sped_up(self, factor: float) -> "Trace":
-        """The same requests, `factor` times as fast one after the other."""
+        """Returns the same requests with `factor` times the arrival rate."""
         if not factor > 0 or not math.isfinite(factor):
             raise TraceError(f"a trace cannot be sped up by {factor}")
         return replace(
@@ -86,7 +86,7 @@ class Trace:
         )
 
     def shortened(self, factor: int) -> "Trace":
-        """All lengths divided by `factor`, rounded up; what was shared still is."""
+        """Returns all lengths divided by `factor`, rounded up; prefixes stay shared."""
         if factor < 1 or self.block_tokens % factor:
             raise TraceError(
                 f"lengths cannot be divided by {factor}: blocks have {self.block_tokens} tokens"
@@ -107,7 +107,7 @@ class Trace:
 
 
 def prompt_tokens(request: TraceRequest, block_tokens: int) -> list[int]:
-    """The prompt's tokens: each block's id, as often as it has tokens."""
+    """Returns the prompt's tokens: each block's id, once for each of its tokens."""
     tokens: list[int] = []
     for block_id in request.block_ids:
         tokens += [block_id] * min(block_tokens, request.input_len - len(tokens))
@@ -115,7 +115,7 @@ def prompt_tokens(request: TraceRequest, block_tokens: int) -> list[int]:
 
 
 def with_ids(trace: Trace) -> Trace:
-    """The same trace, in which also prompts that share nothing have ids: ones of their own."""
+    """Returns the trace with fresh block ids for the prompts that have none."""
     taken = max((i for r in trace.requests for i in r.block_ids), default=0)
     fresh = count(taken + 1)
     requests = [
@@ -133,10 +133,10 @@ def _fresh_ids(request: TraceRequest, block_tokens: int, fresh: Iterator[int]) -
 
 
 def infinite_cache_hits(trace: Trace) -> float:
-    """The share of prompt tokens that one cache which forgets nothing would hold.
+    """Returns the share of prompt tokens that an infinite cache would hold.
 
-    It counts full blocks that an earlier request of the trace had, and never a prompt's last token,
-    which has to be computed for there to be an answer.
+    Full blocks of earlier requests count. A prompt's last token never does, since it must be
+    computed for the answer to begin.
     """
     seen: set[int] = set()
     num_hit = num_tokens = 0
@@ -176,7 +176,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file of any of the four formats, without the time before its first request.
+    """Returns the trace in a file of any of the four formats, beginning with its first request.
 
     Raises TraceError, which names file and line.
     """
@@ -234,7 +234,7 @@ def _read_own(path: Path, lines: Sequence[str]) -> tuple[int, list[TraceRequest]
     except msgspec.DecodeError as error:
         raise TraceError(f"{path}:1: {error}") from error
     if header.format != FORMAT or header.version != VERSION or header.block_tokens < 1:
-        raise TraceError(f"{path}:1: {header} is not read here")
+        raise TraceError(f"{path}:1: {header} is not supported")
     decoder = msgspec.json.Decoder(_Line)
     requests = []
     for number, line in enumerate(lines[1:], start=2):
@@ -263,7 +263,7 @@ def _read_recording(path: Path) -> tuple[int, list[TraceRequest]]:
 
 
 def _recorded(asked: RecordedRequest, block_tokens: int, ids: dict[BlockHash, int]) -> TraceRequest:
-    """Prompts that begin alike come to have the same ids at the beginning."""
+    """Returns a recorded request with block ids; prompts with a common prefix share ids."""
     request = asked.request
     prompt, parent = request.token_ids, None
     block_ids: list[int] = []
@@ -318,7 +318,7 @@ def _check(path: Path, number: int, request: TraceRequest, block_tokens: int) ->
 
 
 def _from_zero(path: Path, requests: list[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """The same, the first at 0. A recording may be a little out of order, by its clock."""
+    """Returns requests in order, the first at 0. A recording may be slightly out of order."""
     if not requests:
         raise TraceError(f"{path}: no requests")
     start_s = min(r.arrived_s for r in requests)
@@ -333,10 +333,10 @@ def _from_zero(path: Path, requests: list[TraceRequest]) -> tuple[TraceRequest, 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The shape of a made-up load: conversations of several turns behind a system prompt.
+    """The shape of a synthetic load: conversations of several turns behind a system prompt.
 
-    There are `families` of these, each with another system prompt; the n-th is in 1/n as many
-    conversations as the first.
+    Each family has a system prompt of its own. The n-th family has 1/n of the conversations of the
+    first one.
     Lengths are log-normal around their medians; `spread` is the deviation of their logarithm.
     """
 
@@ -351,13 +351,13 @@ class Chat:
 
 
 def synthetic(chat: Chat, num_requests: int, rng: Random) -> Trace:
-    """Conversations whose every turn sends what was said before along."""
+    """Returns conversations in which each turn sends all earlier turns along."""
     block_tokens = MOONCAKE_BLOCK_TOKENS
     num_system_ids = -(-chat.system_tokens // block_tokens)
     shares = [*accumulate(1 / number for number in range(1, chat.families + 1))]
     fresh = count(num_system_ids * chat.families)
-    # Requests of conversations that have begun, by their arrival. Those that come before the next
-    # conversation begins are final, so what is cut off at the end was hardly made.
+    # Future requests of begun conversations, by arrival. Requests before the next conversation
+    # begins are final, so few are made in vain.
     coming: list[tuple[float, int, TraceRequest]] = []
     places = count()
     requests: list[TraceRequest] = []
@@ -381,7 +381,7 @@ def _conversation(
     while True:
         length += _log_normal(chat.input_tokens, chat.spread, rng)
         output_len = _log_normal(chat.output_tokens, chat.spread, rng)
-        # The last block of the turn before was not full, unless by chance: it is another now.
+        # The last block of the earlier turn was not full, so its id changes.
         full = ids[: (length - 1) // MOONCAKE_BLOCK_TOKENS]
         num_missing = -(-length // MOONCAKE_BLOCK_TOKENS) - len(full)
         ids = full + tuple(next(fresh) for _ in range(num_missing))

@@ -1,11 +1,11 @@
-"""Leases and pulls between simulated workers: when blocks that are computed have arrived.
+"""Leases and pulls between simulated workers, and when pulled blocks arrive.
 
-A pull takes blocks as they become ready, in order. What is ready at once goes as one transfer,
-whose time is the profile's price; the first one of a pull pays for the asking. A transfer takes
-the whole link out of its source and the whole link into its sink, one after the other, first come
-first served. When the last block is there the lease ends, and both sides are told.
+A pull takes blocks in order, as they become ready. All blocks that are ready together go as one
+transfer, at the profile's price. The first transfer of a pull pays for the request too. A transfer
+occupies the whole link of its source and of its sink, first come first served. When the last block
+has arrived the lease ends, and both sides are told.
 
-Not modelled: expiry, loss, and all else that goes wrong.
+Expiry, loss and other failures are not modelled.
 """
 
 from bisect import bisect_left
@@ -25,12 +25,12 @@ TRANSPORT = "simulated"
 
 
 class TransferSide(Protocol):
-    """A worker, as a source or a sink."""
+    """A worker as a source or a sink of transfers."""
 
     worker_id: WorkerId
 
     def receive(self, events: list[Event]) -> None:
-        """Something happened to its leases or pulls."""
+        """Takes events of its leases and pulls."""
         ...
 
 
@@ -44,15 +44,16 @@ class _Link:
 class _Pull:
     sink: TransferSide
     seq_id: SeqId
-    wanted: tuple[int, ...] | None = None  # indices in the lease, rising; None: only held
-    num_asked: int = 0  # of them, on their way or here
-    ends_s: float = 0.0  # when what was asked for is here
+    # rising indices in the lease; None: the lease is only held
+    wanted: tuple[int, ...] | None = None
+    num_asked: int = 0  # of `wanted`: on their way or arrived
+    ends_s: float = 0.0  # when the last requested transfer arrives
     transfer_s: float = 0.0
-    ready_s: float = 0.0  # when the last block was
+    ready_s: float = 0.0  # when the last block became ready
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (when, how many by then)
 
     def arrived(self, now_s: float) -> tuple[int, ...]:
-        """Indices of blocks that are here."""
+        """Returns the indices of the blocks that have arrived."""
         here = max((count for at_s, count in self.arrivals if at_s <= now_s), default=0)
         return (self.wanted or ())[:here]
 
@@ -81,21 +82,21 @@ class Transfers:
 
     @property
     def num_leases(self) -> int:
-        """Leases that are open."""
+        """Open leases."""
         return len(self._leases)
 
     def num_leases_of(self, source: WorkerId) -> int:
-        """Leases of one worker that are open."""
+        """Returns the number of open leases of one source."""
         return self._num_open[source]
 
     def open(self, source: TransferSide, lease_id: LeaseId) -> None:
-        """A source lets others pull."""
+        """Opens a lease at a source."""
         assert lease_id not in self._leases
         self._leases[lease_id] = _Lease(source)
         self._num_open[source.worker_id] += 1
 
     def grow(self, lease_id: LeaseId, num_blocks: int) -> None:
-        """So many more blocks are ready."""
+        """Marks more blocks of a lease as ready."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return
@@ -103,7 +104,7 @@ class Transfers:
         self._go_on(lease_id, lease)
 
     def revoke(self, lease_id: LeaseId) -> None:
-        """A source ends a lease."""
+        """Ends a lease on the source's order, and fails its pull."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return
@@ -113,7 +114,7 @@ class Transfers:
             self._fail(lease.pull, "revoked", self._latency_s)
 
     def hold(self, sink: TransferSide, seq_id: SeqId, ref: LeaseRef) -> None:
-        """A sink wants a lease to last."""
+        """Claims a lease for a sink."""
         lease = self._leases.get(ref.lease_id)
         if lease is None:
             self._tell(sink, PullFailed(seq_id, "unknown"), self._latency_s)
@@ -123,9 +124,9 @@ class Transfers:
         self._held[sink.worker_id, seq_id] = ref.lease_id
 
     def start(self, sink: TransferSide, seq_id: SeqId, indices: tuple[int, ...]) -> None:
-        """A sink has memory for these blocks of a lease that it holds."""
+        """Starts the pull of these blocks of a held lease."""
         lease_id = self._held.get((sink.worker_id, seq_id))
-        if lease_id is None:  # it ended meanwhile, and the sink will hear of that
+        if lease_id is None:  # it has ended, and the sink will hear of that
             return
         lease = self._leases[lease_id]
         assert lease.pull is not None
@@ -136,7 +137,7 @@ class Transfers:
             self._plan_end(lease_id, lease.pull, self._cost.fixed_s)
 
     def abort(self, sink: TransferSide, seq_id: SeqId) -> None:
-        """A sink gives a lease up."""
+        """Gives up a lease that a sink holds."""
         lease_id = self._held.get((sink.worker_id, seq_id))
         if lease_id is None:
             return
@@ -146,10 +147,10 @@ class Transfers:
         self._fail(lease.pull, "aborted", 0.0)
         self._tell(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
 
-    # ------------------------------------------------------------ what follows
+    # ------------------------------------------------------------ transfers
 
     def _go_on(self, lease_id: LeaseId, lease: _Lease) -> None:
-        """Sends what is ready and wanted and not yet on its way."""
+        """Sends the blocks that are ready and wanted and not yet on their way."""
         pull = lease.pull
         if pull is None or not pull.wanted or pull.num_asked == len(pull.wanted):
             return
@@ -184,7 +185,7 @@ class Transfers:
     def _on_end(self, lease_id: LeaseId, pull: _Pull) -> None:
         lease = self._leases.get(lease_id)
         if lease is None or lease.pull is not pull:
-            return  # it failed meanwhile
+            return  # the pull has failed
         self._close(lease_id, lease)
         del self._held[pull.sink.worker_id, pull.seq_id]
         exposed_s = self._future.now_s - pull.ready_s if pull.wanted else 0.0

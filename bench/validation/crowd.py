@@ -1,9 +1,9 @@
-"""Workers that share the cores of one machine: how long their steps take beside one another.
+"""Workers that share the cores of one machine, and how they slow each other down.
 
-A step is work: seconds on a core of its own. A worker computes with one thread, and the gateway is
-busy with what decoding workers tell it. While more threads want to run than there are cores, all
-have equal shares of them, as schedulers of operating systems give them out: with n threads on c
-cores each runs at c / n of its pace. Whoever begins or ends changes the pace of all others at once.
+A step is work, in seconds of one core. A worker computes with one thread, and decoding workers keep
+the gateway busy. If more threads want to run than there are cores, all get equal shares, as
+operating systems give them. With n threads on c cores each runs at c / n of its pace. Each begin or
+end of a step changes the pace of all others at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from engine.messages import ComputePrompt, FirstToken, ToWorker
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """What is not always the same: one of these at a time, by chance, all as likely.
+    """Measured variations, from which the simulation draws at random, each as likely.
 
-    `prompt` and `first_token` are what such messages to workers take longer than others, seconds,
-    in rows by the number of workers that are busy; the last row is for more, too. Who has to be
-    woken up waits longer where others have the cores. `prefill` and `decode` are how many times as
-    long as usual steps take: those that compute prompts, and those that only decode. The latter are
-    in the order in which they were seen, and some in a row are taken at a time: after a message
-    that came late the next ones follow at once, and only together they took long or did not.
+    `prompt` and `first_token` are extra seconds of such messages to workers, in rows by the number
+    of busy workers; the last row holds for more workers too. A thread that must wake up waits
+    longer if other threads have the cores. `prefill` and `decode` are factors on the price of a
+    step: with prompts, or only decoding. `decode` keeps the order of measurement, and several in a
+    row are drawn together: after a late message the next ones follow at once, so single gaps
+    mislead.
     """
 
     prompt: Sequence[Sequence[float]] = ()
@@ -42,22 +42,22 @@ IN_A_ROW = 16  # decode steps, on average
 
 
 def pace(cores: int | None, demand: float) -> float:
-    """Of its own pace that a thread has where so many want to run at once, as a share."""
+    """Returns the share of a core that each thread gets for this demand in cores."""
     return 1.0 if cores is None or demand <= cores else cores / demand
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step that runs. What is left of it is work."""
+    """A running step and its remaining work."""
 
     left_s: float
     demand: float  # cores
     on_end: Callable[[], None]
-    planned_s: float | None = None  # when it ends, if nobody begins or ends before
+    planned_s: float | None = None  # its end, if no other step begins or ends before
 
 
 class Crowd:
-    """All workers of a machine, and the steps that run."""
+    """All workers of a machine and their running steps."""
 
     def __init__(
         self, hardware: HardwareProfile, future: Future, chances: Chances = NO_CHANCES
@@ -66,19 +66,19 @@ class Crowd:
         self._future = future
         self._chances = chances
         self._rng = Random(chances.seed)
-        self._places: dict[str, int] = {}  # of each worker, among the chances of decode steps
+        self._places: dict[str, int] = {}  # of each worker in `chances.decode`
         self._steps: dict[str, _Step] = {}
-        self._settled_s = 0.0  # until then what is left of steps is known
+        self._settled_s = 0.0  # the time for which `left_s` holds
 
     @property
     def watches(self) -> bool:
-        """Whether it has to be told of each step."""
+        """Whether each single step has to be reported here."""
         return self._hardware.cores is not None or bool(self._chances)
 
     def begin(
         self, worker_id: str, step: StepPrice, seconds: float, on_end: Callable[[], None]
     ) -> None:
-        """A worker begins a step of so much work; `on_end` is called when that is done."""
+        """Begins a worker's step of `seconds` of work; calls `on_end` at its end."""
         seconds *= self._ratio(worker_id, step)
         demand = 1 + (self._hardware.gateway_load if step.num_rows else 0.0)
         self._settle()
@@ -96,7 +96,7 @@ class Crowd:
         return ratios[place]
 
     def delay_s(self, message: ToWorker) -> float:
-        """What a message that is sent now takes longer than others."""
+        """Returns the extra seconds of a message that is sent now."""
         table: Sequence[Sequence[float]] = ()
         if isinstance(message, ComputePrompt):
             table = self._chances.prompt
@@ -107,7 +107,7 @@ class Crowd:
         return self._rng.choice(table[min(len(self._steps), len(table) - 1)])
 
     def _settle(self) -> None:
-        """Takes off what was computed since the last time."""
+        """Subtracts the work done since the last call."""
         now_s = self._future.now_s
         done_s = (now_s - self._settled_s) * self._pace()
         for step in self._steps.values():
@@ -128,7 +128,7 @@ class Crowd:
     def _on_end(self, planned: tuple[str, _Step, float]) -> None:
         worker_id, step, end_s = planned
         if self._steps.get(worker_id) is not step or step.planned_s != end_s:
-            return  # it was planned anew
+            return  # its end was planned anew
         self._settle()
         del self._steps[worker_id]
         self._plan_ends()

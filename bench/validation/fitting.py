@@ -1,28 +1,29 @@
-"""A profile fitted to a recorded deployment: what its workers take, as its gateway saw it.
+"""Fits a profile to recordings of a deployment, from times at its gateway.
 
-Everything is timed at the gateway, so what lies around a forward pass is part of a step's price:
-planning, encoding, threads that wait for each other.
+All times are the gateway's, so the work around a forward pass is part of a step's price: planning,
+encoding, threads that wait for each other.
 
-    prompts    from the word that the first chunk begins to the first token, of those that had their
-               worker to themselves; A is paid for each chunk
-    decoding   from one step's tokens to the next one's, where the next followed at once. Messages
-               bunch, so steps are taken a few together
-    messages   the way of a prompt to a worker that had nothing to do, and back; and from the first
-               token to the word that decoding begins. Some take longer than others, and the more
-               so the more workers are busy: as they did in the recording, so they do by chance
-    pulls      from the first token to the word that KV is in the decode worker, as far as that was
-               not hidden behind the message with the first token
+    prompts    from the report that the first chunk begins to the first token, for prompts that had
+               their worker to themselves; A is paid for each chunk
+    decoding   from one step's tokens to the next one's, if the next step followed at once. Messages
+               bunch, so several steps are taken together
+    messages   the way of a prompt to an idle worker and back; and from the first token to the
+    report
+               that decoding begins. The delays beyond the usual way grow with the number of busy
+               workers, and the simulation draws from the measured ones
+    pulls      from the first token to the report that KV is in the decode worker, as far as the
+               message with the first token did not hide it
 
-Workers that share cores slow each other down, and the gateway slows them. That is not fitted, it
-follows from the number of cores (see `crowd`): what was observed is counted in seconds of a core,
-by who else computed meanwhile. The gateway's part is the time of a core that it took in all, spread
-over the time in which workers decoded.
+Workers that share cores slow each other down, and so does the gateway. That is not fitted but
+follows from the number of cores (see `crowd`). Each observation is converted to seconds of a core,
+given the other threads that computed meanwhile. The gateway's CPU time is spread over the time in
+which workers decoded.
 
-Neither takes as long as its price each time: how uneven prompts and single steps are is kept too.
+Single prompts and steps deviate from their price. These deviations are kept too.
 
-All fits weigh relative errors, and are then scaled such that all that was observed takes as long in
-sum as it did: means are to be right, also where a few are much slower than most. Of several
-recordings that is the median's scale, as a machine may have had something else to do in one.
+All fits weigh relative errors. They are then scaled so that the sum of all observations is right:
+means must be right even if a few steps are much slower than most. With several recordings the
+median of their scales is used, since another program may have disturbed one of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,11 +43,11 @@ from router.cluster.costs import PrefillCost, PullCost
 
 STEPS_TOGETHER = 16
 LEAST_SAMPLES = 8
-FAR_OFF = 0.15  # as a share: what is further off counts less
+FAR_OFF = 0.15  # as a share; samples that are further off count less
 NUM_REFITS = 6
-ALWAYS_OFF = 0.5  # of the median, beside as much of each
+ALWAYS_OFF = 0.5  # share of the median that is added to each deviation
 INSTANTLY = 1e18  # bytes/s
-LONG_S = 1e4  # before and after all that was recorded: nobody computed
+LONG_S = 1e4  # before and after the recording, when nothing ran
 
 Interval = tuple[float, float]
 Matrix = NDArray[np.float64]
@@ -54,12 +55,12 @@ Vector = NDArray[np.float64]
 
 
 class TooFewSamples(ConfigError):
-    """A recording that says too little to fit a profile to it."""
+    """A recording has too few samples to fit a profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostSample:
-    """So many seconds of a core did this take."""
+    """Features of some work, and the seconds of a core that it took."""
 
     features: tuple[float, ...]
     seconds: float
@@ -67,7 +68,7 @@ class CostSample:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A profile, and what is no part of one: what messages take, and some of them beside that."""
+    """A profile, the time of a message, and measured variations."""
 
     hardware: HardwareProfile
     latency_s: float
@@ -76,7 +77,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """What workers were started with that their gateway is not told."""
+    """Limits of workers that a recording does not hold."""
 
     max_batch_tokens: int
     chunk_tokens: int
@@ -85,9 +86,9 @@ class WorkerLimits:
 def fit(
     recordings: Sequence[RecordedRun], limits: WorkerLimits, *, name: str, cores: int | None = None
 ) -> Fitted:
-    """The profile of workers that are alike, from recordings of them. Raises NotEnough.
+    """Returns the profile of equal workers, from their recordings. Raises TooFewSamples.
 
-    `cores` is how many all workers share with the gateway; None: each has its own.
+    `cores` is the number that all workers share with the gateway; None: each has its own.
     """
     infos = [info for told in recordings for info in told.workers.values()]
     if not infos:
@@ -127,7 +128,7 @@ def fit(
     return Fitted(hardware, latency_s, chances)
 
 
-# ---------------------------------------------------------------- what was observed
+# ---------------------------------------------------------------- observations
 
 
 def _prompts(told: RecordedRun, busy: "_Busy", chunk_tokens: int) -> list[CostSample]:
@@ -143,7 +144,7 @@ def _prompts(told: RecordedRun, busy: "_Busy", chunk_tokens: int) -> list[CostSa
 
 
 def _alone(told: RecordedRun) -> list[RecordedAttempt]:
-    """Those handed over that had their worker to themselves from the moment they were sent."""
+    """Returns handed-over attempts that had their worker to themselves from the start."""
     by_worker: dict[WorkerId, list[RecordedAttempt]] = {}
     for attempt in told.attempts.values():
         if attempt.hands_over and attempt.started_s is not None and attempt.done_s is not None:
@@ -181,7 +182,7 @@ def _decoding(told: RecordedRun, busy: "_Busy", together: int = STEPS_TOGETHER) 
 
 
 def _only_decoding(told: RecordedRun, worker_id: WorkerId) -> Iterator[list[DecodeStep]]:
-    """Runs of steps of a worker, cut where it computed a prompt as well."""
+    """Yields runs of a worker's steps, cut at steps that computed a prompt as well."""
     prompts = [
         (attempt.started_s, attempt.done_s)
         for attempt in told.attempts.values()
@@ -200,7 +201,7 @@ def _only_decoding(told: RecordedRun, worker_id: WorkerId) -> Iterator[list[Deco
 
 
 def _runs(steps: Sequence[DecodeStep]) -> list[list[DecodeStep]]:
-    """Steps of which each was followed by the next at once."""
+    """Returns runs of steps in which each step followed at once."""
     runs: list[list[DecodeStep]] = []
     goes_on = False
     for step in steps:
@@ -213,7 +214,7 @@ def _runs(steps: Sequence[DecodeStep]) -> list[list[DecodeStep]]:
 
 
 class _Busy:
-    """When workers computed, and how fast each of them could beside the others."""
+    """The times in which workers computed, and the pace of each beside the others."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class _Busy:
         demands: Mapping[WorkerId, float],
         cores: int | None,
     ) -> None:
-        """`demands` are the cores that a worker takes while it computes, with what it causes."""
+        """`demands` are the cores that a computing worker takes, with its share of the gateway."""
         ends = sorted({end_s for own in intervals.values() for pair in own for end_s in pair})
         first_s, last_s = (ends[0], ends[-1]) if ends else (0.0, 0.0)
         self._at_s = np.array([first_s - LONG_S, *ends, last_s + LONG_S])
@@ -236,7 +237,7 @@ class _Busy:
             self._work_s[worker_id] = np.concatenate(([0.0], done_s))
 
     def _covered(self, intervals: Sequence[Interval]) -> Vector:
-        """One for each stretch between two of all moments in which these intervals lie, or zero."""
+        """Returns 1 for each stretch of time that an interval covers, else 0."""
         covered: Vector = np.zeros(len(self._at_s) - 1)
         for interval in intervals:
             begin, end = np.searchsorted(self._at_s, interval)
@@ -244,11 +245,11 @@ class _Busy:
         return covered
 
     def number(self, at_s: float) -> int:
-        """How many did at a moment."""
+        """Returns the number of workers that computed at a moment."""
         return int(self._num_busy[np.searchsorted(self._at_s, at_s, side="right") - 1])
 
     def work_s(self, worker_id: WorkerId, interval: Interval) -> float:
-        """Seconds of a core that a worker has had if it computed all the time."""
+        """Returns the seconds of a core that a worker had in an interval if it computed throughout."""
         begin_s, end_s = np.interp(interval, self._at_s, self._work_s[worker_id])
         return float(end_s - begin_s)
 
@@ -268,7 +269,7 @@ def _busy(told: RecordedRun, cores: int | None, gateway_load: float) -> _Busy:
 
 
 def _gateway_load(recordings: Sequence[RecordedRun]) -> float:
-    """Cores that the gateway took for each worker that decoded."""
+    """Returns the cores that the gateway took for each decoding worker."""
     decoded_s = sum(
         run[-1].at_s - run[0].at_s
         for told in recordings
@@ -278,14 +279,14 @@ def _gateway_load(recordings: Sequence[RecordedRun]) -> float:
     return sum(told.gateway_cpu_s for told in recordings) / decoded_s if decoded_s else 0.0
 
 
-# ---------------------------------------------------------------- what follows from it
+# ---------------------------------------------------------------- fits
 
 
 def _fit(groups: Sequence[Sequence[CostSample]], what: str) -> tuple[float, ...]:
-    """Weights of the features."""
+    """Returns weights of the features, scaled to the sum of all times."""
     samples = [sample for group in groups for sample in group]
     if len(samples) < LEAST_SAMPLES:
-        raise TooFewSamples(f"{len(samples)} {what} that can be told apart, of {LEAST_SAMPLES}")
+        raise TooFewSamples(f"{len(samples)} {what} to fit; {LEAST_SAMPLES} needed")
     features = np.array([sample.features for sample in samples], dtype=float)
     seconds = np.array([sample.seconds for sample in samples])
     deviations = np.hypot(ALWAYS_OFF * np.median(seconds), seconds)
@@ -301,7 +302,7 @@ def _fit(groups: Sequence[Sequence[CostSample]], what: str) -> tuple[float, ...]
 
 
 def _robust(features: Matrix, seconds: Vector, deviations: Vector) -> Vector:
-    """Weights without what is far off having much to say: such steps were interrupted."""
+    """Returns weights that outliers hardly change: such steps were interrupted."""
     trust = np.ones(len(seconds))
     for _ in range(NUM_REFITS):
         weights = _nonnegative(features, seconds, trust / deviations)
@@ -311,7 +312,7 @@ def _robust(features: Matrix, seconds: Vector, deviations: Vector) -> Vector:
 
 
 def _nonnegative(features: Matrix, seconds: Vector, weight: Vector) -> Vector:
-    """Weighted least squares; what would come to be negative is left out."""
+    """Solves weighted least squares; features with negative weights are left out."""
     scale = np.maximum(features.mean(axis=0), 1e-12)
     columns = features / scale * weight[:, None]
     kept = list(range(features.shape[1]))
@@ -327,7 +328,7 @@ def _nonnegative(features: Matrix, seconds: Vector, weight: Vector) -> Vector:
 
 
 def _pull(recordings: Sequence[RecordedRun]) -> PullCost:
-    """What hardly any took less than. Where one took longer, the first token was late as well."""
+    """Returns the least pull time without outliers. In longer pulls the first token was late too."""
     seconds = [
         attempt.ready_s - attempt.done_s
         for told in recordings
@@ -339,7 +340,7 @@ def _pull(recordings: Sequence[RecordedRun]) -> PullCost:
 
 
 def _latency_s(recordings: Sequence[RecordedRun]) -> float:
-    """Half of what hardly any prompt took less than, to an idle worker and back."""
+    """Returns half of the least round trip of a prompt to an idle worker, but for outliers."""
     ways = [
         attempt.started_s - attempt.sent_s
         for told in recordings
@@ -347,7 +348,7 @@ def _latency_s(recordings: Sequence[RecordedRun]) -> float:
         if attempt.started_s is not None
     ]
     if len(ways) < LEAST_SAMPLES:
-        raise TooFewSamples(f"{len(ways)} prompts that found their worker idle, of {LEAST_SAMPLES}")
+        raise TooFewSamples(f"{len(ways)} prompts found their worker idle; {LEAST_SAMPLES} needed")
     return _least(ways) / 2
 
 
@@ -358,10 +359,10 @@ def _least(values: Sequence[float]) -> float:
 def _delays(
     watched: Sequence[tuple[RecordedRun, _Busy]], latency_s: float
 ) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
-    """What prompts and first tokens took beyond twice the latency, by how many were busy.
+    """Returns delays of prompts and first tokens beyond the round trip, by busy workers.
 
-    Only both ways together are seen; what is beyond is thought to be the way to the worker, which
-    has to be woken up. With a first token KV has to have come, too.
+    Only round trips are seen. The excess is assigned to the way to the worker, which has to wake
+    up. A first token also waits for its KV.
     """
     prompts: list[tuple[int, float]] = []
     firsts: list[tuple[int, float]] = []
@@ -382,14 +383,14 @@ def _delays(
 
 
 def _unevenness(samples: Sequence[CostSample], cost: Sequence[float]) -> tuple[float, ...]:
-    """How many times as long as its price each took, in the same order; 1 on average."""
+    """Returns each sample's time over its price, in the same order; 1 on average."""
     ratios = [sample.seconds / float(np.dot(cost, sample.features)) for sample in samples]
     mean = sum(ratios) / len(ratios)
     return tuple(ratio / mean for ratio in ratios)
 
 
 def _table(observed: Sequence[tuple[int, float]], usual_s: float) -> tuple[tuple[float, ...], ...]:
-    """Rows by number; those with too few of their own have those of the number before as well."""
+    """Returns rows by number; rows with few entries also get those of the row before."""
     rows: list[tuple[float, ...]] = []
     for number in range(max((number for number, _ in observed), default=-1) + 1):
         row = tuple(max(seconds - usual_s, 0.0) for n, seconds in observed if n == number)

@@ -1,9 +1,9 @@
-"""A real deployment that plays a trace: worker processes, and a router in this process.
+"""Plays a trace on a real deployment: worker processes, and a router in this process.
 
-No HTTP and no text: requests go to the router as it gets them from the gateway, and all that the
-router is told and does is recorded. So what is measured is what is simulated, and clients cost
-little of what the workers compute with. Prompts are tokens: those of a block are a function of its
-id in the trace, so prompts share what they share in the trace.
+There is no HTTP and no text. Requests go to the router as the gateway would pass them on, and all
+its events and effects are recorded. So the measured system is the simulated one, and clients take
+little CPU from the workers. The tokens of a block are a function of its id in the trace, so prompts
+share the same prefixes.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from router.recording.lines import lines_of
 from router.service import Router
 
 READY_TIMEOUT_S = 30.0
-ANSWER_TIMEOUT_S = 600.0  # after the last request came: all are answered by then
+ANSWER_TIMEOUT_S = 600.0  # from the last arrival to the last answer
 JOIN_POLL_S = 0.02
-MIN_TOKEN, MAX_TOKEN = 5, 4096  # of the bundled model's; those before are special
+MIN_TOKEN, MAX_TOKEN = 5, 4096  # of the bundled model; smaller ids are special
 
 
 class DeploymentFailed(BatonError):
-    """Workers that did not join, or a request that was not answered."""
+    """Workers did not join, or a request was not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Live:
 
 @contextmanager
 def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iterator[Live]:
-    """Starts workers of one thread each; on leaving they are gone. Raises ServiceFailed."""
+    """Starts workers of one thread each, and ends them on leaving. Raises ServiceFailed."""
     token = secrets.token_hex(16)
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
     specs = [
@@ -74,7 +74,7 @@ def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iter
 
 
 def play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path) -> RecordedRun:
-    """Has the trace come upon a deployment that is idle; what its recording tells.
+    """Plays the trace on an idle deployment; returns its recording.
 
     Raises DeploymentFailed unless all requests are answered in full.
     """
@@ -113,7 +113,7 @@ async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path
 async def _ask_all(
     router: Router, requests: Sequence[Request], trace: Trace, clock: MonotonicClock
 ) -> list[Outcome | None]:
-    """Sends each request when it is due; on leaving, none is under way."""
+    """Sends each request when it is due; on leaving, no request is open."""
     start_s = clock.now_s()
     limit_s = trace.duration_s + ANSWER_TIMEOUT_S
     try:

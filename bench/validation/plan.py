@@ -33,7 +33,7 @@ class ValidationLoad:
 
 @dataclass(frozen=True, slots=True)
 class ValidationPlan:
-    """What is done for each split."""
+    """The loads and repetitions for each split."""
 
     splits: Sequence[tuple[int, int]] = ((1, 1), (2, 2))
     rate_per_s: float = 5.0  # of the test's load, for a split with one prefill worker
@@ -43,11 +43,13 @@ class ValidationPlan:
     seed: int = 0
 
     def load(self, split: tuple[int, int]) -> ValidationLoad:
-        """What is played and simulated."""
+        """Returns the test load, which is played and simulated."""
         return ValidationLoad(self._rate_per_s(split), self.num_requests, 400, 32)
 
     def calibration(self, split: tuple[int, int]) -> ValidationLoad:
-        """Fewer at once, longer and more different prompts, shorter answers, less in common."""
+        """Returns the calibration load: slower, longer prompts, shorter answers, fewer common
+        prefixes.
+        """
         return ValidationLoad(
             0.8 * self._rate_per_s(split),
             self.num_calibrating,
@@ -63,7 +65,7 @@ class ValidationPlan:
 
 
 def made(load: ValidationLoad, rng: Random, ids: "count[int]") -> Trace:
-    """A trace of such a load. Its blocks have the next ids, so no two traces share anything."""
+    """Returns a trace of a load. Its blocks take the next ids, so traces share no prefix."""
     num_blocks = load.prefix_tokens // BLOCK_TOKENS
     prefixes = [[next(ids) for _ in range(num_blocks)] for _ in range(load.num_prefixes)]
     requests = []

@@ -1,8 +1,7 @@
-"""What a recording of a gateway tells: who asked for what, and when workers did what.
+"""Reads a gateway's recording: requests, and what workers did when.
 
-A recording is `router.recording.lines`'s: all events of one gateway and all effects, each at its
-time on
-the gateway's clock. What a worker said in one frame has one time.
+A recording (`router.recording.lines`) holds all events of one gateway and all effects, each with
+its time on the gateway's clock. All messages of one worker's frame have the same time.
 """
 
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ from router.recording.lines import Recorded, read
 class RecordedRequest:
     """One request and its answer; `times_s` has the time of each token.
 
-    Whose client left, or found its stop string, has the answer it wanted.
+    A client that left may have found its stop string, so it counts as answered.
     """
 
     request: Request
@@ -47,7 +46,7 @@ class RecordedRequest:
 
 @dataclass(slots=True)
 class RecordedAttempt:
-    """One placement of a request, as far as it was heard of: all times are the gateway's."""
+    """One placement of a request, as the gateway heard of it; all times are the gateway's."""
 
     seq_id: SeqId
     num_tokens: int  # to be prefilled
@@ -65,7 +64,7 @@ class RecordedAttempt:
 
 @dataclass(slots=True)
 class DecodeStep:
-    """A step of a decode worker. For each row the tokens that it reads, the new one included."""
+    """A step of a decode worker, with the tokens that each row reads, the new one included."""
 
     at_s: float
     rows: dict[SeqId, int]
@@ -79,7 +78,7 @@ class DecodeStep:
 
 @dataclass(slots=True)
 class RecordedRun:
-    """All of a recording. `gateway_cpu_s` is none of it: who knows it may add it."""
+    """A recording, read. The caller may add `gateway_cpu_s`, which no recording holds."""
 
     asked: dict[RequestId, RecordedRequest] = field(default_factory=dict)
     attempts: dict[SeqId, RecordedAttempt] = field(default_factory=dict)
@@ -88,7 +87,7 @@ class RecordedRun:
     gateway_cpu_s: float = 0.0
 
     def note(self, recorded: Recorded) -> None:
-        """What follows in the recording."""
+        """Takes in the next line of the recording."""
         now_s = recorded.now_s
         match recorded.event:
             case WorkerJoined(info):
@@ -155,14 +154,14 @@ class RecordedRun:
         steps = self.steps.setdefault(worker_id, [])
         if not steps or steps[-1].at_s != now_s:
             steps.append(DecodeStep(now_s, {}))
-        # the tokens of this message are delivered after it was taken in
+        # these tokens are delivered after this event
         steps[-1].rows[message.seq_id] = len(asked.request.token_ids) + len(asked.times_s)
         if message.finish is not None:
             steps[-1].finished.add(message.seq_id)
 
 
 def read_run(lines: Iterable[bytes]) -> RecordedRun:
-    """Takes a recording in. Raises ProtocolError."""
+    """Reads a recording. Raises ProtocolError."""
     told = RecordedRun()
     for recorded in read(lines):
         told.note(recorded)

@@ -24,7 +24,7 @@ Samples = Mapping[str, Sequence[float]]  # seconds, by name
 
 @dataclass(frozen=True, slots=True)
 class SplitComparison:
-    """One split: what was measured, several times, and what was simulated."""
+    """The measured and simulated runs of one split."""
 
     split: tuple[int, int]
     fitted: Fitted
@@ -38,13 +38,13 @@ class SplitComparison:
 
 
 def measured_samples(told: RecordedRun) -> Samples:
-    """TTFT and TPOT of all requests of a recording, at the router."""
+    """Returns TTFT and TPOT of all requests of a recording, at the router, in seconds."""
     asked = told.asked.values()
     return _samples([(one.arrived_s, one.times_s) for one in asked])
 
 
 def simulated_samples(run: SimulatedRun) -> Samples:
-    """The same of a simulation."""
+    """Returns TTFT and TPOT of all requests of a simulation, in seconds."""
     return _samples([(record.asked.arrived_s, record.times_s) for record in run.records])
 
 
@@ -56,7 +56,7 @@ def _samples(answers: Sequence[tuple[float, Sequence[float]]]) -> Samples:
 
 
 def results_of(compared: SplitComparison) -> list[Result]:
-    """How far off each figure is, and both of them beside it, in milliseconds."""
+    """Returns each error, with the measured and the simulated figure in milliseconds."""
     results = []
     for name in ("ttft", "tpot"):
         runs = [_summary(samples[name]) for samples in compared.measured]
@@ -86,7 +86,7 @@ def _results(name: str, measured_s: Sequence[float], simulated_s: Sequence[float
 
 
 def _spread(name: str, measured_s: Sequence[float]) -> list[Result]:
-    """How far each run is from the median of the others; nothing where there is but one."""
+    """Returns the distance of each run to the median of the others; empty for one run."""
     if len(measured_s) < 2:
         return []
     others_s = [median([*measured_s[:i], *measured_s[i + 1 :]]) for i in range(len(measured_s))]
@@ -101,6 +101,6 @@ def _summary(values_s: Sequence[float]) -> dict[str, float]:
 
 
 def goal_of(name: str) -> float | None:
-    """The greatest share by which a figure may be off; None where nothing is promised."""
+    """Returns the greatest allowed error of a figure as a share; None without a promise."""
     statistic = name.rpartition("_")[2]
     return GOALS.get(statistic)

@@ -40,7 +40,7 @@ NUM_WARM_UP = 8
 
 
 def measure(plan: ValidationPlan, record_dir: Path, say: Say) -> list[SplitComparison]:
-    """All splits. Raises DeploymentFailed, NotEnough."""
+    """Measures and simulates all splits. Raises DeploymentFailed, TooFewSamples."""
     return [_measure(plan, split, record_dir, say) for split in plan.splits]
 
 
@@ -79,7 +79,7 @@ def _measure(
 def simulated(
     fitted: Fitted, pools: SimulatedPools, trace: Trace, router: RouterConfig, *, seed: int
 ) -> Samples:
-    """What a simulation of the trace comes to; `seed` is that of what is left to chance."""
+    """Simulates the trace; `seed` is that of the random variations."""
     chances = replace(fitted.chances, seed=seed)
     setup = SimulationSetup(
         fitted.hardware,
