@@ -249,7 +249,7 @@ class _Busy:
         return int(self._num_busy[np.searchsorted(self._at_s, at_s, side="right") - 1])
 
     def work_s(self, worker_id: WorkerId, interval: Interval) -> float:
-        """Returns the seconds of a core that a worker had in an interval if it computed throughout."""
+        """Returns the seconds of a core that a computing worker had in an interval."""
         begin_s, end_s = np.interp(interval, self._at_s, self._work_s[worker_id])
         return float(end_s - begin_s)
 
@@ -328,7 +328,7 @@ def _nonnegative(features: Matrix, seconds: Vector, weight: Vector) -> Vector:
 
 
 def _pull(recordings: Sequence[RecordedRun]) -> PullCost:
-    """Returns the least pull time without outliers. In longer pulls the first token was late too."""
+    """Returns the least pull time without outliers: in longer pulls the first token was late."""
     seconds = [
         attempt.ready_s - attempt.done_s
         for told in recordings
