@@ -5,8 +5,6 @@ import os
 import random
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,47 +22,13 @@ from deploy.pools.orders import SetPools
 from engine.clock import MonotonicClock
 from engine.config import Config, GatewayConfig, PoolsConfig, WorkerConfig
 from engine.control import Pools
+from tests.kits.operator import CHANGE_S, Trickle, baton
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.served import Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
-CHANGE_S = 120.0
 MAX_RUNNING = 8  # sequences of one worker: a few requests are a load
-
-
-class Trickle:
-    """One request after the other, from open to close; each must be answered in full."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.answers: list[str] = []
-        self.wrong: list[str] = []
-
-    def __enter__(self) -> "Trickle":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(CHANGE_S)
-
-    def _run(self) -> None:
-        body = {"prompt": "def f(", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
-            while not self._stop.is_set():
-                answer = client.post("/v1/completions", json=body)
-                if answer.status_code == 200:
-                    self.answers.append(answer.json()["choices"][0]["text"])
-                else:
-                    self.wrong.append(answer.text)
-
-    def check(self) -> None:
-        assert not self.wrong
-        assert self.answers
-        assert len(set(self.answers)) == 1, "an answer changed"
 
 
 class Crowd:
@@ -131,17 +95,7 @@ def serving(admin: AdminClient) -> dict[str, str]:
     return {w.worker_id: str(w.role) for w in admin.pools().workers if w.state == "serving"}
 
 
-def baton(run_dir: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "deploy.commands.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=CHANGE_S,
-        env={**os.environ, "BATON_RUN_DIR": str(run_dir), "COLUMNS": "200"},
-    )
-
-
-def test_a_pool_grows_flips_and_shrinks_while_requests_run(served, admin, run_dir):
+def test_pool_grows_flips_and_shrinks_under_load(served, admin, run_dir):
     with Trickle(served.url) as trickle:
         grown = baton(run_dir, "pools", "set", "prefill=2")
         assert grown.returncode == 0, grown.stderr
@@ -172,7 +126,7 @@ def test_a_pool_grows_flips_and_shrinks_while_requests_run(served, admin, run_di
     assert "drains timed out" not in admin.pools().counters
 
 
-def test_a_killed_worker_is_replaced_and_no_request_fails(served, admin):
+def test_killed_worker_is_replaced_and_no_request_fails(served, admin):
     admin.set_pools({"decode": 2})
     settle(admin)
     with Trickle(served.url) as trickle:
@@ -191,7 +145,7 @@ def test_a_killed_worker_is_replaced_and_no_request_fails(served, admin):
 
 
 @pytest.mark.long  # the load takes its time; test_planning shows each part
-def test_the_planner_follows_a_load_that_turns(served, admin, run_dir):
+def test_planner_follows_a_changing_load(served, admin, run_dir):
     """From long prompts to long answers: a worker goes over, and comes back. All are answered."""
 
     def wanted() -> tuple[int, int]:
@@ -216,7 +170,7 @@ def test_the_planner_follows_a_load_that_turns(served, admin, run_dir):
     settle(admin)
 
 
-def test_what_runs_is_listed(served, admin, run_dir):
+def test_workers_and_requests_are_listed(served, admin, run_dir):
     body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
         assert response.status_code == 200, response.read()
@@ -232,7 +186,7 @@ def test_what_runs_is_listed(served, admin, run_dir):
         assert "decode-" in shown.stdout or "prefill-" in shown.stdout, shown.stderr
 
 
-def test_impossible_orders_and_strangers_are_refused(admin, run_dir):
+def test_impossible_orders_and_wrong_keys_are_refused(admin, run_dir):
     with AdminClient(admin.url, "guess") as stranger, pytest.raises(AdminError) as caught:
         stranger.pools()
     assert caught.value.status == 401
@@ -252,7 +206,7 @@ def test_impossible_orders_and_strangers_are_refused(admin, run_dir):
 
 
 @pytest.mark.long  # test_ray_pools shows the same, of a controller that was killed
-def test_another_controller_finds_everything_and_nothing_is_lost():
+def test_next_controller_finds_all_services_and_loses_nothing():
     """The gateway tells it what the operator wants, the workers who they are."""
     config = with_admin_key(
         Config(

@@ -209,7 +209,7 @@ def decoding_at(r: Router, worker_id: WorkerId) -> int:
     return len(r.machine.view.workers[worker_id].decodes)
 
 
-def test_running_answers_move_when_their_worker_changes_its_role(running, capsys):
+def test_running_answers_move_when_their_worker_is_flipped(running, capsys):
     async def run() -> list[str]:
         config = RouterConfig(prefill_backlog_s=9.0)
         async with router(running, config, natively=True) as r, controls(running) as control:

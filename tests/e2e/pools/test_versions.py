@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from deploy.admin.client import AdminClient, find_deployment
-from tests.e2e.pools.test_pools import CHANGE_S, baton
+from tests.kits.operator import CHANGE_S, baton
 from tests.kits.services.served import Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
@@ -65,7 +65,7 @@ def ask(url: str, **headers: str) -> str:
     return answer.json()["system_fingerprint"]
 
 
-def test_a_version_comes_shares_and_takes_over_and_no_answer_changes(
+def test_version_shares_load_then_takes_over_and_no_answer_changes(
     served, admin, run_dir, tmp_path
 ):
     first = ask(served.url)
@@ -106,9 +106,7 @@ def test_a_version_comes_shares_and_takes_over_and_no_answer_changes(
 
 
 @pytest.mark.long  # three starts that fail; test_rollout shows the same without processes
-def test_an_update_that_does_not_start_leaves_everything_as_it_was(
-    served, admin, run_dir, tmp_path
-):
+def test_failed_update_changes_nothing(served, admin, run_dir, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"]}')
     before = ask(served.url), [version.name for version in admin.pools().versions]
     refused = baton(run_dir, "update", "--model", str(tmp_path), "--name", "bad")

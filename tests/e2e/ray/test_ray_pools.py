@@ -13,7 +13,7 @@ from deploy.local.deployment import with_admin_key
 from deploy.ray.own_ray import OwnRay
 from engine.config import Config, GatewayConfig, WorkerConfig
 from engine.control import Pools
-from tests.e2e.pools.test_pools import CHANGE_S, Trickle
+from tests.kits.operator import CHANGE_S, Trickle
 from tests.kits.services.served import poll_until
 
 pytest.importorskip("ray", reason="Ray is not installed")

@@ -108,7 +108,7 @@ def ask(method, path, body=None, key: str | None = KEY, controller=None) -> http
         ("GET", "/v1/block-events"),
     ],
 )
-def test_nothing_is_told_or_done_without_the_key(method, path, key):
+def test_every_page_needs_the_key(method, path, key):
     answer = ask(method, path, {"prefill": 1}, key=key)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -117,7 +117,7 @@ def test_nothing_is_told_or_done_without_the_key(method, path, key):
     }
 
 
-def test_a_key_of_other_bytes_than_ascii_is_refused_like_any_wrong_one(capfd):
+def test_non_ascii_key_is_refused(capfd):
     app = admin_app(FakeController(Pools(2, 1)), key=KEY, clock=SetClock())
     sent: list[dict[str, Any]] = []
 
@@ -143,7 +143,7 @@ def test_a_key_of_other_bytes_than_ascii_is_refused_like_any_wrong_one(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_the_pools_are_told_with_their_history():
+def test_pools_are_answered_with_their_history():
     answer = msgspec.json.decode(ask("GET", "/v1/pools").content, type=PoolsAnswer)
     assert answer.wanted == Pools(2, 1)
     assert answer.settled
@@ -156,7 +156,7 @@ def test_the_pools_are_told_with_their_history():
     assert len(ask("GET", "/v1/workers").json()["workers"]) == 3
 
 
-def test_an_order_is_taken_and_answered_with_its_steps():
+def test_order_is_answered_with_its_steps():
     answer = ask("POST", "/v1/pools", {"decode": 2})
     assert answer.status_code == 202
     found = answer.json()
@@ -190,13 +190,13 @@ def test_an_order_is_taken_and_answered_with_its_steps():
         ("/v1/other", None, 404, "Not Found"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(path, body, status, reason):
+def test_impossible_request_is_refused_with_the_reason(path, body, status, reason):
     answer = ask("POST", path, body)
     assert answer.status_code == status, answer.text
     assert reason in answer.json()["error"]["message"]
 
 
-def test_the_description_names_every_page_and_resolves_every_reference():
+def test_openapi_names_every_page_and_resolves_every_reference():
     described = ask("GET", "/openapi.json").json()
     assert set(described["paths"]) == {
         "/v1/pools",
@@ -220,7 +220,7 @@ def test_the_description_names_every_page_and_resolves_every_reference():
     assert not any("default" in setting for setting in worker["properties"].values())
 
 
-def test_pools_that_cannot_be_flipped_are_not_planned():
+def test_pools_of_different_formats_cannot_be_planned():
     controller = FakeController(Pools(1, 1))
     controller.order(SetPlanner(PlannerMode.DRY_RUN))
     apart = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
@@ -230,7 +230,7 @@ def test_pools_that_cannot_be_flipped_are_not_planned():
     controller.order(SetPlanner(PlannerMode.OFF))
 
 
-def test_a_subscriber_of_block_events_is_told_their_keys_and_addresses_and_no_others():
+def test_block_events_answer_has_only_their_keys_and_addresses():
     controller = FakeController(Pools(1, 1))
     events = EventsAddress("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     controller.sessions.links = {
@@ -248,7 +248,7 @@ def test_a_subscriber_of_block_events_is_told_their_keys_and_addresses_and_no_ot
     assert (answer.curve_publickey.encode(), answer.curve_secretkey.encode()) == mine
 
 
-def test_what_the_planner_says_and_did_is_told():
+def test_planner_page_shows_reasons_and_decisions():
     controller = FakeController(Pools(1, 2))
     controller.order(SetPlanner(PlannerMode.ON))
     cost = DecodeCost(0.01, 1e-5, 0.0)
@@ -277,7 +277,7 @@ def test_what_the_planner_says_and_did_is_told():
     assert pools["steps"][-2]["why"] == "planned"
 
 
-def test_names_that_orders_take_are_whole_in_a_narrow_terminal():
+def test_names_are_not_cut_in_a_narrow_terminal():
     controller = FakeController(Pools(1, 2))
     content = ask("GET", "/v1/pools", controller=controller).content
     answer = msgspec.json.decode(content, type=PoolsAnswer)
@@ -296,7 +296,7 @@ def test_names_that_orders_take_are_whole_in_a_narrow_terminal():
 ACCESS = AdminAccess("http://127.0.0.1:1", "k", os.getpid(), "http://127.0.0.1:2")
 
 
-def test_the_file_is_for_its_user_alone_and_found(tmp_path):
+def test_announcement_is_private_and_found(tmp_path):
     path = announce(tmp_path / "run", ACCESS)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -307,7 +307,7 @@ def test_the_file_is_for_its_user_alone_and_found(tmp_path):
     assert find_deployment("http://other", "mine", {}) == ("http://other", "mine")
 
 
-def test_who_ended_is_not_found_and_its_file_goes(tmp_path):
+def test_announcement_of_an_ended_process_is_removed(tmp_path):
     path = announce(tmp_path, msgspec.structs.replace(ACCESS, pid=2**22 + 7))
     (tmp_path / "broken.json").write_text("{")
     assert announced(tmp_path) == []
@@ -318,7 +318,7 @@ def test_who_ended_is_not_found_and_its_file_goes(tmp_path):
         find_deployment("http://there", None, {"BATON_RUN_DIR": str(tmp_path)})
 
 
-def test_of_several_one_must_be_chosen(tmp_path):
+def test_several_deployments_need_a_choice(tmp_path):
     announce(tmp_path, ACCESS)
     announce(tmp_path, AdminAccess("http://127.0.0.1:9", "other", os.getppid()))
     environment = {"BATON_RUN_DIR": str(tmp_path)}
@@ -327,7 +327,7 @@ def test_of_several_one_must_be_chosen(tmp_path):
     assert find_deployment("http://127.0.0.1:9", None, environment)[1] == "other"
 
 
-def test_a_directory_that_others_write_to_is_not_trusted(tmp_path):
+def test_run_directory_writable_by_others_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
     with pytest.raises(ConfigError, match="nobody else writes to"):
@@ -336,20 +336,20 @@ def test_a_directory_that_others_write_to_is_not_trusted(tmp_path):
         announced(tmp_path / "run")
 
 
-def test_where_the_directory_is():
+def test_run_directory_follows_the_environment():
     assert str(run_directory({"BATON_RUN_DIR": "/a"})) == "/a"
     assert str(run_directory({"XDG_RUNTIME_DIR": "/run/user/7"})) == "/run/user/7/baton"
     assert run_directory({}).name == f"baton-{os.getuid()}"
 
 
-def test_counts_are_read_by_role():
+def test_counts_are_parsed_by_role():
     assert parse_counts(["prefill=3", "decode=5"]) == {"prefill": 3, "decode": 5}
     for wrong in (["prefill"], ["prefill=x"], ["drained=1"], ["prefill=1", "prefill=2"]):
         with pytest.raises(ConfigError, match="is not ROLE=NUMBER"):
             parse_counts(wrong)
 
 
-def test_an_order_that_came_to_something_else_is_said():
+def test_unexpected_result_of_an_order_is_reported():
     answer = msgspec.json.decode(ask("GET", "/v1/pools").content, type=PoolsAnswer)
     check_role(answer, "prefill-0", Role.PREFILL)
     with pytest.raises(AdminError, match="prefill-0 is prefill, not decode"):
@@ -358,7 +358,7 @@ def test_an_order_that_came_to_something_else_is_said():
         check_role(answer, "prefill-9", Role.DRAINED)
 
 
-def test_versions_are_ordered_and_told():
+def test_versions_can_be_ordered_and_listed():
     controller = FakeController(Pools(1, 1))
     model = str(Path(__file__).parent)
     answer = ask(
@@ -396,7 +396,7 @@ def test_versions_are_ordered_and_told():
         ({"pools": {"prefill": 3}}, "need a prefill and a decode worker"),
     ],
 )
-def test_a_version_that_could_not_serve_is_refused_before_anything_is_started(body, reason):
+def test_version_that_cannot_serve_is_refused_before_any_start(body, reason):
     answer = ask("POST", "/v1/versions", body)
     assert answer.status_code == 400
     assert reason in answer.json()["error"]["message"]

@@ -20,7 +20,7 @@ def written(tmp_path, text, name="new.toml"):
     return read_update(path)
 
 
-def test_settings_of_workers_that_a_file_does_not_name_stay(tmp_path):
+def test_omitted_worker_settings_stay(tmp_path):
     version = order_of(
         written(tmp_path, '[worker]\nkv_mib = 128\nweights = "int8"'), INTENT
     ).version
@@ -31,19 +31,19 @@ def test_settings_of_workers_that_a_file_does_not_name_stay(tmp_path):
     assert (version.model, version.model_name, version.pools) == ("m", "tiny", Pools(2, 1))
 
 
-def test_a_setting_can_be_put_back_to_its_default(tmp_path):
+def test_setting_can_return_to_its_default(tmp_path):
     body = written(tmp_path, '[worker]\nspeculate = "off"')
     assert order_of(body, INTENT).version.worker.speculate is Speculate.OFF
 
 
 @pytest.mark.parametrize("text", ["", "[worker]", "[router]\nmax_queue = 3"])
-def test_a_file_that_says_nothing_of_a_version_changes_nothing(tmp_path, text):
+def test_file_without_version_settings_changes_nothing(tmp_path, text):
     body = written(tmp_path, text)
     assert body == UpdateBody()
     assert order_of(body, INTENT).version.worker == NOW
 
 
-def test_a_file_of_a_cluster_says_what_it_names_too(tmp_path):
+def test_cluster_file_is_accepted_for_an_update(tmp_path):
     pytest.importorskip("yaml")
     text = "address: auto\npools: {prefill: 3, decode: 2}\nworker: {kv_mib: 128}\n"
     body = written(tmp_path, text, "baton.yaml")
@@ -60,6 +60,6 @@ def test_a_file_of_a_cluster_says_what_it_names_too(tmp_path):
         ({"kv_mib": "many"}, r"Expected `int \| null`, got `str`"),
     ],
 )
-def test_changes_that_do_not_go_with_what_stays_are_refused(worker, reason):
+def test_incompatible_changes_are_refused(worker, reason):
     with pytest.raises(ConfigError, match=reason):
         order_of(UpdateBody(worker=worker), INTENT)

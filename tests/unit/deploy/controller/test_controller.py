@@ -198,7 +198,7 @@ class FakeListener:
         pass
 
 
-def test_another_controller_takes_over_while_no_gateway_runs(play, monkeypatch, tmp_path):
+def test_next_controller_takes_over_while_no_gateway_runs(play, monkeypatch, tmp_path):
     sock = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 7), close=lambda: None)
     monkeypatch.setattr(admin.socket, "create_server", lambda _: sock)
     monkeypatch.setattr(admin, "Listener", FakeListener)
@@ -224,7 +224,7 @@ OLD = Members(
 SECOND = Version("v2", model="other", pools=Pools(1, 1))
 
 
-def test_a_gateway_that_was_cut_off_after_a_takeover_is_told_what_it_missed(play):
+def test_reconnected_gateway_gets_the_members_it_missed(play):
     async def scene(world: World) -> None:
         gateway = FakeGateway(OLD)
         opening = asyncio.create_task(world.controller.open())
@@ -242,7 +242,7 @@ def test_a_gateway_that_was_cut_off_after_a_takeover_is_told_what_it_missed(play
     play(scene, WORKERS | GATEWAY)
 
 
-def test_a_gateway_that_is_heard_late_follows_the_new_controller(play, monkeypatch):
+def test_gateway_heard_late_follows_the_new_controller(play, monkeypatch):
     monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
 
     async def scene(world: World) -> None:
@@ -256,7 +256,7 @@ def test_a_gateway_that_is_heard_late_follows_the_new_controller(play, monkeypat
     play(scene, WORKERS | GATEWAY)
 
 
-def test_a_gateway_that_is_heard_late_says_what_is_to_be_served(play, monkeypatch):
+def test_gateway_heard_late_supplies_the_intent(play, monkeypatch):
     monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
     others = {name: msgspec.structs.replace(ready, version="v2") for name, ready in WORKERS.items()}
     told = Members(
@@ -281,7 +281,7 @@ def test_a_gateway_that_is_heard_late_says_what_is_to_be_served(play, monkeypatc
     play(scene, others | GATEWAY)
 
 
-def test_a_launcher_that_raises_whatever_it_likes_is_asked_again(play):
+def test_launcher_that_raises_is_asked_again(play):
     async def scene(world: World) -> None:
         launcher = world.launcher
         await world.controller.open()
@@ -299,7 +299,7 @@ def test_a_launcher_that_raises_whatever_it_likes_is_asked_again(play):
     assert "the controller has a bug: RuntimeError('no stop')" in told
 
 
-def test_a_bug_in_what_is_made_of_news_ends_no_session_for_ever(play, monkeypatch):
+def test_session_restarts_after_a_bug(play, monkeypatch):
     num_kept = 0
 
     async def keep(_address: str, _secret: object, _link: object) -> None:
@@ -318,7 +318,7 @@ def test_a_bug_in_what_is_made_of_news_ends_no_session_for_ever(play, monkeypatc
     play(scene, WORKERS)
 
 
-def test_a_worker_is_gone_when_the_start_that_was_stopped_is_over_too(play):
+def test_stopped_worker_is_gone_only_after_its_start_has_ended(play):
     async def scene(world: World) -> None:
         launcher = world.launcher
         await world.controller.open()
@@ -338,7 +338,7 @@ def test_a_worker_is_gone_when_the_start_that_was_stopped_is_over_too(play):
     play(scene, WORKERS)
 
 
-def test_workers_that_fetch_for_hours_keep_nothing_else_waiting(play, monkeypatch):
+def test_long_fetches_delay_nothing_else(play, monkeypatch):
     monkeypatch.setattr(tasks, "MAX_THREADS", 1)
 
     async def scene(world: World) -> None:
@@ -357,7 +357,7 @@ def test_workers_that_fetch_for_hours_keep_nothing_else_waiting(play, monkeypatc
     play(scene, WORKERS)
 
 
-def test_at_the_first_start_whatever_a_launcher_raises_is_the_reason(play):
+def test_launchers_error_ends_a_first_start(play):
     async def scene(world: World) -> None:
         world.launcher.errors = [OSError("no start")]
         with pytest.raises(ConfigError, match=r"^no start$"):
@@ -366,7 +366,7 @@ def test_at_the_first_start_whatever_a_launcher_raises_is_the_reason(play):
     play(scene, {})
 
 
-def test_a_first_start_that_counts_on_later_nodes_waits_for_them(play):
+def test_first_start_waits_for_expected_nodes(play):
     async def scene(world: World) -> None:
         world.launcher.errors = [NoPlace("no node")]
         opening = asyncio.create_task(world.controller.open())
@@ -379,7 +379,7 @@ def test_a_first_start_that_counts_on_later_nodes_waits_for_them(play):
     play(scene, {}, Config(pools=PoolsConfig(max_workers=4)))
 
 
-def test_at_a_first_start_that_counts_on_no_other_nodes_none_is_waited_for(play):
+def test_first_start_without_expected_nodes_fails_at_once(play):
     async def scene(world: World) -> None:
         world.launcher.errors = [NoPlace("no node")]
         with pytest.raises(ConfigError, match=r"^no node$"):
@@ -388,7 +388,7 @@ def test_at_a_first_start_that_counts_on_no_other_nodes_none_is_waited_for(play)
     play(scene, {})
 
 
-def test_places_are_given_up_once_all_that_were_found_have_said_their_role(play):
+def test_places_are_given_up_once_all_found_roles_are_known(play):
     async def scene(world: World) -> None:
         await world.controller.open()
         looked = world.launcher.num_looks
@@ -408,7 +408,7 @@ FLOOD = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0)
 PLANNED = Config(planner=PlannerConfig(mode=PlannerMode.ON, max_workers=6, grow_after_s=0.0))
 
 
-def test_pools_are_planned_from_what_gateways_report_and_room_is_asked_for(play, monkeypatch):
+def test_controller_plans_from_reports_and_asks_for_room(play, monkeypatch):
     monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
 
     async def scene(world: World) -> None:
@@ -433,7 +433,7 @@ def test_pools_are_planned_from_what_gateways_report_and_room_is_asked_for(play,
     assert "pools can have 7 workers: not 4 any more" in told
 
 
-def test_a_controller_without_a_planner_asks_for_no_room(play):
+def test_controller_without_a_planner_asks_for_no_room(play):
     async def scene(world: World) -> None:
         await world.controller.open()
         ticked = world.launcher.num_looks

@@ -11,7 +11,7 @@ class SetClock:
         return self.at_s
 
 
-def test_nothing_is_planned_by_an_old_report():
+def test_old_report_is_not_used_for_planning():
     clock = SetClock()
     link = GatewayLink(clock=clock, members=lambda: Members(0, (), None), on_welcome=list)
     assert link.fresh_report is None

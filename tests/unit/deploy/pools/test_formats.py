@@ -24,17 +24,17 @@ def configs(prefill, decode=None, wire=None, roles=PAIR):
     return {role: config_of(role, config) for role in roles}
 
 
-def test_decode_workers_hold_kv_in_their_own_format_and_all_others_in_the_common_one():
+def test_decode_workers_may_hold_kv_in_another_format():
     formats = {role: c.kv_dtype for role, c in configs(FP32, INT8, roles=ALL).items()}
     assert formats == {Role.PREFILL: FP32, Role.DECODE: INT8, Role.MIXED: FP32}
 
 
-def test_without_a_format_of_their_own_decode_workers_hold_kv_like_all_others():
+def test_decode_workers_use_the_common_kv_format_by_default():
     assert {c.kv_dtype for c in configs(BF16, roles=ALL).values()} == {BF16}
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_everything_else_is_the_same_in_every_role(role):
+def test_all_other_settings_are_equal_in_every_role(role):
     config = WorkerConfig(kv_mib=7, threads=3, decode_kv_dtype=INT8, kv_wire_dtype=INT8)
     own = config_of(role, config)
     assert (own.kv_mib, own.threads, own.kv_wire_dtype) == (7, 3, INT8)
@@ -53,16 +53,16 @@ def test_everything_else_is_the_same_in_every_role(role):
         ((FP32, None, INT8), False),  # what is handed over has been rounded, and widened again
     ],
 )
-def test_decode_workers_prefill_where_that_makes_the_kv_that_is_handed_over(formats, allowed):
+def test_decode_workers_prefill_only_if_their_kv_equals_handed_over_kv(formats, allowed):
     assert configs(*formats)[Role.DECODE].prefills_locally is allowed
 
 
-def test_whether_decode_workers_prefill_is_for_the_operator_to_say():
+def test_operator_can_forbid_prefill_on_decode_workers():
     config = WorkerConfig(prefills_locally=False)
     assert not config_of(Role.DECODE, config).prefills_locally
 
 
-def test_a_config_that_was_worked_out_for_a_role_stays_as_it_is():
+def test_config_of_a_role_is_idempotent():
     config = WorkerConfig(decode_kv_dtype=INT8, kv_wire_dtype=INT8)
     for role in Role:
         own = config_of(role, config)
@@ -82,7 +82,7 @@ def test_a_config_that_was_worked_out_for_a_role_stays_as_it_is():
         (FP32, BF16, BF16),
     ],
 )
-def test_formats_that_go_together_are_served(prefill, decode, wire):
+def test_compatible_formats_are_accepted(prefill, decode, wire):
     check_formats(configs(prefill, decode, wire))
 
 
@@ -98,19 +98,17 @@ BOTH = "--kv-dtype {} and --decode-kv-dtype {}"
         ((INT8, None, INT4), "--kv-dtype int8", "with --kv-wire-dtype int4", "int8"),
     ],
 )
-def test_formats_that_do_not_are_refused_with_the_flags_that_set_them(
-    formats, flags, wire, possible
-):
+def test_incompatible_formats_are_refused_with_their_flags(formats, flags, wire, possible):
     with pytest.raises(ConfigError) as caught:
         check_formats(configs(*formats))
     assert str(caught.value) == f"{flags} cannot be combined {wire}; possible are: {possible}"
 
 
-def test_formats_of_roles_that_are_not_there_do_not_matter():
+def test_formats_of_absent_roles_are_not_checked():
     check_formats(configs(FP32, INT8, roles=(Role.MIXED,)))
 
 
-def test_a_deployment_is_refused_before_anything_is_started(monkeypatch):
+def test_wrong_formats_refuse_a_deployment_before_any_start(monkeypatch):
     launcher = ProcessLauncher()
     monkeypatch.setattr(launcher, "open", lambda: pytest.fail("something was started"))
     config = Config(WorkerConfig(decode_kv_dtype=INT8))
@@ -119,6 +117,6 @@ def test_a_deployment_is_refused_before_anything_is_started(monkeypatch):
         deployment.open()
 
 
-def test_a_gateway_tells_workers_apart_whose_kv_travels_in_different_formats():
+def test_fingerprint_differs_by_wire_format():
     assert served_as("model", None) == "model"
     assert len({served_as("model", wire) for wire in (None, *KVFormat)}) == 1 + len(KVFormat)

@@ -35,7 +35,7 @@ def started(placement: NodePlacement, roles: list[Role], there: list[Node]) -> l
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 
-def test_a_worker_takes_its_gpus_and_the_resource_of_its_role():
+def test_worker_takes_gpus_and_the_resource_of_its_role():
     assert BY_ROLE.needs(P) == {"GPU": 1, "prefill_node": 1}
     assert BY_ROLE.needs(D) == BY_ROLE.needs(M) == {"GPU": 1, "decode_node": 1}
     assert NodePlacement().needs(P) == HARDLY_ANYTHING
@@ -51,7 +51,7 @@ def test_a_worker_takes_its_gpus_and_the_resource_of_its_role():
         (1, [0], 0),
     ],
 )
-def test_there_are_as_many_workers_as_each_nodes_gpus_suffice_for(num_gpus, has, expected):
+def test_room_follows_each_nodes_gpus(num_gpus, has, expected):
     there = nodes(*({"CPU": 1.0, "GPU": float(num)} for num in has))
     assert NodePlacement(num_gpus).room(there) == expected
 
@@ -70,11 +70,11 @@ def test_there_are_as_many_workers_as_each_nodes_gpus_suffice_for(num_gpus, has,
         (BY_ROLE, [HEAD], 0),
     ],
 )
-def test_room_is_what_cores_and_custom_resources_leave(placement, has, expected):
+def test_room_follows_cores_and_custom_resources(placement, has, expected):
     assert placement.room(nodes(*has)) == expected
 
 
-def test_what_limits_the_number_is_said():
+def test_limit_of_workers_is_explained():
     there = nodes(HEAD, {"GPU": 2.0, "prefill_node": 2.0}, {"GPU": 2.0, "decode_node": 2.0})
     assert BY_ROLE.scarce(there) == (
         "nodes have 4 GPU, 2 decode_node, 2 prefill_node, of which a worker takes 1 GPU"
@@ -82,30 +82,30 @@ def test_what_limits_the_number_is_said():
     assert NodePlacement().scarce(nodes(HEAD)) == "nodes have 4 CPU"
 
 
-def test_workers_are_packed_on_the_node_that_has_some():
+def test_pack_prefers_the_node_with_most_workers():
     there = nodes(*[{"GPU": 2.0}] * 3)
     assert started(NodePlacement(1), [P, D, D, P, D], there) == ["a", "a", "b", "b", "c"]
 
 
-def test_each_role_is_spread_by_itself_and_all_together():
+def test_spread_balances_each_role_then_all_workers():
     there = nodes(*[{"GPU": 4.0}] * 3)
     spread = NodePlacement(1, spread=Spread.SPREAD)
     assert started(spread, [P, P, D, D, D, P], there) == ["a", "b", "c", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("spread", Spread)
-def test_roles_are_started_where_their_resource_is(spread):
+def test_roles_start_where_their_resource_is(spread):
     there = nodes(HEAD, {"GPU": 4.0, "prefill_node": 1.0}, {"GPU": 2.0, "decode_node": 4.0})
     placement = NodePlacement(1, "prefill_node", "decode_node", spread)
     assert started(placement, [P, P, D, M, D], there) == ["b", None, "c", "c", None]
 
 
-def test_parts_of_a_gpu_are_not_put_together():
+def test_no_worker_gets_parts_of_two_gpus():
     assert started(NodePlacement(0.4), [P] * 5, nodes({"GPU": 2.0})) == ["a"] * 4 + [None]
 
 
 @pytest.mark.parametrize("spread", Spread)
-def test_without_gpus_a_core_to_spare_comes_first(spread):
+def test_without_gpus_nodes_with_free_cores_come_first(spread):
     there = nodes({"CPU": 1.0}, {"CPU": 2.0})
     found = started(NodePlacement(spread=spread), [P, D, D, D], there)
     assert sorted(str(node_id) for node_id in found[:3]) == ["a", "b", "b"]
@@ -117,7 +117,7 @@ def decode_nodes(num_workers: int, roles: list[Role], wanted: Pools) -> list[flo
     return [b.get("decode_node", 0) for b in BY_ROLE.bundles(num_workers, roles, wanted)]
 
 
-def test_nodes_are_asked_for_by_the_roles_that_are_missing():
+def test_requested_nodes_match_the_missing_roles():
     assert decode_nodes(6, [P, P, P, P, D], Pools(3, 3)) == [0, 0, 0, 0, 1, 1]
     assert decode_nodes(3, [], Pools(0, 3)) == [1, 1, 1]
     assert decode_nodes(6, [P, D, D], Pools(1, 2)) == [0, 1, 1, 0, 1, 1]  # as there
@@ -127,7 +127,7 @@ def test_nodes_are_asked_for_by_the_roles_that_are_missing():
     assert NodePlacement().bundles(2, [], Pools()) == [{"CPU": 1.0}] * 2
 
 
-def test_who_finds_no_room_takes_what_another_role_has_left():
+def test_worker_without_room_takes_a_place_of_another_role():
     there = nodes({"GPU": 2.0, "prefill_node": 2.0}, {"GPU": 1.0, "decode_node": 1.0})
     full = [Place("d0", D, "b", BY_ROLE.needs(D)), Place("p0", P, "a", BY_ROLE.needs(P))]
     assert BY_ROLE.choose(D, there, full) is None
@@ -137,7 +137,7 @@ def test_who_finds_no_room_takes_what_another_role_has_left():
     assert NodePlacement(1).stand_in(D, nodes({"GPU": 1.0}), []) is None  # there are no others
 
 
-def test_the_first_workers_must_all_find_a_node():
+def test_first_workers_must_all_fit():
     head, one, other = nodes(HEAD, {"prefill_node": 2.0}, {"decode_node": 2.0})
     both = PoolsConfig(prefill_resource="prefill_node", decode_resource="decode_node")
     assert nodes_to_start_on([head, one, other], PoolsConfig(), Pools()) == [head]

@@ -21,11 +21,11 @@ from engine.config import (
 )
 from engine.control import GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
-from engine.layout import KVFormat
+from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
 from router.planning.planner import PlannerRules
-from tests.unit.router.machine.test_machine import LAYOUT
 
+LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 COST = DecodeCost(fixed_s=0.010, row_s=2e-4, context_s=0.0)
 READING = Observation(
     requests_per_s=3.0, prefill_s_per_s=3.0, queued_s=3.0, num_decoding=2, decode_cost=COST
@@ -91,7 +91,7 @@ class World:
 # ---------------------------------------------------------------- what becomes of proposals
 
 
-def test_a_load_that_turns_flips_workers_there_and_back():
+def test_changing_load_flips_workers_there_and_back():
     world = World(Pools(2, 2))
     first = world.tick(READING)
     assert (first.before, first.after) == (Pools(2, 2), Pools(3, 1))
@@ -105,7 +105,7 @@ def test_a_load_that_turns_flips_workers_there_and_back():
     assert list(world.planning.decisions)[-1] == last
 
 
-def test_a_dry_run_tells_what_it_would_do_once_and_does_nothing():
+def test_dry_run_reports_once_and_changes_nothing():
     world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
     told = world.tick(READING)
     assert (told.after, told.outcome) == (Pools(3, 1), DecisionOutcome.ONLY_TOLD)
@@ -118,7 +118,7 @@ def test_a_dry_run_tells_what_it_would_do_once_and_does_nothing():
     assert world.tick(READING).outcome is DecisionOutcome.DONE
 
 
-def test_what_is_done_is_news_also_where_the_same_was_done_before():
+def test_repeated_order_is_recorded_again():
     world = World(Pools(2, 2))
     first = world.tick(READING)
     world.feed(SetPools(Pools(2, 2)))
@@ -127,7 +127,7 @@ def test_what_is_done_is_news_also_where_the_same_was_done_before():
     assert (again.what, again.number) == (first.what, first.number + 1)
 
 
-def test_off_it_says_nothing_and_forgets_what_it_saw():
+def test_planner_that_is_off_says_nothing_and_forgets():
     world = World(Pools(2, 2), mode=PlannerMode.OFF)
     assert world.tick(READING, seconds=3) is None
     assert world.planning.reasons == ()
@@ -142,7 +142,7 @@ def test_off_it_says_nothing_and_forgets_what_it_saw():
     assert world.tick(WRITING).after == Pools(2, 2)
 
 
-def test_what_is_refused_is_kept_with_the_reason_and_told_once():
+def test_refused_decision_is_kept_once_with_its_reason():
     world = World(Pools(2, 2))
 
     def refuse(order):
@@ -157,7 +157,7 @@ def test_what_is_refused_is_kept_with_the_reason_and_told_once():
     assert world.wanted == Pools(2, 2)
 
 
-def test_an_operator_s_order_is_taken_and_not_taken_back_at_once():
+def test_operators_order_is_not_taken_back_at_once():
     world = World(Pools(3, 1))
     world.tick(READING)
     world.feed(SetPools(Pools(1, 3)))
@@ -168,7 +168,7 @@ def test_an_operator_s_order_is_taken_and_not_taken_back_at_once():
     assert world.tick(READING) is None
 
 
-def test_the_history_is_bounded(monkeypatch):
+def test_history_is_bounded(monkeypatch):
     world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
     for number in range(600):
         world.machine.wanted.intent = intent_of(Pools(2, 2, number), PlannerMode.DRY_RUN)
@@ -181,7 +181,7 @@ def test_the_history_is_bounded(monkeypatch):
 # ---------------------------------------------------------------- what it is told
 
 
-def test_what_gateways_saw_adds_up_and_silent_ones_stop_it_for_a_while():
+def test_reports_add_up_and_a_silent_gateway_pauses_the_planner():
     world = World(Pools(2, 2))
     assert world.tick(READING, None, seconds=29) is None
     assert "1 gateways are silent" in world.planning.reasons[0]
@@ -189,14 +189,14 @@ def test_what_gateways_saw_adds_up_and_silent_ones_stop_it_for_a_while():
     assert world.tick(half, half).after == Pools(3, 1)
 
 
-def test_a_gateway_that_has_not_observed_yet_is_silent():
+def test_gateway_without_an_observation_counts_as_silent():
     world = World(Pools(2, 2))
     report = GatewayReport(None, 1, 2, 0, 0, 0.0)
     assert world.planning.tick([report], world.infos(), 1.0) is None
     assert world.planning.reasons == ("nothing: no gateway reports",)
 
 
-def test_while_a_worker_flips_starts_or_goes_nothing_is_decided():
+def test_planner_waits_while_a_worker_changes():
     world = World(Pools(3, 2))
     world.obeys = False
     for order in (Flip("prefill-0", Role.DECODE), SetPools(Pools(2, 4)), SetPools(Pools(2, 1))):
@@ -209,7 +209,7 @@ def test_while_a_worker_flips_starts_or_goes_nothing_is_decided():
     assert "1 workers are changing" in world.planning.reasons[0]
 
 
-def test_workers_that_never_come_are_no_capacity_and_stay_wanted():
+def test_missing_workers_stay_wanted_but_are_no_capacity():
     world = World(Pools(2, 4), replace(RULES, cool_down_s=0.0))
     world.obeys = False
     world.feed(SetPools(Pools(4, 4)))
@@ -220,13 +220,13 @@ def test_workers_that_never_come_are_no_capacity_and_stay_wanted():
     assert decision.after.prefill > 4
 
 
-def test_who_is_drained_by_an_operator_and_mixed_ones_do_not_count():
+def test_drained_and_mixed_workers_do_not_count():
     world = World(Pools(2, 2, 1))
     world.feed(Drain("decode-1"))
     assert world.tick(WRITING).after == Pools(1, 2, 1)
 
 
-def test_where_all_are_mixed_there_is_nothing_to_split():
+def test_only_mixed_workers_are_not_planned():
     world = World(Pools(0, 0, 2))
     assert world.tick(READING) is None
     assert world.planning.reasons == (
@@ -234,7 +234,7 @@ def test_where_all_are_mixed_there_is_nothing_to_split():
     )
 
 
-def test_while_there_are_two_versions_nothing_is_planned_and_then_it_begins_anew():
+def test_planner_pauses_during_an_update_and_begins_anew():
     world = World(Pools(2, 2))
     alone = world.machine.intent
     other = msgspec.structs.replace(alone.current, name="other", weight=0)
@@ -246,7 +246,7 @@ def test_while_there_are_two_versions_nothing_is_planned_and_then_it_begins_anew
     assert world.tick(READING).after == Pools(3, 1)
 
 
-def test_memory_and_places_are_those_of_the_workers():
+def test_memory_and_slots_are_those_of_the_workers():
     world = World(Pools(3, 1), replace(RULES, tpot_s=None))
     decision = world.tick(replace(WRITING, num_decoding=128))
     assert decision.after == Pools(2, 2)
@@ -258,7 +258,7 @@ def test_memory_and_places_are_those_of_the_workers():
 GROWING = replace(RULES, max_total=6, grow_after_s=3.0, shrink_after_s=5.0)
 
 
-def test_more_workers_are_started_where_there_is_room_and_room_is_asked_for_where_not():
+def test_planner_starts_workers_or_asks_for_room():
     world = World(Pools(2, 2), GROWING, max_workers=5)
     flood = replace(READING, prefill_s_per_s=9.0)
     world.tick(flood, seconds=4)
@@ -278,7 +278,7 @@ def test_more_workers_are_started_where_there_is_room_and_room_is_asked_for_wher
     assert world.planning.room_for == 0
 
 
-def test_workers_that_nobody_needs_are_given_back():
+def test_idle_workers_are_given_back():
     world = World(Pools(3, 2), GROWING)
     quiet = replace(WRITING, num_decoding=1)
     assert world.tick(quiet, seconds=7).after == Pools(1, 1)
@@ -286,7 +286,7 @@ def test_workers_that_nobody_needs_are_given_back():
     assert len([w for w in world.machine.workers.values() if not w.leaves]) == 2
 
 
-def test_a_dry_run_asks_for_no_room():
+def test_dry_run_asks_for_no_room():
     world = World(Pools(2, 2), GROWING, max_workers=4, mode=PlannerMode.DRY_RUN)
     told = world.tick(replace(READING, prefill_s_per_s=9.0), seconds=10)
     assert told.num_workers == 6
@@ -297,7 +297,7 @@ def test_a_dry_run_asks_for_no_room():
     "order",
     [SetPlanner(PlannerMode.DRY_RUN), SetPlanner(PlannerMode.OFF), SetPools(Pools(0, 0, 4))],
 )
-def test_room_is_given_back_where_nothing_is_planned_any_more(order):
+def test_room_is_given_back_once_planning_ends(order):
     world = World(Pools(2, 2), GROWING, max_workers=4)
     flood = replace(READING, prefill_s_per_s=9.0)
     world.tick(flood, seconds=5)
@@ -316,14 +316,12 @@ def test_room_is_given_back_where_nothing_is_planned_any_more(order):
         (PlannerMode.OFF, RULES, None),  # nobody ever asks
     ],
 )
-def test_what_an_earlier_controller_asked_for_is_given_back_unless_there_is_a_planner(
-    mode, rules, room_for
-):
+def test_room_of_an_earlier_controller_is_given_back_without_a_planner(mode, rules, room_for):
     assert World(Pools(2, 2), rules, mode=mode).planning.room_for is None
     assert World(Pools(2, 2), rules, mode=mode, took_over=True).planning.room_for == room_for
 
 
-def test_no_room_is_asked_for_beyond_all_workers_that_there_may_be():
+def test_room_is_not_asked_for_beyond_max_workers():
     world = World(Pools(2, 2, 1), GROWING, max_workers=6)
     world.feed(Drain("decode-1"))
     capped = World(Pools(2, 2, 1), GROWING, max_workers=6)
@@ -339,7 +337,7 @@ def test_no_room_is_asked_for_beyond_all_workers_that_there_may_be():
 # ---------------------------------------------------------------- configuration
 
 
-def test_bounds_and_goals_are_those_of_the_configuration():
+def test_planner_follows_the_configured_bounds():
     config = Config(
         router=RouterConfig(slo_ttft_s=1.5, slo_tpot_s=0.05),
         planner=PlannerConfig(min_prefill=2, max_workers=9, cool_down_s=4.0),
@@ -361,12 +359,12 @@ def test_bounds_and_goals_are_those_of_the_configuration():
         ({"cool_down_s": -1.0}, "planner.cool_down_s must not be negative"),
     ],
 )
-def test_bounds_that_cannot_be_kept_are_refused_by_name(wrong, name):
+def test_impossible_bounds_are_refused_by_name(wrong, name):
     with pytest.raises(ValueError, match=name):
         PlannerConfig(**wrong)
 
 
-def test_a_planner_needs_workers_that_can_be_flipped():
+def test_planner_needs_equal_formats():
     worker = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
     with pytest.raises(ValueError, match=r"planner.mode = on .* worker.decode_kv_dtype"):
         Config(worker=worker, planner=PlannerConfig(mode=PlannerMode.ON))

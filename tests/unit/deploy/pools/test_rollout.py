@@ -27,7 +27,7 @@ from engine.config import WorkerConfig
 from engine.control import GatewayReport, Member, Pools, Version
 from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
-from tests.unit.deploy.pools.test_machine import World, settled
+from tests.kits.pools import PoolWorld, settled
 
 INT8 = WorkerConfig(kv_dtype=KVFormat.INT8)
 V2 = Version("v2", "other", "other", INT8, Pools(1, 1), weight=0)
@@ -37,18 +37,18 @@ def named(name: str, pools: Pools = V2.pools, weight: int = 0) -> Version:
     return msgspec.structs.replace(V2, name=name, pools=pools, weight=weight)
 
 
-def by_version(world: World) -> dict[str, int]:
+def by_version(world: PoolWorld) -> dict[str, int]:
     found: dict[str, int] = {}
     for process in world.processes.values():
         found[process.version] = found.get(process.version, 0) + 1
     return found
 
 
-def weights(world: World) -> dict[str, int]:
+def weights(world: PoolWorld) -> dict[str, int]:
     return {version.name: version.weight for version in world.machine.intent.versions}
 
 
-def test_a_version_takes_over_worker_by_worker_and_has_all_requests_in_the_end():
+def test_version_takes_over_worker_by_worker():
     world = settled(Pools(2, 2), max_workers=6)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
     shares = [weights(world)]
@@ -69,7 +69,7 @@ def test_a_version_takes_over_worker_by_worker_and_has_all_requests_in_the_end()
     assert {member.version for member in world.machine.members.workers} == {"v2"}
 
 
-def test_nothing_of_a_version_goes_before_gateways_say_that_its_requests_are_over():
+def test_version_keeps_its_workers_until_its_last_request():
     world = settled()
     world.requests["v1"] = 1
     world.feed(AddVersion(V2, takes_over=True))
@@ -83,7 +83,7 @@ def test_nothing_of_a_version_goes_before_gateways_say_that_its_requests_are_ove
     assert by_version(world) == {"v2": 2}
 
 
-def test_what_a_gateway_said_of_earlier_members_proves_nothing():
+def test_report_on_earlier_members_is_ignored():
     world = settled(gateways=("gateway-0", "gateway-1"))
     world.requests["v1"] = 1
     world.feed(AddVersion(V2, takes_over=True))
@@ -102,7 +102,7 @@ def test_what_a_gateway_said_of_earlier_members_proves_nothing():
     assert by_version(world) == {"v2": 2}
 
 
-def test_a_version_that_does_not_start_is_given_up_and_the_current_one_has_all():
+def test_version_that_does_not_start_is_given_up():
     world = settled(Pools(2, 1))
     world.bad_versions.add("v2")
     world.feed(AddVersion(V2, takes_over=True))
@@ -115,7 +115,7 @@ def test_a_version_that_does_not_start_is_given_up_and_the_current_one_has_all()
     )
 
 
-def test_a_version_whose_workers_come_to_fail_half_way_gives_all_back():
+def test_version_that_fails_half_way_gives_everything_back():
     world = settled(Pools(2, 2), max_workers=6)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
     while by_version(world).get("v2", 0) < 3:
@@ -129,7 +129,7 @@ def test_a_version_whose_workers_come_to_fail_half_way_gives_all_back():
     assert world.machine.intent.pools == Pools(2, 2)
 
 
-def test_an_update_that_gateways_cannot_follow_is_given_up():
+def test_update_that_gateways_cannot_follow_is_given_up():
     world = settled()
     world.missing["v2"] = "it cannot be loaded"
     world.feed(AddVersion(V2, takes_over=True))
@@ -143,7 +143,7 @@ REMOTE = msgspec.structs.replace(V2, model="hf://org/other")
 
 
 @pytest.mark.parametrize(("version", "is_waited_for"), [(REMOTE, True), (V2, False)])
-def test_an_update_is_waited_for_as_long_as_its_model_is_fetched(version, is_waited_for):
+def test_fetch_does_not_count_towards_the_update_deadline(version, is_waited_for):
     world = settled()
     world.start_s = world.machine.limits.update_timeout_s + 60
     world.feed(AddVersion(version, takes_over=True))
@@ -151,7 +151,7 @@ def test_an_update_is_waited_for_as_long_as_its_model_is_fetched(version, is_wai
     assert by_version(world) == {"v2" if is_waited_for else "v1": 2}
 
 
-def test_a_fetch_that_fails_once_is_waited_for_again():
+def test_repeated_fetch_does_not_count_either():
     world = settled()
     world.start_s = world.machine.limits.update_timeout_s + 60
     world.fails.append("the hub cannot be asked")
@@ -161,7 +161,7 @@ def test_a_fetch_that_fails_once_is_waited_for_again():
 
 
 @pytest.mark.parametrize("version", [V2, REMOTE])
-def test_an_update_whose_workers_are_never_reached_is_given_up(version):
+def test_update_with_unreachable_workers_is_given_up(version):
     world = settled(Pools(1, 1))
     world.unreachable_versions.add("v2")
     world.feed(AddVersion(version, takes_over=True))
@@ -172,7 +172,7 @@ def test_an_update_whose_workers_are_never_reached_is_given_up(version):
     )
 
 
-def test_a_worker_that_dies_again_and_again_does_not_keep_an_update_from_being_given_up():
+def test_dying_worker_does_not_delay_the_end_of_an_update():
     world = settled()
     world.start_s = 10.0
     world.missing["v2"] = "it cannot be loaded"
@@ -186,7 +186,7 @@ def test_a_worker_that_dies_again_and_again_does_not_keep_an_update_from_being_g
     assert any("no step in 900 s" in line for line in world.told)
 
 
-def test_versions_side_by_side_share_as_they_are_told_and_change_apart():
+def test_versions_side_by_side_share_by_weight_and_scale_apart():
     world = settled()
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
     world.settle()
@@ -205,7 +205,7 @@ def test_versions_side_by_side_share_as_they_are_told_and_change_apart():
     assert by_version(world) == {"v2": 3}
 
 
-def test_to_abort_gives_back_workers_and_requests_whatever_was_done():
+def test_abort_gives_back_workers_and_requests():
     world = settled(Pools(2, 2), max_workers=6)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
     while by_version(world).get("v1") == 4:
@@ -217,7 +217,7 @@ def test_to_abort_gives_back_workers_and_requests_whatever_was_done():
     assert world.machine.intent.pools == Pools(2, 2)
 
 
-def test_to_abort_leaves_other_versions_beside_the_current_one_with_what_they_had():
+def test_abort_restores_other_versions_too():
     world = settled(Pools(2, 2), max_workers=10)
     world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
     world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
@@ -233,7 +233,7 @@ def test_to_abort_leaves_other_versions_beside_the_current_one_with_what_they_ha
     assert by_version(world) == {"v1": 4, "v2": 3}
 
 
-def test_a_version_that_was_aborted_too_meanwhile_is_given_nothing_back():
+def test_aborted_version_gets_nothing_back():
     world = settled(Pools(2, 2), max_workers=10)
     world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
     world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
@@ -247,7 +247,7 @@ def test_a_version_that_was_aborted_too_meanwhile_is_given_nothing_back():
     assert by_version(world) == {"v1": 4}
 
 
-def test_what_gateways_said_before_an_abort_ends_no_workers():
+def test_reports_from_before_an_abort_end_no_workers():
     world = settled(Pools(2, 2), max_workers=6)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
     heard = None
@@ -265,7 +265,7 @@ def test_what_gateways_said_before_an_abort_ends_no_workers():
     assert {world.processes[name].version for name in gone} == {"v2"}
 
 
-def test_an_update_that_does_not_start_leaves_others_than_the_current_version_alone():
+def test_failed_update_leaves_other_versions_alone():
     world = settled()
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
     world.settle()
@@ -277,7 +277,7 @@ def test_an_update_that_does_not_start_leaves_others_than_the_current_version_al
     assert world.machine.counters["updates given up"] == 1
 
 
-def test_a_version_that_is_to_serve_beside_another_and_does_not_start_is_given_up():
+def test_second_version_that_does_not_start_is_given_up():
     world = settled()
     world.bad_versions.add("v2")
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
@@ -286,7 +286,7 @@ def test_a_version_that_is_to_serve_beside_another_and_does_not_start_is_given_u
     assert world.machine.counters["updates given up"] == 1
 
 
-def test_a_version_that_serves_beside_another_is_not_given_up_for_one_worker():
+def test_serving_second_version_survives_one_failing_worker():
     world = settled()
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
     world.settle()
@@ -297,7 +297,7 @@ def test_a_version_that_serves_beside_another_is_not_given_up_for_one_worker():
     assert weights(world) == {"v1": 100, "v2": 10}
 
 
-def test_a_worker_that_failed_often_and_serves_now_is_no_reason_to_give_up():
+def test_past_failures_of_a_serving_worker_do_not_end_an_update():
     world = settled(max_workers=10)
     world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
     world.settle()
@@ -313,7 +313,7 @@ def test_a_worker_that_failed_often_and_serves_now_is_no_reason_to_give_up():
     assert not world.machine.counters["updates given up"]
 
 
-def test_the_current_version_that_takes_over_and_cannot_grow_stays_as_it_is():
+def test_current_version_that_cannot_grow_stays():
     world = settled()
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
     world.settle()
@@ -328,7 +328,7 @@ def test_the_current_version_that_takes_over_and_cannot_grow_stays_as_it_is():
 
 
 @pytest.mark.parametrize("max_workers", [4, 5, 8])
-def test_a_split_version_that_takes_over_may_become_mixed(max_workers):
+def test_split_version_may_become_mixed_by_a_rollout(max_workers):
     world = settled(max_workers=max_workers)
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
     world.settle()
@@ -338,7 +338,7 @@ def test_a_split_version_that_takes_over_may_become_mixed(max_workers):
     assert set(world.roles().values()) == {Role.MIXED}
 
 
-def test_a_split_version_may_become_mixed_although_there_is_room_for_no_other_worker():
+def test_split_version_may_become_mixed_without_spare_room():
     world = settled(Pools(0, 0, 1), max_workers=3)
     world.feed(AddVersion(named("v2", weight=10), takes_over=False))
     world.settle()
@@ -349,7 +349,7 @@ def test_a_split_version_may_become_mixed_although_there_is_room_for_no_other_wo
     assert set(world.roles().values()) == {Role.MIXED}
 
 
-def test_shares_that_are_rounded_come_to_rest():
+def test_rounded_shares_converge():
     world = settled()
     world.feed(AddVersion(named("v2", weight=1), takes_over=False))
     world.feed(AddVersion(named("v3", weight=1), takes_over=False))
@@ -361,7 +361,7 @@ def test_shares_that_are_rounded_come_to_rest():
     assert by_version(world) == {"v1": 2}
 
 
-def test_a_version_may_be_aborted_while_it_starts():
+def test_version_can_be_aborted_while_it_starts():
     world = settled()
     world.feed(AddVersion(named("v2", weight=1), takes_over=False))
     assert WorkerState.STARTING in world.states().values()
@@ -370,7 +370,7 @@ def test_a_version_may_be_aborted_while_it_starts():
     assert by_version(world) == {"v1": 2}
 
 
-def test_an_update_to_more_than_there_is_room_for_beside_the_old_one_uses_what_that_leaves():
+def test_larger_update_uses_the_room_the_old_version_leaves():
     world = settled(Pools(1, 1), max_workers=4)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
     world.settle()
@@ -405,7 +405,7 @@ def test_an_update_to_more_than_there_is_room_for_beside_the_old_one_uses_what_t
         (SetPools(Pools(1, 1), version="v9"), "no version is called v9", 404),
     ],
 )
-def test_an_order_that_cannot_be_is_refused_and_changes_nothing(order, reason, status):
+def test_refused_version_order_changes_nothing(order, reason, status):
     world = settled(Pools(2, 2), max_workers=6)
     before = world.machine.members
     with pytest.raises(OrderRefused, match=reason) as caught:
@@ -415,7 +415,7 @@ def test_an_order_that_cannot_be_is_refused_and_changes_nothing(order, reason, s
     assert world.machine.is_settled
 
 
-def test_while_a_version_takes_over_pools_and_weights_are_not_the_operators():
+def test_pools_and_weights_are_fixed_during_a_rollout():
     world = settled(Pools(2, 1))
     world.requests["v1"] = 1
     world.feed(AddVersion(V2, takes_over=True))
@@ -430,7 +430,7 @@ def test_while_a_version_takes_over_pools_and_weights_are_not_the_operators():
             world.feed(order)
 
 
-def workers_of(world: World, version: str, role: Role) -> list[WorkerId]:
+def workers_of(world: PoolWorld, version: str, role: Role) -> list[WorkerId]:
     return [
         WorkerId(name)
         for name, process in sorted(world.processes.items())
@@ -438,7 +438,7 @@ def workers_of(world: World, version: str, role: Role) -> list[WorkerId]:
     ]
 
 
-def test_workers_of_the_version_that_takes_over_may_be_ordered_about_meanwhile():
+def test_workers_of_the_new_version_take_orders_during_a_rollout():
     world = settled(Pools(2, 2))
     world.requests["v1"] = 1
     world.feed(AddVersion(named("v2", Pools(2, 3)), takes_over=True))
@@ -457,7 +457,7 @@ def test_workers_of_the_version_that_takes_over_may_be_ordered_about_meanwhile()
     assert stopped not in world.processes
 
 
-def test_the_last_worker_of_a_role_that_a_version_is_to_have_stays_also_when_it_takes_over():
+def test_last_worker_of_a_role_stays_during_a_rollout():
     world = settled()
     world.requests["v1"] = 1
     world.feed(AddVersion(V2, takes_over=True))
@@ -466,7 +466,7 @@ def test_the_last_worker_of_a_role_that_a_version_is_to_have_stays_also_when_it_
         world.feed(Drain(workers_of(world, "v2", Role.PREFILL)[0]))
 
 
-def test_there_are_only_so_many_versions():
+def test_number_of_versions_is_limited():
     world = settled(max_workers=20)
     for i in range(2, MAX_VERSIONS + 1):
         world.feed(AddVersion(named(f"v{i}", weight=1), takes_over=False))
@@ -478,7 +478,7 @@ def test_there_are_only_so_many_versions():
     assert by_version(world) == {"v3": 2}
 
 
-def test_another_controller_goes_on_with_an_update_from_what_gateways_know():
+def test_next_controller_continues_an_update():
     world = settled(Pools(2, 2), max_workers=6)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
     while by_version(world).get("v2", 0) < 3:
@@ -500,7 +500,7 @@ def test_another_controller_goes_on_with_an_update_from_what_gateways_know():
     assert by_version(world) == {"v2": 4}
 
 
-def test_workers_of_a_version_that_nobody_knows_go():
+def test_workers_of_an_unknown_version_are_stopped():
     world = settled()
     for process in world.processes.values():
         process.version = "lost"
@@ -514,7 +514,7 @@ def test_workers_of_a_version_that_nobody_knows_go():
     assert by_version(world) == {"v1": 2}
 
 
-def test_workers_are_started_with_what_their_version_says():
+def test_workers_start_with_their_versions_settings():
     world = settled()
     effects = world.machine.handle(AddVersion(named("v2", weight=1), takes_over=False), 0.0)
     started = [effect for effect in effects if isinstance(effect, StartWorker)]
@@ -548,10 +548,8 @@ actions = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(first=sizes, script=st.lists(actions, max_size=12), seed=st.integers(0, 99))
-def test_whatever_is_ordered_it_comes_to_be_and_no_version_with_requests_loses_its_workers(
-    first, script, seed
-):
-    world = World(first, max_workers=7)
+def test_any_orders_converge_and_no_version_with_requests_loses_its_workers(first, script, seed):
+    world = PoolWorld(first, max_workers=7)
     world.rng = random.Random(seed)
     world.feed(PoolTick())
     world.run(20)

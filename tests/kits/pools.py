@@ -1,0 +1,245 @@
+"""The pool machine in a small world of fake workers and gateways, without processes."""
+
+import heapq
+import random
+from collections import Counter
+from itertools import count
+
+import msgspec
+
+from deploy.pools.effects import (
+    Publish,
+    SetWorkerRole,
+    StartGateway,
+    StartWorker,
+    StopGateway,
+    StopWorker,
+    Tell,
+)
+from deploy.pools.events import (
+    Connected,
+    Died,
+    Disconnected,
+    GatewayHeard,
+    GatewaySeen,
+    GatewayStarted,
+    GatewayStopped,
+    LoadSeen,
+    PoolTick,
+    RoleSeen,
+    WorkerStarted,
+    WorkerStartFailed,
+    WorkerStopped,
+)
+from deploy.pools.formats import formats_of
+from deploy.pools.gateways import GatewayState
+from deploy.pools.machine import PoolMachine
+from deploy.pools.wanted import PoolLimits
+from deploy.pools.workers.record import WorkerState
+from engine.config import WorkerConfig
+from engine.control import GatewayReport, Intent, Pools, Version, VersionReport
+from engine.layout import KVFormat
+from engine.messages import LoadReport, Role, WorkerId
+
+SAME = WorkerConfig()
+APART = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
+IDLE = LoadReport(8, 0, 0, 0, 0, 0, 0, 0)
+BUSY = LoadReport(8, 0, 0, 0, 0, 1, 1, 0)
+
+
+ONE_EACH = Pools(1, 1)
+
+
+class FakePoolProcess:
+    """A worker that obeys at once; its answers take a while."""
+
+    def __init__(self, role: Role, version: str) -> None:
+        self.role = role
+        self.version = version
+        self.refuses: set[Role] = set()
+        self.is_deaf = False
+        self.is_stuck = False  # never idle
+        self.is_mute = False  # ignores orders
+        self.num_decoding = 0  # sequences
+
+
+class PoolWorld:
+    """A machine with a fake launcher, workers and clock: effects become events a little later."""
+
+    def __init__(
+        self, pools: Pools = ONE_EACH, max_workers: int = 8, config=SAME, gateways=("gateway",)
+    ) -> None:
+        self.now_s = 0.0
+        limits = PoolLimits(max_workers, drain_timeout_s=20)
+        intent = Intent((Version(worker=config, pools=pools),))
+        self.machine = PoolMachine(intent, limits=limits, gateways=gateways)
+        self.rng = random.Random(1)
+        self.processes: dict[str, FakePoolProcess] = {}
+        self.unheard: dict[str, FakePoolProcess] = {}  # dead, but not reported yet
+        self.addresses: dict[str, str] = {}
+        self.queue: list[tuple[float, int, object]] = []
+        self.number = count()
+        self.requests: Counter[str] = Counter()  # running requests, by version
+        self.missing: dict[str, str] = {}  # what gateways lack for a version
+        self.silent: set[str] = set()  # gateways
+        self.hanging: set[str] = set()  # gateways that are never reached
+        self.fails: list[str] = []  # reasons why the next starts fail
+        self.start_s = 0.5  # how long a start takes
+        self.bad_versions: set[str] = set()  # versions that never start
+        self.unreachable_versions: set[str] = set()  # their workers are never reached
+        self.fails_always: set[Role] = set()
+        self.has_no_place: set[str] = set()  # names of workers that need another node
+        self.started: list[tuple[float, str]] = []
+        self.stopped_gateways: list[tuple[float, str]] = []
+        self.told: list[str] = []
+
+    # -------------------------------------------------------- time
+
+    def later(self, event: object, delay_s: float | None = None) -> None:
+        delay_s = self.rng.uniform(0.01, 1.5) if delay_s is None else delay_s
+        heapq.heappush(self.queue, (self.now_s + delay_s, next(self.number), event))
+
+    def run(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            next_tick_s = self.now_s + 1
+            while self.queue and self.queue[0][0] <= next_tick_s:
+                self.now_s, _, event = heapq.heappop(self.queue)
+                self.feed(event)
+            self.now_s = next_tick_s
+            for name, process in list(self.processes.items()):
+                if not process.is_deaf:
+                    load = BUSY if process.is_stuck else IDLE
+                    load = msgspec.structs.replace(load, decode_seqs=process.num_decoding)
+                    self.feed(LoadSeen(WorkerId(name), self.addresses[name], load))
+            self.report()
+            self.feed(PoolTick())
+
+    def report(self) -> None:
+        """Lets gateways that serve report on the present members."""
+        members = self.machine.members
+        versions = {
+            version.name: VersionReport(self.missing.get(version.name), number, "fp")
+            for version in members.intent.versions
+            for number in [self.requests[version.name]]
+        }
+        report = GatewayReport(None, members.version, 2, 0, 0, 0.0, versions=versions)
+        for name, state in self.machine.gateways.items():
+            if state is GatewayState.SERVING and name not in self.silent:
+                self.feed(GatewaySeen(name, report))
+
+    def settle(self, seconds: float = 400) -> None:
+        end_s = self.now_s + seconds
+        while not self.machine.is_settled:
+            assert self.now_s < end_s, (self.machine.workers, self.machine.intent, self.told[-20:])
+            self.run(1)
+
+    def feed(self, event: object) -> None:
+        if isinstance(event, Died):
+            self.unheard.pop(event.name, None)
+        for effect in self.machine.handle(event, self.now_s):
+            self.perform(effect)
+        self.machine.validate()
+
+    def perform(self, effect: object) -> None:
+        match effect:
+            case StartWorker():
+                self.start(effect)
+            case StopWorker(worker_id):
+                self.check_not_last(worker_id, Role.DRAINED)
+                self.processes.pop(worker_id, None)
+                self.later(WorkerStopped(worker_id))
+            case SetWorkerRole(worker_id, role):
+                self.set_role(worker_id, role)
+            case StartGateway(name):
+                self.later(GatewayStarted(name), 0.5)
+                if name not in self.hanging:
+                    self.later(GatewayHeard(name), 0.6)
+            case StopGateway(name):
+                self.stopped_gateways.append((self.now_s, name))
+                self.later(GatewayStopped(name))
+            case Tell(step):
+                self.told.append(str(step))
+            case Publish(members):
+                assert members == self.machine.members
+
+    def start(self, wanted: StartWorker) -> None:
+        worker_id, role, start = wanted.worker_id, wanted.role, wanted.start
+        assert len(self.processes) < self.machine.limits.max_workers
+        assert worker_id not in self.processes
+        self.started.append((self.now_s, worker_id))
+        if worker_id in self.has_no_place:
+            self.later(WorkerStartFailed(worker_id, start, "no node", waits_for_node=True))
+            return
+        is_bad = role in self.fails_always or wanted.version.name in self.bad_versions
+        if self.fails or is_bad:
+            reason = self.fails.pop() if self.fails else "it never does"
+            self.later(WorkerStartFailed(worker_id, start, reason))
+            return
+        address = f"{worker_id}@{start}"
+        self.processes[worker_id] = FakePoolProcess(role, wanted.version.name)
+        self.addresses[worker_id] = address
+        self.later(WorkerStarted(worker_id, start, address), self.start_s)
+        kv_format = formats_of(wanted.version.worker)[role]
+        if wanted.version.name in self.unreachable_versions:
+            self.processes[worker_id].is_deaf = True
+        else:
+            connected = Connected(worker_id, address, role, kv_format)
+            self.later(connected, self.start_s + 0.1)
+
+    def set_role(self, worker_id: str, role: Role) -> None:
+        process = self.processes.get(worker_id)
+        if process is None or process.is_deaf or process.is_mute:
+            return
+        self.check_not_last(worker_id, role)
+        if role not in process.refuses:
+            process.role = role
+        self.later(RoleSeen(WorkerId(worker_id), self.addresses[worker_id], process.role))
+
+    def check_not_last(self, worker_id: str, role: Role) -> None:
+        """Asserts that an order leaves a worker that prefills and a worker that decodes.
+
+        This does not hold for a version that is over.
+        """
+        process = self.processes.get(worker_id)
+        if process is None or process.is_deaf:
+            return
+        version = self.machine.intent.version(process.version)
+        if version is None or version.is_over:
+            assert not self.requests[process.version]
+            return
+        others = [
+            other
+            for name, other in {**self.processes, **self.unheard}.items()
+            if name != worker_id and not other.is_deaf and other.version == process.version
+        ]
+        for does in ("prefills", "decodes"):
+            if getattr(process.role, does) and not getattr(role, does):
+                assert any(getattr(p.role, does) for p in others), (worker_id, role)
+
+    def die(self, worker_id: str) -> None:
+        self.unheard[worker_id] = self.processes.pop(worker_id)
+        self.later(Died(worker_id, f"{worker_id} ended"), 0.2)
+
+    def hang(self, worker_id: str) -> None:
+        self.processes[worker_id].is_deaf = True
+        address = self.addresses[worker_id]
+        self.feed(Disconnected(WorkerId(worker_id), address, "silence"))
+
+    # -------------------------------------------------------- state
+
+    def roles(self) -> dict[str, Role]:
+        return {name: p.role for name, p in sorted(self.processes.items())}
+
+    def states(self) -> dict[str, WorkerState]:
+        return {name: w.state for name, w in self.machine.workers.items()}
+
+
+def settled(*arguments, **options) -> PoolWorld:
+    """Returns a world whose pools have reached their wanted size."""
+    world = PoolWorld(*arguments, **options)
+    world.feed(PoolTick())
+    world.settle()
+    world.told.clear()
+    world.started.clear()
+    return world

@@ -1,0 +1,219 @@
+"""The launcher of plain processes: a failed start is an error, and no process is left."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from deploy.local import process_main
+from deploy.local.launcher import ProcessLauncher
+from deploy.local.service_process import ServiceProcess
+from deploy.model_source import FETCH_TIMEOUT_S
+from deploy.services.spec import (
+    READY_TIMEOUT_S,
+    Fetched,
+    Fetching,
+    GatewaySpec,
+)
+from engine.config import GatewayConfig, RouterConfig
+from engine.control import Intent, Members
+from engine.errors import ConfigError
+from tests.kits.nurseries import nursery_of_shells
+
+SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
+READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
+FETCHING, FETCHED = (msgspec.json.encode(each).decode() for each in (Fetching(), Fetched()))
+MORE_THAN_A_PIPE_BYTES = 2**20  # takes, unless somebody reads
+
+
+@pytest.fixture
+def launcher_of() -> Iterator[Callable[[str], ProcessLauncher]]:
+    """Makes one whose services are shell scripts."""
+    with ExitStack() as stack:
+
+        def launcher(script: str) -> ProcessLauncher:
+            nursery = nursery_of_shells(script)
+            stack.callback(nursery.close)
+            return ProcessLauncher(nursery)
+
+        yield launcher
+
+
+def test_stop_during_a_start_ends_the_wait(tmp_path, launcher_of):
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+    launcher = launcher_of(f"echo > {begun}; read spec; exec cat")
+    said = []
+
+    def start() -> None:
+        with pytest.raises(ConfigError) as caught:
+            launcher.start_gateway(SPEC)
+        said.append(str(caught.value))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    begun.read_text()  # it runs, and is waited for
+    assert launcher.dead() == {}
+    assert launcher.running() == {}
+    launcher.stop("gateway", by_force=False)
+    thread.join(10)
+    assert len(said) == 1
+    # Who is stopped before it was heard to have started is not waited for.
+    assert re.fullmatch(r"gateway ended while starting \(exit status (-9|unknown)\)", said[0])
+    assert launcher.processes == []
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("exec 0<&-; exit 3", r"gateway ended while starting \(exit status 3\)"),
+        ("read spec; exit 4", r"gateway ended while starting \(exit status 4\)"),
+        ("read spec; echo what", "gateway said b'what"),
+        ("read spec; echo '[1]'", "gateway said"),
+        ("read spec; printf '\"\\377\"\\n'", "gateway said"),
+        ("read spec; echo '{\"url\": 1}'", "gateway said"),
+        ('read spec; echo \'{"error": "no port"}\'', "gateway: no port"),
+    ],
+)
+def test_failed_start_is_a_typed_error_and_leaves_no_process(script, says, launcher_of):
+    launcher = launcher_of(script)
+    with pytest.raises(ConfigError, match=says):
+        launcher.start_gateway(SPEC)
+    assert launcher.processes == []
+    assert launcher.dead() == {}
+
+
+@pytest.mark.parametrize(
+    ("says", "has_s"),
+    [
+        ([], [READY_TIMEOUT_S]),
+        ([FETCHING, FETCHED], [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
+    ],
+)
+def test_only_a_fetch_has_a_long_deadline(says, has_s, launcher_of, monkeypatch):
+    timeouts: list[float] = []
+    timer = threading.Timer
+
+    def noted(timeout_s: float, end: Callable[[], None]) -> threading.Timer:
+        timeouts.append(timeout_s)
+        return timer(timeout_s, end)
+
+    monkeypatch.setattr(threading, "Timer", noted)
+    lines = "".join(f"echo '{line}'; " for line in [*says, READY.decode()])
+    launcher = launcher_of(f"read spec; {lines} exec cat")
+    assert launcher.start_gateway(SPEC).pid == 7
+    assert timeouts == has_s
+    launcher.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "shortened", "says"),
+    [
+        ("read spec; exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),
+        ("exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),  # and reads no spec
+        (
+            f"read spec; echo '{FETCHING}'; exec sleep 60",
+            "FETCH",
+            r"gateway did not fetch its model in 0\.05 s",
+        ),
+    ],
+)
+def test_silent_process_is_ended_at_its_deadline(script, shortened, says, launcher_of, monkeypatch):
+    monkeypatch.setattr(f"deploy.local.service_process.{shortened}_TIMEOUT_S", 0.05)
+    launcher = launcher_of(script)
+    with pytest.raises(ConfigError, match=says):
+        launcher.start_gateway(msgspec.structs.replace(SPEC, token="x" * MORE_THAN_A_PIPE_BYTES))
+    assert launcher.processes == []
+
+
+class Exited(Exception):
+    """Instead of an end of the process."""
+
+
+def test_fetch_ends_when_its_launcher_is_gone(monkeypatch):
+    def exit_now(_status: int) -> None:
+        raise Exited
+
+    never = threading.Event()
+    monkeypatch.setattr(process_main, "fetch", lambda *_: never.wait(10))
+    monkeypatch.setattr(process_main, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(process_main.os, "_exit", exit_now)
+    theirs, ours = os.pipe()
+    os.close(ours)
+    with open(theirs) as stdin:
+        monkeypatch.setattr(process_main.sys, "stdin", stdin)
+        with pytest.raises(Exited):
+            process_main._fetch_while_wanted("worker", b"")
+    never.set()
+
+
+def test_failed_fetch_is_raised_to_the_launcher(monkeypatch):
+    def fetch(*_arguments: object) -> None:
+        raise ConfigError("no such model")
+
+    monkeypatch.setattr(process_main, "fetch", fetch)
+    with pytest.raises(ConfigError, match="no such model"):
+        process_main._fetch_while_wanted("worker", b"")
+
+
+def test_ended_process_is_reported_once_with_its_status(launcher_of):
+    answer = READY.decode()
+    launcher = launcher_of(f"read spec; echo '{answer}'; read line; exit 5")
+    launcher.start_gateway(SPEC)
+    process = launcher.processes[0]
+    process._child.hang_up()
+    process._child.wait(10)
+    assert launcher.running() == {}
+    assert launcher.dead() == {"gateway": "gateway ended with status 5"}
+    assert launcher.dead() == {}
+
+
+def test_nursery_without_an_answer_is_replaced(launcher_of, monkeypatch):
+    launcher = launcher_of(f"read spec; echo '{READY.decode()}'; exec cat")
+    launcher.open()
+    nursery = launcher._nursery
+    os.kill(nursery._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as hurried:
+        hurried.setattr("deploy.local.service_process.FORK_TIMEOUT_S", 0.05)
+        with pytest.raises(ConfigError, match=r"gateway was not started: .* no answer in 0.05 s"):
+            launcher.start_gateway(SPEC)
+    assert launcher.start_gateway(SPEC).pid == 7
+    assert nursery.num_lost == 1
+    launcher.close()
+
+
+def test_impossible_fork_is_a_typed_error_and_leaves_no_process(monkeypatch):
+    def no_memory(*_args: object, **_options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
+    launcher = ProcessLauncher()
+    with pytest.raises(ConfigError, match=r"no process can be started: .*Cannot allocate memory"):
+        launcher.open()
+    with pytest.raises(ConfigError, match=r"gateway cannot be started: .*Cannot allocate memory"):
+        launcher.start_gateway(SPEC)
+    assert launcher.processes == []
+
+
+def test_any_error_at_a_start_leaves_no_process(launcher_of, monkeypatch):
+    def broken(*_arguments: object) -> bytes:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ServiceProcess, "_ask", broken)
+    launcher = launcher_of("exec sleep 60")
+    with pytest.raises(RuntimeError, match="a bug"):
+        launcher.start_gateway(SPEC)
+    assert launcher.processes == []
+
+
+def test_closed_launcher_starts_nothing(launcher_of):
+    launcher = launcher_of(f"read spec; echo '{READY.decode()}'; exec cat")
+    launcher.close()
+    with pytest.raises(ConfigError, match="gateway is not started: the launcher is closed"):
+        launcher.start_gateway(SPEC)

@@ -1,0 +1,284 @@
+"""The launcher of Ray actors, with a fake Ray: failed starts, ends, and what is left."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+import msgspec
+import pytest
+
+from deploy.model_source import FETCH_TIMEOUT_S
+from deploy.services.spec import (
+    READY_TIMEOUT_S,
+    GatewaySpec,
+    WorkerReady,
+    WorkerSpec,
+)
+from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.control import Intent, Members
+from engine.errors import ConfigError
+from engine.messages import Role, WorkerId
+
+SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
+READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
+USE_RAY = ("deploy.ray.actors", "deploy.ray.launcher", "deploy.ray.controller", "deploy.ray.places")
+PARTS_OF_RAY: dict[str, dict[str, object]] = {  # nothing is reserved
+    "ray.autoscaler.sdk": {"request_resources": lambda *, bundles: None},
+    "ray.util.scheduling_strategies": {"PlacementGroupSchedulingStrategy": None},
+    "ray.util.placement_group": {
+        "PlacementGroup": object,
+        "get_placement_group": None,
+        "placement_group": None,
+        "placement_group_table": dict,
+        "remove_placement_group": None,
+    },
+}
+
+
+class RayError(Exception):
+    """As Ray's."""
+
+
+class RayTaskError(RayError):
+    """As Ray's: what a method raised."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("called from\nhere")
+        self.cause = cause
+
+
+class ActorUnavailableError(RayError):
+    """As Ray's."""
+
+
+class ActorDiedError(RayError):
+    """As Ray's."""
+
+
+class FakeActor:
+    """Answers with what it was made with; raises it if that is an error."""
+
+    def __init__(self, answer: object) -> None:
+        self.start = SimpleNamespace(remote=lambda: answer)
+        self.fetch = SimpleNamespace(remote=lambda: "")
+        self.ping = SimpleNamespace(remote=lambda: self.pongs.pop(0) if self.pongs else self.pong)
+        self.pongs: list[RayError | None] = [None]  # the first ones: it is made
+        self.pong: RayError = RayError("the actor died.")
+        self.described: object = ("gateway", READY)
+        self.describe = SimpleNamespace(remote=lambda: self.described)
+        self.stop = SimpleNamespace(remote=lambda: self.stopped)
+        self.stopped: object = None
+        self.drain_timeout_s = SimpleNamespace(remote=lambda: 0.0)
+
+
+class FakeRay(ModuleType):
+    """What the launcher uses of Ray."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.exceptions = SimpleNamespace(
+            RayError=RayError,
+            ActorDiedError=ActorDiedError,
+            RayTaskError=RayTaskError,
+            ActorUnavailableError=ActorUnavailableError,
+        )
+        self.util = SimpleNamespace(list_named_actors=self._list_named_actors)
+        self.answer: object = (READY, "")
+        self.made: RayError | None = None  # instead of an actor
+        self.timeouts: list[float] = []
+        self.names: dict[str, FakeActor] = {}
+        self.waits: list[tuple[int, float]] = []
+
+    def remote(self, **_options: object):
+        return lambda _: SimpleNamespace(options=self._options)
+
+    def _options(self, name: str, **_options: object):
+        return SimpleNamespace(remote=lambda *_: self._create(name))
+
+    def _create(self, name: str) -> FakeActor:
+        if name in self.names:
+            raise ValueError(f"The name {name} is already taken")
+        self.names[name] = FakeActor(self.answer)
+        self.names[name].pongs[0] = self.made
+        return self.names[name]
+
+    def wait(self, answers: list[object], *, num_returns: int = 1, timeout: float):
+        self.waits.append((num_returns, timeout))
+        return answers, []
+
+    def get_actor(self, name: str, namespace: str) -> FakeActor:
+        if name not in self.names:
+            raise ValueError(f"no actor is called {name}")
+        return self.names[name]
+
+    def _list_named_actors(self, *, all_namespaces: bool) -> list[dict[str, str]]:
+        return [{"name": name, "namespace": "baton"} for name in self.names]
+
+    def get(self, answer: object, timeout: float | None = None) -> object:
+        if timeout is not None:
+            self.timeouts.append(timeout)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def kill(self, actor: FakeActor) -> None:
+        self.names = {name: other for name, other in self.names.items() if other is not actor}
+
+
+@pytest.fixture
+def fake_ray(monkeypatch) -> Iterator[FakeRay]:
+    made = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", made)
+    for name, used in PARTS_OF_RAY.items():
+        part = ModuleType(name)
+        vars(part).update(used)
+        monkeypatch.setitem(sys.modules, name, part)
+    for name in USE_RAY:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield made
+    for name in USE_RAY:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (RayError("the actor died.\nwhere"), "gateway did not start: the actor died$"),
+        (RayError(), r"gateway did not start: RayError\(\)"),
+        (RayTaskError(OSError(28, "No space left")), "gateway did not start: OSError.*No space"),
+        ((b"", "no port"), "gateway: no port"),
+    ],
+)
+def test_failed_actor_leaves_its_name_free(fake_ray, answer, says):
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+    fake_ray.answer = answer
+    with pytest.raises(ConfigError, match=says):
+        launcher.start_gateway(SPEC)
+    assert fake_ray.names == {}
+    assert launcher.dead() == {}
+    fake_ray.answer = (READY, "")
+    assert launcher.start_gateway(SPEC).pid == 7
+
+
+def test_unplaced_actor_has_the_short_deadline(fake_ray):
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+    fake_ray.made = RayError("Get timed out")
+    with pytest.raises(ConfigError, match="gateway did not start: Get timed out"):
+        launcher.start_gateway(SPEC)
+    assert fake_ray.timeouts == [READY_TIMEOUT_S]
+    assert fake_ray.names == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "has_s"),
+    [
+        ("/models/name", [READY_TIMEOUT_S, READY_TIMEOUT_S]),
+        ("hf://org/name", [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
+    ],
+)
+def test_only_an_actor_that_fetches_has_a_long_deadline(model, has_s, fake_ray):
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+    ready = WorkerReady("w:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
+    fake_ray.answer = (msgspec.json.encode(ready), "")
+    launcher.start_worker(
+        WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
+    )
+    assert fake_ray.timeouts == has_s
+
+
+class Steps:
+    """A clock that goes on by so much whenever it is read."""
+
+    def __init__(self, step_s: float) -> None:
+        self._at_s = 0.0
+        self._step_s = step_s
+
+    def now_s(self) -> float:
+        self._at_s += self._step_s
+        return self._at_s
+
+
+@pytest.fixture
+def find_controller(fake_ray, monkeypatch):
+    """As `deploy.ray.controller`'s, of a controller that answers so, once each 100 seconds."""
+
+    def find(answers: list[object]) -> tuple[str, int]:
+        ray_controller = importlib.import_module("deploy.ray.controller")
+        monkeypatch.setattr(ray_controller, "RETRY_EVERY_S", 0.0)
+        monkeypatch.setattr(ray_controller, "MonotonicClock", lambda: Steps(100.0))
+        actor = SimpleNamespace(ready=SimpleNamespace(remote=lambda: answers.pop(0)))
+        fake_ray.names = {"controller": actor}
+        return ray_controller.find_controller()
+
+    return find
+
+
+def test_unreachable_controller_has_the_short_deadline(find_controller):
+    answers: list[object] = [ActorUnavailableError("away")] * 10
+    with pytest.raises(ConfigError, match="cannot be reached: away"):
+        find_controller(answers)
+    assert len(answers) == 10 - READY_TIMEOUT_S / 100
+
+
+def test_opening_controller_is_awaited_through_short_outages(find_controller):
+    opens, away = ("", 7, ""), ActorUnavailableError("away")
+    assert find_controller([opens, away, away] * 10 + [("http://admin", 7, "")]) == (
+        "http://admin",
+        7,
+    )
+
+
+def test_taken_actor_name_is_a_typed_error(fake_ray):
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+    fake_ray.names["gateway"] = FakeActor(None)
+    with pytest.raises(ConfigError, match="already taken"):
+        launcher.start_gateway(SPEC)
+    assert list(fake_ray.names) == ["gateway"]  # it is somebody else's
+
+
+def test_ended_actor_is_reported_once_and_frees_its_name(fake_ray):
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+    launcher.start_gateway(SPEC)
+    assert launcher.dead() == {"gateway": "gateway ended: the actor died"}
+    assert launcher.dead() == {}
+    assert fake_ray.names == {}
+
+
+def test_actor_ended_by_ray_is_not_killed_again(fake_ray, monkeypatch):
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+    launcher.start_gateway(SPEC)
+    monkeypatch.setattr(fake_ray, "kill", None)
+    launcher._actors._pings["gateway"] = ActorDiedError("its node died.")
+    assert launcher.dead() == {"gateway": "gateway ended: its node died"}
+    assert launcher.running() == {}
+
+
+def test_unavailable_actor_is_not_dead(fake_ray):
+    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+    launcher.start_gateway(SPEC)
+    actor = fake_ray.names["gateway"]
+    launcher._actors._pings["gateway"] = ActorUnavailableError("later")
+    assert launcher.dead() == {}
+    assert fake_ray.names == {"gateway": actor}
+    assert launcher.dead() == {"gateway": "gateway ended: the actor died"}
+
+
+def test_leftovers_are_ended_without_a_controller(fake_ray):
+    ray_controller = importlib.import_module("deploy.ray.controller")
+    fake_ray.names = {name: FakeActor(None) for name in ("gateway", "gateway-1", "late")}
+    fake_ray.names["gateway-1"].stopped = RayError("it does not stop")
+    fake_ray.names["late"].described = RayError("it does not answer")
+    ray_controller.stop_deployment()
+    assert fake_ray.names == {}
+    assert [num_returns for num_returns, _ in fake_ray.waits] == [2]  # both at once
+    with pytest.raises(ConfigError, match="no deployment runs"):
+        ray_controller.stop_deployment()
+
+
+def test_leftovers_of_a_controller_are_ended_after_it(fake_ray):
+    ray_controller = importlib.import_module("deploy.ray.controller")
+    fake_ray.names = {name: FakeActor(None) for name in ("controller", "gateway")}
+    fake_ray.names["controller"].stopped = RayError("it takes too long")
+    ray_controller.stop_deployment()
+    assert fake_ray.names == {}

@@ -1,0 +1,52 @@
+"""Services: which of them fetch a model, and deadlines of their start."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from deploy.services.model import has_to_fetch
+from deploy.services.spec import (
+    GatewaySpec,
+    WorkerSpec,
+)
+from deploy.services.thread import LateStart, ServiceThread
+from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.control import Intent, Members, Version
+from engine.messages import Role, WorkerId
+
+SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
+READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "has_to"),
+    [
+        ("worker", "hf://org/name", True),
+        ("worker", "s3://models/name", True),
+        ("worker", "/models/name", False),
+        ("gateway", "hf://org/name", False),
+    ],
+)
+def test_only_workers_with_a_remote_model_fetch(kind, model, has_to):
+    version = Version(model=model)
+    spec = msgspec.structs.replace(SPEC, members=Members(1, (), Intent((version,))))
+    worker = WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
+    encoded = msgspec.json.encode(worker if kind == "worker" else spec)
+    assert has_to_fetch(kind, encoded) is has_to
+
+
+def test_late_open_is_a_typed_error():
+    class Slow:
+        drain_timeout_s = 0.0
+
+        async def open(self) -> None:
+            await asyncio.get_running_loop().create_future()
+
+        async def close(self) -> None:
+            pass
+
+    thread = ServiceThread(Slow(), "slow", open_timeout_s=0.01)
+    with pytest.raises(LateStart, match=r"did not start in 0\.01 s"):
+        thread.open()
+    thread.close()
