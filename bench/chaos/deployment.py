@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from bench.common.background import PROC
-from bench.common.serving import Served
+from bench.common.serving import ServedDeployment
 from engine.config import PlannerMode
 from engine.errors import BatonError
 from engine.messages import Role
@@ -108,7 +108,9 @@ class Mark:
 class DisturbedDeployment:
     """What runs behind a URL on this machine."""
 
-    def __init__(self, served: Served, session: aiohttp.ClientSession, mark: Mark) -> None:
+    def __init__(
+        self, served: ServedDeployment, session: aiohttp.ClientSession, mark: Mark
+    ) -> None:
         self._served = served
         self._session = session
         self._mark = mark

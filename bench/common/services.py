@@ -1,19 +1,18 @@
-"""Single services of the product as processes, without `baton serve` around them.
+"""Single workers and gateways as processes, without `baton serve` around them.
 
-Each reads its spec from standard input (`deploy.services.spec`), and ends
-when that is closed.
+Each gets its spec on standard input (`deploy.processes.WorkerSpec`, `GatewaySpec`), and ends when
+that is closed.
 """
 
-import subprocess
+import queue
 import sys
-import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import msgspec
 
+from bench.common.child import ChildProcess
 from engine.errors import BatonError
 
 START_TIMEOUT_S = 120.0
@@ -24,55 +23,40 @@ class ServiceFailed(BatonError):
     """A service did not start; the message holds its reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
-    """A process, which ends with the stack that it was started on."""
+class DirectService:
+    """A worker or gateway process that waits for its spec."""
 
-    process: "subprocess.Popen[bytes]"
+    def __init__(self, kind: Literal["worker", "gateway"]) -> None:
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the end
+        command = [sys.executable, "-m", "deploy.local.process_main", kind]
+        self._child = ChildProcess(command, on_stdout=self._lines.put)
 
-    def tell(self, spec: Mapping[str, object]) -> dict[str, Any]:
-        """Tells it what it is; what it answers when it listens. Raises ServiceFailed."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        watchdog = threading.Timer(START_TIMEOUT_S, self.process.kill)
-        watchdog.start()
-        line = b""
+    @property
+    def pid(self) -> int:
+        """Process id, and id of the session."""
+        return self._child.pid
+
+    def start(self, spec: Mapping[str, object]) -> dict[str, Any]:
+        """Sends the spec and returns the answer once it listens. Raises ServiceFailed."""
+        self._child.send(msgspec.json.encode(spec).decode())
         try:
-            with suppress(OSError):  # it died before it read all
-                stdin.write(msgspec.json.encode(spec) + b"\n")
-                stdin.flush()
-                line = stdout.readline()
-        finally:
-            watchdog.cancel()
-        answer = msgspec.json.decode(line, type=dict[str, Any]) if line else None
-        if answer is None or "error" in answer:
-            raise ServiceFailed("it ended while starting" if answer is None else answer["error"])
+            line = self._lines.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            raise ServiceFailed(f"it did not start in {START_TIMEOUT_S:g} s") from None
+        if line is None:
+            raise ServiceFailed("it ended while starting")
+        answer = msgspec.json.decode(line, type=dict[str, Any])
+        if "error" in answer:
+            raise ServiceFailed(answer["error"])
         return answer
 
     def end(self) -> None:
-        """Ends it, by force if it does not end by itself."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        with suppress(OSError):  # it has ended
-            stdin.close()
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        stdout.close()
+        """Ends the process, by force if it does not end by itself."""
+        self._child.close(STOP_TIMEOUT_S)
 
 
-def launched(kind: Literal["worker", "gateway"], stack: ExitStack) -> Service:
-    """A process that waits to be told what it is."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.local.process_main", kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    service = Service(process)
+def launched(kind: Literal["worker", "gateway"], stack: ExitStack) -> DirectService:
+    """Starts a process that waits for its spec, and ends with the stack."""
+    service = DirectService(kind)
     stack.callback(service.end)
     return service

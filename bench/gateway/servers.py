@@ -106,7 +106,7 @@ def _open_ours(stack: ExitStack) -> Server:
         "token": TOKEN,
     }
     service = launched("gateway", stack)
-    answer = service.tell(spec)
+    answer = service.start(spec)
     port = int(answer["url"].rpartition(":")[2])
     assert worker.session is not None
-    return Server(OURS, port, service.process.pid, behind=(worker.session,))
+    return Server(OURS, port, service.pid, behind=(worker.session,))

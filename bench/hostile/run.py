@@ -2,9 +2,7 @@
 
 import os
 import secrets
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +16,9 @@ import uvloop
 from bench.chaos.checker import leaked
 from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.chaos.run import MODEL, STEADY_S, WHOLE_WITHIN_S, books_of
+from bench.common.child import ChildProcess
 from bench.common.progress import Say, say_nothing
-from bench.common.serving import Served, serving
+from bench.common.serving import ServedDeployment, serving
 from bench.common.waiting import holds_within, pause
 from bench.hostile.bodies import shots
 from bench.hostile.memory import private_bytes
@@ -94,7 +93,7 @@ def measure(plan: HostilePlan, say: Say = say_nothing) -> HostileRun:
 
 
 async def _measure(
-    plan: HostilePlan, served: Served, mark: Mark, heard: Heard, say: Say
+    plan: HostilePlan, served: ServedDeployment, mark: Mark, heard: Heard, say: Say
 ) -> HostileRun:
     clock = MonotonicClock()
     async with aiohttp.ClientSession(
@@ -134,7 +133,7 @@ class _Storm:
     def __init__(
         self,
         plan: HostilePlan,
-        served: Served,
+        served: ServedDeployment,
         session: aiohttp.ClientSession,
         clock: Clock,
         say: Say,
@@ -205,36 +204,27 @@ class _Timed:
 @contextmanager
 def _honest(url: str, num_streams: int, heard: Heard) -> Iterator[None]:
     """Honest streams run inside; what they tell is heard when they have ended."""
-    process = subprocess.Popen(
+    child = ChildProcess(
         [sys.executable, "-m", HONEST, url, str(num_streams)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        on_stdout=lambda line: _hear(line, heard),
     )
-    reader = threading.Thread(target=_listen, args=(process.stdout, heard), daemon=True)
-    reader.start()
     try:
         yield
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        reader.join(END_TIMEOUT_S)
+        child.close(END_TIMEOUT_S)
 
 
-def _listen(pipe: Iterator[bytes], heard: Heard) -> None:
-    for line in pipe:
-        told = msgspec.json.decode(line)
-        if isinstance(told, str):
-            heard.broken.append(told)
-        else:
-            heard.gaps.append((told[0], told[1]))
+def _hear(line: str | None, heard: Heard) -> None:
+    if line is None:
+        return
+    told = msgspec.json.decode(line)
+    if isinstance(told, str):
+        heard.broken.append(told)
+    else:
+        heard.gaps.append((told[0], told[1]))
 
 
-def _memory(served: Served) -> dict[str, int]:
+def _memory(served: ServedDeployment) -> dict[str, int]:
     return {kind: private_bytes(served.services(kind)) for kind in ("gateway", "worker")}
 
 

@@ -23,7 +23,7 @@ from bench.client.load import kinds_with_example
 from bench.common import background
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.common.serving import Served, serving
+from bench.common.serving import ServedDeployment, serving
 from bench.common.shapes import cached_checkpoint, shape_named
 from bench.interference.plan import (
     DEPLOYMENT,
@@ -62,7 +62,7 @@ class RunBroken(BatonError):
 class _Server:
     """A deployment, and how it is asked."""
 
-    served: Served
+    served: ServedDeployment
     send: Send
     model: str
 
@@ -98,7 +98,10 @@ def link_checkpoint(shape: str, path: Path, *, seed: int) -> None:
 
 
 async def _measure(
-    plan: InterferencePlan, served: Mapping[PoolSetting, Served], vocab: Sequence[int], say: Say
+    plan: InterferencePlan,
+    served: Mapping[PoolSetting, ServedDeployment],
+    vocab: Sequence[int],
+    say: Say,
 ) -> list[InterferenceRun]:
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),

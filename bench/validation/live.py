@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from time import process_time
 
-from bench.common.services import Service, launched
+from bench.common.services import DirectService, launched
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.traces import Trace, TraceRequest
 from bench.validation.recordings import RecordedRun, read_run
@@ -68,7 +68,7 @@ def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iter
     with ExitStack() as stack:
         services = [launched("worker", stack) for _ in specs]
         with ThreadPoolExecutor(len(specs)) as threads:
-            answers = list(threads.map(Service.tell, services, specs))
+            answers = list(threads.map(DirectService.start, services, specs))
         addresses = [answer["address"] for answer in answers]
         yield Live(addresses, token)
 

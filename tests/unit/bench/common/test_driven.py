@@ -45,7 +45,7 @@ def test_commands_go_in_and_answers_come_out():
 def test_a_process_ends_when_it_is_closed():
     engine = started(ECHO)
     engine.ready(10)
-    process = engine._process
+    process = engine._child.process
     engine.close()
     assert process.returncode == 0
     engine.close()  # a second time does nothing
@@ -72,7 +72,7 @@ def test_a_process_that_dies_is_told_with_its_status_and_its_last_words():
 def test_a_process_that_hangs_is_ended():
     with started('say(ready={}); sys.stderr.write("busy\\n"); time.sleep(60)') as engine:
         engine.ready(10)
-        process = engine._process
+        process = engine._child.process
         with pytest.raises(DrivenFailed, match=r"no answer in 0\.05 s"):
             engine.ask("a", timeout_s=0.05)
         assert process.returncode is not None
@@ -96,7 +96,7 @@ def test_a_process_that_ignores_its_end_is_killed_with_what_it_started(monkeypat
     """
     with started(script) as engine:
         child = os.pidfd_open(engine.ready(10)["child"])
-        process = engine._process
+        process = engine._child.process
     assert process.returncode == -9
     ended, _, _ = select.select([child], [], [], 10)
     os.close(child)
