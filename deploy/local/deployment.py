@@ -26,13 +26,13 @@ from engine.control import SERVING_ROLES
 from engine.errors import ConfigError
 from engine.model.loading.files import check_files
 
-COUNT_TIMEOUT_S = 1.0  # nothing stops meanwhile
+COUNT_TIMEOUT_S = 1.0  # an answer this late is not waited for: the stop goes on
 
 Report = Callable[[str], None]
 
 
 def with_admin_key(config: Config) -> Config:
-    """With a key, where none was chosen: it is told in the run directory."""
+    """Adds a new admin key if none is configured. The run directory tells it to the operator."""
     if config.admin.key is not None:
         return config
     admin = msgspec.structs.replace(config.admin, key=secrets.token_urlsafe(24))
@@ -40,7 +40,7 @@ def with_admin_key(config: Config) -> Config:
 
 
 def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None) -> ControllerPlan:
-    """What a controller is started with, checked before anything is. Raises ConfigError."""
+    """Checks model, pools and formats before anything starts. Raises ConfigError."""
     source = pinned(model)
     draft = config.worker.draft_path
     if draft is not None and not draft.is_dir():
@@ -63,18 +63,15 @@ class Deployment:
 
     def __init__(self, launcher: Launcher, *, model: str | Path, config: Config) -> None:
         self._launcher = launcher
-        self._model = str(model)  # as `model_source` reads it
+        self._model = str(model)  # in the forms of `model_source`
         self._config = config
         self.log_level = "warning"
-        self.on_news: Report = lambda _: None  # told what happens, in a thread of its own
+        self.on_news: Report = lambda _: None  # called with news, in another thread
         self._siblings: tempfile.TemporaryDirectory[str] | None = None
         self._thread: ServiceThread[str] | None = None
 
     def open(self) -> GatewayReady:
-        """Starts everything and returns when it serves; on failure nothing is left.
-
-        Raises ConfigError.
-        """
+        """Starts everything and returns when it serves. Raises ConfigError; then nothing is left."""
         try:
             return self._open()
         except BaseException:
@@ -83,7 +80,7 @@ class Deployment:
             raise
 
     def close(self) -> None:
-        """Stops everything, also where the controller does not close in time."""
+        """Stops everything, even if the controller does not close in time."""
         thread, self._thread = self._thread, None
         siblings, self._siblings = self._siblings, None
         with ExitStack() as stack:
@@ -94,11 +91,11 @@ class Deployment:
                 stack.callback(thread.close)
 
     def hurry(self) -> None:
-        """Has `close` wait for no answer any more; from another thread, or before."""
+        """Makes `close` stop waiting for answers. Any thread may call it, even before."""
         self._launcher.hurry()
 
     def num_answers(self) -> int | None:
-        """Requests that are being served; None where a gateway does not say so at once."""
+        """Counts the requests being served. None if a gateway does not answer at once."""
         if self._thread is None:
             return None
         try:
@@ -108,17 +105,17 @@ class Deployment:
 
     @property
     def needs_key(self) -> bool:
-        """Clients must have an API key."""
+        """True if clients need an API key."""
         return self._config.gateway.keys_file is not None
 
     @property
     def drain_timeout_s(self) -> float:
-        """How long answers may go on when it is closed."""
+        """Time that answers have to end when it closes, s."""
         return self._config.gateway.drain_timeout_s
 
     @property
     def gateways(self) -> list[GatewayReady]:
-        """All processes of the gateway, by name."""
+        """All gateway processes, ordered by name."""
         found = self.controller.gateways
         return [found[name] for name in sorted(found)]
 
@@ -136,9 +133,9 @@ class Deployment:
             self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
             plan = msgspec.structs.replace(plan, siblings=self._siblings.name)
         plan = msgspec.structs.replace(plan, log_level=self.log_level)
-        # Here nobody waits for it; a worker is waited for only so long.
+        # Fetched here, where no start has a deadline.
         folder = local_model(plan.model, cache=default_cache(os.environ), report=self._tell)
-        check_files(folder)  # a worker would say the same, once it has started
+        check_files(folder)  # a worker would find the same errors, but later
         self._launcher.open()
         clock = MonotonicClock()
         self.controller = PoolController(

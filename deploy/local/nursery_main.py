@@ -1,15 +1,15 @@
-"""A process that has imported what services need, and forks them: the side that is asked.
+"""The nursery: a process that imports what services need and forks them.
 
-`python -m deploy.local.nursery_main FD`, where FD is its end of a socket pair;
-`deploy.local.nursery` has what
-goes over that. A child becomes what `deploy.local.process_main` is, in a session of its own.
+`python -m deploy.local.nursery_main FD` runs it; FD is its end of a socket pair. The messages are
+described in `deploy.local.nursery`. A child runs `deploy.local.process_main`, in a session of its
+own.
 
-A fork copies one thread, and every lock as it is at the moment. So a nursery imports, and does
-nothing else: no second thread, nothing of grpc's, ZeroMQ's or torch's is made, no GPU is touched.
-Whether threads run or CUDA is initialised it looks before each fork, and refuses if so.
+A fork copies one thread, and every lock in its present state. So a nursery imports and does nothing
+else: it starts no second thread, makes no object of grpc, ZeroMQ or torch, and touches no GPU.
+Before each fork it checks that no other thread runs and CUDA is not initialised, or else refuses.
 
-Children have hash seed, addresses and the generators of numpy and torch in common. Whatever has to
-differ comes from `os.urandom`; `random` seeds itself again after a fork.
+Children share the hash seed, addresses, and the state of numpy's and torch's generators. Values
+that must differ come from `os.urandom`; `random` seeds itself again after a fork.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ Prepare = Callable[[str], None]  # imports what a kind of service needs. May rai
 
 
 def main() -> int:
-    """Until nobody can ask any more; in a child, what the service returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as services do
+    """Runs until the parent's socket ends. In a child, runs the service and returns its status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # services ignore it too
     # OpenBLAS starts its threads when numpy is imported; the few small products here need none.
     os.environ[OPENBLAS_THREADS] = "1"
     import_services("gateway")
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def import_services(kind: str) -> None:
-    """Imports what services of a kind need: a gateway does without torch, also where it is not."""
+    """Imports what services of a kind need. A gateway needs no torch, which may be absent."""
     import deploy.local.process_main  # noqa: F401
 
     if kind == "worker":
@@ -58,10 +58,10 @@ def import_services(kind: str) -> None:
 
 
 def fork_until_closed(requests: socket.socket, prepare: Prepare) -> str | None:
-    """Forks whatever is asked for. Returns in a child, its kind; else None, when nobody can ask.
+    """Forks a child for each request. Returns the kind in a child, None when the socket ends.
 
-    Garbage is not collected here, and in a child never among what it was forked with: a collection
-    writes to each object, and so would copy every page.
+    The garbage collector is off here, and in a child it skips all inherited objects: a collection
+    writes to each object, which would copy every shared page.
     """
     gc.disable()
     with _Children(requests, prepare) as children:
@@ -73,7 +73,7 @@ def fork_until_closed(requests: socket.socket, prepare: Prepare) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What is asked for; the two descriptors are the child's."""
+    """One request. `stdin` and `stdout` are descriptors for the child."""
 
     kind: str
     stdin: int
@@ -86,7 +86,7 @@ class _Request:
 
 
 class _Children:
-    """Those that were forked and have not ended. In a child, on leaving, nothing of the others."""
+    """The forked children that have not ended. Leaving the context in a child closes all of it."""
 
     def __init__(self, requests: socket.socket, prepare: Prepare) -> None:
         self._requests = requests
@@ -126,7 +126,7 @@ class _Children:
         return _Request(kind.decode(), stdin, stdout, socket.socket(fileno=news))
 
     def _fork(self, request: _Request) -> int | None:
-        """The id of the child, in which it is 0; None if there is none."""
+        """Returns the child's process id, 0 in the child itself, or None if refused."""
         with ExitStack() as stack:
             stack.callback(os.close, request.stdin)
             stack.callback(os.close, request.stdout)
@@ -149,7 +149,7 @@ class _Children:
         return pid
 
     def _tell_end(self, pidfd: int) -> None:
-        """Waits for a child that has ended, and tells."""
+        """Reaps an ended child and sends its exit status."""
         self._poll.unregister(pidfd)
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         assert ended is not None
@@ -174,7 +174,7 @@ def _check_fork() -> None:
 
 
 def _become(request: _Request) -> None:
-    """In the child: what a process of its own would have been started with."""
+    """Gives the child the session, pipes and name of a process of its own."""
     os.setsid()
     os.dup2(request.stdin, sys.stdin.fileno())
     os.dup2(request.stdout, sys.stdout.fileno())
@@ -182,7 +182,7 @@ def _become(request: _Request) -> None:
 
 
 def _post(news: socket.socket, message: News, *descriptors: int) -> None:
-    with contextlib.suppress(ConnectionError):  # nobody wants to know any more
+    with contextlib.suppress(ConnectionError):  # the parent has closed the child
         socket.send_fds(news, [msgspec.json.encode(message)], descriptors)
 
 

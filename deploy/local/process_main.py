@@ -1,12 +1,14 @@
-"""A worker or a gateway as a plain process: `python -m deploy.local.process_main worker|gateway`,
-or a
-child of `deploy.local.nursery_main`.
+"""A worker or a gateway as a process: `python -m deploy.local.process_main worker|gateway`.
 
-The spec comes as one line of JSON on standard input, so that no secret shows in a process list;
-the answer goes as one to standard output, and before it `Fetching` and `Fetched` where a model has
-to be fetched. Standard input stays open as a life line: when it ends the parent is gone or wants
-this process to stop, and the process stops, also while it waits for a download. A gateway finishes
-answers first. SIGTERM does the same; a SIGTERM to a process that stops ends answers at once.
+The nursery's children run it too (`deploy.local.nursery_main`).
+
+The spec comes as one line of JSON on standard input, so that no secret shows in a process list. The
+answer goes as one line to standard output. If the model has to be fetched, `Fetching` and `Fetched`
+come before it.
+
+Standard input stays open. When it ends, the parent is gone or wants this process to stop, and the
+process stops, even during a download. A gateway finishes its answers first. SIGTERM has the same
+effect; a second SIGTERM ends answers at once.
 """
 
 import os
@@ -26,11 +28,11 @@ from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 
-LOOK_EVERY_S = 0.5  # whether a download is wanted yet
+LOOK_EVERY_S = 0.5  # how often a download looks for the end of standard input
 
 
-class StartFailed(msgspec.Struct, frozen=True):
-    """Instead of an answer: why the service did not start."""
+class StartRefusal(msgspec.Struct, frozen=True):
+    """Sent instead of an answer: the reason why the service did not start."""
 
     error: str
 
@@ -38,9 +40,9 @@ class StartFailed(msgspec.Struct, frozen=True):
 def main(kind: str) -> int:
     """Runs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to finish
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the service runs
     spec = sys.stdin.buffer.readline()
-    if not spec:  # whoever started it does not want it any more
+    if not spec:  # the parent has given it up
         return 0
     service, log_level = service_of(kind, spec)
     configure_logging(log_level, MonotonicClock())
@@ -52,7 +54,7 @@ def main(kind: str) -> int:
             _answer(Fetched())
         ready = thread.open()
     except BatonError as error:
-        _answer(StartFailed(str(error)))
+        _answer(StartRefusal(str(error)))
         return 1
     freeze_heap()
     stopping = _Stopping(thread)
@@ -69,11 +71,11 @@ def main(kind: str) -> int:
 
 
 class _Stop(BaseException):
-    """A signal asked for the end."""
+    """SIGTERM came while the service ran."""
 
 
 class _Stopping:
-    """What SIGTERM does to a service that runs: the first ends it, the next ones hurry that."""
+    """The handler of SIGTERM: the first ends the service, later ones hurry that."""
 
     def __init__(self, thread: ServiceThread[object]) -> None:
         self.has_begun = False
@@ -88,7 +90,7 @@ class _Stopping:
 
 
 def _fetch_while_wanted(kind: str, spec: bytes) -> None:
-    """Ends the process if its standard input ends before. Raises ConfigError."""
+    """Fetches the model; ends the process if standard input ends first. Raises ConfigError."""
     fetched: Future[None] = Future()
 
     def run() -> None:
@@ -101,7 +103,7 @@ def _fetch_while_wanted(kind: str, spec: bytes) -> None:
     threading.Thread(target=run, name="fetch", daemon=True).start()
     while not wait([fetched], LOOK_EVERY_S).done:
         if select.select([sys.stdin], [], [], 0)[0]:
-            os._exit(0)  # what is whole of the download is kept
+            os._exit(0)  # complete files of the download are kept
     fetched.result()
 
 

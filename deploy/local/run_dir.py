@@ -1,7 +1,8 @@
-"""Where a deployment on this machine says how its operator reaches it.
+"""The run directory: how an operator's command finds a deployment on this machine.
 
-One file for each, named after the process that serves the admin API, readable by its user alone: it
-holds the key. `$BATON_RUN_DIR`, else `$XDG_RUNTIME_DIR/baton`, else `/tmp/baton-<user id>`.
+Each deployment writes one file, named after the process that serves the admin API. It holds the
+admin key, so only its user can read it. The directory is `$BATON_RUN_DIR`, else
+`$XDG_RUNTIME_DIR/baton`, else `/tmp/baton-<user id>`.
 """
 
 import contextlib
@@ -17,16 +18,16 @@ from engine.errors import ConfigError
 
 
 class AdminAccess(msgspec.Struct, frozen=True):
-    """How the admin API of one deployment is reached."""
+    """How to reach the admin API of one deployment."""
 
     admin_url: str
     key: str
-    pid: int  # of the process that serves it
-    url: str = ""  # where its clients send requests
+    pid: int  # the process that serves the admin API
+    url: str = ""  # where clients send requests
 
 
 def run_directory(environment: Mapping[str, str]) -> Path:
-    """The directory; it need not be there."""
+    """Returns the directory, which may not exist yet."""
     if chosen := environment.get("BATON_RUN_DIR"):
         return Path(chosen)
     if private := environment.get("XDG_RUNTIME_DIR"):
@@ -35,7 +36,7 @@ def run_directory(environment: Mapping[str, str]) -> Path:
 
 
 def announce(directory: Path, access: AdminAccess) -> Path:
-    """Writes the file, and returns it. Raises ConfigError if others could have meddled with it."""
+    """Writes the file and returns its path. Raises ConfigError if another user can change it."""
     path = directory / f"{access.pid}.json"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +51,10 @@ def announce(directory: Path, access: AdminAccess) -> Path:
 
 
 def announced(directory: Path) -> list[AdminAccess]:
-    """All deployments that run, by process id. Raises ConfigError if others could have meddled."""
+    """Returns the running deployments, by process id, and removes files of dead ones.
+
+    Raises ConfigError if another user can change the directory.
+    """
     if not directory.is_dir():
         return []
     _check_private(directory)
@@ -68,7 +72,9 @@ def announced(directory: Path) -> list[AdminAccess]:
 def _check_private(directory: Path) -> None:
     facts = directory.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
-        raise ConfigError(f"{directory} must be a directory of yours that nobody else writes to")
+        raise ConfigError(
+            f"{directory} must be a directory of yours to which no other user can write"
+        )
 
 
 def _is_alive(pid: int) -> bool:

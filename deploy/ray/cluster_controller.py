@@ -1,7 +1,7 @@
-"""Starts a deployment on a cluster of Ray as `baton.yaml` describes it.
+"""Starts a deployment on a Ray cluster as `baton.yaml` describes it.
 
-Every node that is there fetches the model first, all at once; a node that comes later fetches it
-when its first worker starts.
+All present nodes fetch the model first, at the same time. A node that joins later fetches it when
+its first worker starts.
 """
 
 import os
@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 
 
 def start_deployment(config: UpConfig) -> None:
-    """In the cluster that this process has joined; waits until it serves. Raises ConfigError."""
+    """Starts it in the joined cluster and waits until it serves. Raises ConfigError."""
     pools = config.config.pools
     usable = nodes_to_start_on(nodes(), pools, pools_of(pools))
     cores = sum(int(node.has.get("CPU", 0.0)) for node in usable)
@@ -34,7 +34,7 @@ def start_deployment(config: UpConfig) -> None:
 
 
 def _fetch_everywhere(model: str, usable: Sequence[Node]) -> None:
-    """On all of the nodes at once."""
+    """Fetches the model on all nodes at once. Raises ConfigError."""
     fetches = {
         node.address: ray.remote(num_cpus=0)(_fetch)
         .options(
@@ -54,7 +54,7 @@ def _fetch_everywhere(model: str, usable: Sequence[Node]) -> None:
 
 
 def _fetch(model: str) -> str:
-    """On a node: what is wrong, or nothing."""
+    """Fetches the model on this node; returns the error, or nothing."""
     try:
         local_model(model, cache=default_cache(os.environ))
     except ConfigError as error:

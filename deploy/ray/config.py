@@ -1,12 +1,12 @@
-"""`baton.yaml`: what a cluster serves, and which file of Ray describes the cluster.
+"""`baton.yaml`: what a cluster serves, and the file of Ray that describes the cluster.
 
-    cluster: onprem.yaml       a file for `ray up`, found beside this one; or
-    address: auto              a cluster of Ray that runs already, as Ray names it
-    model: hf://org/name       as `model_source` reads it; default: the bundled one
+    cluster: onprem.yaml       a file for `ray up`, relative to this one; or
+    address: auto              a running Ray cluster, in Ray's notation
+    model: hf://org/name       in the forms of `model_source`; default: the bundled model
     pools: {prefill: 2, decode: 2, prefill_resource: prefill_node, decode_resource: decode_node}
-    gateway: {host: 0.0.0.0}   and all else of Baton's configuration, as in its TOML file
+    gateway: {host: 0.0.0.0}   and the other tables of Baton's TOML file
 
-`cluster/baton.yaml` is one to begin with. The environment does not change what it says.
+`deploy/cluster/baton.yaml` is an example. Environment variables do not override this file.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[1] / "cluster"
 
 
 class UpConfig(msgspec.Struct, frozen=True):
-    """The file's contents; of `cluster` and `address` there is exactly one."""
+    """The file's contents. Exactly one of `cluster` and `address` is set."""
 
     cluster: Path | None
     address: str | None
@@ -38,7 +38,7 @@ class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_up_config(path: Path) -> UpConfig:
-    """Raises ConfigError."""
+    """Reads the file. Raises ConfigError."""
     tree = read_yaml(path)
     own = {key: tree.pop(key) for key in _Own.__struct_fields__ if key in tree}
     try:
@@ -48,13 +48,13 @@ def load_up_config(path: Path) -> UpConfig:
         raise ConfigError(f"{path}: {error}") from error
     if (given.cluster is None) == (given.address is None):
         raise ConfigError(f"{path}: give one of `cluster` and `address`")
-    pools_of(config.pools)  # raises if they could serve nothing
+    pools_of(config.pools)  # raises if these pools cannot serve
     cluster = None if given.cluster is None else (path.parent / given.cluster).expanduser()
     return UpConfig(cluster, given.address, given.model, config)
 
 
 def read_cluster(path: Path) -> dict[str, Any]:
-    """A file for `ray up`. Raises ConfigError if it cannot be one, or is not filled in."""
+    """Reads a file for `ray up`. Raises ConfigError if a key or a placeholder is missing."""
     tree = read_yaml(path)
     for key in ("cluster_name", "provider", "auth"):
         if key not in tree:
@@ -65,7 +65,7 @@ def read_cluster(path: Path) -> dict[str, Any]:
 
 
 def num_nodes_of(cluster: Mapping[str, Any]) -> int:
-    """Nodes that a file for `ray up` asks for from the first moment on, the head included."""
+    """Counts the nodes that a file for `ray up` starts at once, the head included."""
     if cluster["provider"]["type"] == "local":
         return 1 + int(cluster.get("min_workers", len(cluster["provider"].get("worker_ips", []))))
     types = cluster.get("available_node_types", {})
@@ -73,7 +73,7 @@ def num_nodes_of(cluster: Mapping[str, Any]) -> int:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A mapping. Raises ConfigError."""
+    """Reads a mapping. Raises ConfigError."""
     try:
         import yaml  # comes with Ray
     except ImportError as error:
@@ -90,7 +90,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _blanks(value: Any) -> Any:
-    """What is still between angle brackets, as the files of this project have it."""
+    """Yields the placeholders in angle brackets that are left in a cluster file."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):

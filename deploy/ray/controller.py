@@ -1,7 +1,7 @@
-"""The controller as a detached actor of a Ray cluster, which Ray starts again when it dies.
+"""The pool controller as a detached actor of a Ray cluster, which Ray restarts when it dies.
 
-Workers and gateways are detached actors too, so nothing else ends with it: the next one finds them
-by name and goes on.
+Workers and gateways are detached actors too, so they outlive it. The next controller finds them by
+name and continues.
 """
 
 import logging
@@ -30,15 +30,15 @@ from engine.errors import BatonError, ConfigError
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 120.0  # beside what gateways need to drain
+STOP_TIMEOUT_S = 120.0  # the drain time of gateways comes on top
 ASK_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 0.5
-READY_WITHIN_S = 10.0  # then it is asked again
+READY_WITHIN_S = 10.0  # then the caller asks again
 REOPEN_AFTER_S = 1.0
 
 
 class _ControllerActor:
-    """Opens the controller when it is made: that is all that Ray repeats."""
+    """Hosts the controller. Its constructor opens it: a restart repeats only that."""
 
     def __init__(self, plan_json: bytes) -> None:
         plan = _with_siblings(msgspec.json.decode(plan_json, type=ControllerPlan))
@@ -71,12 +71,15 @@ class _ControllerActor:
         self._is_open.set()
 
     def ready(self) -> tuple[str, int, str]:
-        """The admin API's URL, and the process; or what is wrong. Neither while it still opens."""
+        """Returns the admin API's URL, the process id, and an error. Empty texts: it still opens."""
         self._is_open.wait(READY_WITHIN_S)
         return self._url, os.getpid(), self._error
 
     def pools(self) -> tuple[bytes, str]:
-        """What the admin API answers, which only this node may reach; or what is wrong."""
+        """Returns the admin API's answer on the pools as JSON, or the error.
+
+        Only this node can reach the admin API.
+        """
         url, _, error = self.ready()
         if error:
             return b"", error
@@ -89,11 +92,11 @@ class _ControllerActor:
             return b"", str(failure)
 
     def drain_timeout_s(self) -> float:
-        """How long gateways may finish answers when they stop."""
+        """Returns the time that gateways have to finish answers when they stop, s."""
         return self._plan.config.gateway.drain_timeout_s
 
     def stop(self) -> None:
-        """Ends the controller, then all that it, or one before it, started."""
+        """Ends the controller, then all services that it or an earlier one started."""
         self._thread.close()
         self._launcher.running()
         self._launcher.stop_all()
@@ -102,10 +105,10 @@ class _ControllerActor:
 
 
 def start_controller(plan: ControllerPlan) -> tuple[str, int]:
-    """Starts a deployment in the Ray that this process is connected to; returns when it serves.
+    """Starts a deployment in the joined Ray cluster and waits until it serves.
 
-    The URL of the admin API, and the process that answers there, for now. The plan must hold the
-    admin key: a controller that was started again has no other. Raises ConfigError.
+    Returns the present URL of the admin API and its process id. The plan must hold the admin key, so
+    that a restarted controller has the same one. Raises ConfigError.
     """
     assert plan.config.admin.key is not None
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=4)(_ControllerActor)
@@ -124,10 +127,13 @@ def start_controller(plan: ControllerPlan) -> tuple[str, int]:
 
 
 def find_controller() -> tuple[str, int]:
-    """Where the controller answers now, waiting while it is started again. Raises ConfigError."""
+    """Returns the controller's URL and process id, waiting through a restart.
+
+    Raises ConfigError.
+    """
     pause = threading.Event()
     clock = MonotonicClock()
-    reached_s = clock.now_s()  # when it was last
+    reached_s = clock.now_s()  # the last time it answered
     end_s = reached_s + OPEN_TIMEOUT_S
     while True:
         try:
@@ -149,7 +155,10 @@ def find_controller() -> tuple[str, int]:
 
 
 def controller_pools() -> PoolsAnswer | None:
-    """The pools, as the admin API tells them; None where no controller runs. Raises ConfigError."""
+    """Returns the admin API's answer on the pools; None if no controller runs.
+
+    Raises ConfigError.
+    """
     try:
         actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
     except ValueError:
@@ -166,7 +175,7 @@ def controller_pools() -> PoolsAnswer | None:
 def stop_deployment() -> None:
     """Ends everything that the controller runs, then the controller.
 
-    Where it is gone and others are not, these. Raises ConfigError where there is nothing to end.
+    If the controller is gone, ends the services it left. Raises ConfigError if there are none.
     """
     try:
         actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
@@ -178,7 +187,7 @@ def stop_deployment() -> None:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether there is no use in trying again; who waits for the first start is told."""
+    """True if another attempt cannot help, so that the first start reports the error."""
     return isinstance(error, BatonError) and not isinstance(error, LateStart)
 
 
@@ -189,11 +198,11 @@ def _end(actor: Any) -> None:
     except ray.exceptions.RayError as error:
         log.warning("the controller did not stop by itself: %s", error)
     ray.kill(actor)
-    ClusterLauncher(ANYWHERE).sweep()  # what it was too slow to end
+    ClusterLauncher(ANYWHERE).sweep()  # ends what the controller did not end in time
 
 
 def _with_siblings(plan: ControllerPlan) -> ControllerPlan:
-    """With a directory on this node for the gateways, the same one at every start."""
+    """Adds a directory for the gateways on this node, the same one at every start."""
     if plan.config.gateway.processes == 1:
         return plan
     session = ray.get_runtime_context().get_session_name()
@@ -203,7 +212,7 @@ def _with_siblings(plan: ControllerPlan) -> ControllerPlan:
 
 
 def _reachable(answer: PoolsAnswer) -> PoolsAnswer:
-    """With the address of this node where gateways listen on all addresses: they run here, too."""
+    """Replaces 0.0.0.0 in gateway URLs by this node's address: gateways run on this node."""
     here = f"//{ray.util.get_node_ip_address()}:"
     gateways = [
         msgspec.structs.replace(gateway, url=gateway.url.replace("//0.0.0.0:", here))

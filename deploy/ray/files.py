@@ -1,9 +1,9 @@
-"""Two files of the operator that every node of a cluster gets, by the cluster file's `file_mounts`.
+"""Two files of the operator that the cluster file's `file_mounts` copies to every node.
 
-    ~/.baton/ray_auth_token    what each call to one of Ray's processes must carry
+    ~/.baton/ray_auth_token    the token that each call to one of Ray's processes must carry
     ~/.baton/constraints.txt   the exact versions that nodes install
 
-Both have the same path everywhere, for the head hands them on to nodes that come later.
+Both have the same path on all nodes: the head passes them on to nodes that join later.
 """
 
 import os
@@ -13,11 +13,13 @@ from pathlib import Path
 from engine.errors import ConfigError
 from engine.ownership import make_folder, require_trusted
 
-CONSTRAINTS = Path(__file__).parents[1] / "cluster" / "constraints.txt"  # those of the tests
+CONSTRAINTS = (
+    Path(__file__).parents[1] / "cluster" / "constraints.txt"
+)  # the versions that tests use
 
 
 def write_files(home: Path) -> None:
-    """Writes them into `home`/.baton: a new token if there is none. Raises ConfigError."""
+    """Writes both into `home`/.baton, with a new token if none exists. Raises ConfigError."""
     folder = home.resolve() / ".baton"
     token = folder / "ray_auth_token"
     try:
@@ -33,7 +35,7 @@ def write_files(home: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once or not at all, for this user alone."""
+    """Writes atomically, readable by this user only."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(partial, flags, 0o600), "w") as file:

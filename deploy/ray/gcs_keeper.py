@@ -1,16 +1,15 @@
-"""Starts Ray's GCS again when it dies: `python -m deploy.ray.gcs_keeper --detach`, on a cluster's
-head.
+"""Restarts Ray's GCS when it dies: `python -m deploy.ray.gcs_keeper --detach` on a cluster's head.
 
-Ray watches its workers, and nobody watches the GCS. Where it keeps what it knows in Redis, a new
-one under the same address goes on from there; raylets and actors wait for it, for as long as
-RAY_gcs_rpc_server_reconnect_timeout_s says, and Baton's requests need none of it meanwhile. (Under
-KubeRay its operator does this.)
+Ray does not restart its own GCS (the global control service). If the GCS stores its state in Redis,
+a new one at the same address continues from there. Raylets and actors wait for it, for as long as
+RAY_gcs_rpc_server_reconnect_timeout_s says. Baton's requests do not need it meanwhile. Under
+KubeRay, the KubeRay operator does this.
 
-1. find the GCS that runs here, and of which session of Ray it is
-2. wait until it ends
-3. pause, for longer each time if it does not live long; if no raylet of that session runs here any
-   more by then, Ray was stopped: end, too
-4. start it with the arguments and the environment that it had; on from 2
+1. Find the GCS on this machine and its Ray session.
+2. Wait until it ends.
+3. Pause, longer each time if it does not live long. If no raylet of that session runs here by then,
+   Ray was stopped: end too.
+4. Start it with its former arguments and environment; continue at 2.
 """
 
 import logging
@@ -36,7 +35,7 @@ _SESSION = re.compile(r"--session[-_]name=(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a process was started."""
+    """How a running process was started."""
 
     pid: int
     arguments: tuple[str, ...]
@@ -44,13 +43,13 @@ class Command:
 
     @property
     def session(self) -> str:
-        """The name of the session of Ray that it belongs to, or nothing."""
+        """Name of the Ray session that the process belongs to; empty if it has none."""
         found = _SESSION.search(" ".join(self.arguments))
         return found[1] if found else ""
 
 
 def running(program: str) -> list[Command]:
-    """Processes of this machine whose program's path ends so."""
+    """Returns this machine's processes whose program's path ends with `program`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -58,13 +57,13 @@ def running(program: str) -> list[Command]:
             if arguments and arguments[0].endswith(program):
                 environment = dict(s.split("=", 1) for s in _strings(folder / "environ"))
                 found.append(Command(int(folder.name), arguments, environment))
-        except OSError:  # it ended, or is somebody else's
+        except OSError:  # it has ended or belongs to another user
             continue
     return found
 
 
 class Keeper:
-    """Keeps one GCS alive."""
+    """Restarts one GCS whenever it ends."""
 
     def __init__(self, gcs: Command, clock: Clock) -> None:
         self._gcs = gcs
@@ -73,12 +72,14 @@ class Keeper:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        """Returns when Ray was stopped."""
+        """Returns after Ray was stopped."""
         name = self._gcs.session
         while True:
             self._wait_for_end()
             delay_s = self._restarts.failed(name, self._clock.now_s())
-            log.warning("the GCS of %s ended; if Ray stays, another is due in %g s", name, delay_s)
+            log.warning(
+                "the GCS of %s ended; unless Ray stopped, it restarts in %g s", name, delay_s
+            )
             threading.Event().wait(delay_s)
             if not any(raylet.session == name for raylet in running(RAYLET)):
                 log.warning("Ray's session %s ended", name)
@@ -107,18 +108,20 @@ class Keeper:
 
 
 def find() -> Command:
-    """The GCS of this machine. Raises ConfigError if there is none, or more than one."""
+    """Returns the GCS of this machine. Raises ConfigError unless there is exactly one."""
     found = running(GCS)
     if len(found) != 1:
         pids = ", ".join(str(each.pid) for each in found) or "none"
         raise ConfigError(f"one GCS must run on this machine; found: {pids}")
     if not any(argument.startswith("--redis_address=") for argument in found[0].arguments):
-        raise ConfigError("the GCS keeps nothing in Redis (RAY_REDIS_ADDRESS): no use to keep it")
+        raise ConfigError(
+            "the GCS stores nothing in Redis (RAY_REDIS_ADDRESS): a restart would lose the cluster"
+        )
     return found[0]
 
 
 def _detach(gcs: Command) -> None:
-    """A process of its own; the session's name shows in its arguments, and so whose it is."""
+    """Starts the keeper as a process of its own. Its arguments name the session."""
     folder = next(a.split("=", 1)[1] for a in gcs.arguments if a.startswith("--log_dir="))
     with (Path(folder) / "baton_gcs_keeper.log").open("ab") as out:
         subprocess.Popen(
@@ -135,7 +138,7 @@ def _strings(path: Path) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Finds the GCS, and keeps it here or in a process of its own."""
+    """Finds the GCS and keeps it alive, here or in a process of its own."""
     configure_logging("warning", MonotonicClock())
     try:
         gcs = find()

@@ -1,12 +1,12 @@
-"""What `baton up`, `status` and `down` do where Ray runs: `python -m deploy.ray.head VERB [FILE]`.
+"""The cluster's side of `baton up`, `status` and `down`: `python -m deploy.ray.head VERB [FILE]`.
 
-    start FILE   starts the controller that FILE describes, or finds it; waits until it serves
-    look         nodes, whether or not a controller answers
-    status       nodes, and what the controller says of the pools
+    start FILE   starts the controller that FILE describes, unless it runs; waits until it serves
+    look         reports the nodes, with or without a controller
+    status       reports the nodes and the controller's pools
     stop         ends the controller and all that it started; Ray stays
 
-Over ssh it runs on the cluster's head, else where the operator is. Its last line is `ANSWER` and
-JSON, so that what login shells and Ray print before does no harm. One namespace of Ray is Baton's.
+It runs on the cluster's head over ssh, or else on the operator's machine. Its last line is `ANSWER`
+and JSON, so lines that login shells and Ray print before are ignored.
 """
 
 import logging
@@ -21,7 +21,7 @@ from deploy.ray.cluster_controller import start_deployment
 from deploy.ray.config import load_up_config
 from deploy.ray.controller import controller_pools, stop_deployment
 from deploy.ray.own_ray import NAMESPACE
-from deploy.ray.up import ANSWER, Answer, Node, Status
+from deploy.ray.up import ANSWER, ClusterNode, HeadAnswer, Status
 from engine.errors import BatonError, ConfigError
 
 
@@ -39,9 +39,9 @@ def connect(address: str) -> None:
 
 
 def look() -> Status:
-    """At the cluster that this process has joined; nobody else is asked."""
+    """Reports the nodes of the cluster that this process has joined, without the controller."""
     nodes = tuple(
-        Node(
+        ClusterNode(
             node["NodeManagerAddress"],
             node["Alive"],
             {k: v for k, v in node["Resources"].items() if not k.startswith(("node:", "object_"))},
@@ -53,7 +53,7 @@ def look() -> Status:
 
 
 def act(verb: str, address: str, file: Path | None) -> Status:
-    """Does what is asked. Raises ConfigError."""
+    """Carries out a verb. Raises ConfigError."""
     connect(address)
     match verb, file:
         case "start", Path():
@@ -67,18 +67,18 @@ def act(verb: str, address: str, file: Path | None) -> Status:
         case "status", _:
             pass
         case _:
-            raise ConfigError(f"{verb}: start FILE, look, status or stop")
+            raise ConfigError(f"unknown verb {verb}: use start FILE, look, status or stop")
     return msgspec.structs.replace(look(), pools=controller_pools())
 
 
 def main() -> int:
-    """Runs one verb; 1 if it could not be done."""
+    """Runs one verb. Returns 1 if it failed."""
     verb, *rest = sys.argv[1:]
     address = os.environ.get("BATON_RAY_ADDRESS") or "auto"
     try:
-        answer = Answer(status=act(verb, address, Path(rest[0]).expanduser() if rest else None))
+        answer = HeadAnswer(status=act(verb, address, Path(rest[0]).expanduser() if rest else None))
     except BatonError as error:
-        answer = Answer(error=str(error))
+        answer = HeadAnswer(error=str(error))
     sys.stdout.write(f"\n{ANSWER}{msgspec.json.encode(answer).decode()}\n")
     sys.stdout.flush()
     return 0 if answer.error is None else 1

@@ -1,9 +1,9 @@
-"""What a cluster that was stopped has left running: on which node, as which processes.
+"""Finds and ends the processes that a stopped cluster has left on its nodes.
 
-Ray's own word is not enough: `ray down` says that no node remains when it could not even find the
-`ray` command there. So each node is asked, over ssh, for processes that belong to the cluster's
-session: those that have its name (a time and a number, like no other's) among their arguments, or
-a file of its folder open. A cloud's nodes are ended by the cloud, and are not looked at.
+Ray's own report is not enough: `ray down` says that no node remains even if it could not find the
+`ray` command there. So each node is searched over ssh for processes of the cluster's session. Such
+a process has the session's unique name in its arguments, or holds a file of its folder open. Nodes
+of a cloud are ended by the cloud and are not searched.
 
 Paths and options of ssh are those of the cluster file, as Ray uses them.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 SSH_TIMEOUT_S = 60.0
-ANY_RAY = "/ray/core/src/ray/"  # in the arguments of every GCS and raylet
-GRACE_S = 15  # between a node's processes being asked to end and being made to
+ANY_RAY = "/ray/core/src/ray/"  # stands in the arguments of every GCS and raylet
+GRACE_S = 15  # between SIGTERM and SIGKILL
 
-# `session` is in standard input only, so that what looks for it does not find itself.
+# `session` comes on standard input, so that the search does not find its own arguments.
 _LOOK = r"""
 look() {
   for p in /proc/[0-9]*; do
@@ -52,8 +52,8 @@ rm -rf appendonlydir appendonly.aof dump.rdb
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """One process on one node, or why a node could not be looked at."""
+class LeftProcess:
+    """One process on one node, or the reason why a node could not be searched."""
 
     node: str
     what: str  # pid and arguments, or the reason
@@ -64,32 +64,32 @@ class Left:
 
 
 def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
-    """Addresses of the nodes that stay when the cluster goes: those of one's own machines."""
+    """Returns the addresses of nodes that outlive the cluster: the operator's own machines."""
     provider = cluster["provider"]
     if provider["type"] != "local":
         return []
     return [provider["head_ip"], *provider.get("worker_ips", [])]
 
 
-def look(cluster: Mapping[str, Any], session: str) -> list[Left]:
-    """What of the session runs on the cluster's nodes."""
+def look(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
+    """Returns processes of the session on the cluster's nodes."""
     return _look(cluster, session, nodes_of(cluster))
 
 
-def look_at_head(cluster: Mapping[str, Any], session: str) -> list[Left]:
-    """The same, on its head alone."""
+def look_at_head(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
+    """Returns processes of the session on the head."""
     return _look(cluster, session, nodes_of(cluster)[:1])
 
 
-def end(cluster: Mapping[str, Any], session: str) -> list[Left]:
-    """Ends, by their ids, what of the session runs on the cluster's nodes; what is left yet."""
+def end(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
+    """Ends the session's processes on all nodes, by their ids. Returns those that are left."""
     assert session, "every process would match"
     script = f"session={session} grace_s={GRACE_S}\n{_LOOK}{_END}\nlook"
     return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]
 
 
-def forget(cluster: Mapping[str, Any]) -> list[Left]:
-    """Ends the head's Redis, where it is Baton's, and what it holds; the next cluster is new."""
+def forget(cluster: Mapping[str, Any]) -> list[LeftProcess]:
+    """Ends Baton's Redis on the head and deletes its data, so that the next cluster starts new."""
     nodes = nodes_of(cluster)
     return _ask(cluster, nodes[0], _FORGET) if nodes else []
 
@@ -103,7 +103,7 @@ def tell(cluster: Mapping[str, Any], node: str, script: str) -> "subprocess.Comp
 
 
 def ssh_command(auth: Mapping[str, Any]) -> list[str]:
-    """As Ray calls it: addresses of nodes are reused, so their keys are not remembered."""
+    """Returns the ssh command as Ray uses it. Host keys are not kept: addresses are reused."""
     options = {
         "StrictHostKeyChecking": "no",
         "UserKnownHostsFile": "/dev/null",
@@ -118,18 +118,18 @@ def ssh_command(auth: Mapping[str, Any]) -> list[str]:
     return ["ssh", *identity, *(x for k, v in options.items() for x in ("-o", f"{k}={v}"))]
 
 
-def _look(cluster: Mapping[str, Any], session: str, nodes: list[str]) -> list[Left]:
+def _look(cluster: Mapping[str, Any], session: str, nodes: list[str]) -> list[LeftProcess]:
     assert session, "every process would match"
     script = f"session={session}\n{_LOOK}\nlook"
     return [left for node in nodes for left in _ask(cluster, node, script)]
 
 
-def _ask(cluster: Mapping[str, Any], node: str, script: str) -> list[Left]:
+def _ask(cluster: Mapping[str, Any], node: str, script: str) -> list[LeftProcess]:
     try:
         done = tell(cluster, node, script)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [Left(node, f"cannot be looked at: {error}")]
+        return [LeftProcess(node, f"cannot be searched: {error}")]
     if done.returncode != 0 and done.stderr.strip():
-        return [Left(node, f"cannot be looked at: {done.stderr.strip().splitlines()[-1]}")]
+        return [LeftProcess(node, f"cannot be searched: {done.stderr.strip().splitlines()[-1]}")]
     found = [line.split(" ", 1) for line in done.stdout.splitlines()]
-    return [Left(node, f"process {pid}: {words}", int(pid)) for pid, words in found]
+    return [LeftProcess(node, f"process {pid}: {words}", int(pid)) for pid, words in found]

@@ -1,10 +1,10 @@
-"""Brings Baton up on a cluster of Ray, says how it is, and takes it down so that nothing stays.
+"""The operator's side of `baton up`, `status` and `down` on a Ray cluster.
 
-The operator's side: it imports no Ray, but runs the `ray` command, which knows each provider, and
-`deploy.ray.head` where the cluster is. A cluster is one of two:
+It imports no Ray. It runs the `ray` command, which knows each cloud provider, and `deploy.ray.head`
+on the cluster. There are two kinds of cluster:
 
-    RayUp     a file for `ray up`: made, reached over ssh, and ended again
-    Running   one that is there, reached from here as a driver; only what is Baton's is ended
+    RayUp     made from a file for `ray up`, reached over ssh, and ended by `down`
+    Running   exists already and is joined from here as a driver; `down` ends only Baton's part
 """
 
 import hashlib
@@ -25,24 +25,24 @@ from deploy.model_source import default_cache
 from deploy.ray import leftovers
 from deploy.ray.config import UpConfig, num_nodes_of, read_cluster
 from deploy.ray.files import write_files
-from deploy.ray.leftovers import Left
+from deploy.ray.leftovers import LeftProcess
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
-RAY_UP_TIMEOUT_S = 1800.0  # machines are made, and packages installed
-NODES_TIMEOUT_S = 1800.0  # the same, of all nodes but the head
+RAY_UP_TIMEOUT_S = 1800.0  # for machines to start and install packages
+NODES_TIMEOUT_S = 1800.0  # the same for all nodes but the head
 NODES_EVERY_S = 5.0
-ANSWER_TIMEOUT_S = 5 * 3600.0  # models are downloaded and loaded
+ANSWER_TIMEOUT_S = 5 * 3600.0  # for models to be downloaded and loaded
 ANSWER = "BATON-ANSWER "  # begins the line on which deploy.ray.head answers
 REMOTE_FILE = "~/.baton/baton.yaml"
-_PRIVATE = "umask 077; mkdir -p ~/.baton && chmod 700 ~/.baton"  # it may have been there before
+_PRIVATE = "umask 077; mkdir -p ~/.baton && chmod 700 ~/.baton"  # chmod too: the folder may exist
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 Report = Callable[[str], None]
 
 
-class Node(msgspec.Struct, frozen=True):
-    """A node as Ray knows it."""
+class ClusterNode(msgspec.Struct, frozen=True):
+    """A node as Ray reports it."""
 
     address: str
     is_alive: bool
@@ -50,49 +50,49 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """A cluster; `pools` is None where no controller runs, or nobody asked it."""
+    """State of a cluster. `pools` is None if no controller runs or it was not asked."""
 
     session: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[ClusterNode, ...]
     pools: PoolsAnswer | None
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """Of `deploy.ray.head`: what is there now, or why what was asked was not done."""
+class HeadAnswer(msgspec.Struct, frozen=True):
+    """The last line of `deploy.ray.head`: the new state, or the error."""
 
     status: Status | None = None
     error: str | None = None
 
 
 class OtherVersion(ConfigError):
-    """A head answers, and in words that are not known here."""
+    """A head answered in a form that this version does not know."""
 
 
 class Cluster(Protocol):
-    """Where Baton runs."""
+    """A cluster that Baton runs on."""
 
     def is_up(self) -> bool:
-        """Whether Ray answers there. Raises ConfigError where it runs and gives no answer."""
+        """Returns true if Ray answers. Raises ConfigError if it may run but does not answer."""
         ...
 
     def up(self) -> None:
-        """Makes it. Raises ConfigError."""
+        """Makes the cluster. Raises ConfigError."""
         ...
 
     def ask(self, verb: str, file: Path | None = None) -> Status:
-        """Runs a verb of `deploy.ray.head` there. Raises ConfigError."""
+        """Runs a verb of `deploy.ray.head` on the cluster. Raises ConfigError."""
         ...
 
-    def down(self) -> list[Left]:
-        """Ends it; what is left. Raises ConfigError."""
+    def down(self) -> list[LeftProcess]:
+        """Ends the cluster; returns the processes that are left. Raises ConfigError."""
         ...
 
 
 class RayUp:
-    """A cluster that `ray up` makes of a file.
+    """A cluster that `ray up` makes from a file.
 
-    Its session is written down whenever the head says it, so that what belongs to it is known when
-    the head says nothing any more.
+    Each answer of the head names Ray's session, which is noted in a file. The note tells which
+    processes belong to the cluster when the head no longer answers.
     """
 
     def __init__(self, file: Path, notes: Path) -> None:
@@ -101,10 +101,10 @@ class RayUp:
         self._note = notes / f"{file.stem}-{digest}"
 
     def is_up(self) -> bool:
-        """Whether its head answers, whatever becomes of the controller.
+        """Returns true if the head answers, with or without a controller.
 
-        `ray up` would end all. So where there is no answer, but something of the session that was
-        seen last may run on the head, that is an error: ConfigError.
+        `ray up` would end everything that runs. So if the head does not answer, but processes of
+        the last session may run on it, this raises ConfigError.
         """
         try:
             self.ask("look")
@@ -114,14 +114,13 @@ class RayUp:
             found = self._found_on_head()
             if found:
                 raise ConfigError(
-                    f"{error}, but it may run all the same ({found[0]}): try again, or `baton down`"
-                    " first"
+                    f"{error}, but it may still run ({found[0]}): try again, or `baton down` first"
                 ) from error
             return False
         return True
 
     def up(self) -> None:
-        """`ray up`, until its nodes are there: how many workers there can be depends on them."""
+        """Runs `ray up` and waits for all nodes: they limit how many workers fit."""
         num_nodes = num_nodes_of(read_cluster(self._file))
         write_files(Path.home())
         _ray(["up", "--yes", "--disable-usage-stats", str(self._file)], RAY_UP_TIMEOUT_S)
@@ -136,7 +135,7 @@ class RayUp:
             pause.wait(NODES_EVERY_S)
 
     def ask(self, verb: str, file: Path | None = None) -> Status:
-        """Over ssh, on the head."""
+        """Runs the verb on the head, over ssh."""
         command = f"python -m deploy.ray.head {verb}"
         if file is not None:
             self._put(file)
@@ -145,57 +144,57 @@ class RayUp:
         self._write_note(status.session)
         return status
 
-    def down(self) -> list[Left]:
-        """`ray down`, and then what that forgets."""
+    def down(self) -> list[LeftProcess]:
+        """Runs `ray down`, then ends the processes that it misses."""
         cluster = read_cluster(self._file)
         _ray(["down", "--yes", str(self._file)], RAY_UP_TIMEOUT_S)
         session = self._session()
-        if not session:  # of which one it would be, nobody knows
+        if not session:  # unknown session: any Ray process may be left of it
             return leftovers.look(cluster, leftovers.ANY_RAY)
         left = [*leftovers.end(cluster, session), *leftovers.forget(cluster)]
         if not left:
             self._note.unlink()
         return left
 
-    def _found_on_head(self) -> list[Left]:
-        """What of the last session runs there, or why that cannot be known."""
+    def _found_on_head(self) -> list[LeftProcess]:
+        """Returns processes of the last session on the head, or why it cannot be looked at."""
         session = self._session()
         return leftovers.look_at_head(read_cluster(self._file), session) if session else []
 
     def _session(self) -> str:
-        """That of the last answer; empty if none is known."""
+        """The session of the last answer; empty if there was none."""
         return self._note.read_text().strip() if self._note.exists() else ""
 
     def _write_note(self, session: str) -> None:
-        """At once or not at all."""
+        """Writes the note atomically."""
         self._note.parent.mkdir(parents=True, exist_ok=True)
         partial = self._note.with_name(f"{self._note.name}.{os.getpid()}")
         partial.write_text(session)
         partial.replace(self._note)
 
     def _put(self, file: Path) -> None:
-        """The file may hold keys: nobody else there may read it."""
+        """Copies the file to the head. It may hold keys, so only its user may read it."""
         _ray(["exec", str(self._file), _PRIVATE], ANSWER_TIMEOUT_S)
         _ray(["rsync-up", str(self._file), str(file), REMOTE_FILE], ANSWER_TIMEOUT_S)
         _ray(["exec", str(self._file), f"chmod 600 {REMOTE_FILE}"], ANSWER_TIMEOUT_S)
 
 
 class Running:
-    """A cluster that somebody else made."""
+    """A cluster that Baton did not make."""
 
     def __init__(self, address: str) -> None:
         self._address = address
 
     def is_up(self) -> bool:
-        """Assumed: if it is not, who asks anything says so."""
+        """Assumes so; `ask` fails if it is not."""
         return True
 
     def up(self) -> None:
-        """Not ours to make."""
+        """Refuses: Baton does not make this cluster."""
         raise ConfigError(f"no cluster of Ray answers at {self._address}")
 
     def ask(self, verb: str, file: Path | None = None) -> Status:
-        """Here, as a driver."""
+        """Runs the verb here, as a driver of that cluster."""
         command = [
             sys.executable,
             "-m",
@@ -206,13 +205,13 @@ class Running:
         environment = {**os.environ, "BATON_RAY_ADDRESS": self._address}
         return _status(_run(command, ANSWER_TIMEOUT_S, environment)[1])
 
-    def down(self) -> list[Left]:
-        """Not ours to end."""
+    def down(self) -> list[LeftProcess]:
+        """Leaves the cluster alone."""
         return []
 
 
 def cluster_of(config: UpConfig) -> Cluster:
-    """The cluster that a configuration names."""
+    """Returns the cluster that a configuration names."""
     if config.cluster is not None:
         return RayUp(config.cluster, default_cache(os.environ) / "clusters")
     assert config.address is not None
@@ -220,7 +219,7 @@ def cluster_of(config: UpConfig) -> Cluster:
 
 
 def bring_up(cluster: Cluster, file: Path, report: Report) -> Status:
-    """The cluster, then Baton on it; each only if it is not there. Raises ConfigError."""
+    """Brings up the cluster, then Baton, if they are not up already. Raises ConfigError."""
     report("looking for the cluster")
     if not cluster.is_up():
         report("making the cluster (ray up)")
@@ -229,19 +228,22 @@ def bring_up(cluster: Cluster, file: Path, report: Report) -> Status:
     return cluster.ask("start", file)
 
 
-def take_down(cluster: Cluster, report: Report) -> list[Left]:
-    """Baton, then the cluster if it is ours; what is left of it. Raises ConfigError."""
+def take_down(cluster: Cluster, report: Report) -> list[LeftProcess]:
+    """Takes down Baton, then the cluster if Baton made it; returns what is left.
+
+    Raises ConfigError.
+    """
     report("stopping the gateway, the workers and the controller")
     try:
         cluster.ask("stop")
     except ConfigError as error:
-        report(f"{error}; going on without")
+        report(f"{error}; the cluster is ended all the same")
     report("ending the cluster")
     return cluster.down()
 
 
 def _ray(arguments: Sequence[str], timeout_s: float, *, check: bool = True) -> str:
-    """What a command of Ray printed. Raises ConfigError."""
+    """Runs a command of Ray; returns what it printed. Raises ConfigError."""
     command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     status, printed = _run(command, timeout_s, environment)
@@ -267,12 +269,12 @@ def _run(command: Sequence[str], timeout_s: float, environment: dict[str, str]) 
 
 
 def _status(printed: str) -> Status:
-    """The answer, which is on the last line that begins as one. Raises ConfigError."""
+    """Reads the answer from the last line that starts with `ANSWER`. Raises ConfigError."""
     lines = [line for line in printed.splitlines() if line.startswith(ANSWER)]
     if not lines:
         raise ConfigError(f"the cluster's head gave no answer: {_reason(printed)}")
     try:
-        answer = msgspec.json.decode(lines[-1].removeprefix(ANSWER).strip(), type=Answer)
+        answer = msgspec.json.decode(lines[-1].removeprefix(ANSWER).strip(), type=HeadAnswer)
     except msgspec.MsgspecError as error:
         raise OtherVersion(
             f"the cluster's head speaks another version of Baton: {error}"
@@ -283,7 +285,7 @@ def _status(printed: str) -> Status:
 
 
 def _reason(printed: str) -> str:
-    """Its last words, without those that ssh says at every end."""
+    """Returns the last lines, without those that ssh prints at every end."""
     lines = [line.strip() for line in printed.splitlines()]
     said = [line for line in lines if line and not re.match(r"(Shared c|C)onnection to ", line)]
-    return " / ".join(said[-3:]) or "it said nothing"
+    return " / ".join(said[-3:]) or "it printed nothing"

@@ -7,12 +7,14 @@ import pytest
 from deploy.commands.defaults import pools_of
 from deploy.ray import leftovers, up
 from deploy.ray.config import FOLDER, load_up_config, num_nodes_of, read_cluster
-from deploy.ray.leftovers import Left
-from deploy.ray.up import Node, RayUp, Running, Status, bring_up, cluster_of, take_down
+from deploy.ray.leftovers import LeftProcess
+from deploy.ray.up import ClusterNode, RayUp, Running, Status, bring_up, cluster_of, take_down
 from engine.control import Pools
 from engine.errors import ConfigError
 
-STATUS = Status("session_1", (Node("10.0.0.1", is_alive=True, resources={"CPU": 4.0}),), None)
+STATUS = Status(
+    "session_1", (ClusterNode("10.0.0.1", is_alive=True, resources={"CPU": 4.0}),), None
+)
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ def test_up_makes_the_cluster_only_where_there_is_none(file):
 
 def test_down_stops_baton_first_and_ends_the_cluster_also_when_nobody_answers():
     told: list[str] = []
-    left = [Left("10.0.0.1", "process 7: raylet", 7)]
+    left = [LeftProcess("10.0.0.1", "process 7: raylet", 7)]
     cluster = FakeCluster(left=left, error="no answer")
     assert take_down(cluster, told.append) == left
     assert cluster.asked == ["stop", "down"]
@@ -189,11 +191,11 @@ def ray_up(tmp_path, monkeypatch) -> RayUp:
     return RayUp(file, tmp_path / "notes")
 
 
-@pytest.mark.parametrize("what", ["process 7: raylet", "cannot be looked at: no route"])
+@pytest.mark.parametrize("what", ["process 7: raylet", "cannot be searched: no route"])
 def test_a_cluster_that_may_run_although_its_head_is_silent_is_not_made_anew(
     ray_up, monkeypatch, what
 ):
-    monkeypatch.setattr(leftovers, "_ask", lambda _, node, script: [Left(node, what)])
+    monkeypatch.setattr(leftovers, "_ask", lambda _, node, script: [LeftProcess(node, what)])
     assert not ray_up.is_up()  # nothing was ever seen of it
     ray_up._write_note("session_1")
     with pytest.raises(ConfigError, match=f"no answer: no route, .*{what}.* `baton down` first"):
