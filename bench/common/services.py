@@ -1,6 +1,6 @@
 """Single workers and gateways as processes, without `baton serve` around them.
 
-Each gets its spec on standard input (`deploy.processes.WorkerSpec`, `GatewaySpec`), and ends when
+Each gets its spec on standard input (`deploy.services.spec`), and ends when
 that is closed.
 """
 

@@ -71,7 +71,7 @@ class Deployment:
         self._thread: ServiceThread[str] | None = None
 
     def open(self) -> GatewayReady:
-        """Starts everything and returns when it serves. Raises ConfigError; then nothing is left."""
+        """Starts everything; returns when it serves. After a ConfigError nothing is left."""
         try:
             return self._open()
         except BaseException:
@@ -91,7 +91,7 @@ class Deployment:
                 stack.callback(thread.close)
 
     def hurry(self) -> None:
-        """Makes `close` stop waiting for answers. Any thread may call it, even before."""
+        """Makes `close` stop waiting for answers. Any thread may call it."""
         self._launcher.hurry()
 
     def num_answers(self) -> int | None:

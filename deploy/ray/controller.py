@@ -71,7 +71,7 @@ class _ControllerActor:
         self._is_open.set()
 
     def ready(self) -> tuple[str, int, str]:
-        """Returns the admin API's URL, the process id, and an error. Empty texts: it still opens."""
+        """Returns the admin API's URL, the process id, and an error; no text while it opens."""
         self._is_open.wait(READY_WITHIN_S)
         return self._url, os.getpid(), self._error
 
@@ -107,8 +107,8 @@ class _ControllerActor:
 def start_controller(plan: ControllerPlan) -> tuple[str, int]:
     """Starts a deployment in the joined Ray cluster and waits until it serves.
 
-    Returns the present URL of the admin API and its process id. The plan must hold the admin key, so
-    that a restarted controller has the same one. Raises ConfigError.
+    Returns the present URL of the admin API and its process id. The plan must hold the admin key,
+    so that a restarted controller has the same one. Raises ConfigError.
     """
     assert plan.config.admin.key is not None
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=4)(_ControllerActor)

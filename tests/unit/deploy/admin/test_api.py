@@ -330,9 +330,9 @@ def test_several_deployments_need_a_choice(tmp_path):
 def test_run_directory_writable_by_others_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
-    with pytest.raises(ConfigError, match="nobody else writes to"):
+    with pytest.raises(ConfigError, match="to which no other user can write"):
         announce(tmp_path / "run", ACCESS)
-    with pytest.raises(ConfigError, match="nobody else writes to"):
+    with pytest.raises(ConfigError, match="to which no other user can write"):
         announced(tmp_path / "run")
 
 

@@ -27,7 +27,7 @@ def test_one_gcs_with_redis_is_found(monkeypatch):
     [
         ([], "found: none"),
         ([Command(7, ARGUMENTS, {}), Command(8, ARGUMENTS, {})], "found: 7, 8"),
-        ([Command(7, ARGUMENTS[:2], {})], "keeps nothing in Redis"),
+        ([Command(7, ARGUMENTS[:2], {})], "stores nothing in Redis"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(monkeypatch, there, complaint):

@@ -139,7 +139,7 @@ def test_down_stops_baton_first_and_ends_the_cluster_also_when_nobody_answers():
     cluster = FakeCluster(left=left, error="no answer")
     assert take_down(cluster, told.append) == left
     assert cluster.asked == ["stop", "down"]
-    assert "no answer; going on without" in told
+    assert "no answer; the cluster is ended all the same" in told
 
 
 def test_an_answer_is_found_behind_what_shells_and_ray_print():
