@@ -127,7 +127,7 @@ class Arrivals:
         indices = range(num_cached, seq.num_blocks)
         return StartPull(seq.seq_id, tuple(zip(indices, blocks, strict=True)))
 
-    # ------------------------------------------------------------ what comes
+    # ------------------------------------------------------------ pulled blocks
 
     def on_pull_done(self, done: PullDone) -> list[Effect]:
         """Counts the pulled tokens as computed; the sequence may be complete now."""

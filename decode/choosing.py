@@ -37,7 +37,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What is to be drafted for a sequence."""
+    """A draft to make for a sequence."""
 
     proposer: Proposer
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What is drafted for each running sequence in a step, and what came of it.
+"""Drafts of the running sequences: planned before each step, and learned from after it.
 
 A `Speculator` chooses. Here its choice is cut to the budget and to memory, and carried out: tokens
 of the sequence's own n-grams, or a number of tokens for the draft model to propose. Blocks for
@@ -46,7 +46,7 @@ class _Draft:
 
 
 class RowDraft(NamedTuple):
-    """What a row says about drafting: see `engine.worker.batch.Row`."""
+    """The fields of a row for drafting: see `engine.worker.batch.Row`."""
 
     draft: Items[int] = ()
     num_to_draft: int = 0
@@ -174,7 +174,7 @@ class DraftPlanner:
                 draft.is_seen = True
 
     def row_draft(self, seq: Sequence) -> RowDraft:
-        """Returns what the sequence's row of the planned step says about drafting."""
+        """Returns the drafting fields of the sequence's row in the planned step."""
         draft = self._drafts.get(seq.seq_id)
         if draft is None:
             return NO_DRAFT

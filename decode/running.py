@@ -46,7 +46,7 @@ class RunningBatch:
         """Returns the sequences oldest first."""
         return [running.seq for running in self._members.values()]
 
-    # ------------------------------------------------------------ who runs
+    # ------------------------------------------------------------ joining and leaving
 
     def join(self, seq: Sequence) -> None:
         """A sequence whose KV is here runs from the next step on."""

@@ -236,7 +236,7 @@ def _to_fp8(x: Floats) -> Bytes:
 
 
 def _fp8_values() -> Floats:
-    """What each of the 256 bytes stands for."""
+    """Returns the number that each of the 256 bytes stands for."""
     codes = np.arange(128)
     exponent, mantissa = codes >> 3, codes & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)

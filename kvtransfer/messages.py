@@ -24,7 +24,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=128)]  # it is logged, and passe
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What two workers must agree on before a block moves between them: see `kvtransfer.wire`."""
+    """A worker's terms for exchanging blocks. `kvtransfer.wire` compares two of them."""
 
     fingerprint: str  # of model, weights and configuration
     layout: KVLayout  # of this worker's records: its own heads, under tensor parallelism

@@ -68,11 +68,11 @@ class Reader(Protocol):
         ...
 
     def poll(self) -> Sequence[FetchNews]:
-        """What has ended since."""
+        """Returns the fetches that ended or failed since the last call."""
         ...
 
     def cancel(self, seq_id: SeqId) -> None:
-        """Nobody waits for these blocks any more."""
+        """Stops the fetches of a sequence, as far as possible."""
         ...
 
     def is_writing(self, seq_id: SeqId) -> bool:

@@ -158,7 +158,7 @@ class SinkEnd:
         if link.socket.get(zmq.RCVMORE):
             raise ProtocolError("Data has too many frames")
         if not isinstance(link.reader, ZmqReader):
-            raise ProtocolError("Data that nobody asked for")
+            raise ProtocolError("unrequested Data")
         places = self._machine.places(address, message)
         if all(place is None for place in places):
             return None  # no pull waits for it, or it is not of this source

@@ -1,4 +1,4 @@
-"""What the two machines ask the endpoint to do on the wire.
+"""Effects of the two machines that the endpoint performs on the wire.
 
 Other effects (`LeaseEnded`, `PullDone`, `PullFailed`) go up to the worker's core: see
 `engine.worker.events`.

@@ -87,7 +87,7 @@ class SourceMachine:
         return len(self._leases)
 
     def open(self, lease_id: LeaseId, num_blocks: int, now_s: float) -> list[SourceEffect]:
-        """A new lease on `num_blocks` blocks, none of them ready."""
+        """Opens a lease on `num_blocks` blocks, none of them ready."""
         assert lease_id not in self._leases
         self._leases[lease_id] = _Lease(num_blocks, now_s + self._timing.ttl_s)
         return []
@@ -95,7 +95,7 @@ class SourceMachine:
     def grow(
         self, lease_id: LeaseId, block_ids: tuple[BlockId, ...], now_s: float
     ) -> list[SourceEffect]:
-        """The next blocks of a lease are ready. A lease that ended meanwhile is left alone."""
+        """Adds the next ready blocks to a lease. Does nothing if it has ended meanwhile."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return []
@@ -108,11 +108,11 @@ class SourceMachine:
         return [SendToSink(lease.holder, Ready(lease_id, first, list(block_ids)))]
 
     def revoke(self, lease_id: LeaseId, now_s: float) -> list[SourceEffect]:
-        """Ends a lease on this side's wish."""
+        """Ends a lease from this side."""
         return self._end(lease_id, "revoked")
 
     def receive(self, peer: Peer, message: ToSource, now_s: float) -> list[SourceEffect]:
-        """A message of a sink."""
+        """Handles a message of a sink."""
         if isinstance(message, Attach):
             return [SendToSink(peer, self._attach(peer, message))]
         wire = self._peers.get(peer)
@@ -136,23 +136,23 @@ class SourceMachine:
                 return self._end(message.lease_id, RELEASED, message.pull_id)
 
     def send_away(self, peer: Peer, reason: str = "bad message") -> list[SourceEffect]:
-        """All leases of a peer end that keeps to no protocol, or reads no answer."""
+        """Ends all leases of a peer that breaks the protocol or reads no answers."""
         self._peers.pop(peer, None)
         held = [i for i, lease in self._leases.items() if lease.holder == peer]
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
 
     def may_send(self, read: SendBlocks) -> bool:
-        """Whether that peer still holds the lease, so that its blocks are what they were."""
+        """Whether that peer still holds the lease, so that its blocks are unchanged."""
         lease = self._leases.get(read.lease_id)
         return lease is not None and lease.holder == read.peer
 
     def sweep(self, now_s: float) -> list[SourceEffect]:
-        """Ends the leases whose sink gave no sign in time."""
+        """Ends the leases without a message from their sink in time."""
         late = [i for i, lease in self._leases.items() if lease.expires_s <= now_s]
         return [effect for lease_id in late for effect in self._end(lease_id, "expired")]
 
     def next_wake_s(self) -> float | None:
-        """When the next lease expires."""
+        """Returns when the next lease expires."""
         return min((lease.expires_s for lease in self._leases.values()), default=None)
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""What both ends of the lease protocol have in common: deadlines, and reasons for a lease's end."""
+"""Terms of both ends of the lease protocol: deadlines, and reasons for a lease's end."""
 
 from dataclasses import dataclass
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 
 
 def unharmed(plan: ChaosPlan) -> ChaosRun:
-    """The run of a plan, which must have disturbed somebody and harmed nobody."""
+    """Runs a plan, which must disturb some requests and harm none."""
     try:
         run = measure(check(plan))
     except Unavailable as error:

@@ -70,7 +70,7 @@ def deployment(link: Link) -> Iterator[tuple[str, AdminClient]]:
 
 
 async def disturbed(url: str, link: Link) -> tuple[list, list, list]:
-    """What was asked, and its answers before and while the network falls apart."""
+    """Requests, and their answers before and during the partition."""
     clock = MonotonicClock()
     vocab = plain_token_ids(BUNDLED_MODEL)
     asked = chaos_requests(PLAN.num_requests, vocab=vocab, model="m", seed=PLAN.seed)
@@ -93,7 +93,7 @@ async def disturbed(url: str, link: Link) -> tuple[list, list, list]:
 
 
 def is_whole(admin: AdminClient) -> bool:
-    """Whether all is there, and nothing is held for anybody."""
+    """Whether all workers are there and hold nothing."""
     pools = admin.pools()
     return pools.settled and not any(
         w.waiting_seqs or w.running_seqs or w.open_leases or w.free_blocks != w.num_blocks
@@ -101,7 +101,7 @@ def is_whole(admin: AdminClient) -> bool:
     )
 
 
-def test_a_network_that_falls_apart_loses_and_changes_nothing():
+def test_a_partitioned_network_loses_and_changes_no_answer():
     link = RelayedLink(random.Random(7))
     try:
         with deployment(link) as (url, admin):

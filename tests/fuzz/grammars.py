@@ -32,7 +32,7 @@ NUM_TOKENS = 60
 
 
 class Finding(Exception):
-    """What should not be."""
+    """A wrong result of the checker."""
 
 
 def fuzz(first: int, runs: int) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""All listeners of a worker in a process of their own, and what strangers may say to them first."""
+"""All listeners of a worker in their own process, and first bytes of unauthenticated clients."""
 
 import asyncio
 import multiprocessing
@@ -41,7 +41,7 @@ class Listeners:
     runner: asyncio.Runner  # of gRPC's clients, which outlive no event loop
 
     def memory_mib(self) -> float:
-        """What the process has in memory."""
+        """Returns the process's resident memory."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         [line] = [line for line in lines if line.startswith("VmRSS")]
         return int(line.split()[1]) / 1024
@@ -92,7 +92,7 @@ def listening() -> Iterator[Listeners]:
 
 
 def is_served(listeners: Listeners, name: str) -> bool:
-    """Whether a client that holds the secret gets what the listener is there for."""
+    """Whether a client with the secret is served."""
     address = listeners.addresses[name]
     if name == "sessions":
         return listeners.runner.run(_has_session(address))
@@ -137,7 +137,7 @@ def throw(listeners: Listeners, name: str, pieces: list[bytes]) -> None:
 
 
 def spoiled_opening(name: str, rng: random.Random) -> list[bytes]:
-    """What a client may say first, but for a few changes."""
+    """Returns a valid first message with a few changes."""
     pieces = list(rng.choice(_OPENINGS[name]))
     for _ in range(rng.randint(0, MAX_CHANGES)):
         place = rng.randrange(len(pieces))

@@ -1,4 +1,4 @@
-"""Messages made wrong: between the random bytes that no decoder takes and what a peer would send.
+"""Mutates messages: between random bytes, which no decoder takes, and valid messages.
 
 A message is its frames; a script is what one peer sends, in order. A change hits the script (lost,
 doubled, moved), the frames of a message (lost, doubled, cut, flipped bits) or, most often, one
@@ -14,7 +14,7 @@ import msgspec
 Message = tuple[bytes, ...]
 Script = list[Message]
 
-MAX_FRAME_BYTES = 2**15  # half of what sockets take: beyond it a connection ends, which is no news
+MAX_FRAME_BYTES = 2**15  # half of the sockets' limit; a longer frame just ends the connection
 MAX_CHANGES = 4
 INTEGERS = (-(2**63), -(2**31), -4096, -1, 0, 1, 2, 3, 64, 4097, 2**31, 2**53, 2**63 - 1, 2**64 - 1)
 TEXTS = ("", "g", "l", "m", "released", "fp32", "int4", "VRAM", "Attach", "Data", "x" * 5000)

@@ -1,4 +1,4 @@
-"""What peers may send to each process, and what must not come of it whatever they send.
+"""Messages that peers may send to each process, and the results that must never follow.
 
 An input is a byte that names the target, and a script in msgpack: what one peer sends. Targets are
 the two ends of a transfer, whole but for their sockets, and the decoders of gateways and workers. A
@@ -84,14 +84,14 @@ WANTED_OF_HONEST = 4  # a block
 
 
 class FixedClock:
-    """For the ends: deadlines are not what is fuzzed."""
+    """A clock for the ends: deadlines are not fuzzed."""
 
     def now_s(self) -> float:
         return 0.0
 
 
 class FakeSocket:
-    """A socket that has received a script, and keeps what is sent."""
+    """A socket that has received a script, and records sent messages."""
 
     def __init__(self, script: Script) -> None:
         self._messages = deque(script)
@@ -122,7 +122,7 @@ class FakeSocket:
         """Options make no difference."""
 
     def connect(self, _address: str) -> None:
-        """There is nobody."""
+        """Does nothing: there is no peer."""
 
     def bind_to_random_port(self, _address: str) -> int:
         return 1
@@ -171,7 +171,7 @@ class World:
 
 
 def attack_source(world: World, script: Script) -> None:
-    """A sink says all that to a source that has a lease open, with two of its blocks ready."""
+    """A sink sends the script to a source with an open lease, two of whose blocks are ready."""
     ended: list[object] = []
     offers = Offers(shm=world.offered.offer())
     machine = SourceMachine(
@@ -202,7 +202,7 @@ def attack_source(world: World, script: Script) -> None:
 
 
 def _check_blocks(world: World, sent: list[bytes]) -> None:
-    """What was sent are blocks of the lease, as their index says."""
+    """Asserts that the sent blocks are those of the lease."""
     frames = iter(sent)
     for frame in frames:
         assert frame == b"peer"
@@ -213,7 +213,7 @@ def _check_blocks(world: World, sent: list[bytes]) -> None:
 
 
 def attack_sink(world: World, script: Script) -> None:
-    """A source says all that to a sink that pulls one lease of it and holds another.
+    """A source sends the script to a sink that pulls one of its leases and holds another.
 
     Of an honest source it pulls one too, whose block comes last.
     """
@@ -268,7 +268,7 @@ TARGETS = ("source", "sink", "worker", "gateway")
 
 
 def run(world: World, data: bytes) -> None:
-    """One input. Raises what is a finding."""
+    """Runs one input. Raises if it finds a bug."""
     target, script = unpacked(data)
     for message in script:
         for frame in message:
@@ -281,7 +281,7 @@ def run(world: World, data: bytes) -> None:
 
 
 def _decode_all(frame: bytes) -> None:
-    """No decoder raises anything but ProtocolError, whoever the frame is for."""
+    """No decoder raises anything but ProtocolError."""
     for decode in (decode_to_source, decode_to_sink, decode_to_worker, decode_to_gateway):
         try:
             decode(frame)
@@ -317,7 +317,7 @@ def another(data: bytes, rng: random.Random, *, starts: Sequence[bytes]) -> byte
 
 
 def seeds(world: World) -> list[bytes]:
-    """What honest peers say; and two lies that take more than one change."""
+    """Valid messages, and two false ones that need more than one change."""
     body = AttachBody(SINK, SOURCE, IDENTITY)
     sink = [
         attach(body),

@@ -19,7 +19,7 @@ NUM_INPUTS = 1500
 
 @pytest.fixture(autouse=True)
 def _few_words(caplog):
-    caplog.set_level(logging.ERROR)  # what peers say wrong is a warning each
+    caplog.set_level(logging.ERROR)  # each invalid message is a warning
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def run_all(world, seed):
         targets.run(world, data)
 
 
-def test_no_script_is_a_finding(world):
+def test_the_example_scripts_find_nothing(world):
     run_all(world, seed=1)
 
 

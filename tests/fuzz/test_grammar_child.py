@@ -71,7 +71,7 @@ def is_running(pid):
 
 
 async def longest_gap_s(stop):
-    """The longest time in which this loop did not come to run what was due."""
+    """The longest delay of this event loop."""
     longest = 0.0
     while not stop.is_set():
         begin_s = time.monotonic()
@@ -160,7 +160,7 @@ for name, act in acts.items():
 """
 
 
-def test_whatever_a_fork_does_has_a_verdict():
+def test_every_outcome_of_a_fork_has_a_verdict():
     done = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )
@@ -187,7 +187,7 @@ def test_a_planted_bug_is_a_finding(monkeypatch):
         fuzz(0, 5)
 
 
-def test_a_field_is_named_and_of_tools_the_one_to_blame():
+def test_errors_name_the_field_and_the_tool():
     tools = [
         {"type": "function", "function": {"name": f"f{i}", "parameters": parameters}}
         for i, parameters in enumerate([{}, {"properties": {"a": {"type": "strin"}}}, {}])
@@ -206,7 +206,7 @@ def test_a_field_is_named_and_of_tools_the_one_to_blame():
     asyncio.run(run())
 
 
-def test_a_verdict_is_kept_and_waiters_of_one_grammar_share_it():
+def test_a_verdict_is_cached_and_shared_by_waiters_of_one_grammar():
     async def run():
         async with opened_checker() as checker:
             grammar = schema({"enum": ["a"]})
@@ -217,7 +217,7 @@ def test_a_verdict_is_kept_and_waiters_of_one_grammar_share_it():
     asyncio.run(run())
 
 
-def test_no_tenant_learns_by_time_what_another_one_used():
+def test_timing_does_not_reveal_other_tenants_grammars():
     async def run():
         async with opened_checker() as checker:
             for tenant in ("a", "b", "a"):
@@ -262,7 +262,7 @@ def test_too_many_waiting_grammars_are_refused_as_busy(monkeypatch):
     asyncio.run(run())
 
 
-def test_who_leaves_is_not_compiled_for():
+def test_a_cancelled_grammar_is_not_compiled():
     async def run():
         async with opened_checker() as checker:
             asked = [

@@ -1,4 +1,4 @@
-"""Bytes before authentication, at each listener of a worker: who holds the secret is served on."""
+"""Bytes before authentication at each listener of a worker: clients with the secret are served."""
 
 import random
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def listeners() -> Iterator[Listeners]:
 
 
 @pytest.mark.parametrize("name", LISTENERS)
-def test_a_listener_serves_others_whatever_a_stranger_says_first(listeners, name):
+def test_a_listener_serves_others_after_any_first_bytes(listeners, name):
     @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
     def serves(seed, num_strangers):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""One worker's pool, and what two gateways know of it over a network that loses and repeats.
+"""One worker's pool, and two gateways that follow it over a network that loses and repeats.
 
 The worker's side is the real pool and log, a gateway's the real `BlockNews` and `PrefixMap`.
 Batches between them lie in a heap from which any may be taken, twice, or never. The worker may
@@ -166,7 +166,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1))
     def answer(self, gateway):
-        """The worker gets the ask and says all that it has to say."""
+        """Lets the worker answer an ask completely."""
         there = self.gateways[gateway]
         if there.asks:
             there.answer = self.answer_to(there.asks.pop())
@@ -193,7 +193,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1), seconds=st.sampled_from([0.1, 1.0, 10.0]))
     def wait(self, gateway, seconds):
-        """Whoever has been asked and does not answer within ten seconds will not any more."""
+        """Lets ten seconds pass: asks without an answer have failed by then."""
         self.now_s += seconds
         self.handle(self.gateways[gateway], NewsTick())
 
@@ -211,9 +211,9 @@ class TellingWorker(RuleBasedStateMachine):
                 assert gateway.knows() == self.states[gateway.news._next]
 
     def teardown(self) -> None:
-        """Nothing more happens but time, and what is asked is answered: then all is known."""
+        """Lets time pass and answers every ask: then the gateways know everything."""
         for number, gateway in enumerate(self.gateways):
-            gateway.batches.clear()  # it need not be what was on its way
+            gateway.batches.clear()  # batches in flight are not needed
             for _ in range(20):
                 self.count(number)
                 self.answer(number)

@@ -29,7 +29,7 @@ LET_GO = {
 
 @dataclass
 class Block:
-    """What the twin knows of a block."""
+    """A block in the twin."""
 
     holds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     content: BlockHash | None = None  # by which a match finds it
@@ -85,7 +85,7 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         for block in reversed(blocks):
             twin = self.twin[block]
             twin.holds[kind] -= 1
-            if twin.is_idle:  # what is worth keeping goes to the end, the rest to the front
+            if twin.is_idle:  # cached blocks go to the end, the rest to the front
                 self.idle.insert(len(self.idle) if twin.content else 0, block)
 
     @rule(wanted=st.lists(st.sampled_from(HASHES), unique=True))
@@ -126,7 +126,7 @@ salts = st.sampled_from([b"", b"a", b"b"])
 
 
 @given(tokens, tokens, block_sizes, salts, salts)
-def test_hashes_are_equal_just_as_far_as_prefix_and_salt_are(ours, theirs, block_size, salt, other):
+def test_hashes_are_equal_exactly_as_far_as_prefix_and_salt(ours, theirs, block_size, salt, other):
     pairs = zip(
         hash_blocks(ours, block_size, salt), hash_blocks(theirs, block_size, other), strict=False
     )

@@ -184,7 +184,7 @@ class Source:
 
 @dataclass(eq=False)
 class Pull:
-    """What a test knows of one hold."""
+    """The test's record of one hold."""
 
     seq_id: str
     sink: "Sink"
@@ -356,7 +356,7 @@ class World:
             self.deliver(self.letters.pop(0))
 
     def cut(self, address: str) -> None:
-        """Connections to a source break and are made again; what was on the way is lost."""
+        """Breaks and renews connections to a source; messages in flight are lost."""
         self.letters[:] = [x for x in self.letters if x.connection.address != address]
 
     def keep_busy(self, *, busy: bool) -> None:
@@ -374,7 +374,7 @@ class World:
             party.validate()
 
     def run_down(self) -> None:
-        """From now on the network is good: whatever is to come is over when nobody has a wake."""
+        """Makes the network good, and runs until no machine has a wake-up time."""
         self.keep_busy(busy=False)
         for _ in range(400):
             self.deliver_all()
@@ -425,7 +425,7 @@ class UnreliableNetwork(RuleBasedStateMachine):
         fates=st.lists(st.sampled_from(FATES), max_size=16),
     )
     def hand_over(self, at, num_blocks, num_ready, skipped, fates):
-        """What workers do all day, so that it happens often."""
+        """Actions of workers that are frequent in production."""
         which, to = divmod(at, NUM_SINKS)
         source = list(self.world.sources.values())[which]
         lease = source.open(self.world.new_name("lease"), num_blocks)
@@ -475,7 +475,7 @@ class UnreliableNetwork(RuleBasedStateMachine):
     @may("abort")
     @rule(target=pulls, pull=pulls, num_ready=st.integers(0, 4))
     def pull_again(self, pull, num_ready):
-        """Nobody does this today; a lease is for one pull."""
+        """No worker does this today: a lease is for one pull."""
         pull.sink.abort(pull)
         again = self.hold_at(pull.sink, pull.lease)
         if again is None:
@@ -530,7 +530,7 @@ class UnreliableNetwork(RuleBasedStateMachine):
         self.world.now_s += seconds
         self.world.sweep()
 
-    # ------------------------------------------------------------ what must hold
+    # ------------------------------------------------------------ invariants
 
     @invariant()
     def is_valid(self):
@@ -589,7 +589,7 @@ def deliver_some(world: World, rng: random.Random, faults: frozenset[str]) -> No
 
 
 def pull_again(world: World, pull: Pull) -> list[Pull]:
-    """Another sequence takes the lease over. Nobody does this today; a lease is for one pull."""
+    """Another sequence takes the lease over. No worker does this today."""
     again = Pull(world.new_name("seq"), pull.sink, pull.lease)
     pull.sink.hold(again)
     pull.sink.start(again, list(range(pull.lease.num_blocks)))
@@ -597,7 +597,7 @@ def pull_again(world: World, pull: Pull) -> list[Pull]:
 
 
 def disturb(world: World, rng: random.Random, faults: frozenset[str], pull: Pull) -> list[Pull]:
-    """Does now and then what is among the faults; returns pulls that begin by it."""
+    """Injects faults now and then; returns the pulls that begin by them."""
     address = pull.lease.source.address
     fault = rng.choice(FAULTS)
     if fault not in faults or rng.random() > 0.15:
@@ -667,7 +667,7 @@ def test_on_a_good_network_every_pull_is_done(seed):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_a_busy_day_on_a_bad_network_ends_every_pull_once_and_none_wrongly(seed):
+def test_on_a_bad_network_every_pull_ends_once_and_correctly(seed):
     rng = random.Random(seed)
     faults = frozenset(fault for fault in FAULTS if rng.random() < 0.4)
     pulls = busy_day(random_world(rng), rng, faults)
@@ -699,13 +699,13 @@ def test_blocks_that_wait_until_their_lease_is_over_are_not_sent():
     assert isinstance(pull.ends[0], PullFailed)
 
 
-def test_an_answer_to_something_else_vouches_for_no_copy():
+def test_an_unrelated_answer_makes_no_copy_good():
     world, source, pull = one_pull(copies_at_once=True)
     source.grow("lease", 1)
     (late,) = world.letters
     source.revoke("lease")
     world.letters.clear()
-    pull.sink.start(pull, [0, 1])  # copies what is somebody else's by now
+    pull.sink.start(pull, [0, 1])  # copies blocks that belong to another sequence by now
     world.now_s += TIMING.hold_every_s
     world.sweep()
     world.deliver(late)

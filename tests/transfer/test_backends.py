@@ -1,4 +1,4 @@
-"""What every backend must do: one contract, run over shared memory, NIXL and ZeroMQ."""
+"""The contract of every transport, run over shared memory, NIXL and ZeroMQ."""
 
 import os
 import random
@@ -198,7 +198,7 @@ def test_shm_alone_refuses_a_source_that_it_cannot_map():
         assert end == PullFailed(SeqId("s"), reason)
 
 
-def test_closing_gives_every_descriptor_back():
+def test_closing_frees_every_descriptor():
     def num_fds() -> int:
         return len(os.listdir("/proc/self/fd"))
 

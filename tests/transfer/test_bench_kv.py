@@ -65,7 +65,7 @@ def opened(name):
 
 
 @pytest.mark.parametrize("name", ["shm", "zmq", "memcpy", "tcp"])
-def test_other_blocks_than_those_asked_for_are_noticed(name, monkeypatch):
+def test_wrong_blocks_are_noticed(name, monkeypatch):
     case = cases_of(PLAN)[-1]
     pull = pulls_of(PLAN, case, 0)[0]
     move = Mover.move
@@ -80,13 +80,13 @@ def test_other_blocks_than_those_asked_for_are_noticed(name, monkeypatch):
             mover.verify(ways[0], case, pull)
 
 
-def test_a_backend_that_is_not_there_says_why():
+def test_a_missing_backend_gives_its_reason():
     with pytest.raises(DrivenFailed, match="'pigeon' is not a valid Transport"), opened("pigeon"):
         pass
 
 
 @pytest.mark.skipif(not HAS_NIXL, reason="neither nixl_cu12 nor nixl_cu13 is installed")
-def test_bare_nixl_moves_what_it_is_asked_to():
+def test_bare_nixl_moves_the_requested_blocks():
     with opened("bare_nixl") as (mover, ways):
         for way in ways:
             for case in cases_of(PLAN):
@@ -94,7 +94,7 @@ def test_bare_nixl_moves_what_it_is_asked_to():
 
 
 @pytest.mark.torch
-def test_a_handoff_is_told_phase_by_phase():
+def test_a_handoff_is_reported_by_phase():
     plan = HandoffPlan("tiny", ("shm",), num_requests=2, num_repeats=1, prompt_len=200)
     handoffs = kv_handoff.measure(plan, "shm", seed=0)
     [timelines] = handoffs.repetitions
@@ -107,7 +107,7 @@ def test_a_handoff_is_told_phase_by_phase():
 
 
 @pytest.mark.torch
-def test_a_server_that_does_not_start_says_why(tmp_path):
+def test_a_server_that_does_not_start_gives_its_reason(tmp_path):
     with (
         pytest.raises(ServerFailed, match=r"config\.json"),
         serving(tmp_path, {"--kv-transport": "shm"}),

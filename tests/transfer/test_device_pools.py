@@ -36,13 +36,13 @@ class Hidden:
         return None
 
 
-def test_a_device_pool_is_where_its_owner_says():
+def test_a_device_pool_has_its_owners_address():
     pool = DevicePool(2**40, num_blocks=10, block_bytes=4096, device_id=1)
     assert pool.region() == Region(2**40, 40_960, "VRAM", 1)
     assert (pool.blocks, pool.offer()) == (None, None)
 
 
-def test_auto_takes_nixl_between_pools_that_the_host_cannot_reach():
+def test_auto_takes_nixl_between_device_pools():
     with (
         worker("p", Transport.AUTO, as_pool=Hidden) as source,
         worker("d", Transport.AUTO, as_pool=Hidden) as sink,

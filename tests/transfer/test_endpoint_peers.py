@@ -1,4 +1,4 @@
-"""Endpoints and peers that are wrong, gone, or somebody else; and several pulls at once."""
+"""Endpoints with faulty, lost or replaced peers, and with several pulls at once."""
 
 import subprocess
 import sys
@@ -65,7 +65,7 @@ BLOCK = bytes(range(256)) * (LAYOUT.block_bytes // 256)
 
 
 class RawSource:
-    """A source that says what the test makes it say."""
+    """A source whose messages the test chooses."""
 
     def __init__(self, router: "zmq.Socket[bytes]") -> None:
         self._router = router
@@ -152,7 +152,7 @@ def test_a_pull_from_a_source_that_behaves():
     ],
     ids=["none", "too many", "not data", "garbage", "not unicode"],
 )
-def test_a_source_that_sends_nonsense_is_sent_away_and_nothing_is_written(message, payload):
+def test_a_source_with_invalid_messages_is_cut_off_and_writes_nothing(message, payload):
     with raw_pair() as (source, sink):
         fill(sink.pool, seed=2)
         before = sink.pool.blocks.copy()
@@ -170,7 +170,7 @@ def test_a_source_that_sends_nonsense_is_sent_away_and_nothing_is_written(messag
     [BLOCK * 2 + b"x", BLOCK, b"", BLOCK + BLOCK[::-1]],
     ids=["long", "short", "empty", "wrong"],
 )
-def test_blocks_that_are_not_what_was_promised_are_asked_for_again_until_that_is_enough(payload):
+def test_wrong_blocks_are_asked_for_again_a_limited_number_of_times(payload):
     with raw_pair() as (source, sink):
         fill(sink.pool, seed=2)
         before = sink.pool.blocks.copy()
@@ -185,7 +185,7 @@ def test_blocks_that_are_not_what_was_promised_are_asked_for_again_until_that_is
         assert np.array_equal(sink.pool.blocks[others], before[others])
 
 
-def test_damage_reaches_no_block_that_has_come_or_that_nobody_asked_for():
+def test_damage_reaches_only_blocks_in_flight():
     with raw_pair() as (source, sink):
         fill(sink.pool, seed=2)
         before = sink.pool.blocks.copy()
@@ -208,7 +208,7 @@ def test_a_pull_survives_damage_on_the_way():
         assert sink.pool.blocks[10].tobytes() == sink.pool.blocks[11].tobytes() == BLOCK
 
 
-def test_what_is_lost_on_the_way_is_asked_for_again():
+def test_lost_frames_are_asked_for_again():
     timing = Timing(ttl_s=8.0, hold_every_s=0.05, reread_s=0.2, silence_s=8.0)
     with raw_pair(timing) as (source, sink):
         source.bring_to_read(sink)
@@ -228,7 +228,7 @@ def test_a_failed_pull_tells_which_blocks_it_has():
         assert sink.pool.blocks[11].tobytes() == BLOCK
 
 
-def test_data_that_nobody_asked_for_is_written_nowhere():
+def test_unrequested_data_is_written_nowhere():
     with raw_pair() as (source, sink):
         fill(sink.pool, seed=2)
         before = sink.pool.blocks.copy()
@@ -273,7 +273,7 @@ def test_a_source_that_restarted_behind_the_same_address_is_noticed():
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "tcp://", "tcp://127.0.0.1:notaport"])
-def test_an_address_that_is_none_fails_the_pull_and_nothing_else(address):
+def test_an_invalid_address_fails_only_the_pull(address):
     with worker("sink", Transport.ZMQ, timing=IMPATIENT) as sink:
         lease = LeaseRef(LeaseId("l"), TransferAddress("x", "x-1", address), 1)
         assert sink.pull("s", lease, [(0, 1)]) == PullFailed(SeqId("s"), "source silent")
@@ -302,7 +302,7 @@ def test_a_sink_that_did_not_attach_learns_nothing():
         assert source.endpoint.source.num_leases == 1
 
 
-def test_a_sink_that_sends_nonsense_loses_its_leases_and_has_to_attach_again():
+def test_a_sink_with_invalid_messages_loses_its_leases_and_must_attach_again():
     with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
         sink.hold("s", source.lease("l", [1, 2], ready=1))
         until(lambda: source.is_held("l"), "held")
@@ -343,7 +343,7 @@ def test_a_flood_of_garbage_does_not_keep_others_waiting():
         until(lambda: source.endpoint.counters().get("bad_messages") == 900, "all are counted")
 
 
-def test_a_sink_that_means_another_life_of_the_source_is_refused():
+def test_a_sink_that_expects_another_incarnation_is_refused():
     with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
         lease = source.lease("l", [1])
         meant = msgspec.structs.replace(lease.source, incarnation="source-0")
@@ -473,7 +473,7 @@ def test_a_lease_whose_sink_is_gone_expires():
         assert source.end_of_lease() == LeaseEnded(LeaseId("l"), "expired")
 
 
-def test_a_source_that_nobody_needs_any_more_is_let_go():
+def test_a_source_without_pulls_is_let_go():
     with (
         worker("source", Transport.SHM) as source,
         worker("sink", Transport.SHM, timing=Timing(ttl_s=0.5, silence_s=8.0)) as sink,

@@ -79,7 +79,7 @@ CHANGES = st.lists(st.integers(0, 2**32 - 1), max_size=3)  # seeds: fewer are si
 
 @pytest.fixture(autouse=True)
 def _few_words(caplog):
-    caplog.set_level(logging.ERROR)  # what peers say wrong is a warning each
+    caplog.set_level(logging.ERROR)  # each invalid message is a warning
 
 
 def changed(script: Script, seeds: Sequence[int]) -> Script:
@@ -103,7 +103,7 @@ def validate_always(machine: SourceMachine | SinkMachine) -> None:
     machine.receive = checked  # type: ignore[method-assign]
 
 
-# ---------------------------------------------------------------- a sink that says anything
+# ---------------------------------------------------------------- a sink with arbitrary messages
 
 
 class RawSink:
@@ -128,7 +128,7 @@ class RawSink:
             self._dealer.send_multipart(message)
 
     def answers(self) -> Iterator[Message]:
-        """All that the source answers to what was said."""
+        """Returns all answers of the source."""
         for mark in ("nobody's lease", "another"):  # blocks are sent after the first, if with it
             self.say(framed(self.attach, Hold(LeaseId(mark), 0, 0)))
             while True:
@@ -145,7 +145,7 @@ def raw_sink(source: Worker) -> Iterator[RawSink]:
         yield RawSink(dealer, source)
 
 
-def test_a_source_survives_whatever_a_sink_says_and_serves_the_others():
+def test_a_source_survives_any_message_and_serves_other_sinks():
     leased = [5, 3]
     answered: Counter[str] = Counter()
     with (
@@ -167,7 +167,7 @@ def test_a_source_survives_whatever_a_sink_says_and_serves_the_others():
                 for header, *payload in raw.answers():
                     message = decode_to_sink(header)
                     answered[type(message).__name__] += 1
-                    if isinstance(message, Data):  # what was leased and nothing else
+                    if isinstance(message, Data):  # leased blocks and nothing else
                         blocks = [leased[index] for index in message.indices]
                         assert payload == [content[blocks].tobytes()]
             sink.start("good", [(0, HONEST_TARGET)])
@@ -186,7 +186,7 @@ def test_a_source_survives_whatever_a_sink_says_and_serves_the_others():
 
 
 def test_a_source_that_cannot_send_refuses_to_be_asked():
-    """A pool in a GPU's memory: an honest sink was told so, another one asks all the same."""
+    """A pool in a GPU's memory cannot send; a faulty sink asks nevertheless."""
     offers = Offers(sends=False)
     machine = SourceMachine(
         incarnation=Incarnation("source-1"),
@@ -204,7 +204,7 @@ def test_a_source_that_cannot_send_refuses_to_be_asked():
     assert effects == [LeaseEnded(LeaseId("l"), "bad read"), SendToSink(b"raw", ended)]
 
 
-# ---------------------------------------------------------------- a source that says anything
+# ---------------------------------------------------------------- a source with arbitrary messages
 
 
 class RawSource:
@@ -244,7 +244,7 @@ class RawSource:
         ]
 
     def end(self, sink: Worker) -> list[PullDone | PullFailed]:
-        """Lets everything that was said be heard, and what is pulled from here end."""
+        """Waits until all messages are handled and all pulls from here have ended."""
         sink.hold("last", LeaseRef(LeaseId("last"), self.address, 1))
         ends: list[PullDone | PullFailed] = []
         while not any(end.seq_id == "last" for end in ends):
@@ -279,7 +279,7 @@ def record_message(lease_id: LeaseId, index: int, record: bytes) -> Message:
 
 
 def records_sent(script: Script, index: int) -> set[bytes]:
-    """What a sink may take for the block with that index: intact, and said to be it."""
+    """Returns the contents that a sink may accept for the block with that index."""
     found = set()
     for header, *payload in script:
         try:
@@ -295,7 +295,7 @@ def records_sent(script: Script, index: int) -> set[bytes]:
 
 
 @pytest.mark.parametrize("maps", [False, True], ids=["zmq", "shm"])
-def test_a_sink_survives_whatever_a_source_says_and_pulls_from_the_others(offered, maps):
+def test_a_sink_survives_any_message_and_pulls_from_other_sources(offered, maps):
     outcomes: Counter[type] = Counter()
     with (
         worker("honest", Transport.AUTO, timing=TIMING) as honest,
@@ -343,7 +343,7 @@ def test_a_sink_survives_whatever_a_source_says_and_pulls_from_the_others(offere
     assert min(outcomes[PullDone], outcomes[PullFailed]) > 0
 
 
-def test_what_a_source_says_of_itself_again_is_not_believed(offered):
+def test_a_repeated_attached_message_is_ignored(offered):
     with worker("sink", Transport.SHM, timing=TIMING) as sink, raw_source(offered) as source:
         sink.hold("s", LeaseRef(LeaseId("l"), source.address, 2))
         sink.start("s", list(enumerate(TARGETS)))
@@ -376,7 +376,7 @@ def test_blocks_of_one_source_cannot_be_spoiled_by_another(offered):
         assert end.seq_id == "good"
 
 
-# ---------------------------------------------------------------- layouts and shards of nobody
+# ---------------------------------------------------------------- impossible layouts and shards
 
 
 def with_layout(**fields: object) -> Identity:
@@ -410,7 +410,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_layout_of_nobody_is_refused_by_name_and_costs_nothing(case):
+def test_an_impossible_layout_is_refused_by_name_at_no_cost(case):
     identity, field = HOSTILE[case]
     tracemalloc.start()
     for source, sink in ((IDENTITY, identity), (identity, IDENTITY)):
@@ -422,7 +422,7 @@ def test_a_layout_of_nobody_is_refused_by_name_and_costs_nothing(case):
     assert peak_bytes < 16 * 2**20
 
 
-def test_both_ends_refuse_layouts_of_nobody_and_live_on(offered):
+def test_both_ends_refuse_impossible_layouts_and_go_on(offered):
     with (
         worker("source", Transport.ZMQ, timing=TIMING) as source,
         worker("sink", Transport.ZMQ, timing=TIMING) as sink,
@@ -444,7 +444,7 @@ def test_both_ends_refuse_layouts_of_nobody_and_live_on(offered):
 
 @pytest.mark.parametrize("theirs", [KVFormat.FP32, KVFormat.INT8])
 def test_a_head_that_our_format_cannot_have_is_refused_by_name(theirs):
-    """int4 wants an even head_dim, and what the other says is looked at in our format."""
+    """int4 needs an even head_dim, and the peer's layout is checked in our format."""
 
     def identity(kv_format: KVFormat, head_dim: int) -> Identity:
         return Identity("model", KVLayout(16, kv_format, (KVSection(1, 1, head_dim),)))
@@ -454,18 +454,18 @@ def test_a_head_that_our_format_cannot_have_is_refused_by_name(theirs):
     assert raised.value.field == "layout.sections"
 
 
-# ---------------------------------------------------------------- memory that is not what it seems
+# ---------------------------------------------------------------- false offers of memory
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, -(2**63), 2**40, HUGE])
-def test_no_number_of_blocks_makes_an_offer_believed(offered, num_blocks):
+def test_offers_with_a_wrong_number_of_blocks_are_refused(offered, num_blocks):
     with pytest.raises(ShmUnavailable, match="does not match"):
         map_offer(offered.offer(), num_blocks, LAYOUT.block_bytes)
 
 
 @pytest.mark.parametrize("field", ["pid", "fd", "inode", "num_bytes"])
 @pytest.mark.parametrize("value", [-(2**63), -1, 0, 2**31, 2**63, HUGE])
-def test_no_number_in_an_offer_is_believed_if_it_is_wrong(offered, field, value):
+def test_offers_with_any_wrong_number_are_refused(offered, field, value):
     offer = msgspec.structs.replace(offered.offer(), **{field: value})
     with pytest.raises(ShmUnavailable):
         map_offer(offer, NUM_OFFERED, LAYOUT.block_bytes)
@@ -480,7 +480,7 @@ def test_an_empty_file_is_not_mapped(offered):
 
 
 def test_memory_that_its_owner_could_take_away_is_not_mapped():
-    """Who reads what is gone is killed; a pool is sealed against that."""
+    """Reading a page that is gone kills the reader; pools are sealed against that."""
     fd = os.memfd_create("unsealed")
     os.ftruncate(fd, LAYOUT.block_bytes)
     offer = ShmOffer(boot_id(), os.getpid(), fd, os.fstat(fd).st_ino, LAYOUT.block_bytes)

@@ -46,7 +46,7 @@ def numbers(rng, shape):
 
 
 def records_of(rng, num_records, layout):
-    """Records in the layout's format, what is between tokens not zero."""
+    """Records in the layout's format, with nonzero padding."""
     plain = KVLayout(layout.block_size, KVFormat.FP32, layout.sections)
     shape = (num_records, plain.block_bytes // 64, 16)
     records = numbers(rng, shape).view(np.uint8).reshape(num_records, plain.block_bytes)

@@ -1,4 +1,4 @@
-"""The NIXL backend between two processes of this host: what is read, and when it is over."""
+"""The NIXL transport between two processes of this host."""
 
 import importlib.util
 import multiprocessing
@@ -48,7 +48,7 @@ def contents(num_blocks: int, seed: int) -> np.ndarray:
 
 
 def run_source(orders: Connection, name: str, num_blocks: int, seed: int) -> None:
-    """A source's process: sends its offer, then does as it is told."""
+    """A source's process: sends its offer, then obeys commands."""
     agent, pool = open_agent(name, num_blocks)
     pool.blocks[:] = contents(num_blocks, seed)
     orders.send(agent.offer())
@@ -156,7 +156,7 @@ def read_all(reader: NixlReader, read_id: int, num_blocks: int = NUM_BLOCKS) -> 
     return ends(reader)[read_id]
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- reads
 
 
 def test_scattered_blocks_arrive_and_nothing_else_is_touched(sink):
@@ -232,7 +232,7 @@ def test_the_source_is_notified_of_the_read_by_its_id(sink):
         assert seen == [(2**63 + 5).to_bytes(8, "little")]
 
 
-# ---------------------------------------------------------------- whom to believe
+# ---------------------------------------------------------------- false offers
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_the_source_is_notified_of_the_read_by_its_id(sink):
         ({"metadata": b""}, "cannot be reached"),
     ],
 )
-def test_an_offer_that_is_not_what_it_says_is_refused(sink, changed, reason):
+def test_a_false_offer_is_refused(sink, changed, reason):
     with source() as other:
         offer = msgspec.structs.replace(other.offer, **changed)
         with pytest.raises(NixlUnavailable, match=reason):
@@ -262,7 +262,7 @@ def test_a_piece_that_exceeds_its_record_is_refused(sink, piece):
         sink.connect(other, pieces=[piece])
 
 
-def test_a_host_without_nixl_is_told_so(monkeypatch):
+def test_a_host_without_nixl_gets_a_clear_error(monkeypatch):
     monkeypatch.setattr("kvtransfer.nixl_backend.PACKAGES", ("no_such_nixl",))
     agent = NixlAgent("agent", Region(4096, 4096), record_bytes=4096)
     with pytest.raises(NixlUnavailable, match="no_such_nixl"):
@@ -320,7 +320,7 @@ def test_a_cancelled_read_of_a_stopped_source_ends_and_writes_no_more(monkeypatc
         pool.blocks[:] = 0
         other.signal(signal.SIGCONT)
         deadline_s = time.monotonic() + 0.5
-        while time.monotonic() < deadline_s:  # what could still come would have come
+        while time.monotonic() < deadline_s:  # any late write would happen by then
             assert reader.poll() == []
             select.select([], [], [], 0.01)
         assert not pool.blocks.any()
@@ -357,7 +357,7 @@ def test_a_source_outlives_sinks_that_are_killed_while_they_read(sink):
         np.testing.assert_array_equal(sink.pool.blocks, other.bytes)
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- costs
 
 
 def test_an_idle_agent_leaves_the_processor_alone(sink):
@@ -366,7 +366,7 @@ def test_an_idle_agent_leaves_the_processor_alone(sink):
         assert other.ask("idle") < 0.05
 
 
-def test_closing_gives_threads_and_files_back():
+def test_closing_frees_threads_and_files():
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
@@ -398,7 +398,7 @@ print("closed", flush=True)
 """
 
 
-def test_a_process_that_used_nixl_ends_well():
+def test_a_process_that_used_nixl_exits_cleanly():
     done = subprocess.run(
         [sys.executable, "-c", USES_NIXL], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""A pool's memory, and what is believed of an offer of another's."""
+"""A pool's memory, and checks of other pools' offers."""
 
 import os
 import threading
@@ -65,21 +65,21 @@ def test_mapping_leaves_no_descriptor_behind(pool):
         ({"fd": -1}, "cannot open"),
     ],
 )
-def test_an_offer_that_is_not_what_it_says_is_not_believed(pool, changed, reason):
+def test_an_offer_with_a_wrong_field_is_refused(pool, changed, reason):
     offer = msgspec.structs.replace(pool.offer(), **changed)
     with pytest.raises(ShmUnavailable, match=reason):
         map_offer(offer, NUM_BLOCKS, BLOCK_BYTES)
 
 
-def test_memory_that_has_another_size_by_now_is_not_believed(pool):
+def test_memory_that_changed_its_size_is_refused(pool):
     offer = pool.offer()
     os.ftruncate(offer.fd, offer.num_bytes * 2)
     with pytest.raises(ShmUnavailable, match="is gone"):
         map_offer(offer, NUM_BLOCKS, BLOCK_BYTES)
 
 
-def test_a_strangers_pipe_in_its_place_does_not_block(pool):
-    """In a container process ids begin anew, and that of a source may be somebody else's here."""
+def test_another_processs_pipe_in_its_place_does_not_block(pool):
+    """In a container the source's process id may belong to another process."""
     reads, writes = os.pipe()
     os.close(writes)
     outcomes: list[str] = []
@@ -97,7 +97,7 @@ def test_a_strangers_pipe_in_its_place_does_not_block(pool):
     assert outcomes == ["the source's memory is gone"]
 
 
-def test_a_private_pool_is_zeroed_writable_and_offered_to_nobody():
+def test_a_private_pool_is_zeroed_writable_and_not_offered():
     pool = PrivatePool(NUM_BLOCKS, BLOCK_BYTES)
     pool.open()
     assert pool.blocks.shape == (NUM_BLOCKS, BLOCK_BYTES)

@@ -50,7 +50,7 @@ def numbers(layout: KVLayout, seed: int) -> np.ndarray:
         ("int8", "int8", "int8"),
     ],
 )
-def test_blocks_are_converted_where_the_configuration_says_so(stored, wire, wanted, transport):
+def test_blocks_are_converted_as_configured(stored, wire, wanted, transport):
     source_layout, sink_layout = in_format(KVFormat(stored)), in_format(KVFormat(wanted))
     wire_format = KVFormat(wire) if wire else None
     source_blocks = numbers(source_layout, seed=1)
@@ -82,9 +82,7 @@ def test_blocks_are_converted_where_the_configuration_says_so(stored, wire, want
         ("fp32", "int8", "int4", "layout.kv_format"),
     ],
 )
-def test_what_would_round_without_being_asked_or_round_twice_is_refused(
-    stored, wire, wanted, field
-):
+def test_unrequested_or_double_rounding_is_refused(stored, wire, wanted, field):
     wire_format = KVFormat(wire) if wire else None
     with (
         worker("p", Transport.ZMQ, layout=in_format(KVFormat(stored)), kv_wire_dtype=wire_format)

@@ -1,4 +1,4 @@
-"""What ZeroMQ listeners give to clients that do not hold the secret: nothing, at no cost."""
+"""ZeroMQ listeners give nothing to clients without the secret, at no cost."""
 
 import asyncio
 import multiprocessing
@@ -87,7 +87,7 @@ def test_a_source_of_kv_answers_only_clients_with_the_keys(as_stranger):
 
 
 @pytest.mark.parametrize("as_stranger", STRANGERS)
-def test_block_events_are_told_only_to_clients_with_the_keys(as_stranger):
+def test_only_clients_with_the_keys_get_block_events(as_stranger):
     """Neither when they are published, nor when they are asked for."""
     news = [Stored(hash_blocks(range(4), 4)[0], None)]
     ask = [b"", encode_number(0)]
@@ -130,7 +130,7 @@ def test_each_channel_has_keys_of_its_own():
     assert len({pair.public for pair in pairs}) == len({pair.secret for pair in pairs}) == 4
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- costs
 
 
 def _serve(addresses: Any) -> None:
@@ -219,7 +219,7 @@ def _all_are_served(addresses: list[str]) -> None:
         assert is_answered(friend, asked, [b"", encode_number(0)], DEADLINE_S)
 
 
-def test_connections_that_say_nothing_are_closed(listeners):
+def test_silent_connections_are_closed(listeners):
     addresses, _ = listeners
     with ExitStack() as stack:
         connections = []

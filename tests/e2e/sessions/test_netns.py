@@ -61,7 +61,7 @@ def connected(here: NetworkPlace, there: NetworkPlace, port: int) -> socket.sock
 
 @contextmanager
 def process_in(there: NetworkPlace) -> Iterator[int]:
-    """The id of something that is there, whose namespace is that of its main thread."""
+    """Returns the id of an existing process; its main thread has the namespace."""
     reading, writing = os.pipe()
     with inside(there.fd):
         pid = os.posix_spawn(
@@ -107,7 +107,7 @@ def test_a_stream_between_places_stalls_while_one_is_cut_off_and_loses_nothing()
     assert FORWARDS.read_text() == forwards
 
 
-def test_a_place_that_is_not_there_cannot_be_cut_off():
+def test_an_unknown_place_cannot_be_cut_off():
     with (
         network() as (one, _),
         process_in(one) as pid,

@@ -134,7 +134,7 @@ def _workers(places: Mapping[WorkerId, tuple[Role, NetworkPlace]]) -> Iterator[W
 
 
 async def _all_clean(r: Router) -> None:
-    """Waits until fresh load reports say that no worker holds anything for anybody."""
+    """Waits until new load reports show that no worker holds anything."""
     assert len(r.workers()) == 3
 
     def clean() -> bool:
@@ -159,7 +159,7 @@ def _failed_pulls(r: Router) -> int:
 
 
 def _prompts(seed: int, num_prompts: int) -> list[list[int]]:
-    """Prompts whose KV is about a megabyte each, which the link carries in a second."""
+    """Prompts with about a megabyte of KV each, which takes the link a second."""
     rng = random.Random(seed)
     lengths = [rng.randint(120, 180) for _ in range(num_prompts)]
     return [[rng.randrange(5, 4096) for _ in range(length)] for length in lengths]

@@ -1,4 +1,4 @@
-"""Frames between two ends on loopback, whole, in order and only as fast as they are taken."""
+"""Frames between two ends on loopback arrive whole, in order, and with flow control."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ def test_a_session_that_ends_is_no_error():
     with_session(farewell, test)
 
 
-def test_posted_frames_are_sent_in_order_and_nobody_waits_for_them():
+def test_posted_frames_are_sent_in_order_without_waiting():
     async def test(client: SessionClient, _: str) -> None:
         for number in range(100):
             client.post(str(number).encode())
@@ -81,7 +81,7 @@ def test_posted_frames_are_sent_in_order_and_nobody_waits_for_them():
     with_session(echo, test)
 
 
-def test_a_session_with_an_address_where_nothing_listens_is_an_error_soon():
+def test_a_session_with_a_closed_port_fails_soon():
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -124,14 +124,14 @@ def _quick_beats(monkeypatch):
 
 
 @pytest.mark.usefixtures("_quick_beats")
-def test_ends_that_have_nothing_to_say_keep_their_session():
+def test_idle_ends_keep_their_session():
     async def run() -> None:
         server = SessionServer(echo, SECRET, silence_s=0.5)
         client = SessionClient(await server.open(), SECRET, silence_s=0.5)
         await client.open()
         await client.send(b"a")
         assert await client.receive() == b"a"
-        await settled(0.7)  # nobody reads
+        await settled(0.7)  # no reader
         answer = asyncio.create_task(client.receive())
         await settled(0.8)
         await client.send(b"b")
@@ -220,7 +220,7 @@ def test_both_ends_of_a_session_that_is_cut_off_end_it():
 
 
 @pytest.mark.usefixtures("_quick_beats")
-def test_frames_on_their_way_to_a_peer_that_falls_silent_are_lost_without_a_noise():
+def test_frames_in_flight_to_a_silent_peer_are_lost_without_errors():
     """More than a connection holds: it stands still with a frame half sent and others behind it."""
     told: list[dict[str, Any]] = []
 
@@ -241,7 +241,7 @@ def test_frames_on_their_way_to_a_peer_that_falls_silent_are_lost_without_a_nois
     assert told == []
 
 
-def test_beats_that_end_with_a_bug_end_the_session():
+def test_a_crashed_heartbeat_ends_the_session():
     async def test(client: SessionClient, _: str) -> None:
         receiving = asyncio.create_task(client.receive())
         await asyncio.sleep(0)
@@ -254,7 +254,7 @@ def test_beats_that_end_with_a_bug_end_the_session():
     with_session(echo, test)
 
 
-def test_who_is_cancelled_while_the_session_ends_for_silence_is_cancelled():
+def test_a_cancellation_during_the_end_for_silence_is_kept():
     async def test(client: SessionClient, _: str) -> None:
         receiving = asyncio.create_task(client.receive())
         await asyncio.sleep(0)
@@ -269,7 +269,7 @@ def test_who_is_cancelled_while_the_session_ends_for_silence_is_cancelled():
 
 
 @pytest.mark.usefixtures("_quick_beats")
-def test_who_was_held_up_itself_takes_nobody_for_silent(monkeypatch):
+def test_own_pause_is_not_the_peers_silence(monkeypatch):
     monkeypatch.setattr("engine.net.silence.MAX_BETWEEN_LOOKS_S", 0.1)
 
     async def run() -> None:

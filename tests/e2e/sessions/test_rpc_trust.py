@@ -1,4 +1,4 @@
-"""What a gRPC listener gives to a client that does not hold the secret: nothing, at no cost."""
+"""A gRPC listener gives nothing to a client without the secret, at no cost."""
 
 import asyncio
 import contextlib
@@ -99,7 +99,7 @@ def test_a_session_without_a_claim_or_with_a_made_up_one_is_refused(claim):
     with_server(test)
 
 
-def test_a_claim_that_was_overheard_cannot_be_used_again():
+def test_an_overheard_claim_cannot_be_replayed():
     async def test(address: str, refused: list[str]) -> None:
         claim = Claimant(SECRET, address, noise=bytes(16)).claim(await challenge(address))
         metadata = ((rpc._CLAIM, claim),)
@@ -182,7 +182,7 @@ def test_clients_that_leave_at_any_moment_leave_no_traceback(caplog):
     assert [r.getMessage() for r in caplog.records if r.name != "asyncio" and r.exc_info] == []
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- costs
 
 
 def _serve(addresses: Any) -> None:
@@ -210,7 +210,7 @@ def server() -> Iterator[tuple[str, int]]:
 
 
 def memory_mib(pid: int, field: str = "VmHWM") -> float:
-    """The most that a process has had in memory so far, or what it has now (VmRSS)."""
+    """Returns a process's peak memory so far, or its present one (VmRSS)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     [line] = [line for line in lines if line.startswith(field)]
     return int(line.split()[1]) / 1024

@@ -1,4 +1,4 @@
-"""What decoding can do, through the whole product: speculation, choices, structure, logprobs."""
+"""Decoding through the whole product: speculation, choices, structure, log-probabilities."""
 
 import json
 
@@ -120,8 +120,8 @@ def test_penalties_and_biases_change_the_answer(client):
     assert len({plain, penalised, biased}) == 3
 
 
-def test_what_was_drafted_is_told_and_counted(served):
-    """Whether drafts are worth it is learned, so it takes some answers until there are any."""
+def test_drafted_tokens_are_reported_and_counted(served):
+    """The gain of drafts is learned, so the first answers may have none."""
     body = {"prompt": "a = 1\n" * 30, "max_tokens": 64, "temperature": 0, "ignore_eos": True}
     headers = {"X-Baton-Timeline": "1"}
     answers = []

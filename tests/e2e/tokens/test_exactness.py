@@ -38,7 +38,7 @@ SAMPLINGS = [
 
 
 def generate(model: Path, inputs: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """What transformers itself answers, greedily, in fp32, one prompt at a time."""
+    """Returns transformers' own greedy answers in fp32, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -69,7 +69,7 @@ def narrowed() -> list[list[int]]:
     return answers_alone(PROMPTS, SAMPLINGS, num_tokens=NUM_TOKENS, formats=FP32_TO_INT8)
 
 
-def test_int8_decode_workers_go_on_from_what_fp32_prefill_workers_computed(wide, narrowed):
+def test_int8_decode_workers_continue_from_fp32_prefill_workers(wide, narrowed):
     with workers(PAIR, config=config(FP32_TO_INT8, Transport.SHM)) as running:
         first, fingerprint = serve(running, at_once=1)
         together, _ = serve(running, at_once=16)
@@ -79,12 +79,12 @@ def test_int8_decode_workers_go_on_from_what_fp32_prefill_workers_computed(wide,
     assert fingerprint.endswith("-wire_int8-decode_int8-prefill_fp32")
 
 
-def test_int8_in_the_decode_workers_is_not_what_fp32_is(wide, narrowed):
+def test_int8_decode_workers_differ_from_fp32(wide, narrowed):
     """Else the tests above would say nothing."""
     assert narrowed != wide
 
 
-def test_fp32_decode_workers_go_on_from_what_bf16_prefill_workers_computed():
+def test_fp32_decode_workers_continue_from_bf16_prefill_workers():
     with workers(PAIR, config=config(BF16_TO_FP32, Transport.AUTO)) as running:
         answers, fingerprint = serve(running, at_once=16)
     expected = answers_alone(PROMPTS, SAMPLINGS, num_tokens=NUM_TOKENS, formats=BF16_TO_FP32)

@@ -1,4 +1,4 @@
-"""A decode worker that computes prompts itself: told so directly, without a router's judgement.
+"""A decode worker that computes prompts itself, by direct messages without a router.
 
 Whatever a request asks for, its tokens are those of a hand-over and those of the model alone.
 """
@@ -64,7 +64,7 @@ from tests.kits.services.cluster import (
 pytestmark = pytest.mark.torch
 
 PREFILL, DECODE = WorkerId("prefill-0"), WorkerId("decode-1")
-PATIENT = RouterConfig(prefill_backlog_s=9.0)  # what it predicts here is not true
+PATIENT = RouterConfig(prefill_backlog_s=9.0)  # predictions are wrong here
 CHUNK_TOKENS = 48
 BLOCK_SIZE = 16  # tokens
 NUM_TOKENS = 16
@@ -75,7 +75,7 @@ LONG_PROMPT = prompts(7, vocab_size=4096, seed=22, shortest=480, longest=480)[-1
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of one sequence."""
+    """The results of one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Answer:
 
 
 class Link:
-    """A gateway's session with one worker, whose news are kept in the order in which they come."""
+    """A gateway's session with one worker. Messages are kept in order of arrival."""
 
     def __init__(self, address: str) -> None:
         self._client = SessionClient(address, SECRET)
@@ -130,7 +130,7 @@ class Link:
 
 @dataclass(slots=True)
 class Gateway:
-    """Sends requests to one worker or through both, as it is told."""
+    """Sends requests to one worker, or through both."""
 
     links: dict[WorkerId, Link]
     welcomes: dict[WorkerId, Welcome]
@@ -249,9 +249,7 @@ def alone() -> list[list[int]]:
     return answers_alone(PROMPTS, SAMPLINGS, num_tokens=NUM_TOKENS)
 
 
-def test_prompts_computed_by_a_decode_worker_are_answered_as_alone_beside_hand_overs_too(
-    running, alone
-):
+def test_prompts_computed_by_a_decode_worker_get_the_same_answers(running, alone):
     async def run() -> None:
         async with gateway(running) as g:
             says = {worker_id: w.prefills_locally for worker_id, w in g.welcomes.items()}
@@ -270,7 +268,7 @@ def test_prompts_computed_by_a_decode_worker_are_answered_as_alone_beside_hand_o
 
 def test_a_prefix_that_is_cached_or_pulled_changes_no_token(running):
     (long,) = answers_alone([LONG_PROMPT], SAMPLINGS[1:2], num_tokens=NUM_TOKENS)
-    half, whole = 240, 480 - BLOCK_SIZE  # of the last block at least one token is computed
+    half, whole = 240, 480 - BLOCK_SIZE  # at least one token of the last block is computed
 
     async def run() -> None:
         async with gateway(running) as g:
@@ -292,7 +290,7 @@ def test_a_prefix_that_the_prefill_worker_holds_is_pulled_and_not_computed(runni
             seq_id, _ = g._next(prompt, 1)
             limits = Limits(len(prompt) + 1)
             g.links[PREFILL].tell(Prefill(seq_id, prompt, SAMPLINGS[0], limits))
-            await g.links[PREFILL].hear(seq_id, PrefillDone)  # nobody decodes
+            await g.links[PREFILL].hear(seq_id, PrefillDone)  # no worker decodes
             pulled = await g.locally(prompt, SAMPLINGS[1], prefix_of=PREFILL)
             assert pulled.num_cached_tokens == len(prompt) - BLOCK_SIZE
             assert pulled.token_ids == expected
@@ -300,8 +298,8 @@ def test_a_prefix_that_the_prefill_worker_holds_is_pulled_and_not_computed(runni
     asyncio.run(run())
 
 
-def test_the_router_sends_a_short_prompt_there_while_the_prefill_worker_is_busy(running, alone):
-    """As predicted from what it is told beforehand, in C++ where that is built."""
+def test_short_prompts_go_to_the_decode_worker_while_prefill_is_busy(running, alone):
+    """The router predicts from given costs, in C++ if that is built."""
     told = Estimates(WorkerCosts(PrefillCost(0.0, 1e-3), DecodeCost(0.5, 0.0, 0.0)))
 
     async def run() -> None:
@@ -316,7 +314,7 @@ def test_the_router_sends_a_short_prompt_there_while_the_prefill_worker_is_busy(
     asyncio.run(run())
 
 
-def test_grammars_and_log_probabilities_are_those_of_a_hand_over(running):
+def test_grammars_and_log_probabilities_equal_those_of_a_hand_over(running):
     grammar = Sampling(temperature=1.0, seed=4, grammar=Grammar(GrammarKind.REGEX, "[a-z]{3,9}"))
     scored = Sampling(temperature=0.7, seed=5, logprobs=2, repetition_penalty=1.3)
 
@@ -333,7 +331,7 @@ def test_grammars_and_log_probabilities_are_those_of_a_hand_over(running):
     asyncio.run(run())
 
 
-def test_a_running_stream_goes_on_in_every_step_in_which_a_prompt_is_computed_beside_it(running):
+def test_a_running_stream_advances_in_every_step_beside_a_prompt(running):
     prompt = [11, *LONG_PROMPT[1:]]
     num_chunks = -(-len(prompt) // CHUNK_TOKENS)
 
@@ -345,9 +343,9 @@ def test_a_running_stream_goes_on_in_every_step_in_which_a_prompt_is_computed_be
             await g.locally(prompt, SAMPLINGS[1], num_tokens=1)
             kinds = [(type(message), message.seq_id) for message in link.heard]
             begin, end = kinds.index((PrefillStarted, "s2")), kinds.index((PrefillDone, "s2"))
-            # The last chunk's row is told of behind the stream's, for decode goes first.
+            # The last chunk's result comes after the stream's: decode rows go first.
             assert not stream.done(), "it ended too early to show anything"
             assert kinds[begin:end].count((Tokens, "s1")) == num_chunks
-            stream.cancel()  # the session ends, and the worker frees what it held
+            stream.cancel()  # the session ends, and the worker frees its blocks
 
     asyncio.run(run())

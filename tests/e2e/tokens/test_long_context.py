@@ -35,7 +35,7 @@ def max_model_len(url: str) -> int:
 def test_with_default_flags_a_request_without_max_tokens_is_answered(model):
     with serve(model, "--launcher", "process", kv_mib=None) as served:
         longest = max_model_len(served.url)
-        # Default KV memory is 256 MiB at least, and what is more depends on the machine.
+        # Default KV memory is at least 256 MiB; more depends on the machine.
         assert longest >= 256 // BLOCK_MIB * 16
         assert longest == min(131_072, served.num_blocks // 2 * 16)
         answer = post(served.url, prompt="def f(", **EOS_ALONE)
@@ -47,7 +47,7 @@ def test_with_default_flags_a_request_without_max_tokens_is_answered(model):
 
 @pytest.fixture(scope="module")
 def small(model):
-    """Workers whose KV memory holds `MAX_LEN` tokens, and which draft."""
+    """Workers that draft, with KV memory for `MAX_LEN` tokens."""
     options = ("--launcher", "process", "--speculate", "ngram")
     with serve(model, *options, kv_mib=NUM_BLOCKS * BLOCK_MIB) as running:
         assert max_model_len(running.url) == MAX_LEN
@@ -56,7 +56,7 @@ def small(model):
 
 @pytest.mark.parametrize("prompt_len", [1, 40, MAX_LEN - 1])
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_fits_exactly_is_answered_to_the_last_token(small, prompt_len, n):
+def test_a_request_that_fits_exactly_is_answered_to_the_last_token(small, prompt_len, n):
     body = {"prompt": [7] * prompt_len, "ignore_eos": True, "n": n}
     answer = post(small.url, **body, max_tokens=MAX_LEN - prompt_len)
     assert answer.status_code == 200, answer.text
@@ -64,7 +64,7 @@ def test_what_fits_exactly_is_answered_to_the_last_token(small, prompt_len, n):
 
 
 @pytest.mark.parametrize("prompt_len", [1, 40, MAX_LEN - 1, MAX_LEN])
-def test_one_token_more_can_never_fit_and_is_refused(small, prompt_len):
+def test_one_token_more_than_fits_is_refused(small, prompt_len):
     answer = post(small.url, prompt=[7] * prompt_len, max_tokens=MAX_LEN - prompt_len + 1)
     assert answer.status_code == 400
     error = answer.json()["error"]

@@ -42,7 +42,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_hubs_model_is_stored_under_its_commit_and_only_what_baton_reads(hub, tmp_path):
+def test_a_hub_model_is_stored_under_its_commit_with_needed_files_only(hub, tmp_path):
     commit = hub.commit(MODEL)
     folder = local_model(f"hf://{fake.NAME}", cache=tmp_path)
     assert folder == tmp_path / "hub" / "org--tiny" / commit
@@ -56,7 +56,7 @@ def test_a_gateway_fetches_no_weights(hub, tmp_path):
     assert hub.num_downloads("model.safetensors") == 0
 
 
-def test_what_is_stored_is_not_fetched_again_and_a_new_version_comes_beside_it(hub, tmp_path):
+def test_stored_models_are_not_fetched_again_and_versions_coexist(hub, tmp_path):
     hub.commit(MODEL)
     old = local_model(f"hf://{fake.NAME}", cache=tmp_path)
     assert local_model(f"hf://{fake.NAME}@main", cache=tmp_path) == old
@@ -68,9 +68,7 @@ def test_what_is_stored_is_not_fetched_again_and_a_new_version_comes_beside_it(h
     assert (new / "config.json").read_bytes() == b'{"new": 1}'
 
 
-def test_a_stored_commit_needs_no_hub_and_a_branch_says_which_commits_there_are(
-    hub, tmp_path, monkeypatch
-):
+def test_a_stored_commit_needs_no_hub_and_a_branch_lists_commits(hub, tmp_path, monkeypatch):
     commit = hub.commit(MODEL)
     there = local_model(f"hf://{fake.NAME}", cache=tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", nobody_listens())
@@ -79,20 +77,20 @@ def test_a_stored_commit_needs_no_hub_and_a_branch_says_which_commits_there_are(
         local_model(f"hf://{fake.NAME}", cache=tmp_path)
 
 
-def test_a_branch_is_pinned_to_the_commit_that_it_is(hub, tmp_path):
+def test_a_branch_is_pinned_to_its_present_commit(hub, tmp_path):
     commit = hub.commit(MODEL)
     hub.commit({**MODEL, "config.json": b'{"new": 1}'}, branch="next")
     assert pinned(f"hf://{fake.NAME}") == f"hf://{fake.NAME}@{commit}"
     assert not hub.requests
 
 
-def test_a_revision_that_is_not_there_is_named(hub, tmp_path):
+def test_a_missing_revision_is_named(hub, tmp_path):
     hub.commit(MODEL)
     with pytest.raises(ConfigError, match="there is no revision 'v9'"):
         local_model(f"hf://{fake.NAME}@v9", cache=tmp_path)
 
 
-def test_a_model_that_is_not_there_may_need_a_token(hub, tmp_path):
+def test_a_missing_models_error_mentions_the_token(hub, tmp_path):
     with pytest.raises(ConfigError, match=r"no such model.*HF_TOKEN"):
         local_model("hf://org/other", cache=tmp_path)
 
@@ -104,7 +102,7 @@ def test_a_repository_without_config_is_refused_before_anything_is_fetched(hub, 
     assert not hub.requests
 
 
-def test_a_download_that_breaks_off_leaves_nothing_that_looks_whole(hub, tmp_path):
+def test_an_interrupted_download_does_not_look_complete(hub, tmp_path):
     hub.commit(MODEL)
     hub.cut_after_bytes = 1000
     with pytest.raises(ConfigError, match=r"the download failed|is not as long"):
@@ -115,7 +113,7 @@ def test_a_download_that_breaks_off_leaves_nothing_that_looks_whole(hub, tmp_pat
     assert contents(folder) == {name: MODEL[name] for name in WANTED}
 
 
-def test_no_space_is_told_before_the_download(hub, tmp_path, monkeypatch):
+def test_missing_space_is_reported_before_the_download(hub, tmp_path, monkeypatch):
     hub.commit(MODEL)
     usage = SimpleNamespace(free=model_source.SPARE_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -147,7 +145,7 @@ def test_a_stored_file_that_others_can_write_to_is_refused(hub, tmp_path):
         local_model(f"hf://{fake.NAME}@{commit}", cache=tmp_path)
 
 
-def test_what_is_stored_is_its_owners_whatever_the_umask(hub, tmp_path):
+def test_stored_files_are_private_under_any_umask(hub, tmp_path):
     hub.commit(MODEL)
     umask = os.umask(0)
     try:
@@ -166,7 +164,7 @@ print(local_model(sys.argv[1], cache=Path(sys.argv[2])))
 """
 
 
-def test_processes_that_want_the_same_model_at_once_fetch_it_once(hub, tmp_path):
+def test_concurrent_processes_fetch_a_model_once(hub, tmp_path):
     commit = hub.commit(MODEL)
     command = [sys.executable, "-c", SCRIPT, f"hf://{fake.NAME}", str(tmp_path)]
 
@@ -182,13 +180,13 @@ def test_processes_that_want_the_same_model_at_once_fetch_it_once(hub, tmp_path)
     assert hub.num_downloads("model.safetensors") == 1
 
 
-def test_offline_is_one_clear_line(tmp_path, monkeypatch):
+def test_offline_mode_gives_one_clear_error_line(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", nobody_listens())
     with pytest.raises(ConfigError, match=r"^hf://org/tiny@main: the hub cannot be asked: [^\n]+$"):
         local_model("hf://org/tiny", cache=tmp_path)
 
 
-def test_a_folder_of_a_store_is_fetched_and_what_changed_comes_beside_it(tmp_path):
+def test_a_store_folder_is_fetched_and_changed_versions_coexist(tmp_path):
     store, cache = tmp_path / "store", tmp_path / "cache"
     shutil.copytree(BUNDLED_MODEL, store)
     (store / "old.bin").write_bytes(b"a pickle")
@@ -213,7 +211,7 @@ def test_a_store_in_memory_gives_what_was_put_there(tmp_path):
         local_model("memory://models/gone", cache=tmp_path)
 
 
-def test_a_scheme_that_nobody_knows_or_whose_package_is_absent_is_told(tmp_path, monkeypatch):
+def test_unknown_schemes_and_missing_packages_are_reported(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="Protocol not known: tape"):
         local_model("tape://a/b", cache=tmp_path)
     monkeypatch.setitem(sys.modules, "s3fs", None)

@@ -52,10 +52,10 @@ def row_of(r: Rig, name: str):
     return row
 
 
-# ---------------------------------------------------------------- what is drafted
+# ---------------------------------------------------------------- the choice of drafts
 
 
-def test_the_draft_model_is_asked_and_what_it_has_right_is_taken():
+def test_correct_tokens_of_the_draft_model_are_taken():
     r = rig()
     arrive(r, "a", 6)
     r.play(
@@ -70,7 +70,7 @@ def test_the_draft_model_is_asked_and_what_it_has_right_is_taken():
     )
 
 
-def test_what_followed_the_same_tokens_is_drafted():
+def test_tokens_that_followed_the_same_tokens_are_drafted():
     r = rig(Proposer.NGRAM, 4)
     arrive(r, "a", REPEATING, 3)
     r.step((4, 5, 9))
@@ -89,7 +89,7 @@ def test_without_a_match_a_row_is_plain():
     assert (r.decode.counters["steps"], r.decode.counters["step_tokens"]) == (1, 1)
 
 
-def test_what_came_of_a_draft_is_learned_and_forgotten_with_the_sequence():
+def test_results_of_drafts_are_learned_and_forgotten_with_the_sequence():
     r = rig()
     arrive(r, "a", 6)
     r.step((7, 8, 9))
@@ -111,7 +111,7 @@ def test_a_draft_leaves_room_for_the_token_that_follows_it(more, drafted):
 
 
 @pytest.mark.parametrize(("least", "drafted"), [(0, 3), (1, 3), (2, 0), (3, 1), (4, 2), (5, 3)])
-def test_what_is_banned_for_one_token_of_a_row_is_banned_for_all(least, drafted):
+def test_a_ban_for_one_token_of_a_row_holds_for_all(least, drafted):
     r = rig()
     arrive(r, "a", 6, least=least, stops=(5,))
     r.step()
@@ -154,7 +154,7 @@ def test_blocks_for_kept_tokens_stay():
     r.play([(Blocks(), blocks(free=4, owned=4))])
 
 
-def test_a_draft_is_as_long_as_memory_allows_and_drives_nobody_out():
+def test_a_draft_is_as_long_as_memory_allows_and_preempts_no_sequence():
     r = rig(num_blocks=4, num_tokens=6)
     arrive(r, "a", 6)
     arrive(r, "b", range(20, 26))
@@ -245,7 +245,7 @@ def test_the_draft_model_computes_its_last_proposal_if_that_was_kept():
     assert seen == [[SAMPLED], [3, 4], [5], [7], [1, 2]]
 
 
-def test_tokens_that_the_draft_model_left_out_are_made_up_for_when_a_block_is_full():
+def test_the_draft_model_catches_up_when_a_block_is_full():
     r = rig(None)
     arrive(r, "a", 6)
     seen = []
@@ -285,10 +285,10 @@ def test_drafts_of_ngrams_leave_the_draft_model_behind_until_a_block_is_full():
     assert seen == [[3], [], [4, 5, 1, 2], []]
 
 
-# ---------------------------------------------------------------- what a row is told
+# ---------------------------------------------------------------- contents of a row
 
 
-def test_rows_know_the_tokens_where_penalties_ask_for_them():
+def test_rows_carry_their_tokens_if_there_are_penalties():
     r = rig()
     arrive(r, "a", 6, sampling=Sampling(presence_penalty=1.0))
     arrive(r, "b", range(20, 23))
@@ -298,7 +298,7 @@ def test_rows_know_the_tokens_where_penalties_ask_for_them():
     assert (a.prompt_len, b.history) == (6, None)
 
 
-# ---------------------------------------------------------------- messages that nobody should send
+# ---------------------------------------------------------------- invalid messages
 
 
 @pytest.mark.parametrize("token_id", [5, 99], ids=["stop", "length"])
@@ -327,7 +327,7 @@ def test_a_first_token_beyond_the_vocabulary_gives_the_sequence_back():
     )
 
 
-def test_an_id_that_is_in_use_is_not_used_twice():
+def test_an_id_in_use_is_refused():
     r = rig()
     arrive(r, "a", 6)
     again = given_back("a", "the id is in use", gateway="g2")

@@ -1,4 +1,4 @@
-"""Proposals from what followed the same tokens before."""
+"""Proposals from the tokens that followed the same tokens before."""
 
 import pytest
 from hypothesis import given
@@ -86,7 +86,7 @@ def test_the_longest_run_wins_and_of_equals_the_most_recent(token_ids, match):
     assert index_of(token_ids).find() == match
 
 
-def test_a_period_goes_on():
+def test_a_periodic_sequence_is_continued():
     token_ids = [1, 2, 3, 1, 2, 3]
     index = index_of(token_ids)
     match = index.find()
@@ -94,7 +94,7 @@ def test_a_period_goes_on():
     assert index.follow(match, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_a_long_prompt_is_taken_in_bit_by_bit():
+def test_a_long_prompt_is_indexed_over_several_steps():
     token_ids = list(range(100))
     index = NgramIndex(token_ids)
     assert [index.index(40) for _ in range(4)] == [40, 40, 19, 0]
@@ -104,7 +104,7 @@ def test_a_long_prompt_is_taken_in_bit_by_bit():
     assert index.find() == Match(2, 2)
 
 
-def test_nothing_is_found_in_what_is_not_indexed_yet():
+def test_tokens_that_are_not_indexed_are_not_found():
     token_ids = [*range(100), 0, 1, 90, 91]
     index = NgramIndex(token_ids)
     index.index(50)

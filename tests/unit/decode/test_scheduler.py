@@ -105,7 +105,7 @@ def test_a_step_computes_the_first_token_in_the_block_that_follows_a_full_one():
     assert (list(row.token_ids), row.start, list(row.block_table)) == ([99], 8, [0, 1, 2])
 
 
-def test_news_of_unknown_sequences_changes_nothing():
+def test_events_of_unknown_sequences_change_nothing():
     unknown = [first("x"), cancel("x"), pull_done("x"), pull_failed("x"), lost("nobody")]
     rig().play([(event, []) for event in unknown])
 
@@ -155,7 +155,7 @@ def test_arriving_and_running_sequences_together_are_bounded():
     )
 
 
-def test_what_is_cached_is_not_pulled():
+def test_cached_blocks_are_not_pulled():
     r = rig()
     arrive(r, "a", 9)
     r.play(
@@ -170,7 +170,7 @@ def test_what_is_cached_is_not_pulled():
     )
 
 
-def test_a_sequence_of_which_all_is_cached_starts_an_empty_pull():
+def test_a_fully_cached_sequence_starts_an_empty_pull():
     r = rig()
     arrive(r, "a", 8)
     r.play(
@@ -265,7 +265,7 @@ def test_a_pull_that_ends_well_just_before_its_abort_leaves_its_blocks_cached():
     )
 
 
-def test_memory_of_an_aborted_pull_is_not_given_to_others():
+def test_blocks_of_an_aborted_pull_are_not_reused_before_it_ends():
     rig(num_blocks=3).play(
         [
             (decode("a", 6), [hold("a", 2)]),
@@ -402,7 +402,7 @@ def test_blocks_of_a_failed_pull_are_not_found_by_others():
         ((0, 1, 2), 2, [2]),  # the last block is not full, so it has no hash
     ],
 )
-def test_the_next_attempt_pulls_only_what_a_failed_pull_did_not_bring(arrived, kept, missing):
+def test_the_next_attempt_pulls_only_the_missing_blocks(arrived, kept, missing):
     r = rig()
     r.take(decode("a", 10))
     r.step()
@@ -421,7 +421,7 @@ def test_the_next_attempt_pulls_only_what_a_failed_pull_did_not_bring(arrived, k
     assert r.decode.counters["kept_blocks"] == kept
 
 
-def test_what_a_failed_pull_brought_continues_what_was_cached():
+def test_blocks_of_a_failed_pull_extend_the_cached_prefix():
     r = rig()
     arrive(r, "a", 4)
     r.take(cancel("a"))
@@ -438,7 +438,7 @@ def test_what_a_failed_pull_brought_continues_what_was_cached():
     assert [index for index, _ in started.blocks] == [2, 3]
 
 
-def test_what_a_cancelled_pull_brought_stays_too():
+def test_blocks_of_a_cancelled_pull_stay_cached():
     rig().play(
         [
             (decode("a", 9), [hold("a", 3)]),
@@ -450,7 +450,7 @@ def test_what_a_cancelled_pull_brought_stays_too():
     )
 
 
-def test_how_long_a_pull_took_is_told():
+def test_the_time_of_a_pull_is_reported():
     rig().play(
         [
             (decode("a", 6), [hold("a", 2)]),
@@ -602,7 +602,7 @@ def test_preempting_goes_on_until_a_block_comes_free():
     )
 
 
-# ---------------------------------------------------------------- steps held for what has moved
+# ---------------------------------------------------------------- steps held for moved sequences
 
 
 @pytest.fixture
@@ -622,7 +622,7 @@ def held() -> Rig:
     return r
 
 
-def test_a_step_is_held_for_what_has_moved_here_so_that_it_is_in_it(held):
+def test_a_step_is_held_so_that_moved_sequences_are_in_it(held):
     held.now_s += HOLD_S / 2
     held.play(
         [
@@ -639,14 +639,14 @@ def test_a_step_is_held_for_what_has_moved_here_so_that_it_is_in_it(held):
     assert held.decode.counters["held_steps:late"] == 0
 
 
-def test_a_step_is_not_held_for_long_and_none_after_it(held):
+def test_a_step_is_held_briefly_and_the_next_one_is_not(held):
     held.now_s += HOLD_S
     held.play([(Step(), [Ran("a", 4, 5), token("a")]), (Step(), [Ran("a", 5, 6), token("a")])])
     assert held.core.held_until_s is None
     assert held.decode.counters["held_steps"] == held.decode.counters["held_steps:late"] == 1
 
 
-def test_who_comes_while_a_step_is_held_does_not_hold_it_for_longer(held):
+def test_later_arrivals_do_not_extend_a_held_step(held):
     held.now_s += HOLD_S / 2
     held.take(decode("c", range(40, 43), is_moved=True))
     held.play([(Step(), [pull("c", (0, 4))])])
@@ -655,7 +655,7 @@ def test_who_comes_while_a_step_is_held_does_not_hold_it_for_longer(held):
     held.play([(Step(), [Ran("a", 4, 5), token("a")]), (Step(), [Ran("a", 5, 6), token("a")])])
 
 
-def test_who_comes_later_holds_a_step_of_its_own(held):
+def test_a_later_arrival_holds_a_step_of_its_own(held):
     held.now_s += HOLD_S
     held.step()
     held.now_s += REST_S
@@ -664,7 +664,7 @@ def test_who_comes_later_holds_a_step_of_its_own(held):
     assert held.core.held_until_s == held.now_s + HOLD_S
 
 
-def test_who_comes_soon_after_a_held_step_holds_none(held):
+def test_no_step_is_held_soon_after_a_held_step(held):
     held.take(pull_done("b"))
     held.step()  # which was held
     held.take(decode("c", range(40, 43), is_moved=True))
@@ -682,7 +682,7 @@ def test_who_comes_soon_after_a_held_step_holds_none(held):
     assert held.decode.counters["held_steps"] == 1
 
 
-def test_a_step_that_nobody_waits_for_is_not_counted_as_held_and_others_may_follow():
+def test_a_hold_that_delays_no_sequence_is_not_counted():
     r = rig()
     for name, prompt in (("a", range(3)), ("b", range(20, 25))):
         r.take(decode(name, prompt, is_moved=True))
@@ -695,7 +695,7 @@ def test_a_step_that_nobody_waits_for_is_not_counted_as_held_and_others_may_foll
 
 
 @pytest.mark.parametrize("event", [pull_failed("b"), cancel("b"), lost("g2")])
-def test_a_step_is_not_held_for_what_will_not_come(event):
+def test_a_step_is_not_held_for_a_failed_pull(event):
     r = rig()
     arrive(r, "a", 3)
     r.take(decode("b", range(20, 25), is_moved=True, gateway="g2"))
@@ -705,7 +705,7 @@ def test_a_step_is_not_held_for_what_will_not_come(event):
     assert r.step() == [decoding("a"), Ran("a", 3, 4), token("a")]
 
 
-def test_prompts_are_held_with_the_rest():
+def test_prompts_wait_for_a_held_step_too():
     r = Rig(Role.MIXED)
     r.take(decode("b", range(20, 25), is_moved=True))
     r.take(prefill("c", 3))
@@ -716,7 +716,7 @@ def test_prompts_are_held_with_the_rest():
     assert [row.seq_id for row in r.rows] == ["b", "c"]
 
 
-# ---------------------------------------------------------------- copies of what runs elsewhere
+# ---------------------------------------------------------------- copies
 
 
 def hold_copy(r: Rig, name: str, prompt, **fields) -> None:
@@ -726,7 +726,7 @@ def hold_copy(r: Rig, name: str, prompt, **fields) -> None:
     r.take(pull_done(name))
 
 
-def test_a_copy_that_has_no_room_is_given_back_and_nobody_waits_behind_it():
+def test_a_copy_without_room_is_given_back_and_blocks_no_sequence():
     r = rig(num_blocks=5)
     arrive(r, "a", 7)
     r.play(
@@ -751,7 +751,7 @@ def test_a_copy_that_has_no_room_is_given_back_and_nobody_waits_behind_it():
     assert r.decode.counters["copies_dropped"] == 1
 
 
-def test_copies_go_before_anybody_that_runs_when_memory_is_short():
+def test_copies_are_dropped_before_running_sequences():
     r = rig(num_blocks=5)
     arrive(r, "a", 8)
     for name, prompt in (("old.copy", range(20, 24)), ("young.copy", range(40, 44))):
@@ -768,7 +768,7 @@ def test_copies_go_before_anybody_that_runs_when_memory_is_short():
     assert r.decode.counters["preempted"] == 0
 
 
-def test_copies_go_before_a_sequence_waits_for_memory():
+def test_copies_are_dropped_before_a_sequence_waits_for_memory():
     r = rig(num_blocks=3)
     hold_copy(r, "moved.copy", range(8))
     r.play(
@@ -782,14 +782,14 @@ def test_copies_go_before_a_sequence_waits_for_memory():
     )
 
 
-def test_a_copy_that_is_here_takes_no_row_of_those_that_may_run():
+def test_a_complete_copy_takes_no_running_place():
     r = rig(max_running=1)
     hold_copy(r, "moved.copy", range(8))
     assert r.decode.num_waiting == 1
     r.play([(decode("b", range(20, 23)), [hold("b", 1)]), (Step(), [pull("b", (0, 2))])])
 
 
-def test_a_copy_is_held_until_it_is_cancelled_and_found_by_what_follows():
+def test_a_copy_is_held_until_cancelled_and_its_blocks_are_found():
     r = rig()
     hold_copy(r, "moved.copy", range(8))
     r.play(
@@ -803,7 +803,7 @@ def test_a_copy_is_held_until_it_is_cancelled_and_found_by_what_follows():
     )
 
 
-def test_copies_of_a_lost_gateway_are_let_go_of():
+def test_copies_of_a_lost_gateway_are_released():
     r = rig()
     hold_copy(r, "moved.copy", range(8), gateway="g1")
     r.play([(lost("g1"), []), (Blocks(), blocks(free=6, cached=2))])
@@ -813,9 +813,9 @@ def test_copies_of_a_lost_gateway_are_let_go_of():
 @given(
     st.lists(st.tuples(st.sampled_from(["decode", "copy", "step", "cancel"]), st.integers(1, 9)))
 )
-def test_nobody_waits_or_goes_for_want_of_memory_while_a_copy_is_held(events):
+def test_no_sequence_waits_or_is_preempted_while_a_copy_is_held(events):
     r = rig(num_blocks=6, max_running=9)
-    alive: dict[str, bool] = {}  # whether it is a copy that is here
+    alive: dict[str, bool] = {}  # by sequence id: True for a complete copy
     waiting: set[str] = set()  # that are no copies, for memory
 
     def step() -> None:

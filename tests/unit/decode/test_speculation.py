@@ -1,4 +1,4 @@
-"""How much is drafted, on machines whose steps have a known cost and drafts of known quality.
+"""The number of drafted tokens, on machines with known step costs and drafts of known quality.
 
 The scheduler and its speculator are real; the runner knows the answers and how long each step takes
 on the machine that it plays, disturbances included.
@@ -195,21 +195,21 @@ def test_a_poor_draft_costs_less_than_three_percent(machine, acceptance, batch):
     assert bench.gain(2000 if batch < 32 else 500) >= 0.97
 
 
-def test_a_fair_draft_costs_nothing_where_a_batch_leaves_no_time_for_it():
+def test_a_fair_draft_costs_nothing_in_a_full_batch():
     bench = Bench(Speculate.DRAFT, FULL, batch=32, acceptance=0.6)
     assert bench.gain(500) >= 0.97
 
 
 @pytest.mark.parametrize("mode", [Speculate.NGRAM, Speculate.AUTO])
 @pytest.mark.parametrize("batch", [1, 16])
-def test_matches_that_mean_nothing_cost_less_than_three_percent(mode, batch):
+def test_random_matches_cost_less_than_three_percent(mode, batch):
     noise = Texts(vocab_size=12)  # so few that runs of two are always found
     bench = Bench(mode, LAPTOP, batch=batch, acceptance=0.02, texts=noise)
     assert bench.gain(1000) >= 0.97
 
 
 @pytest.mark.parametrize("mode", [Speculate.OFF, Speculate.NGRAM])
-def test_a_draft_model_that_nobody_asks_costs_less_than_three_percent(mode):
+def test_an_unused_draft_model_costs_less_than_three_percent(mode):
     bench = Bench(mode, FULL, batch=32)
     assert bench.gain(400) >= 0.97
     assert bench.decode.counters["drafted:draft"] == 0
@@ -300,13 +300,13 @@ def speculator(mode=Speculate.AUTO, *, has_draft_model=True) -> Speculator:
     return Speculator(mode, max_draft_tokens=8, has_draft_model=has_draft_model)
 
 
-def test_nothing_is_drafted_where_it_is_switched_off():
+def test_nothing_is_drafted_if_speculation_is_off():
     candidates = [Candidate(SeqId("a"), 100, 8, match_len=16)]
     assert speculator(Speculate.OFF).plan(candidates) == [None]
 
 
 @pytest.mark.parametrize("mode", [Speculate.DRAFT, Speculate.AUTO])
-def test_without_a_draft_model_nothing_is_expected_of_it(mode):
+def test_without_a_draft_model_it_is_not_proposed(mode):
     candidates = [Candidate(SeqId("a"), 100, 8, match_len=0)]
     chooser = speculator(mode, has_draft_model=False)
     assert [chooser.plan(candidates) for _ in range(100)] == [[None]] * 100
@@ -330,7 +330,7 @@ def test_a_draft_is_never_longer_than_it_may_be(max_tokens):
             assert (0 if proposal is None else proposal.num_tokens) <= max_tokens
 
 
-def test_a_sequence_that_the_draft_model_has_lost_is_not_drafted_by_it():
+def test_the_draft_model_skips_sequences_it_is_too_far_behind():
     candidates = [Candidate(SeqId("a"), 9000, 8, num_unseen=5000)]
     chooser = speculator(Speculate.DRAFT)
     assert [chooser.plan(candidates) for _ in range(100)] == [[None]] * 100

@@ -1,4 +1,4 @@
-"""Records in another format hold what the text of `engine.layout` says, token by token."""
+"""Converted records match the definition in `engine.layout`, token by token."""
 
 import math
 import struct
@@ -139,7 +139,7 @@ def random_records(layout, num_records=2, exponent=0):
 
 @pytest.mark.parametrize("exponent", [-44, -40, -3, 0, 30])
 @pytest.mark.parametrize(("source", "to"), PAIRS)
-def test_each_token_of_a_record_is_what_the_text_says(source, to, exponent):
+def test_tokens_are_stored_as_the_layout_document_says(source, to, exponent):
     layout, sink_layout = layout_of(source), layout_of(to)
     records = random_records(layout, exponent=exponent)
     found = convert(records, layout, to)
@@ -166,7 +166,7 @@ def test_numbers_are_not_rounded_twice_to_formats_with_scales():
 
 
 @pytest.mark.parametrize(("source", "to"), PAIRS)
-def test_what_is_called_exact_comes_back_as_it_was(source, to):
+def test_exact_conversions_return_the_same_numbers(source, to):
     layout = layout_of(source)
     records = random_records(layout)
     if (to, source) in PAIRS:
@@ -177,13 +177,13 @@ def test_what_is_called_exact_comes_back_as_it_was(source, to):
             assert not np.array_equal(back, records)
 
 
-def test_only_what_keeps_every_number_is_exact():
+def test_only_lossless_conversions_are_exact():
     exact = {(source, to) for source in KVFormat for to in KVFormat if is_exact(source, to)}
     equal = {(kv_format, kv_format) for kv_format in KVFormat}
     assert exact == equal | {(KVFormat.BF16, KVFormat.FP32)}
 
 
-def test_every_number_of_fp8_survives_and_halves_go_to_the_even_one():
+def test_fp8_numbers_survive_and_halves_round_to_even():
     codes = [*range(0x7F), *range(0x80, 0xFF)]
     numbers = [fp8_value(code) for code in codes]
     halves = [(fp8_value(code) + fp8_value(code + 1)) / 2 for code in range(0x7E)]
@@ -224,7 +224,7 @@ def test_there_may_be_no_records_no_sections_and_no_heads(source, to):
         assert convert(np.zeros((2, 0), np.uint8), layout, to).shape == (2, 0)
 
 
-def test_what_is_not_such_records_is_refused():
+def test_arrays_that_are_not_records_are_refused():
     layout = layout_of(KVFormat.FP32)
     records = random_records(layout)
     bf16_bytes = layout_of(KVFormat.BF16).block_bytes

@@ -1,4 +1,4 @@
-"""The sink's half of the lease protocol: what it asks, when it fetches, and what it believes."""
+"""The sink's end of the lease protocol: its questions, its fetches, and good blocks."""
 
 import pytest
 
@@ -124,7 +124,7 @@ def test_the_first_hold_at_a_source_introduces_the_sink():
     assert body.identity == IDENTITY
 
 
-def test_a_second_hold_before_the_answer_says_nothing_more():
+def test_a_second_hold_before_the_answer_sends_nothing():
     assert waiting().hold("t", lease("m"), 0.0) == []
 
 
@@ -170,14 +170,14 @@ def test_after_a_refusal_the_next_hold_introduces_the_sink_again():
     assert isinstance(effect.message, Attach)
 
 
-def test_a_source_that_answers_as_somebody_else_is_not_believed():
+def test_an_answer_from_another_incarnation_fails_the_pulls():
     effects = waiting().receive(
         ADDRESS, Attached("life 2", IDENTITY, NUM_SOURCE_BLOCKS, OFFERS), 0.1
     )
     assert effects == [PullFailed("s", "source restarted"), CloseSource(ADDRESS)]
 
 
-def test_a_lease_of_a_restarted_source_ends_everything_of_its_former_life(sink):
+def test_a_restarted_source_fails_all_pulls_of_its_old_incarnation(sink):
     effects = sink.hold("t", lease("m", source=RESTARTED), 0.1)
     assert effects[:2] == [PullFailed("s", "source restarted"), CloseSource(ADDRESS)]
     assert isinstance(effects[2].message, Attach)
@@ -210,7 +210,7 @@ def test_a_pull_in_one_go():
     sink.validate()
 
 
-def test_what_becomes_ready_later_is_fetched_then():
+def test_blocks_that_become_ready_later_are_fetched_then():
     sink = attached()
     assert sink.start("s", ((0, 50), (1, 51)), 0.1) == []
     assert sink.receive(ADDRESS, Ready("l", 0, [7]), 0.2) == [
@@ -223,7 +223,7 @@ def test_what_becomes_ready_later_is_fetched_then():
     assert copied(sink, 1, now_s=0.5) == [to(Release("l", 0))]
 
 
-def test_only_what_is_wanted_is_fetched():
+def test_only_wanted_blocks_are_fetched():
     sink = attached()
     sink.start("s", ((2, 52),), 0.1)
     assert sink.receive(ADDRESS, Ready("l", 0, [6, 7, 8]), 0.2) == [
@@ -304,12 +304,12 @@ def test_ready_blocks_are_taken_in_order_and_once(told, fetched):
         (Ready("l", -2, [0, 1]), "source named too many blocks"),
     ],
 )
-def test_a_source_that_names_what_cannot_be_ends_the_pull(ready, reason):
+def test_impossible_block_ids_end_the_pull(ready, reason):
     sink = attached()
     assert sink.receive(ADDRESS, ready, 0.1) == [PullFailed("s", reason), to(Release("l", 0))]
 
 
-def test_a_source_speaks_for_its_own_leases_only():
+def test_messages_about_another_sources_lease_are_ignored():
     sink = pulling(ready=1)
     sink.hold("t", lease("m", source=ANOTHER), 0.0)
     sink.receive(ELSEWHERE, Attached("life 3", IDENTITY, NUM_SOURCE_BLOCKS, Offers()), 0.0)
@@ -322,12 +322,12 @@ def test_a_source_speaks_for_its_own_leases_only():
 @pytest.mark.parametrize(
     "message", [Ready("x", 0, [1]), Ended("x", "released", 0), Data("x", [0], 0)]
 )
-def test_news_of_an_unknown_lease_is_ignored(sink, message):
+def test_messages_about_an_unknown_lease_are_ignored(sink, message):
     assert sink.receive(ADDRESS, message, 0.1) == []
 
 
 @pytest.mark.parametrize("message", [ACCEPT, Ready("l", 0, [1]), Ended("l", "revoked")])
-def test_news_of_an_unknown_source_is_ignored(sink, message):
+def test_messages_of_an_unknown_source_are_ignored(sink, message):
     assert sink.receive(ELSEWHERE, message, 0.1) == []
 
 
@@ -357,7 +357,7 @@ def test_data_goes_to_the_blocks_that_wait_for_it():
     assert sink.places(ADDRESS, Data("l", [0, 1], 0)) == [50, 51]
 
 
-def test_data_that_nobody_waits_for_has_no_place():
+def test_data_without_a_waiting_pull_has_no_place():
     sink = pulling(window_blocks=2)
     copied(sink, 0, now_s=0.0)  # and so 2 is requested, and 3 is not
     assert sink.places(ADDRESS, Data("l", [0, 1, 2, 3, 99, -1], 0)) == [
@@ -384,12 +384,12 @@ def test_data_that_comes_after_the_end_has_no_place_and_no_effect(sink):
     assert sink.fetch_failed("l", "broken", 0.2) == []
 
 
-def test_blocks_that_cannot_be_brought_end_the_pull():
+def test_blocks_that_cannot_be_fetched_end_the_pull():
     effects = pulling().fetch_failed("l", "no way in", 0.1)
     assert effects == [PullFailed("s", "no way in"), to(Release("l", 0))]
 
 
-def test_damaged_blocks_are_asked_for_again_and_again_but_not_for_ever():
+def test_damaged_blocks_are_asked_for_again_a_limited_number_of_times():
     sink = pulling()
     again = [Fetch("s", ADDRESS, "l", (1, 2), (1, 2), (51, 52))]
     for _ in range(MAX_DAMAGED):
@@ -401,14 +401,14 @@ def test_damaged_blocks_are_asked_for_again_and_again_but_not_for_ever():
     ]
 
 
-def test_damage_to_what_nobody_waits_for_changes_nothing():
+def test_damaged_data_without_a_waiting_pull_changes_nothing():
     sink = pulling()
     copied(sink, 1)
     assert sink.damaged("l", (1,), 0.1) == []
     assert sink.damaged("x", (0,), 0.1) == []
 
 
-# ---------------------------------------------------------------- batches, and what is lost
+# ---------------------------------------------------------------- batches, and lost blocks
 
 
 def test_a_fetch_brings_no_more_than_a_batch():
@@ -459,7 +459,7 @@ def test_blocks_lost_on_the_way_are_asked_for_again():
     assert to(Release("l", 0)) in sent(sink, 1, 3, now_s=2.5)
 
 
-def test_what_nobody_sends_is_not_asked_for_again():
+def test_one_sided_reads_are_not_asked_for_again():
     sink = attached()
     sink.use_transport(ADDRESS, Means("nixl"))
     sink.receive(ADDRESS, Ready("l", 0, [7]), 0.0)
@@ -467,7 +467,7 @@ def test_what_nobody_sends_is_not_asked_for_again():
     assert sink.sweep(TIMING.reread_s) == [to(Hold("l", 1, 1))]
 
 
-# ---------------------------------------------------------------- what a failed pull leaves
+# ---------------------------------------------------------------- good blocks of failed pulls
 
 
 def test_blocks_that_the_source_sent_are_good_whatever_follows():
@@ -487,7 +487,7 @@ def test_blocks_that_were_copied_are_good_when_a_later_hold_was_answered():
 
 
 @pytest.mark.parametrize("stamp", [None, 0, 99])
-def test_no_other_answer_vouches_for_a_copy(stamp):
+def test_only_the_answer_to_a_later_hold_makes_copies_good(stamp):
     sink = pulling()
     copied(sink, 0, 1)
     sink.sweep(1.0)
@@ -514,7 +514,7 @@ def test_a_pull_of_blocks_that_were_all_sent_waits_for_no_confirmation():
     assert sink.num_pulls == 0
 
 
-def test_its_release_is_repeated_all_the_same():
+def test_the_release_of_a_pull_that_is_done_is_repeated():
     sink = done_early()
     assert sink.sweep(1.0) == [to(Release("l", 0))]
     assert sink.sweep(2.0) == [to(Release("l", 0))]
@@ -522,7 +522,7 @@ def test_its_release_is_repeated_all_the_same():
     assert sink.num_pulls == 0
 
 
-def test_nothing_more_is_reported_of_it():
+def test_a_pull_that_is_done_reports_nothing_more():
     sink = done_early()
     assert sink.abort("s", 0.6) == []
     assert sink.sweep(TIMING.silence_s + 0.5) == [CloseSource(ADDRESS)]
@@ -538,7 +538,7 @@ def test_one_copied_block_makes_the_confirmation_necessary():
 # ---------------------------------------------------------------- how long it took
 
 
-def test_what_is_on_its_way_before_the_last_block_is_computed_is_hidden():
+def test_transfer_time_before_the_last_block_is_computed_is_hidden():
     sink = attached()
     sink.start("s", ((0, 50), (1, 51), (2, 52), (3, 53)), 0.0)
     sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2]), 1.0)
@@ -549,7 +549,7 @@ def test_what_is_on_its_way_before_the_last_block_is_computed_is_hidden():
     assert done == PullDone("s", "zmq", transfer_s=1.0, exposed_s=0.5)
 
 
-def test_what_is_still_on_its_way_then_is_hidden_up_to_then():
+def test_a_transfer_in_flight_at_that_time_is_hidden_up_to_it():
     sink = attached()
     sink.start("s", ((0, 50), (3, 53)), 0.0)
     sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2]), 1.0)
@@ -602,7 +602,7 @@ def test_an_abort_before_the_source_has_answered_is_told_when_it_has():
     ]
 
 
-def test_aborting_what_is_over_does_nothing(sink):
+def test_aborting_a_finished_pull_does_nothing(sink):
     sink.abort("s", 0.1)
     assert sink.abort("s", 0.2) == []
     assert sink.abort("never held", 0.2) == []
@@ -662,7 +662,7 @@ def test_one_answer_a_deadline_keeps_a_source(sink):
     assert not [e for e in effects if e == PullFailed("s", "source silent")]
 
 
-def test_a_sink_that_was_stopped_itself_blames_nobody():
+def test_own_pause_is_not_a_sources_silence():
     sink = attached()
     sink.receive(ADDRESS, Ready("l", 0, [7]), 0.0)
     assert sink.sweep(1000.0) == [to(Hold("l", 1, 1))]
@@ -688,7 +688,7 @@ def test_blocks_are_waited_for_while_the_source_sends_those_of_other_pulls():
     assert sink.sweep(19.0 + TIMING.silence_s)[0] == PullFailed("s", "source sends no blocks")
 
 
-def test_a_source_that_nobody_needs_is_let_go():
+def test_an_unused_source_is_let_go():
     sink = releasing()
     sink.receive(ADDRESS, Ended("l", "released", 0), 3.0)
     assert sink.next_wake_s() == 3.0 + TIMING.ttl_s
@@ -697,7 +697,7 @@ def test_a_source_that_nobody_needs_is_let_go():
     assert sink.next_wake_s() is None
 
 
-def test_a_dead_source_is_let_go_though_nobody_waits_for_it():
+def test_a_dead_source_is_let_go_without_a_waiting_pull():
     sink = pulling()
     sink.abort("s", 1.0)
     assert sink.sweep(1.0 + TIMING.silence_s) == [CloseSource(ADDRESS)]

@@ -1,4 +1,4 @@
-"""The source's half of the lease protocol: who may read what, and when it is over."""
+"""The source's end of the lease protocol: the right to read, and the end of a lease."""
 
 import msgspec
 import pytest
@@ -108,7 +108,7 @@ def test_the_version_is_compared_before_the_body_is_decoded():
     assert answer(machine(), later) == SendToSink(SINK, AttachRefused("version"))
 
 
-def test_a_body_that_is_none_is_refused():
+def test_an_undecodable_body_is_refused():
     broken = Attach(TRANSFER_VERSION, msgspec.Raw(msgspec.msgpack.encode({"sink": 7})))
     assert answer(machine(), broken) == SendToSink(SINK, AttachRefused("body"))
 
@@ -136,13 +136,13 @@ def test_the_number_of_attached_sinks_is_bounded(monkeypatch):
 # ---------------------------------------------------------------- growing and reading
 
 
-def test_opening_a_lease_tells_nobody():
+def test_opening_a_lease_sends_nothing():
     source = machine(SINK)
     assert source.open("l", 4, 0.0) == []
     assert source.num_leases == 1
 
 
-def test_growing_is_told_to_the_holder_only():
+def test_only_the_holder_is_told_of_new_blocks():
     source = machine(SINK)
     source.open("l", 4, 0.0)
     assert source.grow("l", (7, 8), 0.0) == []
@@ -160,7 +160,7 @@ def test_growing_is_told_to_the_holder_only():
         (-1, Ready("l", 0, [7, 8, 9], 17)),
     ],
 )
-def test_a_hold_is_answered_with_its_stamp_by_what_the_sink_does_not_know_yet(num_known, ready):
+def test_a_hold_is_answered_with_its_stamp_and_the_new_blocks(num_known, ready):
     assert answer(held(7, 8, 9), Hold("l", num_known, 17)) == SendToSink(SINK, ready)
 
 
@@ -175,7 +175,7 @@ def test_a_read_is_answered_by_the_blocks_it_names(indices, blocks):
 @pytest.mark.parametrize(
     "indices", [[3], [4], [-1], [0, 1, 99], [2**63], [0] * (MAX_BLOCKS_PER_READ + 1)]
 )
-def test_a_read_of_what_is_not_ready_or_too_much_ends_the_lease(indices):
+def test_a_read_of_too_many_or_unready_blocks_ends_the_lease(indices):
     source = held(7, 8, 9)
     assert source.receive(SINK, Read("l", indices), 1.0) == [
         LeaseEnded("l", "bad read"),
@@ -192,7 +192,7 @@ def test_a_lease_has_one_holder(message):
 
 
 @pytest.mark.parametrize("message", [Hold("x", 0, 0), Read("x", [0]), Release("x", 0)])
-def test_an_unknown_lease_is_reported_as_such(message):
+def test_an_unknown_lease_is_reported_as_unknown(message):
     assert answer(held(7), message) == SendToSink(SINK, Ended("x", "unknown"))
 
 
@@ -227,7 +227,7 @@ def test_revoking_tells_the_core_and_the_holder():
     ]
 
 
-def test_revoking_a_lease_that_nobody_holds_tells_the_core():
+def test_revoking_a_lease_without_a_holder_tells_the_core():
     source = machine(SINK)
     source.open("l", 4, 0.0)
     assert source.revoke("l", 0.0) == [LeaseEnded("l", "revoked")]
@@ -251,14 +251,14 @@ def test_a_lease_ends_once_however_often_it_is_ended(first, second):
     assert source.next_wake_s() is None
 
 
-def test_what_has_ended_neither_grows_nor_is_read():
+def test_an_ended_lease_neither_grows_nor_is_read():
     source = held(7)
     source.revoke("l", 1.0)
     assert source.grow("l", (8,), 1.0) == []
     assert answer(source, Read("l", [0])) == SendToSink(SINK, Ended("l", "unknown"))
 
 
-def test_a_lease_without_a_sign_of_its_sink_expires():
+def test_a_lease_without_messages_of_its_sink_expires():
     source = held(7)
     assert source.next_wake_s() == TIMING.ttl_s
     assert source.sweep(TIMING.ttl_s - 0.1) == []
@@ -277,7 +277,7 @@ def test_a_lease_without_a_sign_of_its_sink_expires():
     ],
     ids=["hold", "read", "grow"],
 )
-def test_a_lease_lives_from_its_last_sign(sign):
+def test_a_lease_expires_after_the_last_message_of_its_sink(sign):
     source = held(7)
     sign(source, 20.0)
     assert source.next_wake_s() == 20.0 + TIMING.ttl_s
@@ -286,7 +286,7 @@ def test_a_lease_lives_from_its_last_sign(sign):
 
 
 @pytest.mark.parametrize("peer", [OTHER, STRANGER])
-def test_nobody_but_the_holder_keeps_a_lease_alive(peer):
+def test_only_the_holder_keeps_a_lease_alive(peer):
     source = held(7)
     source.receive(peer, Hold("l", 0, 0), 20.0)
     assert source.sweep(TIMING.ttl_s)[0] == LeaseEnded("l", "expired")

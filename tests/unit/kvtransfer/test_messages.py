@@ -1,4 +1,4 @@
-"""Transfer messages: what is sent is what arrives, and nothing else is believed."""
+"""Transfer messages arrive as they were sent; invalid ones are refused."""
 
 import random
 
@@ -113,7 +113,7 @@ def test_text_that_is_not_unicode_is_a_protocol_error():
         decode_to_source(frame)
 
 
-def test_no_damage_to_a_frame_raises_anything_else():
+def test_damaged_frames_raise_only_protocol_errors():
     rng = random.Random(1)
     frames = [encode(m) for m in (*TO_SOURCE, *TO_SINK, attach(BODY))]
     num_refused = 0

@@ -49,7 +49,7 @@ def shards(size):
 
 
 def head_places(layout, shard):
-    """Slow twin: offset of every head of a rank's record, by what the head is."""
+    """Slow twin: the offset of every head in a rank's record, by layer, kind and number."""
     own = rank_layout(layout, shard)
     places = {}
     for index, section in enumerate(own.sections):
@@ -64,7 +64,7 @@ def head_places(layout, shard):
 
 
 def bytes_of_heads(layout, shard):
-    """Slow twin: what every byte of a rank's record is: (head, byte of the head)."""
+    """Slow twin: the meaning of every byte of a rank's record, as (head, byte of the head)."""
     names = {}
     for name, offset in head_places(layout, shard).items():
         for i in range(layout.head_bytes(name[0])):
@@ -99,7 +99,7 @@ def test_records_of_any_split_are_assembled_from_those_of_any_other(layout, from
 
 
 @given(layouts, st.sampled_from(SIZES), st.sampled_from(SIZES))
-def test_nothing_but_the_heads_that_both_hold_is_touched(layout, from_size, to_size):
+def test_only_the_shared_heads_are_touched(layout, from_size, to_size):
     for source in shards(from_size):
         for sink in shards(to_size):
             held = {name for name, _ in bytes_of_heads(layout, source)}
@@ -110,9 +110,7 @@ def test_nothing_but_the_heads_that_both_hold_is_touched(layout, from_size, to_s
 
 
 @given(layouts, st.sampled_from(SIZES), st.sampled_from(SIZES))
-def test_a_shared_record_lies_as_its_layout_says_and_carries_all_there_is_to_move(
-    layout, from_size, to_size
-):
+def test_a_shared_record_follows_its_layout_and_holds_all_shared_heads(layout, from_size, to_size):
     for source in shards(from_size):
         for sink in shards(to_size):
             pieces = plan(layout, source, sink)

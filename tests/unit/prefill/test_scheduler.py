@@ -291,7 +291,7 @@ def test_a_lease_that_expires_gives_an_unfinished_prompt_back():
 
 
 @pytest.mark.parametrize("reason", ["released", "revoked", "expired"])
-def test_a_lease_of_a_computed_prompt_ends_without_a_word(reason):
+def test_the_end_of_a_computed_prompts_lease_is_not_reported(reason):
     r = rig()
     compute(r, "a", 6)
     r.play(
@@ -328,7 +328,7 @@ def test_an_offered_prefix_is_pulled_and_the_rest_computed():
     assert r.prefill.counters == {"pulled_prefix_blocks": 2}
 
 
-def test_what_is_cached_here_is_not_pulled():
+def test_locally_cached_blocks_are_not_pulled():
     r = rig()
     compute(r, "a", 4)
     r.take(ended("a", "released"))
@@ -342,7 +342,7 @@ def test_what_is_cached_here_is_not_pulled():
     )
 
 
-def test_an_offer_of_what_is_cached_here_is_given_up():
+def test_an_offer_of_cached_blocks_is_given_up():
     r = rig()
     compute(r, "a", 8)
     r.take(ended("a", "released"))
@@ -396,7 +396,7 @@ def test_a_prompt_whose_pull_is_over_waits_for_no_later_one():
 @pytest.mark.parametrize(
     ("arrived", "kept"), [((), 0), ((0,), 1), ((1,), 0), ((0, 2), 1), ((0, 1, 2), 3)]
 )
-def test_what_a_pull_does_not_bring_is_computed(arrived, kept):
+def test_blocks_that_a_pull_does_not_bring_are_computed(arrived, kept):
     r = rig(chunk=16)
     r.play(
         [
@@ -412,7 +412,7 @@ def test_what_a_pull_does_not_bring_is_computed(arrived, kept):
     assert r.prefill.counters["pulled_prefix_blocks"] == kept
 
 
-def test_an_offer_that_ends_while_the_prompt_waits_costs_nothing_but_the_pull():
+def test_an_offer_that_ends_while_the_prompt_waits_costs_only_the_pull():
     r = rig()
     r.play(
         [
@@ -675,7 +675,7 @@ def test_the_tokens_of_a_prompt_are_scored_chunk_by_chunk():
     assert last.message.prompt_logprobs == [score(i) for i in range(1, 9)]
 
 
-def test_a_prompt_that_is_scored_is_computed_whatever_is_cached():
+def test_a_scored_prompt_is_computed_even_if_cached():
     r = rig()
     compute(r, "a", 8)
     r.take(ended("a", "released"))
@@ -729,10 +729,10 @@ def test_an_adopted_sequence_keeps_its_history():
     assert list(r.rows[0].history) == [0, 1, 2, 3, 4, 5, 7, 8]
 
 
-# ---------------------------------------------------------------- messages that nobody should send
+# ---------------------------------------------------------------- invalid messages
 
 
-def test_an_id_that_is_in_use_is_not_used_twice():
+def test_an_id_in_use_is_refused():
     reason = "the id is in use"
     r = rig(chunk=4)
     r.take(prefill("a", 6))
@@ -745,7 +745,7 @@ def test_an_id_that_is_in_use_is_not_used_twice():
     r.play([(prefill("a", 6), [])])
 
 
-def test_what_the_runner_could_not_compute_is_given_back():
+def test_a_prompt_with_a_fault_is_given_back():
     r = rig(vocab_size=50)
     reason = "a token id is not in the vocabulary"
     r.play([(prefill("a", [50]), [given_back("a", reason, hopeless=True)]), (Step(), [])])
