@@ -59,8 +59,8 @@ STOPS = ((), (3,), (1, 5))
 MAX_SUFFIX_LEN = 5
 MAX_ANSWER_LEN = 10  # with a stem and a suffix it fits into the smallest pool
 SECONDS = (0.3, 1.0, 4.0, 7.0)
-# 36 and 38 cancel a pull of a prefix at a bad moment, in 62 a step is held in vain.
-RUNS = (*range(16), 36, 38, 62)
+RUNS = range(16)
+SEARCHED_RUNS = range(200)  # for rare events; a search ends at the first one
 PREFIX_EVENTS = (
     "prefix_offers:held",
     "prefix_offers:not_held",
@@ -140,7 +140,7 @@ class Traffic:
             gateway.cancel(ask)
 
     def cancel_pulling(self) -> None:
-        """Those whose prefix is being written: a moment that a blind choice seldom meets."""
+        """Requests whose prefix is being written; a random choice rarely meets one."""
         for gateway in self.gateways:
             for ask in list(gateway.asks.values()):
                 if ask.seq_id in self.cluster.workers[ask.route.prefill].prefill.waiting.pulling:
@@ -236,7 +236,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 class WorkersOfAllRoles(RuleBasedStateMachine):
-    """Hypothesis chooses what is done to the cluster, and shrinks what breaks it."""
+    """Hypothesis chooses actions on the cluster, and shrinks failing ones."""
 
     @initialize(shapes=shapes())
     def start(self, shapes: list[WorkerShape]) -> None:
@@ -359,7 +359,7 @@ def random_prompt(traffic: Traffic, rng: random.Random) -> tuple[int, ...]:
 
 
 def random_traffic(seed: int, num_events: int) -> Counter[str]:
-    """Busier and longer than what hypothesis comes to. Returns what the schedulers counted."""
+    """A busier and longer run than hypothesis makes. Returns the schedulers' counters."""
     rng = random.Random(seed)
     traffic = Traffic(*random_shapes(rng))
 
@@ -402,16 +402,17 @@ def random_traffic(seed: int, num_events: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("seed", RUNS)
-def test_nobody_is_answered_wrongly_or_forgotten_in_a_long_run(seed):
+def test_every_request_of_a_long_run_is_answered_correctly(seed):
     random_traffic(seed, num_events=300)
 
 
-def test_long_runs_come_to_all_that_can_happen():
-    counted: Counter[str] = Counter()
-    for seed in RUNS:
-        counted += random_traffic(seed, num_events=300)
-    for name in PREFIX_EVENTS + SPECULATION_EVENTS:
-        assert counted[name] > 0, f"no run came to {name}"
+def test_long_runs_reach_every_counted_event():
+    missing = {*PREFIX_EVENTS, *SPECULATION_EVENTS}
+    for seed in SEARCHED_RUNS:
+        missing -= (+random_traffic(seed, num_events=300)).keys()
+        if not missing:
+            return
+    raise AssertionError(f"no run came to {missing}")
 
 
 # ---------------------------------------------------------------- would it be noticed?
@@ -437,7 +438,7 @@ def _count_all_as_pulled(self, seq_id, failed):
 
 
 def _lease_no_idle_block(self, blocks):
-    """Only blocks that somebody owns stay where they are for a lease."""
+    """Only blocks with an owner are held for a lease."""
     _lease(self, [block for block in blocks if block not in self._idle])
 
 
@@ -544,7 +545,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_code_would_be_noticed(mistake, monkeypatch):
+def test_deliberate_mistakes_are_noticed(mistake, monkeypatch):
     owner, name, wrong = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises(AssertionError):
@@ -552,5 +553,5 @@ def test_a_mistake_in_the_code_would_be_noticed(mistake, monkeypatch):
 
 
 def run_all() -> None:
-    for seed in RUNS:
+    for seed in SEARCHED_RUNS:
         random_traffic(seed, num_events=300)

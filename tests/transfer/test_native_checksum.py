@@ -16,7 +16,7 @@ from kvtransfer.native.copying import copy_records, gather_records, scatter_reco
 from kvtransfer.packing import pack, unpack
 from kvtransfer.records import RecordPiece
 from kvtransfer.wire import agree
-from tests.transfer.test_native_records import COPIES, copied_by, random_records, whole
+from tests.kits.records import COPIES, copied_by, random_records, whole
 
 SHORTEST_LONG = 241  # bytes: below, XXH3 is another algorithm
 
@@ -26,7 +26,7 @@ def xxh3(frame):
 
 
 def check_gather(source, ids, pieces, record_bytes):
-    """The same bytes, over what was there before, and the same checksum as in two passes."""
+    """Checks bytes and checksum against copying and hashing in two passes."""
     frame, expected = (random_records(len(ids), record_bytes, seed=9) for _ in range(2))
     copy_records(expected, None, source, ids, pieces)
     assert gather_records(frame, source, ids, pieces) == xxh3(expected)
@@ -138,7 +138,7 @@ def test_emptying_any_rows_gives_the_same_bytes_and_the_checksum_of_all_rows(by,
         check_scatter(random_records(count, frame_bytes), rows, apart, (8, sink_bytes), ids)
 
 
-def test_the_checksum_is_of_what_is_left_where_pieces_overwrite_each_other():
+def test_the_checksum_covers_the_final_bytes_of_overlapping_pieces():
     pool = random_records(4)
     check_gather(pool, [2, 0, 3], [RecordPiece(0, 0, 4096), RecordPiece(100, 512, 1024)], 4096)
 
@@ -155,7 +155,7 @@ def test_a_frame_with_gaps_is_refused():
 
 
 @pytest.mark.usefixtures("_each_copy")
-def test_what_is_out_of_bounds_is_refused_before_anything_is_written():
+def test_out_of_bounds_is_refused_before_anything_is_written():
     frame, pool = np.zeros((2, 4096), np.uint8), random_records(4)
     before = pool.copy()
     for ids, pieces in (([0, 4], whole()), ([0, 1, 2], whole()), ([0, 1], whole(4097))):
@@ -193,7 +193,7 @@ def test_several_threads_fill_frames_at_once():
 
 @pytest.mark.usefixtures("_each_copy")
 @pytest.mark.parametrize("travels_as", [None, KVFormat.BF16, KVFormat.INT8], ids=str)
-def test_both_ends_of_a_wire_find_the_checksum_of_what_travels(travels_as):
+def test_both_ends_of_a_wire_compute_the_same_checksum(travels_as):
     layout = KVLayout(16, KVFormat.FP32, (KVSection(2, 2, 64),))
     identity = Identity("m", layout, kv_wire_dtype=travels_as)
     wire = agree(identity, identity)

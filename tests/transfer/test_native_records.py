@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -16,34 +15,13 @@ from engine.errors import BuildError
 from kvtransfer.native import copying, library
 from kvtransfer.native.copying import copy_records
 from kvtransfer.records import RecordPiece
-
-COPIES = ["native", "numpy"]
-RECORD_BYTES = 4096
+from tests.kits.records import COPIES, RECORD_BYTES, copied_by, random_records, whole
 
 
 @pytest.fixture(params=COPIES)
 def _each_copy(request):
     with copied_by(request.param):
         yield
-
-
-@contextmanager
-def copied_by(name):
-    """C++ does the copies, or numpy as where it cannot be built."""
-    assert library.is_native(), "these tests compare two implementations"
-    with pytest.MonkeyPatch.context() as patch:
-        if name == "numpy":
-            patch.setattr(copying, "kernels", lambda: None)
-        yield
-
-
-def random_records(num_records, record_bytes=RECORD_BYTES, *, seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (num_records, record_bytes), dtype=np.uint8)
-
-
-def whole(num_bytes=RECORD_BYTES):
-    return [RecordPiece(0, 0, num_bytes)]
 
 
 @st.composite
@@ -167,7 +145,7 @@ def test_a_piece_that_leaves_its_record_is_refused_before_anything_is_written(pi
 
 
 @pytest.mark.usefixtures("_each_copy")
-def test_what_cannot_be_written_or_is_not_bytes_is_refused():
+def test_read_only_or_non_byte_arrays_are_refused():
     sink, source = random_records(2), random_records(2, seed=1)
     before = sink.copy()
     frozen = sink.view()
@@ -212,7 +190,7 @@ def test_several_threads_copy_at_once():
     assert all(np.array_equal(sink, source) for sink in sinks)
 
 
-def test_without_a_compiler_numpy_copies_and_it_is_said_once(monkeypatch, caplog):
+def test_without_a_compiler_numpy_copies_and_warns_once(monkeypatch, caplog):
     def missing():
         raise BuildError("no C++ compiler")
 
