@@ -1,8 +1,9 @@
-"""Hostile requests: a seeded sequence of what clients can send to the answer endpoints. Pure.
+"""Hostile requests: a seeded sequence of bodies for the answer endpoints. Pure.
 
 A request begins as one that would be answered. Most are changed in a few fields, to values of
-another type, size or depth; some in bytes; some are grammars that are dear to compile; a few are
-nothing but bytes. Answers are short where nothing is changed, so that a wave takes minutes.
+another type, size or depth. Some are changed in bytes, some are grammars that are expensive to
+compile, a few are random bytes. Unchanged requests ask for short answers, so that a wave takes
+minutes.
 """
 
 import json
@@ -21,7 +22,7 @@ Json = Any
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request."""
+    """One hostile request."""
 
     path: str
     body: bytes

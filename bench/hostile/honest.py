@@ -1,9 +1,9 @@
 """Honest clients in a process of their own: `python -m bench.hostile.honest URL STREAMS`.
 
-Each streams one answer after the other. A line of JSON `[begin_s, end_s]` on standard output tells
-of each gap between two chunks that was `TOLD_S` or longer, in seconds of the machine's monotonic
-clock; a line `"broken: …"` of an answer that ended otherwise than it must. It runs until its
-standard input ends. A hostile client that is short of CPU so delays nothing that is measured here.
+Each client streams one answer after the other. For each gap between two chunks of `TOLD_S` or
+longer, standard output gets a line of JSON `[begin_s, end_s]`, in seconds of the machine's
+monotonic clock. An answer that ends wrongly gives a line `"broken: …"`. The process runs until its
+standard input ends. Hostile clients that are short of CPU cannot delay these measurements.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Private memory of a deployment's processes, from Linux's /proc.
 
-Blocks of KV are in shared memory, whose pages count from their first use on; they are left out.
+Blocks of KV are in shared memory, whose pages count from their first use on. They are left out.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,14 +1,14 @@
-"""What one `bench hostile` is asked to do. Pure.
+"""The plan of one `bench hostile`. Pure.
 
-A prefill and a decode worker behind one gateway. Honest clients stream answers all the time; beside
-them hostile ones come in three waves:
+A prefill and a decode worker run behind one gateway. Honest clients stream answers all the time.
+Beside them hostile clients come in three waves:
 
 1. *bodies*: mutated, truncated, nested and random requests (`bench.hostile.bodies`);
 2. *slow connections*: heads and bodies that come a byte at a time, or never;
 3. *disconnects*: clients that leave before, in or after their request.
 
-A part of each wave comes first and is not measured: it fills caches and the allocator, so that what
-memory grows by later is what attackers can make it grow by.
+A part of each wave comes first and is not measured. It fills caches and the allocator, so later
+growth of memory is growth that attackers can cause.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class HostilePlan:
     num_streams: int = 4  # honest ones
     at_once: int = 16  # hostile requests under way
     seed: int = 0
-    slow_s: float = 40.0  # that slow connections are kept up, where the server lets them
+    slow_s: float = 40.0  # how long slow connections last, if the server lets them
 
 
 def check(plan: HostilePlan) -> HostilePlan:

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def results(run: HostileRun) -> tuple[Result, ...]:
-    """One row of the table above after the other."""
+    """Returns the rows of the table above."""
     figures = {
         f"bodies/{status}": Figure(count, "")
         for status, count in sorted(run.bodies.statuses.items(), key=lambda pair: str(pair[0]))
@@ -59,7 +59,7 @@ def growth(run: HostileRun, kind: str) -> float:
 
 
 def complaints(run: HostileRun) -> list[str]:
-    """What may not be; the command fails if there is any."""
+    """Violations; the command fails if there are any."""
     found = [f"server error: {example}" for example in run.bodies.examples]
     found += [f"an honest stream: {line}" for line in run.heard.broken[:5]]
     for kind in run.memory.before:
@@ -75,7 +75,7 @@ def complaints(run: HostileRun) -> list[str]:
 
 
 def warnings(run: HostileRun) -> Sequence[str]:
-    """What may be the machine's doing as well as the server's."""
+    """Facts that may be the machine's doing or the server's."""
     return [
         f"an honest stream paused for {pause_s:.2f} s in the phase {phase.name}"
         for phase in run.phases

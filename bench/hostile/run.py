@@ -27,14 +27,14 @@ from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
 from engine.clock import Clock, MonotonicClock
 
 HONEST = "bench.hostile.honest"
-LOW_PRIORITY = 10  # of the hostile clients: the server and the honest ones come first
+LOW_PRIORITY = 10  # of the hostile clients: the server and the honest clients come first
 END_TIMEOUT_S = 10.0
 CLIENT_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of the run, by the machine's monotonic clock."""
+    """One part of the run, in times of the machine's monotonic clock."""
 
     name: str
     begin_s: float
@@ -43,7 +43,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Heard:
-    """What the honest clients told: gaps of their streams, and what went wrong."""
+    """Reports of the honest clients: gaps of their streams, and broken answers."""
 
     gaps: list[tuple[float, float]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)

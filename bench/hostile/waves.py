@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Outcomes:
-    """How requests ended, and the first few that ended as none may."""
+    """Counts of how requests ended, and the first few forbidden ends."""
 
     statuses: Counter[Status] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
@@ -113,7 +113,7 @@ async def disconnect(url: str, num: int, *, at_once: int, seed: int) -> Counter[
 
 @dataclass(slots=True)
 class Slow:
-    """What became of slow connections, and of honest requests beside them."""
+    """Outcomes of slow connections, and of honest requests beside them."""
 
     num_opened: int = 0
     num_refused: int = 0

@@ -69,7 +69,7 @@ def _report(plan: InterferencePlan, runs: list[InterferenceRun]) -> Report:
 
 
 def _shown(found: Sequence[Result]) -> tuple[Result, ...]:
-    """As much as fits a terminal: the spread of the p99s, and of all else the medians."""
+    """Results that fit a terminal: the spread of the p99s, and the medians of the others."""
     return tuple(
         result if result.name.startswith("itl_p99/") else replace(result, runs=(result.value,))
         for result in found

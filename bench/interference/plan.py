@@ -1,23 +1,23 @@
-"""What one `bench interference` is asked to do: how much prompts hold up streams. Pure.
+"""The plan of one `bench interference`: how much prompts hold up streams. Pure.
 
-A few streams decode. In two of three settings a client sends long prompts meanwhile, each when the
-one before it is answered, no two of which begin alike, so that nothing is found in a cache:
+A few streams decode. In two of three settings a client also sends long prompts. It sends each when
+the one before it is answered. No two prompts begin alike, so no cache helps:
 
     idle            1 prefill + 1 decode worker, streams only
     disaggregated   the same two workers, streams and prompts
     colocated       2 mixed workers with chunked prefill as it is by default, streams and prompts
 
-Why that is fair: both deployments have two workers of one compute thread each behind the same
-gateway, and are asked the same. Prompts that are sent one by one come as fast as a single worker
-computes them, which is all that the prefill worker of the one deployment can do; in the other they
-find two workers, each free every other time. What either makes of them is told beside every p99.
+The comparison is fair: both deployments have two workers of one compute thread each behind the same
+gateway, and get the same requests. Prompts that are sent one by one come as fast as a single worker
+computes them, which is all that the prefill worker can do. In the colocated deployment they find
+two workers, each free every other time. The rate of prompts stands beside every p99.
 
-Both deployments are up all the time, one of them without work. Each repetition runs all settings
-once, in an order of its own. In all runs a stream gets the same number of tokens, so percentiles
-are of equally many gaps, behind equally long contexts.
+Both deployments are up all the time, one of them idle. Each repetition runs all settings once, in a
+random order. In all runs a stream gets the same number of tokens, so percentiles are over equally
+many gaps behind equally long contexts.
 
-Loading prompts ask for one token by default: nothing is handed over. With more, their KV is pulled
-by the worker that decodes the streams, and their tokens join its steps.
+Prompts ask for one token by default, so nothing is handed over. With more tokens, the worker that
+decodes the streams pulls their KV, and their tokens join its steps.
 """
 
 import string
@@ -38,7 +38,7 @@ QUICK_STREAM_LEN = 128
 
 
 class PoolSetting(StrEnum):
-    """What streams have beside them."""
+    """The load beside the streams."""
 
     IDLE = "idle"
     DISAGGREGATED = "disaggregated"
@@ -115,10 +115,10 @@ def bodies(
 
 
 def ascii_tokenizer(vocab_size: int) -> Tokenizer:
-    """One with a whole text for each of its ids, but for those of special tokens.
+    """Builds a tokenizer with a whole text for each id, special tokens aside.
 
-    Of a half of a character nothing is shown before the next token: the client would see one gap
-    for two steps. Ids without a text of their own are nearly 1 % of those of `bench.common.shapes`.
+    Half a character is shown only with the next token, and the client would see one gap for two
+    steps. Nearly 1 % of the ids of `bench.common.shapes` have no text of their own.
     """
     letters = string.digits + string.ascii_letters + string.punctuation
     pairs = [*islice(product(letters, letters), vocab_size - len(SPECIAL_TOKENS) - len(letters))]

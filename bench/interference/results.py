@@ -36,7 +36,7 @@ PROMISES = {PoolSetting.DISAGGREGATED: "at most 1.3", PoolSetting.COLOCATED: "at
 
 @dataclass(frozen=True, slots=True)
 class InterferenceRun:
-    """One setting, once. All times in seconds, of one clock."""
+    """One run of one setting. All times in seconds, of one clock."""
 
     setting: PoolSetting
     streams: tuple[Answer, ...]  # of at least three chunks
@@ -87,7 +87,7 @@ def results(runs: Sequence[InterferenceRun]) -> tuple[Result, ...]:
 
 
 def figures_of(run: InterferenceRun) -> dict[str, Figure]:
-    """What one run comes to."""
+    """Returns the figures of one run."""
     gaps_ms = [1e3 * gap_s for gap_s in run.gaps_s]
     begin_s, end_s = run.window_s
     answered = [p for p in run.prompts if begin_s <= p.chunk_times_s[0] <= end_s]
@@ -107,7 +107,7 @@ def figures_of(run: InterferenceRun) -> dict[str, Figure]:
 
 
 def promises(found: Sequence[Result]) -> list[str]:
-    """What each p99 is of the one that it is held against, beside what was promised."""
+    """Returns the ratio of each p99 to its peer, beside the promised one."""
     return [
         f"p99 of gaps, {setting}: {peer.ratio:.2f} × {name} (promised: {PROMISES[setting]})"
         for result in found
@@ -117,7 +117,7 @@ def promises(found: Sequence[Result]) -> list[str]:
 
 
 def warnings(runs: Sequence[InterferenceRun]) -> list[str]:
-    """What a reader should know before believing the results."""
+    """Facts that a reader should know before trusting the results."""
     lines = []
     busiest = max((run.others_share or 0.0 for run in runs), default=0.0)
     if busiest > TOO_BUSY:

@@ -1,7 +1,7 @@
 """The shell of `bench interference`: real deployments, streams through their gateways, a load.
 
-Times are taken at the client, which shares the cores with what it measures, as do the gateways; the
-CPU that both take is reported. Each worker has one compute thread.
+Times are taken at the client. It shares the cores with what it measures, and so do the gateways, so
+the CPU time of both is reported. Each worker has one compute thread.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from engine.errors import BatonError
 REQUEST_TIMEOUT_S = 120.0
 FAILED_PAUSE_S = 1.0
 TOKENIZER = "tokenizer.json"
-WARM_UP_TOKENS = 16  # of each stream: its length makes no difference to what has to be warm
+WARM_UP_TOKENS = 16  # of each stream; its length does not change what gets warm
 
 Send = Callable[[bytes], Awaitable[Answer | Failure]]
 
@@ -135,7 +135,7 @@ async def _run(
     *,
     name: str,
 ) -> InterferenceRun:
-    """One setting, once; `name` tells its prompts from those of other runs."""
+    """Runs one setting once; `name` keeps its prompts apart from those of other runs."""
     server, clock = servers[DEPLOYMENT[setting]], MonotonicClock()
     rng = Random(f"{plan.seed}/{setting}/{name}")
     streams, load = (
@@ -168,8 +168,9 @@ async def _run(
 async def run_beside(
     send: Send, streams: Sequence[bytes], load: Iterator[bytes], *, num_loaders: int
 ) -> tuple[tuple[Answer, ...], list[Answer | Failure]]:
-    """Answers of all streams, and of the load: each loader sends, waits for the answer, sends again
-    until all streams have ended. Raises RunBroken where a stream fails.
+    """Runs all streams, and loaders that send one request after the other until all streams end.
+
+    Raises RunBroken if a stream fails.
     """
     others: list[Answer | Failure] = []
     ended = asyncio.Event()

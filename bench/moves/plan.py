@@ -1,14 +1,14 @@
-"""What one `bench moves` is asked to do. Pure.
+"""The plan of one `bench moves`. Pure.
 
-A prefill worker and two decode workers. All streams run in one of the two when that is flipped to
-prefill, so that all of them move at once; the next repetition moves those of the other. Others may
-run in their target already, and stay there.
+There are a prefill worker and two decode workers. All streams run on one decode worker when that is
+flipped to prefill, so all of them move at once. The next repetition moves those of the other.
+Further streams may run on the target already, and stay there.
 
     streams begin ── calm ──> flip ──> it says that it is a prefill worker, and decodes nothing
 
-What is counted is the longest gap of each stream from the order on, and for comparison the longest
-of the same stream in an equally long time before: two cores that five processes share have gaps of
-their own.
+The figure is the longest gap of each stream after the order. For comparison there is the longest
+gap of the same stream in an equally long time before: two cores that five processes share have gaps
+of their own.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from bench.interference.plan import InterferenceRequests
 from engine.errors import ConfigError
 
 OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 2, "--threads": 1}
-CALM_S = 2.0  # that streams run before they are disturbed: as long as a flip may take
+CALM_S = 2.0  # streams run this long undisturbed: as long as a flip may take
 QUICK_REPEATS = 2
 
 

@@ -36,12 +36,12 @@ class MovesRun:
     streams: tuple[Answer, ...]
     ordered_s: float
     emptied_s: float
-    beside: tuple[Answer, ...] = ()  # began while the target decoded too, nearly all of them there
+    beside: tuple[Answer, ...] = ()  # streams that began while the target decoded, nearly all on it
 
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """One stream across the flip. Seconds."""
+    """One stream before and after the flip. Seconds."""
 
     itl_s: float  # the median before
     gap_s: float
@@ -82,7 +82,7 @@ def _across(run: MovesRun, stream: Answer, pull_s: float) -> Across | None:
 
 
 def figures_of(run: MovesRun) -> dict[str, Figure]:
-    """What one flip comes to."""
+    """Returns the figures of one flip."""
     moved = moved_of(run)
     stayed = [stream for stream in run.streams if PULL not in stream.timeline_s]
     figures = {
@@ -111,7 +111,7 @@ def figures_of(run: MovesRun) -> dict[str, Figure]:
 
 
 def results(runs: Sequence[MovesRun]) -> tuple[Result, ...]:
-    """One row of the table above after the other."""
+    """Returns the rows of the table above."""
     return results_of([figures_of(run) for run in runs])
 
 

@@ -1,23 +1,23 @@
-"""Drives one engine on behalf of `baton bench engine`, in that engine's own environment.
+"""Drives one engine for `baton bench engine`, in that engine's own environment.
 
     PYTHON bench/peers/driver.py NAME --checkpoint DIR --variant f32 --threads 2 …
 
-Runs as a script, without Baton: from NAME_peer.py beside it comes `load(options)`, which loads the
-model and returns its `Engine`. Then one JSON object a line:
+Runs as a script, without Baton. `load(options)` of NAME_peer.py beside it loads the model and
+returns its `Engine`. Then each line is one JSON object:
 
     out  {"ready": {"version": …}}       and other facts, if the engine has any
     in   {"do": "generate", "prompts": [[token id, …], …], "num_steps": n}
     out  {"prefill_s": …, "decode_s": …, "answers": [[token id, …], …]}
 
-or, in place of either answer, {"error": "in one line"}. Other commands are methods of the engine
-that take the command's other keys and return what is answered.
+or, in place of either answer, {"error": "in one line"}. Other commands are methods of the engine:
+they take the command's other keys and return the answer.
 
-All engines are timed alike. All prompts are handed over at once. `prefill_s` ends when every
-sequence has its first token, greedily chosen; `decode_s` goes on from there until each has
-`num_steps` more. So a prompt's prefill is never part of decoding, and choosing tokens is always
-part of both. An answer has `num_steps + 1` tokens; ends of text are ignored.
+All engines are timed alike. All prompts are submitted at once. `prefill_s` ends when every sequence
+has its first token, greedily chosen. `decode_s` goes on from there until each has `num_steps` more.
+So prefill is never part of decoding, and choosing tokens is always part of both. An answer has
+`num_steps + 1` tokens; ends of text are ignored.
 
-Whatever libraries print goes to stderr; stdout carries only the answers.
+What libraries print goes to stderr. Only answers go to stdout.
 """
 
 import argparse
@@ -33,11 +33,11 @@ Prompts = list[list[int]]
 
 
 class Engine(Protocol):
-    """What is driven; its other methods are its commands."""
+    """The driven engine; its other methods are its commands."""
 
     @property
     def facts(self) -> dict[str, object]:
-        """What it says of itself, `version` at least."""
+        """Facts about the engine, `version` at least."""
         ...
 
 
@@ -56,7 +56,7 @@ class Stopwatch:
         self._last_s = time.perf_counter()
 
     def answer(self, answers: list[list[int]]) -> dict[str, object]:
-        """What `generate` returns."""
+        """Returns the answer to `generate`."""
         return {
             "prefill_s": self._first_s - self._begin_s,
             "decode_s": self._last_s - self._first_s,
@@ -100,7 +100,7 @@ def drive(load: Callable[[], Engine], commands: Iterable[str], out: TextIO) -> N
 
 
 def stdout_for_answers() -> TextIO:
-    """stdout, which from now on nobody else in this process can write to."""
+    """Returns a stdout to which only the caller can write from now on."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return out

@@ -3,8 +3,8 @@
 
     PYTHON bench/peers/fastapi_server.py
 
-Runs on uvicorn with uvloop and httptools, in an environment of its own. What the body says, and how
-it is driven, is as with `uvloop_server.py` beside it.
+Runs on uvicorn with uvloop and httptools, in an environment of its own. Its body and its protocol
+are those of `uvloop_server.py` beside it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 
 class Delta(BaseModel):
-    """What a chunk adds."""
+    """The addition of a chunk."""
 
     role: str | None = None
     content: str | None = None
@@ -37,7 +37,7 @@ class ChunkChoice(BaseModel):
 
 
 class Chunk(BaseModel):
-    """One event."""
+    """One event of the stream."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -54,7 +54,7 @@ class Message(BaseModel):
 
 
 class PeerChatBody(BaseModel):
-    """What is asked."""
+    """The body of a request."""
 
     model: str
     messages: list[Message]

@@ -24,7 +24,7 @@ class PoolMemory:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """The address of its first byte."""
         return int(self.array.ctypes.data)
 
     def blocks(self, block_bytes: int) -> Any:
@@ -41,7 +41,7 @@ def fill(array: Any, seed: int) -> None:
 
 
 def digest(rows: Any, blocks: list[int]) -> str:
-    """Of the bytes of these blocks, one after the other."""
+    """Hashes the bytes of these blocks, in this order."""
     hashed = blake2b(digest_size=16)
     for block in blocks:
         hashed.update(rows[block])

@@ -1,12 +1,12 @@
 """llama.cpp through llama-cpp-python's low-level binding, in f32 or q8_0. Driven by `driver.py`.
 
 The checkpoint is written as GGUF into a temporary folder, without a vocabulary: tokens are ids.
-q8_0 quantises matrices as llama.cpp's own `quantize` does by default: all of them, the embedding
-and the output matrix included.
+q8_0 quantises matrices like llama.cpp's own `quantize` by default: all of them, with the embedding
+and the output matrix.
 
-Settings are llama.cpp's defaults (its KV cache is f16) but for one context of all sequences in one
-unified KV cache, as its server has. Each prompt is a batch of its own where prompts are long: these
-are then computed as micro-batches of 512 tokens that attend to one sequence alone.
+Settings are llama.cpp's defaults (its KV cache is f16), except for one context of all sequences in
+one unified KV cache, as its server has. Long prompts are a batch each. They are computed as
+micro-batches of 512 tokens that attend to one sequence alone.
 """
 
 import argparse
@@ -205,7 +205,7 @@ def _context(model: Any, options: argparse.Namespace) -> Any:
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _unsaid(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    """Where llama.cpp's log goes; kept in a name, or it would be freed."""
+    """Discards llama.cpp's log; kept in a name, or it would be freed."""
 
 
 def load(options: argparse.Namespace) -> LlamaCpp:

@@ -21,7 +21,7 @@ MAX_DESCRIPTORS = 1024
 
 
 class Mooncake:
-    """One end."""
+    """One end of a transfer."""
 
     def __init__(self) -> None:
         from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
@@ -59,7 +59,7 @@ class Mooncake:
         return {"seconds": [self._read(block_bytes, there, here) for there, here in pulls]}
 
     def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Of these blocks here, in this order."""
+        """Hashes these blocks of one end, in this order."""
         return {"digest": digest(self._memory.blocks(block_bytes), blocks)}
 
     def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:

@@ -1,11 +1,11 @@
-"""Bare NIXL over UCX, for `baton bench kv`: what its backend can reach at best.
+"""Bare NIXL over UCX, for `baton bench kv`: the best that its backend can reach.
 
     PYTHON bench/peers/nixl_peer.py
 
-Descriptors of all blocks are prepared once on both sides; a pull is one READ of those that are
-wanted, with a notification for the source, and its time includes making the request, since whoever
-pulls other blocks each time has to. Agents have no progress thread, which would spin a core: the
-sink polls while it waits, the source while it has offers that were not read.
+Descriptors of all blocks are prepared once on both sides. A pull is one READ of the wanted blocks,
+with a notification for the source. Its time includes making the request, as a puller of other
+blocks each time has to make it. Agents have no progress thread, which would spin a core: the sink
+polls while it waits, the source while it has unread offers.
 
 Ways are UCX's modes of handling errors: `peer`, its default, and `none`, which may use more paths.
 """
@@ -30,7 +30,7 @@ TIMEOUT_S = 30.0
 
 
 class Agent:
-    """One agent in one mode, with the memory registered and described."""
+    """One agent in one mode, with registered and described memory."""
 
     def __init__(self, nixl: Any, name: str, way: str, memory: PoolMemory) -> None:
         config = nixl.nixl_agent_config(backends=[], enable_prog_thread=False)
@@ -42,7 +42,7 @@ class Agent:
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def describe(self) -> dict[str, object]:
-        """What the other end needs to read."""
+        """Returns what the other end needs to read."""
         metadata = self._agent.get_agent_metadata()
         return {"metadata": metadata.hex(), "address": self._memory.address}
 
@@ -57,7 +57,7 @@ class Agent:
             )
 
     def read(self, block_bytes: int, source_blocks: list[int], blocks: list[int]) -> float:
-        """One READ; in how many seconds."""
+        """Carries out one READ; returns its seconds."""
         local, remote = self._prepared[block_bytes]
         here, there = np.array(blocks, np.int32), np.array(source_blocks, np.int32)
         begin_s = time.perf_counter()
@@ -86,7 +86,7 @@ class Agent:
 
 
 class Nixl:
-    """One end."""
+    """One end of a transfer."""
 
     def __init__(self) -> None:
         package = next(filter(find_spec, PACKAGES))
@@ -119,12 +119,12 @@ class Nixl:
     def pull(
         self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
     ) -> dict[str, object]:
-        """One READ for each pull."""
+        """Carries out one READ for each pull."""
         agent = self._agents[way]
         return {"seconds": [agent.read(block_bytes, there, here) for there, here in pulls]}
 
     def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Of these blocks here, in this order."""
+        """Hashes these blocks of one end, in this order."""
         return {"digest": digest(self._memory.blocks(block_bytes), blocks)}
 
     def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:

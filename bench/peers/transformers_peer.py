@@ -20,7 +20,7 @@ class TokenStamps(StoppingCriteria):  # type: ignore[misc]
         self._is_first = True
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Of no sequence [num_sequences] should generation stop."""
+        """Never stops generation: False for each sequence, [num_sequences]."""
         if self._is_first:
             self.watch.stamp_first()
         else:

@@ -1,12 +1,12 @@
-"""As little as a server in Python can do for a stream: `python bench/peers/uvloop_server.py WAY`.
+"""The least that a server in Python can do for a stream: `python bench/peers/uvloop_server.py WAY`.
 
-It writes the frames that a gateway writes, one write a token, and knows no HTTP beyond what its
-one client sends. `tasks`: a coroutine for each stream, which sleeps from token to token; that is
-how one writes such a server. `ticks`: one timer writes to all streams; what is left are the writes
-themselves, and no server does with less.
+It writes the frames that a gateway writes, one write a token, and knows no HTTP beyond what its one
+client sends. With `tasks` a coroutine for each stream sleeps from token to token, as such a server
+is usually written. With `ticks` one timer writes to all streams: only the writes are left, and no
+server does with less.
 
-The body says how much: `max_tokens`, and in `user` seconds from token to token. Runs without Baton;
-says where it listens in the protocol of `driver.py`, and ends with its standard input.
+The body says how much: `max_tokens`, and in `user` the seconds from token to token. It runs without
+Baton, announces its address in the protocol of `driver.py`, and ends with its standard input.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Ticker:
         self._num_steps = 0
 
     def add(self, transport: Any, num_left: int, pace_s: float) -> None:
-        """One more stream."""
+        """Adds a stream."""
         steps = max(1, round(pace_s / TICK_S))
         self.streams.append([transport, num_left, steps, self._num_steps + steps])
 
@@ -68,7 +68,7 @@ class Ticker:
 
 
 class BareConnection(asyncio.Protocol):
-    """One client's."""
+    """One client's connection."""
 
     def __init__(self, ticker: "Ticker | None") -> None:
         self._ticker = ticker

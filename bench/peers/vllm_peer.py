@@ -1,7 +1,8 @@
 """vLLM's build for CPUs, in fp32, without its prefix cache. Driven by `driver.py`.
 
-The engine runs in this process, where all requests are there before the first step; the usual
-engine, in a process of its own, starts while they still come. Detokenising is off, as everywhere.
+The engine runs in this process, where all requests are there before the first step. The usual
+engine, in a process of its own, starts while they still come. Detokenising is off, as with all
+engines.
 """
 
 import argparse

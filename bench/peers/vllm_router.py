@@ -1,7 +1,7 @@
 """vLLM's router in front of a server of streams: `PYTHON bench/peers/vllm_router.py BACKEND_PORT`.
 
-It is a process of its own here, a child of this one, which does nothing but tell where it listens,
-in the protocol of `driver.py`, and end it when standard input ends.
+The router is a child process of this one. This one only announces the router's address, in the
+protocol of `driver.py`, and ends it when standard input ends.
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ START_TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Returns a port on which no process listens now."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def answers(port: int) -> bool:
-    """Whether somebody listens there."""
+    """True if a process listens on this port."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1):
             return True

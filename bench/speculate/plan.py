@@ -1,4 +1,4 @@
-"""What one `bench speculate` is asked to do. Pure: what follows from the options.
+"""The plan of one `bench speculate`. Pure: it follows from the options.
 
 Setups, each a target with a draft, in a process of its own:
 
@@ -6,18 +6,19 @@ Setups, each a target with a draft, in a process of its own:
     <shape>        a target of that shape that drafts for itself (see `bench.common.shapes`)
     <shape>_bad    the same target, and a draft that knows nothing of it
 
-Workloads, each done with every mode of speculation, without it first or last in turn:
+Workloads, each run with every mode of speculation, without it first or last in turn:
 
     text, text_sampled       Python code and questions that ask for some         bundled
     random, random_sampled   random tokens                                       shapes
     repeat                   a prompt, its answer with some tokens replaced,     all but bad
                              and the prompt again: most of the answer follows
 
-greedy, or at temperature 0.7. Answers to random tokens hardly repeat, and sampled ones not at all:
-that is what n-grams find least in. A *cell* is a workload, a batch size and a mode.
+Answers are greedy, or at temperature 0.7. Answers to random tokens hardly repeat, and sampled ones
+not at all, so n-grams find least there. A *cell* is a workload, a batch size and a mode.
 
-Speed is that of decoding while the whole batch runs: from the step after the last sequence had its
-first token until one has as many as are wanted. The worker lives on from cell to cell.
+Speed is that of decoding while the whole batch runs. It is measured from the step after the last
+sequence had its first token, until one sequence has as many as wanted. The worker lives on from
+cell to cell.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ QUICK_TOKENS = 16
 QUICK_IDENTITY = 40
 QUICK_PROMPTS = 8
 
-# The least that is promised; results of these names have it as their limit.
+# The least promised values; results of these names have them as limits.
 GOALS = {
     "speedup/draft_b1": 1.6,
     "speedup/draft_b8": 1.2,
@@ -55,7 +56,7 @@ GOALS = {
 
 
 class PromptKind(StrEnum):
-    """What a prompt is made of."""
+    """The source of a prompt."""
 
     TEXT = "text"
     RANDOM = "random"
@@ -86,7 +87,7 @@ class SpeculateSetup:
 
     @property
     def modes(self) -> tuple[Speculate, ...]:
-        """Those that differ: n-grams do not care who drafts."""
+        """The modes that differ: for n-grams the drafter does not matter."""
         if self.agrees:
             return tuple(Speculate)
         return (Speculate.OFF, Speculate.DRAFT, Speculate.AUTO)
@@ -127,12 +128,12 @@ class SpeculatePlan:
 
     @property
     def num_prompts(self) -> int:
-        """Of a workload; a batch of more repeats them."""
+        """Prompts of a workload; a larger batch repeats them."""
         return QUICK_PROMPTS if self.is_quick else NUM_PROMPTS
 
     @property
     def kv_format(self) -> KVFormat:
-        """What suits the weights."""
+        """The KV format that fits the weights."""
         return KV_OF_WEIGHTS.get(self.weights, KVFormat.FP32)
 
 
@@ -191,7 +192,7 @@ def rounds_of(plan: SpeculatePlan, cell: Cell) -> int:
 
 
 def prompts_for(cell: Cell, count: int, *, repeat: int, round_: int) -> list[int]:
-    """Which of `count` prompts this batch has: other ones in each round and repetition."""
+    """Chooses the prompts of this batch out of `count`: others in each round and repetition."""
     first = (repeat * ROUNDS_OF_ONE + round_) * cell.batch
     return [(first + i) % count for i in range(cell.batch)]
 

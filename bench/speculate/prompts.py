@@ -1,7 +1,7 @@
-"""Prompts of `bench speculate`, and the requests whose answers all modes must agree on.
+"""Prompts of `bench speculate`, and the requests whose answers must agree in all modes.
 
-Text is what the bundled models were not trained on (`engine.model.bundled.corpus`): beginnings cut
-out of source files, and questions that ask for a function. Everything is a function of the seed.
+Text is what the bundled models were not trained on (`engine.model.bundled.corpus`): beginnings of
+source files, and questions that ask for a function. Everything is a function of the seed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from bench.speculate.worker import CoreAsk
 from engine.messages import Grammar, GrammarKind, Sampling
 from engine.model.bundled import corpus
 
-NUM_DOCUMENTS = 100  # looked through, out of all those held out: reading all takes seconds
+NUM_DOCUMENTS = 100  # of those held out; to read all of them takes seconds
 MOST_REPEATED = 96  # tokens of an earlier answer
 FEWEST_REPEATED = 16
 IDENTITY_TOKENS = (16, 48)  # of an answer that modes must agree on

@@ -84,7 +84,7 @@ class Passes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """What a run belongs to."""
+    """The setup, workload, mode and batch of a run."""
 
     thing: str  # setup and workload
     batch: int
@@ -116,7 +116,7 @@ def joined(runs: Sequence[BatchRun]) -> BatchRun:
 
 
 def is_same(answer: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two answers are alike as far as both go."""
+    """True if two answers agree as far as both go."""
     length = min(len(answer), len(other))
     return [*answer[:length]] == [*other[:length]]
 
@@ -140,7 +140,7 @@ def acceptance_by_place(drafts: Sequence[tuple[int, int, int]]) -> list[tuple[fl
 
 
 def expected_tokens(acceptance: float, drafted: float) -> float:
-    """What a row with a draft of so many tokens comes to."""
+    """Returns the expected tokens of a row with a draft of this length."""
     if acceptance == 1:
         return drafted + 1
     return float((1 - acceptance ** (drafted + 1)) / (1 - acceptance))
@@ -152,7 +152,7 @@ def expected_total(drafts: Sequence[tuple[int, int, int]], acceptance: float) ->
 
 
 def predicted_s(run: BatchRun, passes: Passes) -> float:
-    """How long the passes of a run take by themselves."""
+    """Returns the seconds of the passes of a run by themselves."""
     return sum(
         _target_s(passes, verified / rows) + _between(passes.draft_s, num_passes)
         for _, rows, verified, num_passes in run.steps
@@ -184,7 +184,7 @@ def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, .
 
 
 def warnings(measured: SpeculateMeasured) -> list[str]:
-    """What a reader should know before believing the results."""
+    """Facts that a reader should know before trusting the results."""
     lines = []
     busiest = max(measured.background, default=0.0)
     if busiest > TOO_BUSY:
@@ -208,7 +208,7 @@ _ORDER = (
 
 
 def _figures(cell: Cell, mode: Speculate, measured: SpeculateMeasured) -> list[dict[str, Figure]]:
-    """Of each repetition."""
+    """Returns the figures of each repetition."""
     key = RunKey(cell.thing, cell.batch, mode)
     plain = measured.runs[replace(key, mode=Speculate.OFF)]
     passes = measured.passes[cell.setup.name, cell.batch]

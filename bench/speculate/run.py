@@ -1,11 +1,11 @@
-"""Measures speculation: a process for each setup, in it the modes in turn.
+"""Measures speculation: a process for each setup, and in it the modes in turn.
 
-A speed-up is told from what one process did in one repetition, with every mode on the same prompts
-one right after the other, in an order that turns round with each repetition. So what else happens
-on the machine meets all modes alike. Before the first figure every cell has been run once.
+A speed-up compares modes of one process in one repetition, on the same prompts, one right after the
+other. The order rotates with each repetition, so other load on the machine meets all modes alike.
+Before the first figure every cell has run once.
 
-Answers are compared too: each request is answered in all modes, with int8 weights, where the
-promise is that not one token differs, and with fp32.
+Answers are compared too. Each request is answered in all modes, with int8 weights, where the
+promise is that no token differs, and with fp32.
 """
 
 import os
@@ -114,7 +114,7 @@ def _measure_cell(
     repeat: int,
     measured: SpeculateMeasured,
 ) -> None:
-    """One cell in every mode."""
+    """Measures one cell in every mode."""
     found: dict[Speculate, list[BatchRun]] = {mode: [] for mode in cell.setup.modes}
     for round_ in range(rounds_of(plan, cell) if repeat != WARM_UP else 1):
         indices = prompts_for(cell, len(asks), repeat=repeat, round_=round_)
@@ -135,7 +135,7 @@ def _measure_cell(
 def _asks_of(
     plan: SpeculatePlan, setup: SpeculateSetup, worker: Driven, facts: Mapping[str, object]
 ) -> Asks:
-    """What each workload asks for."""
+    """Returns the requests of each workload."""
     if setup.shape is None:
         prompts = _texts(plan)
     else:
@@ -157,7 +157,7 @@ def _texts(plan: SpeculatePlan) -> list[list[int]]:
 
 
 def _identity_weights(plan: SpeculatePlan) -> Mapping[WeightFormat, KVFormat]:
-    """Those with which answers are compared: if it is to be quick, those of the promise."""
+    """Returns the weights with which answers are compared; for a quick run those of the promise."""
     if plan.is_quick:
         return {WeightFormat.INT8: IDENTITY_WEIGHTS[WeightFormat.INT8]}
     return IDENTITY_WEIGHTS

@@ -22,7 +22,7 @@ COLUMNS = {  # results by their header
 
 
 def print_speculation(console: Console, report: Report, *, title: str) -> None:
-    """Where and how it was measured, what was promised, every cell, and acceptance by place."""
+    """Prints the provenance, the promises, every cell, and acceptance by place."""
     print_head(console, report, title=title)
     console.print(_promises([result for result in report.results if result.name in GOALS]))
     by_name = {result.name: result for result in report.results}

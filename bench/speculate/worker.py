@@ -2,13 +2,13 @@
 
     python -m bench.speculate.worker '{"target": …}'          (the fields of `CoreOptions`, as JSON)
 
-For each mode of speculation there is the core of a mixed worker, the schedulers and speculator of a
-real one, that lives from the first command to the last: what it learns of costs and acceptance it
-keeps, as a worker does. They share two runners: one of the target alone, as a worker without a
-draft model has it, and one of both models. Only one core works at a time, so those of one runner
-share its blocks too.
+Each mode of speculation has the core of a mixed worker, with the schedulers and the speculator of a
+real one. It lives from the first command to the last, and keeps what it learns of costs and
+acceptance. The cores share two runners: one of the target alone, as a worker without a draft model
+has it, and one of both models. Only one core works at a time, so the cores of one runner share its
+blocks too.
 
-What is timed is the whole step: the choice of rows and drafts, the passes, what follows from them.
+The whole step is timed: the choice of rows and drafts, the passes, and what follows from them.
 """
 
 import statistics
@@ -57,7 +57,7 @@ DEFAULTS = WorkerConfig()
 GATEWAY = GatewayId("bench")
 NOWHERE = TransferAddress(WorkerId("bench"), Incarnation("bench"), "")
 GREEDY = Sampling(temperature=0.0)
-PASSES_S = 0.3  # passes of a batch size are timed for so long, one after the other
+PASSES_S = 0.3  # passes of a batch size are timed for this long
 FEWEST_TIMES = 3
 
 _clock = MonotonicClock()
@@ -86,7 +86,7 @@ class CoreAsk(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def limits(self) -> Limits:
-        """Where its answer ends."""
+        """The limits of its answer."""
         begin = len(self.prompt)
         return Limits(
             max_len=begin + self.num_tokens,
@@ -110,7 +110,7 @@ class CoreStep:
 
 @dataclass(slots=True)
 class Answers:
-    """What has come of some requests."""
+    """The answers of some requests so far."""
 
     wanted: list[SeqId]
     token_ids: dict[SeqId, list[int]] = field(default_factory=dict)
@@ -133,12 +133,12 @@ class Answers:
 
     @property
     def all_begun(self) -> bool:
-        """Whether each has its first token."""
+        """True if each has its first token."""
         return len(self.token_ids) == len(self.wanted)
 
     @property
     def num_tokens(self) -> int:
-        """Of all together."""
+        """Tokens of all answers together."""
         return sum(map(len, self.token_ids.values()))
 
     def in_order(self) -> list[list[int]]:
@@ -261,8 +261,11 @@ class Bench:
         }
 
     def passes(self, batch: int, context_len: int, lens: list[int]) -> dict[str, object]:
-        """Seconds of the passes of `batch` sequences by themselves: plain ones, those that verify
-        and those that propose so many tokens. Before all else: later blocks have owners."""
+        """Returns the seconds of passes of `batch` sequences by themselves.
+
+        There are plain passes, passes that verify and passes that propose this many tokens. Call it
+        first: later, blocks have owners.
+        """
         assert all(pool.counts().free == pool.num_blocks for pool in self._pools.values())
         num_blocks = self._alone.layout.num_blocks_for(context_len + max(lens) + 1)
         row = partial(_row, context_len=context_len, num_blocks=num_blocks)
@@ -287,7 +290,7 @@ class Bench:
         }
 
     def _service(self, mode: Speculate, guides: Guides) -> MixedCore:
-        """As a worker of that mode is deployed."""
+        """Builds the core as a worker of that mode has it."""
         has_draft_model = mode in (Speculate.DRAFT, Speculate.AUTO)
         runner = self._paired if has_draft_model else self._alone
         speculator = Speculator(
