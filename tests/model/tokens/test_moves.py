@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
-from engine.config import Speculate, WeightFormat
+from deploy.commands.defaults import BUNDLED_MODEL
+from engine.config import Speculate
 from engine.grammar.guides import LlGuides
 from engine.messages import (
     Cancel,
@@ -39,12 +39,12 @@ from engine.worker.events import (
     StartPull,
 )
 from tests.kits.models.pools import GATEWAY, MAX_STEPS, Asked, KeenSpeculator, Worker
-from tests.kits.models.requests import EOS, NUM_BLOCKS, check, requests
+from tests.kits.models.requests import EOS, check, requests
 
 pytestmark = pytest.mark.torch
 
 NUM_REQUESTS = 60
-EVERY = 6  # of so many sequences one is moved in a step
+EVERY = 6  # each step moves one in this many sequences
 
 
 class Couple:
@@ -194,23 +194,6 @@ class Couple:
             asked.is_finished = True
             self._stay(self._at[seq_id], seq_id)
             del self._asked[seq_id], self._at[seq_id]
-
-
-@pytest.fixture(scope="module")
-def runners():
-    from engine.model.runner import TorchRunner
-
-    opened = [
-        TorchRunner(
-            BUNDLED_MODEL, draft=BUNDLED_DRAFT, num_blocks=NUM_BLOCKS, weights=WeightFormat.INT8
-        )
-        for _ in range(2)
-    ]
-    for runner in opened:
-        runner.open()
-    yield opened
-    for runner in opened:
-        runner.close()
 
 
 def answered(runners, *, speculate: Speculate, rng: random.Random | None):

@@ -4,33 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
-from engine.config import Speculate, WeightFormat
+from deploy.commands.defaults import BUNDLED_MODEL
+from engine.config import Speculate
 from engine.grammar.guides import LlGuides
 from engine.messages import Role
 from tests.kits.models.pools import KeenSpeculator, Pools, Worker, counted
-from tests.kits.models.requests import EOS, NUM_BLOCKS, check, requests
+from tests.kits.models.requests import EOS, check, requests
 
 pytestmark = pytest.mark.torch
 
 NUM_REQUESTS = 200
-
-
-@pytest.fixture(scope="module")
-def runners():
-    from engine.model.runner import TorchRunner
-
-    opened = [
-        TorchRunner(
-            BUNDLED_MODEL, draft=BUNDLED_DRAFT, num_blocks=NUM_BLOCKS, weights=WeightFormat.INT8
-        )
-        for _ in range(2)
-    ]
-    for runner in opened:
-        runner.open()
-    yield opened
-    for runner in opened:
-        runner.close()
 
 
 @pytest.fixture(scope="module")
