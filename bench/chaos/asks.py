@@ -1,9 +1,9 @@
-"""What the clients of `bench chaos` ask: a function of the seed. Pure.
+"""The requests of `bench chaos`: a function of the seed. Pure.
 
-Of everything that must survive a fault, some: greedy and sampled answers, several choices of one
+They cover everything that must survive a fault: greedy and sampled answers, several choices of one
 request, penalties and biases, grammars, log-probabilities, stop strings, both endpoints. Every
-request names its seed, so that its answer is decided before it is asked. Prompts share prefixes,
-as those of an application do, so that workers find parts of them in their caches.
+request names its seed, so its answer is decided before it is sent. Prompts share prefixes, as those
+of an application do, so workers find parts of them in their caches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ChaosRequest:
-    """One request: a body for an endpoint, and how many choices it is answered by."""
+    """One request: a body for an endpoint, and its number of choices."""
 
     kind: str
     path: str

@@ -1,11 +1,13 @@
-"""Whether each request came to what it came to undisturbed, and how long clients waited. Pure.
+"""Compares each answer with the one of the undisturbed run, and measures clients' waits. Pure.
 
 A request is *lost* if its last stream does not end as it must: every choice has exactly one finish
-reason and says nothing after it, usage comes once, then one mark of the end, and nothing else. It
-is *changed* if it ends so, but text, finish reasons, log-probabilities or usage are not those of
-the undisturbed run; also if what came before a connection broke is not how that answer begins. A
-connection may break only when a gateway process was killed, or stood still for so long that it was
-replaced; else the request counts as lost, though the client asked again.
+reason and no text after it, usage comes once, then one mark of the end, and nothing else. It is
+*changed* if it ends so, but text, finish reasons, log-probabilities or usage differ from the
+undisturbed run. It is also changed if the part before a broken connection does not begin that
+answer.
+
+A connection may break only if a gateway process was killed, or stood still until it was replaced.
+Otherwise the request counts as lost, even if the client asked again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +18,13 @@ from itertools import pairwise
 from bench.chaos.plan import OF_GATEWAYS, FaultKind
 from bench.chaos.streams import ReceivedStream, ReceivedUsage
 
-NOTICED_S = 0.5  # a gap that begins so long before a fault was told of can still be its doing
-SILENCE_S = 0.5  # a stream that says nothing for so long, across a fault, is affected by it
+NOTICED_S = 0.5  # a fault may have caused a gap that begins this long before its report
+SILENCE_S = 0.5  # a fault affects a stream that is silent for this long across it
 BREAKS_WITHIN_S = 1.0  # of a gateway's end: its clients are on the same machine
-REPLACED_AFTER_S = 10.0  # that a gateway was silent: after 5 it is missed, after 5 more ended
-QUIET_BEFORE_S = 1.0  # at most; then it stood still. It says something twice a second
+REPLACED_AFTER_S = 10.0  # of silence of a gateway: after 5 it is missed, after 5 more ended
+QUIET_BEFORE_S = (
+    1.0  # a longer silence means that it stood still: it sends something twice a second
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +38,14 @@ class ChoiceSaid:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an answer says, whenever and in whatever pieces it came."""
+    """The content of an answer, without the times and pieces of its arrival."""
 
     choices: tuple[ChoiceSaid, ...]
     usage: ReceivedUsage
 
 
 class RequestEnd(StrEnum):
-    """What became of a request."""
+    """The outcome of a request."""
 
     SAME = "same"
     CHANGED = "changed"
@@ -78,7 +82,7 @@ class Stall:
 
 
 def disorder(stream: ReceivedStream, num_choices: int) -> str | None:
-    """What keeps a stream from being one whole answer; None if it is one."""
+    """Returns why a stream is not one whole answer; None if it is one."""
     if stream.failure is not None:
         return stream.failure
     finished: set[int] = set()
@@ -100,7 +104,7 @@ def disorder(stream: ReceivedStream, num_choices: int) -> str | None:
 
 
 def reply_of(stream: ReceivedStream, num_choices: int) -> Reply:
-    """What a stream without disorder says."""
+    """Returns the content of a stream without disorder."""
     return Reply(
         tuple(_said(stream, choice) for choice in range(num_choices)), usage=stream.usages[0]
     )
@@ -109,7 +113,7 @@ def reply_of(stream: ReceivedStream, num_choices: int) -> Reply:
 def judge(
     expected: Reply, streams: Sequence[ReceivedStream], deaths: Sequence[Injected]
 ) -> RequestVerdict:
-    """What became of a request, from all its streams: one for each time that it was sent.
+    """Judges a request by all its streams: one for each time that it was sent.
 
     `deaths` are faults of gateway processes, also those that broke nothing.
     """
@@ -128,9 +132,10 @@ def judge(
 
 
 def is_broken_by(death: Injected, stream: ReceivedStream) -> bool:
-    """Whether a gateway's death explains that a connection broke when it did. Which gateway it led
-    to nobody knows. One that stands still breaks nothing until it is replaced, and nothing at all
-    if it goes on before.
+    """True if a gateway's death explains that a connection broke when it did.
+
+    The connection's gateway is unknown. A gateway that stands still breaks nothing until it is
+    replaced, and nothing at all if it goes on before.
     """
     from_s = death.begun_s
     if death.kind is FaultKind.STOP_GATEWAY:
@@ -149,7 +154,7 @@ def _said(stream: ReceivedStream, choice: int) -> ChoiceSaid:
 
 
 def _departure(expected: Reply, stream: ReceivedStream) -> str | None:
-    """Where as much as came of an answer is not how it begins."""
+    """Returns where a partial answer departs from the expected one."""
     for choice, whole in enumerate(expected.choices):
         said = _said(stream, choice)
         if not whole.text.startswith(said.text):
@@ -186,7 +191,7 @@ def gaps(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
 def longest_stall(
     requests: Sequence[Sequence[ReceivedStream]], faults: Sequence[Injected]
 ) -> Stall:
-    """Of all requests. Before the first piece nobody has begun to read: that is no stall."""
+    """Returns the longest stall of all requests. The wait for a first piece is no stall."""
     longest, where = (0.0, 0.0), -1
     for number, streams in enumerate(requests):
         for gap in gaps(streams):
@@ -198,8 +203,10 @@ def longest_stall(
 def affected(
     requests: Sequence[Sequence[ReceivedStream]], faults: Iterable[Injected]
 ) -> dict[FaultKind, int]:
-    """For each kind, the requests that a fault of it disturbed: which were silent for `SILENCE_S`
-    across its begin, or were under way then and had to be placed or sent again.
+    """Returns, for each kind of fault, the requests that it disturbed.
+
+    These were silent for `SILENCE_S` across its begin, or were under way then and were placed or
+    sent again.
     """
     found: dict[FaultKind, set[int]] = {}
     for fault in faults:
@@ -240,7 +247,7 @@ def _cause(gap: tuple[float, float], faults: Sequence[Injected]) -> Injected | N
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What a worker without work says of its blocks; cached ones are free."""
+    """The blocks of an idle worker, as it reports them; cached ones are free."""
 
     num_blocks: int
     num_free: int

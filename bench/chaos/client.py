@@ -1,9 +1,9 @@
-"""A client that does not give up: what a connection loses, it asks for again.
+"""A client that asks again for what a broken connection lost.
 
-A gateway process that dies takes its connections with it. Whoever wants the answer connects again,
-which leads to another process, and sends the same request with the same seed; the answer is the
-same, so what was read before is skipped. Nothing else is ever repeated: a refusal, an error or a
-stream that ends early is what the server has to say.
+A gateway process that dies takes its connections with it. The client connects again, which leads to
+another process, and sends the same request with the same seed. The answer is the same, so the part
+that was read before is skipped. Nothing else is ever repeated: a refusal, an error or an early end
+of a stream is the server's answer.
 """
 
 import aiohttp
@@ -17,7 +17,7 @@ HEADERS = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
 
 
 class ReconnectingClient:
-    """One server, over connections of which each carries one request."""
+    """One server, over connections that each carry one request."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, clock: Clock) -> None:
         self._session = session

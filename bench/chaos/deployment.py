@@ -25,7 +25,7 @@ class OrderFailed(BatonError):
 
 
 class SeenWorker(msgspec.Struct, frozen=True):
-    """What the admin API says of one worker."""
+    """One worker in the admin API."""
 
     worker_id: str
     role: Role | None
@@ -41,17 +41,17 @@ class SeenWorker(msgspec.Struct, frozen=True):
 
     @property
     def works(self) -> bool:
-        """Whether it does what it is there for."""
+        """True if it does the work of its role."""
         return self.state == "serving" and self.is_connected and self.role is self.target
 
     @property
     def num_seqs(self) -> int:
-        """That it has been given."""
+        """Sequences that it was given."""
         return self.waiting_seqs + self.running_seqs
 
 
 class SeenGateway(msgspec.Struct, frozen=True):
-    """What it says of a gateway process. `missing` is what keeps it from serving."""
+    """A gateway process in the admin API. `missing` is what keeps it from serving."""
 
     name: str
     pid: int | None
@@ -61,7 +61,7 @@ class SeenGateway(msgspec.Struct, frozen=True):
 
     @property
     def works(self) -> bool:
-        """Whether it takes connections and serves them."""
+        """True if it takes connections and serves them."""
         return self.state == "serving" and self.missing is None
 
 
@@ -90,7 +90,7 @@ class _Access(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What all processes of a deployment, and nobody else, have in their environment."""
+    """A variable in the environment of all processes of one deployment."""
 
     value: str
     run_dir: Path  # where it says how its operator reaches it
@@ -106,7 +106,7 @@ class Mark:
 
 
 class DisturbedDeployment:
-    """What runs behind a URL on this machine."""
+    """The processes behind a URL on this machine."""
 
     def __init__(
         self, served: ServedDeployment, session: aiohttp.ClientSession, mark: Mark
@@ -118,12 +118,12 @@ class DisturbedDeployment:
 
     @property
     def url(self) -> str:
-        """Where it is asked."""
+        """The URL of its gateways."""
         return self._served.url
 
     @property
     def pid(self) -> int:
-        """Of the process that keeps the pools: the command itself."""
+        """Process id of the command, which keeps the pools."""
         return self._served.pid
 
     def open(self) -> None:
@@ -173,7 +173,7 @@ class DisturbedDeployment:
             raise OrderFailed(str(error) or type(error).__name__) from error
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
-        """Whether there still was somebody to take it. Only a process of this deployment is."""
+        """Sends a signal to a process of this deployment. True if the process was still there."""
         if pid not in (self._served.pid, *self._served.sessions()):
             return False
         try:
@@ -183,7 +183,7 @@ class DisturbedDeployment:
         return True
 
     def is_gone(self, pid: int, proc: Path = PROC) -> bool:
-        """Whether a process has ended, or is only to be waited for."""
+        """True if a process has ended, or is a zombie."""
         try:
             return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         except OSError:
@@ -207,6 +207,6 @@ class DisturbedDeployment:
         os.kill(self._served.pid, signal.SIGINT)
 
     def has_ended(self) -> bool:
-        """Whether the command is over. It is left to be waited for."""
+        """True if the command has ended. Its caller still has to wait for it."""
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._served.pid, look) is not None

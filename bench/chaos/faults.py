@@ -1,7 +1,7 @@
-"""Injects faults into a deployment, one after the other, and keeps what came of each.
+"""Injects faults into a deployment, one after the other, and records their outcomes.
 
-Whom a fault may hit is a pure function of what the controller knows (`candidates`). Signals go to
-services of the deployment and to nobody else; orders go to its controller, as an operator's do.
+The possible victims are a pure function of what the controller knows (`candidates`). Signals go to
+services of the deployment only. Orders go to its controller, like those of an operator.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ RUNS_S, STANDS_S = 0.02, 0.08  # of a slow worker
 ORDER_WITHIN_S = 20.0
 GONE_WITHIN_S = 10.0
 CONTROLLER = "controller"  # its name among victims
-RAREST_FIRST = 0.5  # share of its time for which a fault waits for the rarest kind to be possible
+RAREST_FIRST = 0.5  # share of its time for which a fault waits until the rarest kind is possible
 
 
 class FaultFailed(BatonError):
@@ -40,10 +40,11 @@ class Injector(Protocol):
 
 
 def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> list[str]:
-    """Who may be hit: nobody that another fault holds, nor the last of its pool that works.
+    """Names of possible victims: none that another fault holds, nor the last working one of its
+    pool.
 
-    Nobody is hit while a gateway process does not know all workers: to it another one would be the
-    last.
+    There is no victim while a gateway process does not know all workers: to that gateway another
+    worker would be the last.
     """
     gateways = [g for g in seen.gateways if g.works and g.members_version == seen.version]
     if not gateways or len(gateways) < len(seen.gateways):
@@ -63,7 +64,7 @@ def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> li
 
 
 def pid_of(name: str, seen: SeenPools) -> int | None:
-    """Of a worker or a gateway."""
+    """Process id of a worker or a gateway."""
     found = [w.pid for w in seen.workers if w.worker_id == name]
     return next(iter([*found, *(g.pid for g in seen.gateways if g.name == name)]), None)
 
@@ -87,8 +88,10 @@ class Signals:
         return ""
 
     async def _until_gone(self, pid: int) -> None:
-        """Waits until its sockets are closed: where cores are busy that comes after its memory has
-        been given back, and until then it is still connected to. Raises FaultFailed.
+        """Waits until the sockets of a killed process are closed. Raises FaultFailed.
+
+        On busy cores they close later than its memory is freed, and until then clients still
+        connect.
         """
 
         async def is_gone() -> bool:
@@ -119,8 +122,9 @@ class Cuts:
     """Faults of the network around a worker that is in a place of its own."""
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
-        """Cuts a worker off, and who comes in its place meanwhile. For the milliseconds that the
-        commands take nobody reads what clients are told.
+        """Cuts off a worker, and any worker that takes its place meanwhile.
+
+        For the milliseconds that the commands take, no stream is read.
         """
         try:
             with netns.cut_off(victim, pid):
@@ -138,8 +142,10 @@ class Orders:
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
-        """Flips or drains, and gives it its role again, also if it did not take the other in time:
-        else all faults after this one would meet other pools. How long the change took.
+        """Flips or drains a worker, then restores its role; returns the seconds of the change.
+
+        The role is restored even if the worker did not take the other one in time. Otherwise later
+        faults would meet other pools.
         """
         begun_s = self._clock.now_s()
         try:
@@ -168,8 +174,9 @@ class Orders:
             await self._until(victim, "drained", Role.DRAINED)
 
     async def _give_back(self, victim: str, role: Role) -> None:
-        """Orders the role that it had, if another is wanted of it; also when that has to wait: for
-        somebody to take its place, or for a controller that stands still. Raises OrderFailed.
+        """Orders the old role of a worker, if another one is wanted of it. Raises OrderFailed.
+
+        The order waits for a worker that takes its place, or for a controller that stands still.
         """
 
         async def is_taken() -> bool:
@@ -213,15 +220,17 @@ class Director:
         self._clock = clock
         self._kinds = kinds
         self._counts: Counter[FaultKind] = Counter()
-        self._waiting: list[Fault] = []  # for somebody whom they may hit
+        self._waiting: list[Fault] = []  # faults that wait for a victim
         self._held: set[str] = set()
         self._killed: dict[str, int] = {}  # process ids of those that are to come back as others
         self.injected: list[Injected] = []
         self.skipped: list[Fault] = []
 
     async def run(self, faults: Sequence[Fault], start_s: float) -> None:
-        """Injects each when it is due. One that nobody may be hit by then waits for as long as the
-        next of kills, or of others, is not due: whoever waits longer goes first.
+        """Injects each fault when it is due.
+
+        A fault without a victim waits until the next one of its group (kills, or others) is due.
+        The fault that has waited longest goes first.
         """
         kills = [fault for fault in faults if fault.kind is FaultKind.KILL]
         others = [fault for fault in faults if fault.kind is not FaultKind.KILL]
@@ -244,7 +253,7 @@ class Director:
                 group.create_task(self._inject(*found))
 
     async def _find(self, fault: Fault, until_s: float) -> tuple[Fault, str, int] | None:
-        """What comes in its place, and whom it hits; that one is held from now on."""
+        """Returns the fault to inject now, with its victim and process id; the victim is held."""
         rarest_until_s = self._clock.now_s() + RAREST_FIRST * (until_s - self._clock.now_s())
         while True:
             if fault is min(self._waiting, key=lambda waiting: waiting.at_s):

@@ -12,11 +12,11 @@ from bench.common.waiting import pause
 from engine.clock import Clock
 from engine.errors import BatonError
 
-AT_ONCE = 8  # of the undisturbed run, in which nothing depends on when requests come
+AT_ONCE = 8  # requests of the undisturbed run, where their times do not matter
 
 
 class NotUndisturbed(BatonError):
-    """What was to be compared with is itself no good."""
+    """The undisturbed run is not clean, so there is nothing to compare with."""
 
 
 async def undisturbed(

@@ -1,16 +1,16 @@
-"""A network in which every place can be cut off: network namespaces around one that forwards.
+"""A network whose places can be cut off: network namespaces around one that forwards.
 
     place ── gate ═ NAME ── hub ── NAME ═ gate ── place
 
-Each place has one way to anywhere, a veth pair to the hub. Nothing here has a name outside: a
-namespace is there for as long as a process or a descriptor is in it, and its devices with it. So
-nothing can be left behind, however those processes end, and of the machine's own network nothing is
-changed: that the hub forwards is a setting of the hub.
+Each place has one way out, a veth pair to the hub. Nothing here has a name outside. A namespace,
+with its devices, exists as long as a process or a descriptor is in it. So nothing is left behind,
+however those processes end. The machine's own network does not change: forwarding is a setting of
+the hub.
 
-A cut is silent, as one in the middle of a network is: packets vanish both ways, no interface goes
-down and nobody is refused. The two ends of a pair have each other's hardware address by a permanent
-entry; a cut enters one that nobody has, and what is sent to it is dropped where it arrives. Entries
-that are permanent are never looked for in vain, of which senders would hear.
+A cut is silent, like one in the middle of a network. Packets vanish both ways, no interface goes
+down, and no connection is refused. The two ends of a pair have each other's hardware address by a
+permanent entry. A cut enters an unused address, and packets to it are dropped where they arrive.
+Permanent entries are never looked up, so senders hear of no failure.
 
 Addresses are out of 198.18.0.0/15, which is set aside for tests of networks (RFC 2544).
 """
@@ -94,9 +94,9 @@ def hub() -> Iterator[None]:
 
 
 def place(name: str, number: int) -> NetworkPlace:
-    """A new place at the hub in which the caller is; the hub's device to it has the place's name.
+    """Makes a new place at the caller's hub; the hub's device to it has the place's name.
 
-    Numbers begin at 1, and none is used twice at one hub. The descriptor is the caller's to close.
+    Numbers begin at 1, and none is used twice at one hub. The caller closes the descriptor.
     """
     if not 1 <= number <= MAX_PLACES:
         raise ValueError(f"{number} is not a place's number: there are {MAX_PLACES}")
@@ -133,7 +133,7 @@ def place(name: str, number: int) -> NetworkPlace:
 
 @contextmanager
 def cut_off(name: str, pid: int) -> Iterator[None]:
-    """Meanwhile nothing comes from or to the place of that name, in which the process is.
+    """Cuts off the place of this name, in which the process is, for the time of the context.
 
     The caller is in the hub. Raises OSError if the process is gone, CommandFailed if there is no
     such place.

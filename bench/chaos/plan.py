@@ -1,4 +1,4 @@
-"""What one `bench chaos` is asked to do, and which faults it injects when. Pure.
+"""The plan of one `bench chaos`, and the faults that it injects. Pure.
 
     kill             SIGKILL of a worker
     stop             SIGSTOP of a worker for a while, then SIGCONT
@@ -10,11 +10,12 @@
     stop-gateway     SIGSTOP of a gateway process for a while
     stop-controller  SIGSTOP of the process that keeps the pools, for a while
 
-Kills, where they are asked for, come every `every_s`; one fault of another kind comes in the middle
-between two of them, so that it meets what the kill left; the other kinds take turns. Who is hit is
-decided by `Fault.draw` when it is time, among those that may be hit then (`chosen`): no fault takes
-the last worker of a pool that works, since what is asked is whether others take over. A kind that
-can hit nobody when it is its turn gives way to one that can, and is the next to be tried.
+Kills, if asked for, come every `every_s`. A fault of another kind comes in the middle between two
+kills, so that it meets what the kill left. The other kinds take turns.
+
+`Fault.draw` decides the victim when the fault is due, among the possible ones (`chosen`). No fault
+takes the last working worker of a pool, since the question is whether others take over. A kind
+without a victim gives way to one that has one, and is tried next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 class FaultKind(StrEnum):
-    """What is done to a service."""
+    """What a fault does to a service."""
 
     KILL = "kill"
     STOP = "stop"
@@ -60,10 +61,9 @@ OF_GATEWAYS = frozenset({FaultKind.GATEWAY, FaultKind.STOP_GATEWAY})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One that is to come, so many seconds after the load begins; `draw` in [0, 1).
+    """A fault due this many seconds after the load begins; `draw` in [0, 1).
 
-    `silent_s` is for kinds after which nothing is heard of a service, `lasts_s` for others that end
-    by themselves.
+    `silent_s` is for kinds that silence a service, `lasts_s` for others that end by themselves.
     """
 
     at_s: float
@@ -96,17 +96,17 @@ class ChaosPlan:
 
     @property
     def duration_s(self) -> float:
-        """How long requests come."""
+        """Seconds for which requests come."""
         return self.num_requests / self.rate_per_s
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether each worker has a network of its own, which can be cut."""
+        """True if each worker has a network of its own, which can be cut."""
         return FaultKind.PARTITION in self.kinds
 
     @property
     def kv_transport(self) -> Transport:
-        """What a cut network stops: shared memory it does not."""
+        """A transport that a cut network stops, unlike shared memory."""
         return Transport.ZMQ if self.is_partitioned else Transport.AUTO
 
 
@@ -154,7 +154,7 @@ def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
 
 
 def is_full(plan: ChaosPlan) -> bool:
-    """Whether it lasts long enough for each of its kinds to have its turn."""
+    """True if it lasts long enough for each of its kinds to have its turn."""
     return {fault.kind for fault in faults_of(plan)} == set(plan.kinds)
 
 
@@ -166,8 +166,9 @@ def _fault(kind: FaultKind, at_s: float, rng: Random) -> Fault:
 def kinds_in_turn(
     kinds: Sequence[FaultKind], fault: Fault, counts: Mapping[FaultKind, int]
 ) -> list[FaultKind]:
-    """What may come in the place of a fault: for a kill nothing else, for another kind those of the
-    plan that are no kills, the rarest so far first.
+    """Returns the kinds that may come in place of a fault, the rarest so far first.
+
+    Nothing else replaces a kill. Another kind is replaced by those of the plan that are no kills.
     """
     if fault.kind is FaultKind.KILL:
         return [fault.kind]
@@ -176,7 +177,7 @@ def kinds_in_turn(
 
 
 def chosen(fault: Fault, eligible: Sequence[T]) -> T | None:
-    """Who is hit of those that may be, which come in an order that means nothing."""
+    """Chooses the victim among the possible ones, whose order means nothing."""
     return eligible[int(fault.draw * len(eligible))] if eligible else None
 
 

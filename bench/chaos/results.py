@@ -42,7 +42,7 @@ MUST_BE_ZERO = (
 )
 STALL_GOAL_S = 10.0  # of longest_stall_s; missing it fails nothing
 NUM_TOLD = 5  # of each kind of what went wrong
-NEAR_S = 20.0  # a fault that begins so long before or after a request may be told of with it
+NEAR_S = 20.0  # faults this close to a request are reported with it
 
 
 def figures_of(run: ChaosRun) -> dict[str, Figure]:
@@ -90,8 +90,9 @@ def results(run: ChaosRun) -> tuple[Result, ...]:
 
 
 def missing(run: ChaosRun) -> list[FaultKind]:
-    """Kinds that were asked for and hit nobody, though there was time for each. A run too short for
-    that must have had one fault of any kind.
+    """Kinds that were asked for and hit no service, though there was time for each.
+
+    A run too short for that must have had one fault of any kind.
     """
     if run.injected and not is_full(run.plan):
         return []
@@ -99,12 +100,12 @@ def missing(run: ChaosRun) -> list[FaultKind]:
 
 
 def has_passed(found: Sequence[Result]) -> bool:
-    """Whether nothing was lost, changed or leaked, and all faults came that had to."""
+    """True if nothing was lost, changed or leaked, and all required faults came."""
     return not any(result.value for result in found if result.name in MUST_BE_ZERO)
 
 
 def complaints(run: ChaosRun) -> list[str]:
-    """What went wrong, with enough of it to look for the reason."""
+    """Describes what went wrong, with enough of it to look for the reason."""
     lines = [f"{kind}: asked for, and hit nobody" for kind in missing(run)]
     for end in (RequestEnd.LOST, RequestEnd.CHANGED):
         numbers = run.requests_of(end)

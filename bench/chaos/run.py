@@ -43,9 +43,9 @@ from engine.messages import Role
 MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
 PLACES = "bench.chaos.placed:own_places"  # puts each worker into a network place of its own
 REQUEST_TIMEOUT_S = 120.0
-WHOLE_WITHIN_S = 60.0  # all workers are back, and hold nothing for anybody
+WHOLE_WITHIN_S = 60.0  # all workers are back and idle
 STEADY_S = 2.5  # workers report once a second
-STEADY_AFTER_S = 5.0  # of work: who is killed after that is not taken for one that cannot start
+STEADY_AFTER_S = 5.0  # of work; a service killed later does not count as one that cannot start
 GONE_WITHIN_S = 60.0
 GONE_AFTER_S = 5.0  # what the end of the command does not wait for
 WATCH_EVERY_S = 0.5
@@ -61,7 +61,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
-    """What was left when all was over."""
+    """What was left when all was over: blocks, leases, processes."""
 
     blocks: int
     leases: int
@@ -87,15 +87,15 @@ class ChaosRun:
     duration_s: float
 
     def requests_of(self, end: RequestEnd) -> list[int]:
-        """Those that ended so."""
+        """Requests with this end."""
         return [i for i, verdict in enumerate(self.verdicts) if verdict.end is end]
 
 
 def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
     """Carries out the plan.
 
-    Raises ServerFailed, ServerUnreachable, NotUndisturbed, and netns.Unavailable where a network is
-    to be partitioned and this machine or this user cannot have one.
+    Raises ServerFailed, ServerUnreachable, NotUndisturbed, and netns.Unavailable if a network is to
+    be partitioned and this machine or user cannot have one.
     """
     options: Options = {
         "--prefill": plan.prefill,
@@ -224,7 +224,7 @@ class _Bookkeeper:
         await holds_within(is_steady, WHOLE_WITHIN_S, self._clock)
 
     async def left(self) -> LeftBehind:
-        """What workers hold now, when they should hold nothing."""
+        """Returns what workers still hold when they should hold nothing."""
         seen = await self._deployment.look()
         blocks, leases = leaked([books_of(worker) for worker in seen.workers])
         whole = is_whole(seen, self._plan)
@@ -237,8 +237,9 @@ def books_of(worker: SeenWorker) -> Books:
 
 
 def is_whole(seen: SeenPools, plan: ChaosPlan) -> bool:
-    """Whether the pools are as they were planned, and hold nothing for anybody. What the controller
-    takes for settled is not enough: an order that was not undone is what it was last told.
+    """True if the pools are as planned and idle.
+
+    The controller's own view is not enough: its last order may be one that was not undone.
     """
     roles = Counter(worker.role for worker in seen.workers if worker.works)
     as_planned = roles == {Role.PREFILL: plan.prefill, Role.DECODE: plan.decode}
