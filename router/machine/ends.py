@@ -7,7 +7,7 @@ exactly one of Finished, Rejected, Failed, Cancelled.
 from engine.messages import Cancel, WorkerId
 from router.machine.events import End, RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline
-from router.machine.moves import MoveStage
+from router.machine.moves.stages import MoveStage
 from router.machine.requests import Failed, Finished, Outcome
 from router.machine.state import RouterState
 from router.policies.base import Placement, SharedPrompt

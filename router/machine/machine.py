@@ -25,7 +25,7 @@ that grows.
 A prompt that takes far longer than predicted is computed a second time elsewhere (`hedging`). The
 attempt with the first token goes on.
 
-If a worker is no longer to decode, its running sequences move (`moving`). A sequence stops when
+If a worker is no longer to decode, its running sequences move (`moves`). A sequence stops when
 nearly all of its KV is elsewhere, and goes on there as a prefilled attempt.
 
 Each accepted request ends as exactly one of Finished, Rejected, Failed, Cancelled. A placement
@@ -67,8 +67,8 @@ from router.machine.events import (
 )
 from router.machine.flight import Attempt, Flight, Stamps, timeline
 from router.machine.hedging import Hedging
-from router.machine.moves import MoveStage
-from router.machine.moving import Moving
+from router.machine.moves.moving import Moving
+from router.machine.moves.stages import MoveStage
 from router.machine.placing import Placing
 from router.machine.progress import Progress
 from router.machine.requests import Cancelled, Failed, Forecast, Rejected, Request
@@ -200,7 +200,7 @@ class RouterMachine:
                 effects += self._placing.place_all(now_s)
                 effects += self._turns.give(now_s)
             if to_leave:
-                effects += self._moving.hand_over_next()
+                effects += self._moving.leaving.hand_over_next()
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
@@ -388,8 +388,8 @@ class RouterMachine:
         """A time has come that was noted of it; its deadline may have moved since."""
         if self.state.deadline_s(flight) > now_s:
             effects = self._stop_waiting_for_offer(flight, now_s)
-            effects += self._moving.stop_waiting_for_copy(flight, now_s)
-            self._moving.stop_gathering(flight, now_s)
+            effects += self._moving.copying.stop_waiting(flight, now_s)
+            self._moving.leaving.stop_gathering(flight, now_s)
             return effects + self._hedging.look_at(flight, now_s)
         if flight.hedge is not None:
             effects = self._ends.drop(flight, flight.hedge, "no news in time", now_s)

@@ -29,7 +29,7 @@ from router.machine.ends import Ends
 from router.machine.events import Deliver, RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline
 from router.machine.hedging import Hedging
-from router.machine.moving import Moving
+from router.machine.moves.moving import Moving
 from router.machine.placing import Placing
 from router.machine.requests import Failed, Finished
 from router.machine.state import SEVERED_S, RouterState
@@ -65,7 +65,7 @@ class Progress:
         flight = state.flights[request_id]
         attempt = flight.attempt_of(message.seq_id)
         if attempt is None:
-            return self._moving.on_news_of_copy(flight, message, now_s)
+            return self._moving.copying.on_news(flight, message, now_s)
         flight.last_news_s = now_s
         match message:
             case Tokens():
@@ -79,13 +79,13 @@ class Progress:
             case KvReady():
                 self._on_kv_ready(flight, attempt, message, now_s)
                 self._release_if_computed(flight, attempt, now_s)
-                return self._moving.look_at(flight, now_s)
+                return self._moving.rule.look_at(flight, now_s)
             case DecodeStarted():
                 if len(flight.tokens) == 1:
                     flight.stamps.decode_started_s = now_s
                 return []
             case HandedOver():
-                return self._moving.on_handed_over(flight, attempt, message, now_s)
+                return self._moving.leaving.on_handed_over(flight, attempt, message, now_s)
             case GivenBack():
                 return self._on_given_back(flight, attempt, worker_id, message, now_s)
 
@@ -176,7 +176,7 @@ class Progress:
         self._release_if_computed(flight, attempt, now_s)
         if attempt.lease is not None:
             effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))
-        return effects + self._moving.look_at(flight, now_s)
+        return effects + self._moving.rule.look_at(flight, now_s)
 
     def _release_if_computed(self, flight: Flight, attempt: Attempt, now_s: float) -> None:
         if flight.leads and attempt.prefilled and attempt.kv_ready:

@@ -14,7 +14,7 @@ from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.deadlines import Deadlines
 from router.machine.flight import Attempt, Flight
-from router.machine.moves import Moves
+from router.machine.moves.stages import Moves
 from router.machine.queue import FairQueue, HeldBack
 from router.policies import make_policy
 from router.policies.base import Busy, Placer, Policy

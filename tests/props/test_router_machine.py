@@ -72,7 +72,7 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.moving import DRAINED
+from router.machine.moves.rule import DRAINED
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
 from router.native.machine import native_machine
 from router.recording.lines import Recorder, replay

@@ -31,7 +31,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.net.rpc import SessionClient
-from router.machine.moving import DRAINED
+from router.machine.moves.rule import DRAINED
 from router.machine.requests import Finished, Request
 from router.service import Router
 from tests.kits.services.cluster import (

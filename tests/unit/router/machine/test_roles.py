@@ -30,8 +30,10 @@ from engine.messages import (
     TransferAddress,
 )
 from router.machine.machine import ClientGone, Deliver, Tick, WorkerLost
-from router.machine.moves import MoveStage
-from router.machine.moving import DRAINED, GATHER_S, NOT_HANDED_OVER, NOT_MOVED
+from router.machine.moves.leaving import GATHER_S, NOT_HANDED_OVER
+from router.machine.moves.moving import NOT_MOVED
+from router.machine.moves.rule import DRAINED
+from router.machine.moves.stages import MoveStage
 from router.machine.requests import Cancelled, Failed, Finished
 from tests.unit.router.machine.test_machine import LEASE, Driver, ends, sent
 
@@ -383,7 +385,7 @@ def test_steps_of_the_target_wait_for_it_where_little_is_left_to_pull(
 
 
 def test_few_sequences_are_copied_at_a_time_with_deadlines_from_their_turn(monkeypatch):
-    monkeypatch.setattr("router.machine.moving.COPY_AT_ONCE", 2)
+    monkeypatch.setattr("router.machine.moves.copying.COPY_AT_ONCE", 2)
     driver = Driver("p0", "d0")
     for name in "abcd":
         driver.ask(name, max_tokens=20)
@@ -450,7 +452,7 @@ def test_copied_sequence_waits_for_others_for_a_bounded_time():
 
 
 def test_so_many_leave_at_a_time_and_the_next_when_all_of_them_can_go_on(monkeypatch):
-    monkeypatch.setattr("router.machine.moving.LEAVE_AT_ONCE", 2)
+    monkeypatch.setattr("router.machine.moves.leaving.LEAVE_AT_ONCE", 2)
     driver = leaving("abcd")
     assert [copy_one(driver, name) for name in "abcd"] == [[], ["a.0", "b.0"], [], []]
     targets = {name: target_of(driver, name) for name in "ab"}
@@ -463,7 +465,7 @@ def test_so_many_leave_at_a_time_and_the_next_when_all_of_them_can_go_on(monkeyp
 
 
 def test_one_that_cannot_go_on_does_not_keep_others_where_they_are_for_long(monkeypatch):
-    monkeypatch.setattr("router.machine.moving.LEAVE_AT_ONCE", 2)
+    monkeypatch.setattr("router.machine.moves.leaving.LEAVE_AT_ONCE", 2)
     driver = leaving("abcd")
     for name in "abcd":
         copy_one(driver, name)

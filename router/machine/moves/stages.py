@@ -1,6 +1,6 @@
 """The state of all moves: the sequences that are to leave their workers, by stage.
 
-The stage of a move lives here and nowhere else. `router.machine.moving` has the rules.
+The stage of a move lives here and nowhere else. `router.machine.moves.moving` has the rules.
 """
 
 from collections.abc import Iterator, Mapping
@@ -69,7 +69,7 @@ class Moves:
         self.retry_s = retry_s
 
     def end(self, request_id: RequestId) -> None:
-        """Takes a move out of its stage. Whether one is wanted stays."""
+        """Takes a move out of its stage. The note that the sequence is to leave stays."""
         stage = self._stage.pop(request_id, None)
         if stage is not None:
             del self._at[stage][request_id]

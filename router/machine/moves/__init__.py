@@ -1,0 +1,1 @@
+"""Moves of running sequences to other decode workers: their stages and the rules."""

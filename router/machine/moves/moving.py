@@ -1,0 +1,179 @@
+"""Moves of running sequences to other decode workers, after role changes.
+
+    decoding ──> waiting ──OfferPrefix──> copying ──KvReady──> copied ──HandOver──> leaving
+       ^  ^         │       in turn          │                   │     together         │
+       │  └─────────┴── target gone, or ─────┴───────────────────┘   HandedOver(lease) ─┘
+       │   (stranded)   no room                                              │
+       └──────── KvReady, of the few blocks that the copy lacks ── arriving ─┘
+
+Rule: a sequence that decodes on a worker which is no longer to decode is to move. The rule is
+checked when a role changes and when a sequence starts to decode. Room is reserved at the target
+before the source is told.
+
+*Copy.* A sequence runs while it is copied. K and V of its tokens do not change, so the target pulls
+the full blocks under a lease like that on any prefix (`OfferPrefix`). It holds them in a sequence
+without a first token (`Decode`). Only then is the source told to stop. After that the target pulls
+what its prefix cache lacks: the last block, and blocks that were filled meanwhile. So the client's
+wait does not depend on the length of the context. One copy is enough: a sequence needs thousands of
+times as long to grow by a block as the network to carry it.
+
+*Turns.* A few sequences of a worker are copied at a time, each with a deadline from its turn on.
+They leave together. A client waits for steps, and a target that is joined by one sequence after
+another runs a step for each. So a copied sequence runs on until the others of its worker are
+copied, for a bounded time. The number that leaves at once is bounded too, or their last blocks
+would wait for each other.
+
+*Hand-over.* Tokens of the old id are delivered until `HandedOver`. From then on the attempt is one
+whose prompt, all tokens but the last, the source has computed. Pulls, losses and deadlines are as
+for any other. A move does not count as a failed attempt. Before it leaves, a sequence that loses
+its target or its copy runs on, and the rule is checked anew. The same holds if its worker is to
+decode again.
+
+*No room.* A sequence without room elsewhere runs on where it is. It is tried again after each event
+that may make room, and every `RETRY_S`. After `move_timeout_s` it is prefilled again, if a worker
+has room that cannot pull its KV. Otherwise it runs to its end.
+
+*Failed copies.* Only a failed pull says something about the two workers: no KV is sent between them
+for a while. After any other failure the copy is repeated later; a late copy is repeated at once,
+but only once. A copy is pure cache, and its target returns it before any sequence waits for its
+memory. If the copy was complete, hand over immediately: the last blocks and those evicted since are
+pulled together.
+
+*The step that waits.* The target's next step waits for this last pull (`Decode.is_moved`) if the
+pull is small: a copy is held, or the whole context is a few blocks.
+
+An attempt that has a decode worker but does not decode yet starts anew elsewhere, and its computed
+blocks stay cached. If a mixed worker prefills it, it moves afterwards.
+
+Sources: pre-copy, Clark et al., Live Migration of Virtual Machines, NSDI 2005; of KV, which only
+grows, so that the rest at the end is small whatever the length, Sun et al., Llumnix, OSDI 2024.
+"""
+
+from engine.messages import ROLE_CHANGED, RoleChanged, WorkerId
+from router.cluster.view import WorkerView
+from router.machine.ends import Ends
+from router.machine.events import RouterEffect
+from router.machine.flight import Attempt, Flight
+from router.machine.moves.copying import Copying
+from router.machine.moves.leaving import Leaving, end_copy
+from router.machine.moves.rule import MoveRule
+from router.machine.moves.stages import RETRY_S, MoveStage
+from router.machine.placing import Placing
+from router.machine.state import RouterState
+from router.policies.candidates import has_room
+
+NOT_MOVED = "not moved in time"
+
+
+class Moving:
+    """Changes roles, tries stranded sequences again, and finds new targets for lost ones."""
+
+    def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
+        self._state = state
+        self._ends = ends
+        self._placing = placing
+        self.leaving = Leaving(state, ends)
+        self.rule = MoveRule(state, ends, placing, self.leaving)
+        self.copying = Copying(state, self.rule, self.leaving)
+
+    def on_role_changed(
+        self, worker: WorkerView, message: RoleChanged, now_s: float
+    ) -> list[RouterEffect]:
+        """Takes in a worker's new role; a worker may also confirm its old role."""
+        state, worker_id = self._state, worker.info.worker_id
+        if worker.info.role is not message.role:
+            state.counters["role changed", message.role] += 1
+        state.give_role(worker, message)
+        effects: list[RouterEffect] = []
+        for flight in reversed(list(state.flights.values())):  # those put back keep their order
+            effects += self._after_change(flight, worker_id, now_s)
+        for flight in list(state.flights.values()):
+            if flight.attempt is not None and flight.attempt.decode == worker_id:
+                effects += self.rule.look_at(flight, now_s)
+        return effects
+
+    def _after_change(
+        self, flight: Flight, worker_id: WorkerId, now_s: float
+    ) -> list[RouterEffect]:
+        """Restarts or redirects an attempt that needs the old role of the worker."""
+        attempt = flight.attempt
+        if attempt is None:
+            return []
+        info = self._state.view.workers[worker_id].info
+        if attempt.move is not None and attempt.move.decode == worker_id:
+            return [] if info.role.decodes else self.redirect(flight, attempt, now_s)
+        if attempt.is_decoding:
+            return []
+        waits_for_offer = attempt.offer_due_s is not None and attempt.prefill == worker_id
+        if attempt.hands_over:
+            lacks = attempt.decode == worker_id and not info.role.decodes
+            lacks = lacks or (waits_for_offer and not info.role.prefills)
+        else:
+            lacks = waits_for_offer and not info.generates
+        return self._ends.excuse(flight, ROLE_CHANGED, now_s) if lacks else []
+
+    def move_all(self, now_s: float) -> list[RouterEffect]:
+        """Tries stranded sequences again, oldest first, and starts the copies whose turn it is.
+
+        A long sequence does not block shorter ones. A sequence that needs at least as much as one
+        that just found no room is skipped.
+        """
+        state, moves = self._state, self._state.moves
+        state.view.forget_severed(now_s)
+        effects: list[RouterEffect] = []
+        too_long: dict[WorkerId, int] = {}  # by source: a length for which there is no room
+        for since_s, flight in self._stranded():
+            request_id, attempt = flight.request.request_id, flight.attempt
+            assert attempt is not None
+            if now_s >= moves.wanted[request_id].not_before_s:
+                source, end_len = attempt.decode, self._placing.need(flight, now_s).end_len
+                if source not in too_long or end_len < too_long[source]:
+                    effects += self.rule.look_at(flight, now_s)
+                if moves.stage(request_id) is MoveStage.STRANDED:
+                    too_long[source] = min(end_len, too_long.get(source, end_len))
+            is_stranded = moves.stage(request_id) is MoveStage.STRANDED
+            if is_stranded and now_s - since_s >= state.config.move_timeout_s:
+                effects += self._give_up(flight, now_s)
+        if moves.retry_s is not None:
+            moves.retry_s = now_s + RETRY_S
+        return effects + self.copying.copy_next(now_s)
+
+    def _stranded(self) -> list[tuple[float, Flight]]:
+        """Stranded sequences and the times since when they are to move, oldest first."""
+        state, moves = self._state, self._state.moves
+        stranded = moves.at(MoveStage.STRANDED)
+        since = [(moves.wanted[i].since_s, state.flights[i]) for i in stranded]
+        return sorted(since, key=lambda each: each[0])
+
+    def redirect(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
+        """Handles the loss of a move's target.
+
+        If the source was told to stop, another target is chosen: the source need not know which.
+        """
+        move = attempt.move
+        assert move is not None
+        if self._state.moves.stage(flight.request.request_id) is not MoveStage.LEAVING:
+            return [*self.rule.call_off(flight, attempt), *self.rule.look_at(flight, now_s)]
+        need = self._placing.need(flight, now_s)
+        target = self.rule.choose(attempt, need)
+        if target is None:
+            return self._ends.excuse(flight, ROLE_CHANGED, now_s)
+        effects = end_copy(self._state, move)
+        if (old := self._state.view.workers.get(move.decode)) is not None:
+            old.release_decode(move.seq_id)
+        move.decode, move.reserved_len = target, need.end_len
+        self.rule.reserve(flight, move, need, now_s)
+        return effects
+
+    def _give_up(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """Prefills a sequence again, if a worker has room for it that cannot pull it.
+
+        Otherwise it stays and runs on: a sequence that cannot be moved could not be placed either.
+        """
+        attempt = flight.attempt
+        assert attempt is not None
+        workers, need = self._state.view.workers.items(), self._placing.need(flight, now_s)
+        others = [w for i, w in workers if i != attempt.decode and w.info.role.decodes]
+        if not any(has_room(worker, need) for worker in others):
+            return []
+        return self._ends.excuse(flight, NOT_MOVED, now_s)

@@ -1,0 +1,81 @@
+"""The rule of moves: a sequence leaves a worker that is no longer to decode.
+
+`router.machine.moves.moving` explains moves as a whole.
+"""
+
+from engine.messages import ROLE_CHANGED, Role, WorkerId
+from router.machine.ends import Ends
+from router.machine.events import RouterEffect
+from router.machine.flight import Attempt, Flight, Move
+from router.machine.moves.leaving import Leaving
+from router.machine.moves.stages import MoveStage
+from router.machine.placing import Placing
+from router.machine.state import RouterState
+from router.policies.base import Need
+from router.policies.candidates import decode_blocks
+from router.policies.joining import next_decoder
+
+DRAINED = "drained"  # reason of a move: its worker has no role any more
+
+
+class MoveRule:
+    """Begins moves, with room reserved at the target, and calls them off."""
+
+    def __init__(self, state: RouterState, ends: Ends, placing: Placing, leaving: Leaving) -> None:
+        self._state = state
+        self._ends = ends
+        self._placing = placing
+        self._leaving = leaving
+
+    def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
+        """Begins to move a sequence that decodes on a worker which is no longer to decode."""
+        attempt = flight.attempt
+        if attempt is None or not attempt.is_decoding:
+            return []
+        moves, request_id = self._state.moves, flight.request.request_id
+        worker = self._state.view.workers[attempt.decode]
+        if worker.info.role.decodes:
+            moves.forget(request_id)
+            return self.call_off(flight, attempt)
+        if attempt.move is not None:
+            return []
+        wanted = moves.want(request_id, now_s)
+        need = self._placing.need(flight, now_s)
+        target = self.choose(attempt, need) if now_s >= wanted.not_before_s else None
+        if target is None:
+            moves.strand(request_id, attempt.decode, now_s)
+            return []
+        reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
+        attempt.move = Move(flight.next_seq_id(), target, need.end_len, reason)
+        self.reserve(flight, attempt.move, need, now_s)
+        if flight.length > worker.info.layout.block_size:
+            moves.enter(request_id, MoveStage.WAITING, attempt.decode)
+        else:  # no block is full
+            self._leaving.gather(flight, attempt.move, now_s)
+        return []
+
+    def call_off(self, flight: Flight, attempt: Attempt) -> list[RouterEffect]:
+        """Ends a move before its source was told to stop: the sequence runs on there."""
+        stage = self._state.moves.stage(flight.request.request_id)
+        if attempt.move is None or stage is MoveStage.LEAVING:
+            return []
+        return self._ends.end_move(flight, attempt)
+
+    def choose(self, attempt: Attempt, need: Need) -> WorkerId | None:
+        """Returns the worker that decodes next; None if none has room."""
+        state = self._state
+        return next_decoder(
+            state.view, need, source=attempt.decode, costs=state.estimates, rng=state.rng
+        )
+
+    def reserve(self, flight: Flight, move: Move, need: Need, now_s: float) -> None:
+        """Reserves room at the target of a move."""
+        target = self._state.view.workers[move.decode]
+        target.reserve_decode(
+            move.seq_id,
+            decode_blocks(target, need),
+            context_tokens=need.num_tokens,
+            begins_s=now_s,
+            prompt_tokens=len(flight.request.token_ids),
+            max_tokens=self._state.max_tokens(flight),
+        )
