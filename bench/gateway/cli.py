@@ -28,14 +28,14 @@ from bench.gateway.run import measure
 def gateway(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
     *,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of every prompt.")] = 32,
-    tokens: Annotated[int, typer.Option(min=2, help="Of an answer, at 64 streams.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at 64 streams.")] = 256,
     repeat: RepeatOption = 5,
     peer: Annotated[list[str] | None, peer_option("fastapi", "vllm_router")] = None,
     seed: SeedOption = 0,
-    quick_: Annotated[bool, quick_option("Once, and little of it.")] = False,
+    quick_: Annotated[bool, quick_option("One short run: some seconds.")] = False,
     json: JsonOption = None,
 ) -> None:
-    """Measure what the gateway adds to a first token and costs for each, beside other servers."""
+    """Measure what the gateway adds to a first token, and its CPU, beside other servers."""
     with printed_errors():
         plan = plan_of(
             prompt_words=prompt_words,

@@ -1,10 +1,10 @@
-"""Sends streams to a server and takes the times: `python -m bench.gateway.client`.
+"""Sends requests to a server and times their streams: `python -m bench.gateway.client`.
 
-A process of its own, and no more than what has to be known of an answer is looked at: one that
-parsed what it reads would be the bottleneck, and what it measures would be itself. An answer is
-HTTP/1.1 in chunks; its events begin with `data: {`, but for `[DONE]`.
+Runs in a process of its own, and parses as little of an answer as possible: a client that parsed
+everything would be the bottleneck. An answer is HTTP/1.1 in chunks; all its events except `[DONE]`
+begin with `data: {`.
 
-Driven as `bench.common.driven` says. The only command is `stream`.
+Driven as `bench.common.driven` describes. The only command is `stream`.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ TIMEOUT_S = 120.0
 
 
 class StreamCommand(msgspec.Struct, frozen=True, tag_field="do", tag="stream"):
-    """`num_requests` of them over `num_connections`, each of which sends one after the other.
+    """Sends `num_requests` over `num_connections`, one at a time on each connection.
 
-    Every body has a `seed` of its own, which is how answers are told apart.
+    Every body has a different `seed`, by which answers are told apart.
     """
 
     port: int
@@ -38,7 +38,7 @@ class StreamCommand(msgspec.Struct, frozen=True, tag_field="do", tag="stream"):
 
 @dataclass(slots=True)
 class _Seen:
-    """What came of all requests of one command."""
+    """Times and failures of all requests of one command."""
 
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)  # between two pieces of an answer
@@ -47,18 +47,18 @@ class _Seen:
 
 
 class _Connection(asyncio.Protocol):
-    """Sends a request as often as there is one left."""
+    """Sends one request after the other until none is left."""
 
     def __init__(self, left: deque[bytes], seen: _Seen) -> None:
         self._left = left
         self._seen = seen
-        self._rest = b""  # what may be the beginning of an event
+        self._rest = b""  # may be the beginning of an event
         self._sent_s = 0.0
-        self._last_s: float | None = None  # when the last piece came; None: none has
+        self._last_s: float | None = None  # arrival of the last piece, if any
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by inheritance
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's does not inherit from it
         self._send()
 
     def data_received(self, data: bytes) -> None:
@@ -100,7 +100,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def stream(command: StreamCommand) -> dict[str, Any]:
-    """Carries the command out."""
+    """Carries out the command."""
     left = deque(_request(command.body, command.seed + i) for i in range(command.num_requests))
     seen = _Seen()
     loop = asyncio.get_running_loop()

@@ -1,16 +1,16 @@
-"""What one `bench gateway` is asked to do. Pure.
+"""The plan of one `bench gateway`. Pure.
 
 Servers answer the same requests with streams of the same pace:
 
     baton        the gateway, in front of a worker that computes nothing            ours
     uvloop       a bare server: a coroutine for each stream, which only writes      peer
-    writes       the same with one timer for all: the writes, and no more          limit
+    writes       the same with one timer for all streams: nothing but writes       limit
     fastapi      FastAPI, pydantic and uvicorn                                      peer, --peer
     vllm_router  vLLM's router in front of a bare server                            peer, --peer
 
-Only baton has to do with a worker and with texts: peers make their tokens up where they write them.
+Only Baton talks to a worker and handles text. Peers invent their tokens where they write them.
 
-Each repetition asks each server, in an order of its own, for every load:
+Each repetition gives every load to each server, in an order of its own:
 
     serial    one request after the other, of one token: what a server adds to a first token
     64        as many streams at once, a token every 10 ms
@@ -34,7 +34,7 @@ MODEL = "null"
 
 @dataclass(frozen=True, slots=True)
 class GatewayPeer:
-    """A server of an environment of its own."""
+    """A peer server, run by a Python of its own."""
 
     name: str
     python: Path
@@ -42,7 +42,7 @@ class GatewayPeer:
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """Streams that begin together, each connection's one after the other."""
+    """Streams that begin together; each connection sends one request after the other."""
 
     name: str
     num_streams: int
@@ -68,7 +68,7 @@ class StreamLoad:
 
 @dataclass(frozen=True, slots=True)
 class GatewayPlan:
-    """All that is to be measured. `prompt_words` are of every request."""
+    """All that is measured. Every prompt has `prompt_words` words."""
 
     serial: StreamLoad
     loads: tuple[StreamLoad, ...]
@@ -79,14 +79,14 @@ class GatewayPlan:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of the servers."""
         return (OURS, BARE, WRITES, *(peer.name for peer in self.peers))
 
 
 def plan_of(
     *, prompt_words: int, num_tokens: int, num_repeats: int, peers: Sequence[str], seed: int
 ) -> GatewayPlan:
-    """The plan that the options make. Raises ConfigError."""
+    """The plan from the options. Raises ConfigError."""
     return GatewayPlan(
         serial=StreamLoad("serial", 1, num_rounds=200, num_tokens=1),
         loads=(
@@ -101,14 +101,14 @@ def plan_of(
 
 
 def quick(plan: GatewayPlan) -> GatewayPlan:
-    """Once, and little of it: some seconds."""
+    """A smaller plan, which takes some seconds."""
     serial = replace(plan.serial, num_rounds=30)
     loads = tuple(replace(load, num_rounds=1, num_tokens=8) for load in plan.loads)
     return replace(plan, serial=serial, loads=loads, num_repeats=1)
 
 
 def body_of(plan: GatewayPlan, load: StreamLoad) -> dict[str, Any]:
-    """What every request of a load asks; peers find their pace in `user`, our worker in `top_k`."""
+    """The body of a load's requests. Peers read the pace from `user`, our worker from `top_k`."""
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": "word " * plan.prompt_words}],
@@ -128,7 +128,7 @@ def order_of(plan: GatewayPlan, repeat: int) -> list[str]:
 
 
 def config_of(plan: GatewayPlan) -> dict[str, Scalar]:
-    """What a report says of the plan."""
+    """The plan as a flat mapping for the report."""
     told: dict[str, Scalar] = {
         "prompt_words": plan.prompt_words,
         "num_repeats": plan.num_repeats,

@@ -1,4 +1,4 @@
-"""What the measured streams of `bench gateway` amount to. Pure.
+"""Computes the results of `bench gateway` from its measured streams. Pure.
 
 | result                    | unit     |                                                        |
 |---------------------------|----------|--------------------------------------------------------|
@@ -7,10 +7,10 @@
 | gateway/added_ttft_p99_ms | ms       | their 99th percentile, less the bare server's median   |
 | gateway/ttft_p99/<load>   | ms       | of streams that begin at once                          |
 | gateway/itl_p99/<load>    | ms       | between two pieces of a stream; the pace is in it      |
-| background/cpu            | %        | of all cores, what others used                         |
+| background/cpu            | %        | of all cores, used by other programs                   |
 
-Of tokens per second of CPU the bare server's writes are the limit: one timer and a write a token.
-A peer's `ratio` is ours over theirs: of times, less than one is better.
+The limit of tokens per second of CPU is that of the bare server with one timer and a write a token.
+A peer's `ratio` is ours over theirs; for times, less than one is better.
 """
 
 import statistics
@@ -22,13 +22,13 @@ from bench.common.stats import percentile
 from bench.gateway.plan import BARE, OURS, WRITES, GatewayPlan, StreamLoad
 
 TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
-CLIENT_BOUND = 0.7  # share of a core at which the client may be what is measured
-SATURATED = 0.95  # share of a core at which times are those of a queue
+CLIENT_BOUND = 0.7  # above this share of a core, the client may be the bottleneck
+SATURATED = 0.95  # above this share of a core, times are those of a queue
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayRun:
-    """One load on one server. Times in seconds."""
+    """The times of one load on one server, in seconds."""
 
     server: str
     load: StreamLoad
@@ -43,7 +43,7 @@ class GatewayRun:
 
 @dataclass(frozen=True, slots=True)
 class GatewayMeasured:
-    """All runs."""
+    """All runs, and versions of the peers."""
 
     runs: tuple[GatewayRun, ...]
     background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
@@ -55,7 +55,7 @@ class GatewayMeasured:
 
 
 def results(plan: GatewayPlan, measured: GatewayMeasured) -> tuple[Result, ...]:
-    """Every result, in the order of the table above."""
+    """All results, in the order of the table above."""
     first = plan.loads[0]
     peers = [name for name in plan.servers if name not in (OURS, WRITES)]
 
@@ -80,7 +80,7 @@ def results(plan: GatewayPlan, measured: GatewayMeasured) -> tuple[Result, ...]:
 
 
 def warnings(plan: GatewayPlan, measured: GatewayMeasured) -> list[str]:
-    """What a reader should know before believing the results."""
+    """A line for each reason not to trust the results."""
     lines = []
     busiest = max(measured.background, default=0.0)
     if busiest > TOO_BUSY:
@@ -107,7 +107,7 @@ def _warnings_of(server: str, load: StreamLoad, runs: Sequence[GatewayRun]) -> l
 
 
 def _added(plan: GatewayPlan, measured: GatewayMeasured, name: str, percent: int) -> Result:
-    """Beyond the median of the bare server in the same repetition."""
+    """A percentile of TTFT, less the bare server's median in the same repetition."""
     load = plan.serial
     bare_ms = {run.repeat: _ttft_ms(run, 50) for run in measured.of(BARE, load)}
     servers = [server for server in plan.servers if server not in (BARE, WRITES)]

@@ -1,6 +1,6 @@
-"""Measures what a gateway costs: starts all servers, loads them in turn, ends them.
+"""Measures the cost of a gateway: starts all servers, loads them in turn, ends them.
 
-The client is one process of its own for all of them; while it asks one server, the others sleep.
+One client process loads all servers. While it loads one server, the others sleep.
 """
 
 import os
@@ -20,7 +20,7 @@ ANSWER_TIMEOUT_S = 150.0
 
 
 def measure(plan: GatewayPlan, say: Say = say_nothing) -> GatewayMeasured:
-    """Carries the plan out. Raises DrivenFailed or ServiceFailed where something does not start."""
+    """Carries out the plan. Raises DrivenFailed or ServiceFailed if a process does not start."""
     with ExitStack() as stack:
         say("starting the servers")
         servers = open_all(plan, stack)

@@ -1,4 +1,4 @@
-"""The servers of `bench gateway` as processes: what starts them, where they listen, their cost."""
+"""Runs the servers of `bench gateway`: starts them, knows their address and their CPU time."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ BARE_SERVER = (sys.executable, str(PEERS / "uvloop_server.py"))
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that listens. All its processes are of one session; `behind` are those it depends on."""
+    """A running server. Its processes share a session; `behind` are the servers it depends on."""
 
     name: str
     port: int
@@ -41,16 +41,16 @@ class Server:
 
     @property
     def sessions(self) -> tuple[int, ...]:
-        """All that work when it does."""
+        """Session ids of all processes that work for it."""
         return (self.session, *self.behind)
 
     def cpu_s(self) -> float:
-        """Seconds of CPU that its processes have used, in steps of a clock tick."""
+        """CPU seconds that its processes have used, rounded to clock ticks."""
         return background.session_seconds(self.session)
 
 
 def open_all(plan: GatewayPlan, stack: ExitStack) -> dict[str, Server]:
-    """Starts all servers, which end with the stack. Raises DrivenFailed, ServiceFailed."""
+    """Starts all servers, which end with the stack. Raises DrivenFailed and ServiceFailed."""
     servers = {
         OURS: _open_ours(stack),
         BARE: _open(BARE, [*BARE_SERVER, "tasks"], stack),

@@ -1,20 +1,19 @@
 """A worker that computes nothing: `python -m bench.gateway.worker`, for `bench gateway`.
 
-It speaks a worker's protocol over a worker's socket, so a gateway in front of it is the real one,
-and all that a client waits for beside the pace is the gateway's own. What it says:
+It speaks a worker's protocol over a worker's socket, so the gateway in front of it is the real one.
+All that a client waits for beside the pace is the gateway's own time. The worker answers:
 
-    Generate            its first token at once, as a prefill of no time
-    every `pace_s`      one token of every sequence, in one frame for each gateway: a decode step
-    Cancel, last token  the sequence is forgotten
-    now and then        its load, with how long a step takes
+    Generate            sends the first token at once, as after a prefill of no time
+    every `pace_s`      sends one token of every sequence in a frame for each gateway: a decode step
+    Cancel, last token  forgets the sequence
+    now and then        reports its load, with the time of a step
 
-Of its first prompts it tells in two frames when they begin and when they are done, so that the
-gateway learns what they cost: from then on it decides as it does in front of workers that it has
-known for a while.
+For its first prompts it reports in two frames when they begin and end. From these the gateway
+learns their cost, and then decides as it does for workers that it has known for a while.
 
-Of a request's sampling, `seed` names the place in a list of token ids where its answer begins, so
-that texts differ, and `top_k` says in how many steps there is one with a token of it. Driven as
-`bench.common.driven` says; the process ends with its standard input.
+In a request's sampling, `seed` is the place in a list of token ids where its answer begins, so that
+texts differ. `top_k` is the number of steps from token to token. Driven as `bench.common.driven`
+describes; the process ends with its stdin.
 """
 
 import asyncio
@@ -53,7 +52,7 @@ from engine.messages import (
 from engine.net.rpc import Outbox, Send, SessionServer
 from engine.net.trust import Secret
 
-NUM_BLOCKS = 2**20  # nothing is ever held up for want of memory
+NUM_BLOCKS = 2**20  # memory is never short
 MAX_RUNNING = 2**16
 BLOCK_SIZE = 16
 NUM_SHOWN = 16  # prompts
@@ -61,7 +60,7 @@ REPORT_EVERY = 100  # steps
 
 
 class NullWorkerOptions(msgspec.Struct, frozen=True):
-    """What it is started with: one JSON object as its only argument."""
+    """The process's only argument, a JSON object."""
 
     token: str
     pace_s: float
@@ -71,7 +70,7 @@ class NullWorkerOptions(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Sequence:
-    """An answer on its way: `num_left` tokens of it are left, from `place` in the list on."""
+    """An answer under way, with `num_left` tokens left, from `place` in the list on."""
 
     place: int
     num_left: int
@@ -81,7 +80,7 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Session:
-    """One gateway's sequences, and frames on their way to it."""
+    """One gateway's sequences, and the frames for it."""
 
     outbox: Outbox
     running: dict[SeqId, _Sequence] = field(default_factory=dict)
@@ -92,7 +91,7 @@ class _Session:
 
 
 class NullWorker:
-    """Serves any number of gateways."""
+    """A worker that computes nothing, for any number of gateways."""
 
     def __init__(self, options: NullWorkerOptions) -> None:
         self._options = options
@@ -104,7 +103,7 @@ class NullWorker:
         self._num_prompts = 0
 
     async def open(self) -> str:
-        """Listens, and begins to step; the address."""
+        """Listens and begins to step; returns the address."""
         self._stepping = asyncio.create_task(self._step_for_ever())
         return await self._server.open()
 
@@ -183,7 +182,7 @@ class NullWorker:
         session.say(news)
 
     def _load(self, num_rows: int) -> LoadReport:
-        """Of what it holds, only what nobody would be kept waiting for."""
+        """A load report of a worker that is never short of anything."""
         step = StepReport(self._options.pace_s, num_rows=num_rows, num_context_tokens=num_rows)
         return LoadReport(NUM_BLOCKS, 0, 0, 0, 0, 0, 0, 0, steps=[step])
 

@@ -50,7 +50,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
     *,
     backends: Annotated[str, typer.Option(help="Which of these to measure.")] = DEFAULT_BACKENDS,
     block_sizes: Annotated[str, typer.Option(help="KiB of a block.")] = DEFAULT_BLOCK_SIZES,
-    handoff: Annotated[bool, typer.Option(help="Ask `baton serve` what a handoff costs.")] = True,
+    handoff: Annotated[bool, typer.Option(help="Measure handoffs of `baton serve` too.")] = True,
     shape: Annotated[
         str, typer.Option(help=f"Random weights for the handoff: {', '.join(SHAPES)}.")
     ] = "88m",
@@ -61,7 +61,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
     json: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Measure how fast KV moves, beside what the machine allows and peers, and what it delays."""
+    """Measure how fast KV moves, beside this machine's limits and peers, and the delay it adds."""
     console = Console()
     say = say_on_stderr()
     with printed_errors():
@@ -89,7 +89,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
 
 
 def _handoffs(plan: KvPlan, say: Say) -> tuple[list[Handoffs], list[Missing]]:
-    """Handoffs over every transport, and those that could not be measured."""
+    """Measures handoffs over every transport. The second list has those that failed."""
     if plan.handoff is None:
         return [], []
     if find_spec("torch") is None:

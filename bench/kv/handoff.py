@@ -1,8 +1,8 @@
-"""What a handoff costs a request, asked of `baton serve` as a user runs it.
+"""Measures what a handoff costs a request, on `baton serve` as a user runs it.
 
-One prefill worker and one decode worker, each with one thread, and prompts that arrive one at a
-time, so that what is seen is the path itself and no queue. Prompts have the same length, and no two
-begin alike: every block of each is computed and moved. The figures are the gateway's timelines.
+There are one prefill worker and one decode worker, each with one thread. Prompts arrive one at a
+time, so the figures are those of the path and not of a queue. Prompts have the same length and
+different beginnings, so every block is computed and moved. Figures are from gateway timelines.
 """
 
 import uvloop
@@ -20,7 +20,7 @@ KV_MIB = 512
 
 
 def measure(plan: HandoffPlan, transport: str, *, seed: int) -> Handoffs:
-    """Timelines of all requests over one transport. Raises BatonError where there are none."""
+    """Timelines of all requests over one transport. Raises BatonError if there are none."""
     checkpoint = cached_checkpoint(plan.shape, seed)
     options: Options = {
         "--prefill": 1,

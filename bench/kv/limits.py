@@ -1,14 +1,14 @@
-"""What the machine allows for moving scattered blocks: memcpy and raw TCP, driven by
-`bench.kv.run`.
+"""This machine's limits for moving scattered blocks: memcpy and raw TCP. Driven by `bench.kv.run`.
 
     python -m bench.kv.limits memcpy | tcp
 
-memcpy: one process, one thread, one memcpy a block between two anonymous mappings in huge pages
-(where the system allows them): in a loop in C, and in one in Python over ctypes.
+memcpy: one process and one thread, with one memcpy a block between two anonymous mappings. The
+mappings use huge pages if the system allows. There are two ways: a loop in C, and one in Python
+over ctypes.
 
-tcp: two processes on loopback. The sink asks with eight bytes, the source answers with the blocks
-and nothing else, as few `sendmsg` calls with scattered blocks as the way's size of a call allows;
-the sink receives into its scattered blocks, likewise. The time runs from the sink's question.
+tcp: two processes on loopback. The sink asks with eight bytes, and the source answers with nothing
+but the blocks. Both use as few calls (`sendmsg`, `recvmsg_into`) with scattered buffers as the
+way's size of a call allows. The time runs from the sink's question.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ Copy = Callable[[Addresses, Addresses, int], None]  # to, from, bytes of each bl
 
 
 class Memcpy:
-    """Both ends in one process."""
+    """Source and sink in one process."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Copy] = {"ctypes": _copy_by_ctypes}
@@ -65,24 +65,24 @@ class Memcpy:
         self.facts: dict[str, object] = {"version": "", "ways": list(self._copies)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """A mapping full of random bytes."""
+        """Makes a mapping full of random bytes."""
         self._memory["source"] = PoolMemory(pool_bytes)
         fill(self._memory["source"].array, SOURCE_SEED)
         return {"source": None}
 
     def open_sink(self, pool_bytes: int, block_sizes: list[int], source: None) -> dict[str, object]:
-        """A mapping with all its pages touched."""
+        """Makes a mapping and touches all its pages."""
         self._memory["sink"] = PoolMemory(pool_bytes)
         return {}
 
     def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
-        """Nothing to do."""
+        """Does nothing: memory needs no preparation."""
         return {"offers": [None] * len(pulls)}
 
     def pull(
         self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
     ) -> dict[str, object]:
-        """Copies; addresses are computed before the clock starts."""
+        """Copies. Addresses are computed before the clock starts."""
         copy = self._copies[way]
         seconds = []
         for source_blocks, blocks in pulls:
@@ -94,7 +94,7 @@ class Memcpy:
         return {"seconds": seconds}
 
     def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Of these blocks of one end, in this order."""
+        """Digest of these blocks of one end, in this order."""
         return {"digest": digest(self._memory[end].blocks(block_bytes), blocks)}
 
     def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
@@ -109,7 +109,7 @@ class Memcpy:
 
 
 def compiled_copy() -> Copy | None:
-    """The loop in C; None where there is no compiler that works."""
+    """The loop in C, or None if no compiler works."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None
@@ -118,7 +118,7 @@ def compiled_copy() -> Copy | None:
         command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
         if subprocess.run(command, input=COPY_LOOP, text=True, check=False).returncode:
             return None
-        function = ctypes.CDLL(str(path)).copy_blocks  # stays mapped when the file is gone
+        function = ctypes.CDLL(str(path)).copy_blocks  # stays mapped after the file is deleted
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     function.restype = None
 
@@ -135,7 +135,7 @@ def _copy_by_ctypes(sinks: Addresses, sources: Addresses, num_bytes: int) -> Non
 
 
 class RawTcp:
-    """One end: a source serves what was offered last, a sink asks for it."""
+    """One end. A source serves the blocks that were offered last, a sink asks for them."""
 
     def __init__(self) -> None:
         self._offered: queue.SimpleQueue[list[Views]] = queue.SimpleQueue()
@@ -144,7 +144,7 @@ class RawTcp:
         self.facts: dict[str, object] = {"version": "", "ways": list(CALL_BYTES)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """Listens, and serves whoever connects."""
+        """Listens, and serves each connection."""
         self._memory = PoolMemory(pool_bytes)
         fill(self._memory.array, SOURCE_SEED)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -181,7 +181,7 @@ class RawTcp:
         return {"seconds": seconds}
 
     def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Of these blocks here, in this order."""
+        """Digest of these blocks, in this order."""
         assert self._memory is not None
         return {"digest": digest(self._memory.blocks(block_bytes), blocks)}
 
@@ -206,7 +206,7 @@ class RawTcp:
 
 
 def calls_of(views: Views, num_bytes: int) -> Iterator[Views]:
-    """Buffers for one system call each, of at most so many bytes; larger ones are cut."""
+    """Groups buffers by system call, each of at most `num_bytes`; cuts larger buffers."""
     size = min(num_bytes, len(views[0]))
     pieces = [view[i : i + size] for view in views for i in range(0, len(view), size)]
     per_call = min(MAX_BUFFERS, num_bytes // size)
@@ -228,7 +228,7 @@ def _receive(connection: socket.socket, views: Views) -> None:
 
 
 def unfinished(views: Views, num_bytes: int) -> Views:
-    """What is left of these buffers after the first `num_bytes` of them."""
+    """The rest of these buffers after their first `num_bytes`."""
     for i, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[i + 1 :]]
@@ -240,7 +240,7 @@ MOVERS: dict[str, Callable[[], Any]] = {"memcpy": Memcpy, "tcp": RawTcp}
 
 
 def main() -> None:
-    """Answers commands until they end."""
+    """Answers commands until stdin ends."""
     out = stdout_for_answers()
     drive(MOVERS[sys.argv[1]], sys.stdin, out)
 

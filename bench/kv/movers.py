@@ -1,8 +1,8 @@
-"""The movers of `bench kv` as pairs of processes: what starts them, and how a pull is asked for.
+"""Runs the movers of `bench kv` as pairs of processes: starts them and sends them commands.
 
-All processes answer the same commands (see `bench.kv.worker.Worker`, whose methods they are):
+All processes answer the same commands, the methods of `bench.kv.worker.TransferWorker`:
 
-    open_source(pool_bytes, block_sizes)        source     what its sink has to know
+    open_source(pool_bytes, block_sizes)        source     returns what its sink needs
     open_sink(pool_bytes, block_sizes, source)  sink
     offer(block_bytes, pulls, way)              source     before the clock starts
     pull(block_bytes, pulls, offers, way)       sink       seconds of each pull
@@ -28,11 +28,11 @@ PEERS = Path(__file__).parents[1] / "peers"
 
 
 class NotMovable(BatonError):
-    """A mover that this machine does not have; the message says why."""
+    """This machine cannot run a mover; the message says why."""
 
 
 class WrongBytes(BatonError):
-    """A mover that said that blocks were moved, and they were not."""
+    """A mover reported success, but the blocks differ."""
 
     def __init__(self, mover: str, way: str, case: KvCase) -> None:
         told = f" ({way})" if way else ""
@@ -41,7 +41,7 @@ class WrongBytes(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """A source and a sink, which may be one process."""
+    """A source and a sink. They may be one process."""
 
     name: str
     source: Driven
@@ -58,7 +58,7 @@ class Mover:
             process.start()
 
     def open(self, plan: KvPlan) -> Answer:
-        """Waits for them, has them make their pools, connects them; what they say of themselves."""
+        """Waits for the processes, opens and connects their pools; returns what they report."""
         facts, *_ = [process.ready(START_TIMEOUT_S) for process in self.processes]
         pools = {"pool_bytes": plan.pool_bytes, "block_sizes": plan.block_sizes}
         source = self.source.ask("open_source", timeout_s=START_TIMEOUT_S, **pools)["source"]
@@ -66,7 +66,7 @@ class Mover:
         return facts
 
     def move(self, way: str, case: KvCase, pulls: Sequence[Pull]) -> list[float]:
-        """Carries out the pulls one after the other: seconds of each."""
+        """Carries out the pulls one after the other; returns the seconds of each."""
         offered = self.source.ask(
             "offer",
             timeout_s=PULL_TIMEOUT_S,
@@ -85,7 +85,7 @@ class Mover:
         return [float(seconds) for seconds in pulled["seconds"]]
 
     def verify(self, way: str, case: KvCase, pull: Pull) -> None:
-        """Moves once, into blocks wiped before, and compares. Raises WrongBytes."""
+        """Moves once into wiped blocks, and compares the bytes. Raises WrongBytes."""
         size = case.block_bytes
         self.sink.ask("wipe", timeout_s=PULL_TIMEOUT_S, block_bytes=size, blocks=pull.blocks)
         self.move(way, case, [pull])
@@ -139,14 +139,14 @@ def _nixl_python(peers: dict[str, Path]) -> Path:
 
 def _environment(*, is_ours: bool) -> dict[str, str]:
     environment = dict(os.environ)
-    if not is_ours:  # these are about our Python
+    if not is_ours:  # they belong to our Python
         environment.pop("PYTHONPATH", None)
         environment.pop("PYTHONHOME", None)
     return environment
 
 
 def ways_of(mover: Mover, facts: Answer) -> Iterator[tuple[str, str]]:
-    """(mover, way) for each way that it knows."""
+    """Pairs (mover, way) for each way that the mover knows."""
     if not facts.get("ways"):
         raise DrivenFailed(mover.name, "it knows no way to move blocks", ())
     for way in facts["ways"]:

@@ -1,6 +1,6 @@
-"""What one `bench kv` is asked to do. Pure: cases, orders and block lists follow from the options.
+"""The plan of one `bench kv`: cases, orders and block lists, from its options. Pure.
 
-Movers bring the same scattered blocks from one place to another:
+All movers move the same scattered blocks from one place to another:
 
     shm, zmq, nixl     Baton's backends: two processes, each with a TransferEndpoint         ours
     memcpy             one memcpy a block between two mappings of one process      limit of shm
@@ -8,12 +8,12 @@ Movers bring the same scattered blocks from one place to another:
     bare_nixl          two processes, prepared descriptors, READ, no Baton         limit of nixl
     mooncake           two processes, Mooncake's transfer engine over tcp          peer of ours
 
-A mover may know several *ways* (memcpy in C or through ctypes; tcp in calls of several sizes);
-of the ways of a limit the fastest counts.
+A mover may have several *ways* (memcpy in C or over ctypes; tcp with calls of several sizes). The
+fastest way of a limit counts.
 
-A case is a block size and a number of blocks: 1, 16, 256, and as many as make 64 MiB. Numbers that
-would make more are left out. Blocks are drawn anew for every pull, out of pools that hold half as
-much again, on both sides; every mover is given the same ones.
+A case is a block size and a number of blocks: 1, 16, 256, and the number that makes 64 MiB. Larger
+numbers are left out. Every pull draws new blocks, on both sides, from pools of 96 MiB. All movers
+get the same blocks.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Block i of `source_blocks` goes to block i of `blocks` at the sink."""
+    """One pull: block i of `source_blocks` goes to block i of `blocks` at the sink."""
 
     source_blocks: Blocks
     blocks: Blocks
@@ -53,7 +53,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class KvCase:
-    """So many blocks of one size, moved together."""
+    """A number of blocks of one size, moved together."""
 
     block_bytes: int
     num_blocks: int
@@ -66,7 +66,7 @@ class KvCase:
 
     @property
     def name(self) -> str:
-        """As in results, behind the mover's name: 64KiB, 64KiB/256, or 64KiB/latency for one."""
+        """Its name in results, behind the mover's: 64KiB, 64KiB/256, or 64KiB/latency for one."""
         size = size_name(self.block_bytes)
         if self.is_whole:
             return size
@@ -74,13 +74,13 @@ class KvCase:
 
     @property
     def is_latency(self) -> bool:
-        """Whether the time of one block is what is asked for, not bytes a second."""
+        """True if the result is the time of one block and not bytes per second."""
         return self.num_blocks == 1 and not self.is_whole
 
 
 @dataclass(frozen=True, slots=True)
 class KvPeer:
-    """A library that is measured in a Python of its own."""
+    """A peer library, run by a Python of its own."""
 
     name: str
     python: Path
@@ -88,7 +88,7 @@ class KvPeer:
 
 @dataclass(frozen=True, slots=True)
 class HandoffPlan:
-    """What is asked of `baton serve`: prompts of which no two begin alike, one at a time."""
+    """Requests to `baton serve`, one at a time, whose prompts begin differently."""
 
     shape: str
     transports: tuple[str, ...]
@@ -112,17 +112,17 @@ class KvPlan:
 
     @property
     def pool_bytes(self) -> int:
-        """Of each pool: half as much again as one pull moves, so that its blocks lie scattered."""
+        """Bytes of each pool: 1.5 times those of one pull, so that its blocks lie scattered."""
         return self.total_bytes * 3 // 2
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """The movers that the backends are held against."""
+        """The movers that are limits of the backends."""
         return tuple(LIMIT_OF[backend] for backend in self.backends)
 
 
 def check(plan: KvPlan) -> KvPlan:
-    """The plan itself, or a ConfigError that names what cannot be done."""
+    """Returns the plan. Raises ConfigError, which names the option that is wrong."""
     unknown = [backend for backend in plan.backends if backend not in BACKENDS]
     if unknown or not plan.backends:
         known = ", ".join(BACKENDS)
@@ -148,7 +148,7 @@ def check(plan: KvPlan) -> KvPlan:
 
 
 def quick(plan: KvPlan) -> KvPlan:
-    """A smaller plan, done in under 50 s on two cores."""
+    """A smaller plan, which takes under 50 s on two cores."""
     handoff = plan.handoff
     return replace(
         plan,
@@ -161,7 +161,7 @@ def quick(plan: KvPlan) -> KvPlan:
 
 
 def peer_of(option: str) -> KvPeer:
-    """The library that `NAME=PYTHON` stands for. Raises ConfigError."""
+    """The peer of an option `NAME=PYTHON`. Raises ConfigError."""
     name, separator, python = option.partition("=")
     if not separator or name not in PEERS:
         raise ConfigError(f"--peer {option!r} is not NAME=PYTHON with a NAME of {', '.join(PEERS)}")
@@ -169,7 +169,7 @@ def peer_of(option: str) -> KvPeer:
 
 
 def cases_of(plan: KvPlan) -> list[KvCase]:
-    """All cases, those of one block size together, the largest of it last."""
+    """All cases, grouped by block size, each with its largest number of blocks last."""
     cases = []
     for size in plan.block_sizes:
         whole = plan.total_bytes // size
@@ -179,7 +179,7 @@ def cases_of(plan: KvPlan) -> list[KvCase]:
 
 
 def pulls_of(plan: KvPlan, case: KvCase, repeat: int) -> list[Pull]:
-    """What is moved in one repetition: the same for every mover, other blocks in every pull."""
+    """The pulls of one repetition: the same for every mover, with new blocks in every pull."""
     rng = Random(f"{plan.seed}/{case.name}/{repeat}")
     pool = range(plan.pool_bytes // case.block_bytes)
     return [
@@ -191,14 +191,14 @@ def pulls_of(plan: KvPlan, case: KvCase, repeat: int) -> list[Pull]:
 def order_of(
     plan: KvPlan, ways: Sequence[tuple[str, str]], repeat: int
 ) -> list[tuple[str, str, KvCase]]:
-    """Every way of every mover with every case, once, in that repetition's own order."""
+    """Every way of every mover with every case, once, in the order of that repetition."""
     order = [(mover, way, case) for mover, way in ways for case in cases_of(plan)]
     Random(f"{plan.seed}/order/{repeat}").shuffle(order)
     return order
 
 
 def layout_of(block_bytes: int) -> KVLayout:
-    """A layout whose blocks have that many bytes."""
+    """A layout with blocks of that many bytes."""
     section = KVSection(num_layers=block_bytes // LAYER_BYTES, num_kv_heads=2, head_dim=64)
     layout = KVLayout(block_size=16, kv_format=KVFormat.BF16, sections=(section,))
     assert layout.block_bytes == block_bytes
@@ -206,12 +206,12 @@ def layout_of(block_bytes: int) -> KVLayout:
 
 
 def size_name(num_bytes: int) -> str:
-    """64KiB, 1MiB."""
+    """A size as text: 64KiB, 1MiB."""
     return f"{num_bytes // MIB}MiB" if num_bytes % MIB == 0 else f"{num_bytes // KIB}KiB"
 
 
 def config_of(plan: KvPlan) -> dict[str, Scalar]:
-    """The plan as a report records it: flat."""
+    """The plan as a flat mapping for the report."""
     return {
         "backends": ",".join(plan.backends),
         "block_sizes": ",".join(map(size_name, plan.block_sizes)),

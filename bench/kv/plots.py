@@ -1,4 +1,4 @@
-"""The plot of `bench kv`: bandwidth over block size, and what follows a handoff, phase by phase."""
+"""The plot of `bench kv`: bandwidth over block size, and the phases after a handoff."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ def plot_kv(report: Report, path: Path, *, title: str) -> None:
 
 
 def kv_figure(report: Report, *, title: str) -> "Figure":
-    """Two panels; the second stays away where no handoff was measured."""
+    """The figure. It has a second panel if handoffs were measured."""
     from matplotlib.figure import Figure
 
     phases = phases_of(report)
@@ -39,7 +39,7 @@ def kv_figure(report: Report, *, title: str) -> "Figure":
 
 
 def lines_of(report: Report) -> tuple[dict[str, Line], dict[str, Line]]:
-    """Whole transfers of Baton and of what limits it, and those of peers; by mover."""
+    """Bandwidths of whole transfers by mover: those of Baton and its limits, and those of peers."""
     movers: dict[str, dict[int, float]] = {}
     peers: dict[str, dict[int, float]] = {}
     for result in report.results:
@@ -78,7 +78,7 @@ def _draw_lines(panel: Any, report: Report) -> None:
         ordered = sorted(line)
         values = [line[size] for size in ordered]
         at = [places[size] for size in ordered]
-        fill = "full" if name in COLOURS else "none"  # tells points apart where lines have but one
+        fill = "full" if name in COLOURS else "none"  # distinguishes lines of one point
         panel.plot(
             at, values, style, color=colour, label=name, marker="o", markersize=4, fillstyle=fill
         )

@@ -1,18 +1,18 @@
-"""What the measured times of `bench kv` amount to. Pure.
+"""Computes the results of `bench kv` from its measured times. Pure.
 
 | result                                       | unit  |                                        |
 |----------------------------------------------|-------|----------------------------------------|
-| <mover>/<size>                               | GiB/s | as many blocks as make 64 MiB          |
+| <mover>/<size>                               | GiB/s | 64 MiB in blocks of that size          |
 | <mover>/<size>/<number>                      | GiB/s | fewer blocks                           |
 | <mover>/<size>/latency                       | µs    | one block                              |
-| hidden_share/<transport>                     | share | of the time in which blocks moved, how |
-|                                              |       | much passed while prefill still ran    |
-| kv_transfer/<transport>, kv_exposed/…        | ms    | that time, and the rest of it          |
+| hidden_share/<transport>                     | share | of the time in which blocks moved, the |
+|                                              |       | part during which prefill still ran    |
+| kv_transfer/<transport>, kv_exposed/…        | ms    | all that time, and its exposed part    |
 | first_token_after_handoff/<phase>/<transport>| ms    | from the first token to the second     |
-| background/cpu                               | %     | of all cores, what others used         |
+| background/cpu                               | %     | of all cores, used by other programs   |
 
-A backend's `limit` is the limit's median in the fastest of its ways; those limits stand as results
-of their own as well. A peer's `ratio` is ours over theirs: of latencies, less than one is better.
+A backend's `limit` is the median of the limit's fastest way. Limits are results of their own too.
+A peer's `ratio` is ours over theirs; for latencies, less than one is better.
 """
 
 import statistics
@@ -28,14 +28,14 @@ TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 PHASES = ("kv_wait", "decode_queue", "first_step")  # from the first token to the second
 TRANSFER = ("kv_transfer", "kv_exposed")
 AFTER_HANDOFF = "first_token_after_handoff"
-COMPILED = "c"  # the way of memcpy that Python does not slow down
+COMPILED = "c"  # the way of memcpy without Python in its loop
 
 Timeline = Mapping[str, float]  # seconds by stage
 
 
 @dataclass(frozen=True, slots=True)
 class TimeKey:
-    """What one time belongs to."""
+    """The mover, way and case of a time."""
 
     mover: str
     way: str
@@ -44,7 +44,7 @@ class TimeKey:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something that was to be measured and could not be."""
+    """A part of the plan that could not be measured."""
 
     name: str
     reason: str
@@ -52,7 +52,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class KvMeasured:
-    """All times of all repetitions."""
+    """The times of all repetitions."""
 
     seconds: Mapping[TimeKey, tuple[float, ...]]  # one median for each repetition
     background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
@@ -61,7 +61,7 @@ class KvMeasured:
 
     @property
     def movers(self) -> list[str]:
-        """Those that were measured."""
+        """Names of the movers that were measured."""
         return list(dict.fromkeys(key.mover for key in self.seconds))
 
 
@@ -77,7 +77,7 @@ class Handoffs:
 def results(
     plan: KvPlan, measured: KvMeasured, handoffs: Sequence[Handoffs] = ()
 ) -> tuple[Result, ...]:
-    """Every result, in the order of the table above."""
+    """All results, in the order of the table above."""
     peers = [peer.name for peer in plan.peers if peer.name in measured.movers]
     found = [
         _result(measured, mover, case, peers=peers if mover in plan.backends else ())
@@ -90,7 +90,7 @@ def results(
 
 
 def warnings(measured: KvMeasured, handoffs: Sequence[Handoffs] = ()) -> list[str]:
-    """What a reader should know before believing the results."""
+    """A line for each reason not to trust the results."""
     lines = [f"{missing.name} was not measured: {missing.reason}" for missing in measured.missing]
     if "memcpy" in measured.movers and all(key.way != COMPILED for key in measured.seconds):
         lines.append("no C compiler works here: memcpy is called from Python, which is slower")
@@ -130,7 +130,7 @@ def _median(measured: KvMeasured, mover: str, case: KvCase) -> float:
 
 
 def _best(measured: KvMeasured, mover: str, case: KvCase) -> tuple[float, ...]:
-    """Times of a mover's fastest way."""
+    """The times of a mover's fastest way."""
     ways = [
         runs for key, runs in measured.seconds.items() if (key.mover, key.case) == (mover, case)
     ]

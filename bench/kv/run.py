@@ -1,11 +1,12 @@
 """Measures how fast KV blocks move: starts all movers, has them move in turn, ends them.
 
-All movers are open, and have moved every case once, verified byte by byte, before the first figure
-is taken. Then every repetition measures every way of every mover with every case once, in an order
-of its own, so that what else happens on the machine meets all alike. While one moves, all others
-wait in system calls.
+Before the first measurement all movers are open and have moved every case once, verified byte by
+byte. Then every repetition measures every way of every mover with every case once. Each repetition
+has an order of its own, so that other load affects all movers alike. While one mover works, all
+others wait in system calls.
 
-Open movers hold one pool of 96 MiB at each end, Baton's one for each block size: 3 GiB in all.
+An open mover holds a pool of 96 MiB at each end; Baton's movers hold one for each block size. All
+movers together hold 3 GiB.
 """
 
 import statistics
@@ -21,21 +22,21 @@ from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of, ways_of
 from bench.kv.plan import KvPlan, cases_of, order_of, pulls_of
 from bench.kv.results import KvMeasured, Missing, TimeKey
 
-REQUIRED = ("shm", "zmq", "memcpy", "tcp")  # these work wherever Baton does
-WARM_UP = -1  # no repetition has this number, so none has its blocks
+REQUIRED = ("shm", "zmq", "memcpy", "tcp")  # these work on every machine
+WARM_UP = -1  # not a repetition: its blocks are used nowhere else
 IDLE_CHECK_S = 0.3
 
 
 @dataclass(slots=True)
 class Field:
-    """The movers that still run, by name; those that failed are left out from then on."""
+    """The movers that still run, by name. A mover that fails is removed."""
 
     movers: dict[str, Mover]
     ways: list[tuple[str, str]] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
 
     def drop(self, name: str, error: Exception) -> None:
-        """Goes on without a mover. Raises the error where no figure makes sense without it."""
+        """Removes a failed mover. Raises the error if the mover is required."""
         if name in REQUIRED:
             raise error
         mover = self.movers.pop(name, None)
@@ -45,16 +46,16 @@ class Field:
         self.missing.append(Missing(name, _reason(error)))
 
     def sessions(self) -> list[int]:
-        """Of all processes that still run."""
+        """Session ids of all processes that still run."""
         processes = [process for mover in self.movers.values() for process in mover.processes]
         return [process.session for process in processes if process.session]
 
 
 def measure(plan: KvPlan, say: Say = say_nothing) -> KvMeasured:
-    """Carries out the plan, but for its handoffs.
+    """Carries out the plan, except its handoffs.
 
-    Raises DrivenFailed and WrongBytes where shared memory, ZeroMQ or what they are held against
-    fails; other movers are told as missing then.
+    Raises DrivenFailed and WrongBytes if shared memory, ZeroMQ or one of their limits fails. Any
+    other mover that fails is reported as missing.
     """
     with ExitStack() as stack:
         movers = Field({})
@@ -83,8 +84,8 @@ def measure(plan: KvPlan, say: Say = say_nothing) -> KvMeasured:
 
 
 def _open_all(movers: Field, plan: KvPlan, stack: ExitStack, say: Say) -> dict[str, str]:
-    """Starts all at once, opens one after the other; versions of those that tell one."""
-    peers = [peer.name for peer in plan.peers if peer.name != "nixl"]  # that one is a limit
+    """Starts all movers at once and opens them one by one; returns the versions they report."""
+    peers = [peer.name for peer in plan.peers if peer.name != "nixl"]  # nixl is a limit
     for name in (*plan.backends, *plan.limits, *peers):
         try:
             mover = mover_of(name, plan)
@@ -120,7 +121,7 @@ def _verify_all(movers: Field, plan: KvPlan) -> None:
 
 
 def _repetition(movers: Field, plan: KvPlan, repeat: int) -> Iterator[tuple[TimeKey, float]]:
-    """Median seconds of each case's pulls."""
+    """The median seconds of each case's pulls."""
     pulls = {case: pulls_of(plan, case, repeat) for case in cases_of(plan)}
     for name, way, case in order_of(plan, movers.ways, repeat):
         mover = movers.movers.get(name)
@@ -135,7 +136,7 @@ def _repetition(movers: Field, plan: KvPlan, repeat: int) -> Iterator[tuple[Time
 
 
 def _idle_share() -> float:
-    """Share of the CPU that is busy while all movers wait; theirs, if they do not sleep."""
+    """Share of the CPU that is busy while all movers wait; high if a mover does not sleep."""
     before = background.read(())
     threading.Event().wait(IDLE_CHECK_S)
     return background.share_of_others(before, background.read(())) or 0.0

@@ -1,4 +1,4 @@
-"""The report of `bench kv` as tables for people: what is printed is what the JSON holds."""
+"""Prints the report of `bench kv` as tables, which hold what the JSON holds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from bench.common.tables import print_pivot
 
 
 def print_kv(console: Console, report: Report, *, title: str) -> None:
-    """Where and how it was measured, bandwidths beside limits and peers, latencies, handoffs."""
+    """Prints the head, bandwidths beside limits and peers, latencies and handoffs."""
     speeds = [result for result in report.results if result.unit == "GiB/s"]
     latencies = [result for result in report.results if result.unit == "µs"]
     shown = {result.name for result in (*speeds, *latencies)}
@@ -28,7 +28,7 @@ def print_kv(console: Console, report: Report, *, title: str) -> None:
 
 
 def _flat(result: Result) -> Result:
-    """shm/64KiB/16 as shm/64KiB_×_16: one column a mover, one row a case; the median alone."""
+    """Renames shm/64KiB/16 to shm/64KiB_×_16 for a row a case, and keeps only the median."""
     mover, _, case = result.name.partition("/")
     return replace(result, name=f"{mover}/{case.replace('/', '_×_')}", runs=(result.value,))
 
@@ -53,7 +53,7 @@ def _peer(result: Result, name: str) -> tuple[str, str]:
 
 
 def _latency_table(results: Sequence[Result]) -> Table:
-    """One block: a row for each size, a column for each mover, peers included."""
+    """Latencies of one block: a row for each size, a column for each mover and peer."""
     sizes = _distinct(results, lambda result: result.name.split("/")[1])
     movers = _distinct(results, lambda result: result.name.split("/")[0])
     peers = list(dict.fromkeys(peer for result in results for peer in result.peers))

@@ -2,10 +2,10 @@
 
     python -m bench.kv.worker TRANSPORT
 
-A source or a sink is a `TransferEndpoint` over a `SharedPool`, one for each block size, since the
-size of a block is part of what both ends agree on. A pull's time is that from the order to start it
-until the endpoint reports `PullDone`, confirmation by the source included; before that the source
-is attached and the lease is held, as it is for a request that waits for its prefill.
+A source or a sink is a `TransferEndpoint` over a `SharedPool`. There is one for each block size,
+because both ends must agree on it. A pull's time runs from its start until the endpoint reports
+`PullDone`, so it includes the source's confirmation. The source is attached and the lease held
+before, as for a request that waits for its prefill.
 """
 
 import queue
@@ -43,14 +43,14 @@ from kvtransfer.messages import Identity
 
 SOURCE_SEED = 1
 PULL_TIMEOUT_S = 30.0
-HOLD_S = 0.02  # until leases count as held: a round trip on one host, many times over
+HOLD_S = 0.02  # until leases count as held: many round trips on one host
 TIMING = Timing(ttl_s=600.0)  # other movers have their turns while a lease or source waits
 
 _clock = MonotonicClock()
 
 
 class TransferError(BatonError):
-    """A pull that did not end well; the message says why."""
+    """A pull failed; the message says why."""
 
 
 class OpenEndpoint:
@@ -81,27 +81,27 @@ class OpenEndpoint:
         self.address = self._endpoint.open()
 
     def lease(self, blocks: Sequence[int]) -> LeaseRef:
-        """A lease on these blocks, all of them ready."""
+        """Leases these blocks, which are all ready."""
         lease_id = LeaseId(self._new_name())
         self._endpoint.perform(OpenLease(lease_id, len(blocks)))
         self._endpoint.perform(GrowLease(lease_id, tuple(map(BlockId, blocks))))
         return LeaseRef(lease_id, self.address, len(blocks))
 
     def hold(self, lease: LeaseRef) -> SeqId:
-        """Asks to keep a lease of a source; under this name it is pulled."""
+        """Asks a source to hold a lease; returns the name under which to pull it."""
         seq_id = SeqId(self._new_name())
         self._endpoint.perform(HoldLease(seq_id, lease))
         return seq_id
 
     def pull(self, seq_id: SeqId, blocks: Sequence[int]) -> float:
-        """Brings a held lease's blocks here; in how many seconds. Raises TransferError."""
+        """Pulls a held lease's blocks; returns the seconds it took. Raises TransferError."""
         wanted = tuple(enumerate(map(BlockId, blocks)))
         begin_s = _clock.now_s()
         self._endpoint.perform(StartPull(seq_id, wanted))
         return self._end_of_pull(seq_id) - begin_s
 
     def close(self) -> None:
-        """Stops the endpoint and gives the memory back."""
+        """Stops the endpoint and frees the memory."""
         self._endpoint.close()
         self.pool.close()
 
@@ -128,7 +128,7 @@ class OpenEndpoint:
 
 
 class TransferWorker:
-    """Sources or sinks of one transport, by block size; its methods are its commands."""
+    """The sources or sinks of one transport, by block size. Its methods are its commands."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -136,7 +136,7 @@ class TransferWorker:
         self.facts: dict[str, object] = {"version": "", "ways": [""]}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
-        """Opens sources full of random bytes; where sinks find them."""
+        """Opens sources full of random bytes; returns their addresses."""
         self._open("source", pool_bytes, block_sizes)
         for end in self._ends.values():
             fill(end.pool.blocks, SOURCE_SEED)
@@ -145,7 +145,7 @@ class TransferWorker:
     def open_sink(
         self, pool_bytes: int, block_sizes: list[int], source: object
     ) -> dict[str, object]:
-        """Opens sinks, all pages of their pools touched. Sources are told with each offer."""
+        """Opens sinks and touches all pages of their pools. Each offer names its source."""
         self._open("sink", pool_bytes, block_sizes)
         for end in self._ends.values():
             end.pool.blocks[:] = 0
@@ -170,7 +170,7 @@ class TransferWorker:
         }
 
     def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Of these blocks here, in this order."""
+        """Digest of these blocks, in this order."""
         return {"digest": digest(self._ends[block_bytes].pool.blocks, blocks)}
 
     def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
@@ -179,7 +179,7 @@ class TransferWorker:
         return {}
 
     def close(self) -> None:
-        """Closes all ends."""
+        """Closes all endpoints."""
         for end in self._ends.values():
             end.close()
 
@@ -199,7 +199,7 @@ def _raise(event: Event | BaseException) -> NoReturn:
 
 
 def main() -> None:
-    """Answers commands until they end."""
+    """Answers commands until stdin ends."""
     out = stdout_for_answers()
     with ExitStack() as stack:
         drive(

@@ -70,7 +70,7 @@ def quality(  # noqa: PLR0913 (one parameter for each option is how typer declar
 
 
 def _parts() -> ModuleType:
-    """`bench.quality.run`, which needs torch; a machine that only drives load may lack it."""
+    """Imports `bench.quality.run`, which needs torch. Raises ConfigError if torch is missing."""
     try:
         return importlib.import_module("bench.quality.run")
     except ImportError as error:

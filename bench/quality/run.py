@@ -1,16 +1,16 @@
-"""What KV formats and weight formats cost in quality, on text that the model was not trained on.
+"""Measures what KV formats and weight formats cost in quality, on held-out text.
 
-The text is the held-out part of the bundled corpus (`engine.model.bundled.corpus`), cut into
-windows, each a context of its own. The model is forced along the text: since attention reads K and
-V only from the cache record, one pass over a window stores and reads what decoding it token by
-token would.
+The text is the part of the bundled corpus (`engine.model.bundled.corpus`) that the model was not
+trained on. It is cut into windows, each with a context of its own. The model is forced along the
+text. Attention reads K and V only from the cache record, so one pass over a window stores and reads
+the same values as decoding it token by token.
 
     capacity            tokens per GiB of KV blocks of this model, scales and padding included
     attention_error     root of Σ|o' - o|² / Σ|o|² over all layers: o is attention over fp32 KV, o'
                         over the format, on the queries, keys and values of the fp32 model
     perplexity          exp of the mean negative log likelihood of the tokens
-    perplexity_change   against fp32 weights and KV
-    top1_agreement      share of positions where the most likely token is that of fp32
+    perplexity_change   relative to fp32 weights and KV
+    top1_agreement      share of positions with the same most likely token as fp32
 """
 
 import math
@@ -39,14 +39,14 @@ from engine.worker.blocks import BlockId
 
 BLOCK_SIZE = 16
 GIB = 2**30
-ATTENTION_WINDOWS = 4  # attention in every format, in plain torch, is slow; its error varies little
+ATTENTION_WINDOWS = 4  # plain torch is slow here, and the error varies little
 
 Window = list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class QualitySetting:
-    """How weights and KV are held."""
+    """A format of weights and one of KV."""
 
     weights: WeightFormat
     kv_format: KVFormat
@@ -78,11 +78,11 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """Of the tokens that were to be predicted."""
+        """Perplexity of the predicted tokens."""
         return math.exp(-self.log_likelihood)
 
     def agreement(self, other: "Scores") -> float:
-        """Share of positions where both choose the same token."""
+        """Share of positions at which both choose the same token."""
         return float((self.choices == other.choices).float().mean())
 
 
@@ -120,7 +120,7 @@ def held_out_windows(
 
 
 def figures_of(setting: QualitySetting, scores: Scores, exact: Scores) -> dict[str, Figure]:
-    """What a setting costs, beside fp32 weights and KV."""
+    """The cost of a setting relative to fp32 weights and KV."""
     change = scores.perplexity / exact.perplexity - 1
     return {
         f"perplexity/{setting.name}": Figure(scores.perplexity, ""),
@@ -144,7 +144,7 @@ def attention_errors(checkpoint: Path, windows: Sequence[Window]) -> dict[str, F
     loaded = load(checkpoint, kv_format=KVFormat.FP32, block_size=BLOCK_SIZE)
     sections, num_tokens = loaded.layout.sections, max(map(len, windows))
     caches = {form: _cache(KVLayout(BLOCK_SIZE, form, sections), num_tokens) for form in KVFormat}
-    squares = dict.fromkeys(KVFormat, 0.0)  # of differences; of the outputs themselves for fp32
+    squares = dict.fromkeys(KVFormat, 0.0)  # of differences; for fp32, of the outputs
 
     def attend(  # noqa: PLR0913 (the seam of all implementations)
         query: torch.Tensor,

@@ -75,7 +75,7 @@ def router(  # noqa: PLR0913 (one parameter for each option is how typer declare
 
 
 def print_router(console: Console, report: Report, *, title: str) -> None:
-    """Where and how it was measured, then every result beside its goal and the Python peer."""
+    """Prints the head, then every result beside its goal and the Python peer."""
     columns = ("value", "least", "most", "unit", "goal", "met", "peer", "× peer")
     table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns:

@@ -1,10 +1,9 @@
-"""The peer of `bench router`: what a good router in plain Python would do with the same load.
+"""The peer of `bench router`: a good router in plain Python, under the same load.
 
-Blocks are a dict from hash to an integer with a bit for each worker, so one AND a block finds who
-holds a prefix; heaps find the worker that is ready first and the decode worker with the shortest
-step, and entries that are out of date are dropped when they come up. It looks at those that hold
-the longest prefix and at the worker that is ready first, not at those that hold less: a little less
-than `router.native.fleet` does.
+A dict maps a block's hash to an integer with a bit for each worker, so one AND a block finds the
+holders of a prefix. Heaps find the worker that is ready first and the decode worker with the
+shortest step; stale entries are dropped when they surface. It considers the holders of the longest
+prefix and the worker that is ready first. `router.native.fleet` also considers shorter prefixes.
 """
 
 import heapq
@@ -29,10 +28,10 @@ class _Reservation:
 
 
 class BitmaskRouter:
-    """Workers are numbers: those of `prefills` prefill, the others of `num_workers` decode."""
+    """A router. Workers are numbers: those that are true in `prefills` prefill, others decode."""
 
     def __init__(self, prefills: Sequence[bool], num_blocks: int, costs: WorkerCosts) -> None:
-        """`costs` are known in full."""
+        """All workers have these costs, which are known from the start."""
         self.owners: dict[BlockHash, int] = {}
         assert costs.prefill is not None
         assert costs.decode is not None
@@ -51,14 +50,14 @@ class BitmaskRouter:
         self._reserved: dict[int, _Reservation] = {}
 
     def stored(self, worker: int, hashes: Sequence[BlockHash]) -> None:
-        """A worker holds these blocks."""
+        """Notes that a worker holds these blocks."""
         bit = 1 << worker
         owners = self.owners
         for block_hash in hashes:
             owners[block_hash] = owners.get(block_hash, 0) | bit
 
     def stored_by_all(self, workers: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """The same of several workers: their blocks share one integer, which saves memory."""
+        """Notes it for several workers: their blocks share one integer, which saves memory."""
         mask = 0
         for worker in workers:
             mask |= 1 << worker
@@ -73,7 +72,7 @@ class BitmaskRouter:
         end_tokens: int,
         now_s: float,
     ) -> tuple[int, int] | None:
-        """Prefill and decode worker, reserved; None where no decode worker has room."""
+        """Reserves a prefill and a decode worker; None if no decode worker has room."""
         num_blocks = -(-end_tokens // BLOCK_SIZE)
         decode = self._least_step(num_blocks)
         if decode is None:
@@ -87,12 +86,12 @@ class BitmaskRouter:
         return prefill, decode
 
     def release(self, request_id: int) -> None:
-        """A request is over."""
+        """Frees what a finished request had reserved."""
         reserved = self._reserved.pop(request_id)
         self._join(reserved.decode, -1, -reserved.num_tokens, -reserved.num_blocks)
 
     def _longest(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
-        """Blocks of the longest prefix that anybody holds, and who does, as bits."""
+        """Length of the longest prefix that a worker holds, in blocks, and its holders as bits."""
         owners = self.owners
         mask, depth = -1, 0
         for block_hash in hashes:

@@ -1,9 +1,9 @@
-"""What one `bench router` is asked to do. Pure.
+"""The plan of one `bench router`. Pure.
 
-A case is so many workers, three in four of which prefill, that hold so many different blocks:
-chains of 24, each at three workers. Prompts have 12 blocks, of which the first 0 to 12 are some
-chain's. Workers cost what Qwen3-32B on two H200 is measured to (AIConfigurator's tables, fitted),
-with blocks of 512 tokens.
+A case is a number of workers and of different blocks. Three in four workers prefill. Blocks are in
+chains of 24, each at three workers. Prompts have 12 blocks, of which the first 0 to 12 are those of
+a chain. Workers cost as much as Qwen3-32B on two H200s (fitted to AIConfigurator's tables), with
+blocks of 512 tokens.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ BLOCK_SIZE = 512
 CHAIN_BLOCKS = 24
 PROMPT_BLOCKS = 12
 NUM_REPLICAS = 3
-POOL_BLOCKS = 100_000  # a worker has room for: nothing is refused
+POOL_BLOCKS = 100_000  # of a worker: enough that no request is refused
 MAX_RUNNING = 100_000
 ANSWER_TOKENS = 343  # the mean of Mooncake's conversations
-BUSY = 0.7  # share of the time in which a prefill worker computes
-IN_FLIGHT_PER_WORKER = 4  # requests that have not been released
+BUSY = 0.7  # share of time during which a prefill worker computes
+IN_FLIGHT_PER_WORKER = 4  # requests not yet released
 LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.BF16, (KVSection(64, 8, 128),))
 COSTS = WorkerCosts(
     prefill=PrefillCost(fixed_s=3.405e-3, token_s=4.921e-5, square_s=8.41e-10),
@@ -31,8 +31,8 @@ COSTS = WorkerCosts(
     pull=PullCost(fixed_s=2e-3, block_s=0.0, bytes_per_s=25e9),
 )
 MAIN_BLOCKS = 1_000_000
-INGEST_WORKERS, INGEST_BLOCKS = 1_000, 200_000  # what is taken in anew in each repetition
-MAX_PEER_BLOCKS = MAIN_BLOCKS  # beyond, a dict of Python's objects takes gigabytes
+INGEST_WORKERS, INGEST_BLOCKS = 1_000, 200_000  # taken in anew in each repetition
+MAX_PEER_BLOCKS = MAIN_BLOCKS  # above this a Python dict takes gigabytes
 GOALS: Mapping[str, float] = {  # of the project, for one core
     "decisions/1000": 150e3,
     "decisions/10000": 100e3,
@@ -46,14 +46,14 @@ LESS_IS_BETTER = ("latency", "bytes")
 
 @dataclass(frozen=True, slots=True)
 class RouterCase:
-    """So many workers that hold so many different blocks."""
+    """A number of workers that hold a number of different blocks."""
 
     num_workers: int
     num_blocks: int
 
     @property
     def name(self) -> str:
-        """Of results: the number of workers alone where there are as many blocks as goals say."""
+        """Its name in results: only the number of workers if the blocks are those of the goals."""
         if self.num_blocks == MAIN_BLOCKS:
             return str(self.num_workers)
         return f"{self.num_workers}/{self.num_blocks:.0e}".replace("e+0", "e")
@@ -81,7 +81,7 @@ QUICK_CASES = (
 
 
 def check(plan: RouterPlan) -> RouterPlan:
-    """The plan itself, or a ConfigError that names what cannot be done."""
+    """Returns the plan. Raises ConfigError, which names the option that is wrong."""
     for case in plan.cases:
         if case.num_workers < 2 * NUM_REPLICAS:
             raise ConfigError(f"--workers: {2 * NUM_REPLICAS} at least, not {case.num_workers}")
@@ -91,7 +91,7 @@ def check(plan: RouterPlan) -> RouterPlan:
 
 
 def config_of(plan: RouterPlan) -> dict[str, Scalar]:
-    """What a report says of the plan."""
+    """The plan as a flat mapping for the report."""
     return {
         "num_decisions": plan.num_decisions,
         "num_repeats": plan.num_repeats,

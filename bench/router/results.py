@@ -1,16 +1,16 @@
-"""What the measured decisions of `bench router` amount to. Pure.
+"""Computes the results of `bench router` from its measured decisions. Pure.
 
 | result                       | unit    |                                                    |
 |------------------------------|---------|----------------------------------------------------|
 | decisions/<case>             | 1/s     | on one core                                        |
 | latency_p50/<case>, p99, p999| µs      | of one decision                                    |
-| requests/<case>              | 1/s     | decided, claimed in the view, given back, told     |
-| ingest                       | 1/s     | blocks told as stored, in chains of 24             |
+| requests/<case>              | 1/s     | decided, claimed in the view, and given back       |
+| ingest                       | 1/s     | blocks reported as stored, in chains of 24         |
 | bytes_per_block              | bytes   | of memory, at three workers a block                |
-| background/cpu               | %       | of all cores, what others used                     |
+| background/cpu               | %       | of all cores, used by other programs               |
 
 A case is a number of workers, at a million blocks, or workers/blocks. A peer's `ratio` is ours over
-theirs: of latencies, less than one is better.
+theirs; for latencies, less than one is better.
 """
 
 import statistics
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 def results(
     cases: Sequence[RouterMeasured], ingest: tuple[Sequence[float], Sequence[float]]
 ) -> tuple[Result, ...]:
-    """Every result, in the order of the table above."""
+    """All results, in the order of the table above."""
     found = [
         _beside(f"{name}/{measured.case.name}", measured.ours, measured.peer, statistic)
         for name, statistic in _statistics().items()
@@ -52,7 +52,7 @@ def results(
 
 
 def warnings(cases: Sequence[RouterMeasured]) -> list[str]:
-    """What a reader should know before believing the results."""
+    """A line for each reason not to trust the results."""
     busiest = max((share for one in cases for share in one.background), default=0.0)
     if busiest <= TOO_BUSY:
         return []
@@ -62,7 +62,7 @@ def warnings(cases: Sequence[RouterMeasured]) -> list[str]:
 
 
 def is_met(result: Result) -> bool | None:
-    """Whether a result reaches its goal; None where there is none."""
+    """True if a result reaches its goal; None if it has no goal."""
     goal = GOALS.get(result.name)
     if goal is None:
         return None

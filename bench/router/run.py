@@ -1,10 +1,10 @@
-"""Runs what `bench router` measures: decisions of a `Fleet` beside those of its peer, in turns.
+"""Measures `bench router`: decisions of a `Fleet` and of its peer, in turns.
 
 A decision is timed as a whole: match, costs of all workers, choice, reservation, and the call from
-Python. Hashes are made right before it, as they are when a prompt has just been hashed. What the
-router does beside it, for the same request, is to claim that in its view, to give it back when
-prompt and answer are over, and to tell the fleet of each: `requests` has all of that in it.
-Python's garbage collector stays on, but does not look through what was set up before.
+Python. Hashes are made right before it, as after hashing a prompt. For the same request the router
+also claims the decision in its view, gives it back at the end of prompt and answer, and tells the
+fleet of each: `requests` includes all of that. Python's garbage collector stays on, but ignores the
+objects of the set-up.
 """
 
 import gc
@@ -51,7 +51,7 @@ Run = tuple[float, ...]  # seconds of each decision
 
 @dataclass(slots=True)
 class RouterMeasured:
-    """Of one case."""
+    """The measurements of one case."""
 
     case: RouterCase
     ours: list[Run] = field(default_factory=list)
@@ -64,18 +64,18 @@ class RouterMeasured:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request, as bytes from which its hashes are cut when it comes."""
+    """One request, as bytes from which its hashes are cut on arrival."""
 
     packed: bytes
     num_tokens: int
 
     def hashes(self) -> list[BlockHash]:
-        """Fresh objects, as if just computed."""
+        """The hashes as fresh objects, as if just computed."""
         return _cut(self.packed)
 
 
 class World:
-    """The workers of a case, the chains and who holds them."""
+    """The workers of a case, the chains, and their holders."""
 
     def __init__(self, case: RouterCase, rng: random.Random) -> None:
         self.prefills = [i % 4 != 0 for i in range(case.num_workers)]
@@ -88,7 +88,7 @@ class World:
 
     @property
     def rate_per_s(self) -> float:
-        """Arrivals that keep prefill workers as busy as planned, if half of a prompt is cached."""
+        """Arrivals/s that keep prefill workers as busy as planned, with half of a prompt cached."""
         assert COSTS.prefill is not None
         num_tokens = (PROMPT_BLOCKS + 1) * BLOCK_SIZE
         work_s = COSTS.prefill.fixed_s + COSTS.prefill.token_s * num_tokens / 2
@@ -113,8 +113,9 @@ class World:
 
 
 class OurRouter:
-    """A fleet that takes a load. What it decides is claimed in the view, as the router does it;
-    prompts take as long as predicted, and an answer is over when so many other requests have come.
+    """A fleet under load. As in the router, decisions are claimed in the view.
+
+    Prompts take as long as predicted. An answer ends after a fixed number of other requests.
     """
 
     def __init__(self, world: World, seed: int) -> None:
@@ -131,7 +132,7 @@ class OurRouter:
         self._now_s = 0.0
 
     def ingest(self) -> float:
-        """Stores all chains; block events/s."""
+        """Stores all chains; returns block events/s."""
         index, world = self.index, self._world
         busy_s, num_events = 0.0, 0
         for number, holders in enumerate(world.holders):
@@ -144,9 +145,7 @@ class OurRouter:
         return num_events / busy_s
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Run, Run]:
-        """Seconds of each decision, and of each request with all that is claimed, given back and
-        told for it.
-        """
+        """Seconds of each decision, and of each whole request as `requests` counts it."""
         fleet, decisions, requests = self.fleet, [], []
         step_s = 1 / self._world.rate_per_s
         max_in_flight = IN_FLIGHT_PER_WORKER * len(self._world.names)
@@ -238,7 +237,7 @@ class PeerRouter:
 
 
 def measure(plan: RouterPlan, say: Say = say_nothing) -> list[RouterMeasured]:
-    """Every case. Raises BuildError where C++ cannot be built."""
+    """Measures every case. Raises BuildError if the C++ cannot be built."""
     return [_measure(plan, case, say) for case in plan.cases]
 
 
@@ -269,7 +268,7 @@ def _measure(plan: RouterPlan, case: RouterCase, say: Say) -> RouterMeasured:
 
 
 def measure_ingest(plan: RouterPlan) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Block events/s of the index and of the peer, taken in by each anew, in turns."""
+    """Block events/s that the index and the peer take in, each from empty, in turns."""
     case = RouterCase(INGEST_WORKERS, INGEST_BLOCKS)
     world = World(case, random.Random(plan.seed))
     ours, theirs = [], []

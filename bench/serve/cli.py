@@ -34,10 +34,10 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens a request.")] = 128,
     output_len: Annotated[int, typer.Option(min=1, help="Output tokens a request.")] = 64,
     burstiness: Annotated[
-        float, typer.Option(help="Gamma shape of the gaps: 1 Poisson, below bursts, above evener.")
+        float, typer.Option(help="Gamma shape of the gaps: 1 Poisson, less bursts, more even.")
     ] = 1.0,
     concurrency_limit: Annotated[
-        int | None, typer.Option(min=1, help="Requests in flight at most.")
+        int | None, typer.Option(min=1, help="Most requests in flight.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model name.", show_default="the first listed")
@@ -52,7 +52,7 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
         ),
     ] = None,
     shared_prefix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens with which all prompts begin alike.")
+        int, typer.Option(min=0, help="Tokens of a prefix that all prompts share.")
     ] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
     api_key: Annotated[
@@ -60,12 +60,12 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit for one request.")] = 120.0,
     slo_ttft_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="Bound on TTFT; prints goodput.")
+        float | None, typer.Option(min=0.0, help="Bound on TTFT; adds goodput to the report.")
     ] = None,
     slo_tpot_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="Bound on TPOT; prints goodput.")
+        float | None, typer.Option(min=0.0, help="Bound on TPOT; adds goodput to the report.")
     ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests sent before, not measured.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests sent first and not measured.")] = 2,
     repeat: RepeatOption = 1,
     seed: SeedOption = 0,
     quick_: Annotated[bool, quick_option("At most 16 short requests: under 50 s.")] = False,

@@ -1,8 +1,8 @@
-"""What one `bench serve` is asked to do. Pure: what follows from the options, prompts aside.
+"""The plan of one `bench serve`, from its options. Pure.
 
-Two runs of one plan ask the same of a server: arrival times and prompts are functions of the seed.
-Within a plan each repetition has the same arrival times, so that its spread is the server's, and
-prompts of its own, so that none finds the last one's in a prefix cache.
+Two runs of one plan send the same load: arrival times and prompts are functions of the seed. All
+repetitions have the same arrival times, so that their spread is the server's. Each repetition has
+new prompts, so that none hits the prefix cache of the previous one.
 """
 
 import math
@@ -28,7 +28,7 @@ QUICK_OUTPUT_LEN = 32
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    """The server under test. `model` None means the first one it lists."""
+    """The server under test. `model` None means the first model that it lists."""
 
     url: str
     endpoint: Endpoint = Endpoint.COMPLETIONS
@@ -39,7 +39,7 @@ class ServeTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServeLoad:
-    """When requests are sent."""
+    """Number and arrival times of requests."""
 
     rate_per_s: float
     num_requests: int
@@ -51,7 +51,7 @@ class ServeLoad:
 
 @dataclass(frozen=True, slots=True)
 class ServeAsk:
-    """What each request asks for. With a tokenizer prompts are token ids, else words."""
+    """The content of each request. Prompts are token ids with a tokenizer, words without one."""
 
     input_len: int
     output_len: int
@@ -72,7 +72,7 @@ class ServePlan:
 
 
 def check(plan: ServePlan) -> ServePlan:
-    """The plan itself, or a ConfigError that names what cannot be done."""
+    """Returns the plan. Raises ConfigError, which names the option that is wrong."""
     load, ask = plan.load, plan.ask
     if not load.rate_per_s > 0:
         raise ConfigError(f"--rate must be above 0, not {load.rate_per_s}")
@@ -88,9 +88,9 @@ def check(plan: ServePlan) -> ServePlan:
 
 
 def quick(plan: ServePlan) -> ServePlan:
-    """A smaller plan, done in under 50 s even by a server that lets requests hang.
+    """A smaller plan, which takes under 50 s even if the server lets requests hang.
 
-    At most 18 s to warm up, about 8 s of arrivals, at most 18 s for the last of them.
+    It takes at most 18 s to warm up, about 8 s of arrivals, and at most 18 s for the last request.
     """
     load, ask, target = plan.load, plan.ask, plan.target
     return replace(
@@ -111,7 +111,7 @@ def quick(plan: ServePlan) -> ServePlan:
 
 
 def due_times_s(plan: ServePlan) -> list[float]:
-    """When each request of a repetition is due, from its start."""
+    """Due time of each request, in seconds from the start of its repetition."""
     load = plan.load
     return arrival_times_s(
         load.rate_per_s,
@@ -124,7 +124,7 @@ def due_times_s(plan: ServePlan) -> list[float]:
 def prompts(
     plan: ServePlan, vocab: Sequence[int] | None
 ) -> tuple[list[Prompt], list[list[Prompt]]]:
-    """The prompts to warm up with, and those of each repetition: no two alike."""
+    """The prompts of the warm-up, and those of each repetition. No two are equal."""
     load, ask = plan.load, plan.ask
     shape = PromptShape(
         num_prompts=load.num_warmup + load.num_repeats * load.num_requests,
@@ -139,7 +139,7 @@ def prompts(
 
 
 def config_of(plan: ServePlan, model: str) -> dict[str, Scalar]:
-    """The plan as a report records it: flat, without secrets."""
+    """The plan as a flat mapping for the report, without secrets."""
     target, slo = plan.target, plan.slo or SloBounds()
     tokenizer_dir = plan.ask.tokenizer_dir
     return {
@@ -156,7 +156,7 @@ def config_of(plan: ServePlan, model: str) -> dict[str, Scalar]:
 
 
 def base_url(url: str) -> str:
-    """The server's address without a trailing slash or `/v1`, as people paste both."""
+    """The server's address without a trailing slash or `/v1`, which users often paste."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 

@@ -1,12 +1,12 @@
-"""The shell of `bench serve`: sends a plan's requests to a server and reads what comes back.
+"""The shell of `bench serve`: sends a plan's requests to a server and reads the answers.
 
-An open loop. Due times are fixed before the first request is sent, and no request waits for another
-(but for a slot under a concurrency limit); a client that is late sends at once and records by how
-much. A closed loop, in which a slow server slows its own load, flatters it: Gil Tene's "coordinated
-omission".
+This is an open loop. Due times are fixed before the first request. No request waits for another,
+except for a slot under a concurrency limit. If the client is late it sends at once and records its
+lateness. In a closed loop a slow server would slow its own load and look better than it is: Gil
+Tene's "coordinated omission".
 
-Bodies are encoded before the clock starts. A piece of an answer is stamped when the event loop
-hands it over, before it is parsed.
+Bodies are encoded before the clock starts. A piece of an answer gets its time when the event loop
+delivers it, before parsing.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ Send = Callable[[bytes], Awaitable[Answer | Failure]]
 
 
 class ServerUnreachable(BatonError):
-    """The server does not answer, or not as an OpenAI-compatible one."""
+    """The server does not answer, or is not OpenAI-compatible."""
 
     def __init__(self, url: str, detail: str) -> None:
         super().__init__(f"no OpenAI-compatible server at {url}: {detail}")
 
 
 class NothingCompleted(BatonError):
-    """Not one request of several was answered."""
+    """No request was answered."""
 
     def __init__(self, what: str, failures: Sequence[Failure]) -> None:
         kinds = kinds_with_example(failures)
@@ -48,7 +48,7 @@ class NothingCompleted(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class ServeMeasured:
-    """What was measured, of which model."""
+    """The runs, and the model that they measured."""
 
     model: str
     runs: tuple[LoadRun, ...]
@@ -63,7 +63,7 @@ class _ModelList(msgspec.Struct):
 
 
 class ServeClient:
-    """One server, over HTTP connections that are kept and reused."""
+    """A client of one server, which keeps and reuses its HTTP connections."""
 
     def __init__(self, session: aiohttp.ClientSession, target: ServeTarget, clock: Clock) -> None:
         self._session = session
@@ -105,8 +105,8 @@ class ServeClient:
 async def measure(plan: ServePlan, clock: Clock | None = None) -> ServeMeasured:
     """Warms the server up and runs every repetition of the plan.
 
-    Raises ServerUnreachable, and NothingCompleted where no request of the warm-up or of all
-    repetitions was answered. Fewer failures than that are part of what was measured.
+    Raises ServerUnreachable. Raises NothingCompleted if no request of the warm-up or of all
+    repetitions was answered. Other failures are results.
     """
     clock = clock or MonotonicClock()
     vocab = plain_token_ids(plan.ask.tokenizer_dir) if plan.ask.tokenizer_dir else None
@@ -135,7 +135,7 @@ async def run_open_loop(
     clock: Clock,
     concurrency_limit: int | None = None,
 ) -> LoadRun:
-    """Sends each body when it is due, counted from now, and waits for all of them to end."""
+    """Sends each body at its due time, counted from now, and waits for all answers."""
     slots: AbstractAsyncContextManager[object] = (
         nullcontext() if concurrency_limit is None else asyncio.Semaphore(concurrency_limit)
     )

@@ -42,7 +42,7 @@ def speculate(  # noqa: PLR0913 (one parameter for each option is how typer decl
     weights: Annotated[WeightFormat, typer.Option(help="fp32, bf16 or int8.")] = WeightFormat.INT8,
     threads: Annotated[int | None, typer.Option(min=1, show_default="all cores")] = None,
     batches: Annotated[str, typer.Option(help="Sequences at once.")] = ",".join(map(str, BATCHES)),
-    tokens: Annotated[int, typer.Option(min=2, help="Of each answer that is timed.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer that is timed.")] = 64,
     identity: Annotated[
         int, typer.Option(min=0, help="Requests whose answers are compared between modes.")
     ] = 200,
@@ -95,7 +95,7 @@ def _title(plan: SpeculatePlan) -> str:
 
 
 def _plot(report: Report, path: Path, *, title: str) -> None:
-    """Speed-ups with what was predicted, and acceptance by place with what was expected."""
+    """Plots speed-ups beside predictions, and acceptance by place beside expectations."""
     panels: dict[str, dict[str, float]] = {}
     limits: dict[str, dict[str, float]] = {}
     values = {result.name: result.value for result in report.results}
@@ -109,7 +109,7 @@ def _plot(report: Report, path: Path, *, title: str) -> None:
             expected = values[f"expected_{name}"]
             _add(panels, limits, f"{drafter}, accepted", bar, value, expected)
     where = f"{report.hardware.cpu}, commit {report.commit}"
-    title = f"{title}; lines are what is expected\n{where}"
+    title = f"{title}; lines are expectations\n{where}"
     plot_bars(panels, path, title=title, limits=limits)
 
 

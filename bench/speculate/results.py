@@ -1,4 +1,4 @@
-"""What the measured times of `bench speculate` amount to. Pure.
+"""Computes the results of `bench speculate` from its measured times. Pure.
 
 | result                                | unit     |                                               |
 |---------------------------------------|----------|-----------------------------------------------|
@@ -8,7 +8,7 @@
 | identical_share, identical_share/fp32 | share    | of requests: the same tokens in all modes     |
 | identical_share/cells                 | share    | of the answers that were timed                |
 | speedup/<cell>                        | ×        | tokens/s over those without speculation       |
-| predicted/<cell>                      | ×        | what acceptance and single passes come to     |
+| predicted/<cell>                      | ×        | from acceptance and times of single passes    |
 | decode/<cell>                         | tokens/s | of the batch                                  |
 | tokens_per_pass/<cell>                | tokens   | of one sequence in one step                   |
 | expected_per_pass/<cell>              | tokens   | of the same drafts, by the mean acceptance    |
@@ -17,16 +17,15 @@
 | acceptance/<drafter>_p<i>             | share    | of tokens drafted in place i, all batches     |
 | expected_acceptance/<drafter>_p<i>    | share    | the mean acceptance to the power of i         |
 | outside/<cell>                        | %        | of the time, outside the runner               |
-| background/cpu                        | %        | of all cores, what others used meanwhile      |
+| background/cpu                        | %        | of all cores, used by other programs          |
 
-A <cell> is <setup>_<workload>/<mode>_b<batch>, a <drafter> <setup>_<workload>_<mode>. The limits of
-what is promised (`GOALS`) are the promises.
+A <cell> is <setup>_<workload>/<mode>_b<batch>, a <drafter> <setup>_<workload>_<mode>. Promised
+results (`GOALS`) have the promise as their limit.
 
-The model behind what is expected: each drafted token that is verified behind accepted ones is
-accepted with the same chance α, whatever its place. Then a draft of d tokens comes to
-1 + α + … + α^d tokens, and place i is accepted with α^i. What is predicted of the speed takes α
-from the run, and its time from passes that were timed apart from it: those of the target with so
-many drafted tokens a row, those of the draft. So it leaves out what scheduling costs.
+The model of the expectation: a drafted token behind accepted ones is accepted with probability α,
+at any place. Then a draft of d tokens yields 1 + α + … + α^d tokens, and place i is accepted with
+α^i. The predicted speed takes α from the run. It takes times from passes that were timed alone:
+those of the target by number of drafted tokens, and those of the draft. It leaves scheduling out.
 
 Source: Leviathan et al., Fast inference from transformers via speculative decoding, ICML 2023.
 """
