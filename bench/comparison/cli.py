@@ -1,4 +1,4 @@
-"""`baton bench simulator`: its options, and what is printed and written.
+"""The command `baton bench simulator`: its options and its table.
 
 baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/its/python
 """
@@ -38,21 +38,22 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
         str, typer.Option(metavar="P+D,…", help="Splits to try; TTFT is of the first.")
     ] = "6+2,5+3,4+4",
     pool_tokens: Annotated[
-        float, typer.Option(min=1.0, help="Tokens of KV that all workers hold together.")
+        float, typer.Option(min=1.0, help="Memory of all workers together, in tokens of KV.")
     ] = 50e6,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Only so many, from the first on.")
+        int | None, typer.Option(min=1, help="Play only the first requests.")
     ] = None,
     goodput_requests: Annotated[
-        int, typer.Option(min=0, help="So many, to find the goodput; 0: it is left out.")
+        int, typer.Option(min=0, help="Requests for the goodput; 0 leaves it out.")
     ] = 2000,
     seed: SeedOption = 0,
     peer: Annotated[
-        str | None, typer.Option(help="dynamo=PYTHON: the peer, and the Python that has it.")
+        str | None,
+        typer.Option(help="dynamo=PYTHON: the peer, and the Python where it is installed."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Simulate a trace at Dynamo's costing, and in Dynamo's simulator beside it."""
+    """Simulate a trace at the costs of Dynamo's simulator, and in that simulator."""
     with printed_errors():
         pairs = splits_of(splits)
         profile = hardware_named(hardware_)
@@ -90,7 +91,7 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
 
 
 def print_comparison(console: Console, report: Report, *, title: str) -> None:
-    """Every figure beside its goal and the peer's."""
+    """Prints every figure beside its goal and the peer's figure."""
     columns = ("value", "unit", "goal", "met", NAME, f"× {NAME}")
     table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns[1:]:

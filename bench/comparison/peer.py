@@ -1,9 +1,9 @@
-"""Dynamo's router and simulator on the same trace at the same costs, as one more measurement.
+"""Runs Dynamo's router and simulator on the same trace at the same costs.
 
-It prices steps by tables: prompts by the new tokens of a pass, decode steps by the tokens of all
-contexts and their mean length. Both are filled from a profile of ours here, so the two simulators
-cannot but cost the same; pools hold as many blocks. Its figures are means and percentiles, over all
-requests. KV arrives at decode workers at once there; ours has to be pulled.
+Dynamo prices steps by tables: prompts by the new tokens of a pass, decode steps by the tokens of
+all contexts and their mean length. Both tables are filled from one of our profiles, so the two
+simulators have the same costs and the same number of blocks. Dynamo reports means and percentiles
+over all requests. There KV arrives at decode workers at once; here it has to be pulled.
 
 Source: `python -m dynamo.replay`, ai-dynamo 1.1.
 """
@@ -30,12 +30,12 @@ _MEAN_CONTEXT = (512, 2048, 8192, 32768, 131072)
 
 
 class PeerError(BatonError):
-    """The peer could not be run, or said nothing that can be read."""
+    """The peer could not be run, or its report could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDeployment:
-    """A simulation, as far as both simulators know it."""
+    """A simulated deployment and rate, for both simulators."""
 
     prefill: int
     decode: int
@@ -56,7 +56,7 @@ class _Answer(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class PeerReplay:
-    """What came of a trace in either simulator."""
+    """The result of a trace in either simulator."""
 
     ttft_mean_s: float
     ttft_p90_s: float
@@ -65,12 +65,12 @@ class PeerReplay:
     wall_s: float
 
     def keeps(self, *, ttft_s: float, tpot_s: float) -> bool:
-        """Whether nine of ten keep each of the bounds."""
+        """Whether nine of ten requests keep each of the bounds."""
         return self.ttft_p90_s <= ttft_s and self.tpot_p90_s <= tpot_s
 
 
 class Dynamo:
-    """The peer, with a trace and tables in files that last as long as it is open."""
+    """Runs the peer; its trace and tables are in files until it is closed."""
 
     def __init__(self, python: Path, trace: Trace, hardware: HardwareProfile) -> None:
         self._python = python
@@ -110,7 +110,7 @@ class Dynamo:
                 raise PeerError(f"{self._python}: no such file") from error
             raise PeerError(f"{NAME} reported nothing: {done.stderr[-500:]}") from error
         except msgspec.DecodeError as error:
-            raise PeerError(f"{NAME}'s report is not what it was: {error}") from error
+            raise PeerError(f"{NAME}'s report has another format: {error}") from error
         if answer.completed_requests != len(self._trace.requests):
             raise PeerError(f"{NAME} answered {answer.completed_requests} requests only")
         return PeerReplay(
@@ -149,7 +149,7 @@ class Dynamo:
 
 
 def mooncake_lines(trace: Trace) -> bytes:
-    """A trace in Mooncake's format."""
+    """Returns a trace in Mooncake's format."""
     lines = [
         msgspec.json.encode(
             {
@@ -165,7 +165,7 @@ def mooncake_lines(trace: Trace) -> bytes:
 
 
 def tables(hardware: HardwareProfile) -> Mapping[str, Any]:
-    """A profile's costs as the peer reads them, in milliseconds."""
+    """Returns a profile's costs as the peer reads them, in milliseconds."""
     pricing = Pricing(hardware)
     prefill_s = [pricing.step_s(StepPrice(num_new=n, squares=n * n)) for n in _NEW_TOKENS]
     decode_s = [

@@ -30,7 +30,7 @@ Play = Callable[[PeerDeployment], PeerReplay]
 def measure(
     plan: ComparisonPlan, peer: Dynamo | None, short_peer: Dynamo | None, say: Say
 ) -> list[Result]:
-    """All figures. `short_peer` has the first requests alone; without peers, ours only."""
+    """Returns all figures. `short_peer` plays only the first requests; peers may be None."""
     prefill, decode = plan.splits[0]
     results = []
     once, twice = PeerDeployment(prefill, decode), PeerDeployment(prefill, decode, 2.0)
@@ -77,7 +77,7 @@ def _goodput(plan: ComparisonPlan, peer: Dynamo | None, say: Say) -> list[Result
 
 
 def _best(plan: ComparisonPlan, play_one: Play, who: str, say: Say) -> float:
-    """The greatest speed over all splits."""
+    """Returns the greatest speed-up over all splits."""
     best = 0.0
     for prefill, decode in plan.splits:
 
@@ -99,8 +99,9 @@ def play(
     *,
     keeps_bounds: bool = False,
 ) -> PeerReplay:
-    """The trace in this simulator. If it is to keep the bounds, the router is told of them: who
-    would have to wait too long is refused.
+    """Plays the trace in this simulator.
+
+    With `keeps_bounds` the router knows the bounds and refuses requests that would miss them.
     """
     config = RouterConfig(
         policy=policy,
@@ -118,7 +119,7 @@ def play(
 
 
 def _played(run: SimulatedRun, wall_s: float) -> PeerReplay:
-    """Who was refused waits for ever: that is a miss, and means do not compare."""
+    """Returns the result; a refused request has infinite latency, which makes means infinite."""
     latencies = [latencies_of(record) for record in run.records]
     ttft = summarize([inf if one is None else one.ttft_s for one in latencies])
     paces_s = [inf if one is None else one.tpot_s for one in latencies]

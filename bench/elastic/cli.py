@@ -1,4 +1,4 @@
-"""`baton bench elastic`: its options, and what is printed and written.
+"""The command `baton bench elastic`: its options and its table.
 
 baton bench elastic --json elastic.json
 """
@@ -27,17 +27,19 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
     *,
     hardware_: Annotated[str, typer.Option("--hardware", help="A profile.")] = "h200-qwen3-32b-tp2",
     workers: Annotated[int, typer.Option(min=2, help="Simulated workers.")] = 32,
-    phases: Annotated[int, typer.Option(min=1, help="Reading and writing by turns.")] = 4,
-    phase_s: Annotated[float, typer.Option(min=1.0, help="Of each phase, seconds.")] = 120.0,
+    phases: Annotated[
+        int, typer.Option(min=1, help="Phases, which alternate between reading and writing.")
+    ] = 4,
+    phase_s: Annotated[float, typer.Option(min=1.0, help="Length of a phase in seconds.")] = 120.0,
     step: Annotated[int, typer.Option(min=1, help="Fixed splits tried: 2, 2 + step, …")] = 2,
     slo_ttft_ms: Annotated[float, typer.Option(min=1.0, help="Bound on TTFT.")] = 5000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=1.0, help="Bound on TPOT.")] = 25.0,
-    repeat: Annotated[int, typer.Option(min=1, help="Loads, each of its own seed.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="Loads, each with its own seed.")] = 3,
     seed: SeedOption = 0,
     quick: Annotated[bool, quick_option("Once, 6 workers, short phases: under 50 s.")] = False,
     json: JsonOption = None,
 ) -> None:
-    """Simulate a load that turns, on every fixed split of the workers and on planned pools."""
+    """Simulate an alternating load on fixed splits of the workers and on planned pools."""
     with printed_errors():
         if quick:
             workers, phases, phase_s, step, repeat = min(workers, 6), 2, min(phase_s, 45.0), 1, 1
@@ -69,7 +71,7 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
 
 
 def print_elastic(console: Console, report: Report) -> None:
-    """Every figure, over all loads, beside its goal."""
+    """Prints every figure over all loads, beside its goal."""
     columns = ("value", "least", "most", "unit", "goal", "met")
     table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in table.columns[1:]:
@@ -81,7 +83,7 @@ def print_elastic(console: Console, report: Report) -> None:
         )
     config = report.config
     title = (
-        f"simulated: a load that turns every {config['phase_s']:g} s, {config['workers']} × "
+        f"simulated: a load that changes every {config['phase_s']:g} s, {config['workers']} × "
         f"{config['profile']}"
     )
     print_head(console, report, title=title)
@@ -89,7 +91,7 @@ def print_elastic(console: Console, report: Report) -> None:
 
 
 def _splits(num_workers: int, step: int) -> tuple[int, ...]:
-    """From two workers that prefill to all but two that do, in small clusters one."""
+    """Returns numbers of prefill workers, leaving two of each role (one in small clusters)."""
     least = 2 if num_workers > 8 else 1
     splits = tuple(range(least, num_workers - least + 1, step))
     if not splits:

@@ -22,7 +22,7 @@ from router.planning.planner import PlannerRules
 
 @dataclass(frozen=True, slots=True)
 class RequestMix:
-    """Requests of one kind. Lengths are log-normal around their medians, at most twice that."""
+    """Requests of one kind. Lengths are log-normal, at most twice their medians."""
 
     rate_per_s: float  # for each worker of the cluster
     shared_tokens: int
@@ -37,7 +37,7 @@ WRITING = RequestMix(1.06, 8192, 512, 1500)
 
 @dataclass(frozen=True, slots=True)
 class TurningLoad:
-    """A load: the mixes by turns, each for so long."""
+    """A load that alternates between mixes, one in each phase."""
 
     num_phases: int
     phase_s: float
@@ -45,11 +45,11 @@ class TurningLoad:
 
     @property
     def duration_s(self) -> float:
-        """Of all phases."""
+        """Seconds of all phases together."""
         return self.num_phases * self.phase_s
 
     def trace(self, num_workers: int, seed: int) -> Trace:
-        """The requests, as many as so many workers nearly are too few for."""
+        """Returns the requests, which nearly fill a cluster of this size."""
         rng = Random(seed)
         fresh = count(sum(_num_blocks(mix.shared_tokens) for mix in self.mixes) + 1)
         requests: list[TraceRequest] = []
@@ -90,7 +90,7 @@ def _length(median: int, spread: float, rng: Random) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPlan:
-    """What is compared. `splits` are how many workers prefill, of all."""
+    """What is compared; `splits` are numbers of prefill workers."""
 
     hardware: HardwareProfile
     turns: TurningLoad
@@ -101,5 +101,5 @@ class ElasticPlan:
 
     @property
     def rules(self) -> PlannerRules:
-        """The planner's."""
+        """The planner's rules."""
         return PlannerRules(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)

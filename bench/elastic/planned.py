@@ -1,10 +1,9 @@
-"""The planner's shell in the simulator: it is ticked, and its flips are sent. Nothing is decided.
+"""Runs the planner of pools in the simulator: ticks it and sends its flips.
 
-Which worker is told to flip, and into what, says `router.planning.planner`, as it does where
-workers are
-real. A worker counts in the pool that it was told to be in, and as changing until the machine has
-heard of its new role. The pools have stood for a cool-down when the planner is first ticked: what
-is played is a load upon a deployment that runs, not the start of one.
+`router.planning.planner` decides which worker flips to which role, as in a real deployment. A
+worker counts in the pool that it was told to join. It counts as changing until the machine has
+heard of its new role. At the first tick the pools have stood for a cool-down: the load comes to a
+running deployment, not to a starting one.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDecision:
-    """What the planner said, when, and of which pools."""
+    """A plan of the planner, its time, and the pools that it was made for."""
 
     at_s: float
     pools: PoolSizes
@@ -28,7 +27,7 @@ class SimulatedDecision:
 
     @property
     def num_flips(self) -> int:
-        """Workers that it told to change."""
+        """Workers that are told to change their role."""
         return abs(self.plan.prefill - self.pools.prefill)
 
 
@@ -43,7 +42,7 @@ class SimulatedPlanner:
         self.decisions: list[SimulatedDecision] = []
 
     def tick(self, now_s: float) -> Iterator[tuple[WorkerId, SetRole]]:
-        """What workers are told now."""
+        """Yields the role changes that workers are told now."""
         pools = self._pools()
         self._planner = self._planner or self._at_rest(pools, now_s)
         plan = self._planner.decide(self._machine.demand.observe(now_s), pools, now_s)

@@ -32,7 +32,7 @@ STEADY = 0.1  # of all workers: pools that differ by less are the same
 
 @dataclass(frozen=True, slots=True)
 class ElasticRun:
-    """One load on one cluster."""
+    """The counts of one load on one cluster."""
 
     num_good: int
     num_requests: int
@@ -42,14 +42,14 @@ class ElasticRun:
 
     @property
     def num_flips(self) -> int:
-        """Workers that were told to change."""
+        """Workers that were told to change their role."""
         return sum(decision.num_flips for decision in self.decisions)
 
 
 def figures_of(
     plan: ElasticPlan, fixed: dict[str, ElasticRun], planned: ElasticRun
 ) -> dict[str, Figure]:
-    """What one seed came to."""
+    """Returns the figures of one seed."""
     best = max(fixed.values(), key=lambda played: played.num_good)
     named = {"best_fixed": best, "planner": planned, **fixed}
     first_flip_s, settled_s = reactions(planned.decisions, plan.turns, plan.num_workers)
@@ -74,7 +74,7 @@ def figures_of(
 def reactions(
     decisions: Sequence[SimulatedDecision], turns: TurningLoad, num_workers: int
 ) -> tuple[float, float]:
-    """Seconds from a turn to the first flip, and until the pools stay; the longest of all turns."""
+    """Returns the longest times from a change of mix to the first flip, and to steady pools."""
     first, settled = [0.0], [0.0]
     for phase in range(1, turns.num_phases):
         begin_s, end_s = phase * turns.phase_s, (phase + 1) * turns.phase_s

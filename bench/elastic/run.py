@@ -23,7 +23,7 @@ PATIENCE_S = 120.0  # who waited for so long has missed its bound, and the run i
 
 
 def measure(plan: ElasticPlan, say: Say) -> tuple[Result, ...]:
-    """All figures, one run for each seed."""
+    """Returns all figures, with one run for each seed."""
     return results_of([_figures(plan, seed, say) for seed in plan.seeds])
 
 
@@ -42,7 +42,7 @@ def _figures(plan: ElasticPlan, seed: int, say: Say) -> dict[str, Figure]:
 def play(
     plan: ElasticPlan, trace: Trace, num_prefill: int, rules: PlannerRules | None
 ) -> ElasticRun:
-    """The load on so many workers that prefill; with `rules`, as many as the planner says."""
+    """Plays the load with fixed pools; with `rules`, the planner changes them."""
     config = RouterConfig(
         seed=0,
         max_queue=len(trace.requests),

@@ -1,4 +1,4 @@
-"""`baton bench elastic-live`: its options, and what is printed and written."""
+"""The command `baton bench elastic-live`: its options and its table."""
 
 from typing import Annotated
 
@@ -19,15 +19,17 @@ from bench.elastic_live.run import measure
 def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
     *,
     shape: Annotated[str, typer.Option(help=f"Random weights: {', '.join(SHAPES)}.")] = "88m",
-    workers: Annotated[int, typer.Option(min=2, help="Of one thread each.")] = 3,
-    phases: Annotated[int, typer.Option(min=2, help="Reading and writing by turns.")] = 4,
-    phase_s: Annotated[float, typer.Option(min=2.0, help="Of each phase, seconds.")] = 20.0,
+    workers: Annotated[int, typer.Option(min=2, help="Workers of one thread each.")] = 3,
+    phases: Annotated[
+        int, typer.Option(min=2, help="Phases, which alternate between reading and writing.")
+    ] = 4,
+    phase_s: Annotated[float, typer.Option(min=2.0, help="Length of a phase in seconds.")] = 20.0,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each; results are medians.")] = 3,
     seed: SeedOption = 0,
-    quick_: Annotated[bool, quick_option("Once, one turn, against the even split.")] = False,
+    quick_: Annotated[bool, quick_option("One run of two phases, against the even split.")] = False,
     json: JsonOption = None,
 ) -> None:
-    """Play a load that turns on a real deployment: fixed splits, and the planner on, by turns."""
+    """Play an alternating load on a real deployment, with fixed splits and with the planner."""
     with printed_errors():
         plan = LivePlan(
             shape,
@@ -48,7 +50,7 @@ def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer d
         )
         save(report, json)
         console = Console()
-        title = f"a load that turns every {plan.phase_s:g} s, {workers} workers of {shape}"
+        title = f"a load that changes every {plan.phase_s:g} s, {workers} workers of {shape}"
         print_head(console, report, title=title)
         print_spread(console, report.results)
         print_failures(console, kinds_with_example(f for run in runs for f in run.failures))

@@ -1,31 +1,23 @@
-"""What one `bench elastic-live` is asked to do, and what its runs came to. Pure.
+"""What `bench elastic-live` measures: an alternating load on a real deployment. Pure.
 
-One real deployment of a few workers of one thread, whose pools are set anew before each run: to a
-fixed split, or to even pools and the planner on. In each run the same load comes, which turns:
+The deployment has a few workers of one thread. Its pools are set before each run: to a fixed split,
+or to even pools with the planner on. In each run the same load alternates between two mixes:
 
-    reading   long prompts that share nothing, short answers: prefill workers are scarce
-    writing   short prompts, long answers: decode workers are
+    reading   long prompts without common prefixes, short answers: prefill workers are scarce
+    writing   short prompts, long answers: decode workers are scarce
 
-Rates and bounds are set by what this machine was measured to do right before, in a closed loop that
-leaves no worker of the scarce kind idle: each mix comes at `LOAD` of what all workers but one
-answer, and a request may take `SLACK` times what it took then. Settings take turns in an order of
-their own in each repetition, so that the hour of the machine is the same for all.
+Rates and bounds follow from a measurement on the same machine just before. A closed loop keeps all
+workers of the scarce role busy. Each mix then arrives at `LOAD` times the rate of all workers but
+one. A request may take `SLACK` times its time in the closed loop. Each repetition has its own order
+of settings, so that drifts of the machine affect all settings.
 
-The router is given no bounds and refuses nobody: who waits too long has missed them, and pools
-alone make the difference. So the planner knows neither bound that it is scored by: what waits it
-holds against `router.planning.planner.NO_BOUND_TTFT_S`, what decodes against places and memory.
+The router gets no bounds and refuses nothing: a request that waits too long has missed them. So
+only the pools make a difference. The planner does not know the bounds either. It compares waiting
+prompts with `router.planning.planner.NO_BOUND_TTFT_S`, and decoding with places and memory.
 
-What two cores can show: workers share them, and two that compute fill them, so that a third of the
-same kind adds nothing. Hence three workers: whichever split is fixed, in one of the mixes a single
-worker does what two could. How much more two do than one is measured too: where that is little,
-pools make little difference.
-
-    scaling/…      what all workers but one answer of a mix, over what one does
-    goodput/…      requests/s that met both bounds: best fixed split, planner, each split
-    ratio          with the planner over the best fixed split of the same repetition
-    attainment/…   the same as shares of all requests
-    flips          changes of role in a planned run
-    refused, lost  answered 429, which is a miss; ended in any other way than an answer
+Limits of two cores: two computing workers fill them, and a third one of the same role adds nothing.
+Hence three workers: with each fixed split, one mix has a single worker where two could work. How
+much two add over one is measured too. If that is little, pools make little difference.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,7 +53,7 @@ MIXES = (READING, WRITING)
 
 @dataclass(frozen=True, slots=True)
 class LivePlan:
-    """All that is to be measured. `shape` names a checkpoint of random weights; `splits` are how
+    """All that is measured. `shape` names a checkpoint of random weights; `splits` are how
     many workers prefill, of all.
     """
 
@@ -75,17 +67,17 @@ class LivePlan:
 
     @property
     def settings(self) -> list[int | None]:
-        """A split each; None is the planner's."""
+        """All splits, and None for the planner."""
         return [*self.splits, None]
 
     @property
     def duration_s(self) -> float:
-        """Of one run's load."""
+        """Seconds of one run's load."""
         return self.num_phases * self.phase_s
 
 
 def quick(plan: LivePlan) -> LivePlan:
-    """Once, with one turn, against one split: about two minutes."""
+    """Returns a plan of one run with two phases against one split: about two minutes."""
     return replace(
         plan,
         splits=(plan.num_workers // 2,),
@@ -118,12 +110,12 @@ class MeasuredPace:
 
 
 def num_at_once(mix: LiveMix, num_workers: int) -> int:
-    """Requests of a closed loop that leaves none of so many scarce workers idle."""
+    """Returns the size of a closed loop that keeps these workers busy."""
     return num_workers * (AHEAD if mix is READING else MAX_RUNNING)
 
 
 def answered_per_s(answers: Iterable[Answer], begin_s: float, end_s: float) -> float:
-    """Requests/s in that window: of each answer the share whose chunks came in it."""
+    """Returns requests/s in a window; each answer counts by the share of its chunks in it."""
     num = sum(
         sum(begin_s <= at_s < end_s for at_s in answer.chunk_times_s) / len(answer.chunk_times_s)
         for answer in answers
@@ -132,19 +124,19 @@ def answered_per_s(answers: Iterable[Answer], begin_s: float, end_s: float) -> f
 
 
 def name_of(plan: LivePlan, setting: int | None) -> str:
-    """Of a setting, in results."""
+    """Returns the name of a setting in results."""
     return "planner" if setting is None else f"fixed_{setting}+{plan.num_workers - setting}"
 
 
 def order_of(plan: LivePlan, repeat: int) -> list[int | None]:
-    """All settings, in that repetition's own order."""
+    """Returns all settings, in the repetition's own order."""
     order = plan.settings
     Random(f"{plan.seed}/order/{repeat}").shuffle(order)
     return order
 
 
 def load_of(plan: LivePlan, pace: MeasuredPace, repeat: int) -> Iterator[tuple[float, LiveMix]]:
-    """When each request of a run is due, and what it is: the same in all settings."""
+    """Yields the time and mix of each request; the same for all settings."""
     rng = Random(f"{plan.seed}/load/{repeat}")
     for phase, mix in enumerate(islice(cycle(MIXES), plan.num_phases)):
         rate_per_s = pace.rate_per_s(mix)
@@ -155,7 +147,7 @@ def load_of(plan: LivePlan, pace: MeasuredPace, repeat: int) -> Iterator[tuple[f
 
 
 def config_of(plan: LivePlan, pace: MeasuredPace) -> Mapping[str, Scalar]:
-    """The plan as a report records it: flat."""
+    """Returns the plan flat, as a report records it."""
     return {
         "shape": plan.shape,
         "workers": plan.num_workers,

@@ -24,7 +24,7 @@ REFUSED = "http_429"
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """One setting, once."""
+    """One run of one setting."""
 
     setting: int | None
     repeat: int
@@ -32,19 +32,19 @@ class LiveRun:
     num_flips: int
 
     def num_good(self, slo: SloBounds) -> int:
-        """Requests that met both bounds."""
+        """Returns the number of requests that met both bounds."""
         results = (outcome.result for outcome in self.outcomes)
         return sum(not isinstance(one, Failure) and meets(one, slo) for one in results)
 
     @property
     def failures(self) -> list[Failure]:
-        """Of all requests, refused ones included."""
+        """Failures of all requests, refusals included."""
         results = (outcome.result for outcome in self.outcomes)
         return [result for result in results if isinstance(result, Failure)]
 
 
 def results(plan: LivePlan, pace: MeasuredPace, runs: Sequence[LiveRun]) -> tuple[Result, ...]:
-    """All figures, over the repetitions."""
+    """Returns all figures over the repetitions."""
     repeats = sorted({run.repeat for run in runs})
     return results_of(
         [_figures(plan, pace, [r for r in runs if r.repeat == one]) for one in repeats]

@@ -1,4 +1,4 @@
-"""The shell of `bench elastic-live`: a real deployment, its pools set anew before each run."""
+"""Runs `bench elastic-live` on a real deployment; sets its pools before each run."""
 
 import asyncio
 import secrets
@@ -40,11 +40,11 @@ from engine.errors import BatonError
 
 REQUEST_TIMEOUT_S = 60.0
 SETTLED_WITHIN_S = 30.0
-RAMP_S, WINDOW_S = 3.0, 8.0  # of a closed loop, before it counts and while it does
+RAMP_S, WINDOW_S = 3.0, 8.0  # warm-up and measured part of a closed loop
 
 
 class PaceUnknown(BatonError):
-    """The deployment did not do what it was asked before the load came."""
+    """The deployment failed before the load began."""
 
 
 def measure(plan: LivePlan, say: Say = say_nothing) -> tuple[MeasuredPace, list[LiveRun]]:
@@ -104,7 +104,7 @@ async def _measure(
 
 
 class _Bench:
-    """One deployment, asked and ordered."""
+    """Sends requests and orders to one deployment."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Bench:
         self._clock = MonotonicClock()
 
     async def pace(self) -> MeasuredPace:
-        """Of each mix, with one worker of the kind that it needs, and with all but one."""
+        """Measures each mix with one worker of the scarce role, and with all but one."""
         total = self._plan.num_workers
         one: dict[LiveMix, float] = {}
         most: dict[LiveMix, float] = {}
@@ -133,7 +133,7 @@ class _Bench:
         return MeasuredPace(total - 1, one, most)
 
     async def _answered_per_s(self, mix: LiveMix, num_workers: int) -> float:
-        """Requests/s of a closed loop."""
+        """Returns the requests/s of a closed loop."""
         rng = Random(f"{self._plan.seed}/pace/{mix.name}/{num_workers}")
         begin_s = self._clock.now_s() + RAMP_S
         end_s = begin_s + WINDOW_S
@@ -150,7 +150,7 @@ class _Bench:
         return found_per_s
 
     async def run(self, setting: int | None, pace: MeasuredPace, repeat: int) -> LiveRun:
-        """The whole load, with these pools."""
+        """Plays the whole load in one setting."""
         plan = self._plan
         await self._set(plan.num_workers // 2 if setting is None else setting)
         num_flips = await self._num_flips()
@@ -166,7 +166,7 @@ class _Bench:
         return LiveRun(setting, repeat, found.outcomes, await self._num_flips() - num_flips)
 
     async def _set(self, num_prefill: int) -> None:
-        """Raises OrderFailed, PaceUnknown where that does not come to be."""
+        """Sets the pools and waits for them. Raises OrderFailed, PaceUnknown."""
         await self._deployment.set_pools(num_prefill, self._plan.num_workers - num_prefill)
 
         async def is_settled() -> bool:

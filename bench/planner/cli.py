@@ -1,4 +1,4 @@
-"""`baton plan`: how many GPUs a load needs. Parses, prints, writes; decides nothing.
+"""`baton plan`: the number of GPUs that a load needs. Parses, prints, writes.
 
 baton plan --model qwen3-32b --hardware h200 --rps 10 --input 4000 --output 300 \\
     --slo-ttft 2000 --slo-tpot 25 --prefix-hit 0.37
@@ -36,8 +36,8 @@ _MODEL_OF_PROFILE = {
 def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
     *,
     rps: Annotated[float, typer.Option(help="Requests/s.")],
-    input_: Annotated[float, typer.Option("--input", help="Prompt tokens a request, on average.")],
-    output: Annotated[float, typer.Option(help="Output tokens a request, on average.")],
+    input_: Annotated[float, typer.Option("--input", help="Mean prompt tokens of a request.")],
+    output: Annotated[float, typer.Option(help="Mean output tokens of a request.")],
     slo_ttft: Annotated[
         float, typer.Option("--slo-ttft", "--slo-ttft-ms", min=0.0, help="Bound on TTFT, ms.")
     ],
@@ -64,25 +64,25 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
         WeightFormat, typer.Option(help="Format of weights: bf16, fp8 or int8.")
     ] = WeightFormat.BF16,
     kv_dtype: Annotated[KVFormat, typer.Option(help="Format of cached K and V.")] = KVFormat.BF16,
-    prefix_hit: Annotated[
-        float, typer.Option(help="Share of prompt tokens that are cached.")
-    ] = 0.0,
+    prefix_hit: Annotated[float, typer.Option(help="Share of prompt tokens found cached.")] = 0.0,
     accepted: Annotated[
-        float, typer.Option(help="Drafted tokens kept a step, on average; 0: no speculation.")
+        float, typer.Option(help="Mean accepted drafted tokens of a step; 0: no speculation.")
     ] = 0.0,
-    drafted: Annotated[int, typer.Option(min=1, help="Tokens drafted a step.")] = 4,
+    drafted: Annotated[int, typer.Option(min=1, help="Drafted tokens of a step.")] = 4,
     draft_cost: Annotated[
-        float, typer.Option(help="Of one drafted token, as a share of a decode step.")
+        float, typer.Option(help="Cost of one drafted token, as a share of a decode step.")
     ] = 0.0,
     spread: Annotated[float, typer.Option(help="Deviation of the logarithm of lengths.")] = 0.5,
-    max_gpus: Annotated[int, typer.Option(min=1, help="GPUs there may be.")] = 1024,
+    max_gpus: Annotated[int, typer.Option(min=1, help="Most GPUs that a plan may have.")] = 1024,
     gpu_hour_usd: Annotated[
         float | None, typer.Option(min=0.0, help="Price.", show_default="a round figure")
     ] = None,
     simulated: Annotated[
         bool, typer.Option("--simulate/--formula-only", help="Whether to check by simulation.")
     ] = True,
-    requests: Annotated[int, typer.Option(min=40, help="How many are simulated at least.")] = 600,
+    requests: Annotated[
+        int, typer.Option(min=40, help="Least number of simulated requests.")
+    ] = 600,
     savings: Annotated[bool, typer.Option(help="Show what each option saves.")] = True,
     seed: SeedOption = 0,
     json: JsonOption = None,
@@ -113,7 +113,7 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
 def _machine(
     model: str | None, hardware_name: str | None, usd: float | None
 ) -> tuple[DenseModel, Platform]:
-    """The model and what runs it: one says the other where it is a profile."""
+    """Returns model and hardware; a profile given for one implies the other."""
     if model in PROFILES and hardware_name is None:
         hardware_name = model
     name = hardware_name or "h200"
@@ -126,7 +126,7 @@ def _machine(
     try:
         profile = hardware_named(name)
     except ConfigError as error:
-        raise ConfigError(f"hardware is none of {', '.join(GPUS)}, and {error}") from error
+        raise ConfigError(f"--hardware is none of {', '.join(GPUS)}, and {error}") from error
     check_profile(shape, profile)
     price = profile.usd_per_gpu_hour if usd is None else usd
     return shape, Platform(name, None, profile, price)

@@ -1,20 +1,20 @@
-"""What a load asks of workers, by formula: the least of them, and how busy they would be.
+"""Formulas for a load: the fewest workers that it needs, and their utilisation.
 
-Lengths are log-normal around their means; `spread` is the deviation of their logarithm, σ, so that
+Lengths are log-normal around their means. `spread` is the deviation of their logarithm, σ, so that
 E[n²] = n²·e^σ² and the 90th percentile is n·e^(1.28σ - σ²/2). A share h of each prompt is cached.
 
     prefill   S = A·chunks + B·(1 - h)·n + C·(1 - h²)·E[n²]; k workers are busy for λ·S / k of the
-              time; the wait is that of an M/G/k queue after Sakasegawa and Allen-Cunneen, its 90th
-              percentile from an exponential tail
-    decode    a worker's step takes D + b·(E + F·ctx), and b = λ·(o - 1)·TPOT by Little's law, so
-              TPOT = D / (1 - λ·(o - 1)·(E + F·ctx)), but never below that of one sequence; ctx is
-              what a sequence holds on average, the prompt and half of the answer, long ones for
-              longer
-    both      what prompts take is missing from decoding: TPOT = D / (1 - λ·S' - λ·(o - 1)·(E +
-              F·ctx)), with S' without what a step costs anyhow
+              time; the wait is that of an M/G/k queue after Sakasegawa and Allen-Cunneen, with its
+              90th percentile from an exponential tail
+    decode    a step takes D + b·(E + F·ctx), and b = λ·(o - 1)·TPOT by Little's law. So TPOT =
+              D / (1 - λ·(o - 1)·(E + F·ctx)), but never below that of one sequence. ctx is the mean
+              context of a sequence, the prompt and half of the answer, weighted by its duration
+    both      prompts take time from decoding: TPOT = D / (1 - λ·S' - λ·(o - 1)·(E + F·ctx)), where
+              S' leaves out the fixed cost of a step
 
-The p90 of a pool's sequences must fit its memory, TPOT stays a tenth below its bound. It is where
-the search by simulation starts, and no more: bursts, placement, pulls and chunks are left to that.
+The p90 of a pool's sequences must fit its memory, and TPOT stays a tenth below its bound. The
+result is only where the search by simulation starts: bursts, placement, pulls and chunks are left
+to that.
 
 Sources: Sakasegawa, Annals of the Institute of Statistical Mathematics 29, 1977; Allen-Cunneen,
 in Allen, Probability, Statistics, and Queueing Theory, 2nd ed., 1990; Little, 1961.
@@ -29,7 +29,7 @@ from bench.simulator.cluster import SimulatedPools
 from engine.errors import ConfigError
 
 Z90 = 1.2816  # of the normal distribution
-LONGEST = 4  # times the mean: no request is longer
+LONGEST = 4  # greatest length, as a multiple of the mean
 TPOT_HEADROOM = 0.9
 
 
@@ -55,50 +55,50 @@ class ExpectedLoad:
 
     @property
     def variance(self) -> float:
-        """Of a length, in squares of its mean."""
+        """Variance of a length, over its squared mean."""
         return math.exp(self.spread**2) - 1
 
     @property
     def input_p90(self) -> float:
-        """Tokens of the prompt that one in ten exceeds."""
+        """Prompt tokens that one request in ten exceeds."""
         return self.input_tokens * math.exp(Z90 * self.spread - self.spread**2 / 2)
 
     @property
     def context_tokens(self) -> float:
-        """KV of a running sequence, on average over time."""
+        """Mean KV tokens of a running sequence, over time."""
         return self.input_tokens + self.output_tokens * (1 + self.variance) / 2
 
     @property
     def longest_tokens(self) -> int:
-        """KV of the longest request."""
+        """KV tokens of the longest request."""
         return math.ceil(LONGEST * (self.input_tokens + self.output_tokens))
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompts and answers."""
+        """Tokens of prompts and answers per second."""
         return self.rate_per_s * (self.input_tokens + self.output_tokens)
 
     @property
     def decoded_per_s(self) -> float:
-        """Tokens that decoding brings: all but the first of each answer."""
+        """Decoded tokens per second: all but the first of each answer."""
         return self.rate_per_s * max(self.output_tokens - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyFloor:
-    """One request, alone in the cluster: what no number of workers improves."""
+    """Latencies of one request alone, which more workers do not improve."""
 
     ttft_s: float  # of the prompt that one in ten exceeds
     tpot_s: float
 
     def meets(self, slo: SloBounds) -> bool:
-        """Whether both bounds can be met at all."""
+        """Whether one request alone meets both bounds."""
         return _within(self.ttft_s, slo.ttft_s) and _within(self.tpot_s, slo.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolEstimate:
-    """So many workers by formula. Shares of time and memory are those of one worker's."""
+    """Pools sized by formula. Shares of time and memory are those of one worker."""
 
     pools: SimulatedPools
     prefill_busy: float
@@ -109,14 +109,14 @@ class PoolEstimate:
 
 
 def floor_of(load: ExpectedLoad, worker: PlannedWorker) -> LatencyFloor:
-    """The best that one request can see of this worker."""
+    """Returns the latencies of one request alone on this worker."""
     return LatencyFloor(_prefill_s(load, worker, load.input_p90), _step_s(load, worker))
 
 
 def disaggregated(
     load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, max_workers: int
 ) -> PoolEstimate | None:
-    """The fewest prefill workers and the fewest decode workers; None if there are not so many."""
+    """Returns the fewest prefill and decode workers; None if more than `max_workers`."""
     for prefill in range(1, max_workers):
         busy = load.rate_per_s * prefill_mean_s(load, worker) / prefill
         if busy < 1 and _within(_ttft_p90_s(load, worker, prefill), slo.ttft_s):
@@ -133,7 +133,7 @@ def disaggregated(
 def colocated(
     load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, max_workers: int
 ) -> PoolEstimate | None:
-    """The fewest workers that do both; None if there are not so many."""
+    """Returns the fewest mixed workers; None if more than `max_workers`."""
     for mixed in range(1, max_workers + 1):
         found = _estimate(load, worker, SimulatedPools(mixed=mixed))
         if _fits(found, worker, slo) and _within(found.ttft_p90_s, slo.ttft_s):
@@ -142,7 +142,7 @@ def colocated(
 
 
 def prefill_mean_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
-    """Seconds of a worker that a prompt takes, on average."""
+    """Returns the mean seconds of a worker for one prompt."""
     cost, hit = worker.hardware.prefill, load.prefix_hit
     new = load.input_tokens * (1 - hit)
     chunks = max(new / worker.hardware.chunk_tokens, 1.0)
@@ -151,14 +151,14 @@ def prefill_mean_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
 
 
 def _prefill_s(load: ExpectedLoad, worker: PlannedWorker, input_tokens: float) -> float:
-    """Of a prompt of this length."""
+    """Returns the seconds of a prompt of this length."""
     cost, cached = worker.hardware.prefill, input_tokens * load.prefix_hit
     squares = input_tokens**2 - cached**2
     return cost.fixed_s + cost.token_s * (input_tokens - cached) + cost.square_s * squares
 
 
 def _step_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
-    """A step of one sequence."""
+    """Returns the seconds of a step with one sequence."""
     cost = worker.hardware.decode
     return cost.fixed_s + cost.row_s + cost.context_s * load.context_tokens
 
@@ -186,17 +186,17 @@ def _estimate(load: ExpectedLoad, worker: PlannedWorker, pools: SimulatedPools) 
 
 
 def _beside_decoding_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
-    """What a prompt adds to steps that are made anyhow."""
+    """Returns the seconds that a prompt adds to decode steps."""
     hardware = worker.hardware
     saved_s = min(hardware.prefill.fixed_s, hardware.decode.fixed_s)
     return max(prefill_mean_s(load, worker) - saved_s, 0.0)
 
 
 def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
-    """TPOT and memory, each with headroom; arrivals are Poisson, and so are those in flight."""
+    """Whether TPOT and memory have headroom; the number in flight is Poisson."""
     if not _within(found.tpot_s, slo.tpot_s) or not math.isfinite(found.running):
         return False
-    alone = found.running < 1  # then nothing can be saved by more workers
+    alone = found.running < 1  # more workers would not help
     if not alone and not _within(found.tpot_s / TPOT_HEADROOM, slo.tpot_s):
         return False
     many = found.running + Z90 * math.sqrt(found.running)
@@ -205,7 +205,7 @@ def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
 
 
 def _ttft_p90_s(load: ExpectedLoad, worker: PlannedWorker, num_workers: int) -> float:
-    """The wait that one in ten exceeds and a prompt's own time; at least the floor's."""
+    """Returns the p90 of wait plus prompt time, at least that of one request alone."""
     service_s = prefill_mean_s(load, worker)
     busy = load.rate_per_s * service_s / num_workers
     if busy >= 1:

@@ -1,4 +1,4 @@
-"""A dense decoder's weights and KV in bytes, from its shape. Reads config.json; no torch.
+"""Weights and KV of a dense decoder in bytes, from its config.json. Needs no torch.
 
 With L layers of hidden size d, h query heads and h_kv KV heads of d_h, an MLP of three matrices of
 f, and a vocabulary of V:
@@ -11,8 +11,8 @@ f, and a vocabulary of V:
 Left out: norms and biases, which are a thousandth. Formats of 8 bits hold the layers' matrices; the
 head and the embedding stay in bf16, as most quantised checkpoints have them.
 
-Not for mixtures of experts, nor for MLA, whose KV is another: they are errors. Sliding windows are
-counted as if they were the whole context, which is too much.
+Mixtures of experts and MLA are errors, since their KV differs. Sliding windows count as the whole
+context, which overestimates them.
 """
 
 from collections.abc import Mapping
@@ -53,36 +53,36 @@ class DenseModel:
 
     @property
     def layer_weights(self) -> int:
-        """In the matrices of all layers."""
+        """Weights in the matrices of all layers."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.ffn)
 
     @property
     def head_weights(self) -> int:
-        """In the output matrix."""
+        """Weights in the output matrix."""
         return self.vocab * self.hidden
 
     @property
     def num_weights(self) -> int:
-        """In all matrices, each once."""
+        """Weights in all matrices, each counted once."""
         return self.layer_weights + self.head_weights * (1 if self.tied else 2)
 
     def read_bytes(self, weights: WeightFormat) -> int:
-        """What a step reads: all matrices but the embedding."""
+        """Returns the bytes that a step reads: all matrices but the embedding."""
         return self.layer_weights * LAYER_BYTES[weights] + self.head_weights * BF16_BYTES
 
     def held_bytes(self, weights: WeightFormat) -> int:
-        """What the weights take in memory."""
+        """Returns the bytes of the weights in memory."""
         embedding = 0 if self.tied else self.head_weights * BF16_BYTES
         return self.read_bytes(weights) + embedding
 
     def kv_layout(self, kv_format: KVFormat, *, block_size: int, ranks: int = 1) -> KVLayout:
-        """KV of all ranks together: more ranks than KV heads hold some heads several times."""
+        """Returns the KV layout of all ranks; with more ranks than KV heads, heads are repeated."""
         section = KVSection(self.layers, max(self.kv_heads, ranks), self.head_dim)
         return KVLayout(block_size, kv_format, (section,))
 
     def kv_token_bytes(self, kv_format: KVFormat) -> int:
-        """KV of one token, scales included."""
+        """Returns the bytes of one token's KV, scales included."""
         layout = self.kv_layout(kv_format, block_size=64)  # cache lines are full: no padding
         return layout.block_bytes // layout.block_size
 
@@ -103,17 +103,17 @@ MODELS = {
 
 
 def model_named(name: str) -> DenseModel:
-    """A shape of this name, or that of the checkpoint in this directory. Raises ConfigError."""
+    """Returns the model with this name, or in this directory. Raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
     if not path.is_dir():
-        raise ConfigError(f"model {name!r} is none of {', '.join(MODELS)}, and no directory")
+        raise ConfigError(f"model {name!r} is neither a directory nor one of {', '.join(MODELS)}")
     return read_model(path)
 
 
 def read_model(directory: Path) -> DenseModel:
-    """The shape in a directory's config.json. Raises CheckpointError."""
+    """Reads the shape in a directory's config.json. Raises CheckpointError."""
     path = directory / "config.json"
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -1,8 +1,8 @@
-"""A plan: how many GPUs a load needs, in which pools, and what each option saves.
+"""Plans capacity: the GPUs that a load needs, in which pools, and what each option saves.
 
-How many GPUs a worker has is decided by formula: of those that the model and the longest request
-fit in, and with which one request alone meets both bounds, the one that needs the fewest GPUs in
-all. How many workers there are is then found by simulation, unless that is not wanted.
+A formula decides the number of GPUs of a worker. Candidates hold the model and the longest request,
+and one request alone meets both bounds. The candidate with the fewest GPUs in all is taken. The
+number of workers is then found by simulation, unless that is turned off.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from engine.layout import KVFormat
 
 
 class CannotPlan(ConfigError):
-    """What was asked for cannot be had; the message says why, and what can."""
+    """No plan meets the request; the message says why, and what is possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """What is to be planned. Without `depth` nothing is simulated."""
+    """The request for a plan. Without `depth` nothing is simulated."""
 
     model: DenseModel
     platform: Platform
@@ -54,12 +54,12 @@ class SizedPools:
 
     @property
     def gpus_by_formula(self) -> int:
-        """Of all workers."""
+        """GPUs of all workers, by formula."""
         return self.estimate.pools.total * self.ranks
 
     @property
     def gpus(self) -> int:
-        """As simulated, or by formula where nothing was."""
+        """GPUs of all workers as simulated, or else by formula."""
         if self.simulated is None:
             return self.gpus_by_formula
         return self.simulated.total.total * self.ranks
@@ -67,7 +67,7 @@ class SizedPools:
 
 @dataclass(frozen=True, slots=True)
 class SavingStep:
-    """One option on top of those before; `saves` is a share of the GPUs, None without any."""
+    """One option on top of earlier ones; `saves` is a share of the GPUs, or None."""
 
     label: str
     outcome: SizedPools | CannotPlan
@@ -77,7 +77,7 @@ class SavingStep:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """What was asked for, in separate pools and in one; and the way there, option by option."""
+    """The plan with separate pools and with one, and the savings option by option."""
 
     ask: PlanInput
     disaggregated: SizedPools | CannotPlan
@@ -86,7 +86,7 @@ class CapacityPlan:
 
     @property
     def best(self) -> SizedPools:
-        """With the fewest GPUs; separate pools if that is both. Raises CannotPlan."""
+        """The way with the fewest GPUs; separate pools on a tie. Raises CannotPlan."""
         found = [one for one in (self.disaggregated, self.colocated) if isinstance(one, SizedPools)]
         if not found:
             able = [step.label for step in self.steps if isinstance(step.outcome, SizedPools)]
@@ -96,7 +96,7 @@ class CapacityPlan:
 
 
 def plan_of(ask: PlanInput, *, steps: bool = True) -> CapacityPlan:
-    """Sizes both ways of serving and, if wanted, all options."""
+    """Sizes separate pools and one pool and, with `steps`, all options."""
     if ask.model.max_positions is not None:
         longest = ask.load.input_tokens + ask.load.output_tokens
         if longest > ask.model.max_positions:
@@ -116,13 +116,13 @@ def plan_of(ask: PlanInput, *, steps: bool = True) -> CapacityPlan:
 
 
 class _Sizes:
-    """Remembers what was sized: plan and options have some in common."""
+    """Caches sizes, since the plan and its options share some."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[ModelOptions, float, bool], SizedPools | CannotPlan] = {}
 
     def of(self, ask: PlanInput, *, apart: bool) -> SizedPools | CannotPlan:
-        """With separate pools for prompts and decoding, or with one for both."""
+        """Returns the size with separate pools, or with one pool for both roles."""
         key = (ask.options, ask.load.prefix_hit, apart)
         if key not in self._known:
             try:
@@ -133,7 +133,7 @@ class _Sizes:
 
 
 def size(ask: PlanInput, *, apart: bool) -> SizedPools:
-    """The fewest GPUs. Raises CannotPlan."""
+    """Returns pools with the fewest GPUs. Raises CannotPlan."""
     able = _able(ask, _fitting(ask))
     estimates = [
         (ranks, worker, estimate)
@@ -156,7 +156,7 @@ def size(ask: PlanInput, *, apart: bool) -> SizedPools:
 
 
 def _fitting(ask: PlanInput) -> list[tuple[int, PlannedWorker]]:
-    """Workers with room for the longest request, by their GPUs. Raises CannotPlan."""
+    """Returns (GPUs, worker) with room for the longest request. Raises CannotPlan."""
     block_size = block_size_for(ask.load.input_tokens)
     found: list[tuple[int, PlannedWorker]] = []
     for ranks in ask.platform.ranks():
@@ -177,7 +177,7 @@ def _fitting(ask: PlanInput) -> list[tuple[int, PlannedWorker]]:
 def _able(
     ask: PlanInput, workers: list[tuple[int, PlannedWorker]]
 ) -> list[tuple[int, PlannedWorker]]:
-    """Those with which one request meets both bounds. Raises CannotPlan with the floor."""
+    """Returns workers on which one request meets both bounds. Raises CannotPlan with the floor."""
     floors = [(ranks, worker, floor_of(ask.load, worker)) for ranks, worker in workers]
     able = [(ranks, worker) for ranks, worker, floor in floors if floor.meets(ask.slo)]
     if able:
@@ -227,7 +227,7 @@ def _sized(
 
 
 def _steps(ask: PlanInput, sizes: _Sizes) -> Iterator[SavingStep]:
-    """From bf16 in one pool without a cache on. What needs more GPUs is left out again."""
+    """Yields steps from bf16 in one pool without a cache; an option that adds GPUs is dropped."""
     bare = replace(ask, options=ModelOptions(), load=replace(ask.load, prefix_hit=0.0))
     outcome = sizes.of(bare, apart=False)
     yield SavingStep("bf16, one pool, no cache", outcome, None, kept=True)
@@ -247,7 +247,7 @@ def _steps(ask: PlanInput, sizes: _Sizes) -> Iterator[SavingStep]:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What one step changes; what is None or zero stays."""
+    """The changes of one step; None and zero change nothing."""
 
     weights: WeightFormat | None = None
     kv_format: KVFormat | None = None
@@ -257,7 +257,7 @@ class _Change:
 
 
 def _options(ask: PlanInput) -> Iterator[tuple[str, _Change]]:
-    """The steps, in order. Formats are those asked for; if that is bf16, one of 8 bits."""
+    """Yields the options in order; bf16 formats are tried in 8 bits."""
     has_fp8 = ask.platform.gpu is None or ask.platform.gpu.has_fp8
     weights, kv_format = ask.options.weights, ask.options.kv_format
     if weights is WeightFormat.BF16:

@@ -1,4 +1,4 @@
-"""One worker's prices and KV memory, for a model on some GPUs with some options.
+"""Prices and KV memory of one worker, for a model, GPUs and options.
 
 The base is a worker in bf16 without any option: a measured profile (`bench.simulator.hardware`), or
 the roofline at 70 % of a GPU's peaks, to which tensor parallelism adds its all-reduces: two a
@@ -12,9 +12,9 @@ changes, and nothing else is assumed of it:
     speculation         D·(1 + k·c)/m, E·(k + 1)/m, F/m for k drafted tokens, of which a step's
                         verification keeps m - 1 on average; a draft token costs c of a step
 
-So a simulated step is a token of each sequence, which takes 1/m of a real step: TPOT is what it
-would be, single gaps between tokens are not. Measured gains are often smaller: vLLM's KV in fp8 has
-54 % of the slope in bf16 by its own account and 78 % by AIConfigurator's tables, not 51 %.
+So a simulated step is one token of each sequence and takes 1/m of a real step. TPOT is right,
+single gaps between tokens are not. Measured gains are often smaller. For fp8 KV the formula gives
+51 % of the slope in bf16, vLLM reports 54 %, and AIConfigurator's tables give 78 %.
 
 Sources: data sheets of NVIDIA (dense peaks, without sparsity). Rents are the middles of what
 specialised providers asked on demand in May 2026, as mercatus-ai.com, "cloud GPU pricing", compares
@@ -43,7 +43,7 @@ _MIN_BLOCK, _MAX_BLOCK = 16, 512
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU: peaks, memory, and what joins it to others."""
+    """One GPU: peaks, memory and links."""
 
     name: str
     bf16_flops_per_s: float
@@ -55,7 +55,7 @@ class Gpu:
     has_fp8: bool = True  # at twice the speed of bf16, as int8
 
     def gain(self, weights: WeightFormat) -> float:
-        """How many times as fast as in bf16 it multiplies."""
+        """Returns the speed of multiplication, over that in bf16."""
         if weights is WeightFormat.INT8 or (weights is WeightFormat.FP8 and self.has_fp8):
             return 2.0
         return 1.0
@@ -75,7 +75,7 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """`drafted` tokens a step, of which `accepted` are kept on average."""
+    """Speculation with `drafted` tokens a step, of which `accepted` are kept on average."""
 
     accepted: float
     drafted: int
@@ -92,7 +92,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What may be changed about a worker."""
+    """Options of a worker."""
 
     weights: WeightFormat = WeightFormat.BF16
     kv_format: KVFormat = KVFormat.BF16
@@ -101,7 +101,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What workers are made of: a profile where there is one, else so many of these GPUs."""
+    """The hardware of workers: a profile, or else a kind of GPU."""
 
     name: str
     gpu: Gpu | None
@@ -116,13 +116,13 @@ class Platform:
         return f"roofline at {REACHED:.0%} of {self.name}'s peaks"
 
     def gain(self, weights: WeightFormat) -> float:
-        """How many times as fast as in bf16 it multiplies; a profile's GPUs twice in 8 bits."""
+        """Returns the speed over that in bf16; a profile's GPUs are twice as fast in 8 bits."""
         if self.gpu is not None:
             return self.gpu.gain(weights)
         return 1.0 if weights is WeightFormat.BF16 else 2.0
 
     def ranks(self) -> tuple[int, ...]:
-        """How many GPUs a worker may have."""
+        """Returns the possible numbers of GPUs of a worker."""
         if self.profile is not None:
             return (self.profile.gpus,)
         return tuple(2**i for i in range(MAX_RANKS.bit_length()))
@@ -130,7 +130,7 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
-    """A worker that holds the model, and where its memory goes."""
+    """A worker that holds the model, and its use of memory."""
 
     hardware: HardwareProfile
     weights_bytes: float
@@ -138,13 +138,13 @@ class PlannedWorker:
 
     @property
     def kv_tokens(self) -> int:
-        """That fit beside the weights."""
+        """Tokens of KV that fit beside the weights."""
         layout = self.hardware.layout
         return self.hardware.num_blocks * layout.block_size
 
 
 def block_size_for(input_tokens: float) -> int:
-    """A power of two near a sixteenth of a prompt: fine enough to share shares of prompts."""
+    """Returns a power of two near a sixteenth of a prompt: fine enough for shared prefixes."""
     size = _MIN_BLOCK
     while size < _MAX_BLOCK and size * 16 < input_tokens:
         size *= 2
@@ -154,7 +154,7 @@ def block_size_for(input_tokens: float) -> int:
 def worker_of(
     model: DenseModel, platform: Platform, options: ModelOptions, *, ranks: int, block_size: int
 ) -> PlannedWorker | None:
-    """A worker of so many GPUs; None if the weights leave no room for KV."""
+    """Returns a worker with `ranks` GPUs; None if the weights leave no room for KV."""
     weights_bytes = model.held_bytes(options.weights)
     memory_bytes = _memory_bytes(model, platform, ranks)
     layout = model.kv_layout(options.kv_format, block_size=block_size, ranks=ranks)
@@ -174,7 +174,7 @@ def worker_of(
 
 
 def check_profile(model: DenseModel, profile: HardwareProfile) -> None:
-    """Raises ConfigError if the profile is of a model with another KV."""
+    """Raises ConfigError if the profile's model has another KV layout."""
     ours = model.kv_layout(KVFormat.BF16, block_size=1).sections
     if profile.layout.kv_format is not KVFormat.BF16 or profile.layout.sections != ours:
         raise ConfigError(
@@ -192,7 +192,7 @@ def _memory_bytes(model: DenseModel, platform: Platform, ranks: int) -> float:
 
 
 def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> HardwareProfile:
-    """In bf16. The memory is made large: whether it fits is another question."""
+    """Returns a bf16 profile with unlimited memory, since the caller checks memory."""
     gpu = platform.gpu
     assert gpu is not None
     shape = ModelShape(
@@ -253,7 +253,7 @@ def _with_options(
 
 
 def _speculating(cost: DecodeCost, speculation: Speculation | None) -> DecodeCost:
-    """The cost of a token of each sequence, where a step brings several."""
+    """Returns the cost of one token of each sequence."""
     if speculation is None:
         return cost
     a_step, k = 1 + speculation.accepted, speculation.drafted

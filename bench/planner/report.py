@@ -1,4 +1,4 @@
-"""A plan as a report and as text: what is formula and what is simulated, never in one column."""
+"""A plan as a report and as text. Formulas and simulations never share a column."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from bench.simulator.cluster import SimulatedPools
 ASSUMPTIONS = (
     "arrivals are Poisson, lengths log-normal (--spread), no request longer than four times the "
     "mean; a loop of steps runs at its price: no stragglers, no failures",
-    "options change prices as the roofline says; accuracy is not looked at, and gains of real "
+    "options change prices by the roofline; accuracy is not considered, and gains of real "
     "kernels are often smaller",
     "prefix hits: prompts continue earlier ones, as conversations do; the simulation finds them "
     "only where they are still cached",
@@ -23,7 +23,7 @@ ASSUMPTIONS = (
 
 
 def config_of(ask: PlanInput) -> dict[str, Scalar]:
-    """What was asked, flat."""
+    """Returns the request for a plan, flat."""
     speculation = ask.options.speculation
     return {
         "model": ask.model.name,
@@ -48,7 +48,7 @@ def config_of(ask: PlanInput) -> dict[str, Scalar]:
 
 
 def figures_of(plan: CapacityPlan) -> dict[str, Figure]:
-    """All figures; names end in `/formula` or `/simulated` where both kinds exist."""
+    """Returns all figures; names end in `/formula` or `/simulated` if both exist."""
     best = plan.best
     model, options = plan.ask.model, plan.ask.options
     figures = {
@@ -112,7 +112,7 @@ def _ways(plan: CapacityPlan) -> tuple[tuple[str, SizedPools | CannotPlan], ...]
 
 
 def print_plan(console: Console, plan: CapacityPlan) -> None:
-    """Memory, both ways of serving, what options save, and what all that rests on."""
+    """Prints memory, both ways of serving, the savings of options, and the assumptions."""
     best = plan.best
     console.print(Text(_title(plan, best), style="bold"), soft_wrap=True)
     for line in _memory_lines(plan.ask, best):

@@ -1,18 +1,18 @@
-"""The fewest workers with which a simulated cluster keeps its promises.
+"""Searches for the fewest workers that meet the bounds in simulation.
 
-A configuration passes if nine in ten requests of a made-up load (see `workload`) meet both bounds,
-in a simulation with the router's own machine, the `slo` policy and the workers' own schedulers.
-Only the middle half of the requests is counted: before it the cluster fills, after it it drains.
+A size passes if nine in ten requests of a synthetic load (see `workload`) meet both bounds. The
+simulation uses the real router machine with the `slo` policy, and the workers' real schedulers.
+Only the middle half of the requests counts: before it the cluster fills, after it it drains.
 
-From the formula's numbers on the pool whose bound is missed grows until both are met; then each
-pool shrinks until one worker less would miss them. As far as more workers do no harm, nothing with
-fewer in both pools passes either.
+The search starts from the formula's size. The pool whose bound is missed grows until both bounds
+are met. Then each pool shrinks until one worker less would miss them. If more workers never hurt,
+no size with fewer workers in both pools passes either.
 
-Time enough must pass for sequences to come and go: four times as long as an answer may take. Where
-more requests come in that time than are to be simulated, the load is cut into equal cells, one of
-them is simulated, and all have as many workers. Cells share neither queues nor caches, so that errs
-towards too many workers; hence they are not made smaller than three workers of a pool by the
-formula, and rather up to four times as many requests are simulated.
+The simulated time must be long enough for sequences to come and go: four times the longest answer.
+If more requests than wanted arrive in that time, the load is cut into equal cells. One cell is
+simulated, and all cells have the same size. Cells share neither queues nor caches, so this errs
+towards too many workers. A cell keeps at least three workers of each pool by the formula. For that,
+up to four times as many requests are simulated.
 """
 
 import math
@@ -39,25 +39,25 @@ from engine.config import RouterConfig, RouterPolicy
 from router.native.machine import native_machine
 
 NEEDED = 0.9  # of requests
-SPANS = 4  # times an answer's longest time
-_STRAY = 4  # times what the formula says, and no further
-_GROWTH = 8  # a pool grows by one in so many of its workers
+SPANS = 4  # simulated time, as a multiple of the longest answer
+_STRAY = 4  # greatest size, as a multiple of the formula's
+_GROWTH = 8  # a pool grows by an eighth
 _CELL_WORKERS = 3
-_MAX_LONGER = 4  # times the requests that were asked for
+_MAX_LONGER = 4  # greatest number of requests, as a multiple of the wanted one
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """How a load is cut, and how much of one part is simulated."""
+    """The cut of a load into cells, and the simulated part of one cell."""
 
     number: int
     num_requests: int
-    spans: float  # times as long as an answer may take
+    spans: float  # simulated time over the longest answer
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """How one cell fared. Latencies are None where no answer had one."""
+    """The result of one cell. Latencies are None without any answer."""
 
     cells: Cells
     pools: SimulatedPools  # of one cell
@@ -71,7 +71,7 @@ class Simulated:
 
     @property
     def passes(self) -> bool:
-        """Whether enough requests met both."""
+        """Whether enough requests met both bounds."""
         return self.attainment >= NEEDED
 
     @property
@@ -83,14 +83,14 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How much is simulated."""
+    """The amount of simulation."""
 
     num_requests: int = 600
     seed: int = 0
 
 
 def cells_of(load: ExpectedLoad, slo: SloBounds, depth: Depth, *, smallest_pool: int) -> Cells:
-    """`smallest_pool` is what the formula gives the smallest pool of the whole load."""
+    """Cuts a load; `smallest_pool` is the whole load's smallest pool by formula."""
     assert slo.tpot_s is not None
     assert slo.ttft_s is not None
     span_s = slo.ttft_s + load.output_tokens * slo.tpot_s
@@ -103,7 +103,7 @@ def cells_of(load: ExpectedLoad, slo: SloBounds, depth: Depth, *, smallest_pool:
 
 
 class Search:
-    """Looks for the fewest workers of one kind; remembers what was simulated."""
+    """Searches for the fewest workers of one kind; caches simulations."""
 
     def __init__(
         self, load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, cells: Cells, seed: int
@@ -122,7 +122,7 @@ class Search:
         self._seen: dict[SimulatedPools, Simulated] = {}
 
     def smallest(self, start: PoolEstimate, *, max_workers: int) -> Simulated | None:
-        """From a cell's estimate on; None if more than `max_workers` of a cell were needed."""
+        """Returns the smallest passing size; None if a cell needs more than `max_workers`."""
         most = min(max_workers, _STRAY * start.pools.total + 2)
         pools = start.pools
         while not (found := self.check(pools)).passes:
@@ -139,7 +139,7 @@ class Search:
         return self.check(pools) if pools.total <= max_workers else None
 
     def check(self, pools: SimulatedPools) -> Simulated:
-        """Simulates a cell with these workers, once."""
+        """Returns the simulation of a cell with these workers."""
         if pools not in self._seen:
             router = RouterConfig(
                 policy=RouterPolicy.SLO,

@@ -1,9 +1,10 @@
-"""A made-up load with given means, and a share of each prompt that is cached.
+"""A synthetic load with given mean lengths and a given share of cached prompt tokens.
 
-Arrivals are Poisson, lengths log-normal around their means and no longer than four times that.
-Prompts continue one of some conversations: they begin with so many blocks of its longest one as
-bring the share of the tokens that were seen before to what was asked for. The first of each
-conversation is in the first eighth of the trace; what comes after it is what is to be measured.
+Arrivals are Poisson. Lengths are log-normal around their means, at most four times as long. Each
+prompt continues a conversation: it begins with blocks of that conversation's longest prompt. The
+number of blocks is chosen so that the share of already seen tokens meets the target. The first
+request of each conversation is in the first eighth of the trace; the requests after it are
+measured.
 """
 
 import math
@@ -18,7 +19,7 @@ COLD_SHARE = 8  # one request in so many is the first of its conversation
 
 
 def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: Random) -> Trace:
-    """So many requests."""
+    """Returns a trace of `num_requests` requests."""
     inputs = _lengths(load.input_tokens, load.spread, num_requests, rng)
     outputs = _lengths(load.output_tokens, load.spread, num_requests, rng)
     num_chains = max(1, min(round(PAUSE_S * load.rate_per_s), num_requests // COLD_SHARE))
@@ -42,7 +43,7 @@ def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: R
 
 def _lengths(mean: float, spread: float, num: int, rng: Random) -> list[int]:
     drawn = [math.exp(rng.gauss(0.0, spread)) for _ in range(num)]
-    for _ in range(2):  # what the longest are cut by, the others are given
+    for _ in range(2):  # the length cut from the longest goes to the others
         scale = mean * num / math.fsum(drawn)
         drawn = [min(length * scale, LONGEST * mean) for length in drawn]
     return [max(round(length), 1) for length in drawn]

@@ -181,7 +181,7 @@ def test_the_command_prints_a_plan_and_says_it_again(tmp_path):
     [
         (["--slo-tpot", "0.1"], "no number of workers"),
         (["--weights", "fp32"], "--weights must be"),
-        (["--model", "qwen4"], "none of"),
+        (["--model", "qwen4"], "neither a directory nor one of"),
         (["--hardware", "h300"], "h200"),
         (["--hardware", "h200-qwen3-32b-tp2"], "profile h200-qwen3-32b-tp2"),
         (["--accepted", "5"], "--drafted"),
