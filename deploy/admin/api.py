@@ -345,7 +345,7 @@ class _Pages:
                     pid=None if ready is None else ready.pid,
                     state=state,
                     is_connected=report is not None,
-                    missing="it says nothing" if report is None else report.missing,
+                    missing="it does not report" if report is None else report.missing,
                     members_version=0 if report is None else report.members_version,
                     num_requests=0 if report is None else report.num_requests,
                     num_waiting=0 if report is None else report.num_waiting,

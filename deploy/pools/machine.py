@@ -19,7 +19,7 @@ The life of a worker:
                                             └──────> stopping ──> gone
 
 Every wait has a deadline. A flip without an answer is given up. A worker that does not become idle
-is stopped all the same. A worker without a session is stopped by force.
+is stopped anyway. A worker without a session is stopped by force.
 """
 
 from collections import Counter, deque
@@ -214,8 +214,8 @@ class PoolMachine:
         if takes:
             self.wanted.intent = theirs.intent
             names = ", ".join(version.name for version in self.intent.versions)
-            what = f"go on with {names}"
-            yield self._history.tell(now_s, "pools", what, "a gateway was told so before")
+            what = f"continue with {names}"
+            yield self._history.tell(now_s, "pools", what, "a gateway reported it")
         if takes or theirs.version >= ours.version:
             number = max(theirs.version, ours.version) + 1
             self.members = Members(number, ours.workers, self.intent)
@@ -227,7 +227,7 @@ class PoolMachine:
         self.wanted.limit(most, event.why)
         if most != before:
             what = f"can have {most} workers"
-            yield self._history.tell(now_s, "pools", what, f"not {before} any more")
+            yield self._history.tell(now_s, "pools", what, f"before, {before}")
 
     def _on_tick(self, _: PoolTick, now_s: float) -> Iterator[PoolEffect]:
         yield from self._sightings.sweep(now_s)

@@ -23,7 +23,7 @@ def weighed(intent: Intent, order: SetWeights) -> Intent:
             raise OrderRefused(f"a weight is between 0 and {MAX_WEIGHT}", status=400)
     changed = with_weights(intent, order.weights)
     if not any(version.weight for version in changed.versions):
-        raise OrderRefused("one version at least must have a weight above 0", status=400)
+        raise OrderRefused("at least one version must have a weight above 0", status=400)
     return changed
 
 
@@ -37,7 +37,7 @@ def added(intent: Intent, order: AddVersion, room: int) -> Intent:
         raise OrderRefused(f"there is a version {version.name} already")
     if len(intent.versions) >= MAX_VERSIONS:
         there = ", ".join(each.name for each in intent.versions)
-        raise OrderRefused(f"there are {MAX_VERSIONS} versions, and no more can be: {there}")
+        raise OrderRefused(f"there can be at most {MAX_VERSIONS} versions; there are: {there}")
     if not 0 <= version.weight <= MAX_WEIGHT:
         raise OrderRefused(f"a weight is between 0 and {MAX_WEIGHT}", status=400)
     wanted = _checked(version.pools)
@@ -80,7 +80,7 @@ def finished(intent: Intent, name: str, pools: Pools | None, room: int) -> Inten
     if version.is_leaving:
         raise OrderRefused(f"{name} is leaving")
     if len(intent.versions) == 1:
-        raise OrderRefused(f"{name} is all there is")
+        raise OrderRefused(f"{name} is the only version")
     wanted = _checked(pools or _as_many(version.pools, intent.pools))
     if wanted.total > room:
         raise OrderRefused(f"{wanted.total} workers are more than the {room} there can be")
@@ -100,9 +100,7 @@ def aborted(intent: Intent, name: str) -> Intent:
     if version is current:
         raise OrderRefused(f"{name} is the current version: finish another one to end it")
     if current.is_over:
-        raise OrderRefused(
-            f"{current.name} has no workers any more, to which {name} could give all"
-        )
+        raise OrderRefused(f"{current.name} has no workers left to serve instead of {name}")
     if rollout is not None and rollout.to == name:
         intent = _given_back(intent, rollout)
     elif version.is_leaving:

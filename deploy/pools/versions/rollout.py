@@ -147,7 +147,7 @@ def _rolled(intent: Intent, scene: Scene) -> RolloutStep | None:
     if not others and to.pools == rollout.pools:
         if rollout.stay:
             return RolloutStep(ended(intent), to.name, "has its workers back")
-        return RolloutStep(ended(intent), to.name, "is all there is", "the update is complete")
+        return RolloutStep(ended(intent), to.name, "is the only version", "the update is complete")
     return (
         _shared(intent, to, others)
         or _grown(intent, to, others, scene.room)

@@ -116,7 +116,7 @@ class VersionUpdates:
             yield from self._abort(to, why, now_s)
         else:  # no earlier version is left to go back to
             self._wanted.intent = ended(intent)
-            yield self._history.tell(now_s, to, "stays as it is", why)
+            yield self._history.tell(now_s, to, "keeps its present workers", why)
 
     def _give_up_new_versions(self, now_s: float) -> Iterator[PoolEffect]:
         """Aborts versions beside the current one that do not serve and keep failing."""

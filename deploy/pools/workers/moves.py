@@ -51,7 +51,7 @@ class WorkerMoves:
         match move:
             case Drop(worker_id):
                 self._workers.forget(by_id[worker_id])
-                yield self._history.tell(now_s, worker_id, "is not started any more", "too many")
+                yield self._history.tell(now_s, worker_id, "is not started", "too many")
             case FlipTo(worker_id, role):
                 why = f"too many {by_id[worker_id].target} workers, too few {role}"
                 yield from self._workers.flip(by_id[worker_id], role, why, now_s)

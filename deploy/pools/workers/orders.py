@@ -96,7 +96,7 @@ class WorkerOrders:
         worker_id = worker.worker_id
         if worker.state is WorkerState.WAITING:
             self._workers.forget(worker)
-            yield self._history.tell(now_s, worker_id, "is not started any more", "ordered")
+            yield self._history.tell(now_s, worker_id, "is not started", "ordered")
         else:
             yield self._history.tell(now_s, worker_id, "is stopped while it starts", "ordered")
             yield self._workers.end(worker, now_s, by_force=True)

@@ -171,7 +171,7 @@ class WorkerSightings:
         if worker.moves_since_s is not None and not worker.num_leaving_seqs:
             took_s = now_s - worker.moves_since_s
             worker.moves_since_s = None
-            what = f"decodes nothing any more, after {took_s:.1f} s"
+            what = f"has stopped decoding, after {took_s:.1f} s"
             yield self._history.tell(now_s, worker.worker_id, what)
         if worker.state is WorkerState.DRAINING and worker.role is Role.DRAINED and worker.is_idle:
             what = f"is drained, after {now_s - worker.since_s:.1f} s"
@@ -201,7 +201,7 @@ class WorkerSightings:
         elif self._drains_too_long(worker, waited_s):
             self._history.counters["drains timed out"] += 1
             why = f"not drained in {waited_s:.0f} s, {worker.num_seqs} sequences are retried"
-            yield self._history.tell(now_s, worker.worker_id, "is stopped all the same", why)
+            yield self._history.tell(now_s, worker.worker_id, "is stopped anyway", why)
             yield self._workers.end(worker, now_s)
 
     def _drains_too_long(self, worker: PoolWorker, waited_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Pools that an operator changes while requests run: none fails, and nobody is left behind."""
+"""An operator changes pools under load: no request fails, and no process is left."""
 
 import asyncio
 import os
@@ -28,11 +28,11 @@ from tests.kits.services.served import Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
-MAX_RUNNING = 8  # sequences of one worker: a few requests are a load
+MAX_RUNNING = 8  # sequences of one worker, so that a few requests are a load
 
 
 class Crowd:
-    """So many clients, each with one request after the other, from open to close."""
+    """Several clients that each send one request after another."""
 
     def __init__(self, url: str, num_clients: int, *, prompt_tokens: int, max_tokens: int) -> None:
         self._url = url
@@ -144,9 +144,9 @@ def test_killed_worker_is_replaced_and_no_request_fails(served, admin):
     settle(admin)
 
 
-@pytest.mark.long  # the load takes its time; test_planning shows each part
+@pytest.mark.long  # the load takes time; test_planning tests each part
 def test_planner_follows_a_changing_load(served, admin, run_dir):
-    """From long prompts to long answers: a worker goes over, and comes back. All are answered."""
+    """Load turns from long prompts to long answers: a worker flips and flips back."""
 
     def wanted() -> tuple[int, int]:
         pools = admin.pools().wanted
@@ -205,9 +205,9 @@ def test_impossible_orders_and_wrong_keys_are_refused(admin, run_dir):
 # ---------------------------------------------------------------- another controller
 
 
-@pytest.mark.long  # test_ray_pools shows the same, of a controller that was killed
+@pytest.mark.long  # test_ray_pools tests the same with a killed controller
 def test_next_controller_finds_all_services_and_loses_nothing():
-    """The gateway tells it what the operator wants, the workers who they are."""
+    """The gateway supplies the intent, the workers their roles."""
     config = with_admin_key(
         Config(
             worker=WorkerConfig(kv_mib=64),

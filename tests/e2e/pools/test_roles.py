@@ -1,4 +1,4 @@
-"""Live workers change their roles while answers are streamed: nobody can tell but by the clock.
+"""Live workers change roles while they stream answers: clients see only a gap.
 
 Prints how long a flip took, and the longest gap of any stream from then on.
 """
@@ -48,21 +48,21 @@ pytestmark = pytest.mark.torch
 
 NUM_STREAMS = 16
 BEGUN_TOKENS = 10
-ON_TOKENS = 30  # that each goes on for when all is over
-MAX_TOKENS = 1500  # so many that none ends before: it is left as soon as it has gone on
-FLIP_S = 30.0  # it comes to an end; how long it takes is printed, and `bench moves` measures gaps
+ON_TOKENS = 30  # tokens that each stream still gets afterwards
+MAX_TOKENS = 1500  # enough that no stream ends during the test
+FLIP_S = 30.0  # a bound only; `baton bench moves` measures gaps
 DECODERS = WorkerId("decode-2"), WorkerId("decode-3")
 SAMPLINGS = [Sampling(temperature=0.9 if i % 2 else 0.0, seed=i) for i in range(NUM_STREAMS)]
 PROMPTS = prompts(NUM_STREAMS, vocab_size=4096, seed=5, longest=120)
 
 
 class Control:
-    """A session of who sets a worker's role."""
+    """A session that sets a worker's role."""
 
     def __init__(self, address: str) -> None:
         self._client = SessionClient(address, SECRET)
         self.role: Role | None = None
-        self.load: LoadReport | None = None  # since the role was set last
+        self.load: LoadReport | None = None  # the latest one since the role was set
 
     async def open(self) -> None:
         await self._client.open()
@@ -77,7 +77,7 @@ class Control:
         await self._client.close()
 
     async def set_role(self, role: Role) -> float:
-        """Until it says that it decodes nothing, if it is there for that no more; in seconds."""
+        """Waits until a worker that should not decode reports no decoding; returns the seconds."""
         clock = MonotonicClock()
         began_s, self.load = clock.now_s(), None
         self._client.post(encode_frame([SetRole(role)]))
@@ -97,7 +97,7 @@ class Control:
 
 @dataclass(slots=True)
 class Stream:
-    """One answer, and when its tokens came."""
+    """One answer and the arrival times of its tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
@@ -109,13 +109,15 @@ class Stream:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Workers]:
     roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
-    with workers(roles, config=WorkerConfig(kv_mib=192)) as started:  # one has room for all
+    with workers(
+        roles, config=WorkerConfig(kv_mib=192)
+    ) as started:  # one worker has room for all streams
         yield started
 
 
 @asynccontextmanager
 async def controls(running: Workers) -> AsyncIterator[dict[WorkerId, Control]]:
-    """Of all workers, each of which is afterwards what it was."""
+    """Yields sessions with all workers, and restores their roles afterwards."""
     found = {worker_id: Control(ready.address) for worker_id, ready in running.ready.items()}
     for control in found.values():
         await control.open()
@@ -153,7 +155,7 @@ def _begin(
 
 
 async def all_answers(r: Router, name: str, lengths: Sequence[int]) -> list[Stream]:
-    """Streams every answer at once, to its end."""
+    """Streams all answers at the same time, to their ends."""
     streams, tasks = _begin(r, name, lengths)
     await asyncio.gather(*tasks)
     return streams
@@ -162,8 +164,9 @@ async def all_answers(r: Router, name: str, lengths: Sequence[int]) -> list[Stre
 async def disturbed_answers(
     r: Router, name: str, disturb: Callable[[], Awaitable[None]]
 ) -> list[Stream]:
-    """Streams every answer at once. What disturbs them comes when all have begun; when it is over
-    and each has gone on, its client leaves: so none ends before, be the machine quick or busy.
+    """Streams all answers at the same time, and disturbs them once all have begun.
+
+    Clients leave when each stream has gone on afterwards. So no stream ends early, on any machine.
     """
     streams, tasks = _begin(r, name, [MAX_TOKENS] * NUM_STREAMS)
     await _grown(streams, [BEGUN_TOKENS] * NUM_STREAMS, "all have begun")
@@ -184,12 +187,12 @@ async def _grown(streams: list[Stream], lengths: list[int], what: str) -> None:
 
 @dataclass(slots=True)
 class Flip:
-    """When it was asked for, and how long it took: to move all, and until the worker said so."""
+    """When a flip was ordered, and how long moves and the worker's report took."""
 
     began_s: float = 0.0
-    num_decoding: int = 0  # then, at that worker
+    num_decoding: int = 0  # at that worker and time
     moved_s: float = 0.0
-    telling: asyncio.Task[float] | None = None  # comes once a second; nobody streams for so long
+    telling: asyncio.Task[float] | None = None  # reports come once a second
     told_s: float = 0.0
 
 
@@ -224,7 +227,9 @@ def test_running_answers_move_when_their_worker_is_flipped(running, capsys):
 
             flipped: list[WorkerId] = []
 
-            async def some() -> None:  # where most are: where costs are unequal it may be all
+            async def some() -> (
+                None
+            ):  # on the worker with most streams; with unequal costs it may have all
                 flipped.append(max(DECODERS, key=lambda worker_id: decoding_at(r, worker_id)))
                 await empty(flips["flip"], flipped[0], Role.PREFILL)
 

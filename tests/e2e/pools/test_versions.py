@@ -1,4 +1,4 @@
-"""A deployment that is updated while requests run: each ends in the version that it began in."""
+"""A deployment is updated under load: each request ends in the version in which it began."""
 
 import threading
 from collections import Counter
@@ -58,7 +58,7 @@ class LongAnswer(threading.Thread):
 
 
 def ask(url: str, **headers: str) -> str:
-    """The fingerprint of who answers."""
+    """Returns the fingerprint of the version that answers."""
     body = {"prompt": "a", "max_tokens": 1}
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -84,7 +84,7 @@ def test_version_shares_load_then_takes_over_and_no_answer_changes(
     poll_until(lambda: ask(served.url) == second, "the gateway has heard", CHANGE_S)
     counts = Counter(ask(served.url) for _ in range(NUM_ASKED))
     assert set(counts) == {first, second}
-    assert 0.1 < counts[second] / NUM_ASKED < 0.7  # by chance: more than four deviations off
+    assert 0.1 < counts[second] / NUM_ASKED < 0.7  # more than four standard deviations wide
 
     admin.set_weights({"v1": 100, "v2": 0})
     version = admin.pools().version
@@ -105,7 +105,7 @@ def test_version_shares_load_then_takes_over_and_no_answer_changes(
     served.num_blocks = sum(worker.num_blocks for worker in pools.workers)
 
 
-@pytest.mark.long  # three starts that fail; test_rollout shows the same without processes
+@pytest.mark.long  # three starts that fail; test_rollout tests the same without processes
 def test_failed_update_changes_nothing(served, admin, run_dir, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"]}')
     before = ask(served.url), [version.name for version in admin.pools().versions]

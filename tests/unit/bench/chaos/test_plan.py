@@ -157,7 +157,7 @@ def test_nobody_takes_the_last_that_works_of_a_pool(kind):
 @pytest.mark.parametrize("kind", list(FaultKind))
 def test_nobody_is_hit_while_a_gateway_does_not_know_all_workers(kind):
     late = SeenGateway("g1", 8, "serving", None, members_version=4)
-    starting = SeenGateway("g1", None, "starting", "it says nothing", members_version=5)
+    starting = SeenGateway("g1", None, "starting", "it does not report", members_version=5)
     whole = pools(P0, P1, D0, D1)
     assert candidates(kind, whole, held=())
     for other in (late, starting):

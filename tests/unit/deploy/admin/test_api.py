@@ -1,4 +1,4 @@
-"""The operator's API, asked in the process; and how a command finds the deployment."""
+"""The operator's API, called in the process; and how a command finds the deployment."""
 
 import asyncio
 import io

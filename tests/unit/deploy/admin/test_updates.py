@@ -1,4 +1,4 @@
-"""An update changes what is said, and nothing else."""
+"""An update changes only what its file names."""
 
 import pytest
 

@@ -46,7 +46,7 @@ GATEWAY = {"gateway": GatewayReady("http://127.0.0.1:80", "m", 7, "gateway:1")}
 
 
 class SetClock:
-    """Stands still unless it is set."""
+    """A clock that stands still unless it is set."""
 
     at_s = 0.0
 
@@ -55,7 +55,7 @@ class SetClock:
 
 
 class FakeLauncher:
-    """Holds what runs; what is started is there at once, or raises."""
+    """A launcher whose services start at once, or whose calls raise."""
 
     def __init__(self, running) -> None:
         self.services = dict(running)
@@ -117,7 +117,7 @@ class FakeLauncher:
 
 
 class World:
-    """A controller, its launcher, and sessions that are begun by the test alone."""
+    """A controller, its launcher, and sessions that only the test opens."""
 
     def __init__(self, running, config) -> None:
         self.clock = SetClock()
@@ -136,7 +136,7 @@ class World:
 
 @pytest.fixture
 def play(monkeypatch):
-    """Runs a scene with the world of a controller that finds this running."""
+    """Returns a function that runs a scene with a controller that finds these services."""
     monkeypatch.setattr(shell, "WATCH_EVERY_S", 0.01)
     monkeypatch.setattr(services, "RETRY_STOP_EVERY_S", 0.01)
 
@@ -157,7 +157,7 @@ def play(monkeypatch):
 
 
 class FakeGateway:
-    """The other end of a session: it knows members, and follows those of a higher version."""
+    """The gateway's end of a session. It takes members of a higher version."""
 
     def __init__(self, members: Members | None) -> None:
         self.members = members
@@ -186,7 +186,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class FakeListener:
-    """Takes no connection."""
+    """A listener that accepts no connection."""
 
     def __init__(self, _app: object, _book: object) -> None:
         pass
@@ -328,7 +328,7 @@ def test_stopped_worker_is_gone_only_after_its_start_has_ended(play):
         launcher.may_start.clear()
         world.controller.order(SetPools(Pools(2, 1)))
         world.controller.order(Stop("prefill-1"))
-        # It is tried again while the start goes on.
+        # The stop is repeated while the start goes on.
         await until(lambda: launcher.stopped.count(("prefill-1", True)) > 1)
         assert machine.workers["prefill-1"].state is WorkerState.STOPPING
         launcher.may_start.set()
@@ -430,7 +430,7 @@ def test_controller_plans_from_reports_and_asks_for_room(play, monkeypatch):
         await until(lambda: world.launcher.asked_for[1:] == [(0, Pools(3, 1))])
 
     told = play(scene, WORKERS | GATEWAY, PLANNED).told
-    assert "pools can have 7 workers: not 4 any more" in told
+    assert "pools can have 7 workers: before, 4" in told
 
 
 def test_controller_without_a_planner_asks_for_no_room(play):

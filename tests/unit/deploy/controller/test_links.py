@@ -1,4 +1,4 @@
-"""What the controller takes from its sessions."""
+"""The controller's sessions: how long a gateway's report counts."""
 
 from deploy.controller.links import REPORT_STALE_S, GatewayLink
 from engine.control import GatewayReport, Members, encode_control
@@ -20,6 +20,6 @@ def test_old_report_is_not_used_for_planning():
     assert link.fresh_report == report
     clock.at_s += REPORT_STALE_S + 0.1
     assert link.fresh_report is None
-    assert link.report == report  # operators are shown what was said last
+    assert link.report == report  # operators still see the last report
     link.take(encode_control([report]))
     assert link.fresh_report == report

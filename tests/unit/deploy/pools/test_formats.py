@@ -1,4 +1,4 @@
-"""Which formats of KV may meet in one deployment, and what is said of the others."""
+"""KV formats that can exchange KV, and the refusal of those that cannot."""
 
 from pathlib import Path
 
@@ -47,10 +47,10 @@ def test_all_other_settings_are_equal_in_every_role(role):
         ((INT8,), True),
         ((FP32, FP32, FP32), True),
         ((INT8, None, INT8), True),
-        ((BF16, FP32), False),  # no bit is lost on the way, but fewer are computed
+        ((BF16, FP32), False),  # the transfer loses no bit, but the source computes fewer bits
         ((FP32, INT8, INT8), False),
         ((INT8, FP32, INT8), False),
-        ((FP32, None, INT8), False),  # what is handed over has been rounded, and widened again
+        ((FP32, None, INT8), False),  # handed-over KV was rounded, then widened
     ],
 )
 def test_decode_workers_prefill_only_if_their_kv_equals_handed_over_kv(formats, allowed):

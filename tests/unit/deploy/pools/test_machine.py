@@ -69,7 +69,7 @@ def test_gateways_start_although_some_workers_wait_for_nodes():
     world.has_no_place = {"decode-0", "decode-1"}
     world.feed(PoolTick())
     world.run(20)
-    assert not world.machine.has_begun  # nobody decodes
+    assert not world.machine.has_begun  # no worker decodes
     world.has_no_place = {"decode-1"}
     world.run(40)
     assert world.machine.has_begun
@@ -218,7 +218,7 @@ def test_flip_settles_once_decoding_sequences_have_moved():
     assert [line.split(",")[0] for line in world.told] == [
         "decode-0 is flipped from decode to prefill: ordered",
         "decode-0 is prefill now",
-        "decode-0 decodes nothing any more",
+        "decode-0 has stopped decoding",
     ]
 
 
@@ -271,7 +271,7 @@ def test_worker_is_stopped_after_the_drain_deadline():
     world.run(20)
     assert len(world.processes) == 2
     assert world.machine.counters["drains timed out"] == 1
-    assert any("is stopped all the same" in line for line in world.told)
+    assert any("is stopped anyway" in line for line in world.told)
 
 
 def test_drained_worker_stays_until_flipped_back():
@@ -354,7 +354,7 @@ def test_pools_above_the_room_may_change_but_not_grow():
     world.feed(RoomSeen(3, "one node is gone"))
     world.feed(SetPools(Pools(3, 1)))
     world.settle()
-    world.feed(Flip(WorkerId("decode-0"), D))  # it was drained: all the same number of workers
+    world.feed(Flip(WorkerId("decode-0"), D))  # it was drained: the number of workers stays
     world.settle()
     assert world.machine.intent.pools == Pools(3, 2)
     with pytest.raises(OrderRefused, match=r"6 workers are more than the 3 .*: one node is gone"):
@@ -385,7 +385,7 @@ def test_next_controller_continues_with_the_same_intent():
     )
     world.feed(found(world))
     world.run(3)
-    assert world.started == []  # nothing is decided before it is known who is what
+    assert world.started == []  # no decision before all roles are known
     for name, process in world.processes.items():
         address = world.addresses[name]
         world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
@@ -504,8 +504,9 @@ def test_members_of_an_earlier_controller_get_a_higher_version():
 
 
 def taken_over(world: PoolWorld) -> Members:
-    """Another controller finds workers of a version that it does not know, and a gateway that is
-    silent. What that gateway was told.
+    """Starts another controller, which finds workers of an unknown version and a silent gateway.
+
+    Returns the members that the gateway was told before.
     """
     world.machine.wanted.intent = Intent((Version("v2", pools=Pools(1, 1)),))
     for worker in world.machine.workers.values():

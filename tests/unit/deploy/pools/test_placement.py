@@ -1,4 +1,4 @@
-"""On which node a worker is started, and how many there can be."""
+"""The choice of a node for each worker, and how many workers fit."""
 
 import pytest
 
@@ -19,12 +19,12 @@ HEAD = {"CPU": 4.0}
 
 
 def nodes(*each: dict[str, float]) -> list[Node]:
-    """Called a, b and so on."""
+    """Returns nodes named a, b and so on."""
     return [Node(chr(ord("a") + i), f"10.0.0.{i}", has) for i, has in enumerate(each)]
 
 
 def started(placement: NodePlacement, roles: list[Role], there: list[Node]) -> list[str | None]:
-    """Where workers of these roles are put, one after the other."""
+    """Returns the nodes of workers that are placed one after another."""
     places: list[Place] = []
     for i, role in enumerate(roles):
         node_id = placement.choose(role, there, places)
@@ -45,9 +45,9 @@ def test_worker_takes_gpus_and_the_resource_of_its_role():
     ("num_gpus", "has", "expected"),
     [
         (1, [2, 2], 4),
-        (2, [3, 3], 2),  # none has its GPUs on two nodes
+        (2, [3, 3], 2),  # no worker has GPUs on two nodes
         (0.5, [2, 1], 6),
-        (0.4, [2], 4),  # nor a part of one from two GPUs
+        (0.4, [2], 4),  # no worker has parts of two GPUs
         (1, [0], 0),
     ],
 )
@@ -61,7 +61,7 @@ def test_room_follows_each_nodes_gpus(num_gpus, has, expected):
     [
         (NodePlacement(), [{"CPU": 8.0}, {"CPU": 2.0}], 10),
         (NodePlacement(), [{"CPU": 1.0}], 4),
-        (NodePlacement(), [{"CPU": 8.0}, {}], 8),  # nobody is put where nothing is
+        (NodePlacement(), [{"CPU": 8.0}, {}], 8),  # no worker goes to a node without resources
         (BY_ROLE, [HEAD, {"GPU": 4.0, "prefill_node": 1.0}, {"GPU": 4.0, "decode_node": 2.0}], 3),
         (BY_ROLE, [{"GPU": 2.0, "prefill_node": 2.0, "decode_node": 2.0}], 2),
         (NodePlacement(0, "node", "node"), [HEAD, {"CPU": 8.0, "node": 3.0}], 3),
@@ -113,7 +113,7 @@ def test_without_gpus_nodes_with_free_cores_come_first(spread):
 
 
 def decode_nodes(num_workers: int, roles: list[Role], wanted: Pools) -> list[float]:
-    """Of what is asked for, by worker."""
+    """Returns the decode resource of each requested bundle."""
     return [b.get("decode_node", 0) for b in BY_ROLE.bundles(num_workers, roles, wanted)]
 
 

@@ -1,4 +1,4 @@
-"""The planner on live pools: what it is told of them, and what becomes of what it says."""
+"""The planner on live pools: its input, and the orders that follow from its proposals."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def intent_of(pools, mode):
 
 
 class World:
-    """A machine whose orders are carried out at once, and a planner of its pools."""
+    """A machine whose effects happen at once, and a planner of its pools."""
 
     def __init__(self, pools, rules=RULES, max_workers=8, mode=PlannerMode.ON, **more):
         self.machine = PoolMachine(
@@ -52,12 +52,12 @@ class World:
         self.rest()
 
     def rest(self):
-        """Until the planner, if it is on, knows these pools for a minute."""
+        """Runs until a planner that is on has seen these pools for a minute."""
         self.tick()
         self.now_s += 60.0
 
     def feed(self, event):
-        """What follows is done by all that is told to do something."""
+        """Handles an event, and carries out its effects at once."""
         for effect in self.machine.handle(event, self.now_s):
             match effect:
                 case StartWorker(name, role, start) if self.obeys:
@@ -67,7 +67,7 @@ class World:
                     self.feed(RoleSeen(name, name, role))
 
     def tick(self, *seen, seconds=1):
-        """The last decision of so many seconds of that; each is of one gateway, or it is silent."""
+        """Feeds a report of each gateway, None if silent, for some seconds. Returns a decision."""
         reports = [
             None if one is None else GatewayReport(None, 1, 2, 0, 0, 0.0, one) for one in seen
         ]
@@ -88,7 +88,7 @@ class World:
         return self.machine.intent.pools
 
 
-# ---------------------------------------------------------------- what becomes of proposals
+# ---------------------------------------------------------------- orders from proposals
 
 
 def test_changing_load_flips_workers_there_and_back():
@@ -138,7 +138,7 @@ def test_planner_that_is_off_says_nothing_and_forgets():
     world.tick(WRITING, seconds=60)
     assert world.wanted == Pools(3, 1)
     world.feed(SetPlanner(PlannerMode.ON))
-    assert world.tick(WRITING, seconds=15) is None  # what was ordered meanwhile is not known
+    assert world.tick(WRITING, seconds=15) is None  # earlier orders are not known
     assert world.tick(WRITING).after == Pools(2, 2)
 
 
@@ -178,7 +178,7 @@ def test_history_is_bounded(monkeypatch):
     assert decisions[-1].number == 600
 
 
-# ---------------------------------------------------------------- what it is told
+# ---------------------------------------------------------------- input
 
 
 def test_reports_add_up_and_a_silent_gateway_pauses_the_planner():
@@ -242,7 +242,7 @@ def test_planner_pauses_during_an_update_and_begins_anew():
     assert world.tick(READING) is None
     assert "several versions" in world.planning.reasons[0]
     world.machine.wanted.intent = alone
-    assert world.tick(READING, seconds=15) is None  # who knows what was ordered meanwhile
+    assert world.tick(READING, seconds=15) is None  # earlier orders are not known
     assert world.tick(READING).after == Pools(3, 1)
 
 
@@ -269,7 +269,7 @@ def test_planner_starts_workers_or_asks_for_room():
     assert str(last) == "prefill 3 → 4, room for 6 workers: done"
     world.tick(flood, seconds=2)
     assert str(world.planning.decisions[-1]) == "room for 6 workers: done"
-    world.feed(RoomSeen(7, "nodes have come"))  # nodes have come
+    world.feed(RoomSeen(7, "nodes have come"))
     world.tick(flood)
     assert world.wanted == Pools(5, 1)
     assert world.planning.room_for == 6
@@ -312,8 +312,8 @@ def test_room_is_given_back_once_planning_ends(order):
     [
         (PlannerMode.OFF, GROWING, 0),
         (PlannerMode.DRY_RUN, GROWING, 0),
-        (PlannerMode.ON, GROWING, None),  # until something is decided
-        (PlannerMode.OFF, RULES, None),  # nobody ever asks
+        (PlannerMode.ON, GROWING, None),  # until the first decision
+        (PlannerMode.OFF, RULES, None),  # no controller ever asks
     ],
 )
 def test_room_of_an_earlier_controller_is_given_back_without_a_planner(mode, rules, room_for):

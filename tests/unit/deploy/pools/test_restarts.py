@@ -8,7 +8,7 @@ HOUR_S = 3600
 
 
 class Tries:
-    """A service that is started whenever it is due, once a second from 0 on."""
+    """A service that is started when due; looks once a second, from 0 on."""
 
     def __init__(self) -> None:
         self.restarts = Restarts()

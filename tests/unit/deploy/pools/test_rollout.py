@@ -1,4 +1,4 @@
-"""Versions of the model come, take over and go: somebody serves every request to its end."""
+"""Versions of the model come, take over and go; each request keeps its workers to its end."""
 
 import random
 
@@ -96,7 +96,7 @@ def test_report_on_earlier_members_is_ignored():
     world.feed(GatewaySeen("gateway-1", None))
     world.run(10)
     assert by_version(world) == {"v1": 2, "v2": 2}
-    world.feed(Died("gateway-1", "it ended"))  # with all that it had
+    world.feed(Died("gateway-1", "it ended"))  # its requests end with it
     world.silent.clear()
     world.settle()
     assert by_version(world) == {"v2": 2}
@@ -177,7 +177,7 @@ def test_dying_worker_does_not_delay_the_end_of_an_update():
     world.start_s = 10.0
     world.missing["v2"] = "it cannot be loaded"
     world.feed(AddVersion(REMOTE, takes_over=True))
-    for _ in range(20):  # each time after more than `steady_s`, so that it fails for a new reason
+    for _ in range(20):  # each run is longer than `steady_s`, so each failure counts as the first
         world.run(75)
         for name in [name for name, p in world.processes.items() if p.version == "v2"]:
             if world.states()[name] is WorkerState.SERVING:
@@ -255,7 +255,7 @@ def test_reports_from_before_an_abort_end_no_workers():
         world.run(1)
         heard = world.machine.members
         world.report()
-    before = world.roles()  # v2 has no request, and may get one before gateways hear that it leaves
+    before = world.roles()  # v2 may still get a request before gateways hear that it leaves
     world.feed(Abort("v2"))
     world.feed(PoolTick())
     assert world.roles() == before
@@ -321,7 +321,9 @@ def test_current_version_that_cannot_grow_stays():
     world.feed(Finish("v1", Pools(2, 1)))
     world.run(60)
     assert world.machine.intent.rollout is None
-    assert any("v1 stays as it is" in line and "3 times in a row" in line for line in world.told)
+    assert any(
+        "v1 keeps its present workers" in line and "3 times in a row" in line for line in world.told
+    )
     world.feed(SetPools(Pools(1, 1)))  # orders are taken again
     world.settle()
     assert by_version(world) == {"v1": 2, "v2": 2}
@@ -397,10 +399,10 @@ def test_larger_update_uses_the_room_the_old_version_leaves():
             409,
         ),
         (SetWeights({"v9": 1}), "no version is called v9; there are: v1", 404),
-        (SetWeights({"v1": 0}), "one version at least", 400),
+        (SetWeights({"v1": 0}), "at least one version", 400),
         (SetWeights({"v1": -3}), "a weight is between", 400),
         (Finish("v9"), "no version is called v9", 404),
-        (Finish("v1"), "v1 is all there is", 409),
+        (Finish("v1"), "v1 is the only version", 409),
         (Abort("v1"), "v1 is the current version", 409),
         (SetPools(Pools(1, 1), version="v9"), "no version is called v9", 404),
     ],
@@ -470,7 +472,7 @@ def test_number_of_versions_is_limited():
     world = settled(max_workers=20)
     for i in range(2, MAX_VERSIONS + 1):
         world.feed(AddVersion(named(f"v{i}", weight=1), takes_over=False))
-    with pytest.raises(OrderRefused, match="no more can be: v1, v2, v3, v4"):
+    with pytest.raises(OrderRefused, match="there are: v1, v2, v3, v4"):
         world.feed(AddVersion(named("w"), takes_over=False))
     world.settle()
     world.feed(Finish("v3"))
