@@ -96,7 +96,7 @@ class PoolSessions:
         self.links.pop(WorkerId(name), None)
         self.gateway_links.pop(name, None)
 
-    # ------------------------------------------------------------ what is said
+    # ------------------------------------------------------------ to workers and gateways
 
     def set_role(self, worker_id: WorkerId, role: Role) -> None:
         """Tells a worker its role. If it has no session, the machine repeats it later."""
@@ -108,7 +108,7 @@ class PoolSessions:
         for gateway in self.gateway_links.values():
             gateway.tell(members)
 
-    # ------------------------------------------------------------ what was heard
+    # ------------------------------------------------------------ from workers and gateways
 
     def reports(self, names: Iterable[str]) -> list[GatewayReport | None]:
         """Returns the fresh report of each gateway; None if it has none."""

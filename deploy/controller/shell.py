@@ -179,12 +179,12 @@ class PoolController:
 
     @property
     def workers(self) -> Mapping[WorkerId, WorkerReady]:
-        """What each worker said of itself when it had started."""
+        """Each worker's answer to its start."""
         return self._services.workers
 
     @property
     def gateways(self) -> Mapping[str, GatewayReady]:
-        """What each gateway said of itself when it had started."""
+        """Each gateway's answer to its start."""
         return self._services.gateways
 
     @property
@@ -194,7 +194,7 @@ class PoolController:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Returns how often each kind of trouble happened; without those that never did."""
+        """Returns how often each kind of trouble happened; kinds with count 0 are omitted."""
         found = {**self.machine.counters, **self._launcher.counters()}
         found["controller bugs"] = self._tasks.num_bugs
         return {name: number for name, number in found.items() if number}
@@ -253,7 +253,7 @@ class PoolController:
             await pause(WATCH_EVERY_S)
             try:
                 workers = self.machine.workers
-                # Until all found workers told their roles, it is unknown which are wanted again.
+                # Before all found workers have told their roles, no place may be given up.
                 if all(worker.target is not None for worker in workers.values()):
                     names = [str(worker_id) for worker_id in workers]
                     await self._tasks.in_thread(self._launcher.keep_places, names)

@@ -1,4 +1,4 @@
-"""What the machine of the pools asks its shell to do."""
+"""Effects of the pool machine: requests to its shell."""
 
 from dataclasses import dataclass
 

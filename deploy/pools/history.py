@@ -1,4 +1,4 @@
-"""What happened to the pools, for operators: the latest steps, and counters."""
+"""The history of the pools for operators: the latest steps, and counters."""
 
 from collections import Counter, deque
 

@@ -1,4 +1,4 @@
-"""What the operator wants of the pools, and what limits it."""
+"""The operator's intent and the limits, shared by all parts of the pool machine."""
 
 from dataclasses import dataclass, replace
 

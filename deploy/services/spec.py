@@ -1,4 +1,4 @@
-"""What a worker or a gateway is started with, and what it answers once it has started."""
+"""Specs with which workers and gateways start, and their answers once they listen."""
 
 import msgspec
 
@@ -18,7 +18,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     config: WorkerConfig
     token: str
     threads: int
-    memory_bytes: int | None = None  # for all workers of the machine; None: what is available
+    memory_bytes: int | None = None  # for all workers of the machine; None: all that is available
     num_workers: int = 1  # workers that share this memory
     host: str = "127.0.0.1"
     log_level: str = "warning"

@@ -1,4 +1,4 @@
-"""What each order makes of the intent. Functions return a new intent or raise OrderRefused."""
+"""Orders about versions as functions: each returns a new intent or raises OrderRefused."""
 
 from msgspec.structs import replace
 
@@ -95,7 +95,7 @@ def _as_many(own: Pools, others: Pools) -> Pools:
 
 
 def aborted(intent: Intent, name: str) -> Intent:
-    """Removes a version and lets the current version go on with what it had."""
+    """Removes a version, and gives its requests and workers back to the others."""
     version, current, rollout = known(intent, name), intent.current, intent.rollout
     if version is current:
         raise OrderRefused(f"{name} is the current version: finish another one to end it")

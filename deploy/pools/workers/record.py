@@ -1,4 +1,4 @@
-"""What the pools know of one worker."""
+"""The record of one worker."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""What follows from facts about workers: starts, ends, sessions, roles, loads, deadlines."""
+"""Handles facts about workers: starts, ends, sessions, roles, loads; and their deadlines."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -163,7 +163,7 @@ class WorkerSightings:
             yield from self._workers.give_up_flip(worker, "the worker refuses it", now_s)
 
     def on_load(self, event: LoadSeen, now_s: float) -> Iterator[PoolEffect]:
-        """Ends a drain, or the moves after a flip, if the worker holds no such work any more."""
+        """Ends a drain, or the moves after a flip, once the worker holds no such work."""
         worker = self._workers.at(event.worker_id, event.address)
         if worker is None:
             return

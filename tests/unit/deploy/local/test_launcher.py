@@ -29,12 +29,12 @@ from tests.kits.nurseries import nursery_of_shells
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 FETCHING, FETCHED = (msgspec.json.encode(each).decode() for each in (Fetching(), Fetched()))
-MORE_THAN_A_PIPE_BYTES = 2**20  # takes, unless somebody reads
+MORE_THAN_A_PIPE_BYTES = 2**20  # more than a pipe holds without a reader
 
 
 @pytest.fixture
 def launcher_of() -> Iterator[Callable[[str], ProcessLauncher]]:
-    """Makes one whose services are shell scripts."""
+    """Returns a function that makes a launcher whose services are shell scripts."""
     with ExitStack() as stack:
 
         def launcher(script: str) -> ProcessLauncher:
@@ -58,13 +58,13 @@ def test_stop_during_a_start_ends_the_wait(tmp_path, launcher_of):
 
     thread = threading.Thread(target=start)
     thread.start()
-    begun.read_text()  # it runs, and is waited for
+    begun.read_text()  # it runs, and the launcher waits for it
     assert launcher.dead() == {}
     assert launcher.running() == {}
     launcher.stop("gateway", by_force=False)
     thread.join(10)
     assert len(said) == 1
-    # Who is stopped before it was heard to have started is not waited for.
+    # A process that is stopped during its start gets no time to end by itself.
     assert re.fullmatch(r"gateway ended while starting \(exit status (-9|unknown)\)", said[0])
     assert launcher.processes == []
 
@@ -116,7 +116,7 @@ def test_only_a_fetch_has_a_long_deadline(says, has_s, launcher_of, monkeypatch)
     ("script", "shortened", "says"),
     [
         ("read spec; exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),
-        ("exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),  # and reads no spec
+        ("exec sleep 60", "READY", r"gateway did not start in 0\.05 s"),  # it reads no spec
         (
             f"read spec; echo '{FETCHING}'; exec sleep 60",
             "FETCH",
@@ -133,7 +133,7 @@ def test_silent_process_is_ended_at_its_deadline(script, shortened, says, launch
 
 
 class Exited(Exception):
-    """Instead of an end of the process."""
+    """Stands for the end of the process."""
 
 
 def test_fetch_ends_when_its_launcher_is_gone(monkeypatch):

@@ -23,7 +23,7 @@ from engine.messages import Role, WorkerId
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 USE_RAY = ("deploy.ray.actors", "deploy.ray.launcher", "deploy.ray.controller", "deploy.ray.places")
-PARTS_OF_RAY: dict[str, dict[str, object]] = {  # nothing is reserved
+PARTS_OF_RAY: dict[str, dict[str, object]] = {  # none reserves anything
     "ray.autoscaler.sdk": {"request_resources": lambda *, bundles: None},
     "ray.util.scheduling_strategies": {"PlacementGroupSchedulingStrategy": None},
     "ray.util.placement_group": {
@@ -37,11 +37,11 @@ PARTS_OF_RAY: dict[str, dict[str, object]] = {  # nothing is reserved
 
 
 class RayError(Exception):
-    """As Ray's."""
+    """Ray's base error."""
 
 
 class RayTaskError(RayError):
-    """As Ray's: what a method raised."""
+    """Ray's error for an exception in an actor's method."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__("called from\nhere")
@@ -49,21 +49,21 @@ class RayTaskError(RayError):
 
 
 class ActorUnavailableError(RayError):
-    """As Ray's."""
+    """Ray's error for an actor that cannot be reached now."""
 
 
 class ActorDiedError(RayError):
-    """As Ray's."""
+    """Ray's error for an actor that has ended."""
 
 
 class FakeActor:
-    """Answers with what it was made with; raises it if that is an error."""
+    """An actor with a fixed answer, which is raised if it is an error."""
 
     def __init__(self, answer: object) -> None:
         self.start = SimpleNamespace(remote=lambda: answer)
         self.fetch = SimpleNamespace(remote=lambda: "")
         self.ping = SimpleNamespace(remote=lambda: self.pongs.pop(0) if self.pongs else self.pong)
-        self.pongs: list[RayError | None] = [None]  # the first ones: it is made
+        self.pongs: list[RayError | None] = [None]  # the first answers: the actor was made
         self.pong: RayError = RayError("the actor died.")
         self.described: object = ("gateway", READY)
         self.describe = SimpleNamespace(remote=lambda: self.described)
@@ -73,7 +73,7 @@ class FakeActor:
 
 
 class FakeRay(ModuleType):
-    """What the launcher uses of Ray."""
+    """The part of Ray that the launcher uses."""
 
     def __init__(self) -> None:
         super().__init__("ray")
@@ -85,7 +85,7 @@ class FakeRay(ModuleType):
         )
         self.util = SimpleNamespace(list_named_actors=self._list_named_actors)
         self.answer: object = (READY, "")
-        self.made: RayError | None = None  # instead of an actor
+        self.made: RayError | None = None  # raised in place of making an actor
         self.timeouts: list[float] = []
         self.names: dict[str, FakeActor] = {}
         self.waits: list[tuple[int, float]] = []
@@ -188,7 +188,7 @@ def test_only_an_actor_that_fetches_has_a_long_deadline(model, has_s, fake_ray):
 
 
 class Steps:
-    """A clock that goes on by so much whenever it is read."""
+    """A clock that advances by a fixed step at each reading."""
 
     def __init__(self, step_s: float) -> None:
         self._at_s = 0.0
@@ -201,7 +201,7 @@ class Steps:
 
 @pytest.fixture
 def find_controller(fake_ray, monkeypatch):
-    """As `deploy.ray.controller`'s, of a controller that answers so, once each 100 seconds."""
+    """Returns `find_controller` with a controller that gives these answers, one each 100 s."""
 
     def find(answers: list[object]) -> tuple[str, int]:
         ray_controller = importlib.import_module("deploy.ray.controller")
@@ -234,7 +234,7 @@ def test_taken_actor_name_is_a_typed_error(fake_ray):
     fake_ray.names["gateway"] = FakeActor(None)
     with pytest.raises(ConfigError, match="already taken"):
         launcher.start_gateway(SPEC)
-    assert list(fake_ray.names) == ["gateway"]  # it is somebody else's
+    assert list(fake_ray.names) == ["gateway"]  # another owner's actor stays
 
 
 def test_ended_actor_is_reported_once_and_frees_its_name(fake_ray):
@@ -271,7 +271,7 @@ def test_leftovers_are_ended_without_a_controller(fake_ray):
     fake_ray.names["late"].described = RayError("it does not answer")
     ray_controller.stop_deployment()
     assert fake_ray.names == {}
-    assert [num_returns for num_returns, _ in fake_ray.waits] == [2]  # both at once
+    assert [num_returns for num_returns, _ in fake_ray.waits] == [2]  # both at the same time
     with pytest.raises(ConfigError, match="no deployment runs"):
         ray_controller.stop_deployment()
 
